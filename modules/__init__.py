@@ -1,0 +1,1 @@
+"""Frozen targets, drafters and the one decoding loop."""

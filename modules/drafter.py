@@ -1,0 +1,141 @@
+"""The contract every drafter family fulfils: weights here, sequence state outside.
+
+Shapes: B rows, L positions, K draft steps answered by one call, D hidden size, F frontier nodes, H depths answered,
+Q entries of the draft vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from .features import Features
+from .target import Target, TargetIdentity
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafts:
+    """What a drafter's training forward gives: one hidden state for each draft step at each index.
+
+    The k-th state at index p predicts the token at p + offsets[k]; the vocabulary projection is left to the loss, which
+    takes it in chunks.
+    """
+
+    hidden_BLKD: Tensor
+    """Draft hidden states, ready for the output layer."""
+    offsets: tuple[int, ...]
+    """How far ahead of its index each of the K states predicts, in tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frontier:
+    """Nodes of a growing tree whose children are asked for."""
+
+    nodes_BF: Tensor
+    """Index of each node in the tree, int64; 0 is the root."""
+    parents_BF: Tensor
+    """Index of each node's parent in the tree; -1 for the root."""
+    tokens_BF: Tensor
+    """Token of each node, int64."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """Log-probabilities of the children of a frontier.
+
+    A one-shot family answers H > 1 depths at once: level h scores every descendant h + 1 levels below the frontier
+    node, whatever the path between. A recurrent family answers H = 1.
+    """
+
+    log_probs_BFHQ: Tensor
+    """Draft log-probabilities, float32."""
+    token_ids_Q: Tensor | None = None
+    """Target-vocabulary id of each entry of a reduced draft vocabulary; None when Q is the whole vocabulary."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """Everything a drafter may look at after a pass: what was newly accepted, and what the target thought there.
+
+    Row b has `counts_B[b]` new positions, left-aligned and padded on the right. Their tokens have been through the
+    target (the last root and the accepted nodes); `roots_B` is the token the target decided next, which has not.
+    """
+
+    tokens_BN: Tensor
+    """Tokens that went through the target, int64."""
+    counts_B: Tensor
+    """How many of them are real, per row."""
+    final_BND: Tensor
+    """The target's final states (after its last norm) at those tokens."""
+    taps: dict[int, Tensor]
+    """Outputs of the tapped layers at those tokens, each [B, N, D]."""
+    roots_B: Tensor
+    """The next token of each row: the root of its next tree."""
+
+
+class DraftState:
+    """Sequence state of a batch of rows; each family keeps its own kind."""
+
+
+class Drafter(nn.Module, ABC):
+    """A small model that guesses what its target says next. It holds weights only.
+
+    Borrowed parts of the target (embedding, output layer, first layers) are attached by `bind` and never saved,
+    trained or moved by this module.
+    """
+
+    family: ClassVar[str]
+    """Name of the family in artifacts and recipes."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Target layers whose outputs this drafter reads; none by default."""
+        return ()
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """The JSON-ready configuration from which `rebuild` makes an equal, uninitialised drafter."""
+
+    @classmethod
+    @abstractmethod
+    def rebuild(cls, description: dict[str, Any], identity: TargetIdentity) -> "Drafter":
+        """Make a drafter from `describe()`'s answer, its own weights to be loaded, its borrowed parts unbound.
+
+        Raises:
+            UserError: if the description does not fit the family.
+        """
+
+    @abstractmethod
+    def bind(self, target: Target) -> None:
+        """Borrow what the family needs from `target`. Raises UserError when the target does not fit."""
+
+    @abstractmethod
+    def forward(self, features: Features) -> Drafts:
+        """Training: the draft hidden states at all positions at once."""
+
+    @abstractmethod
+    def project(self, hidden: Tensor, step: int) -> Tensor:
+        """Draft logits [..., Q] of draft step `step` for hidden states [..., D]: the output layer of that step."""
+
+    @property
+    def token_ids_Q(self) -> Tensor | None:
+        """Target id of each entry of a reduced draft vocabulary; None for the whole vocabulary."""
+        return None
+
+    @abstractmethod
+    def start(self, rows: int) -> DraftState:
+        """Decoding: an empty state for a batch of `rows` sequences."""
+
+    @abstractmethod
+    def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
+        """Take in what the last pass taught about the rows `rows_R` of the state; N counts new positions."""
+
+    @abstractmethod
+    def expand(self, state: DraftState, frontier: Frontier) -> Scores:
+        """One draft step: scores of the children of the frontier nodes. The first call of a pass gets the root."""
+
+    @abstractmethod
+    def keep(self, state: DraftState, rows_R: Tensor) -> None:
+        """Rearrange the state so that its row r is the former row rows_R[r]; the others leave."""

@@ -1,0 +1,95 @@
+"""What a drafter trains on: tokens, who wrote them, and the states the frozen target had there.
+
+Shapes: B rows, L positions in a row, D hidden size of the target.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Features:
+    """A batch of token rows with the target's hidden states.
+
+    Several conversations may share a row (packing): `segments_BL` tells them apart and is -1 on padding.
+    `supervised_BL` is a property of the *token*: it was written by the assistant and may be a label. Nothing is ever
+    shifted by hand; a family asks `labels(offset)` for the token `offset` places ahead.
+    """
+
+    tokens_BL: Tensor
+    """Token ids, int64; padding holds any valid id."""
+    supervised_BL: Tensor
+    """True where the token was written by the assistant and may serve as a label."""
+    segments_BL: Tensor
+    """Number of the conversation inside its row, int64; -1 is padding."""
+    positions_BL: Tensor
+    """Position id of the token inside its own segment, int64."""
+    final_BLD: Tensor | None = None
+    """The target's final hidden state after its last norm: what its output layer reads. None until encoded."""
+    taps: dict[int, Tensor] = field(default_factory=dict)
+    """Residual-stream output of the target's layer i, before the final norm, by layer index; each [B, L, D]."""
+
+    def __post_init__(self) -> None:
+        shape = self.tokens_BL.shape
+        for name in ("supervised_BL", "segments_BL", "positions_BL"):
+            if getattr(self, name).shape != shape:
+                raise ValueError(f"{name} must have the shape of tokens_BL {tuple(shape)}, "
+                                 f"got {tuple(getattr(self, name).shape)}")
+
+    def labels(self, offset: int) -> tuple[Tensor, Tensor]:
+        """Return (labels_BL, valid_BL): the token `offset` places after each index, and whether it is a label.
+
+        It is one when it exists, lies in the same segment and was written by the assistant. Where it is not, the
+        label is 0 and must not be read.
+
+        Raises:
+            ValueError: if `offset` is below 1.
+        """
+        if offset < 1:
+            raise ValueError(f"offset must be at least 1, got {offset}")
+        labels = torch.zeros_like(self.tokens_BL)
+        valid = torch.zeros_like(self.supervised_BL)
+        if offset < self.tokens_BL.shape[1]:
+            here, there = self.segments_BL[:, :-offset], self.segments_BL[:, offset:]
+            valid[:, :-offset] = (here == there) & (here >= 0) & self.supervised_BL[:, offset:]
+            labels[:, :-offset] = torch.where(valid[:, :-offset], self.tokens_BL[:, offset:], 0)
+        return labels, valid
+
+    def final(self) -> Tensor:
+        """The final states, [B, L, D].
+
+        Raises:
+            ValueError: if the batch has not been encoded by the target yet.
+        """
+        if self.final_BLD is None:
+            raise ValueError("these features hold no target states; encode them with Target.encode first")
+        return self.final_BLD
+
+    def to(self, device: torch.device | str) -> "Features":
+        """The same batch on another device."""
+        return replace(
+            self,
+            tokens_BL=self.tokens_BL.to(device),
+            supervised_BL=self.supervised_BL.to(device),
+            segments_BL=self.segments_BL.to(device),
+            positions_BL=self.positions_BL.to(device),
+            final_BLD=None if self.final_BLD is None else self.final_BLD.to(device),
+            taps={layer: state.to(device) for layer, state in self.taps.items()},
+        )
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[tuple[Sequence[int], Sequence[bool]]], *, pad_id: int = 0) -> "Features":
+        """Right-pad rows of (tokens, supervised), one conversation each, into a batch without target states."""
+        width = max(len(tokens) for tokens, _ in rows)
+        tokens_BL = torch.full((len(rows), width), pad_id, dtype=torch.long)
+        supervised_BL = torch.zeros((len(rows), width), dtype=torch.bool)
+        segments_BL = torch.full((len(rows), width), -1, dtype=torch.long)
+        for row, (tokens, supervised) in enumerate(rows):
+            tokens_BL[row, : len(tokens)] = torch.tensor(list(tokens), dtype=torch.long)
+            supervised_BL[row, : len(tokens)] = torch.tensor(list(supervised), dtype=torch.bool)
+            segments_BL[row, : len(tokens)] = 0
+        positions_BL = torch.arange(width).expand(len(rows), width).contiguous()
+        return cls(tokens_BL=tokens_BL, supervised_BL=supervised_BL, segments_BL=segments_BL, positions_BL=positions_BL)
