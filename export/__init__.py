@@ -1,1 +1,30 @@
-"""export"""
+"""Artifacts, foreign layouts, evaluation and its report."""
+
+from .artifact import FORMAT_VERSION, Artifact, Tuning, load_artifact, read_description, save_artifact, save_tuning
+from .convert import FORMATS, export_artifact, import_medusa
+from .evaluate import EvaluateConfig, Method, PromptSets, evaluate
+from .report import terminal_table, write_report
+from .results import Evaluation, EvaluationRun, Lossless, Measures
+
+__all__ = [
+    "FORMATS",
+    "FORMAT_VERSION",
+    "Artifact",
+    "EvaluateConfig",
+    "Evaluation",
+    "EvaluationRun",
+    "Lossless",
+    "Measures",
+    "Method",
+    "PromptSets",
+    "Tuning",
+    "evaluate",
+    "export_artifact",
+    "import_medusa",
+    "load_artifact",
+    "read_description",
+    "save_artifact",
+    "save_tuning",
+    "terminal_table",
+    "write_report",
+]
