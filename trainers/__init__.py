@@ -1,1 +1,6 @@
-"""trainers"""
+"""Training of drafters: losses, schedules, checkpoints chosen by decoded acceptance."""
+
+from .base import DraftModule, FitResult, TrainConfig, fit
+from .medusa import MedusaModule, MedusaTrainConfig
+
+__all__ = ["DraftModule", "FitResult", "MedusaModule", "MedusaTrainConfig", "TrainConfig", "fit"]

@@ -1,0 +1,51 @@
+"""A reduced draft vocabulary: which tokens a drafter may propose, and the target's output layer restricted to them.
+
+Shapes: V entries of the target's vocabulary, Q of the draft vocabulary, D hidden size.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .errors import UserError
+from .target import Target
+
+
+def choose(counts_V: Tensor, size: int, *, always: Sequence[int] = ()) -> Tensor:
+    """The `size` most frequent token ids in ascending order, [Q] int64; equal counts go to the lower id.
+
+    Args:
+        counts_V: how often each token of the target's vocabulary is a label in the training data.
+        size: number of entries Q of the draft vocabulary.
+        always: ids that belong to it whatever their count, such as the end of a turn.
+
+    Raises:
+        UserError: if `size` does not lie between the number of distinct `always` ids (at least 1) and V.
+    """
+    least = max(1, len(set(always)))
+    if not least <= size <= len(counts_V):
+        raise UserError(
+            f"the draft vocabulary must have between {least} and {len(counts_V)} entries (the target's vocabulary), "
+            f"got {size}; set vocabulary_size within these bounds or leave it out"
+        )
+    ranking_V = counts_V.detach().cpu().to(torch.float64).clone()
+    ranking_V[list(always)] = float("inf")
+    order_V = torch.argsort(ranking_V, descending=True, stable=True)
+    return order_V[:size].sort().values
+
+
+def coverage(counts_V: Tensor, ids_Q: Tensor) -> float:
+    """Share of the counted tokens that lie in the draft vocabulary; 0.0 when nothing was counted."""
+    total = float(counts_V.sum())
+    return float(counts_V[ids_Q].sum()) / total if total else 0.0
+
+
+def draft_index(ids_Q: Tensor, vocab_size: int) -> Tensor:
+    """The entry of the draft vocabulary that stands for each target token, [V] int64; -1 where none does."""
+    index_V = torch.full((vocab_size,), -1, dtype=torch.long, device=ids_Q.device)
+    index_V[ids_Q] = torch.arange(len(ids_Q), device=ids_Q.device)
+    return index_V
