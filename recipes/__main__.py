@@ -1,0 +1,135 @@
+"""The command `draftsmith`. Torch and everything above it are imported only once a command has been chosen."""
+
+import difflib
+import errno
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import version
+
+COMMANDS = {
+    "run": "all of the following from one recipe; a stage whose output is complete is skipped",
+    "distill": "prompts -> answers by the target -> token shards and feature shards",
+    "train": "token shards -> a drafter -> artifact, with its draft tree",
+    "evaluate": "artifact on prompts -> acceptance, speed, losslessness: JSON, Markdown, HTML",
+    "export": "artifact -> the layout of a serving engine",
+    "generate": "text from a prompt, drafted and verified, streaming",
+}
+"""Each command and what `draftsmith --help` says about it; `commands.py` holds a typed function of the same name."""
+
+USER_MISTAKE, INTERRUPTED = 2, 130
+REMEDIES = {
+    errno.ENOSPC: "free some space or choose another --out",
+    errno.EDQUOT: "free some space or choose another --out",
+    errno.EACCES: "change its permissions or choose another path",
+    errno.EPERM: "change its permissions or choose another path",
+    errno.EROFS: "choose another --out",
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "check the path",
+    errno.EISDIR: "name a file, not a folder",
+    errno.EEXIST: "choose another --out",
+    errno.EFBIG: "choose another --out",
+    errno.EIO: "check the disk",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0, 2 for a mistake in what was given, 130 after Ctrl-C."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(overview(), file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else USER_MISTAKE
+    if arguments[0] == "--version":
+        print(f"draftsmith {version('draftsmith')}")
+        return 0
+    if arguments[0] not in COMMANDS:
+        return complain(unknown_command(arguments[0]))
+    return run_command(arguments[0], arguments[1:])
+
+
+def overview() -> str:
+    """The text of `draftsmith --help`."""
+    lines = [f"  {name:<10}{summary}" for name, summary in COMMANDS.items()]
+    return "\n".join([
+        "usage: draftsmith COMMAND [--config FILE] [--KEY VALUE ...]",
+        "",
+        "Train, verify and export drafts that make a language model answer faster without changing a word.",
+        "",
+        *lines,
+        "",
+        "  draftsmith COMMAND --help lists the keys; draftsmith COMMAND --config FILE --print_config shows the recipe.",
+        "  A FILE that does not exist here may be the name of a recipe in the package: --config quickstart.",
+    ])
+
+
+def unknown_command(name: str) -> str:
+    """One sentence about a command that does not exist."""
+    close = difflib.get_close_matches(name, COMMANDS, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(COMMANDS)}"
+    return f"unknown command {name!r}: {hint}"
+
+
+def complain(message: str) -> int:
+    """Print a user's mistake as one line on stderr and return its exit code."""
+    print(f"draftsmith: error: {' '.join(message.split())}", file=sys.stderr)
+    return USER_MISTAKE
+
+
+def run_command(name: str, arguments: list[str]) -> int:
+    """Import what the command needs, parse, run, and turn every mistake of the user into one sentence."""
+    quiet_libraries()
+    from jsonargparse import ArgumentError
+
+    from ..modules.errors import UserError
+
+    try:
+        import_module(".commands", __package__).COMMANDS[name].execute(arguments)
+    except (ArgumentError, UserError) as error:
+        return complain(f"{error}" if isinstance(error, UserError) else f"{error}; see draftsmith {name} --help")
+    except ModuleNotFoundError as error:
+        return complain(missing_module(error))
+    except OSError as error:
+        return complain(system_error(error))
+    except KeyboardInterrupt:
+        print("\ndraftsmith: interrupted; the same command goes on from here", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def quiet_libraries() -> None:
+    """Keep what other libraries say about themselves out of the progress lines."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    for category in (FutureWarning, DeprecationWarning):
+        warnings.simplefilter("ignore", category)
+
+
+def missing_module(error: ModuleNotFoundError) -> str:
+    """One sentence about an extra that is not installed.
+
+    Raises:
+        ModuleNotFoundError: the same again, when the module belongs to this package: that is our mistake.
+    """
+    if error.name is None or error.name.startswith("draftsmith"):
+        raise error
+    return f"this command needs {error.name}, which is not installed: pip install 'draftsmith[train,report,gguf]'"
+
+
+def system_error(error: OSError) -> str:
+    """One sentence about a full disk, a missing file or a missing permission.
+
+    Raises:
+        OSError: the same again, when it is none of these.
+    """
+    if error.errno is not None and error.errno not in REMEDIES:
+        raise error
+    if error.errno is None:
+        return str(error)
+    place = f"{error.filename}: " if error.filename else ""
+    return f"{place}{error.strerror or os.strerror(error.errno)}: {REMEDIES[error.errno]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
