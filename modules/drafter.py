@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from .features import Features
@@ -135,6 +134,10 @@ class Drafter(nn.Module, ABC):
     @abstractmethod
     def expand(self, state: DraftState, frontier: Frontier) -> Scores:
         """One draft step: scores of the children of the frontier nodes. The first call of a pass gets the root."""
+
+    @abstractmethod
+    def clear(self, state: DraftState, rows_R: Tensor) -> None:
+        """Forget everything about the rows `rows_R`: other sequences take their places."""
 
     @abstractmethod
     def keep(self, state: DraftState, rows_R: Tensor) -> None:

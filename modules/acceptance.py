@@ -1,0 +1,108 @@
+"""Which drafted tokens the target accepts: pure functions, exact unless they say otherwise.
+
+Verification by equality: the target chooses a token at every node, greedily or by sampling from its own distribution, and
+the walk from the root goes down as long as a child holds the chosen token. For proposals that are point masses this is the
+acceptance rule with probability p(x) and the residual with p(x) set to zero, in one step; the emitted tokens have the
+target's distribution whatever was drafted.
+
+The choice of the token at place t of a row uses the row's t-th uniform number and nothing else random. So a sampled row is
+the same token for token in any batch, behind any drafter and without one.
+
+Shapes: B rows, N nodes, V target vocabulary, K nodes of the longest path.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .tree import TokenTree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the target turns logits into a distribution, in transformers' order: temperature, top-k, top-p."""
+
+    temperature_B: Tensor
+    """Per row, float32; 0 is greedy."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of likeliest tokens whose probabilities reach this sum; 1.0 keeps all."""
+    sampled: bool = False
+    """Whether any row has a temperature above 0, known on the host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accepted:
+    """The accepted path of each row, from the root down, and the token the target adds to it."""
+
+    path_BK: Tensor
+    """Node indices, ascending; beyond `counts_B` each column holds its own index, so that moving it changes nothing."""
+    counts_B: Tensor
+    """Nodes on the path, the root included: tokens that enter the cache."""
+    bonus_B: Tensor
+    """The target's choice at the last accepted node: the next root."""
+
+
+def probabilities(logits: Tensor, temperature: Tensor, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """The target's processed distribution in float32 (float64 logits stay so).
+
+    Args:
+        logits: [..., V].
+        temperature: broadcastable to [..., 1], above 0.
+    """
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    scaled = logits / temperature
+    if 0 < top_k < scaled.shape[-1]:
+        bound = scaled.topk(top_k, dim=-1).values[..., -1:]
+        scaled = scaled.masked_fill(scaled < bound, -torch.inf)
+    if top_p < 1.0:
+        ordered, order = scaled.sort(dim=-1)
+        tail = ordered.softmax(-1).cumsum(-1) <= 1 - top_p
+        tail[..., -1] = False
+        scaled = scaled.masked_fill(torch.zeros_like(tail).scatter(-1, order, tail), -torch.inf)
+    return scaled.softmax(-1)
+
+
+def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Sample by the inverse of the distribution function, summed in float64.
+
+    Args:
+        probs: [..., V].
+        uniforms: [...] in [0, 1).
+    """
+    cumulative = probs.double().cumsum(-1)
+    return torch.searchsorted(cumulative, uniforms.double()[..., None] * cumulative[..., -1:], right=True)[..., 0].clamp(
+        max=probs.shape[-1] - 1
+    )
+
+
+def choose(logits_BNV: Tensor, uniforms_BN: Tensor, sampling: Sampling) -> Tensor:
+    """The target's own next token at every node, [B, N]: the argmax in greedy rows, a draw in the others."""
+    greedy_BN = logits_BNV.argmax(-1)
+    if not sampling.sampled:
+        return greedy_BN
+    hot_B = sampling.temperature_B > 0
+    temperature_B11 = torch.where(hot_B, sampling.temperature_B, 1.0)[:, None, None]
+    drawn_BN = draw(probabilities(logits_BNV, temperature_B11, sampling.top_k, sampling.top_p), uniforms_BN)
+    return torch.where(hot_B[:, None], drawn_BN, greedy_BN)
+
+
+def follow(tree: TokenTree, choices_BN: Tensor) -> Accepted:
+    """Walk from the root along the target's choices as far as the tree goes.
+
+    A node is accepted when it and all its ancestors hold what the target chose at their parents. Computed for all nodes at
+    once; of equal paths (duplicate siblings) any one is taken.
+    """
+    columns_N = torch.arange(tree.size, device=choices_BN.device)
+    wanted_BN = choices_BN.gather(1, tree.parents_BN.clamp(min=0))
+    matched_BN = (tree.real_BN & (wanted_BN == tree.tokens_BN)) | (columns_N == 0)
+    accepted_BN = ~(tree.ancestors_BNN & ~matched_BN[:, None, :]).any(-1)
+    deepest_B = torch.where(accepted_BN, tree.depths_BN, -1).argmax(-1)
+    on_path_BN = tree.ancestors_BNN.gather(1, deepest_B[:, None, None].expand(-1, 1, tree.size))[:, 0]
+    counts_B = on_path_BN.sum(-1)
+    ordered_BN = torch.where(on_path_BN, columns_N, columns_N + tree.size).sort(-1).values
+    width = min(tree.max_depth + 1, tree.size)
+    path_BK = torch.where(columns_N[:width] < counts_B[:, None], ordered_BN[:, :width], columns_N[:width])
+    return Accepted(path_BK=path_BK, counts_B=counts_B, bonus_B=choices_BN.gather(1, deepest_B[:, None])[:, 0])

@@ -1,0 +1,67 @@
+"""Linear layers packed for oneDNN on CPU: the weights are laid out once, so that a pass of several tokens costs little more
+than a pass of one (`tests/benchmarks/pass_cost.py`). Outputs differ from the plain product by rounding only.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+# The op wants a token count to choose a layout for; one layout serves every count.
+_TYPICAL_TOKENS = 8
+
+
+def can_pack(model: nn.Module) -> bool:
+    """Whether this build has the packed product and the model is float32 on a CPU, where it pays."""
+    parameter = next(model.parameters())
+    return (
+        parameter.device.type == "cpu"
+        and parameter.dtype == torch.float32
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+
+
+def _packed_forward(x: Tensor, *, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return out
+
+
+class PackedLinears:
+    """The packed forms of a model's linear layers, put in place of their plain forward and taken out again.
+
+    The plain weights stay (the model can be saved, hashed and run natively), so the linear layers' memory doubles.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers = {
+            module: partial(
+                _packed_forward,
+                weight=torch.ops.mkldnn._reorder_linear_weight(module.weight.detach(), _TYPICAL_TOKENS),
+                bias=None if module.bias is None else module.bias.detach(),
+            )
+            for module in model.modules()
+            if type(module) is nn.Linear
+        }
+
+    def install(self) -> None:
+        """Run the packed form from now on."""
+        for module, forward in self.layers.items():
+            module.forward = forward
+
+    def remove(self) -> None:
+        """Run the plain form from now on."""
+        for module in self.layers:
+            module.__dict__.pop("forward", None)
+
+    @contextmanager
+    def removed(self) -> Iterator[None]:
+        """The plain form inside the block."""
+        self.remove()
+        try:
+            yield
+        finally:
+            self.install()

@@ -1,0 +1,314 @@
+"""The frozen target: a causal language model whose every word is kept.
+
+Shapes: B rows, N tokens of a pass, L positions, D hidden size, V vocabulary, W cache slots in use.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .attention import NAME, register
+from .cache import RowCache
+from .errors import UserError
+from .features import Features
+from .identity import TargetIdentity, hash_weights
+from .packing import PackedLinears, can_pack
+from .tree import TokenTree
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassOutput:
+    """What one pass of the target gives."""
+
+    logits_BMV: Tensor
+    """Next-token logits at the selected nodes (all of them unless the caller chose)."""
+    final_BND: Tensor
+    """Final hidden states, after the last norm, at every node."""
+    taps: dict[int, Tensor] = field(default_factory=dict)
+    """Outputs of the tapped layers at every node, each [B, N, D]."""
+
+
+class Target:
+    """A Hugging Face causal language model, frozen, with the few operations the loop and the trainers need.
+
+    It is no `nn.Module`: a trainer that holds it neither saves, moves, casts nor wraps it.
+
+    Args:
+        model: any causal language model of transformers whose attention takes a mask.
+        tokenizer: its tokenizer.
+        name: what reports call it.
+        pack: lay the linear layers out for oneDNN where that pays (float32 on a CPU); doubles their memory.
+
+    Raises:
+        UserError: if the architecture keeps a recurrent state, or the self-check finds that the passes of this class do
+            not equal the model's own.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, *, name: str, pack: bool = True) -> None:
+        _refuse_recurrent(model)
+        register()
+        model.eval().requires_grad_(False)
+        self.model, self.tokenizer = model, tokenizer
+        self.config = model.config.get_text_config()
+        self.decoder: nn.Module = model.get_decoder()
+        self.head: nn.Module = model.get_output_embeddings()
+        self.layers = _layer_list(self.decoder, self.config.num_hidden_layers)
+        self.identity = TargetIdentity(
+            name=name,
+            architecture=type(model).__name__,
+            vocab_size=int(model.get_output_embeddings().weight.shape[0]),
+            hidden_size=int(self.config.hidden_size),
+            num_layers=int(self.config.num_hidden_layers),
+            weights_hash=hash_weights(model),
+        )
+        self.native_attention: str = self.config._attn_implementation
+        probe = torch.arange(8, device=self.device)[None] % self.vocab_size
+        with torch.no_grad():
+            expected = model(input_ids=probe, use_cache=False).logits
+        model.set_attn_implementation(NAME)
+        self.packed = PackedLinears(model) if pack and can_pack(model) else None
+        if self.packed is not None:
+            self.packed.install()
+        self._self_check(probe, expected)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the embeddings live: inputs go there."""
+        return self.model.get_input_embeddings().weight.device  # type: ignore[no-any-return]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating-point type of the hidden states."""
+        return self.model.dtype  # type: ignore[no-any-return]
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output layer."""
+        return self.identity.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states."""
+        return self.identity.hidden_size
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return self.identity.num_layers
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of a sequence, prompt and answer together."""
+        return int(getattr(self.config, "max_position_embeddings", 1 << 30))
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer: the generation config's, and the tokenizer's."""
+        declared = self.model.generation_config.eos_token_id if self.model.generation_config is not None else None
+        found = declared if isinstance(declared, list) else [declared]
+        own = getattr(self.tokenizer, "eos_token_id", None)
+        return tuple(sorted({int(token) for token in (*found, own) if token is not None}))
+
+    def to(self, device: torch.device | str) -> "Target":
+        """Move the model; packed layers exist on the CPU only."""
+        if torch.device(device).type != "cpu" and self.packed is not None:
+            self.packed.remove()
+            self.packed = None
+        self.model.to(device)
+        return self
+
+    @contextmanager
+    def native(self) -> Iterator[Any]:
+        """The model as transformers made it, own attention and plain linear layers: the reference for `generate`."""
+        self.model.set_attn_implementation(self.native_attention)
+        if self.packed is not None:
+            self.packed.remove()
+        try:
+            yield self.model
+        finally:
+            self.model.set_attn_implementation(NAME)
+            if self.packed is not None:
+                self.packed.install()
+
+    # The output layer ------------------------------------------------------------------------------------------------
+
+    def output_weight(self) -> Tensor:
+        """The output layer's weight, [V, D]; borrowed, never to be trained or saved."""
+        return self.head.weight.detach()  # type: ignore[operator,union-attr]
+
+    def post_process(self, logits: Tensor) -> Tensor:
+        """The scaling and soft-capping that the model applies to the product with its output weight."""
+        if (scale := getattr(self.model, "logit_scale", None)) is not None:
+            logits = logits * scale
+        if (divisor := getattr(self.config, "logits_scaling", None)) is not None:
+            logits = logits / divisor
+        if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:
+            logits = cap * torch.tanh(logits / cap)
+        return logits
+
+    def logits(self, final: Tensor) -> Tensor:
+        """Next-token logits [..., V] of final states [..., D], exactly as the model computes them."""
+        return self.post_process(self.head(final))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Input embeddings [..., D] of token ids [...]."""
+        return self.model.get_input_embeddings()(tokens)  # type: ignore[no-any-return]
+
+    # Passes ----------------------------------------------------------------------------------------------------------
+
+    def start(self, rows: int, capacity: int, taps: Sequence[int] = ()) -> "TargetRows":
+        """Open an empty batch of `rows` sequences of at most `capacity` tokens, the largest tree included."""
+        return TargetRows(self, rows, capacity, self._checked(taps))
+
+    @torch.no_grad()
+    def encode(self, features: Features, taps: Sequence[int] = ()) -> Features:
+        """Run whole rows through the target, segments isolated, and fill in final states and taps."""
+        batch = features.to(self.device)
+        positions_BL = batch.positions_BL
+        segments_BL = batch.segments_BL
+        length = positions_BL.shape[1]
+        order_L = torch.arange(length, device=self.device)
+        mask_BLL = (segments_BL[:, :, None] == segments_BL[:, None, :]) & (order_L[:, None] >= order_L)
+        with self.tapping(self._checked(taps)) as states:
+            final_BLD = self.decoder(
+                inputs_embeds=self.embed(batch.tokens_BL), attention_mask=mask_BLL[:, None], position_ids=positions_BL,
+                key_positions=positions_BL, use_cache=False,
+            ).last_hidden_state
+        return replace(batch, final_BLD=final_BLD, taps=dict(states))
+
+    @contextmanager
+    def tapping(self, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """Collect the outputs of the layers `taps` of the passes inside the block: the residual stream, pre-norm."""
+        states: dict[int, Tensor] = {}
+
+        def keep(layer: int) -> Any:
+            def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+                states[layer] = output[0] if isinstance(output, tuple) else output
+
+            return hook
+
+        handles = [self.layers[layer].register_forward_hook(keep(layer)) for layer in taps]
+        try:
+            yield states
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _checked(self, taps: Sequence[int]) -> tuple[int, ...]:
+        for layer in taps:
+            if not 0 <= layer < self.num_layers:
+                raise UserError(f"tap {layer} is not a layer of {self.identity.name}; choose from 0 to "
+                                f"{self.num_layers - 1}")
+        return tuple(taps)
+
+    def _self_check(self, probe: Tensor, expected: Tensor) -> None:
+        """Compare a prefill and a branching tree of this class with the model's own pass over the same tokens."""
+        rows = self.start(1, 32)
+        with torch.no_grad():
+            prompt = rows.run(TokenTree.prompts(probe[:, :4], torch.tensor([4], device=self.device)))
+            rows.commit(torch.arange(4, device=self.device)[None], torch.tensor([4], device=self.device), [4], moved=False)
+            # The second child of the root repeats the first token: a pass that sees its sibling differs.
+            tokens = torch.cat([probe[:, 4:6], probe[:, :1], probe[:, 6:]], dim=1)
+            parents = torch.tensor([[-1, 0, 0, 1, 3]], device=self.device)
+            answer = rows.run(TokenTree.from_parents(tokens, parents))
+        found = torch.cat([prompt.logits_BMV, answer.logits_BMV[:, [0, 1, 3, 4]]], dim=1)
+        bound = {torch.float64: 1e-6, torch.float32: 1e-3}.get(self.dtype, 0.1) * float(expected.abs().max().clamp(min=1))
+        gap = float((found - expected).abs().max())
+        if not gap <= bound:
+            raise UserError(
+                f"{self.identity.architecture} does not decode token trees exactly here: its logits differ by {gap:.2g} "
+                f"from its own forward pass (bound {bound:.2g}). Choose another target; this architecture needs "
+                "attention that this version does not know"
+            )
+
+
+class TargetRows:
+    """A batch of sequences inside the target: what it has read, and the passes that extend it.
+
+    Rows `[0, active)` are in use. A pass writes its nodes behind each row; `commit` keeps a path of them.
+    """
+
+    def __init__(self, target: Target, rows: int, capacity: int, taps: tuple[int, ...]) -> None:
+        self.target, self.taps, self.active = target, taps, rows
+        self.cache = RowCache(target.num_layers, rows, capacity, target.device)
+        self.calls = 0
+
+    @torch.no_grad()
+    def run(self, tree: TokenTree, rows: list[int] | None = None, select_BM: Tensor | None = None) -> PassOutput:
+        """Send a tree through the target behind what each row has committed.
+
+        Args:
+            tree: one tree a row.
+            rows: which rows; the active ones by default.
+            select_BM: the nodes whose logits are wanted; all by default.
+        """
+        target = self.target
+        window = self.cache.open(slice(0, self.active) if rows is None else rows, tree.size)
+        lengths_B1 = window.slots_BN[:, :1]
+        limit = target.context_length - 1
+        positions_BN = (lengths_B1 + tree.depths_BN).clamp(max=limit)
+        mask_BNW, key_positions_BW = _visible(tree, lengths_B1, positions_BN, window.width)
+        embedded = target.embed(tree.tokens_BN)
+        if tree.virtual_BMD is not None:
+            embedded[:, -tree.virtual_BMD.shape[1] :] = tree.virtual_BMD
+        with target.tapping(self.taps) as states:
+            final_BND = target.decoder(
+                inputs_embeds=embedded, attention_mask=mask_BNW[:, None], position_ids=positions_BN,
+                past_key_values=self.cache, use_cache=True, key_positions=key_positions_BW,
+            ).last_hidden_state
+        self.calls += 1
+        wanted = final_BND if select_BM is None else final_BND.gather(
+            1, select_BM[..., None].expand(-1, -1, final_BND.shape[-1]))
+        return PassOutput(logits_BMV=target.logits(wanted), final_BND=final_BND, taps=dict(states))
+
+    @torch.no_grad()
+    def commit(self, path_BK: Tensor, counts_B: Tensor, host_counts: list[int], *, moved: bool = True) -> None:
+        """Keep a path of the last pass in each of its rows; see `RowCache.commit`."""
+        self.cache.commit(path_BK, counts_B, host_counts, moved=moved)
+
+    def open(self, row: int, index: int) -> None:
+        """Empty a row for the request numbered `index`."""
+        self.cache.clear(row)
+
+    def keep(self, order: list[int]) -> None:
+        """Make row order[r] the row r and drop the rest; an order may only pull later rows forward."""
+        with torch.no_grad():
+            for destination, source in enumerate(order):
+                if source != destination:
+                    self.cache.move(source, destination)
+        self.active = len(order)
+
+
+def _visible(tree: TokenTree, lengths_B1: Tensor, positions_BN: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """(mask_BNW, key_positions_BW): committed slots and ancestors are visible; a slot's position is its node's."""
+    slots_W = torch.arange(width, device=lengths_B1.device)
+    node_BW = slots_W - lengths_B1
+    inside_BW = (node_BW >= 0) & (node_BW < tree.size)
+    node_BW = node_BW.clamp(0, tree.size - 1)
+    ancestor_BNW = tree.ancestors_BNN.gather(2, node_BW[:, None, :].expand(-1, tree.size, -1))
+    mask_BNW = (slots_W < lengths_B1)[:, None, :] | (inside_BW[:, None, :] & ancestor_BNW)
+    key_positions_BW = torch.where(inside_BW, positions_BN.gather(1, node_BW), slots_W)
+    return mask_BNW, key_positions_BW
+
+
+def _layer_list(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
+    for module in decoder.children():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return module
+    raise UserError(f"{type(decoder).__name__} has no list of {num_layers} layers to tap; choose another target")
+
+
+def _refuse_recurrent(model: Any) -> None:
+    """State-space and hybrid models cannot take back a rejected token, nor branch."""
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    recurrent = kinds - {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+    if getattr(model, "_is_stateful", False) or recurrent:
+        found = f" ({', '.join(sorted(recurrent))})" if recurrent else ""
+        raise UserError(
+            f"{type(model).__name__} keeps a recurrent state{found}: rejected tokens could not be taken back, so no draft "
+            "can be verified exactly. Choose a target whose layers all use attention"
+        )

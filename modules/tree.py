@@ -1,0 +1,193 @@
+"""Token trees: what a drafter proposes and one target pass verifies.
+
+Shapes: B rows, N nodes, K nodes of a path, D hidden size, M virtual nodes. Node 0 is the root: the last token the target
+has decided, which has not been through the target yet. Parents precede children; a chain is a tree.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The shape of a static tree: for each node its parent and its rank among the parent's proposals.
+
+    Raises:
+        ValueError: if a parent does not precede its child, or two children of a node have the same rank.
+    """
+
+    parents: tuple[int, ...]
+    """Index of each node's parent; the root's is -1."""
+    ranks: tuple[int, ...]
+    """Which of its parent's proposals a node is: 0 the likeliest. The root's is 0."""
+
+    def __post_init__(self) -> None:
+        if not self.parents or len(self.parents) != len(self.ranks):
+            raise ValueError(f"a topology needs as many parents as ranks and at least a root, got {len(self.parents)} "
+                             f"parents and {len(self.ranks)} ranks")
+        if self.parents[0] != -1:
+            raise ValueError(f"node 0 is the root and its parent must be -1, got {self.parents[0]}")
+        for node, parent in enumerate(self.parents[1:], start=1):
+            if not 0 <= parent < node:
+                raise ValueError(f"the parent of node {node} must be a node before it (0 to {node - 1}), got {parent}")
+        places = list(zip(self.parents, self.ranks, strict=True))
+        if len(set(places)) != len(places):
+            raise ValueError("two nodes of the topology have the same parent and the same rank")
+        if min(self.ranks) < 0:
+            raise ValueError(f"ranks must be at least 0, got {min(self.ranks)}")
+
+    @classmethod
+    def chain(cls, length: int) -> "Topology":
+        """A root and `length` tokens in a row, each its parent's likeliest."""
+        return cls(tuple(range(-1, length)), (0,) * (length + 1))
+
+    @property
+    def size(self) -> int:
+        """Number of nodes, the root included: tokens of the verifying pass."""
+        return len(self.parents)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Distance of each node from the root."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return tuple(depths)
+
+    @property
+    def depth(self) -> int:
+        """Length of the longest path below the root: the most tokens a pass can accept."""
+        return max(self.depths)
+
+    @property
+    def width(self) -> int:
+        """How many proposals of one node are used at most."""
+        return max(self.ranks[1:], default=-1) + 1
+
+    @cached_property
+    def ancestors_NN(self) -> Tensor:
+        """True where the column's node is an ancestor of the row's node, or the node itself."""
+        ancestors = torch.eye(self.size, dtype=torch.bool)
+        for node, parent in enumerate(self.parents[1:], start=1):
+            ancestors[node] |= ancestors[parent]
+        return ancestors
+
+    @cached_property
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that lead from the root to each node; empty for the root."""
+        paths: list[tuple[int, ...]] = [()]
+        for parent, rank in zip(self.parents[1:], self.ranks[1:], strict=True):
+            paths.append((*paths[parent], rank))
+        return tuple(paths)
+
+    @classmethod
+    def from_paths(cls, paths: Iterable[tuple[int, ...]]) -> "Topology":
+        """Build from the rank paths of the nodes, parents first (the root's empty path may be left out).
+
+        Raises:
+            ValueError: if a path comes before the path that it extends.
+        """
+        index: dict[tuple[int, ...], int] = {(): 0}
+        parents, ranks = [-1], [0]
+        for path in paths:
+            if not path:
+                continue
+            if path[:-1] not in index:
+                raise ValueError(f"the path {path} comes before its parent {path[:-1]}")
+            index[path] = len(parents)
+            parents.append(index[path[:-1]])
+            ranks.append(path[-1])
+        return cls(tuple(parents), tuple(ranks))
+
+    def prefix(self, size: int) -> "Topology":
+        """The first `size` nodes: of a best-first tree, the best tree of that size.
+
+        Raises:
+            ValueError: if `size` is not between 1 and the number of nodes.
+        """
+        if not 1 <= size <= self.size:
+            raise ValueError(f"size must be between 1 and {self.size}, got {size}")
+        return Topology(self.parents[:size], self.ranks[:size])
+
+    def plant(self, tokens_BN: Tensor) -> "TokenTree":
+        """Give every node its tokens: the same shape in each row."""
+        batch, device = tokens_BN.shape[0], tokens_BN.device
+        parents = torch.tensor(self.parents, device=device)
+        depths = torch.tensor(self.depths, device=device)
+        return TokenTree(
+            tokens_BN=tokens_BN,
+            parents_BN=parents.expand(batch, -1),
+            depths_BN=depths.expand(batch, -1),
+            ancestors_BNN=self.ancestors_NN.to(device).expand(batch, -1, -1),
+            real_BN=torch.ones_like(tokens_BN, dtype=torch.bool),
+            max_depth=self.depth,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenTree:
+    """One tree a row, padded to the same number of nodes. Children are point masses: each was proposed, not sampled."""
+
+    tokens_BN: Tensor
+    """Token of each node, int64; any valid id where `real_BN` is False."""
+    parents_BN: Tensor
+    """Index of each node's parent, int64, below the node's own; -1 for the root."""
+    depths_BN: Tensor
+    """Distance from the root, int64: the position id of a node is the row's length plus its depth."""
+    ancestors_BNN: Tensor
+    """True where the column's node is an ancestor of the row's node or itself. Padding nodes see themselves."""
+    real_BN: Tensor
+    """True where a node holds a token that may be accepted: not padding, not virtual."""
+    max_depth: int
+    """Largest depth of any node of the batch, known on the host."""
+    virtual_BMD: Tensor | None = None
+    """Embeddings of the last M nodes, which have no token: attended to and never accepted. In the output space of the
+    target's embedding module."""
+
+    @property
+    def size(self) -> int:
+        """Number of nodes of a row, padding and virtual nodes included."""
+        return self.tokens_BN.shape[1]
+
+    @classmethod
+    def from_parents(cls, tokens_BN: Tensor, parents_BN: Tensor, real_BN: Tensor | None = None) -> "TokenTree":
+        """Derive depths and ancestors of trees that differ from row to row.
+
+        Raises:
+            ValueError: if a real node's parent does not precede it; the row is named.
+        """
+        batch, size = tokens_BN.shape
+        real_BN = torch.ones_like(tokens_BN, dtype=torch.bool) if real_BN is None else real_BN
+        columns = torch.arange(size, device=tokens_BN.device)
+        wrong_B = ((parents_BN >= columns) | (parents_BN < 0))[:, 1:].logical_and(real_BN[:, 1:]).any(-1)
+        if bool(wrong_B.any()):
+            raise ValueError(f"row {int(wrong_B.nonzero()[0])}: a node's parent must come before the node")
+        ancestors_BNN = torch.eye(size, dtype=torch.bool, device=tokens_BN.device).repeat(batch, 1, 1)
+        rows = torch.arange(batch, device=tokens_BN.device)
+        for node in range(1, size):
+            inherited = ancestors_BNN[rows, parents_BN[:, node].clamp(min=0)]
+            ancestors_BNN[:, node] |= inherited & real_BN[:, node, None]
+        depths_BN = ancestors_BNN.sum(-1) - 1
+        return cls(tokens_BN=tokens_BN, parents_BN=parents_BN, depths_BN=depths_BN, ancestors_BNN=ancestors_BNN,
+                   real_BN=real_BN, max_depth=int(depths_BN.max()))
+
+    @classmethod
+    def prompts(cls, tokens_BN: Tensor, counts_B: Tensor) -> "TokenTree":
+        """Chains of different lengths, right-padded: what prefill sends through the target."""
+        size = tokens_BN.shape[1]
+        columns = torch.arange(size, device=tokens_BN.device)
+        real_BN = columns < counts_B[:, None]
+        causal_NN = columns[:, None] >= columns
+        itself_NN = columns[:, None] == columns
+        return cls(
+            tokens_BN=tokens_BN,
+            parents_BN=(columns - 1).expand_as(tokens_BN),
+            depths_BN=columns.expand_as(tokens_BN),
+            ancestors_BNN=(causal_NN & real_BN[:, None, :]) | itself_NN,
+            real_BN=real_BN,
+            max_depth=size - 1,
+        )
