@@ -1,1 +1,20 @@
-"""data"""
+"""Prompts, answers by the target, and batches. `DraftDataModule` is imported from its file: it needs Lightning."""
+
+from .chat import ChatTemplate
+from .distill import DistillConfig, distill
+from .prompts import Prompt, PromptConfig, load_prompts, read_prompts
+from .store import Manifest, ShardRecord, TokenShard, encode
+
+__all__ = [
+    "ChatTemplate",
+    "DistillConfig",
+    "Manifest",
+    "Prompt",
+    "PromptConfig",
+    "ShardRecord",
+    "TokenShard",
+    "distill",
+    "encode",
+    "load_prompts",
+    "read_prompts",
+]

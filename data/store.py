@@ -1,0 +1,207 @@
+"""Token shards, feature shards and the manifest that vouches for them. Nothing here is ever pickled.
+
+Shapes: T tokens of all rows one after another, R rows, P prompts, D hidden size of the target.
+"""
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save
+from torch import Tensor
+from tqdm import tqdm
+
+from ..modules import Target, TargetIdentity, UserError
+from .collate import Piece, pack, plan_bins
+
+FORMAT_VERSION = 1
+"""Layout of shards and manifest."""
+MANIFEST = "manifest.json"
+FEATURES = "features.json"
+PASS_TOKENS = 1024
+"""Tokens of one pass of the target when states are stored; a longer row is a pass of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One conversation as the target saw it."""
+
+    tokens: tuple[int, ...]
+    """Prompt and answer."""
+    supervised: tuple[bool, ...]
+    """True for the tokens that the assistant wrote."""
+    prompt: int
+    """Number of its prompt, also the key of its random stream."""
+    temperature: float = 0.0
+    """At which the answer was drawn; 0 is greedy."""
+    truncated: bool = False
+    """Whether an answer was cut by the length limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenShard:
+    """Rows of tokens, flat."""
+
+    tokens_T: Tensor
+    """Token ids, int32."""
+    supervised_T: Tensor
+    """Written by the assistant, bool."""
+    starts_S: Tensor
+    """Where each row starts, and where the last ends: R + 1 entries, int64."""
+    prompts_R: Tensor
+    """Number of each row's prompt, int64."""
+    temperatures_R: Tensor
+    """Temperature of each row, float32."""
+    truncated_R: Tensor
+    """Whether an answer of the row was cut by the length limit, bool."""
+    keys_P: Tensor
+    """Hash of each prompt of the shard (`Prompt.key`), int64: what later shards must not repeat."""
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Row], keys: Sequence[int]) -> "TokenShard":
+        """Lay rows one after another."""
+        lengths = torch.tensor([0] + [len(row.tokens) for row in rows], dtype=torch.int64)
+        return cls(
+            tokens_T=torch.tensor([token for row in rows for token in row.tokens], dtype=torch.int32),
+            supervised_T=torch.tensor([flag for row in rows for flag in row.supervised], dtype=torch.bool),
+            starts_S=lengths.cumsum(0),
+            prompts_R=torch.tensor([row.prompt for row in rows], dtype=torch.int64),
+            temperatures_R=torch.tensor([row.temperature for row in rows], dtype=torch.float32),
+            truncated_R=torch.tensor([row.truncated for row in rows], dtype=torch.bool),
+            keys_P=torch.tensor(list(keys), dtype=torch.int64),
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows the shard holds."""
+        return len(self.prompts_R)
+
+    def span(self, row: int) -> tuple[int, int]:
+        """First index of a row and the one after its last."""
+        return int(self.starts_S[row]), int(self.starts_S[row + 1])
+
+    def to_bytes(self) -> bytes:
+        """The safetensors file; equal shards give equal bytes."""
+        return save({name: tensor.contiguous() for name, tensor in vars(self).items()})
+
+    @classmethod
+    def read(cls, file: Path, sha256: str | None = None) -> "TokenShard":
+        """Read a shard, checking its hash if one is given. Raises UserError when it is missing or corrupted."""
+        data = read_bytes(file)
+        if sha256 is not None and hash_bytes(data) != sha256:
+            raise UserError(corrupted(file))
+        try:
+            return cls(**load(data))
+        except (SafetensorError, TypeError) as error:
+            raise UserError(corrupted(file)) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardRecord:
+    """What the manifest knows about one shard."""
+
+    file: str
+    """Name inside the folder."""
+    split: str
+    """train or validation."""
+    sha256: str
+    """Of the file's bytes."""
+    candidates: int
+    """Prompts read or written for it, before filtering."""
+    prompts: int
+    """Prompts it holds."""
+    rows: int
+    """Rows it holds; a conversation takes several where the template rewrites history."""
+    tokens: int
+    """Tokens in all rows."""
+    supervised: int
+    """Tokens written by the assistant."""
+    answers: int
+    """Assistant turns."""
+    truncated: int
+    """Answers cut by the length limit."""
+    repetitive: int
+    """Answers with more than 30 % repeated 4-grams."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """The file of prompts that are only ever evaluated."""
+
+    file: str
+    """Name inside the folder; JSONL."""
+    sha256: str
+    """Of the file's bytes."""
+    prompts: int
+    """Prompts it holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a folder of shards was made from. A pure function of the recipe: it holds no time and no path."""
+
+    target: TargetIdentity
+    """Who wrote the answers."""
+    template_hash: str
+    """Of the chat template and its settings."""
+    recipe: dict[str, Any]
+    """Prompt source, sampling settings, budget and seed."""
+    versions: dict[str, str]
+    """Of the packages that decide the bytes."""
+    on_policy: bool
+    """Whether the target wrote the train answers; False for ready-made ones."""
+    candidates: int = 0
+    """Prompts read or written so far, all splits."""
+    shards: tuple[ShardRecord, ...] = ()
+    """Finished shards in the order they were made."""
+    held_out: HeldOut | None = None
+    """Prompts kept for evaluation; None when none were asked for."""
+    complete: bool = False
+    """Whether the budget is spent or the prompts are used up."""
+
+    def split(self, name: str) -> tuple[ShardRecord, ...]:
+        """Shards of one split, train or validation."""
+        return tuple(shard for shard in self.shards if shard.split == name)
+
+    def total(self, split: str, count: str) -> int:
+        """Sum of one count of ShardRecord over a split, such as total("train", "supervised")."""
+        return sum(int(getattr(shard, count)) for shard in self.split(split))
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the manifest's bytes: the identity of the data."""
+        return hash_bytes(self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """The JSON file; equal manifests give equal bytes."""
+        content = {"format_version": FORMAT_VERSION, **vars(self)}
+        content["target"] = self.target.to_dict()
+        content["shards"] = [asdict(shard) for shard in self.shards]
+        content["held_out"] = None if self.held_out is None else asdict(self.held_out)
+        return (json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+    def save(self, folder: Path) -> None:
+        """Write `manifest.json` in one step."""
+        write_bytes(folder / MANIFEST, self.to_bytes())
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "Manifest":
+        """Read `manifest.json`.
+
+        Raises:
+            UserError: if it is missing, is not a manifest or is of another format version.
+        """
+
+
+def encode(
+    target: Target, folder: str | Path, taps: tuple[int, ...] = (), *, dtype: str = "auto", progress: bool = True
+) -> None:
+    """Store the target's final states (and taps) at every token beside the token shards, skipping complete files."""
+    raise NotImplementedError
