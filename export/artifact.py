@@ -1,13 +1,31 @@
-"""The artifact: a trained drafter, its tree and where it came from, in one folder without a pickle."""
+"""The artifact: a trained drafter, its tree and where it came from, in one folder without a pickle.
 
-from dataclasses import dataclass
-from pathlib import Path
+config.json, model.safetensors and README.md depend on what was trained alone: two equal runs write equal bytes.
+tuning.json holds what was measured on one machine.
+"""
+
+import hashlib
+import importlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from ..modules import Drafter, StaticTree, Target, TargetIdentity, Topology
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..modules import DRAFTERS, Drafter, StaticTree, Target, TargetIdentity, Topology, UserError
+from .files import whole_folder, write_file
 
 FORMAT_VERSION = 1
 """Raised when a reader of the previous version could not read the new files."""
+CONFIG, WEIGHTS, CARD, TUNING = "config.json", "model.safetensors", "README.md", "tuning.json"
+OWNED = frozenset({CONFIG, WEIGHTS, CARD, TUNING})
+"""Every file of an artifact; a folder with any other file is never replaced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +33,7 @@ class Tuning:
     """What was measured on one machine: it may be absent, and another machine measures its own."""
 
     device: str
-    """Device the passes ran on, for people: "cpu (2 threads)"."""
+    """Device the passes ran on, for people: "cpu, 2 threads"."""
     dtype: str
     """Number format of the target, such as float32."""
     tree_size: int
@@ -45,30 +63,235 @@ class Artifact:
 
     @property
     def tree_size(self) -> int:
-        """Nodes drafted by default, root included."""
-        raise NotImplementedError
+        """Nodes drafted by default, root included: the tuned size, else the whole tree."""
+        return self.topology.size if self.tuning is None else min(self.tuning.tree_size, self.topology.size)
 
     def policy(self, size: int | None = None) -> StaticTree:
-        """How this artifact drafts: its tree, cut to `size` nodes (default: the tuned size, else the whole)."""
-        raise NotImplementedError
+        """How this artifact drafts: its tree, cut to `size` nodes (default: `tree_size`).
+
+        Raises:
+            UserError: if the tree has fewer nodes than `size`.
+        """
+        size = self.tree_size if size is None else size
+        if not 1 <= size <= self.topology.size:
+            raise UserError(f"a tree of {size} nodes was asked for; this artifact's has {self.topology.size}: choose "
+                            f"1 to {self.topology.size}")
+        return StaticTree(self.topology.prefix(size))
 
 
 def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, provenance: dict[str, Any],
                   topology: Topology) -> Path:
-    """Write config.json, model.safetensors and README.md; the bytes depend on the arguments and versions alone."""
-    raise NotImplementedError
+    """Write config.json, model.safetensors and README.md; the bytes depend on the arguments and versions alone.
+
+    Absolute paths inside `provenance` are cut to their last part: they would tell where, not what. An artifact already
+    in `folder` is replaced as a whole, its tuning included.
+
+    Args:
+        provenance: JSON-ready facts; `acceptance` ({accepted_length, by_position, tokens}), `data_manifest` and
+            `recipe` are shown on the model card.
+        topology: the tree, best node first.
+
+    Raises:
+        UserError: if a weight is not finite, or `folder` holds other files or cannot be written.
+    """
+    weights = _own_weights(drafter)
+    with whole_folder(folder, OWNED) as partial:
+        # One metadata key: safetensors writes several in an order of its own, and the bytes would differ.
+        save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
+        config = {
+            "format": "draftsmith",
+            "format_version": FORMAT_VERSION,
+            "family": drafter.family,
+            "class": f"{type(drafter).__module__}.{type(drafter).__qualname__}",
+            "drafter": drafter.describe(),
+            "target": portable(identity.to_dict()),
+            "tree": {"parents": list(topology.parents), "ranks": list(topology.ranks)},
+            "weights_sha256": _sha256(partial / WEIGHTS),
+            "provenance": portable(provenance),
+            "versions": {name: version(name) for name in ("draftsmith", "torch", "transformers", "safetensors")},
+        }
+        write_file(partial / CONFIG, _json(config))
+        write_file(partial / CARD, model_card(config, sum(weight.numel() for weight in weights.values())))
+    return folder
 
 
 def save_tuning(folder: Path, tuning: Tuning) -> Path:
-    """Write or replace tuning.json of an artifact."""
-    raise NotImplementedError
+    """Write or replace tuning.json of an artifact; returns its path."""
+    return write_file(folder / TUNING, _json(asdict(tuning)))
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """config.json of an artifact, its format version checked. Needs no target and loads no weights."""
-    raise NotImplementedError
+    """config.json of an artifact, its format version checked. Needs no target and loads no weights.
+
+    Raises:
+        UserError: if there is no artifact, it is damaged, or of another format version.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        raise UserError(f"{folder} holds no artifact ({CONFIG} is missing); give the folder that training wrote")
+    config = _read_json(path)
+    if config.get("format") != "draftsmith":
+        raise UserError(f"{path} was not written by draftsmith; to read Medusa heads of another project, import them")
+    if config.get("format_version") != FORMAT_VERSION:
+        raise UserError(f"{folder} has artifact format version {config.get('format_version')}, this program reads "
+                        f"{FORMAT_VERSION}; use the version of draftsmith that wrote it, or train again")
+    return config
 
 
 def load_artifact(folder: Path, target: Target, *, trust: bool = False) -> Artifact:
-    """Load an artifact beside its target and bind it."""
-    raise NotImplementedError
+    """Load an artifact beside its target and bind it.
+
+    Args:
+        trust: import the class that the artifact names when its family is not one of this package's. That runs code.
+
+    Raises:
+        UserError: if the artifact is missing, damaged or of another format version; if it belongs to another target;
+            if its family is unknown and not trusted.
+    """
+    config = read_description(folder)
+    try:
+        identity = TargetIdentity.from_dict(config["target"])
+        identity.require_same(target.identity)
+        drafter = drafter_class(config, trust=trust).rebuild(config["drafter"], identity)
+        tree = config["tree"]
+        topology = Topology(tuple(tree["parents"]), tuple(tree["ranks"]))
+        provenance = {**config["provenance"], "versions": config["versions"]}
+        _load_weights(drafter, folder / WEIGHTS, config["weights_sha256"])
+    except KeyError as error:
+        raise UserError(f"{folder / CONFIG} lacks {error}; the artifact is damaged, train or copy it again") from error
+    # The states that it will read come in the target's number format, on the target's device.
+    drafter.to(device=target.device, dtype=target.dtype)
+    drafter.bind(target)
+    drafter.eval()
+    return Artifact(drafter=drafter, topology=topology, identity=identity, provenance=provenance,
+                    tuning=read_tuning(folder))
+
+
+def read_tuning(folder: Path) -> Tuning | None:
+    """tuning.json of an artifact, or None where nothing was measured yet.
+
+    Raises:
+        UserError: if the file is damaged.
+    """
+    path = folder / TUNING
+    if not path.is_file():
+        return None
+    raw = _read_json(path)
+    try:
+        return Tuning(**{**raw, "pass_seconds": tuple((int(tokens), float(s)) for tokens, s in raw["pass_seconds"]),
+                         "expected_accepted_length": tuple(raw["expected_accepted_length"])})
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path} is damaged ({error}); delete it, it will be measured again") from error
+
+
+def drafter_class(config: Mapping[str, Any], *, trust: bool) -> type[Drafter]:
+    """The class of an artifact's drafter: one of this package's families, or, if trusted, the one it names.
+
+    Raises:
+        UserError: if the family is unknown and `trust` is False, or the class cannot be imported.
+    """
+    families = {cls.family: cls for cls in DRAFTERS}
+    if config["family"] in families:
+        return families[config["family"]]
+    if not trust:
+        raise UserError(f"the artifact's family {config['family']!r} is not one of {', '.join(sorted(families))}; if "
+                        f"you trust its class {config['class']}, which will be imported and run, load with trust=True")
+    module_name, _, class_name = config["class"].rpartition(".")
+    try:
+        cls = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"the artifact's class {config['class']} cannot be imported: {error}") from error
+    if not (isinstance(cls, type) and issubclass(cls, Drafter)):
+        raise UserError(f"{config['class']} is not a draftsmith Drafter")
+    return cls
+
+
+def portable(value: Any) -> Any:
+    """JSON-ready copy without absolute paths: each is cut to its last part."""
+    if isinstance(value, Mapping):
+        return {str(key): portable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [portable(item) for item in value]
+    if isinstance(value, (str, Path)):
+        text = str(value)
+        path = PureWindowsPath(text) if PureWindowsPath(text).is_absolute() else PurePosixPath(text)
+        # Two parts at least: "/think" is more likely a word to a model than a place.
+        return path.name if path.is_absolute() and len(path.parts) > 2 else text
+    return value
+
+
+def model_card(config: Mapping[str, Any], parameters: int) -> str:
+    """The artifact's README.md."""
+    provenance, target = config["provenance"], config["target"]
+    lines = [
+        f"# {config['family'].capitalize()} drafter for {target['name']}", "",
+        f"Guesses what {target['name']} says next, so that it decodes several tokens in one pass. Greedy output is the",
+        "target's own, token by token; sampled output has the target's distribution.", "",
+        "| | |", "|---|---|",
+        f"| family | {config['family']} |",
+        f"| own weights | {parameters:,} parameters, {WEIGHTS} |",
+        f"| target | {target['name']}, vocabulary {target['vocab_size']:,}, width {target['hidden_size']} |",
+        f"| target weights | `{target['weights_hash']}` |",
+        f"| tree | {len(config['tree']['parents'])} nodes, best first |",
+        *_acceptance_rows(provenance),
+        *([f"| training data | manifest `{provenance['data_manifest']}` |"] if "data_manifest" in provenance else []),
+        f"| written by | draftsmith {config['versions']['draftsmith']} |", "",
+        "```python", "from pathlib import Path", "",
+        "from draftsmith.export import load_artifact", "from draftsmith.modules import TargetConfig, load_target", "",
+        f"target = load_target(TargetConfig(name={target['name']!r}))",
+        'artifact = load_artifact(Path("this folder"), target)', "```", "",
+        "It is refused beside any other target. `config.json` holds the recipe and the tree; nothing here is a pickle.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _acceptance_rows(provenance: Mapping[str, Any]) -> list[str]:
+    acceptance = provenance.get("acceptance")
+    if not acceptance:
+        return []
+    rows = [f"| accepted length | {acceptance['accepted_length']:.2f} tokens per target pass, the bonus included |"]
+    if acceptance.get("by_position"):
+        shares = ", ".join(f"{share:.0%}" for share in acceptance["by_position"])
+        rows.append(f"| accepted by position | {shares} of passes |")
+    return rows
+
+
+def _own_weights(drafter: Drafter) -> dict[str, Tensor]:
+    # Cloned: safetensors refuses tensors that share memory, and a family may tie blocks.
+    weights = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in drafter.state_dict().items()}
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise UserError(f"the weight {name} holds values that are not finite: training diverged; lower the "
+                            "learning rate and train again")
+    return weights
+
+
+def _load_weights(drafter: Drafter, path: Path, sha256: str) -> None:
+    if not path.is_file():
+        raise UserError(f"{path} is missing; the artifact is incomplete, copy or train it again")
+    if _sha256(path) != sha256:
+        raise UserError(f"{path} does not have the hash that {CONFIG} names ({sha256[:12]}...); it is damaged, copy or "
+                        "train the artifact again")
+    try:
+        drafter.load_state_dict(load_file(path))
+    except (SafetensorError, RuntimeError) as error:
+        raise UserError(f"{path} does not fit the drafter that {CONFIG} describes: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{path} cannot be read as JSON ({error}); copy or train the artifact again") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds no JSON object; copy or train the artifact again")
+    return value
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

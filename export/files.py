@@ -1,0 +1,82 @@
+"""Files that appear whole or not at all."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..modules import UserError
+
+
+def write_file(path: Path, content: str) -> Path:
+    """Write text to a temporary neighbour, force it to disk and rename it to `path`.
+
+    Raises:
+        UserError: if the disk is full or the folder may not be written.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(content, encoding="utf-8")
+        _to_disk(partial)
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise _cannot_write(path, error) from error
+    return path
+
+
+@contextmanager
+def whole_folder(folder: Path, owned: frozenset[str]) -> Iterator[Path]:
+    """Give a hidden folder to fill; when the block ends well it takes the place of `folder`, else it vanishes.
+
+    An existing `folder` is replaced if all it holds are files named in `owned`.
+
+    Raises:
+        UserError: if `folder` holds anything else, or cannot be written.
+    """
+    _refuse_foreign(folder, owned)
+    partial = folder.with_name(f".{folder.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        for path in partial.iterdir():
+            _to_disk(path)
+        _swap(partial, folder)
+    except OSError as error:
+        raise _cannot_write(folder, error) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _refuse_foreign(folder: Path, owned: frozenset[str]) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file, a folder was expected; choose another place")
+    foreign = sorted({path.name for path in folder.iterdir()} - owned) if folder.exists() else []
+    if foreign:
+        raise UserError(f"{folder} holds other files ({', '.join(foreign[:3])}) and would be replaced as a whole; "
+                        "choose another folder or empty it")
+
+
+def _swap(partial: Path, folder: Path) -> None:
+    former = folder.with_name(f".{folder.name}.former")
+    shutil.rmtree(former, ignore_errors=True)
+    if folder.exists():
+        folder.rename(former)
+    partial.rename(folder)
+    _to_disk(folder.parent)
+    shutil.rmtree(former, ignore_errors=True)
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _cannot_write(path: Path, error: OSError) -> UserError:
+    return UserError(f"cannot write {path}: {error.strerror or error}; free some space or choose another folder")

@@ -1,0 +1,144 @@
+"""Did drafting change a word? Answers are held against transformers' own `generate`.
+
+Shapes: B rows, L tokens of the longest prompt, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from ..modules import DecodeSettings, Request, Target, probabilities, uniform_stream
+from .results import Comparison
+
+NEAR_TIE_GAP = {torch.float64: 0.0, torch.float32: 1e-4}
+"""Largest gap between two logits at which float32 passes of different shapes may disagree; never in float64."""
+HALF_PRECISION_STEPS = 2
+"""In half precision the same, in rounding steps of the best logit."""
+NEAR_EDGE = {torch.float64: 1e-12, torch.float32: 1e-5}
+"""How far a uniform number may lie outside a token's share of the distribution and still be rounded into it."""
+NEAR_EDGE_HALF = 0.05
+"""The same in half precision."""
+
+
+@contextmanager
+def native_model(target: Target) -> Iterator[Any]:
+    """The untouched model with a plain generation config: no repetition penalty or other habit of its checkpoint."""
+    with target.native() as model:
+        habits = model.generation_config
+        # `generate` fills whatever it is not told from this one, so passing a config of our own would not be enough.
+        model.generation_config = GenerationConfig()
+        try:
+            yield model
+        finally:
+            model.generation_config = habits
+
+
+@torch.no_grad()
+def generate(model: Any, target: Target, prompts: Sequence[Sequence[int]], *, max_new_tokens: int,
+             temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0) -> list[list[int]]:
+    """Answers of transformers' `generate`, end-of-text token included; several prompts are padded on the left.
+
+    Args:
+        model: what `native_model` gives.
+        max_new_tokens: longest answer, in tokens.
+    """
+    width = max(len(prompt) for prompt in prompts)
+    pad = target.eos_ids[0] if target.eos_ids else 0
+    tokens_BL = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=target.device)
+    mask_BL = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts],
+                           device=target.device)
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    output = model.generate(input_ids=tokens_BL, attention_mask=mask_BL, max_new_tokens=max_new_tokens,
+                            eos_token_id=list(target.eos_ids) or None, pad_token_id=pad, use_cache=True, **sampling)
+    return [until_end(row, target.eos_ids) for row in output[:, width:].tolist()]
+
+
+def until_end(tokens: Sequence[int], eos_ids: Sequence[int]) -> list[int]:
+    """The tokens up to and including the first that ends the text; what follows is padding."""
+    for place, token in enumerate(tokens):
+        if token in eos_ids:
+            return list(tokens[: place + 1])
+    return list(tokens)
+
+
+def first_divergence(answer: Sequence[int], reference: Sequence[int]) -> int | None:
+    """First index at which two answers differ; the shorter length if one begins with the other; None if equal."""
+    for place, (token, expected) in enumerate(zip(answer, reference, strict=False)):
+        if token != expected:
+            return place
+    return None if len(answer) == len(reference) else min(len(answer), len(reference))
+
+
+Judge = Callable[[Sequence[int], tuple[int, int]], tuple[float | None, bool]]
+"""From the tokens before a first difference and the two chosen there: (logit gap, whether rounding explains it)."""
+
+
+def compare(prompt: Sequence[int], answer: Sequence[int], reference: Sequence[int], judge: Judge, *,
+            again: Callable[[], Sequence[int]] | None = None) -> Comparison:
+    """Hold a drafted answer against its reference.
+
+    Args:
+        judge: looks at a first difference.
+        again: makes the reference once more, alone and unpadded, when it came from a padded batch: padding is itself a
+            change of shape that may flip a near-tie, and must not be blamed on the drafts.
+    """
+    if first_divergence(answer, reference) is None:
+        return Comparison(divergence=None)
+    reference = reference if again is None else again()
+    place = first_divergence(answer, reference)
+    if place is None:
+        return Comparison(divergence=None)
+    if place == min(len(answer), len(reference)):
+        # One stopped and the other went on: a fault of the stopping rule, whatever the logits say.
+        return Comparison(divergence=place)
+    gap, near_tie = judge([*prompt, *answer[:place]], (answer[place], reference[place]))
+    return Comparison(divergence=place, gap=gap, near_tie=near_tie)
+
+
+def greedy_judge(target: Target) -> Judge:
+    """A difference between greedy answers is a near-tie when both tokens have nearly the target's best logit.
+
+    The gap is the best logit minus the lower of the two tokens'. If they are the target's two best, as in every tie of
+    two, that is the top-2 gap; a token that is neither makes it larger.
+    """
+
+    def judge(tokens: Sequence[int], choices: tuple[int, int]) -> tuple[float, bool]:
+        logits_V = native_logits(target, tokens)
+        best = float(logits_V.max())
+        gap = best - min(float(logits_V[choice]) for choice in choices)
+        half_bound = HALF_PRECISION_STEPS * torch.finfo(target.dtype).eps * abs(best)
+        return gap, gap < NEAR_TIE_GAP.get(target.dtype, half_bound)
+
+    return judge
+
+
+def sampled_judge(target: Target, settings: DecodeSettings, request: Request) -> Judge:
+    """A difference between two draws with one uniform number is a near-tie when it lies at the edge of both tokens.
+
+    There is no logit gap then: a draw has no best token.
+    """
+
+    def judge(tokens: Sequence[int], choices: tuple[int, int]) -> tuple[None, bool]:
+        place = len(tokens) - len(request.tokens)
+        uniform = float(uniform_stream(settings.seed, request.index, place + 1)[place])
+        temperature = torch.tensor([request.temperature], device=target.device)
+        probs_V = probabilities(native_logits(target, tokens), temperature, settings.top_k, settings.top_p).double()
+        upper_V = probs_V.cumsum(-1)
+        distances = [max(float(upper_V[c] - probs_V[c]) - uniform, uniform - float(upper_V[c]), 0.0) for c in choices]
+        return None, max(distances) < NEAR_EDGE.get(target.dtype, NEAR_EDGE_HALF)
+
+    return judge
+
+
+@torch.no_grad()
+def native_logits(target: Target, tokens: Sequence[int]) -> Tensor:
+    """Next-token logits [V] after `tokens`, from one fresh pass of the untouched model."""
+    with target.native() as model:
+        ids_BL = torch.tensor([list(tokens)], device=target.device)
+        return cast(Tensor, model(input_ids=ids_BL, use_cache=False).logits[0, -1])
