@@ -1,10 +1,22 @@
 """Medusa: residual heads on the target's last state, each guessing one token further ahead (arXiv:2401.10774).
 
-Shapes: B rows, L positions, K heads, D hidden size, Q entries of the draft vocabulary, R rows of a decoding state.
+Shapes: B rows, L positions, N new positions, K heads, D hidden size, V target vocabulary, Q entries of the draft
+vocabulary, R rows of a decoding state, F frontier nodes.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .drafter import Drafter, Drafts, DraftState, Frontier, Observation, Scores
+from .errors import UserError
+from .features import Features
+from .identity import TargetIdentity
+from .target import Target
+from .vocabulary import OutputRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,3 +31,210 @@ class MedusaConfig:
     """`shared` reads the target's own output layer and adds no weights; `copy` trains an own one for every head."""
     vocabulary_size: int | None = None
     """Entries of a reduced draft vocabulary, the most frequent tokens of the training data; None keeps them all."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_layers", "vocabulary_size"):
+            if (value := getattr(self, name)) is not None and (not isinstance(value, int) or value < 1):
+                raise UserError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if self.output not in ("shared", "copy"):
+            raise UserError(f"output must be 'shared' or 'copy', got {self.output!r}")
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(W x + b) (arXiv:2401.10774, section 2.1.1), exactly the identity at the start.
+
+    The official code zeroes W only, so that it begins at x + SiLU(b); here b is zero too, and every head begins as the
+    target's own output layer, as the paper says.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The next states, [..., D] like `hidden`."""
+        return hidden + functional.silu(self.linear(hidden))
+
+
+class OwnOutput(nn.Module):
+    """The output layer of one head, NaN until it is loaded or copied, so that forgetting it shows at once."""
+
+    def __init__(self, width: int, entries: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((entries, width), float("nan")))
+
+
+class MedusaState(DraftState):
+    """What the heads read next: the target's final state at the last token that went through it, one a row."""
+
+    def __init__(self, final_RD: Tensor) -> None:
+        self.final_RD = final_RD
+
+
+class Medusa(Drafter):
+    """K heads on one state of the target: all draft steps at once, none aware of what the others chose.
+
+    Own weights: `heads.{k}.{layer}.linear.{weight,bias}`, with `output="copy"` also `outputs.{k}.weight` [Q, D], and
+    with a reduced vocabulary its ids, `token_ids` [Q]. Make a new one with `Medusa.create`.
+    """
+
+    family = "medusa"
+    token_ids: Tensor | None
+
+    def __init__(self, config: MedusaConfig, *, hidden_size: int, vocab_size: int) -> None:
+        super().__init__()
+        self.config, self.hidden_size, self.vocab_size = config, hidden_size, vocab_size
+        self.heads = nn.ModuleList(
+            nn.Sequential(*(ResidualBlock(hidden_size) for _ in range(config.num_layers)))
+            for _ in range(config.num_heads)
+        )
+        size = config.vocabulary_size
+        self.register_buffer("token_ids", None if size is None else torch.zeros(size, dtype=torch.long))
+        copies = config.num_heads if config.output == "copy" else 0
+        self.outputs = nn.ModuleList(OwnOutput(hidden_size, size or vocab_size) for _ in range(copies))
+        self._borrowed: OutputRows | None = None
+        self.register_load_state_dict_post_hook(_borrow_again)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def create(cls, config: MedusaConfig, target: Target, token_ids_Q: Tensor | None = None) -> "Medusa":
+        """New heads beside `target`, bound to it, that all begin as its output layer.
+
+        Args:
+            config: their shape.
+            target: the model they draft for.
+            token_ids_Q: ids of the reduced draft vocabulary, when `config.vocabulary_size` asks for one.
+
+        Raises:
+            UserError: if the ids do not agree with the configuration.
+        """
+        given = None if token_ids_Q is None else len(token_ids_Q)
+        if given != config.vocabulary_size:
+            raise UserError(f"vocabulary_size is {config.vocabulary_size} but {given} token ids were given; "
+                            "choose as many with draftsmith.modules.vocabulary.choose")
+        drafter = cls(config, hidden_size=target.hidden_size, vocab_size=target.vocab_size)
+        if drafter.token_ids is not None and token_ids_Q is not None:
+            drafter.token_ids.copy_(token_ids_Q)
+        # Half precision would lose small updates: masters stay in float32.
+        drafter.to(device=target.device, dtype=torch.promote_types(target.dtype, torch.float32))
+        drafter.bind(target)
+        drafter._copy_output()
+        return drafter
+
+    @torch.no_grad()
+    def _copy_output(self) -> None:
+        for step in range(len(self.outputs)):
+            self.output_parameters(step)[0].copy_(self._rows().weight_QD)
+
+    def describe(self) -> dict[str, Any]:
+        """The configuration, JSON-ready."""
+        return asdict(self.config)
+
+    @classmethod
+    def rebuild(cls, description: dict[str, Any], identity: TargetIdentity) -> "Medusa":
+        """An equal drafter whose weights are still to be loaded. Raises UserError on an unknown description."""
+        if set(description) != (known := {field.name for field in fields(MedusaConfig)}):
+            raise UserError(f"Medusa heads are described by {sorted(known)}, got {sorted(description)}; "
+                            "use the version of draftsmith that wrote the artifact")
+        config = MedusaConfig(**description)
+        return cls(config, hidden_size=identity.hidden_size, vocab_size=identity.vocab_size)
+
+    def bind(self, target: Target) -> None:
+        """Borrow the target's output layer; bind again after moving the target to another device."""
+        if (target.hidden_size, target.vocab_size) != (self.hidden_size, self.vocab_size):
+            raise UserError(
+                f"these Medusa heads belong to a target of width {self.hidden_size} and {self.vocab_size} tokens, but "
+                f"{target.identity.name} has width {target.hidden_size} and {target.vocab_size}; use the target they "
+                "were trained for"
+            )
+        self._borrowed = OutputRows(target, self.token_ids)
+
+    def _rows(self) -> OutputRows:
+        if self._borrowed is None:
+            raise RuntimeError("these Medusa heads are not bound to a target; call bind(target) first")
+        return self._borrowed
+
+    @property
+    def token_ids_Q(self) -> Tensor | None:
+        """Target id of each entry of the reduced draft vocabulary; None for the whole vocabulary."""
+        return self.token_ids
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Head k at index p guesses token p + 2 + k: the target's own output layer guesses p + 1."""
+        return tuple(range(2, 2 + self.config.num_heads))
+
+    def forward(self, features: Features) -> Drafts:
+        """All heads at all positions."""
+        return Drafts(hidden_BLKD=self._states(features.final()), offsets=self.offsets)
+
+    def _states(self, final: Tensor) -> Tensor:
+        """Draft states [..., K, D] of the target's final states [..., D]."""
+        self._rows()
+        final = final.to(next(self.heads.parameters()).dtype)
+        return torch.stack([head(final) for head in self.heads], dim=-2)
+
+    def project(self, hidden: Tensor, step: int) -> Tensor:
+        """Draft logits [..., Q] of head `step` for its states [..., D]."""
+        if self.outputs:
+            return self._rows().read(hidden, self.output_parameters(step)[0])
+        return self._rows()(hidden)
+
+    def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
+        """The trained weights that `project` reads for head `step`; none when the output layer is shared."""
+        return tuple(self.outputs[step].parameters()) if self.outputs else ()
+
+    def start(self, rows: int) -> MedusaState:
+        """A state in which no row has been observed yet."""
+        return MedusaState(next(self.heads.parameters()).new_zeros(rows, self.hidden_size))
+
+    def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
+        """Keep the final state of each row's last real position; a row without one keeps what it had."""
+        held = _medusa(state)
+        last_R = (observation.counts_B - 1).clamp(min=0)
+        newest_RD = observation.final_BND[torch.arange(len(last_R), device=last_R.device), last_R]
+        seen_R1 = (observation.counts_B > 0)[:, None]
+        newest_RD = torch.where(seen_R1, newest_RD.to(held.final_RD.dtype), held.final_RD[rows_R])
+        # Not in place: the state may have been made inside torch.inference_mode and written outside it.
+        held.final_RD = held.final_RD.index_copy(0, rows_R, newest_RD)
+
+    def expand(self, state: DraftState, frontier: Frontier) -> Scores:
+        """Scores of all descendants of the root, depth h by head h.
+
+        Raises:
+            ValueError: if the frontier is not the root alone: this family has no more to say about other nodes.
+        """
+        if frontier.nodes_BF.shape[1] != 1:
+            raise ValueError(f"Medusa answers every depth from the root at once; ask for 1 node, "
+                             f"got {frontier.nodes_BF.shape[1]}")
+        hidden_RKD = self._states(_medusa(state).final_RD)
+        if self.outputs:
+            steps = range(self.config.num_heads)
+            logits_RKQ = torch.stack([self.project(hidden_RKD[:, step], step) for step in steps], dim=1)
+        else:
+            logits_RKQ = self._rows()(hidden_RKD)
+        wide = torch.promote_types(logits_RKQ.dtype, torch.float32)
+        return Scores(log_probs_BFHQ=logits_RKQ.to(wide).log_softmax(-1)[:, None], token_ids_Q=self.token_ids)
+
+    def clear(self, state: DraftState, rows_R: Tensor) -> None:
+        """Forget the states of these rows."""
+        held = _medusa(state)
+        held.final_RD = held.final_RD.index_fill(0, rows_R, 0)
+
+    def keep(self, state: DraftState, rows_R: Tensor) -> None:
+        """Let row r be the former row rows_R[r]."""
+        held = _medusa(state)
+        held.final_RD = held.final_RD[rows_R]
+
+
+def _medusa(state: DraftState) -> MedusaState:
+    if not isinstance(state, MedusaState):
+        raise TypeError(f"Medusa needs the state that its own start() made, got {type(state).__name__}")
+    return state
+
+
+def _borrow_again(module: nn.Module, _incompatible: Any) -> None:
+    """Loaded token ids may differ from those the borrowed rows were selected by."""
+    if isinstance(module, Medusa) and module._borrowed is not None:
+        module.bind(module._borrowed.target)

@@ -3,7 +3,6 @@
 Shapes: V entries of the target's vocabulary, Q of the draft vocabulary, D hidden size.
 """
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,3 +48,37 @@ def draft_index(ids_Q: Tensor, vocab_size: int) -> Tensor:
     index_V = torch.full((vocab_size,), -1, dtype=torch.long, device=ids_Q.device)
     index_V[ids_Q] = torch.arange(len(ids_Q), device=ids_Q.device)
     return index_V
+
+
+class OutputRows:
+    """The target's output layer, whole or restricted to a draft vocabulary, borrowed by a drafter or a loss.
+
+    It is no `nn.Module` and holds no parameter, so whoever keeps it neither saves, trains nor moves it, and a copy of
+    its owner shares it. The rows are selected once, here.
+
+    Args:
+        target: whose output layer it is.
+        ids_Q: the tokens of the draft vocabulary; None for all of them.
+    """
+
+    def __init__(self, target: Target, ids_Q: Tensor | None = None) -> None:
+        self.target, self.ids_Q = target, ids_Q
+        weight_VD, bias_V = target.output_weight(), target.head.bias
+        self.bias_Q = bias_V.detach() if isinstance(bias_V, Tensor) else None
+        self.weight_QD = weight_VD if ids_Q is None else weight_VD[ids_Q.to(weight_VD.device)]
+        if ids_Q is not None and self.bias_Q is not None:
+            self.bias_Q = self.bias_Q[ids_Q.to(weight_VD.device)]
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "OutputRows":
+        return self
+
+    def __call__(self, final: Tensor) -> Tensor:
+        """Logits [..., Q] of final states [..., D], as the target computes them; the gradient reaches the states."""
+        if self.ids_Q is None and not torch.is_grad_enabled():
+            return self.target.logits(final.to(self.weight_QD.dtype))
+        return self.read(final, self.weight_QD)
+
+    def read(self, states: Tensor, weight_QD: Tensor) -> Tensor:
+        """The same with another weight in the place of the target's: its bias, scaling and soft-capping stay."""
+        bias_Q = None if self.bias_Q is None else self.bias_Q.to(weight_QD.dtype)
+        return self.target.post_process(functional.linear(states.to(weight_QD.dtype), weight_QD, bias_Q))
