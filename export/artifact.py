@@ -7,7 +7,7 @@ tuning.json holds what was measured on one machine.
 import hashlib
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..modules import DRAFTERS, Drafter, StaticTree, Target, TargetIdentity, Topology, UserError
+from ..modules import DRAFTERS, CostCurve, Drafter, StaticTree, Target, TargetIdentity, Topology, UserError
 from .files import whole_folder, write_file
 
 FORMAT_VERSION = 1
@@ -38,12 +38,17 @@ class Tuning:
     """Number format of the target, such as float32."""
     tree_size: int
     """Nodes of the tree that decode fastest here, root included; a prefix of the artifact's tree."""
-    pass_seconds: tuple[tuple[int, float], ...]
-    """Cost curve: (tokens in a target pass, median seconds)."""
-    draft_seconds: float
-    """Median seconds of drafting one tree."""
+    cost: CostCurve
+    """Seconds of target passes and of drafting, by the size of the tree."""
     expected_accepted_length: tuple[float, ...] = ()
     """Estimated tokens per pass for a tree of 1, 2, 3 ... nodes; empty when it was not computed."""
+
+    @classmethod
+    def of(cls, target: Target, tree_size: int, cost: CostCurve, expected: Sequence[float] = ()) -> "Tuning":
+        """What was measured with `target`, with the name of its device."""
+        threads = f", {torch.get_num_threads()} threads" if target.device.type == "cpu" else ""
+        return cls(device=f"{target.device.type}{threads}", dtype=str(target.dtype).removeprefix("torch."),
+                   tree_size=tree_size, cost=cost, expected_accepted_length=tuple(expected))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +183,7 @@ def read_tuning(folder: Path) -> Tuning | None:
         return None
     raw = _read_json(path)
     try:
-        return Tuning(**{**raw, "pass_seconds": tuple((int(tokens), float(s)) for tokens, s in raw["pass_seconds"]),
+        return Tuning(**{**raw, "cost": CostCurve.from_dict(raw["cost"]),
                          "expected_accepted_length": tuple(raw["expected_accepted_length"])})
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is damaged ({error}); delete it, it will be measured again") from error

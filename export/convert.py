@@ -1,19 +1,168 @@
-"""Foreign layouts: what serving engines load, written from an artifact, and read back."""
+"""Foreign layouts: what serving engines load, written from an artifact, and read back.
 
+Medusa heads follow FasterDecoding/Medusa: residual block l of head h is `{h}.{l}.linear.weight` [D, D] and
+`{h}.{l}.linear.bias` [D], its output layer `{h}.{L}.weight` [V, D] with L blocks. Head h at position p predicts token
+p + 2 + h from the target's final state after the last norm.
+
+Shapes: D hidden size, V target vocabulary.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from ..modules import Medusa, Target
-from .artifact import Artifact
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-FORMATS: tuple[str, ...] = ("medusa",)
-"""Names accepted by `export_artifact`."""
+from ..modules import Drafter, Medusa, MedusaConfig, Target, UserError
+from .artifact import Artifact, portable
+from .files import whole_folder, write_file
+
+MEDUSA_FILE = "medusa_lm_head.safetensors"
+"""The name that TGI insists on; vLLM takes any."""
+_OWNED = frozenset({"config.json", MEDUSA_FILE, "README.md"})
+_TENSOR = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
 
 
 def export_artifact(artifact: Artifact, target: Target, format_name: str, out: Path) -> Path:
-    """Write `artifact` in the layout of a serving engine to the new or empty folder `out`; returns the folder."""
-    raise NotImplementedError
+    """Write `artifact` in the layout of a serving engine to `out` (new, empty, or an earlier export); returns it.
+
+    Raises:
+        UserError: if the format is unknown, the drafter cannot be said in it, or `out` cannot be written.
+    """
+    if format_name not in EXPORTERS:
+        raise UserError(f"unknown export format {format_name!r}; choose one of {', '.join(FORMATS)}")
+    EXPORTERS[format_name](artifact.drafter, target, out)
+    return out
+
+
+def export_medusa(drafter: Drafter, target: Target, out: Path) -> None:
+    """Write Medusa heads as FasterDecoding/Medusa, TGI and vLLM up to 0.32 load them.
+
+    A shared output layer is written out once for each head, since vLLM knows no other way. A reduced draft vocabulary
+    with a shared layer becomes the whole one: the same heads over more rows. An own reduced layer has no rows to write
+    for the other tokens and is refused.
+
+    Raises:
+        UserError: if the drafter is no Medusa, its own output layer is reduced, or the target's has a bias.
+    """
+    if not isinstance(drafter, Medusa):
+        raise UserError(f"the format medusa holds Medusa heads, this artifact is {drafter.family}; export that "
+                        "family in its own format")
+    if drafter.config.output == "copy" and drafter.token_ids_Q is not None:
+        raise UserError(f"these heads have own output layers over {drafter.config.vocabulary_size} tokens; the layout "
+                        "needs a row for every token: train with the output shared or without vocabulary_size")
+    if getattr(target.head, "bias", None) is not None:
+        raise UserError(f"the output layer of {target.identity.name} has a bias, for which the layout has no place")
+    tensors = medusa_tensors(drafter, target)
+    _check_medusa(tensors, drafter)
+    with whole_folder(out, _OWNED) as partial:
+        save_file(tensors, partial / MEDUSA_FILE, metadata={"format": "pt"})
+        write_file(partial / "config.json", json.dumps(_medusa_config(drafter, target), indent=2) + "\n")
+        write_file(partial / "README.md", _medusa_readme(drafter, target))
+
+
+def medusa_tensors(drafter: Medusa, target: Target) -> dict[str, Tensor]:
+    """The heads under their FasterDecoding names, in float32 on the CPU, each tensor with memory of its own."""
+    tensors: dict[str, Tensor] = {}
+    for head, blocks in enumerate(drafter.heads):
+        for name, tensor in blocks.state_dict().items():
+            tensors[f"{head}.{name}"] = tensor
+        output = drafter.output_parameters(head)
+        tensors[f"{head}.{drafter.config.num_layers}.weight"] = output[0] if output else target.output_weight()
+    return {name: tensor.detach().to("cpu", torch.float32, copy=True).contiguous() for name, tensor in tensors.items()}
 
 
 def import_medusa(folder: Path, target: Target) -> Medusa:
-    """Read Medusa heads in the FasterDecoding layout (safetensors only) and bind them to `target`."""
-    raise NotImplementedError
+    """Read Medusa heads in the FasterDecoding layout (safetensors only) and bind them to `target`.
+
+    The number of heads and blocks is counted in the weights: official configs are known to state it wrongly. Blocks
+    that were tied become equal blocks of their own. Heads without output layers share the target's.
+
+    Raises:
+        UserError: if there is no safetensors file, a tensor is missing, unknown, or of another shape than the target's.
+    """
+    tensors = _read_foreign(folder)
+    heads = 1 + max(head for head, _, _ in tensors)
+    layers = 1 + max((layer for _, layer, part in tensors if part != "weight"), default=-1)
+    own = any(part == "weight" for _, _, part in tensors)
+    config = MedusaConfig(num_heads=heads, num_layers=layers, output="copy" if own else "shared")
+    drafter = Medusa.create(config, target)
+    state: dict[str, Tensor] = {}
+    for (head, layer, part), tensor in tensors.items():
+        state[f"outputs.{head}.weight" if part == "weight" else f"heads.{head}.{layer}.{part}"] = tensor
+    try:
+        drafter.load_state_dict(state)
+    except RuntimeError as error:
+        raise UserError(f"the Medusa heads in {folder} do not fit {target.identity.name} (width {target.hidden_size}, "
+                        f"{target.vocab_size} tokens): {error}") from error
+    return drafter.eval()
+
+
+def _read_foreign(folder: Path) -> dict[tuple[int, int, str], Tensor]:
+    path = next((folder / name for name in (MEDUSA_FILE, "model.safetensors") if (folder / name).is_file()), None)
+    if path is None:
+        raise UserError(f"{folder} holds neither {MEDUSA_FILE} nor model.safetensors; a .pt or .bin file is a pickle, "
+                        "which is never read: convert it to safetensors first")
+    try:
+        raw = load_file(path)
+    except SafetensorError as error:
+        raise UserError(f"{path} is not a readable safetensors file ({error}); copy it again") from error
+    found: dict[tuple[int, int, str], Tensor] = {}
+    for name, tensor in raw.items():
+        match = _TENSOR.fullmatch(name)
+        if match is None:
+            raise UserError(f"{path} holds {name!r}, no tensor of Medusa heads; give a folder with heads alone")
+        found[int(match[1]), int(match[2]), match[3]] = tensor
+    if not found:
+        raise UserError(f"{path} holds no tensor; give a folder with Medusa heads")
+    return found
+
+
+def _medusa_config(drafter: Medusa, target: Target) -> dict[str, Any]:
+    # No "architectures": TGI takes its absence for Medusa. Without medusa_fc_bias vLLM drops the biases silently.
+    return {
+        "base_model_name_or_path": portable(target.identity.name),
+        "hidden_size": drafter.hidden_size,
+        "medusa_fc_bias": True,
+        "medusa_num_heads": drafter.config.num_heads,
+        "medusa_num_layers": drafter.config.num_layers,
+        "vocab_size": drafter.vocab_size,
+    }
+
+
+def _check_medusa(tensors: Mapping[str, Tensor], drafter: Medusa) -> None:
+    """Engines ignore missing and unknown tensors silently, so the whole table is checked here."""
+    width, layers = drafter.hidden_size, drafter.config.num_layers
+    expected: dict[str, tuple[int, ...]] = {}
+    for head in range(drafter.config.num_heads):
+        for layer in range(layers):
+            expected[f"{head}.{layer}.linear.weight"] = (width, width)
+            expected[f"{head}.{layer}.linear.bias"] = (width,)
+        expected[f"{head}.{layers}.weight"] = (drafter.vocab_size, width)
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if found != expected:
+        wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+        raise ValueError(f"the export would hold wrong tensors: {', '.join(wrong[:5])}")
+
+
+def _medusa_readme(drafter: Medusa, target: Target) -> str:
+    return (
+        f"# Medusa heads for {portable(target.identity.name)}\n\n"
+        f"{drafter.config.num_heads} heads in the layout of FasterDecoding/Medusa. Serve them with\n\n"
+        "* Text Generation Inference: `text-generation-launcher --model-id THIS_FOLDER --speculate "
+        f"{drafter.config.num_heads}`\n"
+        "* vLLM up to 0.32 (removed later): `--speculative-config '{\"method\": \"medusa\", "
+        f"\"model\": \"THIS_FOLDER\", \"num_speculative_tokens\": {drafter.config.num_heads}}}'`\n\n"
+        "These engines draft a chain from the best token of each head; the tree of the artifact is not used there.\n"
+    )
+
+
+EXPORTERS: dict[str, Callable[[Drafter, Target, Path], None]] = {"medusa": export_medusa}
+"""What writes each format."""
+FORMATS: tuple[str, ...] = tuple(EXPORTERS)
+"""Names accepted by `export_artifact`."""

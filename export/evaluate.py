@@ -40,8 +40,8 @@ class EvaluateConfig:
     limit: int | None = None
     """Use at most this many prompts of each set, spread over it; None uses all."""
     untimed_batch_size: int = 8
-    """Rows decoded at once for prompts that are not timed (at least `batch_size`); acceptance and identity do not depend
-    on it."""
+    """Rows decoded at once for prompts that are not timed, at least `batch_size`; it changes neither acceptance nor
+    identity."""
 
     def __post_init__(self) -> None:
         least = {"max_new_tokens": 2, "batch_size": 1, "untimed_batch_size": 1, "speed_prompts": 0, "top_k": 0}
