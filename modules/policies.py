@@ -51,7 +51,7 @@ class StaticTree(Policy):
         tokens_BN = roots_B[:, None].repeat(1, self.topology.size)
         # Where each node's scores stand: the column of its ancestor in the frontier that was expanded last.
         columns = [0] * self.topology.size
-        answered_BFHR = tokens_BN[:, None, None, :0]
+        answered_BFHR = tokens_BN[:, None, :0, None]
         used = 0
         for level in self._levels:
             if used == answered_BFHR.shape[2]:

@@ -1,0 +1,87 @@
+"""Drafters for tests: they know the answer, or nothing, or are always wrong.
+
+They are recurrent (one level a call), unlike Medusa, so that both kinds go through the loop.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.modules import Drafter, Drafts, DraftState, Features, Frontier, Observation, Scores, Target, TargetIdentity
+
+
+@dataclass
+class History(DraftState):
+    """Tokens of each row (the root last), and the depth of each node of the tree being grown."""
+
+    rows: list[list[int]]
+    depths: dict[int, int] = field(default_factory=dict)
+
+
+class ScriptedDrafter(Drafter):
+    """Knows the full text of every prompt and scores the next tokens by `mode`: oracle, wrong, random or mixed."""
+
+    family = "scripted"
+
+    def __init__(self, vocab_size: int, texts: list[list[int]], mode: str, seed: int = 0) -> None:
+        super().__init__()
+        self.vocab_size, self.texts, self.mode = vocab_size, texts, mode
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def rebuild(cls, description: dict[str, Any], identity: TargetIdentity) -> "ScriptedDrafter":
+        return cls(identity.vocab_size, [], "random")
+
+    def bind(self, target: Target) -> None:
+        pass
+
+    def forward(self, features: Features) -> Drafts:
+        raise NotImplementedError
+
+    def project(self, hidden: Tensor, step: int) -> Tensor:
+        raise NotImplementedError
+
+    def start(self, rows: int) -> History:
+        return History([[] for _ in range(rows)])
+
+    def clear(self, state: DraftState, rows_R: Tensor) -> None:
+        assert isinstance(state, History)
+        for row in rows_R.tolist():
+            state.rows[row] = []
+
+    def keep(self, state: DraftState, rows_R: Tensor) -> None:
+        assert isinstance(state, History)
+        state.rows = [state.rows[row] for row in rows_R.tolist()]
+
+    def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
+        assert isinstance(state, History)
+        for place, row in enumerate(rows_R.tolist()):
+            new = observation.tokens_BN[place, : int(observation.counts_B[place])].tolist()
+            # The last root has been through the target now; it is the first of the new tokens.
+            state.rows[row] = [*state.rows[row][:-1], *new, int(observation.roots_B[place])]
+            assert observation.final_BND.shape[1] == observation.tokens_BN.shape[1]
+
+    def expand(self, state: DraftState, frontier: Frontier) -> Scores:
+        assert isinstance(state, History)
+        batch, width = frontier.nodes_BF.shape
+        scores = torch.rand(batch, width, 1, self.vocab_size, generator=self.generator)
+        for column in range(width):
+            node, parent = int(frontier.nodes_BF[0, column]), int(frontier.parents_BF[0, column])
+            state.depths[node] = 0 if parent < 0 else state.depths[parent] + 1
+            for row in range(batch):
+                truth = self._truth(state.rows[row], state.depths[node])
+                if truth is not None and self.mode != "random":
+                    hit = self.mode == "oracle" or (self.mode == "mixed" and bool(torch.rand((), generator=self.generator) < 0.6))
+                    scores[row, column, 0, truth] = 2.0 if hit else -1.0
+        return Scores(log_probs_BFHQ=scores)
+
+    def _truth(self, known: list[int], depth: int) -> int | None:
+        for text in self.texts:
+            if text[: len(known)] == known and len(known) + depth < len(text):
+                return text[len(known) + depth]
+        return None
