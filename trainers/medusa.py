@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass, field
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..modules.medusa import MedusaConfig
+from ..modules.errors import UserError
+from ..modules.medusa import Medusa, MedusaConfig
 from ..modules.target import Target
+from ..modules.vocabulary import choose
 from .base import DraftModule, TrainConfig
 
 
@@ -18,10 +20,39 @@ class MedusaTrainConfig(TrainConfig):
 
 
 class MedusaModule(DraftModule):
-    """Medusa heads in training."""
+    """Medusa heads in training: head k learns the token k + 2 places ahead, weighted by decay ** k.
+
+    Args:
+        target: the frozen model.
+        config: heads and training; the defaults when left out.
+        token_counts: how often each token is a label, [V]; a reduced draft vocabulary is chosen by it.
+
+    Raises:
+        UserError: if a reduced vocabulary is asked for without counts, or with a size that does not fit them.
+    """
+
+    config: MedusaTrainConfig
+    drafter: Medusa
 
     def __init__(
         self, target: Target, config: MedusaTrainConfig | None = None, *, token_counts: Tensor | None = None
     ) -> None:
-        """`token_counts` [V]: how often each token is a label; needed for a reduced draft vocabulary."""
-        super().__init__()
+        super().__init__(target, config or MedusaTrainConfig())
+        self._token_ids_Q = self._choose(token_counts)
+
+    def _choose(self, token_counts: Tensor | None) -> Tensor | None:
+        size = self.config.drafter.vocabulary_size
+        if size is None:
+            return None
+        if token_counts is None:
+            raise UserError(f"vocabulary_size is {size}, but nobody counted the tokens of the training data; pass "
+                            "token_counts, or leave vocabulary_size out")
+        return choose(token_counts, size, always=self.target.eos_ids)
+
+    def build_drafter(self) -> Medusa:
+        """New heads, each beginning as the target's output layer."""
+        return Medusa.create(self.config.drafter, self.target, self._token_ids_Q)
+
+    def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
+        """The head's own output layer, when it has one."""
+        return self.drafter.output_parameters(step)

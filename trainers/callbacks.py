@@ -1,0 +1,164 @@
+"""What happens beside the optimizer: held-out decoding, checkpoints, one line of progress."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import lightning as L
+import torch
+from tqdm import tqdm
+
+from ..modules.drafter import Drafter
+from ..modules.errors import UserError
+from ..modules.features import Features
+from ..modules.target import Target
+from .checkpoints import save_weights
+
+FEWEST_TOKENS = 1000
+"""A measured accepted length from fewer tokens than this chooses checkpoints by noise."""
+LAST, BEST = "last.ckpt", "best.safetensors"
+
+
+class Measured(Protocol):
+    """What decoding held-out text told, as `draftsmith.modules.calibration.decoded_acceptance` gives it."""
+
+    accepted_length: float
+    by_position: tuple[float, ...]
+    tokens: int
+
+
+Measure = Callable[[Drafter, Target, list[Features]], Measured]
+"""Decode held-out rows with a drafter; the accepted length is a measurement, no estimate."""
+
+
+class _EveryStep(L.Callback):
+    """Something done after some optimizer steps, once each, however many micro-batches make a step."""
+
+    def __init__(self) -> None:
+        self.seen = -1
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Steps before the one resumed from are done."""
+        self.seen = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Act once a step is complete."""
+        if trainer.global_step > self.seen:
+            self.seen = trainer.global_step
+            self.after_step(trainer, module, self.seen)
+
+    def after_step(self, trainer: L.Trainer, module: L.LightningModule, step: int) -> None:
+        """Act after optimizer step `step`, counted from 1."""
+        raise NotImplementedError
+
+
+class DecodedAcceptance(_EveryStep):
+    """Decodes held-out text during training and keeps the drafter with the greatest accepted length.
+
+    Equal lengths go to the earlier step. The first process decodes; all learn the result.
+
+    Args:
+        held_out: gives the held-out rows, with target states; called at the first measurement.
+        measure: decodes them.
+        every: optimizer steps between two measurements; the last step is always measured.
+        out: folder that gets the best weights.
+    """
+
+    def __init__(self, held_out: Callable[[], list[Features]], measure: Measure, *, every: int, out: Path) -> None:
+        super().__init__()
+        self.held_out, self.measure, self.every, self.out = held_out, measure, every, out
+        self.rows: list[Features] | None = None
+        self.best: dict[str, Any] = {}
+        self.latest: float | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best measurement so far."""
+        return {"best": self.best, "latest": self.latest}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint's measurements."""
+        self.best, self.latest = state_dict["best"], state_dict["latest"]
+
+    def after_step(self, trainer: L.Trainer, module: L.LightningModule, step: int) -> None:
+        """Measure when it is time, and keep the weights when they are the best."""
+        if step % self.every and step != trainer.max_steps:
+            return
+        found: dict[str, Any] = trainer.strategy.broadcast(self._measured(module) if trainer.is_global_zero else {})
+        self.latest = found["accepted_length"]
+        if trainer.logger is not None:
+            trainer.logger.log_metrics({"accepted_length": self.latest}, step=step)
+        if not self.best or self.latest > self.best["accepted_length"]:
+            self.best = {**found, "step": step}
+            if trainer.is_global_zero:
+                save_weights(self.out / BEST, _drafter(module))
+
+    def _measured(self, module: Any) -> dict[str, Any]:
+        if self.rows is None:
+            self.rows = self.held_out()
+        drafter = _drafter(module)
+        drafter.eval()
+        with torch.no_grad():
+            found = self.measure(drafter, module.target, self.rows)
+        drafter.train()
+        if found.tokens < FEWEST_TOKENS and not self.best:
+            warnings.warn(f"validation decodes only {found.tokens} tokens; distil more held-out text to reach "
+                          f"{FEWEST_TOKENS}, or the choice of the checkpoint is mostly noise", stacklevel=2)
+        return {"accepted_length": float(found.accepted_length), "tokens": int(found.tokens),
+                "by_position": [float(share) for share in found.by_position]}
+
+
+def _drafter(module: Any) -> Drafter:
+    drafter: Drafter = module.drafter
+    return drafter
+
+
+class LastCheckpoint(_EveryStep):
+    """Writes the checkpoint that an interrupted run resumes from. It comes after the callbacks whose state it saves."""
+
+    def __init__(self, *, every: int, out: Path) -> None:
+        super().__init__()
+        self.every, self.out = every, out
+
+    def after_step(self, trainer: L.Trainer, module: L.LightningModule, step: int) -> None:
+        """Write when it is time, and after the last step."""
+        if step % self.every == 0 or step == trainer.max_steps:
+            trainer.save_checkpoint(self.out / LAST)
+
+
+class ProgressLine(_EveryStep):
+    """One line: steps done, rate, time left, the loss, the newest accepted length."""
+
+    def __init__(self, acceptance: DecodedAcceptance) -> None:
+        super().__init__()
+        self.acceptance = acceptance
+        self.line: Any = None
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Open the line where the run resumes."""
+        super().on_train_start(trainer, module)
+        if trainer.is_global_zero:
+            self.line = tqdm(total=trainer.max_steps, initial=self.seen, desc="train", unit="step", dynamic_ncols=True)
+
+    def after_step(self, trainer: L.Trainer, module: L.LightningModule, step: int) -> None:
+        """Advance the line."""
+        if self.line is None:
+            return
+        figures = {"loss": getattr(module, "figures", {}).get("loss"), "accepted": self.acceptance.latest}
+        self.line.set_postfix({name: f"{value:.2f}" for name, value in figures.items() if value is not None},
+                              refresh=False)
+        self.line.update()
+
+    def teardown(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
+        """Close the line, also after an error."""
+        if self.line is not None:
+            self.line.close()
+            self.line = None
+
+
+def nothing_held_out() -> UserError:
+    """The error of a run that could not choose its checkpoint."""
+    return UserError("there is no held-out text to measure the accepted length on; distil with validation_prompts of at"
+                     " least 1")

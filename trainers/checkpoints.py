@@ -1,0 +1,73 @@
+"""Checkpoints that survive a kill at any moment: written beside their place, flushed, then renamed into it."""
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io import TorchCheckpointIO
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from ..modules.errors import UserError
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a file that then becomes `path`; whoever reads `path` sees the old file or the whole new one.
+
+    Raises:
+        UserError: if the disk is full or the folder may not be written; nothing half-written stays.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(partial)
+        _flush(partial)
+        os.replace(partial, path)
+        _flush(path.parent)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UserError(f"cannot write {path}: {error.strerror or error}; free space on that disk, or choose another "
+                        "--out folder that you may write to") from error
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Lightning's checkpoints, written atomically and read without executing anything that they hold."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        """Write the checkpoint; see `write_atomically`."""
+        write_atomically(Path(path), lambda partial: torch.save(checkpoint, partial))
+
+    def load_checkpoint(self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = True) -> Any:
+        """Read tensors and plain values only. Raises UserError when the file is damaged."""
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except (RuntimeError, EOFError, pickle.UnpicklingError, ValueError) as error:
+            raise UserError(f"the checkpoint {path} is damaged ({str(error).splitlines()[0]}); delete it to start "
+                            "training again") from error
+
+
+def save_weights(path: Path, module: nn.Module) -> None:
+    """Write a module's own weights as safetensors, the same bytes for the same weights."""
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
+    write_atomically(path, lambda partial: save_file(weights, partial))
+
+
+def load_weights(path: Path) -> dict[str, Tensor]:
+    """Read weights on the CPU. Raises UserError when the file is missing or damaged."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"the trained weights {path} cannot be read ({error}); delete that folder to train "
+                        "again") from error
