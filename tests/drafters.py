@@ -18,6 +18,7 @@ class History(DraftState):
 
     rows: list[list[int]]
     depths: dict[int, int] = field(default_factory=dict)
+    paths: dict[tuple[int, int], list[int]] = field(default_factory=dict)
 
 
 class ScriptedDrafter(Drafter):
@@ -85,3 +86,30 @@ class ScriptedDrafter(Drafter):
             if text[: len(known)] == known and len(known) + depth < len(text):
                 return text[len(known) + depth]
         return None
+
+
+class TargetDrafter(ScriptedDrafter):
+    """Proposes what the target itself finds likely; answers are remembered by prefix."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target.vocab_size, [], "target")
+        self.target = [target]
+        self.known: dict[tuple[int, ...], Tensor] = {}
+
+    def expand(self, state: DraftState, frontier: Frontier) -> Scores:
+        assert isinstance(state, History)
+        batch, width = frontier.nodes_BF.shape
+        scores = torch.empty(batch, width, 1, self.vocab_size, dtype=torch.float64)
+        for row in range(batch):
+            for column in range(width):
+                node, parent = int(frontier.nodes_BF[row, column]), int(frontier.parents_BF[row, column])
+                above = [] if parent < 0 else [*state.paths[row, parent], int(frontier.tokens_BF[row, column])]
+                state.paths[row, node] = above
+                scores[row, column, 0] = self.logits(tuple(state.rows[row] + above))
+        return Scores(log_probs_BFHQ=scores)
+
+    def logits(self, prefix: tuple[int, ...]) -> Tensor:
+        if prefix not in self.known:
+            with self.target[0].native() as model, torch.no_grad():
+                self.known[prefix] = model(torch.tensor([prefix])).logits[0, -1]
+        return self.known[prefix]

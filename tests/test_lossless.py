@@ -1,14 +1,36 @@
 """The product's promise: whatever is drafted, the target's own words come out. Reference: transformers' `generate`."""
 
+import importlib
+import math
 import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
-from drafters import ScriptedDrafter
+from drafters import ScriptedDrafter, TargetDrafter
 from scipy.stats import chi2
+from torch import Tensor
 
-from draftsmith.modules import Chain, DecodeSettings, Request, StaticTree, Target, Topology, decode
+from draftsmith.modules import (
+    Accepted,
+    Chain,
+    DecodeSettings,
+    Request,
+    Sampling,
+    StaticTree,
+    Target,
+    TokenTree,
+    Topology,
+    choose,
+    decode,
+    follow,
+)
 from draftsmith.modules.acceptance import probabilities
+
+# The package exports the function of the same name, which hides the module from an ordinary import.
+decode_module = importlib.import_module("draftsmith.modules.decode")
 
 
 def native_greedy(target: Target, prompt: tuple[int, ...], count: int, *, eos: bool = False) -> list[int]:
@@ -141,44 +163,80 @@ def test_sampled_output_does_not_depend_on_drafter_or_batch(tiny_target_f64: Tar
     assert [generation.tokens for generation in other.generations] != plain
 
 
-def g_test(counts: torch.Tensor, expected: torch.Tensor) -> float:
-    """p-value of a G-test; cells that expect fewer than five are merged."""
-    big = expected * counts.sum() >= 5
-    observed = torch.cat([counts[big], counts[~big].sum()[None]]).double()
-    wanted = torch.cat([expected[big], expected[~big].sum()[None]]).double() * counts.sum()
-    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
-    statistic = 2 * (observed[observed > 0] * (observed[observed > 0] / wanted[observed > 0]).log()).sum()
-    return float(chi2.sf(float(statistic), len(wanted) - 1))
+def g_test(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float]) -> float:
+    """p-value of a G-test; cells that expect fewer than five are merged, an impossible outcome is decisive."""
+    if any(exact.get(outcome, 0.0) == 0.0 for outcome in counts):
+        return 0.0
+    total = sum(counts.values())
+    cells = [(counts[outcome], probability * total) for outcome, probability in exact.items() if probability * total >= 5]
+    rest = (total - sum(seen for seen, _ in cells), total - sum(wanted for _, wanted in cells))
+    cells += [rest] if rest[1] > 1e-9 else []
+    statistic = 2 * sum(seen * math.log(seen / wanted) for seen, wanted in cells if seen)
+    return float(chi2.sf(statistic, len(cells) - 1))
 
 
-def sampled_pair_counts(target: Target, prompt: tuple[int, ...], draws: int, temperature: float, top_k: int) -> torch.Tensor:
-    """Counts of the second and third sampled token (both behind a drafted tree), [V, V]."""
-    requests = [Request(prompt, index, 3, temperature) for index in range(draws)]
-    drafter = ScriptedDrafter(target.vocab_size, [], "random")
+def sampled_counts(target: Target, drafter: TargetDrafter, draws: int) -> Counter[tuple[int, ...]]:
+    """How often each triple of tokens was emitted; the second and third stand behind a drafted tree."""
+    requests = [Request(PROMPT, index, 3, TEMPERATURE) for index in range(draws)]
     policy = StaticTree(Topology((-1, 0, 0, 0, 1, 1, 2), (0, 0, 1, 2, 0, 1, 0)))
-    result = decode(target, requests, DecodeSettings(batch_size=256, top_k=top_k, ignore_eos=True), drafter=drafter, policy=policy)
-    counts = torch.zeros(target.vocab_size, target.vocab_size)
-    for generation in result.generations:
-        counts[generation.tokens[0], generation.tokens[1]] += 1
-    return counts
+    result = decode(target, requests, DecodeSettings(batch_size=256, top_k=TOP_K, ignore_eos=True), drafter=drafter, policy=policy)
+    assert result.accepted_length > 1.3
+    return Counter(tuple(generation.tokens) for generation in result.generations)
 
 
-def exact_pair_distribution(target: Target, prompt: tuple[int, ...], temperature: float, top_k: int) -> torch.Tensor:
-    one = torch.tensor(temperature, dtype=torch.float64)
-    with target.native() as model, torch.no_grad():
-        first = probabilities(model(torch.tensor([prompt])).logits[0, -1], one, top_k)
-        rows = torch.tensor([[*prompt, token] for token in range(target.vocab_size)])
-        second = probabilities(model(rows).logits[:, -1], one, top_k)
-    return first[:, None] * second
+def exact_distribution(drafter: TargetDrafter, temperature: float = 1.2) -> dict[tuple[int, ...], float]:
+    """The probability of every triple, by enumeration of the target's processed distributions."""
+    exact = {(): 1.0}
+    for _ in range(3):
+        exact = {
+            (*prefix, int(token)): mass * float(row[token])
+            for prefix, mass in exact.items()
+            for row in [probabilities(drafter.logits(PROMPT + prefix), torch.tensor(temperature), TOP_K)]
+            for token in row.nonzero()[:, 0]
+        }
+    return exact
+
+
+PROMPT, TEMPERATURE, TOP_K = (20, 31, 7), 1.2, 5
 
 
 @pytest.mark.slow
-def test_g_test_accepts_the_loop_and_rejects_wrong_rules(tiny_target_f64: Target) -> None:
-    target, prompt = tiny_target_f64, (20, 31, 7)
-    exact = exact_pair_distribution(target, prompt, 1.0, 6)
-    counts = sampled_pair_counts(target, prompt, 20_000, 1.0, 6)
-    assert g_test(counts.flatten(), exact.flatten()) > 1e-3
-    assert g_test(counts.sum(1), exact.sum(1)) > 1e-3
-    # The same test must have the power to see a wrong temperature of the bonus and a wrong filter.
-    assert g_test(counts.flatten(), exact_pair_distribution(target, prompt, 1.15, 6).flatten()) < 1e-3
-    assert g_test(counts.flatten(), exact_pair_distribution(target, prompt, 1.0, 5).flatten() + 1e-9) < 1e-3
+def test_sampled_output_passes_a_g_test(tiny_target_f64: Target) -> None:
+    drafter = TargetDrafter(tiny_target_f64)
+    counts, exact = sampled_counts(tiny_target_f64, drafter, 20_000), exact_distribution(drafter)
+    assert g_test(counts, exact) > 1e-3
+    firsts, first_exact = Counter[tuple[int, ...]](), dict[tuple[int, ...], float]()
+    for outcome, probability in exact.items():
+        firsts[outcome[1:]] += counts[outcome]
+        first_exact[outcome[1:]] = first_exact.get(outcome[1:], 0.0) + probability
+    assert g_test(Counter({pair: seen for pair, seen in firsts.items() if seen}), first_exact) > 1e-3
+    # The test has the power to tell a temperature from one a sixth lower.
+    assert g_test(counts, exact_distribution(drafter, 1.0)) < 1e-3
+
+
+def accept_any_likely_child(tree: TokenTree, choices_BN: Tensor) -> Accepted:
+    """Wrong: the likeliest child is taken without asking whether the target drew it."""
+    forced_BN = choices_BN.clone()
+    forced_BN[:, 0] = tree.tokens_BN[:, 1]
+    return follow(tree, forced_BN)
+
+
+def choose_untempered(logits_BNV: Tensor, uniforms_BN: Tensor, sampling: Sampling) -> Tensor:
+    """Wrong: the temperature is forgotten, as EAGLE's first bonus token did."""
+    return choose(logits_BNV, uniforms_BN, replace(sampling, temperature_B=torch.ones_like(sampling.temperature_B)))
+
+
+def choose_again(logits_BNV: Tensor, uniforms_BN: Tensor, sampling: Sampling) -> Tensor:
+    """Wrong: the same random number at every depth, so that neighbouring tokens depend on each other."""
+    return choose(logits_BNV, uniforms_BN[:, :1].expand_as(uniforms_BN), sampling)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "wrong"), [("follow", accept_any_likely_child), ("choose", choose_untempered),
+                                             ("choose", choose_again)])
+def test_g_test_rejects_deliberately_wrong_rules(tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch, name: str,
+                                                 wrong: Callable[..., object]) -> None:
+    drafter = TargetDrafter(tiny_target_f64)
+    exact = exact_distribution(drafter)
+    monkeypatch.setattr(decode_module, name, wrong)
+    assert g_test(sampled_counts(tiny_target_f64, drafter, 4_000), exact) < 1e-3
