@@ -1,0 +1,55 @@
+"""The row cache: after any commits it holds what a fresh prefill of the committed tokens would."""
+
+import pytest
+import torch
+
+from draftsmith.modules import Target, TokenTree
+
+
+def test_commits_moves_and_clears_leave_a_fresh_prefill(tiny_target_f64: Target) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = tiny_target_f64.start(3, 64)
+    texts: list[list[int]] = [[], [], []]
+    for step in range(6):
+        size = 7
+        parents = torch.stack([torch.tensor([-1] + [int(torch.randint(0, n, (), generator=generator)) for n in range(1, size)])
+                               for _ in range(3)])
+        tree = TokenTree.from_parents(torch.randint(3, 100, (3, size), generator=generator), parents)
+        rows.run(tree)
+        leaves = torch.randint(0, size, (3,), generator=generator)
+        paths = [tree.ancestors_BNN[row, leaves[row]].nonzero()[:, 0].tolist() for row in range(3)]
+        longest = max(map(len, paths))
+        counts = [len(path) for path in paths]
+        rows.commit(torch.tensor([path + list(range(len(path), longest)) for path in paths]), torch.tensor(counts), counts)
+        for row, path in enumerate(paths):
+            texts[row] += tree.tokens_BN[row, path].tolist()
+        if step == 2:
+            rows.cache.clear(1)
+            texts[1] = []
+    rows.keep([2, 1])
+    for row, text in ((0, texts[2]), (1, texts[1])):
+        fresh = tiny_target_f64.start(1, 64)
+        fresh.run(TokenTree.prompts(torch.tensor([text]), torch.tensor([len(text)])))
+        assert rows.cache.host_lengths[row] == len(text) == int(rows.cache.lengths_B[row])
+        assert rows.cache.storage is not None
+        assert fresh.cache.storage is not None
+        torch.testing.assert_close(rows.cache.storage[:, row, :, : len(text)], fresh.cache.storage[:, 0, :, : len(text)])
+
+
+def test_the_cache_is_never_copied_or_grown(tiny_target: Target) -> None:
+    rows = tiny_target.start(2, 32)
+    tree = TokenTree.prompts(torch.full((2, 3), 7), torch.tensor([3, 2]))
+    rows.run(tree)
+    assert rows.cache.storage is not None
+    place = rows.cache.storage.data_ptr()
+    for _ in range(5):
+        rows.commit(torch.arange(3).expand(2, -1), torch.tensor([3, 2]), [3, 2], moved=False)
+        rows.run(tree)
+    rows.keep([1])
+    assert rows.cache.storage.data_ptr() == place
+
+
+def test_a_full_row_is_refused(tiny_target: Target) -> None:
+    rows = tiny_target.start(1, 4)
+    with pytest.raises(ValueError, match="need 5 cache slots, it has 4"):
+        rows.run(TokenTree.prompts(torch.full((1, 5), 7), torch.tensor([5])))

@@ -1,0 +1,99 @@
+"""Tree search against brute force, replay against real decoding, cost and size choice."""
+
+from itertools import product
+
+import pytest
+import torch
+from drafters import ScriptedDrafter
+from references.trees import best_expected_length
+
+from draftsmith.modules import (
+    CostCurve,
+    DecodeSettings,
+    Features,
+    Replay,
+    Request,
+    StaticTree,
+    Target,
+    Topology,
+    choose_size,
+    decode,
+    measure_cost,
+    search_tree,
+)
+from draftsmith.modules.calibration import PathProbability
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5, 6])
+def test_search_equals_brute_force(nodes: int) -> None:
+    generator = torch.Generator().manual_seed(nodes)
+    table = torch.randint(0, 4, (200, 3), generator=generator).clamp(max=3)
+    table[:80, 0] = 0
+    probability = PathProbability(table, 3)
+    paths = [path for length in (1, 2, 3) for path in product(range(3), repeat=length)]
+    tree, expected = search_tree(table, nodes, 3)
+    assert tree.size == nodes
+    every = {path: probability(path) for path in paths}
+    likely = dict(sorted(every.items(), key=lambda item: -item[1])[:14])
+    assert expected[-1] == pytest.approx(best_expected_length(likely, nodes))
+    assert expected[-1] == pytest.approx(1 + sum(probability(path) for path in tree.paths[1:]))
+
+
+def test_without_shrinkage_the_expected_length_is_the_measured_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftsmith.modules.calibration._SHRINKAGE", 1e-9)
+    table = torch.randint(0, 4, (500, 2))
+    tree, expected = search_tree(table, 6, 3)
+    accepted = [sum(tuple(row[:depth]) in tree.paths for depth in (1, 2)) for row in table.tolist()]
+    assert expected[-1] == pytest.approx(1 + sum(accepted) / 500, abs=1e-6)
+
+
+def test_prefixes_are_nested_and_lengths_grow() -> None:
+    table = torch.randint(0, 6, (300, 3))
+    tree, expected = search_tree(table, 20)
+    assert list(expected) == sorted(expected)
+    small, _ = search_tree(table, 7)
+    assert tree.prefix(7) == small
+
+
+def encoded_answers(target: Target, requests: list[Request]) -> list[Features]:
+    result = decode(target, requests, DecodeSettings(batch_size=4))
+    rows = [([*g.request.tokens, *g.tokens], [False] * len(g.request.tokens) + [True] * len(g.tokens)) for g in result.generations]
+    return [target.encode(Features.from_rows(rows[:3])), target.encode(Features.from_rows(rows[3:]))]
+
+
+def test_replay_gives_the_accepted_length_of_real_decoding(tiny_target_f64: Target) -> None:
+    target = tiny_target_f64
+    requests = [Request((5, 20 + index, 7), index, 25 + index) for index in range(7)]
+    features = encoded_answers(target, requests)
+    source = Replay(target, features)
+    texts = [row.tokens_L.tolist() for row in source.rows.values()]
+    tree = StaticTree(Topology((-1, 0, 0, 1, 1, 3), (0, 0, 1, 0, 1, 0)))
+    results = []
+    for verifier, asked, settings in ((source, source.requests, DecodeSettings(batch_size=3)), (target, requests, DecodeSettings())):
+        drafter = ScriptedDrafter(target.vocab_size, texts, "oracle")
+        results.append(decode(verifier, asked, settings, drafter=drafter, policy=tree))
+    assert [g.tokens for g in results[0].generations] == [g.tokens for g in results[1].generations]
+    assert [g.emitted for g in results[0].generations] == [g.emitted for g in results[1].generations]
+
+
+def test_size_is_chosen_by_predicted_tokens_per_second() -> None:
+    cost = CostCurve(sizes=(1, 2, 4, 8), pass_seconds=(1.0, 1.0, 1.2, 3.0), draft_seconds=(0.0, 0.1, 0.1, 0.1), context=10)
+    choice = choose_size((1.0, 1.5, 1.6, 1.7, 1.75, 1.8, 1.85, 1.9), cost)
+    assert choice.size == 2
+    assert choice.predicted_speedup == pytest.approx(1.5 / 1.1)
+    assert cost.step_seconds(3) == pytest.approx(1.2)
+    assert CostCurve.from_dict(cost.to_dict()) == cost
+
+
+def test_no_drafting_when_drafting_does_not_pay() -> None:
+    cost = CostCurve(sizes=(1, 2), pass_seconds=(1.0, 2.5), draft_seconds=(0.0, 0.5), context=10)
+    assert choose_size((1.0, 1.9), cost).size == 1
+
+
+def test_cost_is_measured_for_every_size(tiny_target: Target) -> None:
+    drafter = ScriptedDrafter(tiny_target.vocab_size, [], "random")
+    cost = measure_cost(tiny_target, drafter, Topology.chain(7), context=20, repeats=2)
+    assert cost.sizes == (1, 2, 4, 6, 8)
+    assert all(seconds > 0 for seconds in cost.pass_seconds)
+    assert cost.draft_seconds[0] == 0.0
+    assert all(seconds > 0 for seconds in cost.draft_seconds[1:])
