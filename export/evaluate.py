@@ -118,7 +118,7 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
         bench = _Bench(target, methods, config, bar.update)
         bench.time(timed)
         bench.finish(rest)
-        evaluations = bench.evaluations([*timed, *rest])
+        evaluations = bench.evaluations(sorted([*timed, *rest], key=lambda prompt: prompt.index))
     header = {**machine(target), "settings": asdict(config), "prompt_sets": _counts([*timed, *rest]),
               "timed_prompts": len(timed), "contention": bench.probe.to_dict()}
     return EvaluationRun(header=header, evaluations=evaluations)
@@ -307,7 +307,7 @@ def _grouped(prompts: Sequence[_Prompt], size: int) -> list[list[_Prompt]]:
 
 def _by(answers: Sequence[Answer], timings: Sequence[Timing],
         group_of: Callable[[Answer | Timing], str]) -> dict[str, Measures]:
-    names = sorted({group_of(answer) for answer in answers} - {""})
+    names = [name for name in dict.fromkeys(group_of(answer) for answer in answers) if name]
     return {name: summarise([answer for answer in answers if group_of(answer) == name],
                             [timing for timing in timings if group_of(timing) == name]) for name in names}
 

@@ -30,7 +30,7 @@ def native_model(target: Target) -> Iterator[Any]:
     with target.native() as model:
         habits = model.generation_config
         # `generate` fills whatever it is not told from this one, so passing a config of our own would not be enough.
-        model.generation_config = GenerationConfig()
+        model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
         try:
             yield model
         finally:

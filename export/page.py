@@ -1,0 +1,220 @@
+"""The HTML page of an evaluation: one file, no script, nothing fetched from anywhere."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from string import Template
+from typing import Any
+
+from . import plots
+from .artifact import Artifact
+from .results import Evaluation, EvaluationRun, Measures
+from .wording import contention_note, how_measured, lossless_verdict, number, percent, times
+
+DRAWN_NODES = 24
+"""Nodes of a tree that are drawn even if fewer are in use."""
+_PAGE = Template("""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>$title</title>
+<style>
+  :root { --ink: #1f2933; --muted: #5f6b7a; --line: #e4e8ed; --draft: #0f766e; --warn: #c2410c; }
+  body { margin: 0; background: #f6f7f9; color: var(--ink);
+         font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
+  main { max-width: 1060px; margin: 0 auto; padding: 40px 24px 64px; }
+  h1 { font-size: 30px; line-height: 1.2; margin: 0 0 6px; letter-spacing: -.01em; }
+  h2 { font-size: 19px; margin: 44px 0 6px; }
+  p { margin: 6px 0 14px; max-width: 80ch; }
+  .muted, figcaption { color: var(--muted); font-size: 14px; }
+  .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(210px, 1fr)); gap: 14px;
+           margin: 26px 0 8px; }
+  .card, figure, .box { background: #fff; border: 1px solid var(--line); border-radius: 10px; }
+  .card { padding: 16px 18px; }
+  .card b { display: block; font-size: 32px; line-height: 1.15; font-weight: 650; font-variant-numeric: tabular-nums; }
+  .card span { color: var(--muted); font-size: 14px; }
+  .good b { color: var(--draft); } .bad b { color: var(--warn); }
+  .box { padding: 14px 18px; border-left: 5px solid var(--draft); margin: 14px 0; }
+  .box p { margin: 0; max-width: none; }
+  .box.warn { border-left-color: var(--warn); }
+  .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 14px; margin-top: 12px;
+          align-items: start; }
+  figure { margin: 0; padding: 14px 16px 12px; }
+  figure.wide { margin-top: 14px; }
+  figure svg { width: 100%; height: auto; display: block; }
+  figure svg text { font-family: inherit !important; }
+  figcaption { margin-top: 6px; }
+  .scroll { overflow-x: auto; }
+  table { border-collapse: collapse; width: 100%; font-size: 14px; background: #fff; margin-top: 12px;
+          font-variant-numeric: tabular-nums; border: 1px solid var(--line); }
+  th, td { text-align: right; padding: 7px 10px; border-bottom: 1px solid var(--line); white-space: nowrap; }
+  th { color: var(--muted); font-weight: 600; white-space: normal; vertical-align: bottom; line-height: 1.25; }
+  th:first-child, td:first-child { text-align: left; }
+  tr.total td { font-weight: 650; } tr.head td { background: #f6f7f9; color: var(--muted); font-weight: 600; }
+  dl { display: grid; grid-template-columns: max-content 1fr; gap: 4px 18px; font-size: 14px; margin: 12px 0; }
+  dt { color: var(--muted); } dd { margin: 0; overflow-wrap: anywhere; }
+</style>
+</head>
+<body><main>
+$body
+</main></body>
+</html>
+""")
+
+
+def page(run: EvaluationRun, artifact: Artifact | None) -> str:
+    """The whole page; the first method of the run is its subject, the others appear in one table."""
+    first = run.evaluations[0]
+    title = f"{first.name.capitalize()} drafts for {first.target}"
+    body = [
+        f"<h1>{escape(title)}</h1>",
+        f'<p class="muted">{escape(how_measured(run))}</p>',
+        _cards(first),
+        _lossless_box(run, first),
+        _contention_box(run, first),
+        _comparison(run),
+        _figures(first, artifact),
+        _table(first),
+        _tree(artifact),
+        _facts(run, artifact),
+    ]
+    return _PAGE.substitute(title=escape(title), body="\n".join(part for part in body if part))
+
+
+def _cards(evaluation: Evaluation) -> str:
+    measures, lossless = evaluation.overall, evaluation.overall.lossless
+    faster = measures.speedup is not None and measures.speedup > 1
+    speed = f"{number(measures.tokens_per_second, 1)} tokens/s, the faster baseline {number(_baseline(measures), 1)}"
+    cards = [
+        ("good", f"{measures.accepted_length:.2f}", "tokens per target pass, bonus included"),
+        ("good" if faster else "", times(measures.speedup), speed),
+        ("bad" if lossless.different else "good", f"{lossless.identical}/{lossless.prompts}",
+         "answers identical to the target's own"),
+        ("", percent(measures.draft_time_share), "of the time spent drafting"),
+    ]
+    items = (f'<div class="card {kind}"><b>{escape(value)}</b><span>{escape(text)}</span></div>'
+             for kind, value, text in cards)
+    return f'<div class="cards">{"".join(items)}</div>'
+
+
+def _baseline(measures: Measures) -> float | None:
+    speeds = (measures.plain_tokens_per_second, measures.generate_tokens_per_second)
+    known = [speed for speed in speeds if speed is not None]
+    return max(known, default=None)
+
+
+def _lossless_box(run: EvaluationRun, evaluation: Evaluation) -> str:
+    found = evaluation.overall.lossless
+    changed = bool(found.different)
+    heading = ("Drafting changed words." if changed else
+               "Not a word changed." if found.identical == found.prompts else "Exact up to near-ties.")
+    return (f'<div class="box{" warn" if changed else ""}"><p><b>{heading}</b> '
+            f"{escape(lossless_verdict(run, evaluation))}</p></div>")
+
+
+def _contention_box(run: EvaluationRun, evaluation: Evaluation) -> str:
+    if not evaluation.contended:
+        return ""
+    return f'<div class="box warn"><p><b>Contended.</b> {escape(contention_note(run))}</p></div>'
+
+
+def _comparison(run: EvaluationRun) -> str:
+    if len(run.evaluations) < 2:
+        return ""
+    rows = [_row(evaluation.name, evaluation.overall) for evaluation in run.evaluations]
+    return f"<h2>The methods side by side</h2>{_grid(rows)}"
+
+
+def _figures(evaluation: Evaluation, artifact: Artifact | None) -> str:
+    sets = evaluation.by_prompt_set
+    timed = {name: (m.tokens_per_second, m.plain_tokens_per_second, m.generate_tokens_per_second)
+             for name, m in sets.items()}
+    known = {name: (a, b, c) for name, (a, b, c) in timed.items() if a is not None and b is not None and c is not None}
+    drawn = [
+        _figure(plots.acceptance_by_position({name: m.acceptance_by_position for name, m in sets.items()}),
+                "The curve ends where the tree ends. Accepted length is one more than the sum of its points."),
+        _figure(plots.speeds(known), "Whole answers, prompt included; every prompt was decoded in all three ways, one "
+                "after the other.") if known else "",
+        _figure(plots.accepted_length({name: m.accepted_length for name, m in evaluation.by_category.items()},
+                                      evaluation.overall.accepted_length),
+                "By category of the prompt.") if evaluation.by_category else "",
+        _cost(artifact),
+    ]
+    return ('<h2>How far the guesses reach, and what that is worth</h2>'
+            f'<div class="pair">{"".join(drawn)}</div>')
+
+
+def _figure(svg: str, caption: str, kind: str = "") -> str:
+    return f'<figure class="{kind}">{svg}<figcaption>{escape(caption)}</figcaption></figure>'
+
+
+def _table(evaluation: Evaluation) -> str:
+    rows = [_row("all prompts", evaluation.overall, "total")]
+    for heading, groups in (("prompt sets", evaluation.by_prompt_set), ("categories", evaluation.by_category)):
+        if groups:
+            rows.append(f'<tr class="head"><td colspan="10">{heading}</td></tr>')
+            rows += [_row(name, measures) for name, measures in groups.items()]
+    return f"<h2>All figures</h2>{_grid(rows)}"
+
+
+_COLUMNS = ("", "prompts", "new tokens", "tokens per pass", "tokens/s", "plain tokens/s", "generate tokens/s",
+            "speed-up", "identical", "repetitive")
+
+
+def _grid(rows: Sequence[str]) -> str:
+    head = "".join(f"<th>{escape(column)}</th>" for column in _COLUMNS)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+
+
+def _row(name: str, measures: Measures, kind: str = "") -> str:
+    cells = (
+        name, f"{measures.prompts}", f"{measures.new_tokens:,}", f"{measures.accepted_length:.2f}",
+        number(measures.tokens_per_second, 1), number(measures.plain_tokens_per_second, 1),
+        number(measures.generate_tokens_per_second, 1), times(measures.speedup),
+        f"{measures.lossless.identical}/{measures.lossless.prompts}", percent(measures.repetition_rate),
+    )
+    return f'<tr class="{kind}">' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+
+
+def _cost(artifact: Artifact | None) -> str:
+    if artifact is None or artifact.tuning is None:
+        return ""
+    tuning = artifact.tuning
+    curve = plots.cost_curve(tuning.cost, artifact.tree_size, tuning.expected_accepted_length)
+    return _figure(curve, f"What a larger tree costs, measured on {tuning.device}, {tuning.dtype}. The vertical line "
+                   f"is the size in use, {artifact.tree_size} nodes.")
+
+
+def _tree(artifact: Artifact | None) -> str:
+    if artifact is None:
+        return ""
+    topology, used = artifact.topology, artifact.tree_size
+    drawn = topology.prefix(min(topology.size, max(used, DRAWN_NODES)))
+    faint = "" if drawn.size == used else f" The {drawn.size - used} faint ones would be added next."
+    return (
+        f"<h2>The tree</h2><p>Each pass verifies {used} of {topology.size} nodes at once: the last token and "
+        f"{used - 1} guesses about the tokens after it. Nodes are in best-first order, so the first ones always make "
+        "the best smaller tree.</p>"
+        + _figure(plots.tree(drawn, used), f"From left to right: one token further ahead.{faint}", "wide")
+    )
+
+
+def _facts(run: EvaluationRun, artifact: Artifact | None) -> str:
+    header = run.header
+    facts: dict[str, Any] = {
+        "machine": header["machine"], "number format": header["dtype"], "threads": header["threads"],
+        "versions": header["versions"], "settings": header["settings"], "prompts": header["prompt_sets"],
+        "contention": header["contention"],
+    }
+    if artifact is not None:
+        facts |= {"target weights": artifact.identity.weights_hash}
+        facts |= {name.replace("_", " "): artifact.provenance[name] for name in ("data_manifest",)
+                  if name in artifact.provenance}
+    items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(_plain(value))}</dd>" for name, value in facts.items())
+    return f"<h2>How it was measured</h2><dl>{items}</dl>"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{str(key).replace('_', ' ')} {_plain(item)}" for key, item in value.items())
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

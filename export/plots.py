@@ -1,0 +1,163 @@
+"""The plots of a report, each an SVG to put inside a page. matplotlib is imported here alone."""
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..modules import CostCurve, Topology, UserError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK, MUTED, GRID = "#1f2933", "#6b7785", "#e4e8ed"
+DRAFTED, PLAIN, GENERATE, ACCENT = "#0f766e", "#a9b4c0", "#d3dae1", "#c2410c"
+SERIES = (DRAFTED, "#4f63b6", ACCENT, "#8a5a9e", "#7a8a2b")
+_STYLE: Any = {
+    "svg.fonttype": "none",  # text stays text: it takes the page's font, can be searched, and keeps the file small
+    "font.family": "sans-serif", "font.size": 10, "text.color": INK, "axes.labelcolor": MUTED, "axes.edgecolor": GRID,
+    "axes.spines.top": False, "axes.spines.right": False, "xtick.color": MUTED, "ytick.color": MUTED,
+    "axes.grid": True, "grid.color": GRID, "axes.axisbelow": True, "legend.frameon": False,
+}
+
+
+def acceptance_by_position(curves: Mapping[str, Sequence[float]]) -> str:
+    """How often a pass accepts at least 1, 2, 3 ... drafted tokens; one line for each prompt set."""
+    with _Plot(4.9, 3.1) as (axes, plot):
+        longest = max((len(curve) for curve in curves.values()), default=1)
+        for (name, curve), color in zip(curves.items(), _cycle(len(curves)), strict=True):
+            axes.plot(range(1, len(curve) + 1), [100 * share for share in curve], "o-", color=color, label=name)
+        axes.set(xlabel="drafted tokens accepted, at least", ylabel="share of passes, %", ylim=(0, 100),
+                 xticks=range(1, max(1, longest) + 1))
+        axes.legend()
+    return plot.svg("acceptance")
+
+
+def accepted_length(lengths: Mapping[str, float], overall: float) -> str:
+    """Tokens per target pass of each group as bars, with the overall figure as a line."""
+    names = sorted(lengths, key=lambda name: lengths[name])
+    with _Plot(4.9, 0.9 + 0.29 * max(2, len(names))) as (axes, plot):
+        axes.barh(names, [lengths[name] for name in names], color=DRAFTED, height=0.62)
+        for row, name in enumerate(names):
+            axes.text(lengths[name] - 0.03, row, f"{lengths[name]:.2f}", va="center", ha="right", color="white",
+                      fontsize=9)
+        axes.axvline(overall, color=ACCENT, linewidth=1, zorder=0.5)
+        axes.text(overall, len(names) - 0.35, f" all {overall:.2f}", color=ACCENT, fontsize=9, va="bottom")
+        axes.set(xlabel="tokens per target pass, bonus included", xlim=(0, 1.05 * max([1.0, *lengths.values()])))
+        axes.grid(visible=False, axis="y")
+    return plot.svg("length")
+
+
+def speeds(groups: Mapping[str, tuple[float, float, float]]) -> str:
+    """(drafted, plain, generate) tokens per second of each prompt set, side by side."""
+    with _Plot(4.9, 3.1) as (axes, plot):
+        ways = (("with drafts", DRAFTED), ("this loop, no drafts", PLAIN), ("transformers generate", GENERATE))
+        for way, (label, color) in enumerate(ways):
+            heights = [figures[way] for figures in groups.values()]
+            places = [place + 0.27 * (way - 1) for place in range(len(groups))]
+            axes.bar(places, heights, width=0.25, color=color, label=label)
+            for place, height in zip(places, heights, strict=True):
+                axes.text(place, height, f"{height:.1f}", ha="center", va="bottom", fontsize=9)
+        top = max((max(figures) for figures in groups.values()), default=1.0)
+        axes.set(ylabel="tokens per second, median", xticks=range(len(groups)), xticklabels=list(groups),
+                 ylim=(0, 1.35 * top), xlim=(-0.6, len(groups) - 0.4))
+        axes.grid(visible=False, axis="x")
+        axes.legend(loc="upper left", fontsize=8.5, ncols=2)
+    return plot.svg("speed")
+
+
+def cost_curve(cost: CostCurve, tree_size: int, expected: Sequence[float]) -> str:
+    """Milliseconds of a step by the size of its tree and, if estimated, the speed-up to expect of each size."""
+    sizes = cost.sizes
+    with _Plot(4.9, 3.1) as (axes, plot):
+        axes.plot(sizes, [1000 * s for s in cost.pass_seconds], "o-", color=MUTED, markersize=3, label="target pass")
+        axes.plot(sizes, [1000 * cost.step_seconds(size) for size in sizes], "o-", color=DRAFTED, markersize=3,
+                  label="pass and drafting")
+        axes.axvline(tree_size, color=ACCENT, linewidth=1)
+        axes.set(xlabel="nodes of the tree", ylabel="milliseconds of a step", ylim=(0, None))
+        handles, labels = axes.get_legend_handles_labels()
+        if expected:
+            right = axes.twinx()
+            known = [size for size in range(1, len(expected) + 1) if size <= sizes[-1]]
+            gains = [expected[size - 1] * cost.plain_seconds / (cost.step_seconds(size) if size > 1 else
+                                                                cost.plain_seconds) for size in known]
+            handles += right.plot(known, gains, "--", color=ACCENT, label="expected speed-up (right)")
+            right.set(ylabel="expected speed-up", ylim=(0, 1.2 * max(gains)))
+            right.grid(visible=False)
+            labels.append("expected speed-up (right)")
+        axes.legend(handles, labels, loc="lower right", fontsize=8.5)
+    return plot.svg("cost")
+
+
+def tree(topology: Topology, used: int) -> str:
+    """The static tree from left to right; nodes beyond the `used` first are faint. Colour says the rank of a guess."""
+    height_of = _leaf_heights(topology)
+    with _Plot(10.2, max(1.8, 0.9 + 0.17 * (max(height_of) + 1))) as (axes, plot):
+        for node in range(topology.size - 1, 0, -1):
+            parent, shown = topology.parents[node], node < used
+            axes.plot([topology.depths[parent], topology.depths[node]], [height_of[parent], height_of[node]], "-",
+                      color=GRID if not shown else "#b9c3cd", linewidth=1, zorder=1)
+        for node in range(topology.size):
+            color = INK if node == 0 else SERIES[min(topology.ranks[node], len(SERIES) - 1)]
+            axes.scatter([topology.depths[node]], [height_of[node]], s=26, color=color if node < used else GRID,
+                         zorder=2)
+        axes.set(xlim=(-0.15, topology.depth + 0.15), xticks=range(topology.depth + 1), yticks=[],
+                 xticklabels=["root", *(f"+{depth}" for depth in range(1, topology.depth + 1))])
+        axes.set_ylim(max(height_of) + 0.8, -0.8)
+        axes.spines[:].set_visible(False)
+        axes.grid(visible=False)
+        for rank in range(min(topology.width, len(SERIES))):
+            label = f"guess {rank + 1}" + (" and later" if rank == len(SERIES) - 1 else "")
+            axes.scatter([], [], s=26, color=SERIES[rank], label=label)
+        axes.legend(loc="lower left", ncols=len(SERIES), bbox_to_anchor=(0.0, 1.0), handletextpad=0.2)
+    return plot.svg("tree")
+
+
+def _leaf_heights(topology: Topology) -> list[float]:
+    """A height for every node: leaves one below the other, depth first; parents level with their first child."""
+    children: list[list[int]] = [[] for _ in range(topology.size)]
+    for node, parent in enumerate(topology.parents[1:], start=1):
+        children[parent].append(node)
+    heights = [0.0] * topology.size
+    free, waiting = 0, [0]
+    while waiting:
+        node = waiting.pop()
+        heights[node] = free
+        free += not children[node]
+        waiting += sorted(children[node], key=lambda child: -topology.ranks[child])
+    return heights
+
+
+def _cycle(count: int) -> list[str]:
+    return [SERIES[place % len(SERIES)] for place in range(count)]
+
+
+class _Plot:
+    """One figure of `width` by `height` inches with its axes; the drawing takes the house style inside the block."""
+
+    def __init__(self, width: float, height: float) -> None:
+        try:
+            import matplotlib
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise UserError("the HTML report needs matplotlib, which is not installed; pip install "
+                            "'draftsmith[report]'") from error
+        self._style = matplotlib.rc_context
+        self._figure, self._size = Figure, (width, height)
+
+    def __enter__(self) -> "tuple[Axes, _Plot]":
+        self._context = self._style(_STYLE)
+        self._context.__enter__()
+        self.figure: Figure = self._figure(figsize=self._size, layout="constrained")
+        return self.figure.add_subplot(), self
+
+    def __exit__(self, *_error: object) -> None:
+        self._context.__exit__(None, None, None)
+
+    def svg(self, name: str) -> str:
+        """The figure without its XML prologue; `name` keeps the ids of several figures on a page apart."""
+        with self._style({**_STYLE, "svg.hashsalt": name}):
+            buffer = io.StringIO()
+            self.figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        text = buffer.getvalue()
+        return text[text.index("<svg") :]
