@@ -1,9 +1,11 @@
 """Prompts, answers by the target, and batches. `DraftDataModule` is imported from its file: it needs Lightning."""
 
 from .chat import ChatTemplate
-from .distill import DistillConfig, distill
+from .distill import distill
 from .prompts import Prompt, PromptConfig, load_prompts, read_prompts
-from .store import Manifest, ShardRecord, TokenShard, encode
+from .recipe import DistillConfig
+from .states import encode
+from .store import Manifest, ShardRecord, TokenShard
 
 __all__ = [
     "ChatTemplate",

@@ -1,13 +1,25 @@
-"""Batches for Lightning: micro-batch n is a pure function of the seed, n, the rank and the world size."""
+"""Batches for Lightning: micro-batch n is a pure function of the seed, n, the rank and the world size.
 
-from dataclasses import dataclass
+Shapes: B packed rows, L tokens of a row, N tokens of a piece, V vocabulary.
+"""
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Literal
 
 import lightning
+import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
-from ..modules import Features
+from ..modules import Features, UserError
+from .collate import Piece, pack, pad, plan_bins
+from .states import FeatureShard, open_features
+from .store import Manifest, TokenShard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,31 +27,224 @@ class BatchConfig:
     """Shape and order of the training batches."""
 
     row_length: int = 512
-    """Tokens of a packed row. Longer conversations: windows of stored states; without stored states, cut at the end."""
+    """Tokens of a packed row. A longer conversation becomes windows of stored states; without those its end is cut."""
     rows_per_batch: int = 4
     """Packed rows of one micro-batch on one device."""
     seed: int = 0
     """Of the order of the conversations."""
     source: Literal["features", "tokens"] = "features"
-    """features: states stored by `encode`; tokens: the target computes them in the step."""
+    """features: states stored beforehand (`encode`); tokens: the target computes them in the step."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("row_length", 2), ("rows_per_batch", 1)):
+            if getattr(self, name) < least:
+                raise UserError(f"batches.{name} must be at least {least}, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Window:
+    """Part of a row of a shard that fits a packed row."""
+
+    shard: int
+    start: int
+    stop: int
+    first: int
+
+    @property
+    def length(self) -> int:
+        """Tokens of the window."""
+        return self.stop - self.start
+
+
+class Split:
+    """The shards of one split, cut into pieces.
+
+    Args:
+        folder: of `distill`.
+        name: train or validation.
+        source: where states come from.
+        taps: tapped layers whose stored states are wanted too.
+
+    Raises:
+        UserError: if a shard or its states are missing or corrupted.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, name: str, source: str, taps: tuple[int, ...]) -> None:
+        records = manifest.split(name)
+        self.shards = [TokenShard.read(folder / record.file, record.sha256) for record in records]
+        self.states: list[FeatureShard] | None = open_features(folder, records, taps) if source == "features" else None
+
+    def windows(self, length: int | None = None) -> list[Window]:
+        """All rows, cut into windows of `length` tokens; windows in which nothing is supervised are left out.
+
+        Without stored states only the first window of a row can be used: the target would not see what stands before
+        the others.
+        """
+        found = []
+        for number, shard in enumerate(self.shards):
+            for row in range(shard.num_rows):
+                start, stop = shard.span(row)
+                step = length or max(1, stop - start)
+                stop = stop if self.states is not None else min(stop, start + step)
+                found += [Window(number, at, min(stop, at + step), at - start) for at in range(start, stop, step)]
+        return [one for one in found if bool(self.shards[one.shard].supervised_T[one.start : one.stop].any())]
+
+    def piece(self, window: Window) -> Piece:
+        """Tokens, mask and states of a window."""
+        shard, place = self.shards[window.shard], slice(window.start, window.stop)
+        states = None if self.states is None else self.states[window.shard]
+        return Piece(
+            tokens_N=shard.tokens_T[place],
+            supervised_N=shard.supervised_T[place],
+            first=window.first,
+            final_ND=None if states is None else states.final(window.start, window.stop),
+            taps={} if states is None else states.taps(window.start, window.stop),
+        )
+
+
+class BatchPlan:
+    """The endless order of packed batches: every epoch a new order of the pieces, packed anew.
+
+    Args:
+        lengths: tokens of each piece.
+        config: shape of the batches and seed.
+    """
+
+    def __init__(self, lengths: list[int], config: BatchConfig) -> None:
+        self.lengths, self.config = lengths, config
+        self.ends: list[int] = []
+        self.latest: tuple[int, list[list[list[int]]]] | None = None
+
+    def batch(self, number: int) -> list[list[int]]:
+        """The pieces of each row of batch `number`, by index."""
+        while not self.ends or self.ends[-1] <= number:
+            self.ends.append((self.ends[-1] if self.ends else 0) + len(self._epoch(len(self.ends))))
+        epoch = bisect_right(self.ends, number)
+        return self._epoch(epoch)[number - (self.ends[epoch - 1] if epoch else 0)]
+
+    def _epoch(self, epoch: int) -> list[list[list[int]]]:
+        if self.latest is None or self.latest[0] != epoch:
+            self.latest = (epoch, self._plan(epoch))
+        return self.latest[1]
+
+    def _plan(self, epoch: int) -> list[list[list[int]]]:
+        """Batches of one epoch; the last may have fewer rows."""
+        digest = hashlib.sha256(f"{self.config.seed} {epoch}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        order = torch.randperm(len(self.lengths), generator=generator).tolist()
+        bins = plan_bins([self.lengths[piece] for piece in order], self.config.row_length)
+        rows = [[order[place] for place in row] for row in bins]
+        # Packing leaves the emptiest rows for the end; a second shuffle spreads them.
+        shuffled = [rows[place] for place in torch.randperm(len(rows), generator=generator).tolist()]
+        size = self.config.rows_per_batch
+        return [shuffled[at : at + size] for at in range(0, len(shuffled), size)]
+
+
+class _Stream(IterableDataset[Features]):
+    """Batches start, start + 1, ... without end."""
+
+    def __init__(self, batch: Callable[[int], Features], start: int) -> None:
+        self.batch, self.start = batch, start
+
+    def __iter__(self) -> Iterator[Features]:
+        return map(self.batch, count(self.start))
+
+
+class _Fixed(IterableDataset[Features]):
+    """A few batches in order."""
+
+    def __init__(self, batches: list[Features]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Features]:
+        return iter(self.batches)
 
 
 class DraftDataModule(lightning.LightningDataModule):
-    """Token or feature shards of one folder."""
+    """The shards of one folder as Lightning wants them.
+
+    Training takes `Trainer(use_distributed_sampler=False)`: batches are dealt to the ranks here. A resumed run goes on
+    at the micro-batch after the last optimizer step, since Lightning restores `global_step` before it asks for batches.
+
+    Args:
+        folder: of `distill` (and `encode`).
+        config: shape and order of the batches.
+        taps: layers whose stored outputs the drafter reads.
+
+    Raises:
+        UserError: if the folder is not complete, a file is corrupted, or no train token is supervised.
+    """
 
     def __init__(self, folder: str | Path, config: BatchConfig, taps: tuple[int, ...] = ()) -> None:
         super().__init__()
-        raise NotImplementedError
+        self.folder, self.config, self.taps = Path(folder), config, taps
+        self.manifest = Manifest.load(folder)
+        if not self.manifest.complete:
+            raise UserError(f"the data in {folder} is not complete; finish it with draftsmith distill")
+        self.train = Split(self.folder, self.manifest, "train", config.source, taps)
+        self.validation = Split(self.folder, self.manifest, "validation", config.source, taps)
+        self.windows = self.train.windows(config.row_length)
+        if not self.windows:
+            raise UserError(
+                f"no token in the train shards of {folder} is supervised within row_length {config.row_length}; raise "
+                "batches.row_length, or distil with answers"
+            )
+        self.plan = BatchPlan([window.length for window in self.windows], config)
 
     def micro_batch(self, number: int, rank: int = 0, world: int = 1) -> Features:
-        """Training micro-batch `number` of one rank."""
-        raise NotImplementedError
+        """Training micro-batch `number` of one rank: batch number * world + rank of the one order all ranks share."""
+        rows = self.plan.batch(number * world + rank)
+        pieces = [[self.train.piece(self.windows[piece]) for piece in row] for row in rows]
+        return pack(pieces, self.config.row_length)
+
+    def train_dataloader(self) -> DataLoader[Features]:
+        """Endless micro-batches of this rank, from the trainer's step on."""
+        trainer = self.trainer
+        if trainer is None:
+            raise ValueError("the data module is not attached to a trainer; use micro_batch outside of one")
+        start = trainer.global_step * trainer.accumulate_grad_batches
+        rank, world = trainer.global_rank, trainer.world_size
+        return DataLoader(_Stream(lambda number: self.micro_batch(number, rank, world), start), batch_size=None)
+
+    def val_dataloader(self) -> DataLoader[Features]:
+        """Packed held-out conversations of this rank; every rank has equally many batches, some perhaps empty."""
+        trainer = self.trainer
+        rank, world = (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
+        return DataLoader(_Fixed(self.validation_batches(rank, world)), batch_size=None)
+
+    def validation_batches(self, rank: int = 0, world: int = 1) -> list[Features]:
+        """The held-out conversations, packed, in the same order every time."""
+        windows = self.validation.windows(self.config.row_length)
+        bins = plan_bins([window.length for window in windows], self.config.row_length)
+        rows = [[self.validation.piece(windows[place]) for place in row] for row in bins]
+        size = self.config.rows_per_batch
+        batches = [pack(rows[at : at + size], self.config.row_length) for at in range(0, len(rows), size)]
+        spare = [_blank(batches[0])] * (-len(batches) % world) if batches else []
+        return (batches + spare)[rank::world]
 
     def validation_features(self) -> list[Features]:
-        """The held-out conversations, one a row, one row a batch."""
-        raise NotImplementedError
+        """The held-out conversations whole, one row a batch, to be replayed. Empty when none were held out."""
+        return [pad([self.validation.piece(window)]) for window in self.validation.windows()]
+
+
+def _blank(batch: Features) -> Features:
+    """The same shapes, all of it padding."""
+    return replace(
+        batch,
+        supervised_BL=torch.zeros_like(batch.supervised_BL),
+        segments_BL=torch.full_like(batch.segments_BL, -1),
+    )
 
 
 def count_tokens(folder: str | Path) -> Tensor:
-    """How often each token of the target's vocabulary occurs among the supervised train tokens: int64 [V]."""
-    raise NotImplementedError
+    """How often each token of the target's vocabulary occurs among the supervised train tokens: int64 [V].
+
+    Raises:
+        UserError: if the folder holds no manifest, or a shard is corrupted.
+    """
+    manifest = Manifest.load(folder)
+    counts_V = torch.zeros(manifest.target.vocab_size, dtype=torch.int64)
+    for record in manifest.split("train"):
+        shard = TokenShard.read(Path(folder) / record.file, record.sha256)
+        counts_V += torch.bincount(shard.tokens_T[shard.supervised_T], minlength=len(counts_V))
+    return counts_V

@@ -1,43 +1,48 @@
-"""The target answers prompts, and what it said becomes shards of training tokens."""
+"""The target answers prompts, and what it said becomes shards of training tokens.
 
-from dataclasses import dataclass
+A shard is a pure function of the recipe, its number and the shards before it: it has its own prompts, each answer has
+its own stream of random numbers, and free slots are refilled inside the shard only. So a run that was killed redoes the
+shard it was at and ends in the same bytes.
+"""
+
+import json
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from ..modules import Target, UserError
+from ..modules.requests import DecodeSettings
+from .answers import Answerer, Conversation, take_given
 from .chat import ChatTemplate
-from .prompts import PromptConfig
-from .store import Manifest
+from .own import OwnPrompts
+from .progress import Progress
+from .prompts import Prompt, PromptConfig, ReadPrompts, Source, read_prompts
+from .recipe import DistillConfig, check_recipe, describe_recipe, package_versions
+from .store import (
+    MANIFEST,
+    HeldOut,
+    Manifest,
+    ShardRecord,
+    TokenShard,
+    corrupted,
+    hash_bytes,
+    read_bytes,
+    write_bytes,
+)
 
-
-@dataclass(frozen=True, kw_only=True)
-class DistillConfig:
-    """How much the target answers, and how."""
-
-    shard_prompts: int = 128
-    """Prompts of one shard: the unit that a killed run redoes."""
-    slots: int = 32
-    """Answers generated at once; a finished one makes room for the next prompt of its shard."""
-    max_new_tokens: int = 192
-    """Longest answer, in tokens; longer ones are cut and marked."""
-    temperatures: tuple[float, ...] = (0.0,)
-    """Temperatures of the answers, dealt to the prompts in turn; 0 is greedy."""
-    top_k: int = 0
-    """Draw from this many best tokens only; 0 draws from all."""
-    top_p: float = 1.0
-    """Draw from the nucleus of this mass only."""
-    budget_tokens: int | None = None
-    """Stop after the shard that reaches this many answer tokens; None stops when the prompts are used up."""
-    budget_minutes: float | None = None
-    """Start no answer after this many minutes, interrupted runs included. Not repeatable: use tokens where bytes count."""
-    validation_prompts: int = 32
-    """Prompts answered greedily and held out to choose checkpoints by."""
-    test_prompts: int = 0
-    """Prompts held out for evaluation, written to test.jsonl."""
-    seed: int = 0
-    """Of the prompts the target writes and of sampled answers."""
-    answers: Literal["target", "given"] = "target"
-    """target: the target answers; given: the file's own answers are used as they are and marked off-policy."""
+STATS = "stats.json"
+TEST = "test.jsonl"
+HELD_OUT_ROUNDS = 20
+"""How often more candidates are asked for until the held-out prompts are together."""
+TRUNCATED_SHARE = 0.3
+"""A larger share of answers cut by the length limit deserves a warning."""
+SIZE_MARGIN = 1.05
+"""The shard meant to reach the token budget is a little larger than expected, so that no crumb of a shard follows."""
+log = logging.getLogger(__name__)
 
 
 def distill(
@@ -49,5 +54,303 @@ def distill(
     *,
     progress: bool = True,
 ) -> Manifest:
-    """Make, or finish, the folder `out` of token shards."""
-    raise NotImplementedError
+    """Make, or finish, a folder of token shards.
+
+    Args:
+        target: answers the prompts.
+        prompts: where they come from.
+        config: how much is answered, and how.
+        template: of the target's tokenizer.
+        out: folder of validation-00000.safetensors, test.jsonl, train-*.safetensors, manifest.json and stats.json. A
+            folder begun with the same recipe is finished; a complete one is left as it is.
+        progress: show progress bars.
+
+    Raises:
+        UserError: if the recipe does not fit the source, the target or what `out` holds; a finished shard is corrupted;
+            the disk is full; or no token would be supervised.
+    """
+    return Distillation(target, prompts, config, template, Path(out), progress=progress).run()
+
+
+class Distillation:
+    """One run of `distill`."""
+
+    def __init__(
+        self,
+        target: Target,
+        prompts: PromptConfig,
+        config: DistillConfig,
+        template: ChatTemplate,
+        out: Path,
+        *,
+        progress: bool,
+    ) -> None:
+        self.target, self.prompts, self.config, self.template, self.out = target, prompts, config, template, out
+        self.own = prompts.source == "own"
+        check_recipe(prompts, config, target.context_length)
+        self.progress = Progress(shown=progress)
+        settings = DecodeSettings(batch_size=config.slots, top_k=config.top_k, top_p=config.top_p, seed=config.seed)
+        self.answerer = Answerer(
+            target, template, settings, config.max_new_tokens, lambda n: self.progress.advance("tok", n)
+        )
+        self.source: Source = (
+            OwnPrompts(target, template, prompts, seed=config.seed, slots=config.slots)
+            if self.own
+            else ReadPrompts(prompts, config.seed)
+        )
+        self.manifest = Manifest(
+            target=target.identity,
+            template_hash=template.hash,
+            recipe=describe_recipe(prompts, config),
+            versions=package_versions(),
+            on_policy=config.answers == "target",
+        )
+        self.seen: set[int] = set()
+        self.before: dict[str, float] = {}
+        self.began = time.monotonic()
+
+    def run(self) -> Manifest:
+        """Finish the folder."""
+        if (self.out / MANIFEST).exists():
+            self._resume()
+        if self.manifest.complete:
+            return self.manifest
+        # A folder that cannot be written to is found out now, not after the first shard.
+        self._write_stats()
+        if self.manifest.held_out is None:
+            self._hold_out()
+        with self.progress.stage(*self._goal()):
+            self._train()
+        self._report()
+        return self.manifest
+
+    # What is there already ------------------------------------------------------------------------
+
+    def _resume(self) -> None:
+        """Take up the finished shards of an earlier run."""
+        found = Manifest.load(self.out)
+        wanted = self.manifest
+        found.target.require_same(wanted.target)
+        self._require_same("the chat template or its settings", found.template_hash, wanted.template_hash)
+        for part in ("prompts", "distill"):
+            for key in sorted({*found.recipe[part], *wanted.recipe[part]}):
+                self._require_same(f"{part}.{key}", found.recipe[part].get(key), wanted.recipe[part].get(key))
+        if not found.complete:
+            self._require_same("the installed versions", found.versions, wanted.versions)
+        for shard in found.shards:
+            self.seen.update(TokenShard.read(self.out / shard.file, shard.sha256).keys_P.tolist())
+        if found.held_out is not None:
+            if hash_bytes(read_bytes(self.out / found.held_out.file)) != found.held_out.sha256:
+                raise UserError(corrupted(self.out / found.held_out.file))
+            if found.held_out.prompts:
+                self.seen.update(prompt.key for prompt in read_prompts(self.out / found.held_out.file))
+        self.before = _read_stats(self.out)
+        self.manifest = found
+
+    def _require_same(self, what: str, found: object, wanted: object) -> None:
+        if found != wanted:
+            raise UserError(
+                f"{self.out} was begun with other settings: {what} was {found!r} and is now {wanted!r}; choose "
+                "another --out, or go back to the former setting"
+            )
+
+    # Prompts ---------------------------------------------------------------------------------------------------------
+
+    def _fresh(self, start: int, count: int) -> tuple[list[tuple[int, Prompt]], int]:
+        """(usable prompts among the next candidates, candidates there were): none seen before, none too long."""
+        taken = self.source.take(start, count)
+        fresh = []
+        for number, prompt in taken.prompts:
+            if prompt.key not in self.seen and self._fits(prompt):
+                self.seen.add(prompt.key)
+                fresh.append((number, prompt))
+        return fresh, taken.read
+
+    def _fits(self, prompt: Prompt) -> bool:
+        size, limit = len(self.template.prompt(prompt.opening())), self.prompts.max_prompt_tokens
+        room = self.target.context_length - self.config.max_new_tokens
+        if limit is not None:
+            return size <= limit
+        if size > room:
+            raise UserError(
+                f"prompt {prompt.id} has {size} tokens; the target's context of {self.target.context_length} "
+                f"less distill.max_new_tokens {self.config.max_new_tokens} leaves {room}. Shorten it, or set "
+                f"prompts.max_prompt_tokens to {room} to leave such prompts out"
+            )
+        return True
+
+    def _hold_out(self) -> None:
+        """Set aside and write the validation and test prompts."""
+        wanted = self.config.validation_prompts + self.config.test_prompts
+        held: list[tuple[int, Prompt]] = []
+        position = 0
+        with self.progress.stage("held-out prompts", wanted, "prompt"):
+            for _ in range(HELD_OUT_ROUNDS):
+                missing = wanted - len(held)
+                if missing <= 0:
+                    break
+                fresh, read = self._fresh(position, max(missing, self.config.slots) if self.own else missing)
+                held, position = held + fresh, position + read
+                self.progress.advance("prompt", len(fresh))
+        if len(held) < wanted:
+            raise UserError(
+                f"only {len(held)} usable prompts among the first {position}, but {wanted} are to be held out; "
+                "give more prompts, or lower distill.validation_prompts and distill.test_prompts"
+            )
+        # A resumed run knows the held-out prompts, not those left over from the last round.
+        self.seen = {prompt.key for _, prompt in held[:wanted]}
+        self._write_held_out(held[:wanted], position)
+
+    def _write_held_out(self, held: Sequence[tuple[int, Prompt]], position: int) -> None:
+        """Write validation, answered greedily, and test, which is only asked later."""
+        first = self.config.validation_prompts
+        data = _prompt_lines(held[first:])
+        write_bytes(self.out / TEST, data)
+        self.manifest = replace(
+            self.manifest,
+            candidates=position,
+            held_out=HeldOut(file=TEST, sha256=hash_bytes(data), prompts=len(held) - first),
+        )
+        if first:
+            with self.progress.stage("held-out answers", first * self.config.max_new_tokens, "tok"):
+                answered = self.answerer.answer(held[:first], (0.0,))
+            self._write_shard("validation", answered, [prompt.key for _, prompt in held[:first]], position)
+        else:
+            self.manifest.save(self.out)
+
+    # Shards ----------------------------------------------------------------------------------------------------------
+
+    def _train(self) -> None:
+        """Make shards until the budget is spent or the prompts are used up."""
+        while (size := self._next_size()) > 0 and not self._late():
+            start = self.manifest.candidates
+            fresh, read = self._fresh(start, size)
+            if fresh:
+                self.manifest = replace(self.manifest, candidates=start + read)
+                self._write_shard("train", self._converse(fresh), [prompt.key for _, prompt in fresh], read)
+            elif self.own and read:
+                raise UserError(
+                    f"none of {read} prompts that the target wrote can be used; raise prompts.own_max_tokens, or "
+                    "give prompts in a file (prompts.source: file)"
+                )
+            self.manifest = replace(self.manifest, candidates=start + read)
+            if read < size:
+                break
+        if self.manifest.total("train", "supervised") == 0:
+            raise UserError(
+                f"no train token would be supervised in {self.out}: after {self.manifest.candidates} prompts, "
+                "held-out ones included, there is no answer with a token; give more prompts or a larger budget"
+            )
+        self.manifest = replace(self.manifest, complete=True)
+        self.manifest.save(self.out)
+
+    def _converse(self, prompts: Sequence[tuple[int, Prompt]]) -> list[Conversation]:
+        if self.config.answers == "given":
+            return take_given(prompts, self.template, self.target.context_length)
+        return self.answerer.answer(prompts, self.config.temperatures, self._deadline())
+
+    def _write_shard(
+        self, split: str, conversations: Sequence[Conversation], keys: Sequence[int], candidates: int
+    ) -> None:
+        """Write one shard, then the manifest that vouches for it."""
+        shard = TokenShard.from_rows([row for one in conversations for row in one.rows], keys)
+        data = shard.to_bytes()
+        record = ShardRecord(
+            file=f"{split}-{len(self.manifest.split(split)):05d}.safetensors",
+            split=split,
+            sha256=hash_bytes(data),
+            candidates=candidates,
+            prompts=len(conversations),
+            rows=shard.num_rows,
+            tokens=len(shard.tokens_T),
+            supervised=int(shard.supervised_T.sum()),
+            answers=sum(len(one.turns) for one in conversations),
+            truncated=sum(one.truncated for one in conversations),
+            repetitive=sum(one.repetitive for one in conversations),
+        )
+        write_bytes(self.out / record.file, data)
+        self.manifest = replace(self.manifest, shards=(*self.manifest.shards, record))
+        self.manifest.save(self.out)
+        self._write_stats()
+
+    # Budget, counts and times ----------------------------------------------------------------------------------------
+
+    def _next_size(self) -> int:
+        """Candidates of the next shard; fewer near the end of the token budget, by the yield so far."""
+        budget, size = self.config.budget_tokens, self.config.shard_prompts
+        if budget is None:
+            return size
+        done, tried = (self.manifest.total("train", count) for count in ("supervised", "candidates"))
+        each = max(done / tried, 1.0) if tried else float(self.config.max_new_tokens)
+        return min(size, math.ceil(SIZE_MARGIN * (budget - done) / each)) if done < budget else 0
+
+    def _seconds(self) -> float:
+        """Time spent on this folder, interrupted runs included."""
+        return self.before.get("seconds", 0.0) + time.monotonic() - self.began
+
+    def _deadline(self) -> float | None:
+        minutes = self.config.budget_minutes
+        return None if minutes is None else time.monotonic() + 60 * minutes - self._seconds()
+
+    def _late(self) -> bool:
+        return self.config.budget_minutes is not None and self._seconds() >= 60 * self.config.budget_minutes
+
+    def _goal(self) -> tuple[str, float | None, str, float]:
+        """The progress bar of the answers: (title, total, unit, what is done already)."""
+        if self.config.budget_tokens is not None:
+            return "answers", self.config.budget_tokens, "tok", self.manifest.total("train", "supervised")
+        if self.config.budget_minutes is not None:
+            return "answers", 60 * self.config.budget_minutes, "s", self._seconds()
+        return "answers", self.source.total, "prompt", self.manifest.candidates
+
+    def _stats(self) -> dict[str, float]:
+        """What was measured on this machine: sums over the runs that worked on the folder."""
+        sums = {f"answers_{name}": value for name, value in vars(self.answerer.stats).items()}
+        if isinstance(self.source, OwnPrompts):
+            sums |= {f"prompts_{name}": value for name, value in vars(self.source.stats).items()}
+        sums = {name: value + self.before.get(name, 0.0) for name, value in sums.items()}
+        total = sum(sums.get(f"{part}_total_slots", 0) for part in ("answers", "prompts"))
+        busy = sum(sums.get(f"{part}_busy_slots", 0) for part in ("answers", "prompts"))
+        return {**sums, "seconds": self._seconds(), "busy_share": busy / total if total else 1.0}
+
+    def _write_stats(self) -> None:
+        write_bytes(self.out / STATS, json.dumps(self._stats(), indent=2, sort_keys=True).encode())
+
+    def _report(self) -> None:
+        """Warn of answers that teach little."""
+        answers, cut = (self.manifest.total("train", count) for count in ("answers", "truncated"))
+        if cut > TRUNCATED_SHARE * answers:
+            log.warning(
+                "%d of %d answers were cut at %d tokens: drafts will rarely see an end; raise distill.max_new_tokens",
+                cut,
+                answers,
+                self.config.max_new_tokens,
+            )
+
+
+def _prompt_lines(prompts: Sequence[tuple[int, Prompt]]) -> bytes:
+    """JSONL that `read_prompts` reads."""
+    lines = []
+    for number, prompt in prompts:
+        row: dict[str, Any] = {
+            "question_id": prompt.id,
+            "number": number,
+            "category": prompt.category,
+            "system": prompt.system,
+            "turns": list(prompt.turns),
+        }
+        lines.append(
+            json.dumps({key: value for key, value in row.items() if value is not None}, ensure_ascii=False) + "\n"
+        )
+    return "".join(lines).encode()
+
+
+def _read_stats(folder: Path) -> dict[str, float]:
+    file = folder / STATS
+    if not file.exists():
+        return {}
+    try:
+        found: dict[str, float] = json.loads(read_bytes(file))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} is corrupted; delete it, only times are lost") from error
+    return found

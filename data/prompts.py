@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from ..modules import UserError
 
@@ -22,9 +22,9 @@ class PromptConfig:
     """Where prompts come from."""
 
     source: Literal["own", "file", "dataset"] = "own"
-    """own: the target writes them itself (arXiv:2406.08464); file: a JSONL file; dataset: a name or folder for `datasets`."""
+    """own: the target writes them (arXiv:2406.08464); file: a JSONL file; dataset: a name or folder for `datasets`."""
     path: str | None = None
-    """JSONL file (source file): one object a line with prompt, messages, conversations (ShareGPT) or turns (Spec-Bench)."""
+    """JSONL file: one object a line with prompt, messages, conversations (ShareGPT) or turns (Spec-Bench)."""
     name: str | None = None
     """Hub name or local folder of the dataset (source dataset)."""
     subset: str | None = None
@@ -120,8 +120,10 @@ def parse_prompt(row: Any, where: str, column: str | None = None) -> Prompt:
     for key, speaker, words in (("messages", "role", "content"), ("conversations", "from", "value")):
         if key in row:
             return _conversation(_messages(row[key], where, speaker, words), where, system, common)
-    raise UserError(f"{where}: none of prompt, messages, conversations, turns among the keys "
-                    f"{sorted(map(str, row))}; rename one or set prompts.column")
+    raise UserError(
+        f"{where}: none of prompt, messages, conversations, turns among the keys "
+        f"{sorted(map(str, row))}; rename one or set prompts.column"
+    )
 
 
 def read_prompts(path: str | Path, *, column: str | None = None, skip_malformed: bool = False) -> list[Prompt]:
@@ -160,6 +162,53 @@ def load_prompts(config: PromptConfig, seed: int) -> Iterator[Prompt]:
     return islice(found, config.limit)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """A run of candidates."""
+
+    prompts: list[tuple[int, Prompt]]
+    """Those that can be used, each with its number."""
+    read: int
+    """How many there were; fewer than asked for when the source has no more."""
+
+
+class Source(Protocol):
+    """Numbered candidates for prompts; candidate n is the same whenever it is asked for."""
+
+    @property
+    def total(self) -> int | None:
+        """How many there are at most, where that is known."""
+
+    def take(self, start: int, count: int) -> Taken:
+        """Candidates start to start + count - 1, as far as there are."""
+
+
+class ReadPrompts:
+    """Candidates from a file or dataset."""
+
+    def __init__(self, config: PromptConfig, seed: int) -> None:
+        self.config, self.seed = config, seed
+        self.position = 0
+        self.rest = load_prompts(config, seed)
+
+    @property
+    def total(self) -> int | None:
+        """The config's limit, or the lines of the file; unknown for a dataset without a limit."""
+        if self.config.limit is not None or self.config.source != "file":
+            return self.config.limit
+        return sum(1 for line in read_text(Path(self.config.path or ""), "prompts").split("\n") if line.strip())
+
+    def take(self, start: int, count: int) -> Taken:
+        """Candidates start to start + count - 1; going back reads the source from its beginning."""
+        if start < self.position:
+            self.rest, self.position = load_prompts(self.config, self.seed), 0
+        for _ in islice(self.rest, start - self.position):
+            self.position += 1
+        found = [(start + place, prompt) for place, prompt in enumerate(islice(self.rest, count))]
+        self.position += len(found)
+        return Taken(prompts=found, read=len(found))
+
+
 def _from_file(config: PromptConfig, seed: int) -> Iterator[Prompt]:
     prompts = read_prompts(config.path or "", column=config.column, skip_malformed=config.skip_malformed)
     if config.shuffle:
@@ -190,8 +239,10 @@ def _open_dataset(config: PromptConfig) -> Any:
         )
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"cannot load the dataset {name!r}, split {config.split!r}: {reason}; "
-                        "check prompts.name, prompts.subset and prompts.split") from error
+        raise UserError(
+            f"cannot load the dataset {name!r}, split {config.split!r}: {reason}; "
+            "check prompts.name, prompts.subset and prompts.split"
+        ) from error
 
 
 def _parsed(
@@ -247,10 +298,8 @@ def _messages(value: Any, where: str, speaker: str, words: str) -> list[tuple[st
     return found
 
 
-def _conversation(
-    messages: list[tuple[str, str]], where: str, system: str | None, common: dict[str, Any]
-) -> Prompt:
-    """A prompt of alternating messages; assistant messages before the first user turn are left out, as ShareGPT cuts."""
+def _conversation(messages: list[tuple[str, str]], where: str, system: str | None, common: dict[str, Any]) -> Prompt:
+    """A prompt of alternating messages; assistant messages before the first user turn are left out."""
     if messages[0][0] == "system":
         system, messages = messages[0][1], messages[1:]
     while messages and messages[0][0] == "assistant":

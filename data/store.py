@@ -1,32 +1,27 @@
-"""Token shards, feature shards and the manifest that vouches for them. Nothing here is ever pickled.
+"""Token shards and the manifest that vouches for them. Nothing here is ever pickled.
 
-Shapes: T tokens of all rows one after another, R rows, P prompts, D hidden size of the target.
+Shapes: T tokens of all rows one after another, R rows, S = R + 1 borders of rows, P prompts.
 """
 
 import hashlib
 import json
 import os
-import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load, save
+from safetensors import SafetensorError
+from safetensors.torch import load, save, save_file
 from torch import Tensor
-from tqdm import tqdm
 
-from ..modules import Target, TargetIdentity, UserError
-from .collate import Piece, pack, plan_bins
+from ..modules import TargetIdentity, UserError
 
 FORMAT_VERSION = 1
 """Layout of shards and manifest."""
 MANIFEST = "manifest.json"
-FEATURES = "features.json"
-PASS_TOKENS = 1024
-"""Tokens of one pass of the target when states are stored; a longer row is a pass of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,10 +193,88 @@ class Manifest:
         Raises:
             UserError: if it is missing, is not a manifest or is of another format version.
         """
+        file = Path(folder) / MANIFEST
+        if not file.exists():
+            raise UserError(f"{folder} holds no {MANIFEST}; make the data with draftsmith distill, or name its folder")
+        try:
+            content = json.loads(read_bytes(file))
+            version = content.pop("format_version")
+            if version != FORMAT_VERSION:
+                raise UserError(
+                    f"{file} has format version {version}, this version reads {FORMAT_VERSION}; distil again"
+                )
+            content["target"] = TargetIdentity.from_dict(content["target"])
+            content["shards"] = tuple(ShardRecord(**shard) for shard in content["shards"])
+            content["held_out"] = None if content["held_out"] is None else HeldOut(**content["held_out"])
+            return cls(**content)
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(corrupted(file)) from error
 
 
-def encode(
-    target: Target, folder: str | Path, taps: tuple[int, ...] = (), *, dtype: str = "auto", progress: bool = True
-) -> None:
-    """Store the target's final states (and taps) at every token beside the token shards, skipping complete files."""
-    raise NotImplementedError
+# Files ---------------------------------------------------------------------------------------------------------------
+
+
+def hash_bytes(data: bytes) -> str:
+    """SHA-256 in hex."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def hash_file(file: Path) -> str:
+    """SHA-256 of a file in hex. Raises UserError when it cannot be read."""
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}; make it again with draftsmith distill") from error
+
+
+def read_bytes(file: Path) -> bytes:
+    """A file's bytes. Raises UserError when it cannot be read."""
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}; make it again with draftsmith distill") from error
+
+
+def corrupted(file: Path) -> str:
+    """What to tell the user about a file that is not what it was."""
+    return (
+        f"{file} is corrupted (its content is not what was written); delete the folder {file.parent} and distil again"
+    )
+
+
+def write_bytes(file: Path, data: bytes) -> None:
+    """Write a file whole or not at all, whenever the process may be killed."""
+    _replace(file, lambda unfinished: unfinished.write_bytes(data))
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file whole or not at all."""
+    _replace(file, lambda unfinished: save_file(dict(tensors), unfinished))
+
+
+def _replace(file: Path, write: Callable[[Path], object]) -> None:
+    unfinished = file.with_name(f".{file.name}.unfinished")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write(unfinished)
+        _sync(unfinished)
+        unfinished.replace(file)
+        _sync(file.parent)
+    except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UserError(
+            f"cannot write {file}: {reason}; make room or choose another folder, then start again: finished "
+            "work is kept"
+        ) from error
+
+
+def _sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

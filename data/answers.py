@@ -1,0 +1,184 @@
+"""Prompts become answered conversations: the target answers turn by turn, or the source's own answers are taken."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ..modules import Target, UserError
+from ..modules.decode import decode
+from ..modules.requests import DecodeSettings, DecodeStats, Generation, Request
+from .chat import ChatTemplate, Turn, join_turns
+from .own import REPEATED_SHARE, add_stats, repetition
+from .prompts import Prompt
+from .store import Row
+
+TURNS = 1 << 10
+"""Random streams set aside for the turns of one prompt."""
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Conversation:
+    """A prompt with the answers it has so far."""
+
+    number: int
+    """Of the prompt in its source."""
+    prompt: Prompt
+    temperature: float = 0.0
+    """At which its answers are drawn; 0 is greedy."""
+    turns: list[Turn] = field(default_factory=list)
+    """Each answer behind the tokens it was decoded from."""
+    texts: list[str] = field(default_factory=list)
+    """Each answer as text."""
+    truncated: int = 0
+    """Answers cut by the length limit."""
+    rows: list[Row] = field(default_factory=list)
+    """What is learnt from it; filled when it is complete."""
+
+    @property
+    def repetitive(self) -> int:
+        """Answers with more than 30 % repeated 4-grams."""
+        return sum(repetition(turn.answer) > REPEATED_SHARE for turn in self.turns)
+
+    def take(self, prompt: list[int], generation: Generation, text: str) -> None:
+        """Add one answer. A cut one has no end token, and none is made up."""
+        self.turns.append(Turn(prompt=prompt, answer=list(generation.tokens)))
+        self.texts.append(text)
+        self.truncated += generation.finish == "length"
+
+    def lay_out(self, rows: Sequence[tuple[Sequence[int], Sequence[bool]]]) -> None:
+        """Complete the conversation with its (tokens, supervised) rows."""
+        self.rows = [
+            Row(
+                tokens=tuple(tokens),
+                supervised=tuple(supervised),
+                prompt=self.number,
+                temperature=self.temperature,
+                truncated=self.truncated > 0,
+            )
+            for tokens, supervised in rows
+        ]
+
+
+class Answerer:
+    """Lets the target answer.
+
+    Args:
+        target: answers.
+        template: of its tokenizer.
+        settings: slots, sampling filters and seed.
+        max_new_tokens: longest answer.
+        on_tokens: told how many tokens every pass brought.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        template: ChatTemplate,
+        settings: DecodeSettings,
+        max_new_tokens: int,
+        on_tokens: Callable[[int], None],
+    ) -> None:
+        self.target, self.template, self.settings, self.limit = target, template, settings, max_new_tokens
+        self.on_tokens = on_tokens
+        self.stats = DecodeStats()
+
+    def answer(
+        self, prompts: Sequence[tuple[int, Prompt]], temperatures: Sequence[float], deadline: float | None = None
+    ) -> list[Conversation]:
+        """Answer every turn of numbered prompts, in order; prompt n gets temperatures[n % len(temperatures)].
+
+        Args:
+            prompts: with their numbers, which key their random streams.
+            temperatures: dealt to the prompts in turn.
+            deadline: value of `time.monotonic()` after which no answer is started.
+
+        Returns:
+            The conversations with at least one answer. One ends early where its history outgrows the target's context.
+        """
+        conversations = [
+            Conversation(number=number, prompt=prompt, temperature=temperatures[number % len(temperatures)])
+            for number, prompt in prompts
+        ]
+        for turn in range(max((len(prompt.turns) for _, prompt in prompts), default=0)):
+            self._answer_turn(
+                [one for one in conversations if len(one.prompt.turns) > turn == len(one.turns)], deadline
+            )
+        answered = [one for one in conversations if one.turns]
+        for one in answered:
+            one.lay_out(join_turns(one.turns))
+        return answered
+
+    def _answer_turn(self, conversations: Sequence[Conversation], deadline: float | None) -> None:
+        """Add the next answer to each conversation that still fits the context."""
+        asked: dict[int, Conversation] = {}
+        requests: list[Request] = []
+        for one in conversations:
+            tokens = self.template.prompt(one.prompt.messages(one.texts))
+            room = min(self.limit, self.target.context_length - len(tokens))
+            if room > 0:
+                index = one.number * TURNS + len(one.turns)
+                asked[index] = one
+                requests.append(Request(tuple(tokens), index, room, one.temperature))
+        result = decode(self.target, requests, self.settings, on_tokens=self._count, deadline=deadline)
+        add_stats(self.stats, result.stats)
+        for generation in result.generations:
+            request = generation.request
+            asked[request.index].take(list(request.tokens), generation, self._text(generation.tokens))
+
+    def _count(self, _generation: Generation, tokens: list[int], _done: bool) -> None:
+        self.on_tokens(len(tokens))
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self.target.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def take_given(
+    prompts: Sequence[tuple[int, Prompt]], template: ChatTemplate, context_length: int
+) -> list[Conversation]:
+    """Take the source's own answers, cutting conversations at the target's context.
+
+    Conversations whose mask cannot be had exactly are left out with a warning; where that is all of them, the template
+    is at fault and its message is raised.
+
+    Raises:
+        UserError: if a prompt has no answer, or no conversation can be rendered exactly.
+    """
+    found, refused = [], []
+    for number, prompt in prompts:
+        if not prompt.answers:
+            raise UserError(
+                f"prompt {prompt.id} has no answer of its own; give messages with assistant turns, or set "
+                "distill.answers: target"
+            )
+        try:
+            found.append(_given(number, prompt, prompt.answers, template, context_length))
+        except UserError as error:
+            refused.append(error)
+    if refused and not found:
+        raise refused[0]
+    if refused:
+        log.warning("%d of %d conversations left out; the first because %s", len(refused), len(prompts), refused[0])
+    return found
+
+
+def _given(
+    number: int, prompt: Prompt, answers: tuple[str, ...], template: ChatTemplate, context_length: int
+) -> Conversation:
+    rows = template.rows(prompt.messages(answers))
+    cut = sum(len(tokens) > context_length for tokens, _ in rows)
+    one = Conversation(number=number, prompt=prompt, texts=list(answers), truncated=cut)
+    one.turns = [Turn(prompt=[], answer=written) for tokens, flags in rows for written in _runs(tokens, flags)]
+    one.lay_out([(tokens[:context_length], flags[:context_length]) for tokens, flags in rows])
+    return one
+
+
+def _runs(tokens: Sequence[int], flags: Sequence[bool]) -> list[list[int]]:
+    """The unbroken runs of flagged tokens."""
+    runs: list[list[int]] = []
+    for place, flag in enumerate(flags):
+        if flag and place and flags[place - 1]:
+            runs[-1].append(tokens[place])
+        elif flag:
+            runs.append([tokens[place]])
+    return runs

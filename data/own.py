@@ -1,0 +1,90 @@
+"""The target writes its own prompts (Magpie, arXiv:2406.08464).
+
+An instruct model that continues the bare beginning of a conversation writes what a user would say. What it writes up to
+the end of the user's turn is a prompt; no prompt set is needed.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from ..modules import Target
+from ..modules.decode import decode
+from ..modules.requests import DecodeSettings, DecodeStats, Generation, Request
+from .chat import ChatTemplate
+from .prompts import Prompt, PromptConfig, Taken
+
+OPENING_TOKENS = 16
+"""Tokens of a prompt that a base model without a chat template writes: the beginning of a text to be continued."""
+REPEATED_SHARE = 0.3
+"""Text with a larger share of repeated 4-grams counts as repetitive."""
+
+
+class OwnPrompts:
+    """Candidates that the target writes; candidate n is a pure function of the weights, the config and the seed."""
+
+    def __init__(self, target: Target, template: ChatTemplate, config: PromptConfig, *, seed: int, slots: int) -> None:
+        self.target, self.config = target, config
+        self.around = template.user_turn()
+        self.plain = template.source is None
+        self.stats = DecodeStats()
+        end = self.around.after
+        stop = () if not end or end[0] in target.eos_ids else (target.tokenizer.decode(list(end)),)
+        self.settings = DecodeSettings(batch_size=slots, top_p=config.own_top_p, seed=prompt_seed(seed), stop=stop)
+
+    @property
+    def total(self) -> int | None:
+        """The config's limit; without one there is no end."""
+        return self.config.limit
+
+    def take(self, start: int, count: int) -> Taken:
+        """Write candidates start to start + count - 1 and keep those that read like a user's turn."""
+        limit = self.config.limit
+        count = count if limit is None else max(0, min(count, limit - start))
+        longest = min(OPENING_TOKENS, self.config.own_max_tokens) if self.plain else self.config.own_max_tokens
+        requests = [
+            Request(self.around.before, start + place, longest, self.config.own_temperature) for place in range(count)
+        ]
+        result = decode(self.target, requests, self.settings)
+        add_stats(self.stats, result.stats)
+        texts = ((generation.request.index, self._text(generation)) for generation in result.generations)
+        prompts = [(number, Prompt(turns=(text,), id=str(number), category="own")) for number, text in texts if text]
+        return Taken(prompts=prompts, read=count)
+
+    def _text(self, generation: Generation) -> str:
+        """The prompt's text, empty where it is unfit: cut off, repetitive, or with special tokens inside."""
+        tokens = generation.tokens
+        if not self.plain:
+            if generation.finish == "length":
+                return ""
+            tokens = self._before_end(tokens)
+        special = set(self.target.tokenizer.all_special_ids)
+        if special & set(tokens) or repetition(tokens) > REPEATED_SHARE:
+            return ""
+        text: str = self.target.tokenizer.decode(tokens).strip()
+        return text if any(character.isalpha() for character in text) else ""
+
+    def _before_end(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens without the end of the turn."""
+        if not self.settings.stop:
+            return list(tokens[:-1])
+        text = self.target.tokenizer.decode(list(tokens)).split(self.settings.stop[0])[0]
+        return list(self.target.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def prompt_seed(seed: int) -> int:
+    """Seed of the prompts' random streams, apart from those of the answers."""
+    return int.from_bytes(hashlib.sha256(f"prompts {seed}".encode()).digest()[:8], "little")
+
+
+def repetition(tokens: Sequence[int]) -> float:
+    """Share of the 4-grams that have occurred before; 0 for fewer than five tokens."""
+    grams = list(zip(tokens, tokens[1:], tokens[2:], tokens[3:], strict=False))
+    return 1 - len(set(grams)) / len(grams) if len(grams) > 1 else 0.0
+
+
+def add_stats(total: DecodeStats, more: DecodeStats) -> None:
+    """Add the counts and times of one run of the loop to a sum."""
+    names: dict[str, Any] = vars(more)
+    for name, value in names.items():
+        setattr(total, name, getattr(total, name) + value)

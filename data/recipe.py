@@ -1,0 +1,101 @@
+"""How much is distilled, and how: the settings, whether they fit together, and what the manifest keeps of them."""
+
+import json
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+from ..modules import UserError
+from .prompts import PromptConfig
+from .store import hash_file
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillConfig:
+    """How much the target answers, and how."""
+
+    shard_prompts: int = 128
+    """Prompts of one shard: the unit that a killed run redoes."""
+    slots: int = 32
+    """Answers generated at once; a finished one makes room for the next prompt of its shard."""
+    max_new_tokens: int = 192
+    """Longest answer, in tokens; longer ones are cut and marked."""
+    temperatures: tuple[float, ...] = (0.0,)
+    """Temperatures of the answers, dealt to the prompts in turn; 0 is greedy."""
+    top_k: int = 0
+    """Draw from this many best tokens only; 0 draws from all."""
+    top_p: float = 1.0
+    """Draw from the nucleus of this mass only."""
+    budget_tokens: int | None = None
+    """Stop after the shard that reaches this many answer tokens; None stops when the prompts are used up."""
+    budget_minutes: float | None = None
+    """Start no answer after this many minutes, interrupted runs included. Not repeatable; tokens are."""
+    validation_prompts: int = 32
+    """Prompts answered greedily and held out to choose checkpoints by."""
+    test_prompts: int = 0
+    """Prompts held out for evaluation, written to test.jsonl."""
+    seed: int = 0
+    """Of the prompts the target writes and of sampled answers."""
+    answers: Literal["target", "given"] = "target"
+    """target: the target answers; given: the file's own answers are used as they are and marked off-policy."""
+
+    def __post_init__(self) -> None:
+        bounds = {
+            "shard_prompts": 1,
+            "slots": 1,
+            "max_new_tokens": 1,
+            "validation_prompts": 0,
+            "test_prompts": 0,
+            "top_k": 0,
+        }
+        for name, least in bounds.items():
+            if getattr(self, name) < least:
+                raise UserError(f"distill.{name} must be at least {least}, got {getattr(self, name)}")
+        if not self.temperatures or min(self.temperatures) < 0:
+            raise UserError(
+                f"distill.temperatures must be one or more numbers from 0 up, got {list(self.temperatures)}"
+            )
+        for name in ("budget_tokens", "budget_minutes"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise UserError(f"distill.{name} must be above 0, got {getattr(self, name)}")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"distill.top_p must lie in (0, 1], got {self.top_p}")
+
+
+def check_recipe(prompts: PromptConfig, config: DistillConfig, context: int) -> None:
+    """Refuse settings that cannot work together in a context of so many tokens. Raises UserError with the remedy."""
+    endless = config.budget_tokens is None and config.budget_minutes is None and prompts.limit is None
+    if prompts.source == "own" and endless:
+        raise UserError(
+            "the target writes prompts without end; set distill.budget_tokens, distill.budget_minutes or prompts.limit"
+        )
+    if prompts.source == "own" and config.answers == "given":
+        raise UserError("prompts.source own brings no ready-made answers; set distill.answers: target")
+    if config.max_new_tokens >= context:
+        raise UserError(
+            f"distill.max_new_tokens {config.max_new_tokens} leaves no room for a prompt in the target's context of "
+            f"{context} tokens; lower it"
+        )
+    if prompts.max_prompt_tokens is not None and prompts.max_prompt_tokens + config.max_new_tokens > context:
+        raise UserError(
+            f"prompts.max_prompt_tokens {prompts.max_prompt_tokens} and distill.max_new_tokens {config.max_new_tokens} "
+            f"exceed the target's context of {context} tokens; lower one"
+        )
+
+
+def describe_recipe(prompts: PromptConfig, config: DistillConfig) -> dict[str, Any]:
+    """The settings as JSON gives them back; a file by its content instead of its path, since folders may move."""
+    source = asdict(prompts)
+    for key in ("path", "name"):
+        if source[key] is not None and Path(source[key]).exists():
+            source[key] = Path(source[key]).name
+    if prompts.source == "file":
+        source["sha256"] = hash_file(Path(str(prompts.path)))
+    recipe: dict[str, Any] = json.loads(json.dumps({"prompts": source, "distill": asdict(config)}))
+    return recipe
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of the packages that decide the bytes of a shard."""
+    return {name: version(name) for name in ("draftsmith", "safetensors", "tokenizers", "torch", "transformers")}

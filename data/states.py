@@ -1,0 +1,154 @@
+"""Feature shards: the target's states at every token of a token shard, stored once and read slice by slice.
+
+Shapes: N tokens of a slice, D hidden size of the target.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+from ..modules import Target, UserError
+from .collate import Piece, pack, plan_bins
+from .store import FORMAT_VERSION, Manifest, ShardRecord, TokenShard, hash_file, read_bytes, write_bytes, write_tensors
+
+FEATURES = "features.json"
+PASS_TOKENS = 1024
+"""Tokens of one pass of the target when states are stored; a longer row is a pass of its own."""
+
+
+class FeatureShard:
+    """Stored states of one token shard, read from disk slice by slice."""
+
+    def __init__(self, file: Path, taps: Sequence[int]) -> None:
+        try:
+            opened: Any = safe_open(file, framework="pt")
+            self._final = opened.get_slice("final")
+            self._taps = {layer: opened.get_slice(f"tap_{layer}") for layer in taps}
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{file} holds no states for the taps {tuple(taps)} ({error}); encode again") from error
+
+    def final(self, start: int, stop: int) -> Tensor:
+        """Final states of tokens start to stop - 1, [N, D]."""
+        states: Tensor = self._final[start:stop]
+        return states
+
+    def taps(self, start: int, stop: int) -> dict[int, Tensor]:
+        """Tapped states of tokens start to stop - 1 by layer, each [N, D]."""
+        return {layer: states[start:stop] for layer, states in self._taps.items()}
+
+
+def feature_file(record: ShardRecord) -> str:
+    """Name of the file with the states of a token shard."""
+    return f"features-{record.file}"
+
+
+def encode(
+    target: Target, folder: str | Path, taps: tuple[int, ...] = (), *, dtype: str = "auto", progress: bool = True
+) -> None:
+    """Store the target's final states (and taps) at every token beside the token shards, skipping what is complete.
+
+    Args:
+        target: the one that the shards were made with.
+        folder: of `distill`.
+        taps: layers whose outputs are stored too.
+        dtype: of the stored states, such as float16; auto keeps the target's.
+        progress: show a progress bar.
+
+    Raises:
+        UserError: if the target is another, a shard is corrupted, or the disk is full.
+    """
+    folder = Path(folder)
+    manifest = Manifest.load(folder)
+    manifest.target.require_same(target.identity)
+    stored = target.dtype if dtype == "auto" else _dtype(dtype)
+    key = {
+        "format_version": FORMAT_VERSION,
+        "target": target.identity.weights_hash,
+        "taps": sorted(taps),
+        "dtype": str(stored).removeprefix("torch."),
+    }
+    done = _known_features(folder, key)
+    missing = [record for record in manifest.shards if not _is_encoded(folder, record, done)]
+    with tqdm(total=sum(r.tokens for r in missing), desc="target states", unit="tok", disable=not progress) as bar:
+        for record in missing:
+            shard = TokenShard.read(folder / record.file, record.sha256)
+            write_tensors(folder / feature_file(record), _states(target, shard, taps, stored, bar))
+            done[feature_file(record)] = {"tokens": record.sha256, "sha256": hash_file(folder / feature_file(record))}
+            write_bytes(folder / FEATURES, json.dumps({**key, "files": done}, indent=2, sort_keys=True).encode())
+
+
+def open_features(folder: Path, records: Sequence[ShardRecord], taps: Sequence[int]) -> list[FeatureShard]:
+    """Open the states of shards after checking their hashes.
+
+    Raises:
+        UserError: if states are missing, of other tokens, or corrupted.
+    """
+    done = _read_features(folder).get("files", {})
+    for record in records:
+        entry, file = done.get(feature_file(record)), folder / feature_file(record)
+        if entry is None or entry["tokens"] != record.sha256:
+            raise UserError(
+                f"{folder} holds no states for {record.file}; run encode, or train with batches.source: tokens"
+            )
+        if hash_file(file) != entry["sha256"]:
+            raise UserError(f"{file} is corrupted (its content is not what was written); delete it and encode again")
+    return [FeatureShard(folder / feature_file(record), taps) for record in records]
+
+
+def _dtype(name: str) -> torch.dtype:
+    known = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+    if name not in known:
+        raise UserError(f"dtype of stored states must be auto or one of {sorted(known)}, got {name!r}")
+    return known[name]
+
+
+def _read_features(folder: Path) -> dict[str, Any]:
+    file = folder / FEATURES
+    if not file.exists():
+        return {}
+    try:
+        content: dict[str, Any] = json.loads(read_bytes(file))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} is corrupted; delete it and encode again") from error
+    return content
+
+
+def _known_features(folder: Path, key: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Finished files of this very target, taps and type; none when they were made with others."""
+    content = _read_features(folder)
+    files: dict[str, dict[str, str]] = content.pop("files", {})
+    return files if content == dict(key) else {}
+
+
+def _is_encoded(folder: Path, record: ShardRecord, done: Mapping[str, Mapping[str, str]]) -> bool:
+    entry, file = done.get(feature_file(record)), folder / feature_file(record)
+    return (
+        entry is not None and entry["tokens"] == record.sha256 and file.exists() and hash_file(file) == entry["sha256"]
+    )
+
+
+def _states(
+    target: Target, shard: TokenShard, taps: tuple[int, ...], dtype: torch.dtype, bar: Any
+) -> dict[str, Tensor]:
+    """Final states and taps of all tokens of a shard, by their name in the file."""
+    spans = [shard.span(row) for row in range(shard.num_rows)]
+    lengths = [stop - start for start, stop in spans]
+    names = ["final", *(f"tap_{layer}" for layer in taps)]
+    states = {name: torch.empty(len(shard.tokens_T), target.hidden_size, dtype=dtype) for name in names}
+    for group in plan_bins(lengths, max([PASS_TOKENS, *lengths])):
+        pieces = [
+            Piece(tokens_N=shard.tokens_T[a:b], supervised_N=shard.supervised_T[a:b])
+            for a, b in (spans[row] for row in group)
+        ]
+        encoded = target.encode(pack([pieces]), taps)
+        places = torch.cat([torch.arange(*spans[row]) for row in group])
+        for name, found in zip(names, [encoded.final(), *(encoded.taps[layer] for layer in taps)], strict=True):
+            states[name][places] = found[0].to("cpu", dtype)
+        bar.update(len(places))
+    return states
