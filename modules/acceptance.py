@@ -1,12 +1,12 @@
 """Which drafted tokens the target accepts: pure functions, exact unless they say otherwise.
 
-Verification by equality: the target chooses a token at every node, greedily or by sampling from its own distribution, and
-the walk from the root goes down as long as a child holds the chosen token. For proposals that are point masses this is the
-acceptance rule with probability p(x) and the residual with p(x) set to zero, in one step; the emitted tokens have the
-target's distribution whatever was drafted.
+Verification by equality: the target chooses a token at every node, greedily or by sampling from its own distribution,
+and the walk from the root goes down as long as a child holds the chosen token. For proposals that are point masses
+this is the acceptance rule with probability p(x) and the residual with p(x) set to zero, in one step; the emitted
+tokens have the target's distribution whatever was drafted.
 
-The choice of the token at place t of a row uses the row's t-th uniform number and nothing else random. So a sampled row is
-the same token for token in any batch, behind any drafter and without one.
+The choice of the token at place t of a row uses the row's t-th uniform number and nothing else random. So a sampled
+row is the same token for token in any batch, behind any drafter and without one.
 
 Shapes: B rows, N nodes, V target vocabulary, K nodes of the longest path.
 """
@@ -73,9 +73,9 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
         uniforms: [...] in [0, 1).
     """
     cumulative = probs.double().cumsum(-1)
-    return torch.searchsorted(cumulative, uniforms.double()[..., None] * cumulative[..., -1:], right=True)[..., 0].clamp(
-        max=probs.shape[-1] - 1
-    )
+    return torch.searchsorted(cumulative, uniforms.double()[..., None] * cumulative[..., -1:], right=True)[
+        ..., 0
+    ].clamp(max=probs.shape[-1] - 1)
 
 
 def choose(logits_BNV: Tensor, uniforms_BN: Tensor, sampling: Sampling) -> Tensor:
@@ -92,8 +92,8 @@ def choose(logits_BNV: Tensor, uniforms_BN: Tensor, sampling: Sampling) -> Tenso
 def follow(tree: TokenTree, choices_BN: Tensor) -> Accepted:
     """Walk from the root along the target's choices as far as the tree goes.
 
-    A node is accepted when it and all its ancestors hold what the target chose at their parents. Computed for all nodes at
-    once; of equal paths (duplicate siblings) any one is taken.
+    A node is accepted when it and all its ancestors hold what the target chose at their parents. Computed for all
+    nodes at once; of equal paths (duplicate siblings) any one is taken.
     """
     columns_N = torch.arange(tree.size, device=choices_BN.device)
     wanted_BN = choices_BN.gather(1, tree.parents_BN.clamp(min=0))

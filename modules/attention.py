@@ -1,7 +1,8 @@
 """One attention function for every target: the same boolean mask for all layers and families.
 
-transformers hands the mask over unchanged when it is four-dimensional, but each of its implementations reads it in another
-way and sliding windows need a second one. This function takes one boolean mask and applies the window by position ids.
+transformers hands the mask over unchanged when it is four-dimensional, but each of its implementations reads it in
+another way and sliding windows need a second one. This function takes one boolean mask and applies the window by
+position ids.
 
 Shapes: B rows, H heads, N queries, W keys, E head dimension.
 """
@@ -33,7 +34,8 @@ def tree_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend with a boolean mask [B, 1, N, W]; `key_positions` [B, W] lets a sliding window follow positions, not slots.
+    """Attend with a boolean mask [B, 1, N, W]; `key_positions` [B, W] lets a sliding window follow positions, not
+    slots.
 
     The signature is the one transformers' attention modules call.
 
@@ -47,15 +49,17 @@ def tree_attention(
         mask = mask & (position_ids[:, None, :, None] - key_positions[:, None, None, :] < sliding_window)
     grouped = query.shape[1] != key.shape[1]
     if softcap is None:
-        out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling,
-                                           is_causal=mask is None and queries > 1, enable_gqa=grouped)
+        out = scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scaling, is_causal=mask is None and queries > 1, enable_gqa=grouped
+        )
     else:
         out = _soft_capped(query, key, value, mask, scaling, softcap)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _soft_capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None,
-                 softcap: float) -> Tensor:
+def _soft_capped(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, softcap: float
+) -> Tensor:
     """Attention whose scores are squashed to (-softcap, softcap) before the mask, as Gemma 2 does."""
     if query.shape[1] != key.shape[1]:
         repeats = query.shape[1] // key.shape[1]

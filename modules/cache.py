@@ -1,8 +1,8 @@
 """The key-value cache of the target: one storage, a length per row, commit in place.
 
 Shapes: B rows, H key-value heads, S slots of a row, W slots in use, N new tokens, K nodes of a path, E head dimension.
-A tree pass writes node n of row b at slot lengths[b] + n; `commit` moves the accepted ones to the front of the free part.
-Slots and position ids are different things: a node's position is its row's length plus its depth.
+A tree pass writes node n of row b at slot lengths[b] + n; `commit` moves the accepted ones to the front of the free
+part. Slots and position ids are different things: a node's position is its row's length plus its depth.
 """
 
 from dataclasses import dataclass
@@ -29,13 +29,13 @@ class Window:
     """Slots up to the last one in use."""
 
 
-class _Layer(CacheLayerMixin):
+class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """What transformers sees of the cache in one layer: `update` is the only method its models call."""
 
     is_sliding = False
 
     def __init__(self, owner: "RowCache", index: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.owner, self.index = owner, index
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -111,11 +111,20 @@ class RowCache(Cache):
         heads, dim = keys_BHNE.shape[1], keys_BHNE.shape[3]
         if self.storage is None:
             # Zeros, not empty: a NaN in a masked slot leaks through the attention kernel.
-            self.storage = torch.zeros(2 * self.num_layers, self.rows, heads, self.capacity, dim, dtype=keys_BHNE.dtype,
-                                       device=keys_BHNE.device)
+            self.storage = torch.zeros(
+                2 * self.num_layers,
+                self.rows,
+                heads,
+                self.capacity,
+                dim,
+                dtype=keys_BHNE.dtype,
+                device=keys_BHNE.device,
+            )
         if self.storage.shape[2] != heads or self.storage.shape[4] != dim:
-            raise ValueError(f"all layers must have keys of one shape; got {heads} heads of {dim} after "
-                             f"{self.storage.shape[2]} heads of {self.storage.shape[4]}")
+            raise ValueError(
+                f"all layers must have keys of one shape; got {heads} heads of {dim} after "
+                f"{self.storage.shape[2]} heads of {self.storage.shape[4]}"
+            )
         return self.storage
 
     def commit(self, path_BK: Tensor, counts_B: Tensor, host_counts: list[int], *, moved: bool = True) -> None:

@@ -46,8 +46,8 @@ class Acceptance:
 def rank_table(drafter: Drafter, features: Sequence[Features], max_rank: int = MAX_RANK) -> Tensor:
     """Rank of the true token among each step's proposals, [P, K], int64; `max_rank` stands for "not among the first".
 
-    A place is counted when its first step has a label; where a later step has none, the rank is `max_rank`: such a guess
-    falls behind the end of the answer.
+    A place is counted when its first step has a label; where a later step has none, the rank is `max_rank`: such a
+    guess falls behind the end of the answer.
     """
     tables = []
     for batch in features:
@@ -66,7 +66,8 @@ def rank_table(drafter: Drafter, features: Sequence[Features], max_rank: int = M
 def _ranks(drafter: Drafter, hidden_PD: Tensor, labels_P: Tensor, step: int, max_rank: int) -> Tensor:
     ids_Q = drafter.token_ids_Q
     found = []
-    for hidden, labels in zip(hidden_PD.split(_CHUNK), labels_P.split(_CHUNK), strict=True):
+    for start in range(0, len(labels_P), _CHUNK):
+        hidden, labels = hidden_PD[start : start + _CHUNK], labels_P[start : start + _CHUNK]
         logits = drafter.project(hidden, step)
         indices = logits.topk(min(max_rank, logits.shape[-1]), dim=-1).indices
         hits = (indices if ids_Q is None else ids_Q[indices]) == labels[:, None]
@@ -77,17 +78,18 @@ def _ranks(drafter: Drafter, hidden_PD: Tensor, labels_P: Tensor, step: int, max
 class PathProbability:
     """How often the true continuation takes a path of ranks, estimated on held-out text.
 
-    Counted jointly, which sees that easy passages are easy for all heads, and shrunk towards the product of exactly-rank-i
-    accuracies (arXiv:2401.10774, 2.3.3) where a path was seen rarely:
-    P(path) = P(parent) (n(path) + s a_k(rank)) / (n(parent) + s).
+    Counted jointly, which sees that easy passages are easy for all heads, and shrunk towards the product of exactly-
+    rank-i accuracies (arXiv:2401.10774, 2.3.3) where a path was seen rarely: P(path) = P(parent) (n(path) + s
+    a_k(rank)) / (n(parent) + s).
     """
 
     def __init__(self, table_PK: Tensor, max_rank: int = MAX_RANK) -> None:
         self.steps = table_PK.shape[1]
         self.max_rank = max_rank
         total = max(1, table_PK.shape[0])
-        self.accuracy = [[float((table_PK[:, step] == rank).sum()) / total for rank in range(max_rank)]
-                         for step in range(self.steps)]
+        self.accuracy = [
+            [float((table_PK[:, step] == rank).sum()) / total for rank in range(max_rank)] for step in range(self.steps)
+        ]
         self.counts: Counter[tuple[int, ...]] = Counter()
         self.counts[()] = table_PK.shape[0]
         for ranks in table_PK.tolist():
@@ -112,11 +114,12 @@ class PathProbability:
 def search_tree(table_PK: Tensor, max_nodes: int, max_rank: int = MAX_RANK) -> tuple[Topology, tuple[float, ...]]:
     """The static tree that maximises the expected accepted length, nodes in best-first order.
 
-    A node's probability is never above its parent's, so taking the likeliest remaining node each time is optimal and every
-    prefix of the tree is the best tree of its size.
+    A node's probability is never above its parent's, so taking the likeliest remaining node each time is optimal and
+    every prefix of the tree is the best tree of its size.
 
     Returns:
-        The tree of at most `max_nodes` nodes, and for each size from 1 the expected accepted length, the bonus included.
+        The tree of at most `max_nodes` nodes, and for each size from 1 the expected accepted length, the bonus
+        included.
 
     Raises:
         ValueError: if `max_nodes` is below 1.
@@ -145,8 +148,15 @@ def search_tree(table_PK: Tensor, max_nodes: int, max_rank: int = MAX_RANK) -> t
     return Topology.from_paths(paths), tuple(expected)
 
 
-def replay(drafter: Drafter, target: Target, features: Sequence[Features], topology: Topology, *, batch_size: int = 8,
-           max_answers: int | None = None) -> Acceptance:
+def replay(
+    drafter: Drafter,
+    target: Target,
+    features: Sequence[Features],
+    topology: Topology,
+    *,
+    batch_size: int = 8,
+    max_answers: int | None = None,
+) -> Acceptance:
     """Decode stored greedy answers through a drafter: the exact accepted length, no pass of the target needed.
 
     Args:
@@ -158,21 +168,27 @@ def replay(drafter: Drafter, target: Target, features: Sequence[Features], topol
         max_answers: at most so many answers; all by default.
     """
     source = Replay(target, features, max_answers)
-    result = decode(source, source.requests, DecodeSettings(batch_size=batch_size), drafter=drafter,
-                    policy=StaticTree(topology))
+    result = decode(
+        source, source.requests, DecodeSettings(batch_size=batch_size), drafter=drafter, policy=StaticTree(topology)
+    )
     emitted = [count for generation in result.generations for count in generation.emitted]
     passes = len(emitted)
-    reached = tuple(sum(count > depth for count in emitted) / passes if passes else 0.0
-                    for depth in range(1, topology.depth + 1))
-    return Acceptance(accepted_length=sum(emitted) / passes if passes else 0.0, by_position=reached, tokens=sum(emitted),
-                      passes=passes)
+    reached = tuple(
+        sum(count > depth for count in emitted) / passes if passes else 0.0 for depth in range(1, topology.depth + 1)
+    )
+    return Acceptance(
+        accepted_length=sum(emitted) / passes if passes else 0.0,
+        by_position=reached,
+        tokens=sum(emitted),
+        passes=passes,
+    )
 
 
 def decoded_acceptance(drafter: Drafter, target: Target, features: Sequence[Features], nodes: int) -> Acceptance:
     """Accepted length of the best static tree of `nodes` nodes on held-out greedy answers.
 
-    The tree is searched on every second row and measured on the others (with a single row, on the same), so that it is not
-    judged by the text it was fitted to.
+    The tree is searched on every second row and measured on the others (with a single row, on the same), so that it
+    is not judged by the text it was fitted to.
     """
     rows = [row for batch in features for row in _unbatch(batch)]
     fitted, measured = (rows[0::2], rows[1::2]) if len(rows) > 1 else (rows, rows)

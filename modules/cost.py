@@ -1,6 +1,7 @@
 """What a pass costs on this machine, and the tree size that pays.
 
-Seconds are medians of repeated passes over all sizes in turn, so that a busy moment of the machine hits every size alike.
+Seconds are medians of repeated passes over all sizes in turn, so that a busy moment of the machine hits every size
+alike.
 """
 
 import time
@@ -44,14 +45,22 @@ class CostCurve:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, ready for JSON."""
-        return {"sizes": list(self.sizes), "pass_seconds": list(self.pass_seconds),
-                "draft_seconds": list(self.draft_seconds), "context": self.context}
+        return {
+            "sizes": list(self.sizes),
+            "pass_seconds": list(self.pass_seconds),
+            "draft_seconds": list(self.draft_seconds),
+            "context": self.context,
+        }
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "CostCurve":
         """Read what `to_dict` wrote."""
-        return cls(sizes=tuple(fields["sizes"]), pass_seconds=tuple(fields["pass_seconds"]),
-                   draft_seconds=tuple(fields["draft_seconds"]), context=int(fields["context"]))
+        return cls(
+            sizes=tuple(fields["sizes"]),
+            pass_seconds=tuple(fields["pass_seconds"]),
+            draft_seconds=tuple(fields["draft_seconds"]),
+            context=int(fields["context"]),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +92,15 @@ def choose_size(expected_lengths: Sequence[float], cost: CostCurve) -> TreeChoic
 
 
 @torch.no_grad()
-def measure_cost(target: Target, drafter: Drafter, topology: Topology, *, context: int = 192, repeats: int = 9,
-                 sizes: Sequence[int] = SIZES) -> CostCurve:
+def measure_cost(
+    target: Target,
+    drafter: Drafter,
+    topology: Topology,
+    *,
+    context: int = 192,
+    repeats: int = 9,
+    sizes: Sequence[int] = SIZES,
+) -> CostCurve:
     """Time verifying passes and draft steps with the prefixes of a best-first tree, one row, on this machine.
 
     Args:
@@ -110,8 +126,12 @@ def measure_cost(target: Target, drafter: Drafter, topology: Topology, *, contex
             if repeat > 0:
                 passes[size].append(pass_time)
                 drafts[size].append(draft_time)
-    return CostCurve(sizes=tried, pass_seconds=tuple(median(passes[size]) for size in tried),
-                     draft_seconds=tuple(median(drafts[size]) if size > 1 else 0.0 for size in tried), context=context)
+    return CostCurve(
+        sizes=tried,
+        pass_seconds=tuple(median(passes[size]) for size in tried),
+        draft_seconds=tuple(median(drafts[size]) if size > 1 else 0.0 for size in tried),
+        context=context,
+    )
 
 
 def _time_step(rows: TargetRows, drafter: Drafter, topology: Topology) -> tuple[float, float]:
@@ -125,9 +145,17 @@ def _time_step(rows: TargetRows, drafter: Drafter, topology: Topology) -> tuple[
     output.logits_BMV.argmax(-1).tolist()
     middle = _now(device)
     drafter.clear(state, root_B)
-    drafter.observe(state, root_B, Observation(tokens_BN=root_B[:, None], counts_B=one_B,
-                                               final_BND=output.final_BND[:, :1],
-                                               taps={k: v[:, :1] for k, v in output.taps.items()}, roots_B=root_B))
+    drafter.observe(
+        state,
+        root_B,
+        Observation(
+            tokens_BN=root_B[:, None],
+            counts_B=one_B,
+            final_BND=output.final_BND[:, :1],
+            taps={k: v[:, :1] for k, v in output.taps.items()},
+            roots_B=root_B,
+        ),
+    )
     if topology.size > 1:
         policy.grow(drafter, state, root_B)
     ended = _now(device)

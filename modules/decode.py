@@ -22,7 +22,7 @@ from .tree import TokenTree, Topology
 
 
 class Rows(Protocol):
-    """A batch of sequences inside something that answers tree passes: `TargetRows`, or `ReplayRows` from stored text."""
+    """A batch of sequences inside something that answers tree passes: `TargetRows`, or stored text."""
 
     def run(self, tree: TokenTree, rows: list[int] | None = None, select_BM: Tensor | None = None) -> PassOutput: ...
 
@@ -76,8 +76,15 @@ class Loop:
         UserError: if a prompt with its answer does not fit the target's context.
     """
 
-    def __init__(self, target: Verifier, requests: Iterable[Request], settings: DecodeSettings, *,
-                 drafter: Drafter | None = None, policy: Policy | None = None) -> None:
+    def __init__(
+        self,
+        target: Verifier,
+        requests: Iterable[Request],
+        settings: DecodeSettings,
+        *,
+        drafter: Drafter | None = None,
+        policy: Policy | None = None,
+    ) -> None:
         if (drafter is None) != (policy is None):
             raise ValueError("a drafter needs a policy and a policy needs a drafter; give both or neither")
         self.target, self.settings, self.drafter, self.policy = target, settings, drafter, policy
@@ -171,15 +178,22 @@ class Loop:
         self.stats.prefill_calls += 1
         path_BC = torch.arange(width, device=device).expand(len(rows), -1)
         self.rows.commit(path_BC, counts_B, counts, moved=False)
-        chosen_B = choose(output.logits_BMV, self._uniforms(rows, depths_BN=torch.zeros_like(counts_B)[:, None]),
-                          self._sampling(rows))[:, 0]
-        following = [prompt[offset + len(part)] if offset + len(part) < len(prompt) else -1
-                     for prompt, part in zip(prompts, parts, strict=True)]
+        chosen_B = choose(
+            output.logits_BMV, self._uniforms(rows, depths_BN=torch.zeros_like(counts_B)[:, None]), self._sampling(rows)
+        )[:, 0]
+        following = [
+            prompt[offset + len(part)] if offset + len(part) < len(prompt) else -1
+            for prompt, part in zip(prompts, parts, strict=True)
+        ]
         following_B = torch.tensor(following, device=device)
         roots_B = torch.where(following_B >= 0, following_B, chosen_B)
         self.roots_B[rows_R] = roots_B
-        self._observe(rows_R, Observation(tokens_BN=tokens_BC, counts_B=counts_B, final_BND=output.final_BND,
-                                          taps=output.taps, roots_B=roots_B))
+        self._observe(
+            rows_R,
+            Observation(
+                tokens_BN=tokens_BC, counts_B=counts_B, final_BND=output.final_BND, taps=output.taps, roots_B=roots_B
+            ),
+        )
 
     # Passes ----------------------------------------------------------------------------------------------------------
 
@@ -221,11 +235,15 @@ class Loop:
 
     def _sampling(self, rows: list[int]) -> Sampling:
         temperatures = [self.slots[row].generation.request.temperature for row in rows] if self.sampled else []
-        return Sampling(temperature_B=torch.tensor(temperatures, device=self.target.device), top_k=self.settings.top_k,
-                        top_p=self.settings.top_p, sampled=any(t > 0 for t in temperatures))
+        return Sampling(
+            temperature_B=torch.tensor(temperatures, device=self.target.device),
+            top_k=self.settings.top_k,
+            top_p=self.settings.top_p,
+            sampled=any(t > 0 for t in temperatures),
+        )
 
     def _uniforms(self, rows: list[int], depths_BN: Tensor) -> Tensor:
-        """The uniform number of the token that each node's choice would be: its place is the node's depth further on."""
+        """The uniform number of each node's choice: that of the place the chosen token would take."""
         if not self.sampled:
             return depths_BN
         columns = []
@@ -268,9 +286,16 @@ class Loop:
         return kept
 
 
-def decode(target: Verifier, requests: Sequence[Request], settings: DecodeSettings, *, drafter: Drafter | None = None,
-           policy: Policy | None = None, on_tokens: Callable[[Generation, list[int], bool], None] | None = None,
-           deadline: float | None = None) -> DecodeResult:
+def decode(
+    target: Verifier,
+    requests: Sequence[Request],
+    settings: DecodeSettings,
+    *,
+    drafter: Drafter | None = None,
+    policy: Policy | None = None,
+    on_tokens: Callable[[Generation, list[int], bool], None] | None = None,
+    deadline: float | None = None,
+) -> DecodeResult:
     """Continue all requests.
 
     Args:
@@ -296,8 +321,14 @@ def decode(target: Verifier, requests: Sequence[Request], settings: DecodeSettin
     return DecodeResult(ordered, loop.stats)
 
 
-def stream(target: Verifier, request: Request, settings: DecodeSettings, *, drafter: Drafter | None = None,
-           policy: Policy | None = None) -> Iterator[list[int]]:
+def stream(
+    target: Verifier,
+    request: Request,
+    settings: DecodeSettings,
+    *,
+    drafter: Drafter | None = None,
+    policy: Policy | None = None,
+) -> Iterator[list[int]]:
     """Continue one request and yield its new tokens pass by pass."""
     for _generation, tokens, _done in Loop(target, [request], settings, drafter=drafter, policy=policy).run():
         yield tokens
@@ -338,6 +369,6 @@ def _check_context(request: Request, target: Verifier) -> None:
     total = len(request.tokens) + request.max_new_tokens
     if total > target.context_length:
         raise UserError(
-            f"prompt {request.index} has {len(request.tokens)} tokens and asks for {request.max_new_tokens} more, but the "
-            f"target's context holds {target.context_length}; shorten the prompt or lower max_new_tokens"
+            f"prompt {request.index} has {len(request.tokens)} tokens and asks for {request.max_new_tokens} more, but "
+            f"the target's context holds {target.context_length}; shorten the prompt or lower max_new_tokens"
         )

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from .features import Features
-from .target import Target, TargetIdentity
+from .identity import TargetIdentity
+from .target import Target
 
 
 @dataclass(frozen=True, kw_only=True)

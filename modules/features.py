@@ -36,8 +36,9 @@ class Features:
         shape = self.tokens_BL.shape
         for name in ("supervised_BL", "segments_BL", "positions_BL"):
             if getattr(self, name).shape != shape:
-                raise ValueError(f"{name} must have the shape of tokens_BL {tuple(shape)}, "
-                                 f"got {tuple(getattr(self, name).shape)}")
+                raise ValueError(
+                    f"{name} must have the shape of tokens_BL {tuple(shape)}, got {tuple(getattr(self, name).shape)}"
+                )
 
     def labels(self, offset: int) -> tuple[Tensor, Tensor]:
         """Return (labels_BL, valid_BL): the token `offset` places after each index, and whether it is a label.

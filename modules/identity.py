@@ -43,8 +43,10 @@ class TargetIdentity:
         """
         names = set(cls.__dataclass_fields__)
         if set(fields) != names:
-            raise UserError(f"a target identity has the fields {', '.join(sorted(names))}; got "
-                            f"{', '.join(sorted(map(str, fields))) or 'none'}")
+            raise UserError(
+                f"a target identity has the fields {', '.join(sorted(names))}; got "
+                f"{', '.join(sorted(map(str, fields))) or 'none'}"
+            )
         return cls(**fields)
 
     def require_same(self, other: "TargetIdentity") -> None:
@@ -56,15 +58,17 @@ class TargetIdentity:
         for name in ("vocab_size", "hidden_size", "num_layers", "weights_hash"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
-                raise UserError(f"this was made for the target {self.name} with {name} {mine}, but the target here, "
-                                f"{other.name}, has {theirs}; load the target it was made for")
+                raise UserError(
+                    f"this was made for the target {self.name} with {name} {mine}, but the target here, "
+                    f"{other.name}, has {theirs}; load the target it was made for"
+                )
 
 
 def hash_weights(model: nn.Module) -> str:
     """SHA-256 over names, shapes and evenly spaced elements of all parameters, each rounded to bfloat16.
 
-    The rounding makes a model loaded in float32 and in bfloat16 the same; the spacing keeps it to a moment for models of
-    any size, and training of any kind moves elements in every tensor it touches.
+    The rounding makes a model loaded in float32 and in bfloat16 the same; the spacing keeps it to a moment for models
+    of any size, and training of any kind moves elements in every tensor it touches.
     """
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):

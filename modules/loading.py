@@ -62,8 +62,10 @@ def _read(config: TargetConfig, dtype: torch.dtype) -> tuple[Any, Any]:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"the target {config.name!r} could not be loaded ({reason}); give a hub id, a folder with "
-                        f"config.json, a .gguf file or {DEFAULT_NAME!r}") from error
+        raise UserError(
+            f"the target {config.name!r} could not be loaded ({reason}); give a hub id, a folder with "
+            f"config.json, a .gguf file or {DEFAULT_NAME!r}"
+        ) from error
     if "gguf_file" in options:
         _forget_quantization(model)
     return model, tokenizer
@@ -104,8 +106,9 @@ def _template(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(f"the chat template {path!r} could not be read ({error.strerror}); give an existing file"
-                        ) from error
+        raise UserError(
+            f"the chat template {path!r} could not be read ({error.strerror}); give an existing file"
+        ) from error
 
 
 def _device(name: str) -> torch.device:

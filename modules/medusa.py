@@ -111,8 +111,10 @@ class Medusa(Drafter):
         """
         given = None if token_ids_Q is None else len(token_ids_Q)
         if given != config.vocabulary_size:
-            raise UserError(f"vocabulary_size is {config.vocabulary_size} but {given} token ids were given; "
-                            "choose as many with draftsmith.modules.vocabulary.choose")
+            raise UserError(
+                f"vocabulary_size is {config.vocabulary_size} but {given} token ids were given; "
+                "choose as many with draftsmith.modules.vocabulary.choose"
+            )
         drafter = cls(config, hidden_size=target.hidden_size, vocab_size=target.vocab_size)
         if drafter.token_ids is not None and token_ids_Q is not None:
             drafter.token_ids.copy_(token_ids_Q)
@@ -135,8 +137,10 @@ class Medusa(Drafter):
     def rebuild(cls, description: dict[str, Any], identity: TargetIdentity) -> "Medusa":
         """An equal drafter whose weights are still to be loaded. Raises UserError on an unknown description."""
         if set(description) != (known := {field.name for field in fields(MedusaConfig)}):
-            raise UserError(f"Medusa heads are described by {sorted(known)}, got {sorted(description)}; "
-                            "use the version of draftsmith that wrote the artifact")
+            raise UserError(
+                f"Medusa heads are described by {sorted(known)}, got {sorted(description)}; "
+                "use the version of draftsmith that wrote the artifact"
+            )
         config = MedusaConfig(**description)
         return cls(config, hidden_size=identity.hidden_size, vocab_size=identity.vocab_size)
 
@@ -206,8 +210,9 @@ class Medusa(Drafter):
             ValueError: if the frontier is not the root alone: this family has no more to say about other nodes.
         """
         if frontier.nodes_BF.shape[1] != 1:
-            raise ValueError(f"Medusa answers every depth from the root at once; ask for 1 node, "
-                             f"got {frontier.nodes_BF.shape[1]}")
+            raise ValueError(
+                f"Medusa answers every depth from the root at once; ask for 1 node, got {frontier.nodes_BF.shape[1]}"
+            )
         hidden_RKD = self._states(_medusa(state).final_RD)
         if self.outputs:
             steps = range(self.config.num_heads)

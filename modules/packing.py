@@ -1,5 +1,6 @@
-"""Linear layers packed for oneDNN on CPU: the weights are laid out once, so that a pass of several tokens costs little more
-than a pass of one (`tests/benchmarks/pass_cost.py`). Outputs differ from the plain product by rounding only.
+"""Linear layers packed for oneDNN on CPU: the weights are laid out once, so that a pass of several tokens costs
+little more than a pass of one (`tests/benchmarks/pass_cost.py`). Outputs differ from the plain product by rounding
+only.
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ def can_pack(model: nn.Module) -> bool:
     return (
         parameter.device.type == "cpu"
         and parameter.dtype == torch.float32
-        and torch.backends.mkldnn.is_available()
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     )
@@ -50,7 +51,7 @@ class PackedLinears:
     def install(self) -> None:
         """Run the packed form from now on."""
         for module, forward in self.layers.items():
-            module.forward = forward
+            module.__dict__["forward"] = forward
 
     def remove(self) -> None:
         """Run the plain form from now on."""

@@ -1,7 +1,7 @@
 """Decoding against stored text: the exact accepted length of a drafter without a pass of the target.
 
-Greedy decoding emits the target's greedy answer whatever is drafted, so on a stored greedy answer every accepted path, and
-every state that a drafter observes, is already known. `Replay` answers the loop's passes from there.
+Greedy decoding emits the target's greedy answer whatever is drafted, so on a stored greedy answer every accepted
+path, and every state that a drafter observes, is already known. `Replay` answers the loop's passes from there.
 
 Shapes: B rows, N nodes, M selected nodes, L positions, D hidden size, V vocabulary.
 """
@@ -48,8 +48,11 @@ class Replay:
 
     def _add(self, batch: Features, row: int) -> None:
         length = int((batch.segments_BL[row] >= 0).sum())
-        stored = StoredRow(batch.tokens_BL[row, :length], batch.final()[row, :length],
-                           {layer: states[row, :length] for layer, states in batch.taps.items()})
+        stored = StoredRow(
+            batch.tokens_BL[row, :length],
+            batch.final()[row, :length],
+            {layer: states[row, :length] for layer, states in batch.taps.items()},
+        )
         tokens = stored.tokens_L.tolist()
         for start, stop in _spans(batch.supervised_BL[row, :length].tolist()):
             if start > 0 and stop - start > 1:
@@ -95,7 +98,9 @@ class ReplayRows:
         """Look up what the target said at each node's position; true of accepted nodes, irrelevant at the others."""
         self._running = list(range(len(self.stored))) if rows is None else rows
         vocab_size = self.replay.target.vocab_size
-        finals, choices, taps = [], [], {layer: [] for layer in self.taps}  # type: dict[int, list[Tensor]]
+        finals: list[Tensor] = []
+        choices: list[Tensor] = []
+        taps: dict[int, list[Tensor]] = {layer: [] for layer in self.taps}
         for place, row in enumerate(self._running):
             stored = self.stored[row]
             if stored is None:
@@ -110,8 +115,11 @@ class ReplayRows:
         if select_BM is not None:
             choices_BM = choices_BM.gather(1, select_BM)
         logits_BMV = torch.zeros(*choices_BM.shape, vocab_size, device=choices_BM.device)
-        return PassOutput(logits_BMV=logits_BMV.scatter_(2, choices_BM[..., None], 1.0), final_BND=torch.stack(finals).float(),
-                          taps={layer: torch.stack(states).float() for layer, states in taps.items()})
+        return PassOutput(
+            logits_BMV=logits_BMV.scatter_(2, choices_BM[..., None], 1.0),
+            final_BND=torch.stack(finals).float(),
+            taps={layer: torch.stack(states).float() for layer, states in taps.items()},
+        )
 
     def commit(self, path_BK: Tensor, counts_B: Tensor, host_counts: list[int], *, moved: bool = True) -> None:
         """Read on by the accepted tokens."""
@@ -130,6 +138,9 @@ class ReplayRows:
 
 def _spans(marks: list[bool]) -> list[tuple[int, int]]:
     """[start, stop) of each run of True."""
-    edges = [place for place in range(len(marks) + 1)
-             if (place < len(marks) and marks[place]) != (place > 0 and marks[place - 1])]
+    edges = [
+        place
+        for place in range(len(marks) + 1)
+        if (place < len(marks) and marks[place]) != (place > 0 and marks[place - 1])
+    ]
     return list(zip(edges[::2], edges[1::2], strict=True))

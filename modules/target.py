@@ -138,7 +138,7 @@ class Target:
 
     def output_weight(self) -> Tensor:
         """The output layer's weight, [V, D]; borrowed, never to be trained or saved."""
-        return self.head.weight.detach()  # type: ignore[operator,union-attr]
+        return self.head.weight.detach()  # type: ignore[operator]
 
     def post_process(self, logits: Tensor) -> Tensor:
         """The scaling and soft-capping that the model applies to the product with its output weight."""
@@ -175,8 +175,11 @@ class Target:
         mask_BLL = (segments_BL[:, :, None] == segments_BL[:, None, :]) & (order_L[:, None] >= order_L)
         with self.tapping(self._checked(taps)) as states:
             final_BLD = self.decoder(
-                inputs_embeds=self.embed(batch.tokens_BL), attention_mask=mask_BLL[:, None], position_ids=positions_BL,
-                key_positions=positions_BL, use_cache=False,
+                inputs_embeds=self.embed(batch.tokens_BL),
+                attention_mask=mask_BLL[:, None],
+                position_ids=positions_BL,
+                key_positions=positions_BL,
+                use_cache=False,
             ).last_hidden_state
         return replace(batch, final_BLD=final_BLD, taps=dict(states))
 
@@ -201,8 +204,9 @@ class Target:
     def _checked(self, taps: Sequence[int]) -> tuple[int, ...]:
         for layer in taps:
             if not 0 <= layer < self.num_layers:
-                raise UserError(f"tap {layer} is not a layer of {self.identity.name}; choose from 0 to "
-                                f"{self.num_layers - 1}")
+                raise UserError(
+                    f"tap {layer} is not a layer of {self.identity.name}; choose from 0 to {self.num_layers - 1}"
+                )
         return tuple(taps)
 
     def _self_check(self, probe: Tensor, expected: Tensor) -> None:
@@ -210,19 +214,23 @@ class Target:
         rows = self.start(1, 32)
         with torch.no_grad():
             prompt = rows.run(TokenTree.prompts(probe[:, :4], torch.tensor([4], device=self.device)))
-            rows.commit(torch.arange(4, device=self.device)[None], torch.tensor([4], device=self.device), [4], moved=False)
+            rows.commit(
+                torch.arange(4, device=self.device)[None], torch.tensor([4], device=self.device), [4], moved=False
+            )
             # The second child of the root repeats the first token: a pass that sees its sibling differs.
             tokens = torch.cat([probe[:, 4:6], probe[:, :1], probe[:, 6:]], dim=1)
             parents = torch.tensor([[-1, 0, 0, 1, 3]], device=self.device)
             answer = rows.run(TokenTree.from_parents(tokens, parents))
         found = torch.cat([prompt.logits_BMV, answer.logits_BMV[:, [0, 1, 3, 4]]], dim=1)
-        bound = {torch.float64: 1e-6, torch.float32: 1e-3}.get(self.dtype, 0.1) * float(expected.abs().max().clamp(min=1))
+        bound = {torch.float64: 1e-6, torch.float32: 1e-3}.get(self.dtype, 0.1) * float(
+            expected.abs().max().clamp(min=1)
+        )
         gap = float((found - expected).abs().max())
         if not gap <= bound:
             raise UserError(
-                f"{self.identity.architecture} does not decode token trees exactly here: its logits differ by {gap:.2g} "
-                f"from its own forward pass (bound {bound:.2g}). Choose another target; this architecture needs "
-                "attention that this version does not know"
+                f"{self.identity.architecture} does not decode token trees exactly here: its logits differ by "
+                f"{gap:.2g} from its own forward pass (bound {bound:.2g}). Choose another target; this architecture "
+                "needs attention that this version does not know"
             )
 
 
@@ -257,12 +265,19 @@ class TargetRows:
             embedded[:, -tree.virtual_BMD.shape[1] :] = tree.virtual_BMD
         with target.tapping(self.taps) as states:
             final_BND = target.decoder(
-                inputs_embeds=embedded, attention_mask=mask_BNW[:, None], position_ids=positions_BN,
-                past_key_values=self.cache, use_cache=True, key_positions=key_positions_BW,
+                inputs_embeds=embedded,
+                attention_mask=mask_BNW[:, None],
+                position_ids=positions_BN,
+                past_key_values=self.cache,
+                use_cache=True,
+                key_positions=key_positions_BW,
             ).last_hidden_state
         self.calls += 1
-        wanted = final_BND if select_BM is None else final_BND.gather(
-            1, select_BM[..., None].expand(-1, -1, final_BND.shape[-1]))
+        wanted = (
+            final_BND
+            if select_BM is None
+            else final_BND.gather(1, select_BM[..., None].expand(-1, -1, final_BND.shape[-1]))
+        )
         return PassOutput(logits_BMV=target.logits(wanted), final_BND=final_BND, taps=dict(states))
 
     @torch.no_grad()
@@ -309,6 +324,6 @@ def _refuse_recurrent(model: Any) -> None:
     if getattr(model, "_is_stateful", False) or recurrent:
         found = f" ({', '.join(sorted(recurrent))})" if recurrent else ""
         raise UserError(
-            f"{type(model).__name__} keeps a recurrent state{found}: rejected tokens could not be taken back, so no draft "
-            "can be verified exactly. Choose a target whose layers all use attention"
+            f"{type(model).__name__} keeps a recurrent state{found}: rejected tokens could not be taken back, so "
+            "no draft can be verified exactly. Choose a target whose layers all use attention"
         )

@@ -1,12 +1,12 @@
 """Token trees: what a drafter proposes and one target pass verifies.
 
-Shapes: B rows, N nodes, K nodes of a path, D hidden size, M virtual nodes. Node 0 is the root: the last token the target
-has decided, which has not been through the target yet. Parents precede children; a chain is a tree.
+Shapes: B rows, N nodes, K nodes of a path, D hidden size, M virtual nodes. Node 0 is the root: the last token the
+target has decided, which has not been through the target yet. Parents precede children; a chain is a tree.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -27,8 +27,10 @@ class Topology:
 
     def __post_init__(self) -> None:
         if not self.parents or len(self.parents) != len(self.ranks):
-            raise ValueError(f"a topology needs as many parents as ranks and at least a root, got {len(self.parents)} "
-                             f"parents and {len(self.ranks)} ranks")
+            raise ValueError(
+                f"a topology needs as many parents as ranks and at least a root, got {len(self.parents)} "
+                f"parents and {len(self.ranks)} ranks"
+            )
         if self.parents[0] != -1:
             raise ValueError(f"node 0 is the root and its parent must be -1, got {self.parents[0]}")
         for node, parent in enumerate(self.parents[1:], start=1):
@@ -58,7 +60,7 @@ class Topology:
             depths.append(depths[parent] + 1)
         return tuple(depths)
 
-    @property
+    @cached_property
     def depth(self) -> int:
         """Length of the longest path below the root: the most tokens a pass can accept."""
         return max(self.depths)
@@ -115,17 +117,27 @@ class Topology:
 
     def plant(self, tokens_BN: Tensor) -> "TokenTree":
         """Give every node its tokens: the same shape in each row."""
-        batch, device = tokens_BN.shape[0], tokens_BN.device
-        parents = torch.tensor(self.parents, device=device)
-        depths = torch.tensor(self.depths, device=device)
+        batch = tokens_BN.shape[0]
+        parents_N, depths_N, ancestors_NN, real_N = _constants(self, tokens_BN.device)
         return TokenTree(
             tokens_BN=tokens_BN,
-            parents_BN=parents.expand(batch, -1),
-            depths_BN=depths.expand(batch, -1),
-            ancestors_BNN=self.ancestors_NN.to(device).expand(batch, -1, -1),
-            real_BN=torch.ones_like(tokens_BN, dtype=torch.bool),
+            parents_BN=parents_N.expand(batch, -1),
+            depths_BN=depths_N.expand(batch, -1),
+            ancestors_BNN=ancestors_NN.expand(batch, -1, -1),
+            real_BN=real_N.expand(batch, -1),
             max_depth=self.depth,
         )
+
+
+@lru_cache(maxsize=256)
+def _constants(topology: Topology, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(parents, depths, ancestors, ones) of a topology on a device: the same in every pass."""
+    return (
+        torch.tensor(topology.parents, device=device),
+        torch.tensor(topology.depths, device=device),
+        topology.ancestors_NN.to(device),
+        torch.ones(topology.size, dtype=torch.bool, device=device),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,8 +184,14 @@ class TokenTree:
             inherited = ancestors_BNN[rows, parents_BN[:, node].clamp(min=0)]
             ancestors_BNN[:, node] |= inherited & real_BN[:, node, None]
         depths_BN = ancestors_BNN.sum(-1) - 1
-        return cls(tokens_BN=tokens_BN, parents_BN=parents_BN, depths_BN=depths_BN, ancestors_BNN=ancestors_BNN,
-                   real_BN=real_BN, max_depth=int(depths_BN.max()))
+        return cls(
+            tokens_BN=tokens_BN,
+            parents_BN=parents_BN,
+            depths_BN=depths_BN,
+            ancestors_BNN=ancestors_BNN,
+            real_BN=real_BN,
+            max_depth=int(depths_BN.max()),
+        )
 
     @classmethod
     def prompts(cls, tokens_BN: Tensor, counts_B: Tensor) -> "TokenTree":

@@ -7,7 +7,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
-
 from draftsmith.modules import Target, TargetConfig, load_target
 from draftsmith.modules.loading import find_default_gguf
 from draftsmith.modules.tiny import tiny_model, tiny_tokenizer

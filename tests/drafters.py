@@ -7,9 +7,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from draftsmith.modules import (
+    Drafter,
+    Drafts,
+    DraftState,
+    Features,
+    Frontier,
+    Observation,
+    Scores,
+    Target,
+    TargetIdentity,
+)
 from torch import Tensor
-
-from draftsmith.modules import Drafter, Drafts, DraftState, Features, Frontier, Observation, Scores, Target, TargetIdentity
 
 
 @dataclass
@@ -77,7 +86,9 @@ class ScriptedDrafter(Drafter):
             for row in range(batch):
                 truth = self._truth(state.rows[row], state.depths[node])
                 if truth is not None and self.mode != "random":
-                    hit = self.mode == "oracle" or (self.mode == "mixed" and bool(torch.rand((), generator=self.generator) < 0.6))
+                    hit = self.mode == "oracle" or (
+                        self.mode == "mixed" and bool(torch.rand((), generator=self.generator) < 0.6)
+                    )
                     scores[row, column, 0, truth] = 2.0 if hit else -1.0
         return Scores(log_probs_BFHQ=scores)
 

@@ -4,10 +4,9 @@ import itertools
 
 import pytest
 import torch
-from references.walk import walk
-
 from draftsmith.modules import Sampling, TokenTree, Topology, choose, follow
 from draftsmith.modules.acceptance import draw, probabilities
+from references.walk import walk
 
 P = torch.tensor([0.4, 0.25, 0.2, 0.1, 0.05], dtype=torch.float64)
 
@@ -20,8 +19,12 @@ def test_follow_equals_the_plain_walk_on_random_trees() -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(300):
         size, batch = int(torch.randint(1, 12, (), generator=generator)), 3
-        parents = torch.stack([torch.tensor([-1] + [int(torch.randint(0, n, (), generator=generator)) for n in range(1, size)])
-                               for _ in range(batch)])
+        parents = torch.stack(
+            [
+                torch.tensor([-1] + [int(torch.randint(0, n, (), generator=generator)) for n in range(1, size)])
+                for _ in range(batch)
+            ]
+        )
         tokens = torch.randint(0, 3, (batch, size), generator=generator)
         real = torch.rand(batch, size, generator=generator) > 0.1
         real[:, 0] = True
@@ -38,8 +41,10 @@ def test_follow_equals_the_plain_walk_on_random_trees() -> None:
         for row in range(batch):
             path = accepted.path_BK[row, : int(accepted.counts_B[row])].tolist()
             emitted = [int(tokens[row, node]) for node in path[1:]] + [int(accepted.bonus_B[row])]
-            assert emitted == walk(tokens[row].tolist(), parents[row].tolist(), real[row].tolist(), choices[row].tolist())
-            beyond = accepted.path_BK[row, int(accepted.counts_B[row]):].tolist()
+            assert emitted == walk(
+                tokens[row].tolist(), parents[row].tolist(), real[row].tolist(), choices[row].tolist()
+            )
+            beyond = accepted.path_BK[row, int(accepted.counts_B[row]) :].tolist()
             assert beyond == list(range(int(accepted.counts_B[row]), accepted.path_BK.shape[1]))
 
 
@@ -70,8 +75,11 @@ def test_equality_verification_has_the_targets_distribution(width: int) -> None:
     logits = torch.stack([P, *[second[token] for token in range(width)], *[P] * (2 * width)]).log()
     tree = topology.plant(tokens.expand(len(pairs), -1))
     places = torch.tensor(topology.depths).clamp(max=1)
-    choices = choose(logits.expand(len(pairs), -1, -1), pairs[:, places],
-                     Sampling(temperature_B=torch.ones(len(pairs)), sampled=True))
+    choices = choose(
+        logits.expand(len(pairs), -1, -1),
+        pairs[:, places],
+        Sampling(temperature_B=torch.ones(len(pairs)), sampled=True),
+    )
     accepted = follow(tree, choices)
     counts = torch.zeros(5, 5, dtype=torch.float64)
     for row, (_u0, u1) in enumerate(pairs):
@@ -105,7 +113,10 @@ def test_draw_never_takes_an_impossible_token() -> None:
 
 def test_greedy_and_sampled_rows_share_a_batch() -> None:
     logits = torch.log(P).expand(2, 1, -1)
-    chosen = choose(logits, torch.full((2, 1), 0.99, dtype=torch.float64),
-                    Sampling(temperature_B=torch.tensor([0.0, 1.0]), sampled=True))
+    chosen = choose(
+        logits,
+        torch.full((2, 1), 0.99, dtype=torch.float64),
+        Sampling(temperature_B=torch.tensor([0.0, 1.0]), sampled=True),
+    )
     assert chosen.tolist() == [[0], [4]]
     assert choose(logits, torch.zeros(2, 1), greedy(2)).tolist() == [[0], [0]]

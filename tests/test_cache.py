@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from draftsmith.modules import Target, TokenTree
 
 
@@ -12,15 +11,21 @@ def test_commits_moves_and_clears_leave_a_fresh_prefill(tiny_target_f64: Target)
     texts: list[list[int]] = [[], [], []]
     for step in range(6):
         size = 7
-        parents = torch.stack([torch.tensor([-1] + [int(torch.randint(0, n, (), generator=generator)) for n in range(1, size)])
-                               for _ in range(3)])
+        parents = torch.stack(
+            [
+                torch.tensor([-1] + [int(torch.randint(0, n, (), generator=generator)) for n in range(1, size)])
+                for _ in range(3)
+            ]
+        )
         tree = TokenTree.from_parents(torch.randint(3, 100, (3, size), generator=generator), parents)
         rows.run(tree)
         leaves = torch.randint(0, size, (3,), generator=generator)
         paths = [tree.ancestors_BNN[row, leaves[row]].nonzero()[:, 0].tolist() for row in range(3)]
         longest = max(map(len, paths))
         counts = [len(path) for path in paths]
-        rows.commit(torch.tensor([path + list(range(len(path), longest)) for path in paths]), torch.tensor(counts), counts)
+        rows.commit(
+            torch.tensor([path + list(range(len(path), longest)) for path in paths]), torch.tensor(counts), counts
+        )
         for row, path in enumerate(paths):
             texts[row] += tree.tokens_BN[row, path].tolist()
         if step == 2:
@@ -33,7 +38,9 @@ def test_commits_moves_and_clears_leave_a_fresh_prefill(tiny_target_f64: Target)
         assert rows.cache.host_lengths[row] == len(text) == int(rows.cache.lengths_B[row])
         assert rows.cache.storage is not None
         assert fresh.cache.storage is not None
-        torch.testing.assert_close(rows.cache.storage[:, row, :, : len(text)], fresh.cache.storage[:, 0, :, : len(text)])
+        torch.testing.assert_close(
+            rows.cache.storage[:, row, :, : len(text)], fresh.cache.storage[:, 0, :, : len(text)]
+        )
 
 
 def test_the_cache_is_never_copied_or_grown(tiny_target: Target) -> None:

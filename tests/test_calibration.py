@@ -5,8 +5,6 @@ from itertools import product
 import pytest
 import torch
 from drafters import ScriptedDrafter
-from references.trees import best_expected_length
-
 from draftsmith.modules import (
     CostCurve,
     DecodeSettings,
@@ -22,6 +20,7 @@ from draftsmith.modules import (
     search_tree,
 )
 from draftsmith.modules.calibration import PathProbability
+from references.trees import best_expected_length
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5, 6])
@@ -57,7 +56,10 @@ def test_prefixes_are_nested_and_lengths_grow() -> None:
 
 def encoded_answers(target: Target, requests: list[Request]) -> list[Features]:
     result = decode(target, requests, DecodeSettings(batch_size=4))
-    rows = [([*g.request.tokens, *g.tokens], [False] * len(g.request.tokens) + [True] * len(g.tokens)) for g in result.generations]
+    rows = [
+        ([*g.request.tokens, *g.tokens], [False] * len(g.request.tokens) + [True] * len(g.tokens))
+        for g in result.generations
+    ]
     return [target.encode(Features.from_rows(rows[:3])), target.encode(Features.from_rows(rows[3:]))]
 
 
@@ -69,7 +71,10 @@ def test_replay_gives_the_accepted_length_of_real_decoding(tiny_target_f64: Targ
     texts = [row.tokens_L.tolist() for row in source.rows.values()]
     tree = StaticTree(Topology((-1, 0, 0, 1, 1, 3), (0, 0, 1, 0, 1, 0)))
     results = []
-    for verifier, asked, settings in ((source, source.requests, DecodeSettings(batch_size=3)), (target, requests, DecodeSettings())):
+    for verifier, asked, settings in (
+        (source, source.requests, DecodeSettings(batch_size=3)),
+        (target, requests, DecodeSettings()),
+    ):
         drafter = ScriptedDrafter(target.vocab_size, texts, "oracle")
         results.append(decode(verifier, asked, settings, drafter=drafter, policy=tree))
     assert [g.tokens for g in results[0].generations] == [g.tokens for g in results[1].generations]
@@ -77,7 +82,9 @@ def test_replay_gives_the_accepted_length_of_real_decoding(tiny_target_f64: Targ
 
 
 def test_size_is_chosen_by_predicted_tokens_per_second() -> None:
-    cost = CostCurve(sizes=(1, 2, 4, 8), pass_seconds=(1.0, 1.0, 1.2, 3.0), draft_seconds=(0.0, 0.1, 0.1, 0.1), context=10)
+    cost = CostCurve(
+        sizes=(1, 2, 4, 8), pass_seconds=(1.0, 1.0, 1.2, 3.0), draft_seconds=(0.0, 0.1, 0.1, 0.1), context=10
+    )
     choice = choose_size((1.0, 1.5, 1.6, 1.7, 1.75, 1.8, 1.85, 1.9), cost)
     assert choice.size == 2
     assert choice.predicted_speedup == pytest.approx(1.5 / 1.1)

@@ -10,9 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 from drafters import ScriptedDrafter, TargetDrafter
-from scipy.stats import chi2
-from torch import Tensor
-
 from draftsmith.modules import (
     Accepted,
     Chain,
@@ -28,6 +25,8 @@ from draftsmith.modules import (
     follow,
 )
 from draftsmith.modules.acceptance import probabilities
+from scipy.stats import chi2
+from torch import Tensor
 
 # The package exports the function of the same name, which hides the module from an ordinary import.
 decode_module = importlib.import_module("draftsmith.modules.decode")
@@ -35,10 +34,15 @@ decode_module = importlib.import_module("draftsmith.modules.decode")
 
 def native_greedy(target: Target, prompt: tuple[int, ...], count: int, *, eos: bool = False) -> list[int]:
     with target.native() as model:
-        out = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, pad_token_id=0,
-                             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                             eos_token_id=list(target.eos_ids) if eos else None)
-    return out[0, len(prompt):].tolist()
+        out = model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0,
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            eos_token_id=list(target.eos_ids) if eos else None,
+        )
+    return out[0, len(prompt) :].tolist()
 
 
 def random_topology(rng: random.Random, size: int) -> Topology:
@@ -54,8 +58,12 @@ def random_topology(rng: random.Random, size: int) -> Topology:
 def requests_for(target: Target, count: int, new_tokens: int, temperature: float = 0.0) -> list[Request]:
     rng = random.Random(1)
     return [
-        Request(tuple(rng.randrange(4, target.vocab_size) for _ in range(rng.randrange(2, 12))), index,
-                new_tokens + rng.randrange(8), temperature)
+        Request(
+            tuple(rng.randrange(4, target.vocab_size) for _ in range(rng.randrange(2, 12))),
+            index,
+            new_tokens + rng.randrange(8),
+            temperature,
+        )
         for index in range(count)
     ]
 
@@ -68,8 +76,13 @@ def test_greedy_output_is_the_targets_own_in_float64(tiny_target_f64: Target, mo
     texts = [[*request.tokens, *answer] for request, answer in zip(requests, expected, strict=True)]
     for size in (2, 5, 9, 17):
         drafter = ScriptedDrafter(target.vocab_size, texts, mode)
-        result = decode(target, requests, DecodeSettings(batch_size=rng.choice([1, 3, 5]), ignore_eos=True),
-                        drafter=drafter, policy=StaticTree(random_topology(rng, size)))
+        result = decode(
+            target,
+            requests,
+            DecodeSettings(batch_size=rng.choice([1, 3, 5]), ignore_eos=True),
+            drafter=drafter,
+            policy=StaticTree(random_topology(rng, size)),
+        )
         assert [generation.tokens for generation in result.generations] == expected
         if mode == "wrong":
             assert result.accepted_length == 1.0
@@ -81,8 +94,13 @@ def test_thousands_of_tokens_through_random_trees(tiny_target_f64: Target) -> No
     expected = [native_greedy(target, request.tokens, request.max_new_tokens) for request in requests]
     texts = [[*request.tokens, *answer] for request, answer in zip(requests, expected, strict=True)]
     assert sum(map(len, expected)) > 2500
-    result = decode(target, requests, DecodeSettings(batch_size=8, ignore_eos=True),
-                    drafter=ScriptedDrafter(target.vocab_size, texts, "mixed"), policy=StaticTree(random_topology(rng, 12)))
+    result = decode(
+        target,
+        requests,
+        DecodeSettings(batch_size=8, ignore_eos=True),
+        drafter=ScriptedDrafter(target.vocab_size, texts, "mixed"),
+        policy=StaticTree(random_topology(rng, 12)),
+    )
     assert [generation.tokens for generation in result.generations] == expected
     assert 1.0 < result.accepted_length < 4.0
 
@@ -92,7 +110,9 @@ def test_oracle_chain_is_accepted_whole(tiny_target_f64: Target) -> None:
     answer = native_greedy(target, request.tokens, 61)
     request = Request(request.tokens, 0, 61)
     drafter = ScriptedDrafter(target.vocab_size, [[*request.tokens, *answer]], "oracle")
-    generation = decode(target, [request], DecodeSettings(ignore_eos=True), drafter=drafter, policy=Chain(4)).generations[0]
+    generation = decode(
+        target, [request], DecodeSettings(ignore_eos=True), drafter=drafter, policy=Chain(4)
+    ).generations[0]
     # The first token comes from the prompt's pass; sixty more in passes of 4 accepted + 1 bonus.
     assert generation.tokens == answer
     assert generation.emitted == [5] * 12
@@ -104,8 +124,13 @@ def test_batches_equal_rows_alone_and_share_passes(tiny_target_f64: Target, size
     requests = requests_for(target, 8, 30)
     alone = [decode(target, [request], DecodeSettings(ignore_eos=True)).generations[0].tokens for request in requests]
     texts = [[*request.tokens, *answer] for request, answer in zip(requests, alone, strict=True)]
-    result = decode(target, requests, DecodeSettings(batch_size=size, ignore_eos=True),
-                    drafter=ScriptedDrafter(target.vocab_size, texts, "mixed"), policy=Chain(3))
+    result = decode(
+        target,
+        requests,
+        DecodeSettings(batch_size=size, ignore_eos=True),
+        drafter=ScriptedDrafter(target.vocab_size, texts, "mixed"),
+        policy=Chain(3),
+    )
     assert [generation.tokens for generation in result.generations] == alone
     if size == 8:
         assert result.stats.target_calls == max(generation.passes for generation in result.generations)
@@ -121,7 +146,9 @@ def test_end_token_inside_an_accepted_block(tiny_target_f64: Target) -> None:
     target.model.generation_config.eos_token_id = ending
     try:
         drafter = ScriptedDrafter(target.vocab_size, [[*prompt, *free]], "oracle")
-        generation = decode(target, [Request(prompt, 0, 40)], DecodeSettings(), drafter=drafter, policy=Chain(4)).generations[0]
+        generation = decode(
+            target, [Request(prompt, 0, 40)], DecodeSettings(), drafter=drafter, policy=Chain(4)
+        ).generations[0]
         assert generation.tokens == native_greedy(target, prompt, 40, eos=True)
     finally:
         target.model.generation_config.eos_token_id = original
@@ -135,11 +162,18 @@ def test_stop_text_and_length_inside_an_accepted_block(tiny_target_f64: Target) 
     free = native_greedy(target, prompt, 40)
     drafter = ScriptedDrafter(target.vocab_size, [[*prompt, *free]], "oracle")
     for limit in range(1, 14):
-        result = decode(target, [Request(prompt, 0, limit)], DecodeSettings(ignore_eos=True), drafter=drafter, policy=Chain(4))
+        result = decode(
+            target, [Request(prompt, 0, limit)], DecodeSettings(ignore_eos=True), drafter=drafter, policy=Chain(4)
+        )
         assert result.generations[0].tokens == free[:limit]
     stop = target.tokenizer.decode(free[5:8])
-    generation = decode(target, [Request(prompt, 0, 40)], DecodeSettings(ignore_eos=True, stop=(stop,)), drafter=drafter,
-                        policy=Chain(4)).generations[0]
+    generation = decode(
+        target,
+        [Request(prompt, 0, 40)],
+        DecodeSettings(ignore_eos=True, stop=(stop,)),
+        drafter=drafter,
+        policy=Chain(4),
+    ).generations[0]
     assert generation.finish == "stop"
     text = target.tokenizer.decode(generation.tokens)
     assert stop in text
@@ -147,8 +181,9 @@ def test_stop_text_and_length_inside_an_accepted_block(tiny_target_f64: Target) 
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 8, 1.0), (1.3, 0, 0.8)])
-def test_sampled_output_does_not_depend_on_drafter_or_batch(tiny_target_f64: Target, temperature: float, top_k: int,
-                                                            top_p: float) -> None:
+def test_sampled_output_does_not_depend_on_drafter_or_batch(
+    tiny_target_f64: Target, temperature: float, top_k: int, top_p: float
+) -> None:
     target, rng = tiny_target_f64, random.Random(5)
     requests = requests_for(target, 6, 40, temperature)
     settings = DecodeSettings(top_k=top_k, top_p=top_p, ignore_eos=True, seed=11)
@@ -156,8 +191,13 @@ def test_sampled_output_does_not_depend_on_drafter_or_batch(tiny_target_f64: Tar
     texts = [[*request.tokens, *answer] for request, answer in zip(requests, plain, strict=True)]
     for mode, batch_size in (("random", 1), ("mixed", 4), ("oracle", 6)):
         batched = DecodeSettings(top_k=top_k, top_p=top_p, ignore_eos=True, seed=11, batch_size=batch_size)
-        result = decode(target, requests, batched, drafter=ScriptedDrafter(target.vocab_size, texts, mode),
-                        policy=StaticTree(random_topology(rng, 8)))
+        result = decode(
+            target,
+            requests,
+            batched,
+            drafter=ScriptedDrafter(target.vocab_size, texts, mode),
+            policy=StaticTree(random_topology(rng, 8)),
+        )
         assert [generation.tokens for generation in result.generations] == plain
     other = decode(target, requests, DecodeSettings(top_k=top_k, top_p=top_p, ignore_eos=True, seed=12))
     assert [generation.tokens for generation in other.generations] != plain
@@ -168,7 +208,9 @@ def g_test(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float]
     if any(exact.get(outcome, 0.0) == 0.0 for outcome in counts):
         return 0.0
     total = sum(counts.values())
-    cells = [(counts[outcome], probability * total) for outcome, probability in exact.items() if probability * total >= 5]
+    cells = [
+        (counts[outcome], probability * total) for outcome, probability in exact.items() if probability * total >= 5
+    ]
     rest = (total - sum(seen for seen, _ in cells), total - sum(wanted for _, wanted in cells))
     cells += [rest] if rest[1] > 1e-9 else []
     statistic = 2 * sum(seen * math.log(seen / wanted) for seen, wanted in cells if seen)
@@ -179,7 +221,9 @@ def sampled_counts(target: Target, drafter: TargetDrafter, draws: int) -> Counte
     """How often each triple of tokens was emitted; the second and third stand behind a drafted tree."""
     requests = [Request(PROMPT, index, 3, TEMPERATURE) for index in range(draws)]
     policy = StaticTree(Topology((-1, 0, 0, 0, 1, 1, 2), (0, 0, 1, 2, 0, 1, 0)))
-    result = decode(target, requests, DecodeSettings(batch_size=256, top_k=TOP_K, ignore_eos=True), drafter=drafter, policy=policy)
+    result = decode(
+        target, requests, DecodeSettings(batch_size=256, top_k=TOP_K, ignore_eos=True), drafter=drafter, policy=policy
+    )
     assert result.accepted_length > 1.3
     return Counter(tuple(generation.tokens) for generation in result.generations)
 
@@ -232,10 +276,12 @@ def choose_again(logits_BNV: Tensor, uniforms_BN: Tensor, sampling: Sampling) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "wrong"), [("follow", accept_any_likely_child), ("choose", choose_untempered),
-                                             ("choose", choose_again)])
-def test_g_test_rejects_deliberately_wrong_rules(tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch, name: str,
-                                                 wrong: Callable[..., object]) -> None:
+@pytest.mark.parametrize(
+    ("name", "wrong"), [("follow", accept_any_likely_child), ("choose", choose_untempered), ("choose", choose_again)]
+)
+def test_g_test_rejects_deliberately_wrong_rules(
+    tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch, name: str, wrong: Callable[..., object]
+) -> None:
     drafter = TargetDrafter(tiny_target_f64)
     exact = exact_distribution(drafter)
     monkeypatch.setattr(decode_module, name, wrong)

@@ -1,17 +1,34 @@
-"""Targets of every supported architecture: tree passes against the model's own forward over each path, taps, head, refusals."""
+"""Every supported architecture: tree passes against the model's own forward over each path, taps, head, refusals."""
 
 from typing import Any
 
 import pytest
 import torch
 import transformers
-
-from draftsmith.modules import DecodeSettings, Features, Request, Target, TargetConfig, TokenTree, UserError, decode, load_target
+from draftsmith.modules import (
+    DecodeSettings,
+    Features,
+    Request,
+    Target,
+    TargetConfig,
+    TokenTree,
+    UserError,
+    decode,
+    load_target,
+)
 from draftsmith.modules.tiny import tiny_model, tiny_tokenizer
 
 COMMON = {
-    "vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": 1,
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
     "eos_token_id": 2,
 }
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -22,8 +39,16 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-head-dim": ("Qwen3", {"head_dim": 16}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral-window": ("Mistral", {"sliding_window": 4}),
-    "gemma2": ("Gemma2", {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8, "final_logit_softcapping": 5.0,
-                          "attn_logit_softcapping": 3.0}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 8,
+            "sliding_window": 4,
+            "query_pre_attn_scalar": 8,
+            "final_logit_softcapping": 5.0,
+            "attn_logit_softcapping": 3.0,
+        },
+    ),
     "gemma3": ("Gemma3", {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8}),
     "phi3": ("Phi3", {"sliding_window": None}),
     "gpt-neox": ("GPTNeoX", {"num_key_value_heads": None, "rotary_pct": 0.5}),
@@ -33,7 +58,9 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def build(name: str, dtype: torch.dtype) -> Target:
     family, extra = ARCHITECTURES[name]
-    fields = {key: value for key, value in (COMMON | extra).items() if key != "num_key_value_heads" or value is not None}
+    fields = {
+        key: value for key, value in (COMMON | extra).items() if key != "num_key_value_heads" or value is not None
+    }
     config_class = transformers.Gemma3TextConfig if family == "Gemma3" else getattr(transformers, f"{family}Config")
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config_class(**fields))
@@ -51,11 +78,11 @@ def tolerance(target: Target) -> float:
 
 
 def path_to(parents: list[int], node: int) -> list[int]:
-    return ([] if node < 0 else [*path_to(parents, parents[node]), node])
+    return [] if node < 0 else [*path_to(parents, parents[node]), node]
 
 
 def test_tree_passes_equal_a_fresh_forward_of_every_path(target: Target) -> None:
-    """Ragged rows, trees that differ from row to row, several rounds with different accepted lengths, windows exceeded."""
+    """Ragged rows, different trees, several rounds with different accepted lengths, windows exceeded."""
     generator = torch.Generator().manual_seed(1)
     texts = [torch.randint(3, 100, (count,), generator=generator).tolist() for count in (9, 5)]
     rows = target.start(2, 64)
@@ -65,8 +92,12 @@ def test_tree_passes_equal_a_fresh_forward_of_every_path(target: Target) -> None
     rows.run(TokenTree.prompts(padded, counts))
     rows.commit(torch.arange(width).expand(2, -1), counts, counts.tolist(), moved=False)
     for _ in range(4):
-        parents = torch.stack([torch.tensor([-1] + [int(torch.randint(0, n, (), generator=generator)) for n in range(1, 8)])
-                               for _ in range(2)])
+        parents = torch.stack(
+            [
+                torch.tensor([-1] + [int(torch.randint(0, n, (), generator=generator)) for n in range(1, 8)])
+                for _ in range(2)
+            ]
+        )
         tree = TokenTree.from_parents(torch.randint(3, 100, (2, 8), generator=generator), parents)
         found = rows.run(tree).logits_BMV
         paths = []
@@ -88,11 +119,13 @@ def test_tree_passes_equal_a_fresh_forward_of_every_path(target: Target) -> None
 
 def test_greedy_decoding_equals_generate(target: Target) -> None:
     requests = [Request((5, 9, 33, 71, 8, 20), 0, 24), Request((40, 41), 1, 24)]
-    for request, generation in zip(requests, decode(target, requests, DecodeSettings(batch_size=2, ignore_eos=True)).generations,
-                                   strict=True):
+    for request, generation in zip(
+        requests, decode(target, requests, DecodeSettings(batch_size=2, ignore_eos=True)).generations, strict=True
+    ):
         with target.native() as model:
-            expected = model.generate(torch.tensor([request.tokens]), max_new_tokens=24, do_sample=False, eos_token_id=None,
-                                      pad_token_id=0)[0, len(request.tokens):]
+            expected = model.generate(
+                torch.tensor([request.tokens]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
+            )[0, len(request.tokens) :]
         assert generation.tokens == expected.tolist()
 
 
@@ -100,8 +133,10 @@ def test_taps_head_and_packed_segments(target: Target) -> None:
     """Taps equal transformers' hidden states, the head equals its logits, and a segment does not see its neighbour."""
     first, second = [5, 9, 33, 71, 8], [40, 41, 60]
     batch = Features(
-        tokens_BL=torch.tensor([first + second]), supervised_BL=torch.ones(1, 8, dtype=torch.bool),
-        segments_BL=torch.tensor([[0] * 5 + [1] * 3]), positions_BL=torch.tensor([[*range(5), *range(3)]]),
+        tokens_BL=torch.tensor([first + second]),
+        supervised_BL=torch.ones(1, 8, dtype=torch.bool),
+        segments_BL=torch.tensor([[0] * 5 + [1] * 3]),
+        positions_BL=torch.tensor([[*range(5), *range(3)]]),
     )
     encoded = target.encode(batch, taps=(0, 1))
     offset = 0
@@ -120,7 +155,9 @@ def test_taps_head_and_packed_segments(target: Target) -> None:
 def test_virtual_nodes_are_attended_to_and_carry_their_embedding(tiny_target_f64: Target) -> None:
     target = tiny_target_f64
     virtual = torch.randn(1, 1, target.hidden_size, dtype=torch.float64)
-    tree = TokenTree.from_parents(torch.tensor([[7, 8, 0]]), torch.tensor([[-1, 0, 1]]), torch.tensor([[True, True, True]]))
+    tree = TokenTree.from_parents(
+        torch.tensor([[7, 8, 0]]), torch.tensor([[-1, 0, 1]]), torch.tensor([[True, True, True]])
+    )
     tree = TokenTree(**{**vars(tree), "virtual_BMD": virtual, "real_BN": torch.tensor([[True, True, False]])})
     found = target.start(1, 8).run(tree).logits_BMV[0, 2]
     embedded = torch.cat([target.embed(torch.tensor([[7, 8]])), virtual], dim=1)
@@ -149,21 +186,34 @@ def test_recurrent_targets_are_refused() -> None:
 
 def test_attention_sinks_are_refused_by_the_self_check() -> None:
     config = transformers.GptOssConfig(
-        vocab_size=100, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, num_local_experts=2, num_experts_per_tok=1, max_position_embeddings=128, pad_token_id=0, sliding_window=8,
+        vocab_size=100,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        max_position_embeddings=128,
+        pad_token_id=0,
+        sliding_window=8,
     )
     model = transformers.GptOssForCausalLM(config)
-    with pytest.raises((UserError, NotImplementedError), match="sink|exactly"):
+    with pytest.raises((UserError, NotImplementedError), match=r"sink|exactly"):
         Target(model, tiny_tokenizer(), name="gpt-oss")
 
 
-@pytest.mark.parametrize(("config", "message"), [
-    (TargetConfig(name="/nowhere/model.gguf"), "GGUF file .* does not exist"),
-    (TargetConfig(name="no-such-user/no-such-model"), "could not be loaded.*give a hub id"),
-    (TargetConfig(name="tiny-random", device="cuda:9" if not torch.cuda.is_available() else "tpu"), "device"),
-    (TargetConfig(name="tiny-random", dtype="int8"), "dtype must be"),  # type: ignore[arg-type]
-    (TargetConfig(name="tiny-random", chat_template="/nowhere.jinja"), "could not be read"),
-])
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (TargetConfig(name="/nowhere/model.gguf"), "GGUF file .* does not exist"),
+        (TargetConfig(name="no-such-user/no-such-model"), "could not be loaded.*give a hub id"),
+        (TargetConfig(name="tiny-random", device="cuda:9" if not torch.cuda.is_available() else "tpu"), "device"),
+        (TargetConfig(name="tiny-random", dtype="int8"), "dtype must be"),  # type: ignore[arg-type]
+        (TargetConfig(name="tiny-random", chat_template="/nowhere.jinja"), "could not be read"),
+    ],
+)
 def test_bad_targets_are_one_sentence(config: TargetConfig, message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_target(config)

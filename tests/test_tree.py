@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from draftsmith.modules import TokenTree, Topology
 
 
@@ -18,7 +17,12 @@ def test_ancestors_and_depths_of_a_written_out_tree() -> None:
     assert topology.width == 3
     assert topology.paths == ((), (0,), (1,), (0, 0), (0, 2), (1, 0))
     assert topology.ancestors_NN.int().tolist() == [
-        [1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 0, 1, 0, 0, 0], [1, 1, 0, 1, 0, 0], [1, 1, 0, 0, 1, 0], [1, 0, 1, 0, 0, 1],
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 0, 1, 0, 0, 0],
+        [1, 1, 0, 1, 0, 0],
+        [1, 1, 0, 0, 1, 0],
+        [1, 0, 1, 0, 0, 1],
     ]
     assert Topology.from_paths(topology.paths) == topology
     assert topology.prefix(3).paths == ((), (0,), (1,))
@@ -41,13 +45,16 @@ def test_padding_nodes_see_only_themselves() -> None:
     assert bool(tree.ancestors_BNN[1, 2, 2])
 
 
-@pytest.mark.parametrize(("parents", "ranks", "message"), [
-    ((-1, 1), (0, 0), "parent of node 1 must be a node before it"),
-    ((0,), (0,), "root and its parent must be -1"),
-    ((-1, 0, 0), (0, 1, 1), "same parent and the same rank"),
-    ((-1, 0), (0,), "as many parents as ranks"),
-    ((-1, 0), (0, -2), "ranks must be at least 0"),
-])
+@pytest.mark.parametrize(
+    ("parents", "ranks", "message"),
+    [
+        ((-1, 1), (0, 0), "parent of node 1 must be a node before it"),
+        ((0,), (0,), "root and its parent must be -1"),
+        ((-1, 0, 0), (0, 1, 1), "same parent and the same rank"),
+        ((-1, 0), (0,), "as many parents as ranks"),
+        ((-1, 0), (0, -2), "ranks must be at least 0"),
+    ],
+)
 def test_wrong_topologies_are_refused(parents: tuple[int, ...], ranks: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Topology(parents, ranks)

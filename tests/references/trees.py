@@ -4,7 +4,7 @@ from itertools import combinations
 
 
 def best_expected_length(probability: dict[tuple[int, ...], float], nodes: int) -> float:
-    """Largest expected accepted length of a tree of `nodes` nodes, the root included, over all connected sets of paths."""
+    """Largest expected accepted length of any connected tree of `nodes` nodes, the root included."""
     best = 1.0
     for chosen in combinations(probability, nodes - 1):
         kept = set(chosen)
