@@ -280,7 +280,8 @@ def _load_weights(drafter: Drafter, path: Path, sha256: str) -> None:
     try:
         drafter.load_state_dict(load_file(path))
     except (SafetensorError, RuntimeError) as error:
-        raise UserError(f"{path} does not fit the drafter that {CONFIG} describes: {error}") from error
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} does not fit the drafter that {CONFIG} describes: {reason}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

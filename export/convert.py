@@ -99,7 +99,7 @@ def import_medusa(folder: Path, target: Target) -> Medusa:
         drafter.load_state_dict(state)
     except RuntimeError as error:
         raise UserError(f"the Medusa heads in {folder} do not fit {target.identity.name} (width {target.hidden_size}, "
-                        f"{target.vocab_size} tokens): {error}") from error
+                        f"{target.vocab_size} tokens): {' '.join(str(error).split())}") from error
     return drafter.eval()
 
 

@@ -37,8 +37,8 @@ _PAGE = Template("""<!doctype html>
   .box { padding: 14px 18px; border-left: 5px solid var(--draft); margin: 14px 0; }
   .box p { margin: 0; max-width: none; }
   .box.warn { border-left-color: var(--warn); }
-  .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 14px; margin-top: 12px;
-          align-items: start; }
+  .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 14px;
+          margin-top: 12px; align-items: start; }
   figure { margin: 0; padding: 14px 16px 12px; }
   figure.wide { margin-top: 14px; }
   figure svg { width: 100%; height: auto; display: block; }
@@ -191,10 +191,12 @@ def _tree(artifact: Artifact | None) -> str:
     topology, used = artifact.topology, artifact.tree_size
     drawn = topology.prefix(min(topology.size, max(used, DRAWN_NODES)))
     faint = "" if drawn.size == used else f" The {drawn.size - used} faint ones would be added next."
+    said = (f"Each pass verifies {used} of {topology.size} nodes at once: the last token and {used - 1} guesses about "
+            "the tokens after it." if used > 1 else
+            "On this machine no tree pays: a pass over guesses costs more than it saves, so nothing is drafted.")
     return (
-        f"<h2>The tree</h2><p>Each pass verifies {used} of {topology.size} nodes at once: the last token and "
-        f"{used - 1} guesses about the tokens after it. Nodes are in best-first order, so the first ones always make "
-        "the best smaller tree.</p>"
+        f"<h2>The tree</h2><p>{said} Nodes are in best-first order, so the first ones always make the best smaller "
+        "tree.</p>"
         + _figure(plots.tree(drawn, used), f"From left to right: one token further ahead.{faint}", "wide")
     )
 

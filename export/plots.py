@@ -106,10 +106,12 @@ def tree(topology: Topology, used: int) -> str:
         axes.set_ylim(max(height_of) + 0.8, -0.8)
         axes.spines[:].set_visible(False)
         axes.grid(visible=False)
-        for rank in range(min(topology.width, len(SERIES))):
+        ranks = range(min(topology.width, len(SERIES)))
+        for rank in ranks:
             label = f"guess {rank + 1}" + (" and later" if rank == len(SERIES) - 1 else "")
             axes.scatter([], [], s=26, color=SERIES[rank], label=label)
-        axes.legend(loc="lower left", ncols=len(SERIES), bbox_to_anchor=(0.0, 1.0), handletextpad=0.2)
+        if ranks:
+            axes.legend(loc="lower left", ncols=len(SERIES), bbox_to_anchor=(0.0, 1.0), handletextpad=0.2)
     return plot.svg("tree")
 
 

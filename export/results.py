@@ -199,7 +199,7 @@ def acceptance_by_position(emitted: Sequence[int]) -> tuple[float, ...]:
 def repeats(tokens: Sequence[int]) -> bool:
     """Whether over 30 % of the answer's 4-grams occurred earlier in it."""
     grams = [tuple(tokens[start : start + 4]) for start in range(len(tokens) - 3)]
-    return bool(grams) and 1 - len(set(grams)) / len(grams) > REPEATED_SHARE
+    return len(grams) - len(set(grams)) > REPEATED_SHARE * len(grams)
 
 
 def _median(timings: Sequence[Timing], way: Callable[[Timing], float]) -> float | None:

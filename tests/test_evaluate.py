@@ -1,0 +1,332 @@
+"""Evaluation: the figures mean what they say, and a changed word is found."""
+
+import importlib
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from drafters import ScriptedDrafter
+from draftsmith.export import EvaluateConfig, Evaluation, Method, evaluate, results
+from draftsmith.export.lossless import compare, first_divergence, generate, greedy_judge, native_model, sampled_judge
+from draftsmith.export.measure import ContentionProbe, rotated
+from draftsmith.export.results import Answer, Comparison, Timing, acceptance_by_position, repeats, summarise
+from draftsmith.modules import Chain, DecodeSettings, Request, StaticTree, Target, Topology, UserError, decode
+from draftsmith.modules.tiny import tiny_model, tiny_tokenizer
+
+KEYS = {
+    "family", "target", "prompts", "batch_size", "temperature", "new_tokens", "target_passes", "accepted_length",
+    "acceptance_by_position", "tokens_per_second", "plain_tokens_per_second", "generate_tokens_per_second", "speedup",
+    "contended", "draft_time_share", "lossless",
+}
+"""Every key that the evaluation promises."""
+SETS = {
+    "own": [("", (1, 5 + place, 40, 9)) for place in range(5)],
+    "written": [(category, (1, 30 + place, 8)) for category in ("math", "coding") for place in range(3)],
+}
+PROMPTS = [tokens for entries in SETS.values() for _, tokens in entries]
+CONFIG = EvaluateConfig(max_new_tokens=21, speed_prompts=2)
+
+
+def scripted(target: Target, mode: str, policy: Any = None, **request: Any) -> Method:
+    """A method that knows what the target will say to PROMPTS, and uses or spites it."""
+    requests = [Request(tokens, index, 40, **request) for index, tokens in enumerate(PROMPTS)]
+    answers = decode(target, requests, DecodeSettings(batch_size=8, ignore_eos=True)).generations
+    texts = [[*tokens, *answer.tokens] for tokens, answer in zip(PROMPTS, answers, strict=True)]
+    return Method(name=mode, family="scripted", drafter=ScriptedDrafter(target.vocab_size, texts, mode),
+                  policy=policy or Chain(4))
+
+
+def run(target: Target, method: Method, config: EvaluateConfig = CONFIG) -> Evaluation:
+    return evaluate(target, [method], SETS, config, progress=False).evaluations[0]
+
+
+@pytest.mark.parametrize("mode", ["random", "wrong", "oracle", "mixed"])
+def test_any_draft_is_lossless_in_float64(tiny_target_f64: Target, mode: str) -> None:
+    found = run(tiny_target_f64, scripted(tiny_target_f64, mode, StaticTree(Topology.from_paths([(0,), (1,), (0, 0)]))))
+    assert (found.overall.lossless.prompts, found.overall.lossless.identical) == (11, 11)
+    assert found.overall.lossless.max_logit_gap_at_divergence is None
+
+
+def test_a_wrong_drafter_gains_nothing(tiny_target_f64: Target) -> None:
+    overall = run(tiny_target_f64, scripted(tiny_target_f64, "wrong")).overall
+    assert overall.accepted_length == 1.0
+    assert overall.acceptance_by_position == ()
+    assert overall.target_passes == overall.new_tokens - overall.prompts  # the first token is the prompt's pass
+
+
+def test_an_oracle_is_accepted_whole(tiny_target_f64: Target) -> None:
+    # 21 tokens: one from the prompt's pass, then four passes of 4 accepted and 1 bonus.
+    overall = run(tiny_target_f64, scripted(tiny_target_f64, "oracle")).overall
+    ended = overall.new_tokens != 21 * overall.prompts
+    assert not ended, "choose other prompts: the test wants answers of full length"
+    assert overall.accepted_length == 5.0
+    assert overall.acceptance_by_position == (1.0, 1.0, 1.0, 1.0)
+    assert overall.truncation_rate == 1.0
+
+
+def test_the_json_has_every_promised_key_at_every_level(tiny_target_f64: Target) -> None:
+    methods = [scripted(tiny_target_f64, "mixed"), scripted(tiny_target_f64, "wrong")]
+    found = json.loads(json.dumps(evaluate(tiny_target_f64, methods, SETS, CONFIG, progress=False).to_dict(),
+                                  allow_nan=False))
+    assert found.keys() >= KEYS
+    assert found["header"].keys() >= {"machine", "dtype", "threads", "versions"}
+    assert found["lossless"].keys() == {"prompts", "identical", "near_tie_divergences", "max_logit_gap_at_divergence"}
+    assert list(found["by_prompt_set"]) == ["own", "written"]
+    assert list(found["by_category"]) == ["math", "coding"]
+    measured = KEYS - {"family", "target", "batch_size", "temperature", "contended"}
+    for group in (*found["by_prompt_set"].values(), *found["by_category"].values()):
+        assert group.keys() >= measured
+    assert [other["name"] for other in found["others"]] == ["wrong"]
+    assert found["speedup"] == pytest.approx(found["tokens_per_second"] / max(found["plain_tokens_per_second"],
+                                                                            found["generate_tokens_per_second"]))
+
+
+def test_groups_add_up(tiny_target_f64: Target) -> None:
+    found = run(tiny_target_f64, scripted(tiny_target_f64, "mixed"))
+    for key in ("prompts", "new_tokens", "target_passes"):
+        assert sum(getattr(group, key) for group in found.by_prompt_set.values()) == getattr(found.overall, key)
+    assert found.by_category["math"].prompts == 3
+
+
+@pytest.mark.parametrize(("mode", "passes"), [("wrong", 20), ("oracle", 4)])
+def test_a_batch_makes_as_many_calls_as_its_longest_row_has_passes(tiny_target_f64: Target, mode: str,
+                                                                   passes: int) -> None:
+    sets = {"own": [("", tokens) for tokens in PROMPTS[:8]]}
+    config = EvaluateConfig(max_new_tokens=21, speed_prompts=8, batch_size=8)
+    method = scripted(tiny_target_f64, mode)
+    found = evaluate(tiny_target_f64, [method], sets, config, progress=False).evaluations[0]
+    assert (found.target_calls, found.overall.target_passes) == (passes, 8 * passes)
+    assert found.overall.lossless.identical == 8
+
+
+def test_timing_or_not_changes_no_answer(tiny_target_f64: Target) -> None:
+    timed = run(tiny_target_f64, scripted(tiny_target_f64, "oracle"), replace(CONFIG, speed_prompts=11))
+    untimed = run(tiny_target_f64, scripted(tiny_target_f64, "oracle"), replace(CONFIG, speed_prompts=0))
+    assert untimed.overall.speedup is None
+    assert untimed.overall.tokens_per_second is None
+    assert not untimed.contended
+    assert (timed.overall.accepted_length, timed.overall.lossless) == (untimed.overall.accepted_length,
+                                                                       untimed.overall.lossless)
+    assert timed.overall.draft_time_share is not None
+    assert 0 < timed.overall.draft_time_share < 1
+
+
+def test_sampled_answers_equal_the_plain_loops(tiny_target_f64: Target) -> None:
+    method = scripted(tiny_target_f64, "mixed", temperature=0.8)
+    config = replace(CONFIG, temperature=0.8, top_p=0.95)
+    found = run(tiny_target_f64, method, config)
+    assert found.temperature == 0.8
+    assert found.overall.lossless.identical == 11
+
+
+def lying_generate(change: int) -> Any:
+    """`generate` that says another word at one place of the answer to the first prompt."""
+    def lie(model: Any, target: Target, prompts: Sequence[Sequence[int]], **settings: Any) -> list[list[int]]:
+        answers = generate(model, target, prompts, **settings)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            if tuple(prompt) == PROMPTS[0] and len(answer) > change:
+                answer[change] = (answer[change] + 1) % target.vocab_size
+        return answers
+
+    return lie
+
+
+@pytest.mark.parametrize("speed_prompts", [0, 1])
+def test_one_changed_word_is_found_and_no_near_tie(tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch,
+                                                   speed_prompts: int) -> None:
+    module = importlib.import_module(evaluate.__module__)  # the function hides its module from an ordinary import
+    monkeypatch.setattr(module, "generate", lying_generate(4))
+    found = run(tiny_target_f64, scripted(tiny_target_f64, "mixed"), replace(CONFIG, speed_prompts=speed_prompts))
+    lossless = found.overall.lossless
+    assert (lossless.identical, lossless.near_tie_divergences, lossless.different) == (10, 0, 1)
+    assert lossless.max_logit_gap_at_divergence is not None
+    assert lossless.max_logit_gap_at_divergence > 1e-3
+    assert found.by_prompt_set["own"].lossless.different == 1
+    assert found.by_prompt_set["written"].lossless.different == 0
+
+
+def tied_target(dtype: torch.dtype) -> tuple[Target, tuple[int, ...], int, int]:
+    """(a target, a prompt, its next token, another token with exactly the same logit everywhere)."""
+    model = tiny_model(dtype=dtype)
+    prompt = (5, 9, 30)
+    best = int(model(torch.tensor([prompt])).logits[0, -1].argmax())
+    twin = best + 1
+    with torch.no_grad():
+        model.lm_head.weight[twin] = model.lm_head.weight[best]
+    return Target(model, tiny_tokenizer(), name="tied"), prompt, best, twin
+
+
+def test_a_tie_is_a_near_tie_and_a_third_token_is_not() -> None:
+    target, prompt, best, twin = tied_target(torch.float32)
+    third = next(token for token in range(target.vocab_size) if token not in (best, twin))
+    tie = compare(prompt, [best, 7], [twin, 7], greedy_judge(target))
+    assert (tie.divergence, tie.near_tie) == (0, True)
+    assert tie.gap == pytest.approx(0.0, abs=1e-6)
+    wrong = compare(prompt, [best, 7], [third, 7], greedy_judge(target))
+    assert not wrong.near_tie
+    assert wrong.gap is not None
+    assert wrong.gap > 1e-3
+
+
+def test_in_float64_nothing_is_a_near_tie() -> None:
+    target, prompt, best, twin = tied_target(torch.float64)
+    assert not compare(prompt, [best], [twin], greedy_judge(target)).near_tie
+
+
+def test_half_precision_allows_its_own_rounding() -> None:
+    target, prompt, best, twin = tied_target(torch.bfloat16)
+    assert compare(prompt, [best], [twin], greedy_judge(target)).near_tie
+
+
+def test_a_padded_reference_is_made_again_before_anything_is_blamed(tiny_target: Target) -> None:
+    judge = greedy_judge(tiny_target)
+    assert compare((5,), [1, 2], [1, 3], judge, again=lambda: [1, 2]).divergence is None
+    assert compare((5,), [1, 2], [1, 3], judge, again=lambda: [1, 3]).divergence == 1
+
+
+def test_stopping_early_is_never_a_near_tie(tiny_target: Target) -> None:
+    found = compare((5,), [1, 2], [1, 2, 3], greedy_judge(tiny_target))
+    assert (found.divergence, found.gap, found.near_tie) == (2, None, False)
+
+
+def test_a_draw_at_the_edge_of_two_shares_is_a_near_tie(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module(sampled_judge.__module__)
+    request = Request((5, 9), 0, 4, 1.0)
+    judge = sampled_judge(tiny_target, DecodeSettings(), request)
+    with tiny_target.native() as model:
+        shares_V = model(torch.tensor([[5, 9]])).logits[0, -1].double().softmax(-1)
+    edge = float(shares_V[:21].sum())
+    for uniform, near in ((edge, True), (edge + 1e-3, False)):
+        monkeypatch.setattr(module, "uniform_stream", lambda *_args, value=uniform: [value] * 4)
+        assert judge((5, 9), (20, 21)) == (None, near)
+
+
+def test_generate_in_a_padded_batch_equals_generate_alone(tiny_target_f64: Target) -> None:
+    prompts = [PROMPTS[0], PROMPTS[6], (5,)]
+    with native_model(tiny_target_f64) as model:
+        together = generate(model, tiny_target_f64, prompts, max_new_tokens=20)
+        alone = [generate(model, tiny_target_f64, [prompt], max_new_tokens=20)[0] for prompt in prompts]
+    assert together == alone
+
+
+def test_generate_forgets_the_habits_of_a_checkpoint_and_they_come_back() -> None:
+    target = Target(tiny_model(dtype=torch.float64), tiny_tokenizer(), name="tiny-random")
+    with native_model(target) as model:
+        expected = generate(model, target, PROMPTS, max_new_tokens=20)
+    habits = target.model.generation_config
+    habits.repetition_penalty, habits.no_repeat_ngram_size = 3.0, 2
+    with native_model(target) as model:
+        assert generate(model, target, PROMPTS, max_new_tokens=20) == expected
+    assert target.model.generation_config is habits
+    with target.native() as model:
+        row = model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=20, do_sample=False, pad_token_id=0)
+    assert row[0, len(PROMPTS[0]):].tolist() != expected[0]  # the habits do change the answer when they are kept
+
+
+@pytest.mark.parametrize(("answer", "reference", "place"), [
+    ([1, 2, 3], [1, 2, 3], None), ([1, 2, 3], [1, 5, 3], 1), ([1, 2], [1, 2, 3], 2), ([], [1], 0), ([], [], None),
+])
+def test_first_divergence(answer: list[int], reference: list[int], place: int | None) -> None:
+    assert first_divergence(answer, reference) == place
+
+
+def test_acceptance_by_position_sums_to_the_accepted_length() -> None:
+    emitted = [1, 3, 2, 1, 5, 3]
+    shares = acceptance_by_position(emitted)
+    assert shares == (4 / 6, 3 / 6, 1 / 6, 1 / 6)
+    assert 1 + sum(shares) == pytest.approx(sum(emitted) / 6)
+    assert acceptance_by_position([]) == ()
+
+
+def test_repetition_is_counted_on_4_grams() -> None:
+    assert not repeats([])
+    assert not repeats(range(40))
+    assert repeats([1, 2, 3, 4] * 10)
+    # 10 grams, of which 3 occurred before: exactly 30 %, which is not over 30 %.
+    assert not repeats([1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5, 6])
+    assert results.REPEATED_SHARE == 0.3
+
+
+def answer(emitted: tuple[int, ...], **changes: Any) -> Answer:
+    fields = {"prompt_set": "own", "category": "", "tokens": (1,) * (1 + sum(emitted)), "emitted": emitted,
+              "truncated": False, "comparison": Comparison(divergence=None)}
+    return Answer(**(fields | changes))
+
+
+def timing(drafted: float, plain: float, generated: float) -> Timing:
+    return Timing(prompt_set="own", category="", drafted=drafted, plain=plain, generate=generated, seconds=2.0,
+                  draft_seconds=0.5)
+
+
+def test_accepted_length_is_a_ratio_of_sums_and_speed_a_median() -> None:
+    found = summarise([answer((4,)), answer((1, 1, 1, 1))], [timing(30, 10, 12), timing(20, 11, 15), timing(90, 9, 14)])
+    assert found.accepted_length == 8 / 5  # the mean over prompts would be 2.5
+    assert (found.tokens_per_second, found.plain_tokens_per_second, found.generate_tokens_per_second) == (30, 10, 14)
+    assert found.speedup == 30 / 14
+    assert found.draft_time_share == 0.25
+
+
+def test_an_answer_of_one_token_has_no_pass() -> None:
+    found = summarise([answer(())], [])
+    assert (found.new_tokens, found.target_passes, found.accepted_length) == (1, 0, 0.0)
+
+
+def test_the_probe_marks_a_busy_machine(tiny_target: Target) -> None:
+    probe = ContentionProbe(tiny_target)
+    assert not probe.contended
+    probe.samples = {1: [0.050, 0.055], 8: [0.060, 0.068]}
+    assert not probe.contended
+    probe.samples = {1: [0.050, 0.055], 8: [0.060, 0.070]}
+    assert probe.contended
+    assert probe.excess[8] == pytest.approx(1 / 6)
+
+
+def test_the_probe_measures_both_sizes_and_leaves_no_trace(tiny_target: Target) -> None:
+    probe = ContentionProbe(tiny_target)
+    before = list(probe.rows.cache.host_lengths)
+    probe.sample()
+    probe.sample()
+    assert {size: len(seconds) for size, seconds in probe.samples.items()} == {1: 2, 8: 2}
+    assert all(second > 0 for seconds in probe.samples.values() for second in seconds)
+    assert probe.rows.cache.host_lengths == before
+
+
+def test_every_way_gets_to_go_first() -> None:
+    assert [rotated("abc", turn)[0] for turn in range(4)] == ["a", "b", "c", "a"]
+    assert sorted(rotated("abc", 2)) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+    ({"max_new_tokens": 1}, "max_new_tokens must be at least 2, got 1"),
+    ({"limit": 0}, "limit must be at least 1, got 0"),
+    ({"temperature": -1.0}, "temperature must be at least 0"),
+    ({"top_p": 0.0}, "top_p must be above 0 and at most 1"),
+    ({"speed_prompts": -1}, "speed_prompts must be at least 0"),
+])
+def test_settings_out_of_range_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        EvaluateConfig(**change)
+
+
+def test_mistakes_in_prompts_are_named(tiny_target: Target) -> None:
+    method = Method(name="plain", family="none", drafter=None, policy=None)
+    with pytest.raises(UserError, match="at least one method"):
+        evaluate(tiny_target, [], SETS, CONFIG, progress=False)
+    with pytest.raises(UserError, match="no prompt to evaluate on"):
+        evaluate(tiny_target, [method], {"own": []}, CONFIG, progress=False)
+    with pytest.raises(UserError, match="has 500 tokens; with max_new_tokens 21 .* the target's context of 512"):
+        evaluate(tiny_target, [method], {"own": [("", (5,) * 500)]}, CONFIG, progress=False)
+    with pytest.raises(UserError, match="of the set 'own' has no tokens"):
+        evaluate(tiny_target, [method], {"own": [("", ())]}, CONFIG, progress=False)
+
+
+def test_the_target_alone_is_a_method_too(tiny_target: Target) -> None:
+    method = Method(name="plain", family="none", drafter=None, policy=None)
+    found = evaluate(tiny_target, [method], SETS, replace(CONFIG, limit=2), progress=False)
+    assert found.evaluations[0].overall.accepted_length == 1.0
+    assert found.header["prompt_sets"] == {"own": 2, "written": 2}
+    assert list(found.evaluations[0].by_category) == ["math", "coding"]  # the limit is spread over the set
