@@ -318,7 +318,7 @@ def test_mistakes_in_prompts_are_named(tiny_target: Target) -> None:
         evaluate(tiny_target, [], SETS, CONFIG, progress=False)
     with pytest.raises(UserError, match="no prompt to evaluate on"):
         evaluate(tiny_target, [method], {"own": []}, CONFIG, progress=False)
-    with pytest.raises(UserError, match="has 500 tokens; with max_new_tokens 21 .* the target's context of 512"):
+    with pytest.raises(UserError, match=r"has 500 tokens; with max_new_tokens 21 .* the target's context of 512"):
         evaluate(tiny_target, [method], {"own": [("", (5,) * 500)]}, CONFIG, progress=False)
     with pytest.raises(UserError, match="of the set 'own' has no tokens"):
         evaluate(tiny_target, [method], {"own": [("", ())]}, CONFIG, progress=False)
