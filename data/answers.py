@@ -4,9 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ..modules import Target, UserError
-from ..modules.decode import decode
-from ..modules.requests import DecodeSettings, DecodeStats, Generation, Request
+from ..modules import DecodeSettings, DecodeStats, Generation, Request, Target, UserError, decode
 from .chat import ChatTemplate, Turn, join_turns
 from .own import REPEATED_SHARE, add_stats, repetition
 from .prompts import Prompt

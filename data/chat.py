@@ -304,8 +304,8 @@ class ChatTemplate:
             raise UserError(TEMPLATE_FAILS.format(error)) from error
         if not self.tokenizer.is_fast:
             raise UserError(
-                "marks of {% generation %} need a fast tokenizer (tokenizer.json); convert it, or let the target answer "
-                "(distill.answers: target)"
+                "marks of {% generation %} need a fast tokenizer (tokenizer.json); convert it, or let the target "
+                "answer (distill.answers: target)"
             )
         coded = self.tokenizer(texts[0], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         supervised = [_inside(span, marks[0]) for span in coded["offset_mapping"]]

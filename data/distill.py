@@ -14,8 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..modules import Target, UserError
-from ..modules.requests import DecodeSettings
+from ..modules import DecodeSettings, Target, UserError
 from .answers import Answerer, Conversation, take_given
 from .chat import ChatTemplate
 from .own import OwnPrompts
@@ -41,7 +40,9 @@ HELD_OUT_ROUNDS = 20
 TRUNCATED_SHARE = 0.3
 """A larger share of answers cut by the length limit deserves a warning."""
 SIZE_MARGIN = 1.05
-"""The shard meant to reach the token budget is a little larger than expected, so that no crumb of a shard follows."""
+"""The shard meant to reach the token budget is a little larger than expected, so that seldom another follows."""
+BARREN_CANDIDATES = 256
+"""Prompts written by the target without a usable one among them after which it is no use to go on."""
 log = logging.getLogger(__name__)
 
 
@@ -222,18 +223,19 @@ class Distillation:
 
     def _train(self) -> None:
         """Make shards until the budget is spent or the prompts are used up."""
+        barren = 0
         while (size := self._next_size()) > 0 and not self._late():
             start = self.manifest.candidates
             fresh, read = self._fresh(start, size)
-            if fresh:
-                self.manifest = replace(self.manifest, candidates=start + read)
-                self._write_shard("train", self._converse(fresh), [prompt.key for _, prompt in fresh], read)
-            elif self.own and read:
-                raise UserError(
-                    f"none of {read} prompts that the target wrote can be used; raise prompts.own_max_tokens, or "
-                    "give prompts in a file (prompts.source: file)"
-                )
             self.manifest = replace(self.manifest, candidates=start + read)
+            barren = 0 if fresh else barren + read
+            if fresh:
+                self._write_shard("train", self._converse(fresh), [prompt.key for _, prompt in fresh], read)
+            elif self.own and barren >= BARREN_CANDIDATES:
+                raise UserError(
+                    f"none of {barren} prompts that the target wrote can be used; raise prompts.own_max_tokens "
+                    f"({self.prompts.own_max_tokens}), or give prompts in a file (prompts.source: file)"
+                )
             if read < size:
                 break
         if self.manifest.total("train", "supervised") == 0:
@@ -276,13 +278,17 @@ class Distillation:
     # Budget, counts and times ----------------------------------------------------------------------------------------
 
     def _next_size(self) -> int:
-        """Candidates of the next shard; fewer near the end of the token budget, by the yield so far."""
+        """Candidates of the next shard; fewer near the end of the token budget, by the yield so far.
+
+        At least as many as there are slots: a crumb of a shard would leave them idle.
+        """
         budget, size = self.config.budget_tokens, self.config.shard_prompts
         if budget is None:
             return size
         done, tried = (self.manifest.total("train", count) for count in ("supervised", "candidates"))
         each = max(done / tried, 1.0) if tried else float(self.config.max_new_tokens)
-        return min(size, math.ceil(SIZE_MARGIN * (budget - done) / each)) if done < budget else 0
+        wanted = max(self.config.slots, math.ceil(SIZE_MARGIN * (budget - done) / each))
+        return min(size, wanted) if done < budget else 0
 
     def _seconds(self) -> float:
         """Time spent on this folder, interrupted runs included."""

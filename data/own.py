@@ -8,9 +8,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from ..modules import Target
-from ..modules.decode import decode
-from ..modules.requests import DecodeSettings, DecodeStats, Generation, Request
+from ..modules import DecodeSettings, DecodeStats, Generation, Request, Target, decode
 from .chat import ChatTemplate
 from .prompts import Prompt, PromptConfig, Taken
 
