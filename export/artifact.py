@@ -103,18 +103,7 @@ def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, prov
     with whole_folder(folder, OWNED) as partial:
         # One metadata key: safetensors writes several in an order of its own, and the bytes would differ.
         save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
-        config = {
-            "format": "draftsmith",
-            "format_version": FORMAT_VERSION,
-            "family": drafter.family,
-            "class": f"{type(drafter).__module__}.{type(drafter).__qualname__}",
-            "drafter": drafter.describe(),
-            "target": portable(identity.to_dict()),
-            "tree": {"parents": list(topology.parents), "ranks": list(topology.ranks)},
-            "weights_sha256": _sha256(partial / WEIGHTS),
-            "provenance": portable(provenance),
-            "versions": {name: version(name) for name in ("draftsmith", "torch", "transformers", "safetensors")},
-        }
+        config = _description(drafter, identity, provenance, topology, _sha256(partial / WEIGHTS))
         write_file(partial / CONFIG, _json(config))
         write_file(partial / CARD, model_card(config, sum(weight.numel() for weight in weights.values())))
     return folder
@@ -248,6 +237,23 @@ def model_card(config: Mapping[str, Any], parameters: int) -> str:
         "It is refused beside any other target. `config.json` holds the recipe and the tree; nothing here is a pickle.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _description(drafter: Drafter, identity: TargetIdentity, provenance: dict[str, Any], topology: Topology,
+                 weights_sha256: str) -> dict[str, Any]:
+    """What config.json holds."""
+    return {
+        "format": "draftsmith",
+        "format_version": FORMAT_VERSION,
+        "family": drafter.family,
+        "class": f"{type(drafter).__module__}.{type(drafter).__qualname__}",
+        "drafter": drafter.describe(),
+        "target": portable(identity.to_dict()),
+        "tree": {"parents": list(topology.parents), "ranks": list(topology.ranks)},
+        "weights_sha256": weights_sha256,
+        "provenance": portable(provenance),
+        "versions": {name: version(name) for name in ("draftsmith", "torch", "transformers", "safetensors")},
+    }
 
 
 def _acceptance_rows(provenance: Mapping[str, Any]) -> list[str]:
