@@ -20,10 +20,12 @@ from ..modules.drafter import Drafts
 from ..modules.features import Features
 from .metrics import COLUMNS, rank_hits, weighted_mean_loss
 
-CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
-"""Logits alive at once, by kind of device: 64 MiB of float32 on a CPU, 512 MiB on a GPU (one chunk holds about three
-tensors of that size). Larger chunks read the output weight less often; these are where the gain levels off
-(`tests/benchmarks/vocabulary_loss.py`)."""
+CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
+"""Logits alive at once, by kind of device: 32 MiB of float32 on a CPU, 256 MiB on a GPU; about three more tensors of
+that size stand beside them. On a CPU smaller chunks read the output weight too often and larger ones gain nothing
+(`tests/benchmarks/vocabulary_loss.py --chunk`)."""
+TRAINED_FACTOR = 4
+"""Larger chunks where the output weight is trained: each adds a gradient of the weight's size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +137,9 @@ class _Rows:
 
     def chunks(self, device: torch.device) -> Iterator[slice]:
         """Consecutive ranges of the N tokens, each with the logits of one step within the budget."""
-        elements = self.loss.chunk_elements or CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cuda"])
-        size = max(1, elements // self.loss.entries)
+        usual = CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cuda"])
+        usual *= TRAINED_FACTOR if self.loss.parameters else 1
+        size = max(1, (self.loss.chunk_elements or usual) // self.loss.entries)
         return (slice(start, start + size) for start in range(0, len(self.supervision.labels_N), size))
 
     @torch.no_grad()
@@ -186,7 +189,8 @@ class _ChunkedSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: _Rows, hidden_NKD: Tensor, *parameters: nn.Parameter) -> tuple[Tensor, Tensor]:
-        gradients = [torch.zeros_like(tensor) for tensor in (hidden_NKD, *parameters)]
+        gradient_NKD = torch.zeros_like(hidden_NKD)
+        owned: list[Tensor | None] = [None] * len(parameters)
         sums_KC = rows.empty(hidden_NKD.device)
         for chunk in rows.chunks(hidden_NKD.device):
             teacher_NQ = rows.teach(chunk)
@@ -195,12 +199,12 @@ class _ChunkedSum(torch.autograd.Function):
                     states_ND = hidden_NKD[chunk, step].detach().requires_grad_()
                     loss, sums_C = rows.step(states_ND, step, chunk, teacher_NQ)
                     found = torch.autograd.grad(loss * weight, (states_ND, *parameters), allow_unused=True)
-                gradients[0][chunk, step] = found[0]
-                for total, part in zip(gradients[1:], found[1:], strict=True):
-                    if part is not None:
-                        total += part
+                gradient_NKD[chunk, step] = found[0]
+                owned = [_added(total, part) for total, part in zip(owned, found[1:], strict=True)]
                 sums_KC[step] += sums_C
-        ctx.save_for_backward(*gradients)
+        complete = [torch.zeros_like(weight) if part is None else part
+                    for weight, part in zip(parameters, owned, strict=True)]
+        ctx.save_for_backward(gradient_NKD, *complete)
         ctx.mark_non_differentiable(sums_KC)
         return rows.total(sums_KC, hidden_NKD), sums_KC
 
@@ -208,3 +212,10 @@ class _ChunkedSum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, scale: Tensor, _sums: Tensor) -> tuple[Tensor | None, ...]:
         return (None, *(gradient * scale.to(gradient.dtype) for gradient in ctx.saved_tensors))
+
+
+def _added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+    """Sum of two gradients, in the first one's memory."""
+    if total is None or part is None:
+        return part if total is None else total
+    return total.add_(part)

@@ -1,0 +1,26 @@
+"""The learning rate's shape."""
+
+import math
+
+import pytest
+from draftsmith.trainers.schedules import warmup_cosine
+
+
+def test_warm_up_is_linear_and_the_first_step_learns() -> None:
+    factor = warmup_cosine(4, 20)
+    assert [factor(step) for step in range(5)] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+
+
+def test_the_cosine_is_half_way_down_in_the_middle_and_falls_towards_zero() -> None:
+    factor = warmup_cosine(10, 110)
+    assert factor(60) == pytest.approx(0.5)
+    assert 0 < factor(109) < 0.001
+    values = [factor(step) for step in range(10, 110)]
+    assert values == sorted(values, reverse=True)
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 5), (5, 5), (10, 5), (0, 1)])
+def test_odd_lengths_stay_within_bounds(warmup: int, steps: int) -> None:
+    values = [warmup_cosine(warmup, steps)(step) for step in range(steps + 2)]
+    assert all(math.isfinite(value) and 0 <= value <= 1 for value in values)
+    assert values[0] > 0

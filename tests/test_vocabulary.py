@@ -1,0 +1,45 @@
+"""The reduced draft vocabulary: which tokens, how much of the text, and back again."""
+
+import pytest
+import torch
+from draftsmith.modules import UserError
+from draftsmith.modules.vocabulary import choose, coverage, draft_index
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+COUNTS = torch.tensor([5, 0, 9, 5, 1, 7])
+
+
+def test_the_most_frequent_tokens_in_ascending_order() -> None:
+    assert choose(COUNTS, 3).tolist() == [0, 2, 5]
+
+
+def test_equal_counts_go_to_the_lower_id() -> None:
+    assert choose(torch.tensor([1, 3, 3, 3]), 2).tolist() == [1, 2]
+
+
+def test_required_tokens_are_in_whatever_their_count() -> None:
+    assert choose(COUNTS, 2, always=(1,)).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(("size", "always"), [(0, ()), (7, ()), (1, (1, 4))])
+def test_impossible_sizes_are_refused(size: int, always: tuple[int, ...]) -> None:
+    with pytest.raises(UserError, match=rf"between .* and 6 entries .* got {size}"):
+        choose(COUNTS, size, always=always)
+
+
+def test_coverage_is_the_share_of_counted_tokens() -> None:
+    assert coverage(COUNTS, choose(COUNTS, 2)) == pytest.approx(16 / 27)
+    assert coverage(torch.zeros(4), torch.tensor([1])) == 0.0
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=40), st.data())
+def test_the_index_is_the_inverse_of_the_ids(counts: list[int], data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, len(counts)))
+    ids = choose(torch.tensor(counts), size)
+    index = draft_index(ids, len(counts))
+    assert torch.equal(index[ids], torch.arange(size))
+    assert int((index == -1).sum()) == len(counts) - size
+    left_out = [counts[token] for token in range(len(counts)) if token not in ids.tolist()]
+    assert min(counts[token] for token in ids.tolist()) >= max(left_out, default=0)
