@@ -8,7 +8,7 @@ from typing import Any
 from . import plots
 from .artifact import Artifact
 from .results import Evaluation, EvaluationRun, Measures
-from .wording import contention_note, how_measured, lossless_verdict, number, percent, times
+from .wording import contention_note, how_measured, lossless_verdict, number, percent, steadiness, times
 
 DRAWN_NODES = 24
 """Nodes of a tree that are drawn even if fewer are in use."""
@@ -206,7 +206,7 @@ def _facts(run: EvaluationRun, artifact: Artifact | None) -> str:
     facts: dict[str, Any] = {
         "machine": header["machine"], "number format": header["dtype"], "threads": header["threads"],
         "versions": header["versions"], "settings": header["settings"], "prompts": header["prompt_sets"],
-        "contention": header["contention"],
+        "steadiness": f"{header['contention']['samples']} samples, at most {steadiness(run)} above the best",
     }
     if artifact is not None:
         facts |= {"target weights": artifact.identity.weights_hash}
@@ -218,5 +218,6 @@ def _facts(run: EvaluationRun, artifact: Artifact | None) -> str:
 
 def _plain(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{str(key).replace('_', ' ')} {_plain(item)}" for key, item in value.items())
+        return ", ".join(f"{str(key).replace('_', ' ')} {_plain(item)}" for key, item in value.items()
+                         if item is not None)
     return f"{value:.3g}" if isinstance(value, float) else str(value)

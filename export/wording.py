@@ -57,10 +57,14 @@ def _differ(count: int) -> str:
     return f"{count} first {'differs' if count == 1 else 'differ'}"
 
 
+def steadiness(run: EvaluationRun) -> str:
+    """How far the repeated passes left their best, and how far they may."""
+    seen = run.header["contention"]
+    listed = " and ".join(f"{excess:.0%} for {size} {'token' if size == '1' else 'tokens'}"
+                          for size, excess in seen["worst_excess"].items())
+    return f"{listed} (allowed: {seen['bound']:.0%})"
+
+
 def contention_note(run: EvaluationRun) -> str:
     """Why the speeds of a contended run are not to be trusted."""
-    worst = run.header["contention"]["worst_excess"]
-    listed = " and ".join(f"{excess:.0%} for {size} {'token' if size == '1' else 'tokens'}"
-                          for size, excess in worst.items())
-    return (f"The machine was busy with something else: repeated passes left their best by up to {listed} (allowed: "
-            f"{run.header['contention']['bound']:.0%}). Do not trust these speeds; measure again when it is quiet.")
+    return (f"The machine was busy with something else: repeated passes left their best by up to {steadiness(run)}. Do not trust these speeds; measure again when it is quiet.")
