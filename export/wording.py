@@ -67,4 +67,5 @@ def steadiness(run: EvaluationRun) -> str:
 
 def contention_note(run: EvaluationRun) -> str:
     """Why the speeds of a contended run are not to be trusted."""
-    return (f"The machine was busy with something else: repeated passes left their best by up to {steadiness(run)}. Do not trust these speeds; measure again when it is quiet.")
+    return (f"The machine was busy with something else: repeated passes left their best by up to "
+            f"{steadiness(run)}. Do not trust these speeds; measure again when it is quiet.")
