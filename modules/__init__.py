@@ -9,14 +9,19 @@ from .errors import UserError
 from .features import Features
 from .identity import TargetIdentity
 from .loading import DEFAULT_NAME, TargetConfig, load_target
+from .medusa import Medusa, MedusaConfig
 from .policies import Chain, Policy, StaticTree
 from .replay import Replay
 from .requests import DecodeResult, DecodeSettings, DecodeStats, Generation, Request
 from .target import PassOutput, Target, TargetRows
 from .tree import TokenTree, Topology
 
+DRAFTERS: tuple[type[Drafter], ...] = (Medusa,)
+"""Every drafter family; contract, losslessness, artifact and recipe tests run over this tuple."""
+
 __all__ = [
     "DEFAULT_NAME",
+    "DRAFTERS",
     "Acceptance",
     "Accepted",
     "Chain",
@@ -31,6 +36,8 @@ __all__ = [
     "Frontier",
     "Generation",
     "Loop",
+    "Medusa",
+    "MedusaConfig",
     "Observation",
     "PassOutput",
     "Policy",
