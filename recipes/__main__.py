@@ -10,14 +10,14 @@ from importlib import import_module
 from importlib.metadata import version
 
 COMMANDS = {
-    "run": "all of the following from one recipe; a stage whose output is complete is skipped",
-    "distill": "prompts -> answers by the target -> token shards and feature shards",
-    "train": "token shards -> a drafter -> artifact, with its draft tree",
-    "evaluate": "artifact on prompts -> acceptance, speed, losslessness: JSON, Markdown, HTML",
-    "export": "artifact -> the layout of a serving engine",
-    "generate": "text from a prompt, drafted and verified, streaming",
+    "run": ("pipeline", "all of the following from one recipe; a stage whose output is complete is skipped"),
+    "distill": ("pipeline", "prompts -> answers by the target -> token shards and feature shards"),
+    "train": ("pipeline", "token shards -> a drafter -> artifact, with its draft tree"),
+    "evaluate": ("commands", "artifact on prompts -> acceptance, speed, losslessness: JSON, Markdown, HTML"),
+    "export": ("commands", "artifact -> the layout of a serving engine"),
+    "generate": ("commands", "text from a prompt, drafted and verified, streaming"),
 }
-"""Each command and what `draftsmith --help` says about it; `commands.py` holds a typed function of the same name."""
+"""Each command: the file whose COMMANDS defines it, and what `draftsmith --help` says about it."""
 
 USER_MISTAKE, INTERRUPTED = 2, 130
 REMEDIES = {
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def overview() -> str:
     """The text of `draftsmith --help`."""
-    lines = [f"  {name:<10}{summary}" for name, summary in COMMANDS.items()]
+    lines = [f"  {name:<10}{summary}" for name, (_, summary) in COMMANDS.items()]
     return "\n".join([
         "usage: draftsmith COMMAND [--config FILE] [--KEY VALUE ...]",
         "",
@@ -85,7 +85,7 @@ def run_command(name: str, arguments: list[str]) -> int:
     from ..modules.errors import UserError
 
     try:
-        import_module(".commands", __package__).COMMANDS[name].execute(arguments)
+        import_module(f".{COMMANDS[name][0]}", __package__).COMMANDS[name].execute(arguments)
     except (ArgumentError, UserError) as error:
         return complain(f"{error}" if isinstance(error, UserError) else f"{error}; see draftsmith {name} --help")
     except ModuleNotFoundError as error:
@@ -104,6 +104,12 @@ def quiet_libraries() -> None:
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     for category in (FutureWarning, DeprecationWarning):
         warnings.simplefilter("ignore", category)
+    warnings.formatwarning = one_line
+
+
+def one_line(message: Warning | str, *_: object, **__: object) -> str:
+    """A warning without the file and the source line that raised it."""
+    return f"draftsmith: warning: {' '.join(str(message).split())}\n"
 
 
 def missing_module(error: ModuleNotFoundError) -> str:

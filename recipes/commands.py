@@ -1,0 +1,152 @@
+"""The commands that use an artifact: evaluate, export, generate. They need none of the training extras."""
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..data import read_prompts
+from ..export import EvaluateConfig, Method, evaluate, export_artifact, load_artifact, terminal_table, write_report
+from ..modules import DecodeSettings, Request, Target, TargetConfig, UserError, stream
+from .parsing import Command, Parsed
+from .template import ARTIFACT_TARGET, TemplateConfig, artifact_target, handwritten_prompts, prompt_sets
+
+
+def own_target() -> TargetConfig:
+    """The artifact's own target, wherever it runs best."""
+    return TargetConfig(name=ARTIFACT_TARGET)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateArguments:
+    """Measure artifacts on prompts."""
+
+    artifact: Path | list[Path]
+    """Folder of the artifact; a list compares several, --artifact [A,B]."""
+    out: Path
+    """Folder for evaluation.json, report.md and report.html."""
+    prompts: str | dict[str, Any] | None = None
+    """JSONL file of prompts; the 80 hand-written ones by default (a recipe's section `prompts` is passed over)."""
+    target: TargetConfig = field(default_factory=own_target)
+    """The target; the one that the artifact names by default."""
+    template: TemplateConfig = field(default_factory=TemplateConfig)
+    """Settings of its chat template."""
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    """What is decoded and what is timed."""
+
+
+def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
+    """Decode prompts with artifacts and with the target alone; write JSON, Markdown and HTML."""
+    given = parsed.values
+    folders = given.artifact if isinstance(given.artifact, list) else [given.artifact]
+    if not folders:
+        raise UserError("evaluate needs at least one artifact; give --artifact DIR")
+    sets = {Path(given.prompts).stem: read_prompts(given.prompts)} if isinstance(given.prompts, str) \
+        else {"handwritten": handwritten_prompts()}
+    target = artifact_target(folders[0], given.target)
+    artifacts = [load_artifact(folder, target) for folder in folders]
+    names = [str(folder) for folder in folders] if len(folders) > 1 else [None]
+    methods = [Method.of(artifact, name=name) for artifact, name in zip(artifacts, names, strict=True)]
+    result = evaluate(target, methods, prompt_sets(given.template.build(target), sets), given.evaluate)
+    written = write_report(given.out, result, artifacts[0])
+    print(terminal_table(result))
+    print(f"{written['html']} shows it with plots")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateArguments:
+    """Continue one prompt."""
+
+    artifact: Path
+    """Folder of the artifact."""
+    prompt: str
+    """What the user says."""
+    max_new_tokens: int = 256
+    """Longest answer, in tokens."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_k: int = 0
+    """Sample among this many best tokens; 0 is all of them."""
+    top_p: float = 1.0
+    """Sample within this share of the probability."""
+    seed: int = 0
+    """Seed of the sampled answer."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer."""
+    tree_size: int | None = None
+    """Nodes drafted in each pass, root included; None takes what was measured best on the machine that trained it."""
+    target: TargetConfig = field(default_factory=own_target)
+    """The target; the one that the artifact names by default."""
+    template: TemplateConfig = field(default_factory=TemplateConfig)
+    """Settings of its chat template."""
+
+
+def generate(parsed: Parsed[GenerateArguments]) -> None:
+    """Stream the answer to a prompt, drafted and verified: the same words as the target alone, sooner."""
+    given = parsed.values
+    target = artifact_target(given.artifact, given.target)
+    artifact = load_artifact(given.artifact, target)
+    tokens = given.template.build(target).prompt([{"role": "user", "content": given.prompt}])
+    request = Request(tuple(tokens), 0, given.max_new_tokens, given.temperature)
+    settings = DecodeSettings(top_k=given.top_k, top_p=given.top_p, seed=given.seed, stop=given.stop)
+    passes = stream(target, request, settings, drafter=artifact.drafter, policy=artifact.policy(given.tree_size))
+    counts: list[int] = []
+    began = time.perf_counter()
+    for text in readable(target, count_into(passes, counts)):
+        print(text, end="", flush=True)
+    seconds, drafted = time.perf_counter() - began, counts[1:]
+    length = sum(drafted) / max(1, len(drafted))
+    print(f"\n[{sum(counts)} tokens in {len(drafted)} passes: {length:.2f} tokens per pass, "
+          f"{sum(counts) / seconds:.1f} tokens/s with the prompt's pass]", file=sys.stderr)
+
+
+def count_into(passes: Iterator[list[int]], counts: list[int]) -> Iterator[list[int]]:
+    """Pass the tokens on and note how many each pass emitted."""
+    for tokens in passes:
+        counts.append(len(tokens))
+        yield tokens
+
+
+def readable(target: Target, passes: Iterator[list[int]]) -> Iterator[str]:
+    """New text after each pass. A character whose bytes are not all there yet waits for the rest."""
+    tokens: list[int] = []
+    shown = ""
+    for new in passes:
+        tokens += new
+        text = target.tokenizer.decode(tokens, skip_special_tokens=True)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            yield text[len(shown):]
+            shown = text
+    yield target.tokenizer.decode(tokens, skip_special_tokens=True)[len(shown):]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportArguments:
+    """Write an artifact for a serving engine."""
+
+    artifact: Path
+    """Folder of the artifact."""
+    format: str
+    """Name of the layout, such as medusa."""
+    out: Path
+    """New or empty folder for it."""
+    target: TargetConfig = field(default_factory=own_target)
+    """The target; the one that the artifact names by default."""
+
+
+def export(parsed: Parsed[ExportArguments]) -> None:
+    """Write an artifact in the layout of a serving engine."""
+    given = parsed.values
+    target = artifact_target(given.artifact, given.target)
+    folder = export_artifact(load_artifact(given.artifact, target), target, given.format, given.out)
+    print(f"{folder} holds the artifact in the layout {given.format}")
+
+
+COMMANDS: dict[str, Command[Any]] = {
+    "evaluate": Command(name="evaluate", arguments=EvaluateArguments, run=evaluate_artifacts,
+                        home=("evaluate", EvaluateConfig)),
+    "export": Command(name="export", arguments=ExportArguments, run=export),
+    "generate": Command(name="generate", arguments=GenerateArguments, run=generate),
+}

@@ -1,0 +1,195 @@
+"""The commands that make an artifact: run, distill, train. Each is some of the same stages."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from ..data import DistillConfig, distill, encode, read_prompts
+from ..data.datamodule import DraftDataModule
+from ..export import Method, Tuning, evaluate, load_artifact, save_artifact, save_tuning, terminal_table, write_report
+from ..export.files import write_file
+from ..modules import (
+    Drafter,
+    Topology,
+    UserError,
+    choose_size,
+    measure_cost,
+    rank_table,
+    search_tree,
+)
+from ..trainers import FitResult, TrainConfig, fit
+from .parsing import Command, Parsed
+from .recipe import Recipe
+from .template import handwritten_prompts, prompt_sets
+from .workspace import Stage, Workspace, run_stages
+
+RESULT_FILE, SETTINGS_FILE, TEST_FILE = "result.json", "settings.json", "test.jsonl"
+
+
+def distill_stage(workspace: Workspace) -> Sequence[Path]:
+    """The target answers prompts."""
+    recipe = workspace.recipe
+    distill(workspace.target, recipe.prompts, recipe.distill, workspace.template, workspace.data)
+    return [workspace.data / "manifest.json"]
+
+
+def encode_stage(workspace: Workspace) -> Sequence[Path]:
+    """Store the target's states at every token, unless the recipe has them computed in the training step."""
+    workspace.manifest()
+    if workspace.recipe.batch.source == "tokens":
+        print("     nothing to store: batch.source is tokens", flush=True)
+        return []
+    encode(workspace.target, workspace.data, drafter_of(workspace).taps)
+    return [workspace.data / "features.json"]
+
+
+def train_stage(workspace: Workspace) -> Sequence[Path]:
+    """Train; the checkpoint with the greatest decoded accepted length is kept."""
+    claim_settings(workspace)
+    module = workspace.module()
+    module.configure_model()
+    batches = DraftDataModule(workspace.data, workspace.recipe.batch, module.drafter.taps)
+    result = fit(module, batches, workspace.training)
+    content = {**asdict(result), "checkpoint": str(result.checkpoint.relative_to(workspace.training))}
+    write_file(workspace.training / RESULT_FILE, json.dumps(content, indent=2) + "\n")
+    return [workspace.training / RESULT_FILE, result.checkpoint]
+
+
+def claim_settings(workspace: Workspace) -> None:
+    """Write down what a training folder is for, so that another recipe or other data do not resume in it.
+
+    Raises:
+        UserError: if the folder was begun with other settings or data.
+    """
+    file = workspace.training / SETTINGS_FILE
+    sections = {name: workspace.settings[name] for name in ("model", "batch")}
+    content = json.dumps({**sections, "data": workspace.manifest().hash}, indent=2, sort_keys=True) + "\n"
+    if file.is_file() and file.read_text(encoding="utf-8") != content:
+        raise UserError(f"{workspace.training} was begun with {difference(file, content)}; delete it to train anew, or "
+                        "choose another --out")
+    write_file(file, content)
+
+
+def difference(file: Path, content: str) -> str:
+    """The first line in which a settings file differs, for people."""
+    former, wanted = file.read_text(encoding="utf-8").splitlines(), content.splitlines()
+    pairs = ((a.strip(" ,"), b.strip(" ,")) for a, b in zip(former, wanted, strict=False) if a != b)
+    old, new = next(pairs, ("other settings", "these"))
+    return f"{old}, now it is {new}"
+
+
+def artifact_stage(workspace: Workspace) -> Sequence[Path]:
+    """Search the tree on held-out text, measure what passes cost here, and write the artifact."""
+    recipe, target = workspace.recipe, workspace.target
+    result, drafter = fit_result(workspace), drafter_of(workspace)
+    drafter.load_state_dict(load_file(result.checkpoint))
+    drafter.to(device=target.device, dtype=target.dtype)
+    drafter.bind(target)
+    drafter.eval()
+    topology, expected = held_out_tree(workspace, drafter)
+    save_artifact(workspace.artifact, drafter, target.identity, provenance(workspace, result, expected), topology)
+    cost = measure_cost(target, drafter, topology)
+    size = recipe.tree.size or choose_size(expected, cost).size
+    save_tuning(workspace.artifact, Tuning.of(target, size, cost, expected))
+    print(f"     a tree of {size} nodes pays on this machine, {expected[size - 1]:.2f} tokens per pass expected",
+          flush=True)
+    return [workspace.artifact / name for name in ("config.json", "model.safetensors", "README.md", "tuning.json")]
+
+
+def validation(workspace: Workspace, drafter: Drafter) -> list[Any]:
+    """Held-out conversations with the target's states, on its device."""
+    batches = DraftDataModule(workspace.data, workspace.recipe.batch, drafter.taps).validation_features()
+    target = workspace.target
+    encoded = [batch if batch.final_BLD is not None else target.encode(batch, drafter.taps) for batch in batches]
+    return [batch.to(target.device) for batch in encoded]
+
+
+def held_out_tree(workspace: Workspace, drafter: Drafter) -> tuple[Topology, tuple[float, ...]]:
+    """The best-first tree for the held-out ranks, and the expected accepted length of each of its prefixes."""
+    with torch.no_grad():
+        return search_tree(rank_table(drafter, validation(workspace, drafter)), workspace.recipe.tree.max_nodes)
+
+
+def provenance(workspace: Workspace, result: FitResult, expected: tuple[float, ...]) -> dict[str, Any]:
+    """Where the artifact comes from: nothing in it depends on the machine."""
+    return {
+        "recipe": {name: value for name, value in workspace.settings.items() if name not in ("out", "evaluate")},
+        "data_manifest": workspace.manifest().hash,
+        "acceptance": {"accepted_length": result.accepted_length, "by_position": list(result.by_position)},
+        "training": {"best_step": result.step, "steps": result.steps},
+        "expected_accepted_length": list(expected),
+    }
+
+
+def evaluate_stage(workspace: Workspace) -> Sequence[Path]:
+    """Held-out prompts and the hand-written ones, decoded through the artifact and by the target alone."""
+    artifact = load_artifact(workspace.artifact, workspace.target)
+    sets = {"handwritten": handwritten_prompts()}
+    if (workspace.data / TEST_FILE).is_file():
+        sets = {"own": read_prompts(workspace.data / TEST_FILE), **sets}
+    result = evaluate(workspace.target, [Method.of(artifact)], prompt_sets(workspace.template, sets),
+                      workspace.recipe.evaluate)
+    written = write_report(workspace.out, result, artifact)
+    print(f"\n{terminal_table(result)}\n\n{written['html']} shows it with plots", flush=True)
+    return list(written.values())
+
+
+def fit_result(workspace: Workspace) -> FitResult:
+    """What training left.
+
+    Raises:
+        UserError: if it has not been run to its end.
+    """
+    file = workspace.training / RESULT_FILE
+    if not file.is_file():
+        raise UserError(f"{workspace.training} holds no finished training; run draftsmith train with this recipe first")
+    content = json.loads(file.read_text(encoding="utf-8"))
+    content |= {"checkpoint": workspace.training / content["checkpoint"], "by_position": tuple(content["by_position"])}
+    return FitResult(**content)
+
+
+def drafter_of(workspace: Workspace) -> Drafter:
+    """A fresh drafter of the recipe's family and settings."""
+    module = workspace.module()
+    module.configure_model()
+    return module.drafter
+
+
+STAGES = (
+    Stage(name="distill", title="the target answers prompts", work=distill_stage,
+          sections=("target", "template", "prompts", "distill")),
+    Stage(name="encode", title="its states are stored", sections=("batch", "model"), work=encode_stage),
+    Stage(name="train", title="the drafter learns", sections=("batch", "model"), work=train_stage),
+    Stage(name="artifact", title="the draft tree is fitted, the artifact written", sections=("tree",),
+          work=artifact_stage),
+    Stage(name="evaluate", title="held-out prompts are decoded", sections=("evaluate",), work=evaluate_stage),
+)
+
+
+def run(parsed: Parsed[Recipe]) -> None:
+    """Do everything in one recipe, from prompts to the report; stages whose output is complete are skipped."""
+    run_stages(Workspace(parsed.values, parsed.settings), STAGES, [stage.name for stage in STAGES])
+
+
+def distill_command(parsed: Parsed[Recipe]) -> None:
+    """Let the target answer prompts, and store its states at every token where the recipe trains on stored states."""
+    run_stages(Workspace(parsed.values, parsed.settings), STAGES, ["distill", "encode"])
+
+
+def train(parsed: Parsed[Recipe]) -> None:
+    """Train a drafter on distilled data, fit its tree and write the artifact."""
+    workspace = Workspace(parsed.values, parsed.settings)
+    workspace.manifest()
+    run_stages(workspace, STAGES, ["encode", "train", "artifact"])
+
+
+COMMANDS: dict[str, Command[Any]] = {
+    "run": Command(name="run", arguments=Recipe, run=run),
+    "distill": Command(name="distill", arguments=Recipe, run=distill_command, home=("distill", DistillConfig)),
+    "train": Command(name="train", arguments=Recipe, run=train, home=("model.config", TrainConfig)),
+}

@@ -1,0 +1,73 @@
+"""What the commands share about chat: the template's settings, rendered prompts, an artifact's own target."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from ..data import ChatTemplate, Prompt, read_prompts
+from ..export import PromptSets, read_description
+from ..modules import Target, TargetConfig, TargetIdentity, UserError, load_target
+
+ARTIFACT_TARGET = "artifact"
+"""Stands for the target that the artifact names."""
+HANDWRITTEN = "handwritten.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemplateConfig:
+    """What the chat template is told besides the messages. All of it is part of the template's hash."""
+
+    system: str | None = None
+    """System prompt of conversations that bring none; None leaves it to the template."""
+    tools: str | None = None
+    """JSON file with a list of tool schemas for templates that show tools."""
+    enable_thinking: bool | None = None
+    """Passed to templates that know it; None leaves it to the template."""
+
+    def build(self, target: Target) -> ChatTemplate:
+        """The template of `target` with these settings.
+
+        Raises:
+            UserError: if the tools file is not a JSON list of objects, or the template cannot be used.
+        """
+        return ChatTemplate(target.tokenizer, system=self.system, tools=self._read_tools(),
+                            enable_thinking=self.enable_thinking)
+
+    def _read_tools(self) -> list[dict[str, Any]] | None:
+        if self.tools is None:
+            return None
+        try:
+            tools = json.loads(Path(self.tools).read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise UserError(f"template.tools {self.tools} is not JSON ({error}); list tool schemas") from error
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise UserError(f"template.tools {self.tools} must hold a JSON list of objects, one for each tool")
+        return tools
+
+
+def artifact_target(folder: Path, config: TargetConfig) -> Target:
+    """The target to decode an artifact with: the one its config.json names unless `config` names another.
+
+    Raises:
+        UserError: if the folder holds no artifact, or the target cannot be loaded.
+    """
+    identity = TargetIdentity.from_dict(read_description(folder)["target"])
+    return load_target(replace(config, name=identity.name) if config.name == ARTIFACT_TARGET else config)
+
+
+def handwritten_prompts() -> list[Prompt]:
+    """The 80 hand-written prompts that ship with the package; nothing is ever trained on them."""
+    return read_prompts(Path(str(files(__package__) / HANDWRITTEN)))
+
+
+def render(template: ChatTemplate, prompts: Sequence[Prompt]) -> list[tuple[str, list[int]]]:
+    """(category, tokens) of each prompt's first turn; a category of "" stands for none."""
+    return [(prompt.category or "", template.prompt(prompt.opening())) for prompt in prompts]
+
+
+def prompt_sets(template: ChatTemplate, sets: dict[str, list[Prompt]]) -> PromptSets:
+    """Named sets of prompts as token ids."""
+    return {name: render(template, prompts) for name, prompts in sets.items()}

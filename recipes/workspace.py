@@ -1,0 +1,141 @@
+"""The folder of a run: which stages are complete, and what they share while they work."""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..data import ChatTemplate, Manifest
+from ..data.datamodule import count_tokens
+from ..export.files import write_file
+from ..modules import Target, UserError, load_target
+from ..trainers import DraftModule
+from .recipe import Recipe
+
+STAGES_FILE = "stages.json"
+
+
+class Workspace:
+    """A run's folder and recipe. The target is loaded when a stage first asks for it."""
+
+    def __init__(self, recipe: Recipe, settings: dict[str, Any]) -> None:
+        self.recipe, self.settings, self.out = recipe, settings, recipe.out
+        self.data, self.training, self.artifact = self.out / "data", self.out / "train", self.out / "artifact"
+
+    @cached_property
+    def target(self) -> Target:
+        """The target of the recipe."""
+        print(f"     loading the target {self.recipe.target.name}", flush=True)
+        return load_target(self.recipe.target)
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """Its chat template with the recipe's settings."""
+        return self.recipe.template.build(self.target)
+
+    @cached_property
+    def token_counts(self) -> Tensor:
+        """How often each token of the vocabulary is a label in the data, [V]."""
+        return count_tokens(self.data)
+
+    def manifest(self) -> Manifest:
+        """The manifest of finished data.
+
+        Raises:
+            UserError: if distillation has not been run to its end.
+        """
+        if not (self.data / "manifest.json").is_file() or not (manifest := Manifest.load(self.data)).complete:
+            raise UserError(f"{self.data} holds no complete data; run draftsmith distill with this recipe first")
+        return manifest
+
+    def module(self) -> DraftModule:
+        """A fresh LightningModule of the recipe's family, its drafter not built yet."""
+        family: Callable[..., DraftModule] = self.recipe.model
+        return family(self.target, token_counts=self.token_counts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A step of a run whose output is kept."""
+
+    name: str
+    """Its name in the list of finished stages."""
+    title: str
+    """What it does, for people."""
+    sections: tuple[str, ...]
+    """Recipe sections that decide its output, besides the stages before it."""
+    work: Callable[[Workspace], Sequence[Path]]
+    """Does it, resuming what it finds half done; returns the files that stand for its whole output."""
+
+
+def run_stages(workspace: Workspace, stages: Sequence[Stage], chosen: Sequence[str]) -> None:
+    """Run the chosen stages in order, passing over those whose output is complete.
+
+    A stage is complete when it ended with the same recipe sections after the same earlier stages and its files are
+    still the ones that it wrote.
+    """
+    finished, before = read_finished(workspace.out), ""
+    for number, stage in enumerate(stages, 1):
+        key = stage_key(stage, workspace.settings, before)
+        label = f"[{number}/{len(stages)}] {stage.title}"
+        record = finished.get(stage.name)
+        if record is None or record["key"] != key or not intact(workspace.out, record["files"]):
+            if stage.name in chosen:
+                record = perform(stage, workspace, label, key)
+                finished = {**finished, stage.name: record}
+                content = json.dumps(finished, indent=2, sort_keys=True) + "\n"
+                write_file(workspace.out / STAGES_FILE, content)
+        elif stage.name in chosen:
+            print(f"{label}: already complete, skipped", flush=True)
+        before = json.dumps(record["files"], sort_keys=True) if record else ""
+
+
+def perform(stage: Stage, workspace: Workspace, label: str, key: str) -> dict[str, Any]:
+    """Do a stage and return what is recorded about it."""
+    print(label, flush=True)
+    workspace.out.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    files = {str(file.relative_to(workspace.out)): sha256(file) for file in stage.work(workspace)}
+    print(f"     done in {time.monotonic() - began:.0f} s", flush=True)
+    return {"key": key, "files": files}
+
+
+def stage_key(stage: Stage, settings: dict[str, Any], before: str) -> str:
+    """Hash of what decides a stage's output."""
+    sections = {section: settings[section] for section in stage.sections}
+    return hashlib.sha256(json.dumps([stage.name, sections, before], sort_keys=True).encode()).hexdigest()
+
+
+def read_finished(out: Path) -> dict[str, Any]:
+    """Finished stages by name; none when the run is new.
+
+    Raises:
+        UserError: if the file is damaged.
+    """
+    file = out / STAGES_FILE
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} is damaged ({error}); delete it, finished work is found again") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file} is damaged (no JSON object); delete it, finished work is found again")
+    return content
+
+
+def intact(out: Path, files: dict[str, str]) -> bool:
+    """Whether all recorded files are there with the recorded content."""
+    return all((out / name).is_file() and sha256(out / name) == digest for name, digest in files.items())
+
+
+def sha256(file: Path) -> str:
+    """Hex digest of a file's bytes."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,126 @@
+"""The tiny recipe from end to end, as a user runs it."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from draftsmith.export import load_artifact
+from draftsmith.modules import DecodeSettings, Request, TargetConfig, decode, load_target
+from draftsmith.recipes.__main__ import main
+from draftsmith.recipes.pipeline import STAGES
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = ROOT / "recipes" / "tiny.yaml"
+KEYS = {"family", "target", "prompts", "batch_size", "temperature", "new_tokens", "target_passes", "accepted_length",
+        "acceptance_by_position", "tokens_per_second", "plain_tokens_per_second", "generate_tokens_per_second",
+        "speedup", "contended", "draft_time_share", "lossless"}
+
+
+def run(out: Path, *words: str, command: str = "run") -> None:
+    """A command on the tiny recipe that must succeed."""
+    assert main([command, "--config", str(TINY), "--out", str(out), *words]) == 0
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.getbasetemp() / "finished"
+    run(out)
+    return out
+
+
+def test_a_run_leaves_an_artifact_and_a_report(finished: Path) -> None:
+    assert {file.name for file in (finished / "artifact").iterdir()} == {
+        "config.json", "model.safetensors", "README.md", "tuning.json"}
+    assert "<svg" in (finished / "report.html").read_text()
+    assert (finished / "data" / "manifest.json").is_file()
+
+
+def test_the_evaluation_has_the_promised_keys_and_is_lossless(finished: Path) -> None:
+    content = json.loads((finished / "evaluation.json").read_text())
+    assert set(content) >= KEYS
+    lossless = content["lossless"]
+    assert lossless["prompts"] == content["prompts"] == 8
+    assert lossless["identical"] + lossless["near_tie_divergences"] == lossless["prompts"]
+    assert content["accepted_length"] >= 1
+
+
+def test_a_second_call_skips_every_stage(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {file: file.stat().st_mtime_ns for file in finished.rglob("*") if file.is_file()}
+    run(finished)
+    assert capsys.readouterr().out.count("already complete, skipped") == len(STAGES)
+    assert {file: file.stat().st_mtime_ns for file in finished.rglob("*") if file.is_file()} == before
+
+
+def test_a_lost_report_is_made_again_without_training(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (finished / "report.html").unlink()
+    run(finished)
+    assert capsys.readouterr().out.count("already complete, skipped") == len(STAGES) - 1
+    assert (finished / "report.html").is_file()
+
+
+def test_the_artifact_decodes_to_the_targets_own_words(finished: Path) -> None:
+    target = load_target(TargetConfig(name="tiny-random"))
+    artifact = load_artifact(finished / "artifact", target)
+    requests = [Request(tuple(target.tokenizer(text).input_ids), index, 40) for index, text in enumerate(("a", "bc d"))]
+    drafted = decode(target, requests, DecodeSettings(), drafter=artifact.drafter, policy=artifact.policy(8))
+    plain = decode(target, requests, DecodeSettings())
+    assert [one.tokens for one in drafted.generations] == [one.tokens for one in plain.generations]
+
+
+def test_distill_then_train_is_the_same_as_run(finished: Path, tmp_path: Path) -> None:
+    run(tmp_path / "run", command="distill")
+    assert not (tmp_path / "run" / "train").exists()
+    run(tmp_path / "run", command="train")
+    for name in ("config.json", "model.safetensors", "README.md"):
+        assert (tmp_path / "run" / "artifact" / name).read_bytes() == (finished / "artifact" / name).read_bytes()
+
+
+def test_generate_streams_the_plain_answer(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    artifact = str(finished / "artifact")
+    assert main(["generate", "--artifact", artifact, "--prompt", "hello", "--max-new-tokens", "30"]) == 0
+    told = capsys.readouterr()
+    target = load_target(TargetConfig(name="tiny-random"))
+    tokens = target.tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], add_generation_prompt=True,
+                                                  tokenize=True, return_dict=False)
+    plain, = decode(target, [Request(tuple(tokens), 0, 30)], DecodeSettings()).generations
+    assert told.out.rstrip("\n") == target.tokenizer.decode(plain.tokens, skip_special_tokens=True).rstrip("\n")
+    assert "tokens per pass" in told.err
+
+
+def test_evaluate_on_a_file_in_a_batch(finished: Path, tmp_path: Path) -> None:
+    lines = [{"question_id": n, "category": "writing", "turns": [f"say {n} things"]} for n in range(4)]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["evaluate", "--artifact", str(finished / "artifact"), "--prompts", str(tmp_path / "mine.jsonl"),
+                 "--out", str(tmp_path / "report"), "--batch-size", "4", "--max-new-tokens", "12",
+                 "--speed-prompts", "4"]) == 0
+    content = json.loads((tmp_path / "report" / "evaluation.json").read_text())
+    assert content["batch_size"] == 4
+    assert content["prompts"] == 4
+    assert (tmp_path / "report" / "report.html").is_file()
+
+
+def test_export_writes_the_medusa_layout(finished: Path, tmp_path: Path) -> None:
+    assert main(["export", "--artifact", str(finished / "artifact"), "--format", "medusa", "--out",
+                 str(tmp_path / "medusa")]) == 0
+    assert list((tmp_path / "medusa").glob("*.safetensors"))
+
+
+def load_benchmark(name: str) -> ModuleType:
+    """A script of tests/benchmarks as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tests" / "benchmarks" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_two_kills_change_no_byte(tmp_path: Path) -> None:
+    benchmark = load_benchmark("kill_and_resume")
+    quick = ("--evaluate.limit", "1", "--evaluate.speed_prompts", "0")
+    assert benchmark.compare(tmp_path, 2, 11, quick, show=False) == []
