@@ -52,8 +52,8 @@ THINKING = (
 """Like Qwen3's: the thoughts of earlier turns are stripped."""
 MARKED_IN_MACRO = (
     "{% macro answer(m) %}{{ 'assistant: ' }}{% generation %}{{ m['content'] }}{% endgeneration %}{% endmacro %}"
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ answer(m) }}{% else %}{{ 'user: ' + m['content'] + ' ' }}"
-    "{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ answer(m) }}"
+    "{% else %}{{ 'user: ' + m['content'] + ' ' }}{% endif %}{% endfor %}"
 )
 """transformers counts the characters of its marks wrongly inside a macro."""
 TEXTUAL = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"

@@ -1,0 +1,185 @@
+"""What is written is read back, byte for byte, or refused by name."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, TokenShard, distill, encode
+from draftsmith.data.collate import pad
+from draftsmith.data.datamodule import Split
+from draftsmith.data.states import FEATURES, open_features
+from draftsmith.data.store import HeldOut, Row, ShardRecord, hash_file, write_bytes, write_tensors
+from draftsmith.modules import Target, UserError
+from draftsmith.modules.tiny import tiny_model, tiny_tokenizer
+
+ROWS = [
+    Row(tokens=(5, 6, 7), supervised=(False, True, True), prompt=3, temperature=0.7),
+    Row(tokens=(8, 9), supervised=(False, True), prompt=-1, truncated=True),
+]
+
+
+def record(**fields: object) -> ShardRecord:
+    counts = dict.fromkeys(
+        ("candidates", "prompts", "rows", "tokens", "supervised", "answers", "truncated", "repetitive"), 2
+    )
+    return replace(ShardRecord(file="train-00000.safetensors", split="train", sha256="0", **counts), **fields)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def distilled(tmp_path: Path, tiny_target: Target) -> Path:
+    """Two train shards and one of validation."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": "ask " + "abcdefgh"[n] * (n + 1)}) + "\n" for n in range(8)))
+    config = DistillConfig(shard_prompts=3, slots=2, max_new_tokens=6, validation_prompts=2)
+    source = PromptConfig(source="file", path=str(prompts))
+    distill(tiny_target, source, config, ChatTemplate(tiny_target.tokenizer), tmp_path / "data", progress=False)
+    return tmp_path / "data"
+
+
+def test_a_shard_is_read_back_row_by_row(tmp_path: Path) -> None:
+    shard = TokenShard.from_rows(ROWS, [11, -12])
+    write_bytes(tmp_path / "shard", shard.to_bytes())
+    found = TokenShard.read(tmp_path / "shard", hash_file(tmp_path / "shard"))
+    assert found.num_rows == 2
+    for number, row in enumerate(ROWS):
+        start, stop = found.span(number)
+        assert tuple(found.tokens_T[start:stop].tolist()) == row.tokens
+        assert tuple(found.supervised_T[start:stop].tolist()) == row.supervised
+    assert found.prompts_R.tolist() == [3, -1]
+    assert found.truncated_R.tolist() == [False, True]
+    assert found.keys_P.tolist() == [11, -12]
+    torch.testing.assert_close(found.temperatures_R, torch.tensor([0.7, 0.0]))
+    assert found.to_bytes() == shard.to_bytes()
+
+
+def test_an_empty_shard_is_a_shard(tmp_path: Path) -> None:
+    write_bytes(tmp_path / "shard", TokenShard.from_rows([], []).to_bytes())
+    assert TokenShard.read(tmp_path / "shard").num_rows == 0
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-1], lambda data: data[:-1] + bytes([data[-1] ^ 1]), lambda _: b""]
+)
+def test_a_damaged_shard_is_named(tmp_path: Path, damage: object) -> None:
+    data = TokenShard.from_rows(ROWS, [1]).to_bytes()
+    file = tmp_path / "train-00000.safetensors"
+    write_bytes(file, data)
+    sha256 = hash_file(file)
+    file.write_bytes(damage(data))  # type: ignore[operator]
+    with pytest.raises(UserError, match=r"train-00000.safetensors is corrupted .*; delete the folder .* distil again"):
+        TokenShard.read(file, sha256)
+
+
+def test_a_manifest_is_read_back_and_its_bytes_are_its_content(tmp_path: Path, tiny_target: Target) -> None:
+    manifest = Manifest(
+        target=tiny_target.identity,
+        template_hash="t",
+        recipe={"prompts": {"source": "own"}, "distill": {"seed": 0}},
+        versions={"torch": "2"},
+        on_policy=True,
+        candidates=4,
+        shards=(record(), record(split="validation")),
+        held_out=HeldOut(file="test.jsonl", sha256="1", prompts=2),
+        complete=True,
+    )
+    manifest.save(tmp_path)
+    assert Manifest.load(tmp_path) == manifest
+    assert Manifest.load(tmp_path).hash == manifest.hash != replace(manifest, template_hash="u").hash
+    assert manifest.total("train", "supervised") == 2
+    assert [shard.split for shard in manifest.split("validation")] == ["validation"]
+
+
+def test_missing_damaged_and_foreign_manifests(tmp_path: Path, tiny_target: Target) -> None:
+    with pytest.raises(UserError, match=r"holds no manifest.json; make the data with draftsmith distill"):
+        Manifest.load(tmp_path)
+    file = tmp_path / "manifest.json"
+    file.write_text('{"format_version": 1')
+    with pytest.raises(UserError, match=r"manifest.json is corrupted"):
+        Manifest.load(tmp_path)
+    file.write_text('{"format_version": 1, "target": {}}')
+    with pytest.raises(UserError, match="target identity has the fields"):
+        Manifest.load(tmp_path)
+    file.write_text('{"format_version": 99}')
+    with pytest.raises(UserError, match=r"format version 99, this version reads 1; distil again"):
+        Manifest.load(tmp_path)
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    write_bytes(file, b"old")
+
+    def full(_handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=r"cannot write .*file: No space left on device; make room or choose another"):
+        write_bytes(file, b"new")
+    with pytest.raises(UserError, match="No space left on device"):
+        write_tensors(file, {"a": torch.zeros(2)})
+    assert file.read_bytes() == b"old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot write .*Not a directory|cannot write .*File exists"):
+        write_bytes(tmp_path / "file" / "manifest.json", b"")
+
+
+# States --------------------------------------------------------------------------------------------------------------
+
+
+def test_stored_states_are_those_of_each_conversation_alone(distilled: Path, tiny_target: Target) -> None:
+    encode(tiny_target, distilled, (0, 1), progress=False)
+    split = Split(distilled, Manifest.load(distilled), "train", "features", (0, 1))
+    windows = split.windows()
+    assert len(windows) == 6
+    for window in windows:
+        piece = split.piece(window)
+        alone = tiny_target.encode(pad([piece]), (0, 1))
+        assert piece.final_ND is not None
+        torch.testing.assert_close(piece.final_ND, alone.final()[0], rtol=0, atol=1e-4)
+        for layer in (0, 1):
+            torch.testing.assert_close(piece.taps[layer], alone.taps[layer][0], rtol=0, atol=1e-4)
+
+
+def test_complete_states_are_skipped_and_others_replaced(distilled: Path, tiny_target: Target) -> None:
+    encode(tiny_target, distilled, progress=False)
+    files = sorted(distilled.glob("features-*.safetensors"))
+    assert len(files) == 3
+    times = {file: file.stat().st_mtime_ns for file in files}
+    lost, changed = files[0], files[1]
+    lost.unlink()
+    changed.write_bytes(changed.read_bytes()[:-4] + b"\0\0\0\1")
+    encode(tiny_target, distilled, progress=False)
+    assert files[2].stat().st_mtime_ns == times[files[2]]
+    assert changed.stat().st_mtime_ns != times[changed]
+    open_features(distilled, Manifest.load(distilled).shards, ())
+    encode(tiny_target, distilled, (1,), dtype="float16", progress=False)
+    assert open_features(distilled, Manifest.load(distilled).shards, (1,))[0].final(0, 2).dtype == torch.float16
+
+
+def test_missing_and_damaged_states_are_named(distilled: Path, tiny_target: Target) -> None:
+    records = Manifest.load(distilled).shards
+    with pytest.raises(UserError, match=r"no states for validation-00000.safetensors; run encode, or train with"):
+        open_features(distilled, records, ())
+    encode(tiny_target, distilled, progress=False)
+    with pytest.raises(UserError, match=r"no states for the taps \(1,\)"):
+        open_features(distilled, records, (1,))
+    (distilled / "features-train-00001.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match=r"features-train-00001.safetensors is corrupted"):
+        open_features(distilled, records, ())
+    (distilled / FEATURES).write_text("{")
+    with pytest.raises(UserError, match=r"features.json is corrupted"):
+        encode(tiny_target, distilled, progress=False)
+
+
+def test_another_target_and_an_unknown_type_are_refused(distilled: Path, tiny_target: Target) -> None:
+    other = Target(tiny_model(seed=1), tiny_tokenizer(), name="other")
+    with pytest.raises(UserError, match="weights_hash"):
+        encode(other, distilled, progress=False)
+    with pytest.raises(UserError, match=r"dtype of stored states must be auto or one of .* got 'int8'"):
+        encode(tiny_target, distilled, dtype="int8", progress=False)
