@@ -10,7 +10,6 @@ from draftsmith.modules.tiny import tiny_model, tiny_tokenizer
 from torch.utils.data import DataLoader, IterableDataset
 
 CYCLE = tuple(range(30, 46))
-PROMPT = 3
 LENGTH = 24
 
 
@@ -18,40 +17,43 @@ def cycle_target() -> Target:
     return Target(tiny_model(), tiny_tokenizer(), name="tiny-random")
 
 
-def cycle_rows(number: int, rows: int = 2, padding: int = 0) -> Features:
-    """Rows that begin anywhere on the cycle; `number` decides where. The first PROMPT tokens are not supervised."""
+def cycle_rows(number: int, rows: int = 2) -> Features:
+    """Rows that begin anywhere on the cycle, with a prompt of 3 to 7 unsupervised tokens: `number` decides both."""
     starts = torch.randint(len(CYCLE), (rows,), generator=torch.Generator().manual_seed(number)).tolist()
     tokens = [[CYCLE[(start + place) % len(CYCLE)] for place in range(LENGTH)] for start in starts]
-    supervised = [place >= PROMPT for place in range(LENGTH)]
-    batch = Features.from_rows([(row, supervised) for row in tokens])
-    if not padding:
-        return batch
-    wide = Features.from_rows([(row + [0] * padding, supervised + [False] * padding) for row in tokens])
-    wide.segments_BL[:, LENGTH:] = -1
-    return wide
+    supervised = [place >= 3 + number % 5 for place in range(LENGTH)]
+    return Features.from_rows([(row, supervised) for row in tokens])
+
+
+def merged(batches: list[Features]) -> Features:
+    """One batch of the rows of several."""
+    return Features(**{name: torch.cat([getattr(batch, name) for batch in batches])
+                       for name in ("tokens_BL", "supervised_BL", "segments_BL", "positions_BL")})
 
 
 class _Endless(IterableDataset[Features]):
-    def __init__(self, first: int, rank: int, world: int) -> None:
-        self.first, self.rank, self.world = first, rank, world
+    def __init__(self, first: int, rank: int, world: int, merge: int) -> None:
+        self.first, self.rank, self.world, self.merge = first, rank, world, merge
 
     def __iter__(self) -> Iterator[Features]:
         number = self.first
         while True:
-            yield cycle_rows(number * self.world + self.rank)
+            first = (number * self.world + self.rank) * self.merge
+            yield merged([cycle_rows(first + part) for part in range(self.merge)])
             number += 1
 
 
 class CycleData(L.LightningDataModule):
-    """Micro-batch n of rank r is global batch n * world + r, as the data room does it."""
+    """Micro-batch n of rank r is global batch n * world + r, as the data room does it; `merge` of them make one."""
 
-    def __init__(self, held_out: int = 2) -> None:
+    def __init__(self, held_out: int = 2, merge: int = 1) -> None:
         super().__init__()
-        self.held_out = held_out
+        self.held_out, self.merge = held_out, merge
 
     def train_dataloader(self) -> Any:
-        first = self.trainer.global_step * self.trainer.accumulate_grad_batches
-        return DataLoader(_Endless(first, self.trainer.global_rank, self.trainer.world_size), batch_size=None)
+        trainer = self.trainer
+        first = trainer.global_step * trainer.accumulate_grad_batches
+        return DataLoader(_Endless(first, trainer.global_rank, trainer.world_size, self.merge), batch_size=None)
 
     def validation_features(self) -> list[Features]:
         return [cycle_rows(10_000 + number, rows=1) for number in range(self.held_out)]

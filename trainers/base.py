@@ -30,7 +30,7 @@ from ..modules.features import Features
 from ..modules.target import Target
 from ..modules.vocabulary import OutputRows, draft_index
 from .callbacks import BEST, LAST, DecodedAcceptance, LastCheckpoint, ProgressLine, nothing_held_out
-from .checkpoints import AtomicCheckpointIO, load_weights
+from .checkpoints import AtomicCheckpointIO, load_weights, make_folder
 from .losses import VocabularyLoss
 from .metrics import describe, weighted_mean_loss
 from .schedules import warmup_cosine
@@ -270,6 +270,7 @@ def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, pr
             other settings or a damaged checkpoint, or it cannot be written.
     """
     out = Path(out)
+    make_folder(out)
     measure = partial(_measure, nodes=module.config.validation_nodes)
     acceptance = DecodedAcceptance(partial(_held_out, module, datamodule), measure, every=module.config.validate_every,
                                    out=out)

@@ -22,16 +22,28 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
         UserError: if the disk is full or the folder may not be written; nothing half-written stays.
     """
     partial = path.with_name(f".{path.name}.partial")
+    make_folder(path.parent)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         write(partial)
         _flush(partial)
         os.replace(partial, path)
         _flush(path.parent)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise UserError(f"cannot write {path}: {error.strerror or error}; free space on that disk, or choose another "
-                        "--out folder that you may write to") from error
+        raise _unwritable(path, error) from error
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it. Raises UserError where that is not allowed."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    return UserError(f"cannot write {path}: {error.strerror or error}; free space on that disk, or choose another "
+                     "--out folder that you may write to")
 
 
 def _flush(path: Path) -> None:
@@ -53,7 +65,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Read tensors and plain values only. Raises UserError when the file is damaged."""
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
-        except (RuntimeError, EOFError, pickle.UnpicklingError, ValueError) as error:
+        except (RuntimeError, OSError, EOFError, pickle.UnpicklingError, ValueError) as error:
             raise UserError(f"the checkpoint {path} is damaged ({str(error).splitlines()[0]}); delete it to start "
                             "training again") from error
 

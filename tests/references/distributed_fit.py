@@ -1,0 +1,29 @@
+"""Train on the cycle for a few steps; started by hand or by torch.distributed.run. Arguments: folder, accumulate."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from cycle import CycleData, cycle_target
+from draftsmith.modules.medusa import MedusaConfig
+from draftsmith.trainers import MedusaModule, MedusaTrainConfig, fit
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    config = MedusaTrainConfig(
+        max_steps=6, lr=1e-2, warmup_steps=2, validate_every=3, validation_nodes=4, checkpoint_every=3, clip=0.05,
+        accumulate=int(sys.argv[2]), devices=world, strategy="ddp" if world > 1 else "auto", accelerator="cpu",
+        precision="32-true", drafter=MedusaConfig(num_heads=2, output="copy"),
+    )
+    result = fit(MedusaModule(cycle_target(), config), CycleData(), Path(sys.argv[1]), progress=False)
+    print(f"rank {os.environ.get('RANK', '0')}: step {result.step}, accepted length {result.accepted_length:.6f}")
+
+
+if __name__ == "__main__":
+    main()

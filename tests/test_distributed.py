@@ -1,0 +1,39 @@
+"""Two processes on gloo learn what one does."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parent / "references" / "distributed_fit.py"
+
+
+def run(out: Path, accumulate: int, processes: int) -> list[str]:
+    """What each process printed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", f"--master-port={port}"]
+    command = [sys.executable, *(launcher if processes > 1 else []), str(SCRIPT), str(out), str(accumulate)]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240,
+                            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+    assert answer.returncode == 0, answer.stderr[-3000:]
+    return sorted(answer.stdout.split("\n"))
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_processes_equal_one_that_accumulates(tmp_path: Path) -> None:
+    """The micro-batches are the same, two at a time here and one after another there; their label counts differ."""
+    alone = run(tmp_path / "one", 4, 1)
+    together = run(tmp_path / "two", 2, 2)
+    stored = [torch.load(tmp_path / name / "last.ckpt", weights_only=True) for name in ("one", "two")]
+    assert stored[0]["global_step"] == stored[1]["global_step"] == 6
+    for name, tensor in stored[0]["state_dict"].items():
+        torch.testing.assert_close(stored[1]["state_dict"][name], tensor, atol=2e-5, rtol=1e-4)
+    told = {line.split(": ")[1] for line in (*alone, *together) if line}
+    assert len(told) == 1, f"every process knows the same best step: {told}"
