@@ -1,0 +1,233 @@
+"""Micro-batch n depends on the seed, n, the rank and the world size alone, and every token is seen once an epoch."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, distill, encode
+from draftsmith.data.collate import pad
+from draftsmith.data.datamodule import BatchConfig, DraftDataModule, count_tokens
+from draftsmith.modules import Features, Target, UserError
+
+lightning = pytest.importorskip("lightning")
+CONFIG = BatchConfig(row_length=96, rows_per_batch=2, seed=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target) -> Path:
+    """Twelve train and three validation conversations of 41 to 63 tokens, with states."""
+    base = tmp_path_factory.mktemp("data")
+    texts = ["abcdefghijklmno"[: n + 1] * 2 for n in range(15)]
+    (base / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    config = DistillConfig(shard_prompts=5, slots=4, max_new_tokens=12, validation_prompts=3)
+    source = PromptConfig(source="file", path=str(base / "prompts.jsonl"))
+    distill(tiny_target, source, config, ChatTemplate(tiny_target.tokenizer), base / "out", progress=False)
+    encode(tiny_target, base / "out", (0,), progress=False)
+    return base / "out"
+
+
+def same(left: Features, right: Features) -> bool:
+    return torch.equal(left.tokens_BL, right.tokens_BL) and torch.equal(left.final(), right.final())
+
+
+def segments(batch: Features) -> list[tuple[int, ...]]:
+    """The tokens of every segment of a batch."""
+    found = []
+    for tokens, numbers in zip(batch.tokens_BL.tolist(), batch.segments_BL.tolist(), strict=True):
+        for number in range(max(numbers) + 1):
+            found.append(tuple(token for token, own in zip(tokens, numbers, strict=True) if own == number))
+    return found
+
+
+def epoch(data: DraftDataModule, number: int = 0) -> range:
+    """Numbers of the batches of an epoch."""
+    data.plan.batch(10_000)
+    return range(data.plan.ends[number - 1] if number else 0, data.plan.ends[number])
+
+
+def test_a_micro_batch_is_the_same_whenever_it_is_made(folder: Path) -> None:
+    first, second = DraftDataModule(folder, CONFIG), DraftDataModule(folder, CONFIG)
+    in_order = [first.micro_batch(number) for number in range(20)]
+    assert all(same(second.micro_batch(number), in_order[number]) for number in reversed(range(20)))
+    other = DraftDataModule(folder, replace(CONFIG, seed=2))
+    assert not same(other.micro_batch(0), in_order[0])
+
+
+def test_every_conversation_is_seen_once_an_epoch_in_a_new_order(folder: Path) -> None:
+    data = DraftDataModule(folder, CONFIG)
+    epochs = [
+        [segment for n in epoch(data, number) for segment in segments(data.micro_batch(n))] for number in range(2)
+    ]
+    whole = Counter(tuple(data.train.piece(window).tokens_N.tolist()) for window in data.windows)
+    assert len(data.windows) == 12
+    assert Counter(epochs[0]) == Counter(epochs[1]) == whole
+    assert epochs[0] != epochs[1]
+
+
+def test_ranks_share_one_order(folder: Path) -> None:
+    data = DraftDataModule(folder, CONFIG)
+    alone = [data.micro_batch(number) for number in range(12)]
+    together = [data.micro_batch(number, rank, 3) for number in range(4) for rank in range(3)]
+    assert all(same(left, right) for left, right in zip(alone, together, strict=True))
+
+
+def test_states_are_the_targets_at_those_tokens(folder: Path, tiny_target: Target) -> None:
+    data = DraftDataModule(folder, CONFIG, taps=(0,))
+    batch = data.micro_batch(3)
+    again = tiny_target.encode(replace(batch, final_BLD=None, taps={}), (0,))
+    real = batch.segments_BL >= 0
+    torch.testing.assert_close(batch.final()[real], again.final()[real], rtol=0, atol=1e-4)
+    torch.testing.assert_close(batch.taps[0][real], again.taps[0][real], rtol=0, atol=1e-4)
+
+
+def test_long_conversations_become_windows_of_stored_states(folder: Path) -> None:
+    data = DraftDataModule(folder, replace(CONFIG, row_length=20), taps=(0,))
+    whole = DraftDataModule(folder, CONFIG, taps=(0,))
+    assert all(window.length <= 20 for window in data.windows)
+    for window in data.windows:
+        piece = data.train.piece(window)
+        assert bool(piece.supervised_N.any())
+        parent = next(
+            one for one in whole.windows if one.shard == window.shard and one.start <= window.start < one.stop
+        )
+        assert piece.first == window.start - parent.start
+        full, place = whole.train.piece(parent), slice(piece.first, piece.first + window.length)
+        assert full.final_ND is not None
+        assert piece.final_ND is not None
+        assert torch.equal(full.final_ND[place], piece.final_ND)
+    supervised = [
+        sum(int(one.train.piece(window).supervised_N.sum()) for window in one.windows) for one in (data, whole)
+    ]
+    assert supervised[0] == supervised[1] == Manifest.load(folder).total("train", "supervised")
+
+
+def test_without_stored_states_only_beginnings_are_used(folder: Path) -> None:
+    config = replace(CONFIG, row_length=50, source="tokens")
+    data = DraftDataModule(folder, config)
+    assert all(window.first == 0 for window in data.windows)
+    batch = data.micro_batch(0)
+    assert batch.final_BLD is None
+    assert data.validation_features()[0].final_BLD is None
+
+
+def test_validation_rows_are_whole_and_the_same_every_time(folder: Path, tiny_target: Target) -> None:
+    data = DraftDataModule(folder, replace(CONFIG, row_length=30))
+    features = data.validation_features()
+    assert len(features) == 3
+    assert [batch.tokens_BL.shape[1] for batch in features] == [
+        stop - start for start, stop in (data.validation.shards[0].span(row) for row in range(3))
+    ]
+    for batch in features:
+        assert bool((batch.segments_BL == 0).all())
+        supervised = int(batch.supervised_BL.sum())
+        greedy = tiny_target.logits(batch.final()).argmax(-1)[:, :-1]
+        labels, valid = batch.labels(1)
+        assert torch.equal(greedy[valid[:, :-1]], labels[:, :-1][valid[:, :-1]]), "validation answers are greedy"
+        assert supervised <= 12
+    assert same(features[1], data.validation_features()[1])
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_rank_has_equally_many_validation_batches(folder: Path, world: int) -> None:
+    data = DraftDataModule(folder, replace(CONFIG, rows_per_batch=1))
+    dealt = [data.validation_batches(rank, world) for rank in range(world)]
+    assert len({len(batches) for batches in dealt}) == 1
+    assert len(segments_of(dealt)) == 3
+    assert sum(int(batch.supervised_BL.sum()) for batches in dealt for batch in batches) == Manifest.load(folder).total(
+        "validation", "supervised"
+    )
+
+
+def segments_of(dealt: list[list[Features]]) -> list[Any]:
+    return [segment for batches in dealt for batch in batches for segment in segments(batch)]
+
+
+def test_supervised_train_tokens_are_counted(folder: Path, tiny_target: Target) -> None:
+    counts = count_tokens(folder)
+    assert counts.shape == (tiny_target.vocab_size,)
+    data, expected = DraftDataModule(folder, CONFIG), Counter[int]()
+    for window in data.train.windows():
+        piece = data.train.piece(window)
+        expected.update(piece.tokens_N[piece.supervised_N].tolist())
+    assert {token: int(count) for token, count in enumerate(counts) if count} == dict(expected)
+
+
+class Recorder(lightning.LightningModule):  # type: ignore[misc]
+    """Keeps the tokens of the batches it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen: list[torch.Tensor] = []
+        self.validated = 0
+
+    def training_step(self, batch: Features, _number: int) -> torch.Tensor:
+        self.seen.append(batch.tokens_BL.clone())
+        return self.weight * batch.final().mean()
+
+    def validation_step(self, _batch: Features, _number: int) -> None:
+        self.validated += 1
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(folder: Path, out: Path, steps: int, checkpoint: Path | None = None) -> Recorder:
+    module = Recorder()
+    trainer = lightning.Trainer(
+        max_steps=steps,
+        accumulate_grad_batches=2,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        val_check_interval=4,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        default_root_dir=out,
+    )
+    trainer.fit(module, datamodule=DraftDataModule(folder, CONFIG), ckpt_path=checkpoint, weights_only=False)
+    trainer.save_checkpoint(out / f"step-{steps}.ckpt")
+    return module
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_resumed_fit_goes_on_with_the_next_batch(folder: Path, tmp_path: Path) -> None:
+    whole = fit(folder, tmp_path, 7)
+    data = DraftDataModule(folder, CONFIG)
+    assert len(whole.seen) == 14
+    assert whole.validated > 0
+    assert all(torch.equal(seen, data.micro_batch(number).tokens_BL) for number, seen in enumerate(whole.seen))
+    begun = fit(folder, tmp_path, 3)
+    resumed = fit(folder, tmp_path, 7, tmp_path / "step-3.ckpt")
+    assert all(torch.equal(left, right) for left, right in zip(whole.seen, begun.seen + resumed.seen, strict=True))
+
+
+def test_bad_folders_and_settings_are_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="row_length must be at least 2, got 1"):
+        BatchConfig(row_length=1)
+    with pytest.raises(UserError, match=r"holds no manifest.json"):
+        DraftDataModule(tmp_path, CONFIG)
+    with pytest.raises(UserError, match=r"no token in the train shards .* is supervised within row_length 20"):
+        DraftDataModule(folder, replace(CONFIG, row_length=20, source="tokens"))
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    replace(Manifest.load(folder), complete=False).save(tmp_path)
+    with pytest.raises(UserError, match=r"is not complete; finish it with draftsmith distill"):
+        DraftDataModule(tmp_path, CONFIG)
+
+
+def test_padding_of_a_batch_is_never_supervised(folder: Path) -> None:
+    batch = DraftDataModule(folder, CONFIG).micro_batch(0)
+    assert not bool(batch.supervised_BL[batch.segments_BL < 0].any())
+    assert batch.tokens_BL.shape == (2, 96)
+    assert (
+        pad([DraftDataModule(folder, CONFIG).train.piece(DraftDataModule(folder, CONFIG).windows[0])]).final_BLD
+        is not None
+    )
