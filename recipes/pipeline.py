@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 from safetensors.torch import load_file
 
 from ..data import DistillConfig, distill, encode, read_prompts
@@ -55,6 +56,9 @@ def train_stage(workspace: Workspace) -> Sequence[Path]:
     module.configure_model()
     batches = DraftDataModule(workspace.data, workspace.recipe.batch, module.drafter.taps)
     result = fit(module, batches, workspace.training)
+    if rank_zero_only.rank != 0:
+        # Lightning started this process for the training alone: the first one goes on.
+        raise SystemExit(0)
     content = {**asdict(result), "checkpoint": str(result.checkpoint.relative_to(workspace.training))}
     write_file(workspace.training / RESULT_FILE, json.dumps(content, indent=2) + "\n")
     return [workspace.training / RESULT_FILE, result.checkpoint]
@@ -69,10 +73,11 @@ def claim_settings(workspace: Workspace) -> None:
     file = workspace.training / SETTINGS_FILE
     sections = {name: workspace.settings[name] for name in ("model", "batch")}
     content = json.dumps({**sections, "data": workspace.manifest().hash}, indent=2, sort_keys=True) + "\n"
-    if file.is_file() and file.read_text(encoding="utf-8") != content:
+    if not file.is_file():
+        write_file(file, content)
+    elif file.read_text(encoding="utf-8") != content:
         raise UserError(f"{workspace.training} was begun with {difference(file, content)}; delete it to train anew, or "
                         "choose another --out")
-    write_file(file, content)
 
 
 def difference(file: Path, content: str) -> str:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -88,6 +89,19 @@ def test_generate_streams_the_plain_answer(finished: Path, capsys: pytest.Captur
     plain, = decode(target, [Request(tuple(tokens), 0, 30)], DecodeSettings()).generations
     assert told.out.rstrip("\n") == target.tokenizer.decode(plain.tokens, skip_special_tokens=True).rstrip("\n")
     assert "tokens per pass" in told.err
+
+
+@pytest.mark.parametrize("words", [["generate", "--prompt", "hello", "--max-new-tokens", "8"],
+                                   ["export", "--format", "medusa", "--out", "{out}"]])
+def test_an_artifact_is_used_without_the_extras(words: list[str], finished: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "for name in 'lightning pytorch_lightning datasets peft tensorboard matplotlib deepspeed'.split():\n"
+        "    sys.modules[name] = None\n"
+        "from draftsmith.recipes.__main__ import main\n"
+        "sys.exit(main(sys.argv[1:]))\n")
+    given = [word.format(out=tmp_path / "out") for word in words]
+    subprocess.run([sys.executable, "-c", program, *given, "--artifact", str(finished / "artifact")], check=True)
 
 
 def test_evaluate_on_a_file_in_a_batch(finished: Path, tmp_path: Path) -> None:
