@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_only
 from safetensors.torch import load_file
 
 from ..data import DistillConfig, distill, encode, read_prompts
@@ -56,7 +55,7 @@ def train_stage(workspace: Workspace) -> Sequence[Path]:
     module.configure_model()
     batches = DraftDataModule(workspace.data, workspace.recipe.batch, module.drafter.taps)
     result = fit(module, batches, workspace.training)
-    if rank_zero_only.rank != 0:
+    if module.global_rank != 0:
         # Lightning started this process for the training alone: the first one goes on.
         raise SystemExit(0)
     content = {**asdict(result), "checkpoint": str(result.checkpoint.relative_to(workspace.training))}
