@@ -122,6 +122,14 @@ def test_export_writes_the_medusa_layout(finished: Path, tmp_path: Path) -> None
     assert list((tmp_path / "medusa").glob("*.safetensors"))
 
 
+def test_the_example_of_the_readme_runs(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    assert len(example.splitlines()) <= 12
+    program = example.replace("smollm2-135m-instruct", "tiny-random").replace("runs/quickstart", str(finished))
+    exec(compile(program, "README.md", "exec"), {})
+    assert len(capsys.readouterr().out) > 20
+
+
 def load_benchmark(name: str) -> ModuleType:
     """A script of tests/benchmarks as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "tests" / "benchmarks" / f"{name}.py")
