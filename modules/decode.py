@@ -20,6 +20,9 @@ from .requests import DecodeResult, DecodeSettings, DecodeStats, Generation, Req
 from .target import PassOutput
 from .tree import TokenTree, Topology
 
+_SHORTEST_PREFIX = 8
+"""Tokens that prompts must share before it pays to keep them in a row of their own."""
+
 
 class Rows(Protocol):
     """A batch of sequences inside something that answers tree passes: `TargetRows`, or stored text."""
@@ -28,7 +31,7 @@ class Rows(Protocol):
 
     def commit(self, path_BK: Tensor, counts_B: Tensor, host_counts: list[int], *, moved: bool = True) -> None: ...
 
-    def open(self, row: int, index: int) -> None: ...
+    def open(self, row: int, index: int) -> int: ...
 
     def keep(self, order: list[int]) -> None: ...
 
@@ -48,7 +51,7 @@ class Verifier(Protocol):
     @property
     def tokenizer(self) -> Any: ...
 
-    def start(self, rows: int, capacity: int, taps: Sequence[int] = ()) -> Rows: ...
+    def start(self, rows: int, capacity: int, taps: Sequence[int] = (), prefix: Sequence[int] = ()) -> Rows: ...
 
 
 @dataclass
@@ -57,6 +60,8 @@ class _Slot:
 
     generation: Generation
     uniforms_T: Tensor | None
+    read: int = 0
+    """Prompt tokens that the row has read before its first pass."""
 
 
 class Loop:
@@ -98,7 +103,9 @@ class Loop:
         self.places = max((r.max_new_tokens for r in self.waiting), default=0) + size
         self.sampled = any(request.temperature > 0 for request in self.waiting)
         count = min(settings.batch_size, len(self.waiting))
-        self.rows = target.start(count, longest + size, drafter.taps if drafter else ())
+        # A drafter must see every prompt token, so only plain decoding reads a common beginning once.
+        prefix = shared_prefix([r.tokens for r in self.waiting], settings.prefill_chunk) if drafter is None else ()
+        self.rows = target.start(count, longest + size, drafter.taps if drafter else (), prefix)
         self.state: DraftState | None = drafter.start(count) if drafter is not None else None
         self.roots_B = torch.zeros(count, dtype=torch.long, device=target.device)
         self._count = count
@@ -141,7 +148,7 @@ class Loop:
             self.slots[row] = slot
         else:
             self.slots.append(slot)
-        self.rows.open(row, request.index)
+        slot.read = self.rows.open(row, request.index)
         if self.drafter is not None and self.state is not None:
             self.drafter.clear(self.state, torch.tensor([row], device=self.target.device))
         return True
@@ -159,7 +166,7 @@ class Loop:
         prompts = [self.slots[row].generation.request.tokens for row in rows]
         longest = max(map(len, prompts))
         rows_R = torch.tensor(rows, device=device)
-        for offset in range(0, longest, chunk):
+        for offset in range(self.slots[rows[0]].read, longest, chunk):
             here = [index for index, prompt in enumerate(prompts) if len(prompt) > offset]
             self._prefill_chunk([rows[i] for i in here], [prompts[i] for i in here], offset)
         self.stats.prefill_seconds += time.perf_counter() - began
@@ -332,6 +339,17 @@ def stream(
     """Continue one request and yield its new tokens pass by pass."""
     for _generation, tokens, _done in Loop(target, [request], settings, drafter=drafter, policy=policy).run():
         yield tokens
+
+
+def shared_prefix(prompts: Sequence[tuple[int, ...]], limit: int) -> tuple[int, ...]:
+    """What all prompts begin with, without any prompt's last token; nothing where that saves next to nothing."""
+    if len(prompts) < 2:
+        return ()
+    # Every prompt lies between the least and the greatest, so what these two share all share.
+    low, high = min(prompts), max(prompts)
+    room = min(limit, min(map(len, prompts)) - 1)
+    count = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
+    return low[: min(count, room)] if min(count, room) >= _SHORTEST_PREFIX else ()
 
 
 def first_stop(tokenizer: Any, before: Sequence[int], new: Sequence[int], stops: Sequence[str]) -> int | None:
