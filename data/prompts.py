@@ -128,15 +128,15 @@ def parse_prompt(row: Any, where: str, column: str | None = None) -> Prompt:
 
 
 def read_prompts(path: str | Path, *, column: str | None = None, skip_malformed: bool = False) -> list[Prompt]:
-    """Read a JSONL file of prompts; blank lines are passed over.
+    """Read a JSONL file of prompts, one to a line.
 
     Raises:
         UserError: if the file is missing, unreadable or empty, or a line is malformed (the message says which).
     """
     file = Path(path)
     # Only "\n" ends a line: splitlines() would also cut JSON strings at U+2028.
-    lines = read_text(file, "prompts").split("\n")
-    rows = ((f"{file.name}:{number}", line) for number, line in enumerate(lines, 1) if line.strip())
+    lines = read_text(file, "prompts").rstrip("\n").split("\n")
+    rows = ((f"{file.name}:{number}", line) for number, line in enumerate(lines, 1)) if any(lines) else iter(())
     prompts = list(_parsed(rows, lambda line, where: parse_prompt(_json(line, where), where, column), skip_malformed))
     if not prompts:
         raise UserError(f'{file} holds no prompt; write one JSON object a line, such as {{"prompt": "..."}}')
@@ -277,6 +277,8 @@ def _parsed(
 
 
 def _json(line: str, where: str) -> Any:
+    if not line.strip():
+        raise UserError(f"{where}: the line is empty; delete it, or write a JSON object there")
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from ..modules import UserError
 
 
@@ -45,7 +47,7 @@ def whole_folder(folder: Path, owned: frozenset[str]) -> Iterator[Path]:
         for path in partial.iterdir():
             _to_disk(path)
         _swap(partial, folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise _cannot_write(folder, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -78,5 +80,6 @@ def _to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def _cannot_write(path: Path, error: OSError) -> UserError:
-    return UserError(f"cannot write {path}: {error.strerror or error}; free some space or choose another folder")
+def _cannot_write(path: Path, error: OSError | SafetensorError) -> UserError:
+    reason = (isinstance(error, OSError) and error.strerror) or str(error)
+    return UserError(f"cannot write {path}: {reason}; free some space or choose another folder")

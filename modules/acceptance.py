@@ -19,6 +19,10 @@ from torch import Tensor
 from .tree import TokenTree
 
 
+_NUCLEUS_CANDIDATES = 512
+"""Tokens among which a nucleus is looked for first."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How the target turns logits into a distribution, in transformers' order: temperature, top-k, top-p."""
@@ -29,8 +33,8 @@ class Sampling:
     """Keep the k likeliest tokens; 0 keeps all."""
     top_p: float = 1.0
     """Keep the smallest set of likeliest tokens whose probabilities reach this sum; 1.0 keeps all."""
-    sampled: bool = False
-    """Whether any row has a temperature above 0, known on the host."""
+    hot_rows: tuple[int, ...] = ()
+    """Rows with a temperature above 0, known on the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +61,28 @@ def probabilities(logits: Tensor, temperature: Tensor, top_k: int = 0, top_p: fl
     if 0 < top_k < scaled.shape[-1]:
         bound = scaled.topk(top_k, dim=-1).values[..., -1:]
         scaled = scaled.masked_fill(scaled < bound, -torch.inf)
-    if top_p < 1.0:
-        ordered, order = scaled.sort(dim=-1)
-        tail = ordered.softmax(-1).cumsum(-1) <= 1 - top_p
-        tail[..., -1] = False
-        scaled = scaled.masked_fill(torch.zeros_like(tail).scatter(-1, order, tail), -torch.inf)
-    return scaled.softmax(-1)
+    return _nucleus(scaled, top_p) if top_p < 1.0 else scaled.softmax(-1)
+
+
+def _nucleus(scaled: Tensor, top_p: float) -> Tensor:
+    """The smallest set of likeliest tokens whose probabilities reach `top_p`, renormalised.
+
+    On a CPU sorting the whole vocabulary costs more than the target's pass; the set mostly lies among the first few
+    hundred tokens, and then ordering these is enough.
+    """
+    probs = scaled.softmax(-1)
+    count = probs.shape[-1]
+    if probs.device.type == "cpu" and count > _NUCLEUS_CANDIDATES:
+        ordered, order = probs.topk(_NUCLEUS_CANDIDATES, dim=-1)
+        if bool((ordered.sum(-1) < top_p).any()):
+            ordered, order = probs.sort(dim=-1, descending=True)
+    else:
+        ordered, order = probs.sort(dim=-1, descending=True)
+    before = ordered.cumsum(-1) - ordered
+    kept = ordered.masked_fill(before >= top_p, 0.0)
+    # The likeliest token stays whatever top_p says.
+    kept[..., 0] = ordered[..., 0]
+    return torch.zeros_like(probs).scatter(-1, order, kept / kept.sum(-1, keepdim=True))
 
 
 def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
@@ -81,12 +101,12 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
 def choose(logits_BNV: Tensor, uniforms_BN: Tensor, sampling: Sampling) -> Tensor:
     """The target's own next token at every node, [B, N]: the argmax in greedy rows, a draw in the others."""
     greedy_BN = logits_BNV.argmax(-1)
-    if not sampling.sampled:
+    if not sampling.hot_rows:
         return greedy_BN
-    hot_B = sampling.temperature_B > 0
-    temperature_B11 = torch.where(hot_B, sampling.temperature_B, 1.0)[:, None, None]
-    drawn_BN = draw(probabilities(logits_BNV, temperature_B11, sampling.top_k, sampling.top_p), uniforms_BN)
-    return torch.where(hot_B[:, None], drawn_BN, greedy_BN)
+    hot_R = list(sampling.hot_rows)
+    temperature_R11 = sampling.temperature_B[hot_R][:, None, None]
+    probs_RNV = probabilities(logits_BNV[hot_R], temperature_R11, sampling.top_k, sampling.top_p)
+    return greedy_BN.index_copy(0, torch.tensor(hot_R, device=greedy_BN.device), draw(probs_RNV, uniforms_BN[hot_R]))
 
 
 def follow(tree: TokenTree, choices_BN: Tensor) -> Accepted:

@@ -246,7 +246,7 @@ class Loop:
             temperature_B=torch.tensor(temperatures, device=self.target.device),
             top_k=self.settings.top_k,
             top_p=self.settings.top_p,
-            sampled=any(t > 0 for t in temperatures),
+            hot_rows=tuple(row for row, temperature in enumerate(temperatures) if temperature > 0),
         )
 
     def _uniforms(self, rows: list[int], depths_BN: Tensor) -> Tensor:

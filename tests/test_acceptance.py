@@ -78,7 +78,7 @@ def test_equality_verification_has_the_targets_distribution(width: int) -> None:
     choices = choose(
         logits.expand(len(pairs), -1, -1),
         pairs[:, places],
-        Sampling(temperature_B=torch.ones(len(pairs)), sampled=True),
+        Sampling(temperature_B=torch.ones(len(pairs)), hot_rows=tuple(range(len(pairs)))),
     )
     accepted = follow(tree, choices)
     counts = torch.zeros(5, 5, dtype=torch.float64)
@@ -94,7 +94,7 @@ def test_equality_verification_has_the_targets_distribution(width: int) -> None:
 def test_probabilities_follow_transformers_processors() -> None:
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-    logits = torch.randn(6, 50, dtype=torch.float64)
+    logits = torch.cat([torch.randn(5, 700, dtype=torch.float64), 6 * torch.randn(4, 700, dtype=torch.float64)])
     for temperature, top_k, top_p in itertools.product((0.5, 1.0, 1.7), (0, 1, 7, 60), (1.0, 0.9, 0.3)):
         expected = TemperatureLogitsWarper(temperature)(None, logits)
         if top_k:
@@ -116,7 +116,7 @@ def test_greedy_and_sampled_rows_share_a_batch() -> None:
     chosen = choose(
         logits,
         torch.full((2, 1), 0.99, dtype=torch.float64),
-        Sampling(temperature_B=torch.tensor([0.0, 1.0]), sampled=True),
+        Sampling(temperature_B=torch.tensor([0.0, 1.0]), hot_rows=(1,)),
     )
     assert chosen.tolist() == [[0], [4]]
     assert choose(logits, torch.zeros(2, 1), greedy(2)).tolist() == [[0], [0]]

@@ -1,5 +1,6 @@
 """Checkpoints that survive a kill at any moment: written beside their place, flushed, then renamed into it."""
 
+import io
 import os
 import pickle
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from ..modules.errors import UserError
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a file that then becomes `path`; whoever reads `path` sees the old file or the whole new one.
 
     Raises:
@@ -28,7 +29,7 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
         _flush(partial)
         os.replace(partial, path)
         _flush(path.parent)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         partial.unlink(missing_ok=True)
         raise _unwritable(path, error) from error
 
@@ -41,8 +42,9 @@ def make_folder(path: Path) -> None:
         raise _unwritable(path, error) from error
 
 
-def _unwritable(path: Path, error: OSError) -> UserError:
-    return UserError(f"cannot write {path}: {error.strerror or error}; free space on that disk, or choose another "
+def _unwritable(path: Path, error: OSError | SafetensorError) -> UserError:
+    reason = (isinstance(error, OSError) and error.strerror) or str(error)
+    return UserError(f"cannot write {path}: {reason}; free space on that disk, or choose another "
                      "--out folder that you may write to")
 
 
@@ -59,7 +61,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write the checkpoint; see `write_atomically`."""
-        write_atomically(Path(path), lambda partial: torch.save(checkpoint, partial))
+        # Into memory first: torch.save to a full disk raises a RuntimeError that cannot be told from a fault of ours.
+        content = io.BytesIO()
+        torch.save(checkpoint, content)
+        write_atomically(Path(path), lambda partial: partial.write_bytes(content.getbuffer()))
 
     def load_checkpoint(self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = True) -> Any:
         """Read tensors and plain values only. Raises UserError when the file is damaged."""
