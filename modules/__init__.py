@@ -5,16 +5,31 @@ from .calibration import Acceptance, decoded_acceptance, rank_table, replay, sea
 from .cost import CostCurve, TreeChoice, choose_size, measure_cost
 from .decode import Loop, decode, stream
 from .drafter import Drafter, Drafts, DraftState, Frontier, Observation, Scores
-from .errors import UserError
+from .dynamic import DySpecTree, Eagle2Tree
+from .errors import TreeError, UserError
+from .faults import DecodeError
 from .features import Features
 from .identity import TargetIdentity
 from .loading import DEFAULT_NAME, TargetConfig, load_target
 from .medusa import Medusa, MedusaConfig
-from .policies import Chain, Policy, StaticTree
+from .policies import Chain, Policy, SampledTree, StaticTree
 from .replay import Replay
 from .requests import DecodeResult, DecodeSettings, DecodeStats, Generation, Request
+from .rules import ChainRejection, Chances, Equality, Rejection, Rule, Typical, exact_rule
+from .stopped import (
+    AdaptiveThreshold,
+    Drafted,
+    EarlyExit,
+    FixedLength,
+    MaxProbability,
+    PathProbability,
+    SampledChain,
+    StoppedChain,
+    StoppingRule,
+)
+from .streams import Draws
 from .target import PassOutput, Target, TargetRows
-from .tree import TokenTree, Topology
+from .tree import Drawn, TokenTree, Topology
 
 DRAFTERS: tuple[type[Drafter], ...] = (Medusa,)
 """Every drafter family; contract, losslessness, artifact and recipe tests run over this tuple."""
@@ -24,28 +39,48 @@ __all__ = [
     "DRAFTERS",
     "Acceptance",
     "Accepted",
+    "AdaptiveThreshold",
     "Chain",
+    "ChainRejection",
+    "Chances",
     "CostCurve",
+    "DecodeError",
     "DecodeResult",
     "DecodeSettings",
     "DecodeStats",
     "DraftState",
+    "Drafted",
     "Drafter",
     "Drafts",
+    "Drawn",
+    "Draws",
+    "DySpecTree",
+    "Eagle2Tree",
+    "EarlyExit",
+    "Equality",
     "Features",
+    "FixedLength",
     "Frontier",
     "Generation",
     "Loop",
+    "MaxProbability",
     "Medusa",
     "MedusaConfig",
     "Observation",
     "PassOutput",
+    "PathProbability",
     "Policy",
+    "Rejection",
     "Replay",
     "Request",
+    "Rule",
+    "SampledChain",
+    "SampledTree",
     "Sampling",
     "Scores",
     "StaticTree",
+    "StoppedChain",
+    "StoppingRule",
     "Target",
     "TargetConfig",
     "TargetIdentity",
@@ -53,11 +88,14 @@ __all__ = [
     "TokenTree",
     "Topology",
     "TreeChoice",
+    "TreeError",
+    "Typical",
     "UserError",
     "choose",
     "choose_size",
     "decode",
     "decoded_acceptance",
+    "exact_rule",
     "follow",
     "load_target",
     "measure_cost",

@@ -154,6 +154,13 @@ class RowCache(Cache):
         self.lengths_B[row] = 0
         self.host_lengths[row] = 0
 
+    @torch.no_grad()
+    def wipe(self, row: int) -> None:
+        """Forget a row and zero its slots: a NaN in a masked slot leaks through the attention kernel."""
+        self.clear(row)
+        if self.storage is not None:
+            self.storage[:, row] = 0
+
     def move(self, source: int, destination: int) -> None:
         """Copy the used slots of one row over another; the source is then cleared."""
         length = self.host_lengths[source]

@@ -94,6 +94,11 @@ class Drafter(nn.Module, ABC):
         """Target layers whose outputs this drafter reads; none by default."""
         return ()
 
+    @property
+    def reach(self) -> int | None:
+        """How deep below the root it can score: a one-shot family's depths; None for as deep as anyone likes."""
+        return None
+
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """The JSON-ready configuration from which `rebuild` makes an equal, uninitialised drafter."""

@@ -165,6 +165,11 @@ class Medusa(Drafter):
         return self.token_ids
 
     @property
+    def reach(self) -> int:
+        """One depth a head."""
+        return self.config.num_heads
+
+    @property
     def offsets(self) -> tuple[int, ...]:
         """Head k at index p guesses token p + 2 + k: the target's own output layer guesses p + 1."""
         return tuple(range(2, 2 + self.config.num_heads))

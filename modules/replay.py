@@ -66,6 +66,11 @@ class Replay:
         return next(iter(self.rows.values())).final_LD.device if self.rows else self.target.device
 
     @property
+    def vocab_size(self) -> int:
+        """The target's."""
+        return self.target.vocab_size
+
+    @property
     def context_length(self) -> int:
         """The target's."""
         return self.target.context_length
@@ -129,6 +134,9 @@ class ReplayRows:
     def open(self, row: int, index: int) -> None:
         """Begin the stored conversation of request `index` in a row."""
         self.stored[row], self.lengths[row] = self.replay.rows[index], 0
+
+    def wipe(self, row: int) -> None:
+        """Nothing to do: a row keeps nothing but its place."""
 
     def keep(self, order: list[int]) -> None:
         """Make row order[r] the row r and drop the rest."""
