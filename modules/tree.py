@@ -165,6 +165,31 @@ class TokenTree:
         """Number of nodes of a row, padding and virtual nodes included."""
         return self.tokens_BN.shape[1]
 
+    def packed(self, size: int) -> "TokenTree":
+        """The first `size` real nodes of each row, in their order; padding fills what is left.
+
+        The order of nodes is kept and a parent precedes its children, so whatever is cut off, the rest is a tree.
+
+        Raises:
+            ValueError: if there are virtual nodes: they have a fixed place at the end.
+        """
+        if self.virtual_BMD is not None:
+            raise ValueError("a tree with virtual nodes cannot be packed; pack it before they are added")
+        order_BN = torch.sort((~self.real_BN).byte(), dim=-1, stable=True).indices
+        chosen_BS = order_BN[:, :size]
+        places_BN = order_BN.argsort(-1)
+        parents_BS = self.parents_BN.gather(1, chosen_BS)
+        chosen_BSS = chosen_BS[:, None, :].expand(-1, chosen_BS.shape[1], -1)
+        rows_BSN = chosen_BS[..., None].expand(-1, -1, self.size)
+        return TokenTree(
+            tokens_BN=self.tokens_BN.gather(1, chosen_BS),
+            parents_BN=torch.where(parents_BS < 0, -1, places_BN.gather(1, parents_BS.clamp(min=0))),
+            depths_BN=self.depths_BN.gather(1, chosen_BS),
+            ancestors_BNN=self.ancestors_BNN.gather(1, rows_BSN).gather(2, chosen_BSS),
+            real_BN=self.real_BN.gather(1, chosen_BS),
+            max_depth=min(self.max_depth, chosen_BS.shape[1] - 1),
+        )
+
     @classmethod
     def from_parents(cls, tokens_BN: Tensor, parents_BN: Tensor, real_BN: Tensor | None = None) -> "TokenTree":
         """Derive depths and ancestors of trees that differ from row to row.
