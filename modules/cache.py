@@ -149,6 +149,12 @@ class RowCache(Cache):
             self.host_lengths[row] += count
         self.window = None
 
+    def rewind(self, rows: int, count: int) -> None:
+        """Forget the last `count` tokens of each of the first `rows` rows."""
+        self.lengths_B[:rows] -= count
+        for row in range(rows):
+            self.host_lengths[row] -= count
+
     def clear(self, row: int) -> None:
         """Forget a row; another sequence may start there."""
         self.lengths_B[row] = 0

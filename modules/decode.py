@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .acceptance import Accepted
-from .drafter import Drafter, DraftState, Observation
+from .drafter import DraftState, Observation, Proposer, Verified
 from .errors import TreeError
 from .faults import PARENT, DecodeError, message, screen
 from .policies import Policy
@@ -81,7 +81,7 @@ class Loop:
         requests: Iterable[Request],
         settings: DecodeSettings,
         *,
-        drafter: Drafter | None = None,
+        drafter: Proposer | None = None,
         policy: Policy | None = None,
     ) -> None:
         if (drafter is None) != (policy is None):
@@ -104,7 +104,8 @@ class Loop:
         sampled = any(request.temperature > 0 for request in self.waiting)
         count = min(settings.batch_size, len(self.waiting))
         self.rows = target.start(count, longest + size, drafter.taps if drafter else ())
-        self.state: DraftState | None = drafter.start(count) if drafter is not None else None
+        self.state: DraftState | None = drafter.start(count, longest + size) if drafter is not None else None
+        self._reads_logits = drafter is not None and drafter.reads_logits
         self.roots_B = torch.zeros(count, dtype=torch.long, device=target.device)
         self.referee = Referee(settings, count, places, target.vocab_size, sampled, target.device)
         self._count = count
@@ -188,10 +189,24 @@ class Loop:
         following_B = torch.tensor(following, device=device)
         roots_B = torch.where(following_B >= 0, following_B, chosen_B)
         self.roots_B[rows_R] = roots_B
+        verified = None
+        if self._reads_logits:
+            last_B1 = counts_B[:, None] - 1
+            verified = Verified(
+                tokens_BM=tokens_BC.gather(1, last_B1),
+                real_BM=torch.ones_like(last_B1, dtype=torch.bool),
+                logits_BMV=output.logits_BMV,
+                places_BM=last_B1,
+            )
         self._observe(
             rows_R,
             Observation(
-                tokens_BN=tokens_BC, counts_B=counts_B, final_BND=output.final_BND, taps=output.taps, roots_B=roots_B
+                tokens_BN=tokens_BC,
+                counts_B=counts_B,
+                final_BND=output.final_BND,
+                taps=output.taps,
+                roots_B=roots_B,
+                verified=verified,
             ),
         )
         return faults_B
@@ -208,7 +223,10 @@ class Loop:
         self.rows.commit(accepted.path_BK, accepted.counts_B, counts, moved=tree.size > 1)
         self.stats.target_seconds += time.perf_counter() - began
         self.roots_B = accepted.bonus_B
-        self._observe(torch.arange(len(emitted), device=self.target.device), _observation(tree, accepted, output))
+        verified = _verified(tree, accepted, output) if self._reads_logits else None
+        self._observe(
+            torch.arange(len(emitted), device=self.target.device), _observation(tree, accepted, output, verified)
+        )
         if self.policy is not None:
             self.policy.learn(tree, accepted)
         self.stats.target_calls += 1
@@ -290,7 +308,7 @@ def decode(
     requests: Sequence[Request],
     settings: DecodeSettings,
     *,
-    drafter: Drafter | None = None,
+    drafter: Proposer | None = None,
     policy: Policy | None = None,
     on_tokens: Callable[[Generation, list[int], bool], None] | None = None,
     deadline: float | None = None,
@@ -330,7 +348,7 @@ def stream(
     request: Request,
     settings: DecodeSettings,
     *,
-    drafter: Drafter | None = None,
+    drafter: Proposer | None = None,
     policy: Policy | None = None,
 ) -> Iterator[list[int]]:
     """Continue one request and yield its new tokens pass by pass.
@@ -364,7 +382,9 @@ def _to_host(tree: TokenTree, accepted: Accepted, faults_B: Tensor) -> tuple[lis
     return emitted, [row[0] for row in together], [row[1] for row in together]
 
 
-def _observation(tree: TokenTree, accepted: Accepted, output: PassOutput) -> Observation:
+def _observation(
+    tree: TokenTree, accepted: Accepted, output: PassOutput, verified: Verified | None = None
+) -> Observation:
     path_BK = accepted.path_BK
 
     def along(states_BND: Tensor) -> Tensor:
@@ -376,4 +396,14 @@ def _observation(tree: TokenTree, accepted: Accepted, output: PassOutput) -> Obs
         final_BND=along(output.final_BND),
         taps={layer: along(states) for layer, states in output.taps.items()},
         roots_B=accepted.bonus_B,
+        verified=verified,
     )
+
+
+def _verified(tree: TokenTree, accepted: Accepted, output: PassOutput) -> Verified:
+    width = accepted.path_BK.shape[1]
+    columns_K = torch.arange(width, device=tree.tokens_BN.device)
+    places_BK = torch.where(columns_K < accepted.counts_B[:, None], columns_K, -1)
+    # Padding columns of a path hold their own index, which may be a node that is on it: the larger place is right.
+    places_BN = torch.full_like(tree.tokens_BN, -1).scatter_reduce(1, accepted.path_BK, places_BK, "amax")
+    return Verified(tokens_BM=tree.tokens_BN, real_BM=tree.real_BN, logits_BMV=output.logits_BMV, places_BM=places_BN)

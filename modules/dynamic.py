@@ -8,13 +8,14 @@ Shapes: B rows, N nodes kept, C candidates (the root first), F frontier nodes, K
 drafter was asked about, Q draft vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from .drafter import Drafter, DraftState, Frontier
-from .policies import Asker, Policy, sample, tempered, within_reach
+from .asking import Asker, check_temperature, sample, spread, tempered, within_reach
+from .drafter import DraftState, Frontier, Proposer
+from .policies import Policy
 from .streams import Draws
 from .tree import Drawn, TokenTree
 
@@ -80,10 +81,11 @@ class Eagle2Tree(Policy):
     def max_size(self) -> int:
         return self.nodes
 
-    def grow(self, drafter: Drafter, state: DraftState, roots_B: Tensor, draws: Draws | None = None) -> TokenTree:
+    def grow(self, drafter: Proposer, state: DraftState, roots_B: Tensor, draws: Draws | None = None) -> TokenTree:
         asker, depth = Asker(drafter, state), within_reach(self.depth, drafter)
         found = _rooted(roots_B)
         probs: list[Tensor] = []
+        candidates: list[Tensor] = []
         nodes_BF, above_BF, offset = torch.zeros_like(roots_B)[:, None], None, 0
         for level in range(depth):
             frontier = Frontier(
@@ -95,6 +97,7 @@ class Eagle2Tree(Policy):
             log_q_BOQ = self._tempered(log_q_BOQ, draws)
             found.inner_BC = found.inner_BC.scatter(1, nodes_BF, origin_BF + sum(part.shape[1] for part in probs))
             probs.append(log_q_BOQ)
+            candidates += [] if asker.candidates_BOQ is None else [asker.candidates_BOQ]
             values_BF = found.values_BC.gather(1, nodes_BF)
             children = self._children(log_q_BOQ, origin_BF, nodes_BF, values_BF, draws)
             offset = found.size
@@ -102,7 +105,7 @@ class Eagle2Tree(Policy):
             if level + 1 < depth:
                 order_BF = _best(children.values_BFK.flatten(1), self.width)
                 nodes_BF, above_BF = order_BF + offset, order_BF // children.values_BFK.shape[2]
-        return self._rerank(found, depth, self._drawn(probs, asker, draws))
+        return self._rerank(found, depth, self._drawn(probs, candidates, asker, draws))
 
     def _tempered(self, log_probs_BOQ: Tensor, draws: Draws | None) -> Tensor:
         # Above 0 no score is a log-probability; such a child would outrank its parent and lose it in the rerank.
@@ -114,11 +117,9 @@ class Eagle2Tree(Policy):
         best = log_q_BOQ.topk(min(self.width, log_q_BOQ.shape[-1]), dim=-1)
         index_BFK = origin_BF[..., None].expand(-1, -1, best.values.shape[-1])
         values_BFK = values_BF[..., None] + best.values.gather(1, index_BFK)
-        return _Children(
-            entries_BFK=best.indices.gather(1, index_BFK), values_BFK=values_BFK, places_BFK=values_BFK
-        )
+        return _Children(entries_BFK=best.indices.gather(1, index_BFK), values_BFK=values_BFK, places_BFK=values_BFK)
 
-    def _drawn(self, probs: list[Tensor], asker: Asker, draws: Draws | None) -> Drawn | None:
+    def _drawn(self, probs: list[Tensor], candidates: list[Tensor], asker: Asker, draws: Draws | None) -> Drawn | None:
         """How the candidates were drawn; indices into q are filled in by the rerank."""
         return None
 
@@ -129,11 +130,10 @@ class Eagle2Tree(Policy):
         parents_BN[:, 0] = -1
         values_BN = found.values_BC.gather(1, kept_BN)
         if drawn is not None:
-            drawn = Drawn(
-                probs_BIQ=drawn.probs_BIQ,
+            drawn = replace(
+                drawn,
                 inner_BN=found.inner_BC.gather(1, kept_BN),
                 sampled_BN=drawn.sampled_BN[:, : kept_BN.shape[1]],
-                token_ids_Q=drawn.token_ids_Q,
             )
         return TokenTree.grown(
             found.tokens_BC.gather(1, kept_BN),
@@ -167,8 +167,7 @@ class DySpecTree(Eagle2Tree):
 
     def __init__(self, nodes: int = 60, depth: int = 6, width: int = 10, temperature: float | None = None) -> None:
         super().__init__(nodes, depth, width)
-        if temperature is not None and not temperature > 0:
-            raise ValueError(f"temperature must be above 0, got {temperature}")
+        check_temperature(temperature)
         self.temperature = temperature
 
     def _tempered(self, log_probs_BOQ: Tensor, draws: Draws | None) -> Tensor:
@@ -181,7 +180,7 @@ class DySpecTree(Eagle2Tree):
     ) -> _Children:
         if draws is None:
             return super()._children(log_q_BOQ, origin_BF, nodes_BF, values_BF, draws)
-        log_q_BFQ = log_q_BOQ.gather(1, origin_BF[..., None].expand(-1, -1, log_q_BOQ.shape[-1]))
+        log_q_BFQ = spread(log_q_BOQ, origin_BF)
         entries_BFK = sample(log_q_BFQ, nodes_BF, min(self.width, log_q_BFQ.shape[-1]), draws)
         log_q_BFK = log_q_BFQ.gather(2, entries_BFK)
         q_BFK = log_q_BFK.double().exp()
@@ -192,7 +191,7 @@ class DySpecTree(Eagle2Tree):
         values_BFK = torch.minimum(values_BF[..., None] + log_q_BFK, places_BFK)
         return _Children(entries_BFK=entries_BFK, values_BFK=values_BFK, places_BFK=places_BFK)
 
-    def _drawn(self, probs: list[Tensor], asker: Asker, draws: Draws | None) -> Drawn | None:
+    def _drawn(self, probs: list[Tensor], candidates: list[Tensor], asker: Asker, draws: Draws | None) -> Drawn | None:
         if draws is None:
             return None
         sampled_BN = draws.hot_B[:, None].expand(-1, self.nodes)
@@ -201,6 +200,7 @@ class DySpecTree(Eagle2Tree):
             inner_BN=sampled_BN.long(),
             sampled_BN=sampled_BN,
             token_ids_Q=asker.token_ids_Q,
+            candidates_BIQ=torch.cat(candidates, dim=1) if candidates else None,
         )
 
 

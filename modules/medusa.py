@@ -194,7 +194,7 @@ class Medusa(Drafter):
         """The trained weights that `project` reads for head `step`; none when the output layer is shared."""
         return tuple(self.outputs[step].parameters()) if self.outputs else ()
 
-    def start(self, rows: int) -> MedusaState:
+    def start(self, rows: int, capacity: int) -> MedusaState:
         """A state in which no row has been observed yet."""
         return MedusaState(next(self.heads.parameters()).new_zeros(rows, self.hidden_size))
 

@@ -83,9 +83,7 @@ def judge(target_BV: Tensor, draft_BV: Tensor, tokens_BK: Tensor, real_BK: Tenso
         chance_B1 = (rest_BV.gather(1, token_B1) / q_BV.gather(1, token_B1)).clamp(max=1.0)
         accepts.append(torch.where(real_B1, chance_B1, 0.0))
         rest_BV = torch.where(real_B1, normalised((rest_BV - q_BV).clamp(min=0), rest_BV), rest_BV)
-        left_BV = torch.where(
-            real_B1 & sampled_B1, normalised(left_BV.scatter(1, token_B1, 0.0), left_BV), left_BV
-        )
+        left_BV = torch.where(real_B1 & sampled_B1, normalised(left_BV.scatter(1, token_B1, 0.0), left_BV), left_BV)
     return Verdict(accept_BK=torch.cat([*accepts, rest_BV[:, :0]], dim=1), rest_BV=rest_BV)
 
 

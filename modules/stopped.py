@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from .acceptance import Accepted
-from .drafter import Drafter, DraftState, Frontier
-from .policies import Asker, Policy, sample, tempered, within_reach
+from .asking import Asker, check_temperature, sample, tempered, within_reach
+from .drafter import DraftState, Frontier, Proposer
+from .policies import Policy
 from .streams import Draws
 from .tree import Drawn, TokenTree
 
@@ -186,10 +187,11 @@ class StoppedChain(Policy):
     def max_size(self) -> int:
         return self.length + 1
 
-    def grow(self, drafter: Drafter, state: DraftState, roots_B: Tensor, draws: Draws | None = None) -> TokenTree:
+    def grow(self, drafter: Proposer, state: DraftState, roots_B: Tensor, draws: Draws | None = None) -> TokenTree:
         asker = Asker(drafter, state)
         tokens, reals = [roots_B], [torch.ones_like(roots_B, dtype=torch.bool)]
         probs: list[Tensor] = []
+        candidates: list[Tensor] = []
         empty_BT = torch.zeros(len(roots_B), 0, device=roots_B.device)
         drafted = Drafted(log_probs_BT=empty_BT, peaks_BT=empty_BT)
         for place in range(within_reach(self.length, drafter)):
@@ -204,14 +206,15 @@ class StoppedChain(Policy):
             peak_B = log_probs_BQ.amax(-1)
             log_q_BQ, entries_B = self._pick(log_probs_BQ, place, draws)
             own_B = log_probs_BQ.gather(1, entries_B[:, None])[:, 0]
-            reals.append(going_B & ~_rows(self.stop.before(drafted, peak_B), roots_B))
-            tokens.append(asker.tokens(entries_B))
+            reals.append(going_B & (own_B > -torch.inf) & ~_rows(self.stop.before(drafted, peak_B), roots_B))
+            tokens.append(asker.tokens(entries_B[:, None, None])[:, 0, 0])
             probs.append(log_q_BQ)
+            candidates += [] if asker.candidates_BOQ is None else [asker.candidates_BOQ]
             drafted = Drafted(
                 log_probs_BT=torch.cat([drafted.log_probs_BT, own_B[:, None]], dim=1),
                 peaks_BT=torch.cat([drafted.peaks_BT, peak_B[:, None]], dim=1),
             )
-        return self._chain(tokens, reals, self._drawn(probs, asker, draws))
+        return self._chain(tokens, reals, self._drawn(probs, candidates, asker, draws))
 
     def _looks(self, place: int) -> bool:
         return self.check_every > 0 and place > 0 and place % self.check_every == 0
@@ -220,7 +223,7 @@ class StoppedChain(Policy):
         """(log q of the token's draw, its entry in the draft vocabulary)."""
         return log_probs_BQ, log_probs_BQ.argmax(-1)
 
-    def _drawn(self, probs: list[Tensor], asker: Asker, draws: Draws | None) -> Drawn | None:
+    def _drawn(self, probs: list[Tensor], candidates: list[Tensor], asker: Asker, draws: Draws | None) -> Drawn | None:
         return None
 
     def _chain(self, tokens: list[Tensor], reals: list[Tensor], drawn: Drawn | None) -> TokenTree:
@@ -252,8 +255,7 @@ class SampledChain(StoppedChain):
         self, length: int, stop: StoppingRule, *, check_every: int = 1, temperature: float | None = None
     ) -> None:
         super().__init__(length, stop, check_every=check_every)
-        if temperature is not None and not temperature > 0:
-            raise ValueError(f"temperature must be above 0, got {temperature}")
+        check_temperature(temperature)
         self.temperature = temperature
 
     def _pick(self, log_probs_BQ: Tensor, place: int, draws: Draws | None) -> tuple[Tensor, Tensor]:
@@ -263,7 +265,7 @@ class SampledChain(StoppedChain):
         node_B1 = torch.full_like(draws.places_B, place)[:, None]
         return log_q_B1Q[:, 0], sample(log_q_B1Q, node_B1, 1, draws)[:, 0, 0]
 
-    def _drawn(self, probs: list[Tensor], asker: Asker, draws: Draws | None) -> Drawn | None:
+    def _drawn(self, probs: list[Tensor], candidates: list[Tensor], asker: Asker, draws: Draws | None) -> Drawn | None:
         if draws is None or not probs:
             return None
         inner_N = torch.arange(len(probs) + 1, device=probs[0].device).clamp(max=len(probs) - 1)
@@ -273,6 +275,7 @@ class SampledChain(StoppedChain):
             inner_BN=inner_N.expand(size),
             sampled_BN=draws.hot_B[:, None].expand(size),
             token_ids_Q=asker.token_ids_Q,
+            candidates_BIQ=torch.cat(candidates[: len(probs)], dim=1) if candidates else None,
         )
 
 

@@ -5,7 +5,7 @@ target has decided, which has not been through the target yet. Parents precede c
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import torch
@@ -166,6 +166,12 @@ class Drawn:
     """True where a node was drawn from its parent's q; the others are point masses."""
     token_ids_Q: Tensor | None = None
     """Target-vocabulary id of each entry of a reduced draft vocabulary; None when Q is the whole vocabulary."""
+    candidates_BIQ: Tensor | None = None
+    """Instead of `token_ids_Q`: ids that differ from node to node, those of possible entries all different."""
+
+    def at(self, nodes_BS: Tensor) -> "Drawn":
+        """The same for other nodes of a tree: node s is the former node nodes_BS[s]."""
+        return replace(self, inner_BN=self.inner_BN.gather(1, nodes_BS), sampled_BN=self.sampled_BN.gather(1, nodes_BS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,9 +218,39 @@ class TokenTree:
             return torch.zeros(shape, dtype=torch.float64, device=nodes_BM.device)
         probs, inner_BM = self.drawn.probs_BIQ, self.drawn.inner_BN.gather(1, nodes_BM)
         probs_BMQ = probs.gather(1, inner_BM[..., None].expand(-1, -1, probs.shape[-1])).double()
+        if self.drawn.candidates_BIQ is not None:
+            ids_BMQ = self.drawn.candidates_BIQ.gather(1, inner_BM[..., None].expand_as(probs_BMQ))
+            return probs_BMQ.new_zeros(shape).scatter_add(2, ids_BMQ, probs_BMQ)
         if self.drawn.token_ids_Q is None:
             return probs_BMQ
         return probs_BMQ.new_zeros(shape).index_copy(2, self.drawn.token_ids_Q, probs_BMQ)
+
+    def packed(self, size: int) -> "TokenTree":
+        """The first `size` real nodes of each row, in their order; padding fills what is left.
+
+        The order of nodes is kept and a parent precedes its children, so whatever is cut off, the rest is a tree.
+
+        Raises:
+            ValueError: if there are virtual nodes: they have a fixed place at the end.
+        """
+        if self.virtual_BMD is not None:
+            raise ValueError("a tree with virtual nodes cannot be packed; pack it before they are added")
+        order_BN = torch.sort((~self.real_BN).byte(), dim=-1, stable=True).indices
+        chosen_BS = order_BN[:, :size]
+        places_BN = order_BN.argsort(-1)
+        parents_BS = self.parents_BN.gather(1, chosen_BS)
+        chosen_BSS = chosen_BS[:, None, :].expand(-1, chosen_BS.shape[1], -1)
+        rows_BSN = chosen_BS[..., None].expand(-1, -1, self.size)
+        return TokenTree(
+            tokens_BN=self.tokens_BN.gather(1, chosen_BS),
+            parents_BN=torch.where(parents_BS < 0, -1, places_BN.gather(1, parents_BS.clamp(min=0))),
+            depths_BN=self.depths_BN.gather(1, chosen_BS),
+            ancestors_BNN=self.ancestors_BNN.gather(1, rows_BSN).gather(2, chosen_BSS),
+            real_BN=self.real_BN.gather(1, chosen_BS),
+            max_depth=min(self.max_depth, chosen_BS.shape[1] - 1),
+            drawn=None if self.drawn is None else self.drawn.at(chosen_BS),
+            most_children=self.most_children,
+        )
 
     @classmethod
     def from_parents(cls, tokens_BN: Tensor, parents_BN: Tensor, real_BN: Tensor | None = None) -> "TokenTree":

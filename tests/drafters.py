@@ -56,7 +56,7 @@ class ScriptedDrafter(Drafter):
     def project(self, hidden: Tensor, step: int) -> Tensor:
         raise NotImplementedError
 
-    def start(self, rows: int) -> History:
+    def start(self, rows: int, capacity: int) -> History:
         return History([[] for _ in range(rows)])
 
     def clear(self, state: DraftState, rows_R: Tensor) -> None:

@@ -43,7 +43,7 @@ class TableDrafter(Drafter):
     def project(self, hidden: Tensor, step: int) -> Tensor:
         raise NotImplementedError
 
-    def start(self, rows: int) -> DraftState:
+    def start(self, rows: int, capacity: int) -> DraftState:
         return DraftState()
 
     def clear(self, state: DraftState, rows_R: Tensor) -> None:

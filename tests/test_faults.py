@@ -64,10 +64,10 @@ def check_others(target: Target, found: list[Generation], bad: set[int], tempera
         (Request((1,), 102, 5, float("inf")), "prompt 102: temperature must be at least 0 and finite, got inf"),
         (Request((1, 10**6), 102, 5), "prompt 102 has token 1000000; the target's ids are 0 to"),
         (Request((1, -1), 102, 5), "prompt 102 has token -1; the target's ids are 0 to"),
-        (Request((1,) * 510, 102, 5), "prompt 102 has 510 tokens and asks for 5 more, but the target's context holds 512"),
+        (Request((1,) * 510, 102, 5), "prompt 102 has 510 tokens and asks for 5 more, but the target's context holds"),
     ],
 )
-def test_a_wrong_request_is_named_and_the_others_are_answered(tiny_target: Target, wrong: Request, message: str) -> None:
+def test_a_wrong_request_is_named_and_others_are_answered(tiny_target: Target, wrong: Request, message: str) -> None:
     requests, told = some_requests(), []
     requests[2] = wrong
     error = failing(
@@ -135,7 +135,9 @@ class SabotagedRows:
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("at", [1, 3])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_unreadable_logits_end_their_row_alone(tiny_target_f64: Target, value: float, at: int, temperature: float) -> None:
+def test_unreadable_logits_end_their_row_alone(
+    tiny_target_f64: Target, value: float, at: int, temperature: float
+) -> None:
     requests = some_requests(temperature=temperature)
     target: Any = Sabotaged(tiny_target_f64, 101, at, value)
     drafter = ScriptedDrafter(tiny_target_f64.vocab_size, [], "random")
@@ -157,13 +159,16 @@ def test_nan_left_in_the_cache_does_not_reach_the_next_sequence(
     tiny_target_f64: Target, batch_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The row of a request whose states are NaN is used again, and is moved over by others."""
-    requests = some_requests()
-    requests[1] = Request((5, 77, 7, 8, 9, 10, 11, 12), 101, 11)
+    requests, embed = some_requests(), tiny_target_f64.embed
+    # A long neighbour: the slots that the bad row wrote stay inside the window of the passes.
+    requests[0] = Request(tuple(range(20, 50)), 100, 12)
     plain = [decode(tiny_target_f64, [request], SETTINGS).generations[0].tokens for request in requests]
-    embed = tiny_target_f64.embed
+    said = {token for answer, request in zip(plain, requests, strict=True) for token in (*answer, *request.tokens)}
+    poison = next(token for token in range(4, tiny_target_f64.vocab_size) if token not in said)
+    requests[1] = Request((5, poison, 7, 8, 9, 10, 11, 12), 101, 11)
 
     def poisoned(tokens: Tensor) -> Tensor:
-        return torch.where((tokens == 77)[..., None], torch.nan, embed(tokens))
+        return torch.where((tokens == poison)[..., None], torch.nan, embed(tokens))
 
     monkeypatch.setattr(tiny_target_f64, "embed", poisoned)
     settings = replace(SETTINGS, batch_size=batch_size)
@@ -212,9 +217,7 @@ def test_trees_that_cannot_be_verified_end_their_row_alone(
     tiny_target_f64: Target, spoil: Callable[[TokenTree], TokenTree], message: str
 ) -> None:
     drafter = ScriptedDrafter(tiny_target_f64.vocab_size, [], "random")
-    error = failing(
-        lambda: decode(tiny_target_f64, some_requests(), SETTINGS, drafter=drafter, policy=Spoiled(spoil))
-    )
+    error = failing(lambda: decode(tiny_target_f64, some_requests(), SETTINGS, drafter=drafter, policy=Spoiled(spoil)))
     check_others(tiny_target_f64, error.result.generations, {101})
     assert message in str(error)
     assert "prompt 101: " in str(error)

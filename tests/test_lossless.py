@@ -33,13 +33,13 @@ from draftsmith.modules import (
     choose,
     decode,
     follow,
+    referee,
+    rules,
 )
-from draftsmith.modules import referee, rules
 from draftsmith.modules.acceptance import probabilities
 from scipy.stats import chi2
 from tables import DepthDrafter, TableDrafter, random_log_probs
 from torch import Tensor
-
 
 
 def native_greedy(
@@ -137,9 +137,7 @@ def test_every_policy_is_lossless_when_greedy(tiny_target_f64: Target, name: str
         "table": lambda: TableDrafter(random_log_probs(target.vocab_size, target.vocab_size)),
         "depth": lambda: DepthDrafter(random_log_probs(3, target.vocab_size)),
     }[family]()
-    result = decode(
-        target, requests, DecodeSettings(batch_size=4, ignore_eos=True), drafter=drafter, policy=policy
-    )
+    result = decode(target, requests, DecodeSettings(batch_size=4, ignore_eos=True), drafter=drafter, policy=policy)
     assert [generation.tokens for generation in result.generations] == expected
     assert family != "mixed" or result.accepted_length > 1.2
 

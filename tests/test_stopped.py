@@ -40,7 +40,7 @@ def peaked(*peaks: float) -> Tensor:
 
 def drafted(policy: StoppedChain, drafter: DepthDrafter) -> list[int]:
     """Tokens of the chain of one row."""
-    tree = policy.grow(drafter, drafter.start(1), torch.tensor([7]))
+    tree = policy.grow(drafter, drafter.start(1, 64), torch.tensor([7]))
     return tree.tokens_BN[0][tree.real_BN[0]].tolist()[1:]
 
 
@@ -68,8 +68,8 @@ def test_a_stopped_batch_makes_a_short_tree_and_no_look_makes_a_full_one() -> No
     roots = torch.tensor([1, 2])
     for check_every, size in ((1, 3), (0, 7)):
         policy = StoppedChain(6, FixedLength(2), check_every=check_every)
-        assert policy.grow(drafter, drafter.start(2), roots).size == size
-    assert StoppedChain(6, FixedLength(0)).grow(drafter, drafter.start(2), roots).size == 1
+        assert policy.grow(drafter, drafter.start(2, 64), roots).size == size
+    assert StoppedChain(6, FixedLength(0)).grow(drafter, drafter.start(2, 64), roots).size == 1
 
 
 class PerRow(DepthDrafter):
@@ -99,7 +99,7 @@ def test_a_cut_depends_on_nothing_later(name: str, sampled: bool) -> None:
         draws = draws_for(rows)
         draws.requests_B.zero_()
         tree = kind(depth, RULES[name], check_every=0).grow(
-            drafter, drafter.start(rows), torch.zeros(rows, dtype=torch.long), draws
+            drafter, drafter.start(rows, 64), torch.zeros(rows, dtype=torch.long), draws
         )
         assert len(tree.real_BN[:, : place + 1].unique(dim=0)) == 1
         assert len(tree.tokens_BN[:, : place + 1].unique(dim=0)) == 1
@@ -120,7 +120,7 @@ class AnticipatingChain(SampledChain):
 def g_of(policy: StoppedChain, rows: int = 60_000) -> tuple[float, int]:
     drafter, p = TableDrafter(random_log_probs(5, 5, seed=2)), random_log_probs(5, 5, seed=1).double()
     draws = draws_for(rows)
-    tree = policy.grow(drafter, drafter.start(rows), torch.full((rows,), 4), draws)
+    tree = policy.grow(drafter, drafter.start(rows, 64), torch.full((rows,), 4), draws)
     generator = torch.Generator().manual_seed(5)
     choices = torch.rand(rows, tree.size, dtype=torch.float64, generator=generator)
     accepted = exact_rule(tree).accept(

@@ -1,15 +1,15 @@
-"""Slow plain twins of the rules of rejection: one node, one child at a time, in Python numbers; and the law of a rule."""
+"""Slow plain twins of the rules of rejection, one node and one child at a time; and the law of a rule."""
 
 from itertools import permutations
 
 import torch
 
 
-def walk(tree, p_of, q_of, row, tests, choice, draw):
-    """Tokens emitted by one row: accepted ones, then one from what is left of p; `p_of(node)` and `q_of(node)` give [V]."""
+def walk(tree, p_NV, q_NV, row, tests, choice, draw):
+    """Tokens emitted by one row: accepted ones, then one from what is left of p."""
     node, emitted = 0, []
     while True:
-        rest, left = p_of(node).clone(), q_of(node).clone()
+        rest, left = p_NV[node].clone(), q_NV[node].clone()
         for child in range(1, tree.size):
             if int(tree.parents_BN[row, child]) != node or not tree.real_BN[row, child]:
                 continue
