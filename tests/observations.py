@@ -12,7 +12,7 @@ def observation(texts: list[list[int]], verified: Verified | None = None) -> Obs
     """The rows' new tokens, each row's last one its new root; shorter rows are padded with token 0."""
     width = max(map(len, texts)) - 1
     return Observation(
-        tokens_BN=torch.tensor([[*text[:-1], *([0] * (width - len(text) + 1))] for text in texts]),
+        tokens_BN=torch.tensor([[*text[:-1], *([0] * (width - len(text) + 1))] for text in texts], dtype=torch.long),
         counts_B=torch.tensor([len(text) - 1 for text in texts]),
         final_BND=torch.zeros(len(texts), width, 1),
         taps={},
