@@ -12,10 +12,12 @@ from draftsmith.modules import (
     Request,
     Target,
     UserError,
+    Verified,
     baseline,
     decode,
 )
 from draftsmith.modules.drafter import DraftState
+from observations import frontier, observation
 from test_lossless import native_greedy, requests_for
 from torch import Tensor
 
@@ -122,18 +124,41 @@ def test_observed_logits_belong_to_the_accepted_tokens(tiny_target_f64: Target) 
     with target.native() as model, torch.no_grad():
         truth_LV = model(torch.tensor([text])).logits[0]
     begun, accepted = 0, 0
-    for observation in spy.seen:
-        verified, count = observation.verified, int(observation.counts_B[0])
+    for shown in spy.seen:
+        verified, count = shown.verified, int(shown.counts_B[0])
         assert verified is not None
         for node, place in enumerate(verified.places_BM[0].tolist()):
             if place >= 0 and begun + place < len(text):
-                assert int(verified.tokens_BM[0, node]) == int(observation.tokens_BN[0, place]) == text[begun + place]
+                assert int(verified.tokens_BM[0, node]) == int(shown.tokens_BN[0, place]) == text[begun + place]
                 torch.testing.assert_close(verified.logits_BMV[0, node], truth_LV[begun + place], atol=1e-9, rtol=0)
                 accepted += 1
         in_pass = verified.places_BM.shape[1] > 1
         assert int((verified.places_BM >= 0).sum()) == (count if in_pass else 1)
         begun += count
     assert accepted >= len(answer)
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_expanding_never_waits_for_the_device(
+    tiny_target_f64: Target, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny_target_f64
+    drafter, policy = baseline(name, target)
+    decode(target, [Request((5, 6, 5, 6), 0, 20)], DecodeSettings(), drafter=drafter, policy=policy)
+    state = drafter.start(2, 32)
+    logits = torch.zeros(2, 1, target.vocab_size, dtype=torch.float64)
+    last = Verified(tokens_BM=torch.full((2, 1), 5), real_BM=torch.ones(2, 1) > 0, logits_BMV=logits,
+                    places_BM=torch.full((2, 1), 2))
+    drafter.observe(state, torch.arange(2), observation([[5, 6, 5, 6], [7, 8, 9, 7]], last))
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a tensor was read on the host")
+
+    for method in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__"):
+        monkeypatch.setattr(torch.Tensor, method, refuse)
+    drafter.expand(state, frontier([0], [-1], [[6], [7]]))
+    if "lookup" not in drafter.family:
+        drafter.expand(state, frontier([1, 2], [0, 0], [[5, 9], [8, 4]]))
 
 
 def test_unknown_names_are_refused(tiny_target: Target) -> None:
