@@ -137,7 +137,8 @@ def measure_cost(
 def _time_step(rows: TargetRows, drafter: Proposer, topology: Topology) -> tuple[float, float]:
     """(seconds of the pass, seconds of the drafter) of one step whose tokens are then forgotten."""
     target, device = rows.target, rows.target.device
-    policy, state, one_B = StaticTree(topology), drafter.start(1, rows.cache.capacity), torch.ones(1, dtype=torch.long, device=device)
+    policy, state = StaticTree(topology), drafter.start(1, rows.cache.capacity)
+    one_B = torch.ones(1, dtype=torch.long, device=device)
     root_B = torch.zeros(1, dtype=torch.long, device=device)
     began = _now(device)
     output = rows.run(topology.plant(root_B[:, None].expand(-1, topology.size)))

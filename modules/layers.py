@@ -124,7 +124,8 @@ class LayerDraft(Proposer):
     def _root(self, held: LayersState, frontier: Frontier) -> Tensor:
         """Read what is waiting and the root behind it; the root's state, [B, 1, D]."""
         final_BND, counts_B = self._read(held, list(range(len(held.host_lengths))), roots=1)
-        held.plant(frontier.nodes_BF, torch.zeros_like(frontier.nodes_BF), torch.ones_like(frontier.nodes_BF[:, :, None]) > 0)
+        depths_BM = torch.zeros_like(frontier.nodes_BF)
+        held.plant(frontier.nodes_BF, depths_BM, torch.ones_like(depths_BM[:, :, None], dtype=torch.bool))
         last_B11 = (counts_B - 1)[:, None, None].expand(-1, 1, final_BND.shape[-1])
         return final_BND.gather(1, last_B11)
 

@@ -101,7 +101,7 @@ class Lookup(Proposer):
             ValueError: if the frontier is not the root alone.
         """
         if frontier.nodes_BF.shape[1] != 1:
-            raise ValueError(f"a lookup answers from the root at once; ask for 1 node, got {frontier.nodes_BF.shape[1]}")
+            raise ValueError(f"a lookup answers at the root only; ask for 1 node, got {frontier.nodes_BF.shape[1]}")
         text = text_of(state)
         ends_B, found_B = self._occurrence(text)
         distance_B1 = (text.roots_S - ends_B)[:, None].clamp(min=1)
