@@ -86,6 +86,11 @@ class Lookup(Proposer):
     def __init__(self, config: LookupConfig, device: torch.device) -> None:
         self.config, self.device = config, device
 
+    @property
+    def reach(self) -> int:
+        """The tokens that one copy has."""
+        return self.config.copied
+
     def start(self, rows: int, capacity: int) -> Text:
         """Empty texts."""
         return Text(rows, capacity, self.config.longest, self.device)
