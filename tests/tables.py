@@ -60,6 +60,16 @@ class TableDrafter(Drafter):
         return Scores(log_probs_BFHQ=self.log_q_VQ[frontier.tokens_BF][:, :, None], token_ids_Q=self.ids_Q)
 
 
+class CandidateDrafter(TableDrafter):
+    """Recurrent: names its candidates, those of token t are t, t + 1, … modulo the target's vocabulary."""
+
+    def expand(self, state: DraftState, frontier: Frontier) -> Scores:
+        tokens_BF1 = frontier.tokens_BF[..., None]
+        ids_BFQ = (tokens_BF1 + torch.arange(self.log_q_VQ.shape[1])) % len(self.log_q_VQ)
+        log_q_BFQ = self.log_q_VQ[frontier.tokens_BF]
+        return Scores(log_probs_BFHQ=log_q_BFQ[:, :, None], candidates_BFHQ=ids_BFQ[:, :, None])
+
+
 class DepthDrafter(TableDrafter):
     """One-shot: depth d is scored by row d of a table [H, Q], whatever the tokens; `roots` shifts rows of the batch."""
 

@@ -17,8 +17,10 @@ from draftsmith.modules import (
     Drafter,
     DySpecTree,
     Eagle2Tree,
+    EarlyExit,
     FixedLength,
     MaxProbability,
+    PathProbability,
     Policy,
     Request,
     SampledChain,
@@ -30,6 +32,7 @@ from draftsmith.modules import (
     TokenTree,
     Topology,
     Typical,
+    baseline,
     choose,
     decode,
     follow,
@@ -140,6 +143,41 @@ def test_every_policy_is_lossless_when_greedy(tiny_target_f64: Target, name: str
     result = decode(target, requests, DecodeSettings(batch_size=4, ignore_eos=True), drafter=drafter, policy=policy)
     assert [generation.tokens for generation in result.generations] == expected
     assert family != "mixed" or result.accepted_length > 1.2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("name", ["prompt_lookup", "recycling", "ngrams", "layer_skip"])
+def test_every_policy_serves_drafters_that_name_candidates(
+    tiny_target_f64: Target, name: str, temperature: float
+) -> None:
+    """Few guesses, other ones at every node, sometimes none: greedy output is the target's, and no batch matters."""
+    target = tiny_target_f64
+    requests = requests_for(target, 5, 30, temperature)
+    plain = [g.tokens for g in decode(target, requests, DecodeSettings(ignore_eos=True)).generations]
+    policies = (
+        Eagle2Tree(8, 3, 3),
+        DySpecTree(8, 3, 3),
+        SampledTree.branching(2, 1, 1),
+        StoppedChain(4, EarlyExit(0.5)),
+        SampledChain(3, PathProbability(0.05)),
+    )
+    for policy in policies:
+        runs = [
+            decode(
+                target,
+                requests,
+                DecodeSettings(batch_size=size, ignore_eos=True),
+                drafter=baseline(name, target)[0],
+                policy=policy,
+            )
+            for size in (1, 3)
+        ]
+        found = [[generation.tokens for generation in run.generations] for run in runs]
+        if temperature == 0 or type(policy) in (Eagle2Tree, StoppedChain):
+            assert found == [plain, plain]
+        elif name in ("prompt_lookup", "layer_skip"):
+            # The others remember across requests, so that batches change what is drafted.
+            assert found[0] == found[1]
 
 
 def test_sampled_drafts_do_not_depend_on_the_batch(tiny_target_f64: Target) -> None:

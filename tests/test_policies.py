@@ -28,7 +28,7 @@ from draftsmith.modules import (
 from draftsmith.modules.asking import sample
 from draftsmith.modules.faults import screen
 from references.dynamic import best_sum, candidates
-from tables import DepthDrafter, TableDrafter, draws_for, random_log_probs
+from tables import CandidateDrafter, DepthDrafter, TableDrafter, draws_for, random_log_probs
 from test_rules import chi2_bound, g_statistic
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -161,11 +161,14 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-def g_of(policy: Policy, one_shot: bool, rows: int = 60_000) -> tuple[float, int]:
-    """G of the first two tokens of one pass, greedy target rows excluded."""
+def g_of(policy: Policy, family: str, rows: int = 60_000) -> tuple[float, int]:
+    """G of the first two tokens of one pass."""
     size = 5
-    table = random_log_probs(2 if one_shot else size, size, seed=2)
-    drafter = DepthDrafter(table) if one_shot else TableDrafter(table)
+    drafter = {
+        "recurrent": lambda: TableDrafter(random_log_probs(size, size, seed=2)),
+        "one-shot": lambda: DepthDrafter(random_log_probs(2, size, seed=2)),
+        "candidates": lambda: CandidateDrafter(random_log_probs(size, 3, seed=2)),
+    }[family]()
     draws, p = draws_for(rows), random_log_probs(size, size, seed=1).double()
     tree = grow(policy, drafter, [4] * rows, draws)
     generator = torch.Generator().manual_seed(5)
@@ -179,15 +182,15 @@ def g_of(policy: Policy, one_shot: bool, rows: int = 60_000) -> tuple[float, int
     return g_statistic(tree, accepted, p.exp(), generator)
 
 
-@pytest.mark.parametrize("one_shot", [False, True])
+@pytest.mark.parametrize("family", ["recurrent", "one-shot", "candidates"])
 @pytest.mark.parametrize("name", POLICIES)
-def test_sampling_policies_keep_the_targets_law(name: str, one_shot: bool) -> None:
-    statistic, cells = g_of(POLICIES[name], one_shot)
+def test_sampling_policies_keep_the_targets_law(name: str, family: str) -> None:
+    statistic, cells = g_of(POLICIES[name], family)
     assert statistic < chi2_bound(cells)
 
 
 def test_dropping_samples_after_the_draw_is_noticed() -> None:
-    statistic, cells = g_of(AnticipatingTree(4, 2, 3), one_shot=False)
+    statistic, cells = g_of(AnticipatingTree(4, 2, 3), "recurrent")
     assert statistic > chi2_bound(cells)
 
 
