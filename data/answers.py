@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..modules import DecodeSettings, DecodeStats, Generation, Request, Target, UserError, decode
 from .chat import ChatTemplate, Turn, join_turns
@@ -118,7 +118,10 @@ class Answerer:
                 index = one.number * TURNS + len(one.turns)
                 asked[index] = one
                 requests.append(Request(tuple(tokens), index, room, one.temperature))
-        result = decode(self.target, requests, self.settings, on_tokens=self._count, deadline=deadline)
+        # The cache has room for a whole chunk in every slot, so a chunk is no longer than the longest prompt.
+        longest = max((len(request.tokens) for request in requests), default=1)
+        settings = replace(self.settings, prefill_chunk=min(self.settings.prefill_chunk, longest))
+        result = decode(self.target, requests, settings, on_tokens=self._count, deadline=deadline)
         add_stats(self.stats, result.stats)
         for generation in result.generations:
             request = generation.request

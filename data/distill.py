@@ -310,14 +310,16 @@ class Distillation:
         return "answers", self.source.total, "prompt", self.manifest.candidates
 
     def _stats(self) -> dict[str, float]:
-        """What was measured on this machine: sums over the runs that worked on the folder."""
-        sums = {f"answers_{name}": value for name, value in vars(self.answerer.stats).items()}
+        """What was measured on this machine: sums over the runs that worked on the folder, and shares of busy slots."""
+        parts = {"answers": self.answerer.stats}
         if isinstance(self.source, OwnPrompts):
-            sums |= {f"prompts_{name}": value for name, value in vars(self.source.stats).items()}
+            parts["prompts"] = self.source.stats
+        sums = {f"{part}_{name}": value for part, stats in parts.items() for name, value in vars(stats).items()}
         sums = {name: value + self.before.get(name, 0.0) for name, value in sums.items()}
-        total = sum(sums.get(f"{part}_total_slots", 0) for part in ("answers", "prompts"))
-        busy = sum(sums.get(f"{part}_busy_slots", 0) for part in ("answers", "prompts"))
-        return {**sums, "seconds": self._seconds(), "busy_share": busy / total if total else 1.0}
+        for part in parts:
+            total = sums[f"{part}_total_slots"]
+            sums[f"{part}_busy_share"] = sums[f"{part}_busy_slots"] / total if total else 1.0
+        return {**sums, "seconds": self._seconds()}
 
     def _write_stats(self) -> None:
         write_bytes(self.out / STATS, json.dumps(self._stats(), indent=2, sort_keys=True).encode())

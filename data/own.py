@@ -28,7 +28,13 @@ class OwnPrompts:
         self.stats = DecodeStats()
         end = self.around.after
         stop = () if not end or end[0] in target.eos_ids else (target.tokenizer.decode(list(end)),)
-        self.settings = DecodeSettings(batch_size=slots, top_p=config.own_top_p, seed=prompt_seed(seed), stop=stop)
+        self.settings = DecodeSettings(
+            batch_size=slots,
+            prefill_chunk=len(self.around.before),
+            top_p=config.own_top_p,
+            seed=prompt_seed(seed),
+            stop=stop,
+        )
 
     @property
     def total(self) -> int | None:

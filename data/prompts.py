@@ -4,6 +4,7 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -217,30 +218,47 @@ def _from_file(config: PromptConfig, seed: int) -> Iterator[Prompt]:
 
 
 def _from_dataset(config: PromptConfig, seed: int) -> Iterator[Prompt]:
-    data = _open_dataset(config)
-    if config.shuffle:
-        data = data.shuffle(seed=seed, buffer_size=STREAM_BUFFER) if config.streaming else data.shuffle(seed=seed)
-    rows = ((f"{config.name}[{config.split}]:{number}", row) for number, row in enumerate(data))
-    return _parsed(rows, lambda row, where: parse_prompt(row, where, config.column), config.skip_malformed)
-
-
-def _open_dataset(config: PromptConfig) -> Any:
     try:
         import datasets
     except ImportError as error:
         raise UserError("prompts.source dataset needs the package datasets; pip install 'draftsmith[train]'") from error
+    with _explained(config):
+        data = _open_dataset(datasets, config)
+        if config.shuffle:
+            data = data.shuffle(seed=seed, buffer_size=STREAM_BUFFER) if config.streaming else data.shuffle(seed=seed)
+    rows = ((f"{config.name}[{config.split}]:{number}", row) for number, row in enumerate(_dataset_rows(data, config)))
+    return _parsed(rows, lambda row, where: parse_prompt(row, where, config.column), config.skip_malformed)
+
+
+def _open_dataset(datasets: Any, config: PromptConfig) -> Any:
     name = str(config.name)
+    if any((Path(name) / mark).exists() for mark in ("state.json", "dataset_dict.json")):
+        saved = datasets.load_from_disk(name)
+        return saved[config.split] if isinstance(saved, datasets.DatasetDict) else saved
+    return datasets.load_dataset(
+        name, config.subset, split=config.split, streaming=config.streaming, revision=config.revision
+    )
+
+
+def _dataset_rows(data: Any, config: PromptConfig) -> Iterator[Any]:
+    """The rows; a streamed dataset fails only here."""
+    with _explained(config):
+        yield from data
+
+
+@contextmanager
+def _explained(config: PromptConfig) -> Iterator[None]:
+    """Turn what `datasets` raises for a wrong name, split or file into one sentence."""
+    from datasets.exceptions import DatasetsError
+
     try:
-        if any((Path(name) / mark).exists() for mark in ("state.json", "dataset_dict.json")):
-            saved = datasets.load_from_disk(name)
-            return saved[config.split] if isinstance(saved, datasets.DatasetDict) else saved
-        return datasets.load_dataset(
-            name, config.subset, split=config.split, streaming=config.streaming, revision=config.revision
-        )
-    except (OSError, ValueError, KeyError) as error:
+        yield
+    except UserError:
+        raise
+    except (DatasetsError, OSError, ValueError, KeyError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"cannot load the dataset {name!r}, split {config.split!r}: {reason}; "
+            f"cannot load the dataset {config.name!r}, split {config.split!r}: {reason}; "
             "check prompts.name, prompts.subset and prompts.split"
         ) from error
 

@@ -1,6 +1,6 @@
 """Feature shards: the target's states at every token of a token shard, stored once and read slice by slice.
 
-Shapes: N tokens of a slice, D hidden size of the target.
+Shapes: B rows of a pass, N tokens of a slice, D hidden size of the target.
 """
 
 import json
@@ -14,12 +14,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..modules import Target, UserError
-from .collate import Piece, pack, plan_bins
+from .collate import Piece, pad
 from .store import FORMAT_VERSION, Manifest, ShardRecord, TokenShard, hash_file, read_bytes, write_bytes, write_tensors
 
 FEATURES = "features.json"
 PASS_TOKENS = 1024
-"""Tokens of one pass of the target when states are stored; a longer row is a pass of its own."""
+"""Tokens of one pass of the target, padding included; a longer row is a pass of its own."""
 
 
 class FeatureShard:
@@ -138,17 +138,31 @@ def _states(
 ) -> dict[str, Tensor]:
     """Final states and taps of all tokens of a shard, by their name in the file."""
     spans = [shard.span(row) for row in range(shard.num_rows)]
-    lengths = [stop - start for start, stop in spans]
     names = ["final", *(f"tap_{layer}" for layer in taps)]
     states = {name: torch.empty(len(shard.tokens_T), target.hidden_size, dtype=dtype) for name in names}
-    for group in plan_bins(lengths, max([PASS_TOKENS, *lengths])):
+    for group in _alike([stop - start for start, stop in spans]):
         pieces = [
-            Piece(tokens_N=shard.tokens_T[a:b], supervised_N=shard.supervised_T[a:b])
-            for a, b in (spans[row] for row in group)
+            Piece(tokens_N=shard.tokens_T[start:stop], supervised_N=shard.supervised_T[start:stop])
+            for start, stop in (spans[row] for row in group)
         ]
-        encoded = target.encode(pack([pieces]), taps)
-        places = torch.cat([torch.arange(*spans[row]) for row in group])
-        for name, found in zip(names, [encoded.final(), *(encoded.taps[layer] for layer in taps)], strict=True):
-            states[name][places] = found[0].to("cpu", dtype)
-        bar.update(len(places))
+        encoded = target.encode(pad(pieces), taps)
+        found = [encoded.final(), *(encoded.taps[layer] for layer in taps)]
+        for name, states_BND in zip(names, found, strict=True):
+            for place, row in enumerate(group):
+                start, stop = spans[row]
+                states[name][start:stop] = states_BND[place, : stop - start].to("cpu", dtype)
+        bar.update(sum(len(piece.tokens_N) for piece in pieces))
     return states
+
+
+def _alike(lengths: Sequence[int]) -> list[list[int]]:
+    """Rows in groups of like length and at most PASS_TOKENS tokens, padding included.
+
+    Not packed: a packed row of 1,024 tokens spends a third of its pass on attention between strangers.
+    """
+    groups: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: lengths[row]):
+        if not groups or lengths[row] * (len(groups[-1]) + 1) > PASS_TOKENS:
+            groups.append([])
+        groups[-1].append(row)
+    return groups

@@ -167,11 +167,14 @@ class RowCache(Cache):
         if self.storage is not None:
             self.storage[:, row] = 0
 
-    def move(self, source: int, destination: int) -> None:
-        """Copy the used slots of one row over another; the source is then cleared."""
-        length = self.host_lengths[source]
+    def copy(self, source: int, destination: int, length: int) -> None:
+        """Let a row begin with the first `length` tokens of another."""
         if self.storage is not None:
             self.storage[:, destination, :, :length] = self.storage[:, source, :, :length]
-        self.lengths_B[destination] = self.lengths_B[source]
+        self.lengths_B[destination] = length
         self.host_lengths[destination] = length
+
+    def move(self, source: int, destination: int) -> None:
+        """Copy the used slots of one row over another; the source is then cleared."""
+        self.copy(source, destination, self.host_lengths[source])
         self.clear(source)

@@ -11,15 +11,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .acceptance import Accepted
 from .drafter import DraftState, Observation, Proposer, Verified
 from .errors import TreeError
 from .faults import PARENT, DecodeError, message, screen
+from .outcome import observation, to_host, verified
 from .policies import Policy
 from .referee import Referee
 from .requests import DecodeResult, DecodeSettings, DecodeStats, Generation, Request
 from .target import PassOutput
 from .tree import TokenTree, Topology
+
+_SHORTEST_PREFIX = 8
+"""Tokens that prompts must share before it pays to keep them in a row of their own."""
 
 
 class Rows(Protocol):
@@ -29,7 +32,7 @@ class Rows(Protocol):
 
     def commit(self, path_BK: Tensor, counts_B: Tensor, host_counts: list[int], *, moved: bool = True) -> None: ...
 
-    def open(self, row: int, index: int) -> None: ...
+    def open(self, row: int, index: int) -> int: ...
 
     def wipe(self, row: int) -> None: ...
 
@@ -54,7 +57,7 @@ class Verifier(Protocol):
     @property
     def tokenizer(self) -> Any: ...
 
-    def start(self, rows: int, capacity: int, taps: Sequence[int] = ()) -> Rows: ...
+    def start(self, rows: int, capacity: int, taps: Sequence[int] = (), prefix: Sequence[int] = ()) -> Rows: ...
 
 
 class Loop:
@@ -103,12 +106,14 @@ class Loop:
         places = max((r.max_new_tokens for r in self.waiting), default=0) + size
         sampled = any(request.temperature > 0 for request in self.waiting)
         count = min(settings.batch_size, len(self.waiting))
-        self.rows = target.start(count, longest + size, drafter.taps if drafter else ())
+        # A drafter must see every prompt token, so only plain decoding reads a common beginning once.
+        prefix = shared_prefix([r.tokens for r in self.waiting], settings.prefill_chunk) if drafter is None else ()
+        self.rows = target.start(count, longest + size, drafter.taps if drafter else (), prefix)
         self.state: DraftState | None = drafter.start(count, longest + size) if drafter is not None else None
         self._reads_logits = drafter is not None and drafter.reads_logits
         self.roots_B = torch.zeros(count, dtype=torch.long, device=target.device)
         self.referee = Referee(settings, count, places, target.vocab_size, sampled, target.device)
-        self._count = count
+        self._count, self._read = count, 0
         self._plain = Topology.chain(0)
 
     @torch.no_grad()
@@ -143,7 +148,7 @@ class Loop:
         request = self.waiting.popleft()
         self.slots[row : row + 1] = [Generation(request)]
         self.referee.open(row, request)
-        self.rows.open(row, request.index)
+        self._read = self.rows.open(row, request.index)
         if self.drafter is not None and self.state is not None:
             self.drafter.clear(self.state, torch.tensor([row], device=self.target.device))
         return True
@@ -162,7 +167,7 @@ class Loop:
         longest = max(map(len, prompts))
         rows_R = torch.tensor(rows, device=device)
         faults_R = torch.zeros_like(rows_R)
-        for offset in range(0, longest, chunk):
+        for offset in range(self._read, longest, chunk):
             here = [index for index, prompt in enumerate(prompts) if len(prompt) > offset]
             faults_R[here] = self._prefill_chunk([rows[i] for i in here], [prompts[i] for i in here], offset)
         found = torch.stack([self.roots_B[rows_R], faults_R], dim=1).tolist()
@@ -181,7 +186,7 @@ class Loop:
         self.stats.prefill_calls += 1
         path_BC = torch.arange(width, device=device).expand(len(rows), -1)
         self.rows.commit(path_BC, counts_B, counts, moved=False)
-        chosen_B, faults_B = self.referee.begin(rows_R, tokens_BC, counts_B, output.logits_BMV)
+        chosen_B, faults_B = self.referee.begin(rows_R, output.logits_BMV)
         following = [
             prompt[offset + len(part)] if offset + len(part) < len(prompt) else -1
             for prompt, part in zip(prompts, parts, strict=True)
@@ -219,13 +224,13 @@ class Loop:
         began = time.perf_counter()
         output = self.rows.run(tree)
         accepted, faults_B = self.referee.verify(tree, output.logits_BMV, faults_B)
-        emitted, counts, faults = _to_host(tree, accepted, faults_B)
+        emitted, counts, faults = to_host(tree, accepted, faults_B)
         self.rows.commit(accepted.path_BK, accepted.counts_B, counts, moved=tree.size > 1)
         self.stats.target_seconds += time.perf_counter() - began
         self.roots_B = accepted.bonus_B
-        verified = _verified(tree, accepted, output) if self._reads_logits else None
+        answers = verified(tree, accepted, output) if self._reads_logits else None
         self._observe(
-            torch.arange(len(emitted), device=self.target.device), _observation(tree, accepted, output, verified)
+            torch.arange(len(emitted), device=self.target.device), observation(tree, accepted, output, answers)
         )
         if self.policy is not None:
             self.policy.learn(tree, accepted)
@@ -363,6 +368,17 @@ def stream(
         yield tokens
 
 
+def shared_prefix(prompts: Sequence[tuple[int, ...]], limit: int) -> tuple[int, ...]:
+    """What all prompts begin with, without any prompt's last token; nothing where that saves next to nothing."""
+    if len(prompts) < 2:
+        return ()
+    # Every prompt lies between the least and the greatest, so what these two share all share.
+    low, high = min(prompts), max(prompts)
+    room = min(limit, min(map(len, prompts)) - 1)
+    count = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
+    return low[: min(count, room)] if min(count, room) >= _SHORTEST_PREFIX else ()
+
+
 def first_stop(tokenizer: Any, before: Sequence[int], new: Sequence[int], stops: Sequence[str]) -> int | None:
     """How many of the new tokens complete the first stop text, or None."""
     for count in range(1, len(new) + 1):
@@ -370,40 +386,3 @@ def first_stop(tokenizer: Any, before: Sequence[int], new: Sequence[int], stops:
         if any(stop in text for stop in stops):
             return count
     return None
-
-
-def _to_host(tree: TokenTree, accepted: Accepted, faults_B: Tensor) -> tuple[list[list[int]], list[int], list[int]]:
-    """(new tokens of each row: accepted nodes below the root and the bonus, nodes on each path, faults), in one
-    transfer."""
-    path_tokens_BK = tree.tokens_BN.gather(1, accepted.path_BK)
-    columns = [accepted.counts_B[:, None], faults_B[:, None], accepted.bonus_B[:, None], path_tokens_BK]
-    together = torch.cat(columns, dim=1).tolist()
-    emitted = [[*row[4 : 3 + row[0]], row[2]] for row in together]
-    return emitted, [row[0] for row in together], [row[1] for row in together]
-
-
-def _observation(
-    tree: TokenTree, accepted: Accepted, output: PassOutput, verified: Verified | None = None
-) -> Observation:
-    path_BK = accepted.path_BK
-
-    def along(states_BND: Tensor) -> Tensor:
-        return states_BND.gather(1, path_BK[..., None].expand(-1, -1, states_BND.shape[-1]))
-
-    return Observation(
-        tokens_BN=tree.tokens_BN.gather(1, path_BK),
-        counts_B=accepted.counts_B,
-        final_BND=along(output.final_BND),
-        taps={layer: along(states) for layer, states in output.taps.items()},
-        roots_B=accepted.bonus_B,
-        verified=verified,
-    )
-
-
-def _verified(tree: TokenTree, accepted: Accepted, output: PassOutput) -> Verified:
-    width = accepted.path_BK.shape[1]
-    columns_K = torch.arange(width, device=tree.tokens_BN.device)
-    places_BK = torch.where(columns_K < accepted.counts_B[:, None], columns_K, -1)
-    # Padding columns of a path hold their own index, which may be a node that is on it: the larger place is right.
-    places_BN = torch.full_like(tree.tokens_BN, -1).scatter_reduce(1, accepted.path_BK, places_BK, "amax")
-    return Verified(tokens_BM=tree.tokens_BN, real_BM=tree.real_BN, logits_BMV=output.logits_BMV, places_BM=places_BN)

@@ -1,6 +1,6 @@
 """Verification of a batch: what each row brings to the rules, and the verdict on each pass.
 
-Shapes: R rows held, B of them active, N nodes, K nodes of a path, C prompt tokens of a pass, V vocabulary, T places.
+Shapes: R rows held, B of them active, N nodes, M nodes with logits, K nodes of a path, V vocabulary, T places.
 """
 
 import torch
@@ -36,6 +36,7 @@ class Referee:
         self.uniforms_RT = torch.zeros(rows, places if sampled else 1, dtype=torch.float64, device=device)
         penalised = settings.repetition_penalty != 1.0
         self.seen_RV = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device) if penalised else None
+        self.last_R = torch.zeros(rows, dtype=torch.long, device=device)
         self.active = 0
         self._hot = [False] * rows
 
@@ -49,12 +50,14 @@ class Referee:
             self.uniforms_RT[row] = torch.from_numpy(stream)
         if self.seen_RV is not None:
             self.seen_RV[row] = False
+            self.seen_RV[row, list(request.tokens)] = True
+            self.last_R[row] = request.tokens[-1]
 
     def keep(self, order: list[int], order_R: Tensor) -> None:
         """Row r is the former row order[r]; the others leave."""
         self.active = len(order)
         self._hot = [self._hot[row] for row in order]
-        for name in ("temperature_R", "requests_R", "places_R", "uniforms_RT", "seen_RV"):
+        for name in ("temperature_R", "requests_R", "places_R", "uniforms_RT", "seen_RV", "last_R"):
             if (held := getattr(self, name)) is not None:
                 setattr(self, name, held[order_R])
 
@@ -71,14 +74,11 @@ class Referee:
             temperature_B=self.temperature_R[active],
         )
 
-    def begin(self, rows_B: Tensor, tokens_BC: Tensor, counts_B: Tensor, logits_BMV: Tensor) -> tuple[Tensor, Tensor]:
+    def begin(self, rows_B: Tensor, logits_BMV: Tensor) -> tuple[Tensor, Tensor]:
         """(first token of each answer, fault of each row) behind a piece of the prompts; M is 1."""
         if self.seen_RV is not None:
-            real_BC = torch.arange(tokens_BC.shape[1], device=rows_B.device) < counts_B[:, None]
-            read_BC = torch.where(real_BC, tokens_BC, tokens_BC[:, :1])
-            self._read(rows_B, read_BC)
             logits_BMV = penalise(
-                logits_BMV, self.settings.repetition_penalty, self.seen_RV[rows_B], read_BC[:, None, :1]
+                logits_BMV, self.settings.repetition_penalty, self.seen_RV[rows_B], self.last_R[rows_B, None, None]
             )
         chosen_BM = choose(logits_BMV, self.uniforms_RT[rows_B, :1], self._sampling(rows_B))
         self.places_R[rows_B] = 1
@@ -94,7 +94,7 @@ class Referee:
         accepted = rule.accept(tree, logits_BNV, self._sampling(active), self._chances(tree))
         self.places_R[: self.active] += accepted.counts_B
         if self.seen_RV is not None:
-            self._read(active, _path_tokens(tree, accepted))
+            self.seen_RV[: self.active].scatter_(1, _path_tokens(tree, accepted), True)
         silent_B = along(unreadable_BN, accepted) & (faults_B == 0)
         return accepted, torch.where(silent_B, LOGITS, faults_B)
 
@@ -120,10 +120,6 @@ class Referee:
         assert self.seen_RV is not None
         paths_BNN = torch.where(tree.ancestors_BNN, tree.tokens_BN[:, None, :], tree.tokens_BN[:, :1, None])
         return penalise(logits_BNV, self.settings.repetition_penalty, self.seen_RV[: self.active], paths_BNN)
-
-    def _read(self, rows_B: Tensor, tokens_BK: Tensor) -> None:
-        assert self.seen_RV is not None
-        self.seen_RV[rows_B] = self.seen_RV[rows_B].scatter(1, tokens_BK, True)
 
 
 def _path_tokens(tree: TokenTree, accepted: Accepted) -> Tensor:

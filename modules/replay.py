@@ -85,8 +85,8 @@ class Replay:
         """The target's."""
         return self.target.tokenizer
 
-    def start(self, rows: int, capacity: int, taps: Sequence[int] = ()) -> "ReplayRows":
-        """Open an empty batch of rows."""
+    def start(self, rows: int, capacity: int, taps: Sequence[int] = (), prefix: Sequence[int] = ()) -> "ReplayRows":
+        """Open an empty batch of rows; a prefix saves nothing here."""
         return ReplayRows(self, rows, tuple(taps))
 
 
@@ -131,9 +131,10 @@ class ReplayRows:
         for row, count in zip(self._running, host_counts, strict=True):
             self.lengths[row] += count
 
-    def open(self, row: int, index: int) -> None:
-        """Begin the stored conversation of request `index` in a row."""
+    def open(self, row: int, index: int) -> int:
+        """Begin the stored conversation of request `index` in a row; nothing of it has been read."""
         self.stored[row], self.lengths[row] = self.replay.rows[index], 0
+        return 0
 
     def wipe(self, row: int) -> None:
         """Nothing to do: a row keeps nothing but its place."""

@@ -160,9 +160,16 @@ class Target:
 
     # Passes ----------------------------------------------------------------------------------------------------------
 
-    def start(self, rows: int, capacity: int, taps: Sequence[int] = ()) -> "TargetRows":
-        """Open an empty batch of `rows` sequences of at most `capacity` tokens, the largest tree included."""
-        return TargetRows(self, rows, capacity, self._checked(taps))
+    def start(self, rows: int, capacity: int, taps: Sequence[int] = (), prefix: Sequence[int] = ()) -> "TargetRows":
+        """Open an empty batch of rows.
+
+        Args:
+            rows: sequences of the batch.
+            capacity: most tokens of a sequence, the largest tree included.
+            taps: layers whose outputs the passes give.
+            prefix: tokens that every sequence begins with; they are read once and copied from row to row.
+        """
+        return TargetRows(self, rows, capacity, self._checked(taps), prefix)
 
     @torch.no_grad()
     def encode(self, features: Features, taps: Sequence[int] = ()) -> Features:
@@ -240,10 +247,13 @@ class TargetRows:
     Rows `[0, active)` are in use. A pass writes its nodes behind each row; `commit` keeps a path of them.
     """
 
-    def __init__(self, target: Target, rows: int, capacity: int, taps: tuple[int, ...]) -> None:
+    def __init__(
+        self, target: Target, rows: int, capacity: int, taps: tuple[int, ...], prefix: Sequence[int] = ()
+    ) -> None:
         self.target, self.taps, self.active = target, taps, rows
-        self.cache = RowCache(target.num_layers, rows, capacity, target.device)
+        self.cache = RowCache(target.num_layers, rows + bool(prefix), capacity, target.device)
         self.calls = 0
+        self.spare = self._read_prefix(prefix) if prefix else None
 
     @torch.no_grad()
     def run(self, tree: TokenTree, rows: list[int] | None = None, select_BM: Tensor | None = None) -> PassOutput:
@@ -285,9 +295,24 @@ class TargetRows:
         """Keep a path of the last pass in each of its rows; see `RowCache.commit`."""
         self.cache.commit(path_BK, counts_B, host_counts, moved=moved)
 
-    def open(self, row: int, index: int) -> None:
-        """Empty a row for the request numbered `index`."""
+    @torch.no_grad()
+    def open(self, row: int, index: int) -> int:
+        """Empty a row for the request numbered `index`; it begins with the shared prefix, whose length is returned."""
         self.cache.clear(row)
+        if self.spare is None:
+            return 0
+        length = self.cache.host_lengths[self.spare]
+        self.cache.copy(self.spare, row, length)
+        return length
+
+    def _read_prefix(self, prefix: Sequence[int]) -> int:
+        """Read what all rows begin with, once, into a spare row behind the others."""
+        device, count, spare = self.target.device, len(prefix), self.active
+        counts_B = torch.tensor([count], device=device)
+        tree = TokenTree.prompts(torch.tensor([list(prefix)], device=device), counts_B)
+        self.run(tree, [spare], counts_B[:, None] - 1)
+        self.commit(torch.arange(count, device=device)[None], counts_B, [count], moved=False)
+        return spare
 
     def wipe(self, row: int) -> None:
         """Zero what a row that went wrong left in the cache."""

@@ -70,7 +70,9 @@ class Command(Generic[T]):
     def parser(self) -> ArgumentParser:
         """The parser of this command: its arguments, --config, and the recipe sections that it passes over."""
         set_parsing_settings(docstring_parse_attribute_docstrings=True)
-        parser = ArgumentParser(prog=f"draftsmith {self.name}", exit_on_error=False, description=self.description())
+        # Without abbreviations: a misspelt key that is the beginning of another would be taken for it.
+        parser = ArgumentParser(prog=f"draftsmith {self.name}", exit_on_error=False, allow_abbrev=False,
+                                description=self.description())
         parser.add_argument("--config", action="config", help="Recipe: a YAML file or a shipped one's name.")
         parser.add_class_arguments(self.arguments)
         for section in SECTIONS:

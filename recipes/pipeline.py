@@ -15,6 +15,7 @@ from ..export import Method, Tuning, evaluate, load_artifact, save_artifact, sav
 from ..export.files import write_file
 from ..modules import (
     Drafter,
+    Features,
     Topology,
     UserError,
     choose_size,
@@ -55,6 +56,9 @@ def train_stage(workspace: Workspace) -> Sequence[Path]:
     module.configure_model()
     batches = DraftDataModule(workspace.data, workspace.recipe.batch, module.drafter.taps)
     result = fit(module, batches, workspace.training)
+    if module.global_rank != 0:
+        # Lightning started this process for the training alone: the first one goes on.
+        raise SystemExit(0)
     content = {**asdict(result), "checkpoint": str(result.checkpoint.relative_to(workspace.training))}
     write_file(workspace.training / RESULT_FILE, json.dumps(content, indent=2) + "\n")
     return [workspace.training / RESULT_FILE, result.checkpoint]
@@ -69,10 +73,11 @@ def claim_settings(workspace: Workspace) -> None:
     file = workspace.training / SETTINGS_FILE
     sections = {name: workspace.settings[name] for name in ("model", "batch")}
     content = json.dumps({**sections, "data": workspace.manifest().hash}, indent=2, sort_keys=True) + "\n"
-    if file.is_file() and file.read_text(encoding="utf-8") != content:
+    if not file.is_file():
+        write_file(file, content)
+    elif file.read_text(encoding="utf-8") != content:
         raise UserError(f"{workspace.training} was begun with {difference(file, content)}; delete it to train anew, or "
                         "choose another --out")
-    write_file(file, content)
 
 
 def difference(file: Path, content: str) -> str:
@@ -84,29 +89,36 @@ def difference(file: Path, content: str) -> str:
 
 
 def artifact_stage(workspace: Workspace) -> Sequence[Path]:
-    """Search the tree on held-out text, measure what passes cost here, and write the artifact."""
-    recipe, target = workspace.recipe, workspace.target
-    result, drafter = fit_result(workspace), drafter_of(workspace)
-    drafter.load_state_dict(load_file(result.checkpoint))
-    drafter.to(device=target.device, dtype=target.dtype)
+    """Search the tree on held-out text, write the artifact, and measure which tree pays on this machine."""
+    target, result = workspace.target, fit_result(workspace)
+    drafter = trained_drafter(workspace, result).to(device=target.device, dtype=target.dtype)
     drafter.bind(target)
     drafter.eval()
     topology, expected = held_out_tree(workspace, drafter)
-    save_artifact(workspace.artifact, drafter, target.identity, provenance(workspace, result, expected), topology)
+    # Saved as trained: what measured above was rounded to the target's number format.
+    save_artifact(workspace.artifact, trained_drafter(workspace, result), target.identity,
+                  provenance(workspace, result, expected), topology)
     cost = measure_cost(target, drafter, topology)
-    size = recipe.tree.size or choose_size(expected, cost).size
+    size = min(workspace.recipe.tree.size or choose_size(expected, cost).size, topology.size)
     save_tuning(workspace.artifact, Tuning.of(target, size, cost, expected))
-    print(f"     a tree of {size} nodes pays on this machine, {expected[size - 1]:.2f} tokens per pass expected",
-          flush=True)
+    gain = f"{expected[size - 1]:.2f} tokens per pass expected" if size > 1 else "drafting does not pay here"
+    print(f"     tree of {topology.size} nodes, {size} of them used on this machine: {gain}", flush=True)
     return [workspace.artifact / name for name in ("config.json", "model.safetensors", "README.md", "tuning.json")]
 
 
-def validation(workspace: Workspace, drafter: Drafter) -> list[Any]:
+def trained_drafter(workspace: Workspace, result: FitResult) -> Drafter:
+    """The drafter with the weights that validation chose."""
+    drafter = drafter_of(workspace)
+    drafter.load_state_dict(load_file(result.checkpoint))
+    return drafter
+
+
+def validation(workspace: Workspace, drafter: Drafter) -> list[Features]:
     """Held-out conversations with the target's states, on its device."""
-    batches = DraftDataModule(workspace.data, workspace.recipe.batch, drafter.taps).validation_features()
     target = workspace.target
-    encoded = [batch if batch.final_BLD is not None else target.encode(batch, drafter.taps) for batch in batches]
-    return [batch.to(target.device) for batch in encoded]
+    batches = DraftDataModule(workspace.data, workspace.recipe.batch, drafter.taps).validation_features()
+    moved = [batch.to(target.device) for batch in batches]
+    return [batch if batch.final_BLD is not None else target.encode(batch, drafter.taps) for batch in moved]
 
 
 def held_out_tree(workspace: Workspace, drafter: Drafter) -> tuple[Topology, tuple[float, ...]]:

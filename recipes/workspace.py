@@ -99,7 +99,6 @@ def run_stages(workspace: Workspace, stages: Sequence[Stage], chosen: Sequence[s
 def perform(stage: Stage, workspace: Workspace, label: str, key: str) -> dict[str, Any]:
     """Do a stage and return what is recorded about it."""
     print(label, flush=True)
-    workspace.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     files = {str(file.relative_to(workspace.out)): sha256(file) for file in stage.work(workspace)}
     print(f"     done in {time.monotonic() - began:.0f} s", flush=True)

@@ -154,6 +154,24 @@ def test_the_first_head_learns_a_deterministic_text_and_an_off_by_one_does_not(t
     assert first_head_accuracy(target, wrong) < 0.5
 
 
+def test_a_drafter_built_before_fit_borrows_from_where_the_target_is(target: Target, tmp_path: Path) -> None:
+    bound: list[Target] = []
+
+    class Watched(MedusaModule):
+        def build_drafter(self) -> Medusa:
+            drafter = super().build_drafter()
+            bind = drafter.bind
+            drafter.bind = lambda target: (bound.append(target), bind(target))[1]  # type: ignore[method-assign]
+            return drafter
+
+    module = Watched(target, SMALL)
+    module.configure_model()
+    drafter = module.drafter
+    fit(module, CycleData(), tmp_path, progress=False)
+    assert module.drafter is drafter
+    assert bound[0] is target
+
+
 def test_the_target_is_untouched_and_in_no_checkpoint(target: Target, tmp_path: Path) -> None:
     before = hash_weights(target.model)
     module, _ = train(target, tmp_path)
@@ -164,12 +182,17 @@ def test_the_target_is_untouched_and_in_no_checkpoint(target: Target, tmp_path: 
     assert (tmp_path / "last.ckpt").stat().st_size < 100_000
 
 
-def test_half_precision_arithmetic_keeps_float32_weights(target: Target, tmp_path: Path) -> None:
-    module, _ = train(target, tmp_path, config(precision="bf16-mixed", labels="soft"))
+@pytest.mark.parametrize("output", ["shared", "copy"])
+def test_half_precision_arithmetic_keeps_float32_weights(output: Any, target: Target, tmp_path: Path) -> None:
+    settings = config(precision="bf16-mixed", labels="soft", drafter=MedusaConfig(num_heads=2, output=output))
+    module, _ = train(target, tmp_path, settings)
     for parameter in module.drafter.parameters():
         assert parameter.dtype == torch.float32
         assert parameter.isfinite().all()
-    assert module.figures["loss"] > 0
+    train(target, tmp_path / "full", dataclasses.replace(settings, precision="32-true"))
+    expected, found = weights(tmp_path / "full"), weights(tmp_path)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=0.03, rtol=0.05)
 
 
 def test_stored_states_train_like_computed_ones(target: Target, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from drafters import ScriptedDrafter
 from draftsmith.modules import Chain, DecodeSettings, Generation, Request, Target, UserError, decode, stream
+from draftsmith.modules.decode import shared_prefix
 
 
 def some_requests(count: int, new_tokens: int = 12) -> list[Request]:
@@ -44,6 +45,27 @@ def test_chunked_prompts_change_nothing(tiny_target_f64: Target, chunk: int) -> 
     assert [g.tokens for g in chunked.generations] == [g.tokens for g in whole.generations]
     # The oracle knows a row only by what it observed: whole acceptance proves that prompts arrive unbroken.
     assert chunked.accepted_length == 4
+
+
+@pytest.mark.parametrize("shared", [0, 7, 8, 20])
+def test_a_common_beginning_is_read_once_and_changes_nothing(tiny_target_f64: Target, shared: int) -> None:
+    beginning = tuple(range(10, 10 + shared))
+    requests = [Request((*beginning, 40 + index, *range(50, 50 + index % 4)), index, 9) for index in range(7)]
+    alone = [
+        decode(tiny_target_f64, [request], DecodeSettings(ignore_eos=True)).generations[0].tokens
+        for request in requests
+    ]
+    for chunk in (3, 512):
+        result = decode(tiny_target_f64, requests, DecodeSettings(batch_size=3, prefill_chunk=chunk, ignore_eos=True))
+        assert [generation.tokens for generation in result.generations] == alone
+
+
+def test_the_common_beginning_leaves_each_prompt_a_token() -> None:
+    assert shared_prefix([tuple(range(20)), tuple(range(12))], 512) == tuple(range(11))
+    assert shared_prefix([tuple(range(20)), (*range(12), 99)], 512) == tuple(range(12))
+    assert shared_prefix([tuple(range(20)), tuple(range(20))], 10) == tuple(range(10))
+    assert shared_prefix([tuple(range(20))], 512) == ()
+    assert shared_prefix([tuple(range(5)), tuple(range(5))], 512) == ()
 
 
 def test_nothing_is_started_after_the_deadline(tiny_target: Target) -> None:

@@ -384,7 +384,7 @@ def test_slots_are_kept_busy_and_the_share_is_reported(tmp_path: Path, tiny_targ
     config = replace(SMALL, shard_prompts=60, slots=3, max_new_tokens=24)
     run(tiny_target, write_prompts(tmp_path, many(63)), config, tmp_path / "out")
     stats = json.loads((tmp_path / "out" / "stats.json").read_text())
-    assert stats["busy_share"] >= 0.9
+    assert stats["answers_busy_share"] >= 0.9
     assert stats["seconds"] > stats["answers_seconds"] > 0
 
 

@@ -113,9 +113,9 @@ class SabotagedRows:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.rows, name)
 
-    def open(self, row: int, index: int) -> None:
+    def open(self, row: int, index: int) -> int:
         self.indices[row] = index
-        self.rows.open(row, index)
+        return int(self.rows.open(row, index))
 
     def keep(self, order: list[int]) -> None:
         self.indices = {row: self.indices[source] for row, source in enumerate(order)}

@@ -144,6 +144,19 @@ def test_a_dataset_saved_to_disk_and_one_that_is_missing(tmp_path: Path) -> None
         load_prompts(PromptConfig(source="dataset", name=str(tmp_path / "nowhere")), 0)
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_broken_dataset_is_one_sentence(tmp_path: Path, streaming: bool) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
+    config = PromptConfig(source="dataset", name=str(tmp_path / "set"), streaming=streaming)
+    with pytest.raises(UserError, match=r"cannot load the dataset .*check prompts.name"):
+        list(load_prompts(config, 0))
+    (tmp_path / "set" / "rows.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(UserError, match=r"set\[train\]:0: none of prompt, messages"):
+        list(load_prompts(config, 0))
+
+
 # Written by the target -----------------------------------------------------------------------------------------------
 
 

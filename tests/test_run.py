@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -90,6 +91,19 @@ def test_generate_streams_the_plain_answer(finished: Path, capsys: pytest.Captur
     assert "tokens per pass" in told.err
 
 
+@pytest.mark.parametrize("words", [["generate", "--prompt", "hello", "--max-new-tokens", "8"],
+                                   ["export", "--format", "medusa", "--out", "{out}"]])
+def test_an_artifact_is_used_without_the_extras(words: list[str], finished: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "for name in 'lightning pytorch_lightning datasets peft tensorboard matplotlib deepspeed'.split():\n"
+        "    sys.modules[name] = None\n"
+        "from draftsmith.recipes.__main__ import main\n"
+        "sys.exit(main(sys.argv[1:]))\n")
+    given = [word.format(out=tmp_path / "out") for word in words]
+    subprocess.run([sys.executable, "-c", program, *given, "--artifact", str(finished / "artifact")], check=True)
+
+
 def test_evaluate_on_a_file_in_a_batch(finished: Path, tmp_path: Path) -> None:
     lines = [{"question_id": n, "category": "writing", "turns": [f"say {n} things"]} for n in range(4)]
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -106,6 +120,14 @@ def test_export_writes_the_medusa_layout(finished: Path, tmp_path: Path) -> None
     assert main(["export", "--artifact", str(finished / "artifact"), "--format", "medusa", "--out",
                  str(tmp_path / "medusa")]) == 0
     assert list((tmp_path / "medusa").glob("*.safetensors"))
+
+
+def test_the_example_of_the_readme_runs(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    assert len(example.splitlines()) <= 12
+    program = example.replace("smollm2-135m-instruct", "tiny-random").replace("runs/quickstart", str(finished))
+    exec(compile(program, "README.md", "exec"), {})
+    assert len(capsys.readouterr().out) > 20
 
 
 def load_benchmark(name: str) -> ModuleType:

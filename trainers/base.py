@@ -113,13 +113,18 @@ class DraftModule(L.LightningModule):
     """Trains a drafter beside a frozen target, which stays outside the module tree.
 
     A family says how its drafter is built, and which trained weights its output layer has.
+
+    Args:
+        target: the frozen model.
+        config: how to train; a family's own config says also what.
+        token_counts: how often each token is a label, [V]; for families that reduce the draft vocabulary.
     """
 
     drafter: Drafter
 
-    def __init__(self, target: Target, config: TrainConfig) -> None:
+    def __init__(self, target: Target, config: TrainConfig, *, token_counts: Tensor | None = None) -> None:
         super().__init__()
-        self.target, self.config = target, config
+        self.target, self.config, self.token_counts = target, config, token_counts
         self.figures: dict[str, float] = {}
         self._sums_KC: Tensor | None = None
         self._learned = 0.0
@@ -133,8 +138,10 @@ class DraftModule(L.LightningModule):
         return ()
 
     def setup(self, stage: str) -> None:
-        """Move the target: Lightning does not know it."""
+        """Move the target, which Lightning does not know, and what the drafter borrows with it."""
         self.target.to(self.trainer.strategy.root_device)
+        if "drafter" in self._modules:
+            self.drafter.bind(self.target)
 
     def configure_model(self) -> None:
         """Build the drafter once; loading a checkpoint and fitting both come here."""
@@ -278,8 +285,9 @@ def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, pr
     with _quiet():
         trainer = _trainer(module.config, out, acceptance, progress)
         trainer.fit(module, datamodule=datamodule, ckpt_path=str(last) if last.exists() else None, weights_only=True)
+    # Lightning leaves the module on the CPU; what the drafter borrows is where the target is.
     module.drafter.load_state_dict(load_weights(out / BEST))
-    module.drafter.eval()
+    module.drafter.to(module.target.device).eval()
     best = acceptance.best
     return FitResult(checkpoint=out / BEST, accepted_length=best["accepted_length"],
                      by_position=tuple(best["by_position"]), step=best["step"], steps=trainer.global_step)

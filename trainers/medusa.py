@@ -37,17 +37,17 @@ class MedusaModule(DraftModule):
     def __init__(
         self, target: Target, config: MedusaTrainConfig | None = None, *, token_counts: Tensor | None = None
     ) -> None:
-        super().__init__(target, config or MedusaTrainConfig())
-        self._token_ids_Q = self._choose(token_counts)
+        super().__init__(target, config or MedusaTrainConfig(), token_counts=token_counts)
+        self._token_ids_Q = self._choose()
 
-    def _choose(self, token_counts: Tensor | None) -> Tensor | None:
+    def _choose(self) -> Tensor | None:
         size = self.config.drafter.vocabulary_size
         if size is None:
             return None
-        if token_counts is None:
+        if self.token_counts is None:
             raise UserError(f"vocabulary_size is {size}, but nobody counted the tokens of the training data; pass "
                             "token_counts, or leave vocabulary_size out")
-        return choose(token_counts, size, always=self.target.eos_ids)
+        return choose(self.token_counts, size, always=self.target.eos_ids)
 
     def build_drafter(self) -> Medusa:
         """New heads, each beginning as the target's output layer."""

@@ -22,6 +22,8 @@ from pathlib import Path
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "tiny.yaml"
 STAGES = {1: "distillation", 2: "encoding", 3: "training", 4: "artifact", 5: "evaluation"}
 KILLED_IN = (1, 2, 3)
+LONGER = ("--model.config.max_steps", "300", "--evaluate.limit", "1", "--evaluate.speed_prompts", "0")
+"""Training takes about as long as distillation, so that kills hit both."""
 MACHINE_FILES = {"stats.json", "tuning.json"}
 """What a run says about the machine and the clock: it may differ."""
 
@@ -98,7 +100,7 @@ def disturbed(out: Path, kills: int, work: float, chance: random.Random, extra: 
     done: list[Kill] = []
     while len(done) < kills:
         attempt = Attempt(out, extra)
-        delay = chance.uniform(0, work / 2)
+        delay = chance.uniform(0, work / 3)
         stage = attempt.kill_in_work(delay)
         if stage is None:
             if attempt.finish() != 0:
@@ -139,7 +141,7 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="draftsmith-kill-"))
     print(f"seed {given.seed}\nkill  stage          work done   shards")
     try:
-        different = compare(folder, given.kills, given.seed, ("--evaluate.limit", "1", "--evaluate.speed_prompts", "0"))
+        different = compare(folder, given.kills, given.seed, LONGER)
         print("\n".join([f"DIFFERENT {name}" for name in different]) or "all bytes equal to the undisturbed run's")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
