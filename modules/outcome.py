@@ -25,7 +25,7 @@ def to_host(tree: TokenTree, accepted: Accepted, faults_B: Tensor) -> tuple[list
 def observation(
     tree: TokenTree, accepted: Accepted, output: PassOutput, answers: Verified | None = None
 ) -> Observation:
-    """What the drafter may look at: tokens and states of the accepted path, and the target's answers if it reads them."""
+    """What the drafter may look at: tokens and states of the accepted path, the target's answers if it reads them."""
     path_BK = accepted.path_BK
 
     def along(states_BND: Tensor) -> Tensor:
