@@ -5,7 +5,19 @@ from dataclasses import asdict, dataclass, field
 
 from tqdm import tqdm
 
-from ..modules import DecodeResult, DecodeSettings, Drafter, Generation, Policy, Request, Target, UserError, decode
+from ..modules import (
+    BASELINES,
+    DecodeResult,
+    DecodeSettings,
+    Generation,
+    Policy,
+    Proposer,
+    Request,
+    Target,
+    UserError,
+    baseline,
+    decode,
+)
 from .artifact import Artifact
 from .lossless import compare, generate, greedy_judge, native_model, sampled_judge
 from .measure import ContentionProbe, clock, machine, rotated
@@ -39,6 +51,9 @@ class EvaluateConfig:
     """Prompts of each set whose decoding is timed (each by drafts, plainly and by `generate`); 0 times none."""
     limit: int | None = None
     """Use at most this many prompts of each set, spread over it; None uses all."""
+    baselines: tuple[str, ...] = ()
+    """Drafters without training that are measured as well: prompt_lookup, suffix_match, recycling, ngrams, layer_skip,
+    first_layers."""
     untimed_batch_size: int = 8
     """Rows decoded at once for prompts that are not timed, at least `batch_size`; it changes neither acceptance nor
     identity."""
@@ -50,6 +65,9 @@ class EvaluateConfig:
                 raise UserError(f"{name} must be at least {bound}, got {getattr(self, name)}")
         if self.limit is not None and self.limit < 1:
             raise UserError(f"limit must be at least 1, got {self.limit}; leave it out to use every prompt")
+        for name in self.baselines:
+            if name not in BASELINES:
+                raise UserError(f"there is no baseline {name!r}; choose from {', '.join(BASELINES)}")
         if self.temperature < 0:
             raise UserError(f"temperature must be at least 0, got {self.temperature}")
         if not 0 < self.top_p <= 1:
@@ -68,7 +86,7 @@ class Method:
     """How the report calls it."""
     family: str
     """Its family, such as medusa."""
-    drafter: Drafter | None
+    drafter: Proposer | None
     """What drafts; None decodes with the target alone."""
     policy: Policy | None
     """How the tree grows; None for the target alone."""
@@ -78,6 +96,13 @@ class Method:
         """The method an artifact stands for, with its tuned tree unless `tree_size` says otherwise."""
         family = artifact.drafter.family
         return cls(name=name or family, family=family, drafter=artifact.drafter, policy=artifact.policy(tree_size))
+
+
+    @classmethod
+    def of_baseline(cls, name: str, target: Target) -> "Method":
+        """The drafter without training of this name, with nothing remembered."""
+        drafter, policy = baseline(name, target)
+        return cls(name=name, family=drafter.family, drafter=drafter, policy=policy)
 
 
 @dataclass(frozen=True)
@@ -109,8 +134,9 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
     Raises:
         UserError: if there is no method or no prompt, or a prompt and its answer exceed the target's context.
     """
+    methods = [*methods, *(Method.of_baseline(name, target) for name in config.baselines)]
     if not methods:
-        raise UserError("an evaluation needs at least one method; give an artifact")
+        raise UserError("an evaluation needs at least one method; give an artifact or a baseline")
     timed, rest = _choose(prompt_sets, config)
     _check_lengths(target, [*timed, *rest], config)
     with tqdm(total=(len(timed) + len(rest)) * (1 + len(methods)), desc="evaluate", unit=" answers",

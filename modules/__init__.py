@@ -1,51 +1,102 @@
 """Frozen targets, drafters and the one decoding loop."""
 
 from .acceptance import Accepted, Sampling, choose, follow
+from .baselines import BASELINES, baseline
 from .calibration import Acceptance, decoded_acceptance, rank_table, replay, search_tree
 from .cost import CostCurve, TreeChoice, choose_size, measure_cost
 from .decode import Loop, decode, stream
-from .drafter import Drafter, Drafts, DraftState, Frontier, Observation, Scores
-from .errors import UserError
+from .drafter import Drafter, Drafts, DraftState, Frontier, Observation, Proposer, Scores, Verified
+from .dynamic import DySpecTree, Eagle2Tree
+from .ensemble import Ensemble, Union
+from .errors import TreeError, UserError
+from .faults import DecodeError
 from .features import Features
 from .identity import TargetIdentity
+from .layers import LayerDraft, search_layers
 from .loading import DEFAULT_NAME, TargetConfig, load_target
+from .lookup import Lookup, LookupConfig
 from .medusa import Medusa, MedusaConfig
+from .ngram import NgramConfig, Ngrams
 from .policies import Chain, Policy, StaticTree
+from .recycling import Recycling, recycling_tree
 from .replay import Replay
 from .requests import DecodeResult, DecodeSettings, DecodeStats, Generation, Request
+from .rules import ChainRejection, Chances, Equality, Rejection, Rule, Typical, exact_rule
+from .sampled import SampledTree
+from .stopped import (
+    AdaptiveThreshold,
+    Drafted,
+    EarlyExit,
+    FixedLength,
+    MaxProbability,
+    PathProbability,
+    SampledChain,
+    StoppedChain,
+    StoppingRule,
+)
+from .streams import Draws
 from .target import PassOutput, Target, TargetRows
-from .tree import TokenTree, Topology
+from .tree import Drawn, TokenTree, Topology
 
 DRAFTERS: tuple[type[Drafter], ...] = (Medusa,)
 """Every drafter family; contract, losslessness, artifact and recipe tests run over this tuple."""
 
 __all__ = [
+    "BASELINES",
     "DEFAULT_NAME",
     "DRAFTERS",
     "Acceptance",
     "Accepted",
+    "AdaptiveThreshold",
     "Chain",
+    "ChainRejection",
+    "Chances",
     "CostCurve",
+    "DecodeError",
     "DecodeResult",
     "DecodeSettings",
     "DecodeStats",
     "DraftState",
+    "Drafted",
     "Drafter",
     "Drafts",
+    "Drawn",
+    "Draws",
+    "DySpecTree",
+    "Eagle2Tree",
+    "EarlyExit",
+    "Ensemble",
+    "Equality",
     "Features",
+    "FixedLength",
     "Frontier",
     "Generation",
+    "LayerDraft",
+    "Lookup",
+    "LookupConfig",
     "Loop",
+    "MaxProbability",
     "Medusa",
     "MedusaConfig",
+    "NgramConfig",
+    "Ngrams",
     "Observation",
     "PassOutput",
+    "PathProbability",
     "Policy",
+    "Proposer",
+    "Recycling",
+    "Rejection",
     "Replay",
     "Request",
+    "Rule",
+    "SampledChain",
+    "SampledTree",
     "Sampling",
     "Scores",
     "StaticTree",
+    "StoppedChain",
+    "StoppingRule",
     "Target",
     "TargetConfig",
     "TargetIdentity",
@@ -53,16 +104,24 @@ __all__ = [
     "TokenTree",
     "Topology",
     "TreeChoice",
+    "TreeError",
+    "Typical",
+    "Union",
     "UserError",
+    "Verified",
+    "baseline",
     "choose",
     "choose_size",
     "decode",
     "decoded_acceptance",
+    "exact_rule",
     "follow",
     "load_target",
     "measure_cost",
     "rank_table",
+    "recycling_tree",
     "replay",
+    "search_layers",
     "search_tree",
     "stream",
 ]

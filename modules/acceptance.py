@@ -1,4 +1,4 @@
-"""Which drafted tokens the target accepts: pure functions, exact unless they say otherwise.
+"""The target's processed distribution, its own choices, and the walk along them: pure functions, exact.
 
 Verification by equality: the target chooses a token at every node, greedily or by sampling from its own distribution,
 and the walk from the root goes down as long as a child holds the chosen token. For proposals that are point masses
@@ -6,7 +6,7 @@ this is the acceptance rule with probability p(x) and the residual with p(x) set
 tokens have the target's distribution whatever was drafted.
 
 The choice of the token at place t of a row uses the row's t-th uniform number and nothing else random. So a sampled
-row is the same token for token in any batch, behind any drafter and without one.
+row is the same token for token in any batch, behind any drafter and without one. The other rules are in `rules.py`.
 
 Shapes: B rows, N nodes, V target vocabulary, K nodes of the longest path.
 """
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from .tree import TokenTree
-
 
 _NUCLEUS_CANDIDATES = 512
 """Tokens among which a nucleus is looked for first."""
@@ -35,6 +34,16 @@ class Sampling:
     """Keep the smallest set of likeliest tokens whose probabilities reach this sum; 1.0 keeps all."""
     hot_rows: tuple[int, ...] = ()
     """Rows with a temperature above 0, known on the host."""
+
+    def distribution(self, logits_BNV: Tensor) -> Tensor:
+        """What the next token is drawn from, [B, N, V], float32 or wider; in greedy rows all of it is on the argmax."""
+        greedy_BNV = torch.zeros_like(logits_BNV, dtype=torch.promote_types(logits_BNV.dtype, torch.float32))
+        greedy_BNV = greedy_BNV.scatter(-1, logits_BNV.argmax(-1, keepdim=True), 1.0)
+        if not self.hot_rows:
+            return greedy_BNV
+        hot_B11 = (self.temperature_B > 0)[:, None, None]
+        temperature_B11 = torch.where(hot_B11, self.temperature_B[:, None, None], 1.0)
+        return torch.where(hot_B11, probabilities(logits_BNV, temperature_B11, self.top_k, self.top_p), greedy_BNV)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +94,26 @@ def _nucleus(scaled: Tensor, top_p: float) -> Tensor:
     return torch.zeros_like(probs).scatter(-1, order, kept / kept.sum(-1, keepdim=True))
 
 
+def penalise(logits_BMV: Tensor, penalty: float, seen_BV: Tensor, paths_BMN: Tensor) -> Tensor:
+    """transformers' repetition penalty at each node, for what its row has read and for the path down to the node.
+
+    A logit of a token that occurred is divided by the penalty when positive and multiplied when negative, once however
+    often it occurred (arXiv:1909.05858, eq. 2).
+
+    Args:
+        logits_BMV: raw logits of M nodes.
+        penalty: above 0; 1 changes nothing.
+        seen_BV: True for the tokens of the prompt and of the answer so far.
+        paths_BMN: tokens from the root to each node, itself included; repeat any of them to fill up.
+    """
+
+    def penalised(logits: Tensor) -> Tensor:
+        return torch.where(logits < 0, logits * penalty, logits / penalty)
+
+    before_BMV = torch.where(seen_BV[:, None], penalised(logits_BMV), logits_BMV)
+    return before_BMV.scatter(-1, paths_BMN, penalised(logits_BMV.gather(-1, paths_BMN)))
+
+
 def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
     """Sample by the inverse of the distribution function, summed in float64.
 
@@ -120,9 +149,15 @@ def follow(tree: TokenTree, choices_BN: Tensor) -> Accepted:
     matched_BN = (tree.real_BN & (wanted_BN == tree.tokens_BN)) | (columns_N == 0)
     accepted_BN = ~(tree.ancestors_BNN & ~matched_BN[:, None, :]).any(-1)
     deepest_B = torch.where(accepted_BN, tree.depths_BN, -1).argmax(-1)
+    return down_to(tree, deepest_B, choices_BN.gather(1, deepest_B[:, None])[:, 0])
+
+
+def down_to(tree: TokenTree, deepest_B: Tensor, bonus_B: Tensor) -> Accepted:
+    """The path from the root to one node a row."""
+    columns_N = torch.arange(tree.size, device=deepest_B.device)
     on_path_BN = tree.ancestors_BNN.gather(1, deepest_B[:, None, None].expand(-1, 1, tree.size))[:, 0]
-    counts_B = on_path_BN.sum(-1)
     ordered_BN = torch.where(on_path_BN, columns_N, columns_N + tree.size).sort(-1).values
     width = min(tree.max_depth + 1, tree.size)
+    counts_B = on_path_BN.sum(-1)
     path_BK = torch.where(columns_N[:width] < counts_B[:, None], ordered_BN[:, :width], columns_N[:width])
-    return Accepted(path_BK=path_BK, counts_B=counts_B, bonus_B=choices_BN.gather(1, deepest_B[:, None])[:, 0])
+    return Accepted(path_BK=path_BK, counts_B=counts_B, bonus_B=bonus_B)

@@ -149,10 +149,23 @@ class RowCache(Cache):
             self.host_lengths[row] += count
         self.window = None
 
+    def rewind(self, rows: int, count: int) -> None:
+        """Forget the last `count` tokens of each of the first `rows` rows."""
+        self.lengths_B[:rows] -= count
+        for row in range(rows):
+            self.host_lengths[row] -= count
+
     def clear(self, row: int) -> None:
         """Forget a row; another sequence may start there."""
         self.lengths_B[row] = 0
         self.host_lengths[row] = 0
+
+    @torch.no_grad()
+    def wipe(self, row: int) -> None:
+        """Forget a row and zero its slots: a NaN in a masked slot leaks through the attention kernel."""
+        self.clear(row)
+        if self.storage is not None:
+            self.storage[:, row] = 0
 
     def copy(self, source: int, destination: int, length: int) -> None:
         """Let a row begin with the first `length` tokens of another."""

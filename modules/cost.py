@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .drafter import Drafter, Observation
+from .drafter import Observation, Proposer
 from .policies import StaticTree
 from .target import Target, TargetRows
 from .tree import TokenTree, Topology
@@ -94,7 +94,7 @@ def choose_size(expected_lengths: Sequence[float], cost: CostCurve) -> TreeChoic
 @torch.no_grad()
 def measure_cost(
     target: Target,
-    drafter: Drafter,
+    drafter: Proposer,
     topology: Topology,
     *,
     context: int = 192,
@@ -134,10 +134,11 @@ def measure_cost(
     )
 
 
-def _time_step(rows: TargetRows, drafter: Drafter, topology: Topology) -> tuple[float, float]:
+def _time_step(rows: TargetRows, drafter: Proposer, topology: Topology) -> tuple[float, float]:
     """(seconds of the pass, seconds of the drafter) of one step whose tokens are then forgotten."""
     target, device = rows.target, rows.target.device
-    policy, state, one_B = StaticTree(topology), drafter.start(1), torch.ones(1, dtype=torch.long, device=device)
+    policy, state = StaticTree(topology), drafter.start(1, rows.cache.capacity)
+    one_B = torch.ones(1, dtype=torch.long, device=device)
     root_B = torch.zeros(1, dtype=torch.long, device=device)
     began = _now(device)
     output = rows.run(topology.plant(root_B[:, None].expand(-1, topology.size)))

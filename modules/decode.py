@@ -6,17 +6,18 @@ Shapes: B active rows, N nodes of a tree, K nodes of a path, T places of an answ
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from .acceptance import Accepted, Sampling, choose, follow
-from .drafter import Drafter, DraftState, Observation
-from .errors import UserError
+from .drafter import DraftState, Observation, Proposer, Verified
+from .errors import TreeError
+from .faults import PARENT, DecodeError, message, screen
+from .outcome import observation, to_host, verified
 from .policies import Policy
-from .requests import DecodeResult, DecodeSettings, DecodeStats, Generation, Request, uniform_stream
+from .referee import Referee
+from .requests import DecodeResult, DecodeSettings, DecodeStats, Generation, Request
 from .target import PassOutput
 from .tree import TokenTree, Topology
 
@@ -33,6 +34,8 @@ class Rows(Protocol):
 
     def open(self, row: int, index: int) -> int: ...
 
+    def wipe(self, row: int) -> None: ...
+
     def keep(self, order: list[int]) -> None: ...
 
 
@@ -41,6 +44,9 @@ class Verifier(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def vocab_size(self) -> int: ...
 
     @property
     def context_length(self) -> int: ...
@@ -54,21 +60,12 @@ class Verifier(Protocol):
     def start(self, rows: int, capacity: int, taps: Sequence[int] = (), prefix: Sequence[int] = ()) -> Rows: ...
 
 
-@dataclass
-class _Slot:
-    """A row that is decoding."""
-
-    generation: Generation
-    uniforms_T: Tensor | None
-    read: int = 0
-    """Prompt tokens that the row has read before its first pass."""
-
-
 class Loop:
     """Decodes a queue of requests in a fixed number of slots.
 
     A finished row is replaced by the next request at once; when none waits, the batch shrinks. Sampled tokens depend on
-    (seed, request index, place) alone, so batch, drafter and order of the queue change no token.
+    (seed, request index, place) alone, so batch and order of the queue change no token, nor does a drafter of point
+    masses. A wrong request, or a row that goes wrong, ends with `finish` "error"; the others go on.
 
     Args:
         target: the verifier.
@@ -78,7 +75,7 @@ class Loop:
         policy: how its trees grow; needed with a drafter.
 
     Raises:
-        UserError: if a prompt with its answer does not fit the target's context.
+        UserError: if the policy makes no sense with the drafter.
     """
 
     def __init__(
@@ -87,28 +84,36 @@ class Loop:
         requests: Iterable[Request],
         settings: DecodeSettings,
         *,
-        drafter: Drafter | None = None,
+        drafter: Proposer | None = None,
         policy: Policy | None = None,
     ) -> None:
         if (drafter is None) != (policy is None):
             raise ValueError("a drafter needs a policy and a policy needs a drafter; give both or neither")
+        if drafter is not None and policy is not None:
+            policy.check(drafter)
         self.target, self.settings, self.drafter, self.policy = target, settings, drafter, policy
-        self.waiting = deque(requests)
-        for request in self.waiting:
-            _check_context(request, target)
-        self.stats = DecodeStats()
-        self.slots: list[_Slot] = []
+        self.waiting: deque[Request] = deque()
+        self.refused: list[Generation] = []
+        for request in requests:
+            if error := request.fault(target.context_length, target.vocab_size):
+                self.refused.append(Generation(request, finish="error", error=error))
+            else:
+                self.waiting.append(request)
+        self.stats = DecodeStats(lossless=settings.lossy is None)
+        self.slots: list[Generation] = []
         size = policy.max_size if policy is not None else 1
         longest = max((len(r.tokens) + r.max_new_tokens for r in self.waiting), default=0)
-        self.places = max((r.max_new_tokens for r in self.waiting), default=0) + size
-        self.sampled = any(request.temperature > 0 for request in self.waiting)
+        places = max((r.max_new_tokens for r in self.waiting), default=0) + size
+        sampled = any(request.temperature > 0 for request in self.waiting)
         count = min(settings.batch_size, len(self.waiting))
         # A drafter must see every prompt token, so only plain decoding reads a common beginning once.
         prefix = shared_prefix([r.tokens for r in self.waiting], settings.prefill_chunk) if drafter is None else ()
         self.rows = target.start(count, longest + size, drafter.taps if drafter else (), prefix)
-        self.state: DraftState | None = drafter.start(count) if drafter is not None else None
+        self.state: DraftState | None = drafter.start(count, longest + size) if drafter is not None else None
+        self._reads_logits = drafter is not None and drafter.reads_logits
         self.roots_B = torch.zeros(count, dtype=torch.long, device=target.device)
-        self._count = count
+        self.referee = Referee(settings, count, places, target.vocab_size, sampled, target.device)
+        self._count, self._read = count, 0
         self._plain = Topology.chain(0)
 
     @torch.no_grad()
@@ -118,6 +123,8 @@ class Loop:
         Args:
             deadline: value of `time.monotonic()` after which no waiting request is started.
         """
+        for generation in self.refused:
+            yield generation, [], True
         began = time.perf_counter()
         free = list(range(self._count))
         while True:
@@ -139,22 +146,15 @@ class Loop:
         if not self.waiting:
             return False
         request = self.waiting.popleft()
-        uniforms = None
-        if request.temperature > 0:
-            stream = uniform_stream(self.settings.seed, request.index, self.places)
-            uniforms = torch.from_numpy(stream).to(self.target.device)
-        slot = _Slot(Generation(request), uniforms)
-        if row < len(self.slots):
-            self.slots[row] = slot
-        else:
-            self.slots.append(slot)
-        slot.read = self.rows.open(row, request.index)
+        self.slots[row : row + 1] = [Generation(request)]
+        self.referee.open(row, request)
+        self._read = self.rows.open(row, request.index)
         if self.drafter is not None and self.state is not None:
             self.drafter.clear(self.state, torch.tensor([row], device=self.target.device))
         return True
 
     def _done(self, row: int) -> bool:
-        generation = self.slots[row].generation
+        generation = self.slots[row]
         return generation.finish != "length" or len(generation.tokens) >= generation.request.max_new_tokens
 
     # Prompts ---------------------------------------------------------------------------------------------------------
@@ -163,19 +163,20 @@ class Loop:
         """Read the prompts of `rows`, in chunks, and take the first token of each answer."""
         began = time.perf_counter()
         device, chunk = self.target.device, self.settings.prefill_chunk
-        prompts = [self.slots[row].generation.request.tokens for row in rows]
+        prompts = [self.slots[row].request.tokens for row in rows]
         longest = max(map(len, prompts))
         rows_R = torch.tensor(rows, device=device)
-        for offset in range(self.slots[rows[0]].read, longest, chunk):
+        faults_R = torch.zeros_like(rows_R)
+        for offset in range(self._read, longest, chunk):
             here = [index for index, prompt in enumerate(prompts) if len(prompt) > offset]
-            self._prefill_chunk([rows[i] for i in here], [prompts[i] for i in here], offset)
+            faults_R[here] = self._prefill_chunk([rows[i] for i in here], [prompts[i] for i in here], offset)
+        found = torch.stack([self.roots_B[rows_R], faults_R], dim=1).tolist()
         self.stats.prefill_seconds += time.perf_counter() - began
-        for row, token in zip(rows, self.roots_B[rows_R].tolist(), strict=True):
-            generation = self.slots[row].generation
-            self._extend(generation, [token])
-            yield generation, [token], self._done(row)
+        for row, (token, fault) in zip(rows, found, strict=True):
+            yield self.slots[row], self._take(row, [token], fault), self._done(row)
 
-    def _prefill_chunk(self, rows: list[int], prompts: Sequence[tuple[int, ...]], offset: int) -> None:
+    def _prefill_chunk(self, rows: list[int], prompts: Sequence[tuple[int, ...]], offset: int) -> Tensor:
+        """Read the pieces of the prompts that begin at `offset`; returns the fault of each row."""
         device = self.target.device
         parts = [prompt[offset : offset + self.settings.prefill_chunk] for prompt in prompts]
         counts, width = [len(part) for part in parts], max(map(len, parts))
@@ -185,9 +186,7 @@ class Loop:
         self.stats.prefill_calls += 1
         path_BC = torch.arange(width, device=device).expand(len(rows), -1)
         self.rows.commit(path_BC, counts_B, counts, moved=False)
-        chosen_B = choose(
-            output.logits_BMV, self._uniforms(rows, depths_BN=torch.zeros_like(counts_B)[:, None]), self._sampling(rows)
-        )[:, 0]
+        chosen_B, faults_B = self.referee.begin(rows, rows_R, output.logits_BMV)
         following = [
             prompt[offset + len(part)] if offset + len(part) < len(prompt) else -1
             for prompt, part in zip(prompts, parts, strict=True)
@@ -195,72 +194,77 @@ class Loop:
         following_B = torch.tensor(following, device=device)
         roots_B = torch.where(following_B >= 0, following_B, chosen_B)
         self.roots_B[rows_R] = roots_B
+        verified = None
+        if self._reads_logits:
+            last_B1 = counts_B[:, None] - 1
+            verified = Verified(
+                tokens_BM=tokens_BC.gather(1, last_B1),
+                real_BM=torch.ones_like(last_B1, dtype=torch.bool),
+                logits_BMV=output.logits_BMV,
+                places_BM=last_B1,
+            )
         self._observe(
             rows_R,
             Observation(
-                tokens_BN=tokens_BC, counts_B=counts_B, final_BND=output.final_BND, taps=output.taps, roots_B=roots_B
+                tokens_BN=tokens_BC,
+                counts_B=counts_B,
+                final_BND=output.final_BND,
+                taps=output.taps,
+                roots_B=roots_B,
+                verified=verified,
             ),
         )
+        return faults_B
 
     # Passes ----------------------------------------------------------------------------------------------------------
 
     def _pass(self) -> Iterator[tuple[Generation, list[int], bool]]:
         """Draft, verify and commit once for all active rows."""
-        active = list(range(len(self.slots)))
-        tree = self._draft()
+        tree, faults_B = self._draft()
         began = time.perf_counter()
         output = self.rows.run(tree)
-        choices_BN = choose(output.logits_BMV, self._uniforms(active, tree.depths_BN), self._sampling(active))
-        accepted = follow(tree, choices_BN)
-        emitted, counts = _to_host(tree, accepted)
+        accepted, faults_B = self.referee.verify(tree, output.logits_BMV, faults_B)
+        emitted, counts, faults = to_host(tree, accepted, faults_B)
         self.rows.commit(accepted.path_BK, accepted.counts_B, counts, moved=tree.size > 1)
         self.stats.target_seconds += time.perf_counter() - began
         self.roots_B = accepted.bonus_B
-        self._observe(torch.arange(len(active), device=self.target.device), _observation(tree, accepted, output))
+        answers = verified(tree, accepted, output) if self._reads_logits else None
+        self._observe(
+            torch.arange(len(emitted), device=self.target.device), observation(tree, accepted, output, answers)
+        )
+        if self.policy is not None:
+            self.policy.learn(tree, accepted)
         self.stats.target_calls += 1
-        self.stats.busy_slots += len(active)
+        self.stats.busy_slots += len(emitted)
         self.stats.total_slots += self._count
-        for row, tokens in enumerate(emitted):
-            generation = self.slots[row].generation
-            kept = self._extend(generation, tokens)
-            generation.emitted.append(len(kept))
+        for row, (tokens, fault) in enumerate(zip(emitted, faults, strict=True)):
+            generation = self.slots[row]
+            kept = self._take(row, tokens, fault)
+            if not fault:
+                generation.emitted.append(len(kept))
             yield generation, kept, self._done(row)
 
-    def _draft(self) -> TokenTree:
+    def _draft(self) -> tuple[TokenTree, Tensor]:
+        """(the trees to verify, the fault of each row)."""
+        roots = self._plain.plant(self.roots_B[:, None])
         if self.drafter is None or self.policy is None or self.state is None:
-            return self._plain.plant(self.roots_B[:, None])
+            return roots, torch.zeros_like(self.roots_B)
         began = time.perf_counter()
-        tree = self.policy.grow(self.drafter, self.state, self.roots_B)
+        try:
+            tree = self.policy.grow(self.drafter, self.state, self.roots_B, self.referee.draws)
+            screened = screen(tree, self.target.vocab_size)
+        except TreeError as error:
+            # Which nodes the other rows wanted is lost with the tree: this pass verifies their roots alone.
+            failed = torch.tensor(error.rows, device=self.target.device)
+            screened = roots, torch.zeros_like(self.roots_B).index_fill(0, failed, PARENT)
         self.stats.draft_seconds += time.perf_counter() - began
-        return tree
+        return screened
 
     def _observe(self, rows_R: Tensor, observation: Observation) -> None:
         if self.drafter is not None and self.state is not None:
             began = time.perf_counter()
             self.drafter.observe(self.state, rows_R, observation)
             self.stats.draft_seconds += time.perf_counter() - began
-
-    def _sampling(self, rows: list[int]) -> Sampling:
-        temperatures = [self.slots[row].generation.request.temperature for row in rows] if self.sampled else []
-        return Sampling(
-            temperature_B=torch.tensor(temperatures, device=self.target.device),
-            top_k=self.settings.top_k,
-            top_p=self.settings.top_p,
-            hot_rows=tuple(row for row, temperature in enumerate(temperatures) if temperature > 0),
-        )
-
-    def _uniforms(self, rows: list[int], depths_BN: Tensor) -> Tensor:
-        """The uniform number of each node's choice: that of the place the chosen token would take."""
-        if not self.sampled:
-            return depths_BN
-        columns = []
-        for row, depths_N in zip(rows, depths_BN, strict=True):
-            slot = self.slots[row]
-            if slot.uniforms_T is None:
-                columns.append(torch.zeros(depths_N.shape[0], dtype=torch.float64, device=depths_N.device))
-            else:
-                columns.append(slot.uniforms_T[len(slot.generation.tokens) + depths_N])
-        return torch.stack(columns)
 
     def _shrink(self, finished: list[int]) -> None:
         """Close finished rows; the last rows move into their places, so that the others stay where they are."""
@@ -275,8 +279,19 @@ class Loop:
         self.rows.keep(order)
         self.slots = [self.slots[row] for row in order]
         self.roots_B = self.roots_B[order_R]
+        self.referee.keep(order, order_R)
         if self.drafter is not None and self.state is not None:
             self.drafter.keep(self.state, order_R)
+
+    def _take(self, row: int, tokens: list[int], fault: int) -> list[int]:
+        """Append a pass's tokens to the answer of a row, or end it with its error; returns what was appended."""
+        generation = self.slots[row]
+        if not fault:
+            return self._extend(generation, tokens)
+        generation.finish, generation.error = "error", message(fault, generation, self.target.vocab_size)
+        # NaN keys and values would reach the next sequence of this row even through a mask: 0 * NaN is NaN.
+        self.rows.wipe(row)
+        return []
 
     def _extend(self, generation: Generation, tokens: list[int]) -> list[int]:
         """Append what still belongs to the answer: up to its limit, its end token or its stop text."""
@@ -298,7 +313,7 @@ def decode(
     requests: Sequence[Request],
     settings: DecodeSettings,
     *,
-    drafter: Drafter | None = None,
+    drafter: Proposer | None = None,
     policy: Policy | None = None,
     on_tokens: Callable[[Generation, list[int], bool], None] | None = None,
     deadline: float | None = None,
@@ -315,7 +330,9 @@ def decode(
         deadline: value of `time.monotonic()` after which no waiting request is started.
 
     Raises:
-        UserError: if a prompt with its answer does not fit the target's context.
+        DecodeError: if a request is wrong (an empty prompt, one that does not fit the target's context, a negative
+            temperature), or a row went wrong on the way (NaN logits, a token or tree that cannot be verified). It is
+            raised when all other rows have finished; its `result` holds every generation.
     """
     finished: dict[int, Generation] = {}
     loop = Loop(target, requests, settings, drafter=drafter, policy=policy)
@@ -325,7 +342,10 @@ def decode(
         if done:
             finished[generation.request.index] = generation
     ordered = [finished[request.index] for request in requests if request.index in finished]
-    return DecodeResult(ordered, loop.stats)
+    result = DecodeResult(ordered, loop.stats)
+    if any(generation.finish == "error" for generation in ordered):
+        raise DecodeError(result)
+    return result
 
 
 def stream(
@@ -333,11 +353,18 @@ def stream(
     request: Request,
     settings: DecodeSettings,
     *,
-    drafter: Drafter | None = None,
+    drafter: Proposer | None = None,
     policy: Policy | None = None,
 ) -> Iterator[list[int]]:
-    """Continue one request and yield its new tokens pass by pass."""
-    for _generation, tokens, _done in Loop(target, [request], settings, drafter=drafter, policy=policy).run():
+    """Continue one request and yield its new tokens pass by pass.
+
+    Raises:
+        DecodeError: as `decode` does, behind the tokens that came before the fault.
+    """
+    loop = Loop(target, [request], settings, drafter=drafter, policy=policy)
+    for generation, tokens, _done in loop.run():
+        if generation.finish == "error":
+            raise DecodeError(DecodeResult([generation], loop.stats))
         yield tokens
 
 
@@ -359,34 +386,3 @@ def first_stop(tokenizer: Any, before: Sequence[int], new: Sequence[int], stops:
         if any(stop in text for stop in stops):
             return count
     return None
-
-
-def _to_host(tree: TokenTree, accepted: Accepted) -> tuple[list[list[int]], list[int]]:
-    """(new tokens of each row: accepted nodes below the root and the bonus, nodes on each path), in one transfer."""
-    path_tokens_BK = tree.tokens_BN.gather(1, accepted.path_BK)
-    together = torch.cat([accepted.counts_B[:, None], accepted.bonus_B[:, None], path_tokens_BK], dim=1).tolist()
-    return [[*row[3 : 2 + row[0]], row[1]] for row in together], [row[0] for row in together]
-
-
-def _observation(tree: TokenTree, accepted: Accepted, output: PassOutput) -> Observation:
-    path_BK = accepted.path_BK
-
-    def along(states_BND: Tensor) -> Tensor:
-        return states_BND.gather(1, path_BK[..., None].expand(-1, -1, states_BND.shape[-1]))
-
-    return Observation(
-        tokens_BN=tree.tokens_BN.gather(1, path_BK),
-        counts_B=accepted.counts_B,
-        final_BND=along(output.final_BND),
-        taps={layer: along(states) for layer, states in output.taps.items()},
-        roots_B=accepted.bonus_B,
-    )
-
-
-def _check_context(request: Request, target: Verifier) -> None:
-    total = len(request.tokens) + request.max_new_tokens
-    if total > target.context_length:
-        raise UserError(
-            f"prompt {request.index} has {len(request.tokens)} tokens and asks for {request.max_new_tokens} more, but "
-            f"the target's context holds {target.context_length}; shorten the prompt or lower max_new_tokens"
-        )

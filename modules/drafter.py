@@ -1,13 +1,16 @@
 """The contract every drafter family fulfils: weights here, sequence state outside.
 
+What proposes tokens while decoding is a `Proposer`; one whose weights are trained and shipped is a `Drafter`.
+
 Shapes: B rows, L positions, K draft steps answered by one call, D hidden size, F frontier nodes, H depths answered,
-Q entries of the draft vocabulary.
+Q entries of the draft vocabulary or candidates of a node, R ranks used, M nodes of a pass, V target vocabulary.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from .features import Features
@@ -50,9 +53,53 @@ class Scores:
     """
 
     log_probs_BFHQ: Tensor
-    """Draft log-probabilities, float32."""
+    """Draft log-probabilities, float32; minus infinity stands for "no guess"."""
     token_ids_Q: Tensor | None = None
     """Target-vocabulary id of each entry of a reduced draft vocabulary; None when Q is the whole vocabulary."""
+    candidates_BFHQ: Tensor | None = None
+    """Instead of `token_ids_Q`: the ids of a few candidates, other ones at every node. Only a drafter that answers
+    this way may have fewer guesses than asked for."""
+
+    def best(self, width: int) -> "Proposals":
+        """The `width` likeliest children of each node, best first.
+
+        Raises:
+            ValueError: if the draft vocabulary is smaller than `width`.
+        """
+        entries = self.log_probs_BFHQ.shape[-1]
+        if self.candidates_BFHQ is not None:
+            top = self.log_probs_BFHQ.topk(min(width, entries), dim=-1)
+            missing = (0, width - top.indices.shape[-1])
+            tokens = nn.functional.pad(self.candidates_BFHQ.gather(-1, top.indices), missing)
+            return Proposals(tokens, nn.functional.pad(top.values > -torch.inf, missing))
+        if width > entries:
+            raise ValueError(f"the tree uses the {width} best proposals of a node, the draft vocabulary has {entries}")
+        indices = self.log_probs_BFHQ.topk(width, dim=-1).indices
+        return Proposals(indices if self.token_ids_Q is None else self.token_ids_Q[indices], None)
+
+
+@dataclass(frozen=True)
+class Proposals:
+    """Children by rank, best first."""
+
+    tokens_BFHR: Tensor
+    """Target-vocabulary ids; any id where there is no guess."""
+    guessed_BFHR: Tensor | None
+    """Where the drafter has a guess at all; None when it has one everywhere."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """What the target said at the nodes of a pass, the rejected ones included."""
+
+    tokens_BM: Tensor
+    """Token of each node, int64."""
+    real_BM: Tensor
+    """False at padding nodes, where the logits mean nothing."""
+    logits_BMV: Tensor
+    """The target's next-token logits behind each node."""
+    places_BM: Tensor
+    """Column of the node in the observation's `tokens_BN`; -1 for nodes that were rejected."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,26 +120,66 @@ class Observation:
     """Outputs of the tapped layers at those tokens, each [B, N, D]."""
     roots_B: Tensor
     """The next token of each row: the root of its next tree."""
+    verified: Verified | None = None
+    """The target's logits, for drafters with `reads_logits`: at all nodes of a pass, at the last token of a prompt
+    chunk."""
 
 
 class DraftState:
     """Sequence state of a batch of rows; each family keeps its own kind."""
 
 
-class Drafter(nn.Module, ABC):
-    """A small model that guesses what its target says next. It holds weights only.
-
-    Borrowed parts of the target (embedding, output layer, first layers) are attached by `bind` and never saved,
-    trained or moved by this module.
-    """
+class Proposer(ABC):
+    """Guesses what the target says next; sequence state stays outside, so that rows can come, go and share it."""
 
     family: ClassVar[str]
-    """Name of the family in artifacts and recipes."""
+    """Name of the family in artifacts, recipes and reports."""
 
     @property
     def taps(self) -> tuple[int, ...]:
         """Target layers whose outputs this drafter reads; none by default."""
         return ()
+
+    @property
+    def reach(self) -> int | None:
+        """How deep below the root it can score: a one-shot family's depths; None for as deep as anyone likes."""
+        return None
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether observations must carry the target's logits; they need not by default."""
+        return False
+
+    @abstractmethod
+    def start(self, rows: int, capacity: int) -> DraftState:
+        """An empty state for a batch of `rows` sequences of at most `capacity` tokens, the largest tree included."""
+
+    @abstractmethod
+    def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
+        """Take in what the last pass taught about the rows `rows_R` of the state; N counts new positions."""
+
+    @abstractmethod
+    def expand(self, state: DraftState, frontier: Frontier) -> Scores:
+        """One draft step: scores of the children of the frontier nodes.
+
+        The first call after an observation gets the root; a node is asked for once, after its parent.
+        """
+
+    @abstractmethod
+    def clear(self, state: DraftState, rows_R: Tensor) -> None:
+        """Forget everything about the rows `rows_R`: other sequences take their places."""
+
+    @abstractmethod
+    def keep(self, state: DraftState, rows_R: Tensor) -> None:
+        """Let the state's row r be the former row rows_R[r], the others leave; later rows are pulled forward only."""
+
+
+class Drafter(nn.Module, Proposer):
+    """A small trained model that guesses what its target says next. It holds weights only.
+
+    Borrowed parts of the target (embedding, output layer, first layers) are attached by `bind` and never saved,
+    trained or moved by this module.
+    """
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
@@ -123,23 +210,3 @@ class Drafter(nn.Module, ABC):
     def token_ids_Q(self) -> Tensor | None:
         """Target id of each entry of a reduced draft vocabulary; None for the whole vocabulary."""
         return None
-
-    @abstractmethod
-    def start(self, rows: int) -> DraftState:
-        """Decoding: an empty state for a batch of `rows` sequences."""
-
-    @abstractmethod
-    def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
-        """Take in what the last pass taught about the rows `rows_R` of the state; N counts new positions."""
-
-    @abstractmethod
-    def expand(self, state: DraftState, frontier: Frontier) -> Scores:
-        """One draft step: scores of the children of the frontier nodes. The first call of a pass gets the root."""
-
-    @abstractmethod
-    def clear(self, state: DraftState, rows_R: Tensor) -> None:
-        """Forget everything about the rows `rows_R`: other sequences take their places."""
-
-    @abstractmethod
-    def keep(self, state: DraftState, rows_R: Tensor) -> None:
-        """Rearrange the state so that its row r is the former row rows_R[r]; the others leave."""

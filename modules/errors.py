@@ -1,4 +1,4 @@
-"""The one error a user can cause."""
+"""Errors with a name: what a user can cause, and a tree that is none."""
 
 
 class UserError(ValueError):
@@ -6,3 +6,12 @@ class UserError(ValueError):
 
     The command line prints it as one sentence and exits with code 2; from Python it is an ordinary `ValueError`.
     """
+
+
+class TreeError(ValueError):
+    """A tree in which some node's parent does not come before it."""
+
+    def __init__(self, rows: list[int]) -> None:
+        super().__init__(f"row {rows[0]}: a node's parent must come before the node")
+        self.rows = rows
+        """The rows whose trees are wrong, ascending."""

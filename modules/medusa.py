@@ -165,6 +165,11 @@ class Medusa(Drafter):
         return self.token_ids
 
     @property
+    def reach(self) -> int:
+        """One depth a head."""
+        return self.config.num_heads
+
+    @property
     def offsets(self) -> tuple[int, ...]:
         """Head k at index p guesses token p + 2 + k: the target's own output layer guesses p + 1."""
         return tuple(range(2, 2 + self.config.num_heads))
@@ -189,7 +194,7 @@ class Medusa(Drafter):
         """The trained weights that `project` reads for head `step`; none when the output layer is shared."""
         return tuple(self.outputs[step].parameters()) if self.outputs else ()
 
-    def start(self, rows: int) -> MedusaState:
+    def start(self, rows: int, capacity: int) -> MedusaState:
         """A state in which no row has been observed yet."""
         return MedusaState(next(self.heads.parameters()).new_zeros(rows, self.hidden_size))
 

@@ -1,15 +1,25 @@
-"""How a tree grows: written once, for every family, over `Drafter.expand`.
+"""How a tree grows: written once, for every family, over `Proposer.expand`. The interface, and trees of fixed shape.
 
-Shapes: B rows, N nodes, F frontier nodes, H depths answered at once, Q draft vocabulary, R ranks used.
+Trees that are sampled are in `sampled.py`, those that follow the drafter's confidence in `dynamic.py`, chains that stop
+early in `stopped.py`.
+
+Trees that follow the drafter's confidence are in `dynamic.py`, chains that stop early in `stopped.py`.
+
+Shapes: B rows, N nodes, F frontier nodes, O nodes the drafter was asked about, H depths answered at once, Q draft
+vocabulary, R ranks used.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from .drafter import Drafter, DraftState, Frontier, Scores
+from .acceptance import Accepted
+from .drafter import DraftState, Frontier, Proposals, Proposer
+from .errors import UserError
+from .streams import Draws
 from .tree import TokenTree, Topology
 
 
@@ -22,12 +32,25 @@ class Policy(ABC):
         """Most nodes of a tree, the root included: cache slots a pass may need."""
 
     @abstractmethod
-    def grow(self, drafter: Drafter, state: DraftState, roots_B: Tensor) -> TokenTree:
-        """Build one tree a row below its root. It may look at nothing but what the drafter knows so far."""
+    def grow(self, drafter: Proposer, state: DraftState, roots_B: Tensor, draws: Draws | None = None) -> TokenTree:
+        """Build one tree a row below its root. It may look at nothing but what the drafter knows so far.
+
+        Args:
+            drafter: asked for scores, level by level.
+            state: what it knows about the rows.
+            roots_B: the last token of each row.
+            draws: random numbers for policies that sample; None when every row is greedy.
+        """
+
+    def check(self, drafter: Proposer) -> None:  # noqa: B027
+        """Raise UserError when the policy makes no sense with a family; most serve all, recurrent or one-shot."""
+
+    def learn(self, tree: TokenTree, accepted: Accepted) -> None:  # noqa: B027
+        """What the target accepted of the last tree, for policies that adapt; nothing by default."""
 
 
 @dataclass(frozen=True)
-class _Level:
+class Level:
     """The nodes of one depth of a static tree that have children, and what is needed to fill those children in."""
 
     parents: tuple[int, ...]
@@ -37,7 +60,10 @@ class _Level:
 
 
 class StaticTree(Policy):
-    """The same tree in every pass; each node takes its parent's proposal of its rank (arXiv:2401.10774, 2.3.3)."""
+    """The same tree in every pass; each node takes its parent's proposal of its rank (arXiv:2401.10774, 2.3.3).
+
+    Where the drafter has no guess, the node and all below it are padding.
+    """
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
@@ -47,33 +73,49 @@ class StaticTree(Policy):
     def max_size(self) -> int:
         return self.topology.size
 
-    def grow(self, drafter: Drafter, state: DraftState, roots_B: Tensor) -> TokenTree:
+    def check(self, drafter: Proposer) -> None:
+        """Refuse a tree deeper than a one-shot family answers."""
+        if drafter.reach is not None and self.topology.depth > drafter.reach:
+            raise UserError(
+                f"the tree is {self.topology.depth} tokens deep, but this {drafter.family} drafter answers "
+                f"{drafter.reach}; choose a tree of at most that depth"
+            )
+
+    def grow(self, drafter: Proposer, state: DraftState, roots_B: Tensor, draws: Draws | None = None) -> TokenTree:
         tokens_BN = roots_B[:, None].repeat(1, self.topology.size)
         # Where each node's scores stand: the column of its ancestor in the frontier that was expanded last.
         columns = [0] * self.topology.size
-        answered_BFHR = tokens_BN[:, None, :0, None]
+        real_BN: Tensor | None = None
+        answered = Proposals(tokens_BN[:, None, :0, None], None)
         used = 0
         for level in self._levels:
-            if used == answered_BFHR.shape[2]:
-                answered_BFHR = self._ask(drafter, state, level, tokens_BN)
+            if used == answered.tokens_BFHR.shape[2]:
+                answered = self._ask(drafter, state, level, tokens_BN)
                 used = 0
                 for column, node in enumerate(level.parents):
                     columns[node] = column
             source = [columns[parent] for parent in level.child_parents]
-            tokens_BN[:, level.children] = answered_BFHR[:, source, used, list(level.child_ranks)]
+            tokens_BN[:, level.children] = answered.tokens_BFHR[:, source, used, list(level.child_ranks)]
+            if answered.guessed_BFHR is not None:
+                real_BN = torch.ones_like(tokens_BN, dtype=torch.bool) if real_BN is None else real_BN
+                guessed_BC = answered.guessed_BFHR[:, source, used, list(level.child_ranks)]
+                real_BN[:, level.children] = guessed_BC & real_BN[:, level.child_parents]
             for child, parent in zip(level.children, level.child_parents, strict=True):
                 columns[child] = columns[parent]
             used += 1
-        return self.topology.plant(tokens_BN)
+        tree = self.topology.plant(tokens_BN)
+        return tree if real_BN is None else trimmed(replace(tree, real_BN=real_BN))
 
-    def _ask(self, drafter: Drafter, state: DraftState, level: _Level, tokens_BN: Tensor) -> Tensor:
-        """Proposals of the level's inner nodes by rank, [B, F, H, R]."""
+    def _ask(self, drafter: Proposer, state: DraftState, level: Level, tokens_BN: Tensor) -> Proposals:
+        """Proposals of the level's inner nodes by rank."""
+        return drafter.expand(state, self._frontier(level, tokens_BN)).best(self.topology.width)
+
+    def _frontier(self, level: Level, tokens_BN: Tensor) -> Frontier:
         batch = tokens_BN.shape[0]
-        nodes_BF = torch.tensor(level.parents, device=tokens_BN.device).expand(batch, -1)
+        nodes_BF = _row(level.parents, tokens_BN).expand(batch, -1)
         above = [self.topology.parents[node] for node in level.parents]
-        parents_BF = torch.tensor(above, device=tokens_BN.device).expand(batch, -1)
-        frontier = Frontier(nodes_BF=nodes_BF, parents_BF=parents_BF, tokens_BF=tokens_BN.gather(1, nodes_BF))
-        return ranked(drafter.expand(state, frontier), self.topology.width)
+        parents_BF = _row(above, tokens_BN).expand(batch, -1)
+        return Frontier(nodes_BF=nodes_BF, parents_BF=parents_BF, tokens_BF=tokens_BN.gather(1, nodes_BF))
 
 
 class Chain(StaticTree):
@@ -85,23 +127,27 @@ class Chain(StaticTree):
         super().__init__(Topology.chain(length))
 
 
-def ranked(scores: Scores, width: int) -> Tensor:
-    """Target-vocabulary ids of the `width` likeliest children, best first, [B, F, H, width].
+def trimmed(tree: TokenTree) -> TokenTree:
+    """The tree without the padding that no row needs; down to the root where nobody has a guess.
 
-    Raises:
-        ValueError: if the draft vocabulary is smaller than `width`.
+    On a CPU the time of a pass grows with its nodes and its size is known at once. On an accelerator a small pass costs
+    what a pass of one token does, while asking for the size would wait for the device and another shape would need
+    another graph: there the padding stays.
     """
-    vocabulary = scores.log_probs_BFHQ.shape[-1]
-    if width > vocabulary:
-        raise ValueError(f"the tree uses the {width} best proposals of a node, the draft vocabulary has {vocabulary}")
-    indices = scores.log_probs_BFHQ.topk(width, dim=-1).indices
-    return indices if scores.token_ids_Q is None else scores.token_ids_Q[indices]
+    if tree.real_BN.device.type != "cpu":
+        return tree
+    size = int(tree.real_BN.sum(-1).max())
+    return tree if size == tree.size else tree.packed(size)
 
 
-def _level(topology: Topology, depth: int) -> _Level:
+def _row(numbers: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(numbers, device=like.device)
+
+
+def _level(topology: Topology, depth: int) -> Level:
     children = tuple(node for node in range(topology.size) if topology.depths[node] == depth + 1)
     child_parents = tuple(topology.parents[node] for node in children)
-    return _Level(
+    return Level(
         parents=tuple(sorted(set(child_parents))),
         children=children,
         child_parents=child_parents,

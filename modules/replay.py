@@ -66,6 +66,11 @@ class Replay:
         return next(iter(self.rows.values())).final_LD.device if self.rows else self.target.device
 
     @property
+    def vocab_size(self) -> int:
+        """The target's."""
+        return self.target.vocab_size
+
+    @property
     def context_length(self) -> int:
         """The target's."""
         return self.target.context_length
@@ -130,6 +135,9 @@ class ReplayRows:
         """Begin the stored conversation of request `index` in a row; nothing of it has been read."""
         self.stored[row], self.lengths[row] = self.replay.rows[index], 0
         return 0
+
+    def wipe(self, row: int) -> None:
+        """Nothing to do: a row keeps nothing but its place."""
 
     def keep(self, order: list[int]) -> None:
         """Make row order[r] the row r and drop the rest."""

@@ -6,17 +6,14 @@ from typing import Any, Literal
 import numpy as np
 
 from .errors import UserError
+from .rules import Typical
 
-Finish = Literal["eos", "length", "stop"]
+Finish = Literal["eos", "length", "stop", "error"]
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to be continued.
-
-    Raises:
-        UserError: if the prompt is empty, or a number is out of its range.
-    """
+    """One prompt to be continued. Decoding checks it, so that a wrong one does not keep others from being answered."""
 
     tokens: tuple[int, ...]
     """The prompt's token ids."""
@@ -27,13 +24,24 @@ class Request:
     temperature: float = 0.0
     """0 is greedy."""
 
-    def __post_init__(self) -> None:
+    def fault(self, context_length: int, vocab_size: int) -> str:
+        """What is wrong with this request, in a sentence that names it; empty when nothing is."""
+        total = len(self.tokens) + self.max_new_tokens
         if not self.tokens:
-            raise UserError(f"prompt {self.index} is empty; give at least one token")
+            return f"prompt {self.index} is empty; give at least one token"
         if self.max_new_tokens < 1:
-            raise UserError(f"prompt {self.index}: max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if not self.temperature >= 0:
-            raise UserError(f"prompt {self.index}: temperature must be at least 0, got {self.temperature}")
+            return f"prompt {self.index}: max_new_tokens must be at least 1, got {self.max_new_tokens}"
+        if not 0 <= self.temperature < float("inf"):
+            return f"prompt {self.index}: temperature must be at least 0 and finite, got {self.temperature}"
+        if not 0 <= min(self.tokens) <= max(self.tokens) < vocab_size:
+            outside = next(token for token in self.tokens if not 0 <= token < vocab_size)
+            return f"prompt {self.index} has token {outside}; the target's ids are 0 to {vocab_size - 1}"
+        if total > context_length:
+            return (
+                f"prompt {self.index} has {len(self.tokens)} tokens and asks for {self.max_new_tokens} more, but "
+                f"the target's context holds {context_length}; shorten the prompt or lower max_new_tokens"
+            )
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +66,11 @@ class DecodeSettings:
     """Go on after an end token, up to `max_new_tokens`."""
     prefill_chunk: int = 512
     """Most prompt tokens of a row in one pass."""
+    repetition_penalty: float = 1.0
+    """Divide positive logits of tokens that occurred, prompt included, by this and multiply negative ones, as
+    transformers does; 1.0 changes nothing."""
+    lossy: Typical | None = None
+    """Accept by this rule, which changes the distribution of sampled answers; None verifies exactly."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "prefill_chunk"):
@@ -67,6 +80,8 @@ class DecodeSettings:
             raise UserError(f"top_k must be at least 0, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise UserError(f"repetition_penalty must be above 0 and finite, got {self.repetition_penalty}")
 
 
 @dataclass
@@ -82,7 +97,9 @@ class Generation:
     emitted: list[int] = field(default_factory=list)
     """Tokens added by each pass after the prompt's, cut where the answer ended."""
     finish: Finish = "length"
-    """Why it ended: an end token, the length limit, or a stop text."""
+    """Why it ended: an end token, the length limit, a stop text, or an error."""
+    error: str = ""
+    """What went wrong, in a sentence that names the request; empty unless `finish` is "error"."""
 
     @property
     def passes(self) -> int:
@@ -110,6 +127,8 @@ class DecodeStats:
     """Sum over passes of the rows that were decoding."""
     total_slots: int = 0
     """Passes times the batch size."""
+    lossless: bool = True
+    """Whether every pass was verified exactly; False under a `lossy` setting."""
 
     @property
     def busy_share(self) -> float:

@@ -314,6 +314,10 @@ class TargetRows:
         self.commit(torch.arange(count, device=device)[None], counts_B, [count], moved=False)
         return spare
 
+    def wipe(self, row: int) -> None:
+        """Zero what a row that went wrong left in the cache."""
+        self.cache.wipe(row)
+
     def keep(self, order: list[int]) -> None:
         """Make row order[r] the row r and drop the rest; an order may only pull later rows forward."""
         with torch.no_grad():

@@ -5,11 +5,13 @@ target has decided, which has not been through the target yet. Parents precede c
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
+
+from .errors import TreeError
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,11 @@ class Topology:
         return max(self.ranks[1:], default=-1) + 1
 
     @cached_property
+    def most_children(self) -> int:
+        """Largest number of children of a node."""
+        return max((self.parents.count(node) for node in range(self.size)), default=0)
+
+    @cached_property
     def ancestors_NN(self) -> Tensor:
         """True where the column's node is an ancestor of the row's node, or the node itself."""
         ancestors = torch.eye(self.size, dtype=torch.bool)
@@ -126,6 +133,7 @@ class Topology:
             ancestors_BNN=ancestors_NN.expand(batch, -1, -1),
             real_BN=real_N.expand(batch, -1),
             max_depth=self.depth,
+            most_children=self.most_children,
         )
 
 
@@ -141,8 +149,34 @@ def _constants(topology: Topology, device: torch.device) -> tuple[Tensor, Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """How sampled nodes were drawn: from the parent's q, without replacement, siblings in the order of their indices.
+
+    The first sampled child of a node was drawn from q, each later one from q with the earlier ones removed and the rest
+    renormalised. Whether a node was drawn at all may depend on other tokens, never on its own.
+
+    Shapes: I distributions a row, Q entries of the draft vocabulary.
+    """
+
+    probs_BIQ: Tensor
+    """Exactly the distributions drawn from, after temperature and filters, float32."""
+    inner_BN: Tensor
+    """Which of them is the q of a node's children, int64; any for a node without children."""
+    sampled_BN: Tensor
+    """True where a node was drawn from its parent's q; the others are point masses."""
+    token_ids_Q: Tensor | None = None
+    """Target-vocabulary id of each entry of a reduced draft vocabulary; None when Q is the whole vocabulary."""
+    candidates_BIQ: Tensor | None = None
+    """Instead of `token_ids_Q`: ids that differ from node to node, those of possible entries all different."""
+
+    def at(self, nodes_BS: Tensor) -> "Drawn":
+        """The same for other nodes of a tree: node s is the former node nodes_BS[s]."""
+        return replace(self, inner_BN=self.inner_BN.gather(1, nodes_BS), sampled_BN=self.sampled_BN.gather(1, nodes_BS))
+
+
+@dataclass(frozen=True, kw_only=True)
 class TokenTree:
-    """One tree a row, padded to the same number of nodes. Children are point masses: each was proposed, not sampled."""
+    """One tree a row, padded to the same number of nodes. Its nodes are point masses unless `drawn` says otherwise."""
 
     tokens_BN: Tensor
     """Token of each node, int64; any valid id where `real_BN` is False."""
@@ -159,25 +193,78 @@ class TokenTree:
     virtual_BMD: Tensor | None = None
     """Embeddings of the last M nodes, which have no token: attended to and never accepted. In the output space of the
     target's embedding module."""
+    drawn: Drawn | None = None
+    """How the nodes were drawn; None when every node was proposed without chance: a point mass."""
+    most_children: int | None = None
+    """Largest number of children of any node, known on the host; None when nobody counted."""
 
     @property
     def size(self) -> int:
         """Number of nodes of a row, padding and virtual nodes included."""
         return self.tokens_BN.shape[1]
 
+    def children(self, nodes_B: Tensor) -> tuple[Tensor, Tensor]:
+        """(indices of the children of one node a row in ascending order, which of them are real), [B, K] each."""
+        columns_N = torch.arange(self.size, device=nodes_B.device)
+        ours_BN = (self.parents_BN == nodes_B[:, None]) & self.real_BN & (columns_N > 0)
+        width = self.size - 1 if self.most_children is None else self.most_children
+        found_BK = torch.where(ours_BN, columns_N, self.size).sort(-1).values[:, :width]
+        return found_BK.clamp(max=self.size - 1), found_BK < self.size
+
+    def draft_at(self, nodes_BM: Tensor, vocab_size: int) -> Tensor:
+        """q over the target's vocabulary at M nodes, [B, M, V], float64; zeros in a tree of point masses."""
+        shape = (*nodes_BM.shape, vocab_size)
+        if self.drawn is None:
+            return torch.zeros(shape, dtype=torch.float64, device=nodes_BM.device)
+        probs, inner_BM = self.drawn.probs_BIQ, self.drawn.inner_BN.gather(1, nodes_BM)
+        probs_BMQ = probs.gather(1, inner_BM[..., None].expand(-1, -1, probs.shape[-1])).double()
+        if self.drawn.candidates_BIQ is not None:
+            ids_BMQ = self.drawn.candidates_BIQ.gather(1, inner_BM[..., None].expand_as(probs_BMQ))
+            return probs_BMQ.new_zeros(shape).scatter_add(2, ids_BMQ, probs_BMQ)
+        if self.drawn.token_ids_Q is None:
+            return probs_BMQ
+        return probs_BMQ.new_zeros(shape).index_copy(2, self.drawn.token_ids_Q, probs_BMQ)
+
+    def packed(self, size: int) -> "TokenTree":
+        """The first `size` real nodes of each row, in their order; padding fills what is left.
+
+        The order of nodes is kept and a parent precedes its children, so whatever is cut off, the rest is a tree.
+
+        Raises:
+            ValueError: if there are virtual nodes: they have a fixed place at the end.
+        """
+        if self.virtual_BMD is not None:
+            raise ValueError("a tree with virtual nodes cannot be packed; pack it before they are added")
+        order_BN = torch.sort((~self.real_BN).byte(), dim=-1, stable=True).indices
+        chosen_BS = order_BN[:, :size]
+        places_BN = order_BN.argsort(-1)
+        parents_BS = self.parents_BN.gather(1, chosen_BS)
+        chosen_BSS = chosen_BS[:, None, :].expand(-1, chosen_BS.shape[1], -1)
+        rows_BSN = chosen_BS[..., None].expand(-1, -1, self.size)
+        return TokenTree(
+            tokens_BN=self.tokens_BN.gather(1, chosen_BS),
+            parents_BN=torch.where(parents_BS < 0, -1, places_BN.gather(1, parents_BS.clamp(min=0))),
+            depths_BN=self.depths_BN.gather(1, chosen_BS),
+            ancestors_BNN=self.ancestors_BNN.gather(1, rows_BSN).gather(2, chosen_BSS),
+            real_BN=self.real_BN.gather(1, chosen_BS),
+            max_depth=min(self.max_depth, chosen_BS.shape[1] - 1),
+            drawn=None if self.drawn is None else self.drawn.at(chosen_BS),
+            most_children=self.most_children,
+        )
+
     @classmethod
     def from_parents(cls, tokens_BN: Tensor, parents_BN: Tensor, real_BN: Tensor | None = None) -> "TokenTree":
         """Derive depths and ancestors of trees that differ from row to row.
 
         Raises:
-            ValueError: if a real node's parent does not precede it; the row is named.
+            TreeError: if a real node's parent does not precede it; the row is named.
         """
         batch, size = tokens_BN.shape
         real_BN = torch.ones_like(tokens_BN, dtype=torch.bool) if real_BN is None else real_BN
         columns = torch.arange(size, device=tokens_BN.device)
         wrong_B = ((parents_BN >= columns) | (parents_BN < 0))[:, 1:].logical_and(real_BN[:, 1:]).any(-1)
         if bool(wrong_B.any()):
-            raise ValueError(f"row {int(wrong_B.nonzero()[0])}: a node's parent must come before the node")
+            raise TreeError(wrong_B.nonzero()[:, 0].tolist())
         ancestors_BNN = torch.eye(size, dtype=torch.bool, device=tokens_BN.device).repeat(batch, 1, 1)
         rows = torch.arange(batch, device=tokens_BN.device)
         for node in range(1, size):
@@ -191,6 +278,40 @@ class TokenTree:
             ancestors_BNN=ancestors_BNN,
             real_BN=real_BN,
             max_depth=int(depths_BN.max()),
+        )
+
+    @classmethod
+    def grown(
+        cls,
+        tokens_BN: Tensor,
+        parents_BN: Tensor,
+        real_BN: Tensor,
+        *,
+        max_depth: int,
+        most_children: int,
+        drawn: Drawn | None = None,
+    ) -> "TokenTree":
+        """`from_parents` for trees that are right by construction: nothing is checked, nothing read on the host.
+
+        Args:
+            max_depth: a bound on the depth of the real nodes.
+            most_children: a bound on the children of a real node.
+        """
+        size = tokens_BN.shape[1]
+        itself_NN = torch.eye(size, dtype=torch.bool, device=tokens_BN.device)
+        above_BNN = parents_BN.clamp(min=0)[..., None].expand(-1, -1, size)
+        ancestors_BNN = itself_NN.expand(tokens_BN.shape[0], -1, -1)
+        for _ in range(max_depth):
+            ancestors_BNN = itself_NN | (ancestors_BNN.gather(1, above_BNN) & real_BN[..., None])
+        return cls(
+            tokens_BN=tokens_BN,
+            parents_BN=parents_BN,
+            depths_BN=ancestors_BNN.sum(-1) - 1,
+            ancestors_BNN=ancestors_BNN,
+            real_BN=real_BN,
+            max_depth=max_depth,
+            drawn=drawn,
+            most_children=most_children,
         )
 
     @classmethod

@@ -26,7 +26,7 @@ class History(DraftState):
     """Tokens of each row (the root last), and the depth of each node of the tree being grown."""
 
     rows: list[list[int]]
-    depths: dict[int, int] = field(default_factory=dict)
+    depths: dict[tuple[int, int], int] = field(default_factory=dict)
     paths: dict[tuple[int, int], list[int]] = field(default_factory=dict)
 
 
@@ -56,7 +56,7 @@ class ScriptedDrafter(Drafter):
     def project(self, hidden: Tensor, step: int) -> Tensor:
         raise NotImplementedError
 
-    def start(self, rows: int) -> History:
+    def start(self, rows: int, capacity: int) -> History:
         return History([[] for _ in range(rows)])
 
     def clear(self, state: DraftState, rows_R: Tensor) -> None:
@@ -80,17 +80,18 @@ class ScriptedDrafter(Drafter):
         assert isinstance(state, History)
         batch, width = frontier.nodes_BF.shape
         scores = torch.rand(batch, width, 1, self.vocab_size, generator=self.generator)
-        for column in range(width):
-            node, parent = int(frontier.nodes_BF[0, column]), int(frontier.parents_BF[0, column])
-            state.depths[node] = 0 if parent < 0 else state.depths[parent] + 1
-            for row in range(batch):
-                truth = self._truth(state.rows[row], state.depths[node])
+        for row in range(batch):
+            for column in range(width):
+                node, parent = int(frontier.nodes_BF[row, column]), int(frontier.parents_BF[row, column])
+                depth = 0 if parent < 0 else state.depths[row, parent] + 1
+                state.depths[row, node] = depth
+                truth = self._truth(state.rows[row], depth)
                 if truth is not None and self.mode != "random":
                     hit = self.mode == "oracle" or (
                         self.mode == "mixed" and bool(torch.rand((), generator=self.generator) < 0.6)
                     )
-                    scores[row, column, 0, truth] = 2.0 if hit else -1.0
-        return Scores(log_probs_BFHQ=scores)
+                    scores[row, column, 0, truth] = 4.0 if hit else -1.0
+        return Scores(log_probs_BFHQ=scores.log_softmax(-1))
 
     def _truth(self, known: list[int], depth: int) -> int | None:
         for text in self.texts:
@@ -117,7 +118,7 @@ class TargetDrafter(ScriptedDrafter):
                 above = [] if parent < 0 else [*state.paths[row, parent], int(frontier.tokens_BF[row, column])]
                 state.paths[row, node] = above
                 scores[row, column, 0] = self.logits(tuple(state.rows[row] + above))
-        return Scores(log_probs_BFHQ=scores)
+        return Scores(log_probs_BFHQ=scores.log_softmax(-1))
 
     def logits(self, prefix: tuple[int, ...]) -> Tensor:
         if prefix not in self.known:

@@ -122,16 +122,13 @@ def test_a_policy_without_a_drafter_is_refused(tiny_target: Target) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Request((), 4, 5), "prompt 4 is empty"),
-        (lambda: Request((1,), 4, 0), "max_new_tokens must be at least 1, got 0"),
-        (lambda: Request((1,), 4, 5, -0.1), "temperature must be at least 0, got -0.1"),
-        (lambda: Request((1,), 4, 5, float("nan")), "temperature must be at least 0, got nan"),
         (lambda: DecodeSettings(batch_size=0), "batch_size must be at least 1, got 0"),
         (lambda: DecodeSettings(top_p=0.0), "top_p must be above 0"),
         (lambda: DecodeSettings(top_k=-1), "top_k must be at least 0"),
+        (lambda: DecodeSettings(repetition_penalty=0.0), "repetition_penalty must be above 0 and finite, got 0.0"),
     ],
 )
-def test_bad_requests_are_one_sentence(make: object, message: str) -> None:
+def test_bad_settings_are_one_sentence(make: object, message: str) -> None:
     assert callable(make)
     with pytest.raises(UserError, match=message):
         make()

@@ -306,6 +306,7 @@ def test_every_way_gets_to_go_first() -> None:
     ({"temperature": -1.0}, "temperature must be at least 0"),
     ({"top_p": 0.0}, "top_p must be above 0 and at most 1"),
     ({"speed_prompts": -1}, "speed_prompts must be at least 0"),
+    ({"baselines": ("lookup",)}, "no baseline 'lookup'; choose from prompt_lookup"),
 ])
 def test_settings_out_of_range_are_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
@@ -322,6 +323,16 @@ def test_mistakes_in_prompts_are_named(tiny_target: Target) -> None:
         evaluate(tiny_target, [method], {"own": [("", (5,) * 500)]}, CONFIG, progress=False)
     with pytest.raises(UserError, match="of the set 'own' has no tokens"):
         evaluate(tiny_target, [method], {"own": [("", ())]}, CONFIG, progress=False)
+
+
+def test_baselines_are_methods_by_name(tiny_target_f64: Target) -> None:
+    config = replace(CONFIG, baselines=("prompt_lookup", "recycling"), limit=2, speed_prompts=1)
+    found = evaluate(tiny_target_f64, [scripted(tiny_target_f64, "mixed")], SETS, config, progress=False).evaluations
+    assert [evaluation.name for evaluation in found] == ["mixed", "prompt_lookup", "recycling"]
+    assert [evaluation.family for evaluation in found] == ["scripted", "lookup", "recycling"]
+    assert all(evaluation.overall.lossless.identical == 4 for evaluation in found)
+    alone = evaluate(tiny_target_f64, [], SETS, config, progress=False).evaluations
+    assert [evaluation.name for evaluation in alone] == ["prompt_lookup", "recycling"]
 
 
 def test_the_target_alone_is_a_method_too(tiny_target: Target) -> None:

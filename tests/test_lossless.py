@@ -1,6 +1,5 @@
 """The product's promise: whatever is drafted, the target's own words come out. Reference: transformers' `generate`."""
 
-import importlib
 import math
 import random
 from collections import Counter
@@ -12,32 +11,49 @@ import torch
 from drafters import ScriptedDrafter, TargetDrafter
 from draftsmith.modules import (
     Accepted,
+    AdaptiveThreshold,
     Chain,
     DecodeSettings,
+    Drafter,
+    DySpecTree,
+    Eagle2Tree,
+    EarlyExit,
+    FixedLength,
+    MaxProbability,
+    PathProbability,
+    Policy,
     Request,
+    SampledChain,
+    SampledTree,
     Sampling,
     StaticTree,
+    StoppedChain,
     Target,
     TokenTree,
     Topology,
+    Typical,
+    baseline,
     choose,
     decode,
     follow,
+    referee,
+    rules,
 )
 from draftsmith.modules.acceptance import probabilities
 from scipy.stats import chi2
+from tables import DepthDrafter, TableDrafter, random_log_probs
 from torch import Tensor
 
-# The package exports the function of the same name, which hides the module from an ordinary import.
-decode_module = importlib.import_module("draftsmith.modules.decode")
 
-
-def native_greedy(target: Target, prompt: tuple[int, ...], count: int, *, eos: bool = False) -> list[int]:
+def native_greedy(
+    target: Target, prompt: tuple[int, ...], count: int, *, eos: bool = False, penalty: float = 1.0
+) -> list[int]:
     with target.native() as model:
         out = model.generate(
             torch.tensor([prompt]),
             max_new_tokens=count,
             do_sample=False,
+            repetition_penalty=penalty,
             pad_token_id=0,
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
             eos_token_id=list(target.eos_ids) if eos else None,
@@ -86,6 +102,107 @@ def test_greedy_output_is_the_targets_own_in_float64(tiny_target_f64: Target, mo
         assert [generation.tokens for generation in result.generations] == expected
         if mode == "wrong":
             assert result.accepted_length == 1.0
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.9])
+def test_repetition_penalty_is_that_of_generate(tiny_target_f64: Target, penalty: float) -> None:
+    target, rng = tiny_target_f64, random.Random(9)
+    requests = requests_for(target, 7, 50)
+    expected = [native_greedy(target, r.tokens, r.max_new_tokens, penalty=penalty) for r in requests]
+    free = [native_greedy(target, r.tokens, r.max_new_tokens) for r in requests]
+    assert expected != free
+    texts = [[*request.tokens, *answer] for request, answer in zip(requests, expected, strict=True)]
+    settings = DecodeSettings(batch_size=3, ignore_eos=True, repetition_penalty=penalty, prefill_chunk=4)
+    assert [g.tokens for g in decode(target, requests, settings).generations] == expected
+    for policy in (StaticTree(random_topology(rng, 9)), Eagle2Tree(9, 3, 3)):
+        drafter = ScriptedDrafter(target.vocab_size, texts, "mixed")
+        result = decode(target, requests, settings, drafter=drafter, policy=policy)
+        assert [generation.tokens for generation in result.generations] == expected
+        assert result.accepted_length > 1.3
+
+
+@pytest.mark.parametrize("name", ["eagle2", "dyspec", "sampled", "stopped", "sampled chain"])
+@pytest.mark.parametrize("family", ["mixed", "table", "depth"])
+def test_every_policy_is_lossless_when_greedy(tiny_target_f64: Target, name: str, family: str) -> None:
+    target = tiny_target_f64
+    requests = requests_for(target, 6, 40)
+    expected = [native_greedy(target, request.tokens, request.max_new_tokens) for request in requests]
+    texts = [[*request.tokens, *answer] for request, answer in zip(requests, expected, strict=True)]
+    policy: Policy = {
+        "eagle2": lambda: Eagle2Tree(10, 4, 3),
+        "dyspec": lambda: DySpecTree(10, 4, 3),
+        "sampled": lambda: SampledTree.branching(2, 2, 1),
+        "stopped": lambda: StoppedChain(5, AdaptiveThreshold(0.02)),
+        "sampled chain": lambda: SampledChain(4, MaxProbability(0.01)),
+    }[name]()
+    drafter: Drafter = {
+        "mixed": lambda: ScriptedDrafter(target.vocab_size, texts, "mixed"),
+        "table": lambda: TableDrafter(random_log_probs(target.vocab_size, target.vocab_size)),
+        "depth": lambda: DepthDrafter(random_log_probs(3, target.vocab_size)),
+    }[family]()
+    result = decode(target, requests, DecodeSettings(batch_size=4, ignore_eos=True), drafter=drafter, policy=policy)
+    assert [generation.tokens for generation in result.generations] == expected
+    assert family != "mixed" or result.accepted_length > 1.2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("name", ["prompt_lookup", "recycling", "ngrams", "layer_skip"])
+def test_every_policy_serves_drafters_that_name_candidates(
+    tiny_target_f64: Target, name: str, temperature: float
+) -> None:
+    """Few guesses, other ones at every node, sometimes none: greedy output is the target's, and no batch matters."""
+    target = tiny_target_f64
+    requests = requests_for(target, 5, 30, temperature)
+    plain = [g.tokens for g in decode(target, requests, DecodeSettings(ignore_eos=True)).generations]
+    policies = (
+        Eagle2Tree(8, 3, 3),
+        DySpecTree(8, 3, 3),
+        SampledTree.branching(2, 1, 1),
+        StoppedChain(4, EarlyExit(0.5)),
+        SampledChain(3, PathProbability(0.05)),
+    )
+    for policy in policies:
+        runs = [
+            decode(
+                target,
+                requests,
+                DecodeSettings(batch_size=size, ignore_eos=True),
+                drafter=baseline(name, target)[0],
+                policy=policy,
+            )
+            for size in (1, 3)
+        ]
+        found = [[generation.tokens for generation in run.generations] for run in runs]
+        if temperature == 0 or type(policy) in (Eagle2Tree, StoppedChain):
+            assert found == [plain, plain]
+        elif name in ("prompt_lookup", "layer_skip"):
+            # The others remember across requests, so that batches change what is drafted.
+            assert found[0] == found[1]
+
+
+def test_sampled_drafts_do_not_depend_on_the_batch(tiny_target_f64: Target) -> None:
+    """By rejection the tokens depend on the draft; on the batch and the order of the queue they do not."""
+    target = tiny_target_f64
+    requests = requests_for(target, 6, 30, 0.9)
+    drafter = TableDrafter(random_log_probs(target.vocab_size, target.vocab_size, sharpness=3.0))
+    policies = (SampledTree.branching(3, 2), DySpecTree(8, 3, 3), SampledChain(4, FixedLength(4)))
+    for policy in policies:
+        whole, alone = (
+            decode(target, order, DecodeSettings(batch_size=size, ignore_eos=True), drafter=drafter, policy=policy)
+            for order, size in ((requests, 4), (requests[::-1], 1))
+        )
+        assert [g.tokens for g in whole.generations] == [g.tokens for g in alone.generations[::-1]]
+
+
+def test_lossy_verification_says_so(tiny_target_f64: Target) -> None:
+    target, requests = tiny_target_f64, requests_for(tiny_target_f64, 3, 20, 1.0)
+    drafter = TargetDrafter(target)
+    exact, lossy = (
+        decode(target, requests, DecodeSettings(ignore_eos=True, lossy=rule), drafter=drafter, policy=Chain(3))
+        for rule in (None, Typical(epsilon=0.001, delta=0.01))
+    )
+    assert (exact.stats.lossless, lossy.stats.lossless) == (True, False)
+    assert lossy.accepted_length > exact.accepted_length
 
 
 def test_thousands_of_tokens_through_random_trees(tiny_target_f64: Target) -> None:
@@ -284,5 +401,7 @@ def test_g_test_rejects_deliberately_wrong_rules(
 ) -> None:
     drafter = TargetDrafter(tiny_target_f64)
     exact = exact_distribution(drafter)
-    monkeypatch.setattr(decode_module, name, wrong)
+    monkeypatch.setattr(rules, name, wrong)
+    if name == "choose":
+        monkeypatch.setattr(referee, name, wrong)
     assert g_test(sampled_counts(tiny_target_f64, drafter, 4_000), exact) < 1e-3

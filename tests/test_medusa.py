@@ -57,7 +57,7 @@ def test_train_equals_decode(config: MedusaConfig, ids: torch.Tensor | None, tin
     drafts = drafter(features)
     steps = [drafter.project(drafts.hidden_BLKD[:, :, step], step) for step in range(config.num_heads)]
     trained = torch.stack(steps, dim=2).log_softmax(-1)
-    state = drafter.start(3)
+    state = drafter.start(3, 64)
     drafter.observe(state, torch.arange(3), observation(features, [0, 1, 2], 0, [2, 2, 2]))
     drafter.observe(state, torch.tensor([2, 0]), observation(features, [2, 0], 2, [3, 1]))
     scores = drafter.expand(state, ROOT)
@@ -88,7 +88,7 @@ def test_head_k_at_p_predicts_p_plus_2_plus_k(tiny_target: Target) -> None:
 
 def test_rows_move_are_cleared_and_leave(tiny_target: Target) -> None:
     drafter, features = randomised(MedusaConfig(num_heads=2), tiny_target, None), encoded(tiny_target)
-    state = drafter.start(3)
+    state = drafter.start(3, 64)
     drafter.observe(state, torch.arange(3), observation(features, [0, 1, 2], 0, [1, 2, 3]))
     before = drafter.expand(state, ROOT).log_probs_BFHQ
     drafter.observe(state, torch.arange(3), observation(features, [0, 1, 2], 4, [0, 0, 0]))
@@ -98,14 +98,14 @@ def test_rows_move_are_cleared_and_leave(tiny_target: Target) -> None:
     drafter.clear(state, torch.tensor([0]))
     cleared = drafter.expand(state, ROOT).log_probs_BFHQ
     torch.testing.assert_close(cleared[1], before[0])
-    torch.testing.assert_close(cleared[0], drafter.expand(drafter.start(1), ROOT).log_probs_BFHQ[0])
+    torch.testing.assert_close(cleared[0], drafter.expand(drafter.start(1, 64), ROOT).log_probs_BFHQ[0])
 
 
 def test_only_the_root_may_be_expanded(tiny_target: Target) -> None:
     drafter = Medusa.create(MedusaConfig(num_heads=2), tiny_target)
     wide = dataclasses.replace(ROOT, nodes_BF=torch.zeros(3, 2, dtype=torch.long))
     with pytest.raises(ValueError, match="ask for 1 node, got 2"):
-        drafter.expand(drafter.start(3), wide)
+        drafter.expand(drafter.start(3, 64), wide)
 
 
 @pytest.mark.parametrize(("config", "ids"), SHAPES)
@@ -147,7 +147,7 @@ def test_an_unbound_or_unloaded_drafter_shows_at_once(tiny_target: Target) -> No
     with pytest.raises(RuntimeError, match="not bound to a target"):
         drafter(features)
     with pytest.raises(RuntimeError, match="not bound to a target"):
-        drafter.expand(drafter.start(1), ROOT)
+        drafter.expand(drafter.start(1, 64), ROOT)
     drafter.bind(tiny_target)
     assert drafter.project(drafter(features).hidden_BLKD[:, :, 0], 0).isnan().all()
 

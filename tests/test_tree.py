@@ -1,5 +1,7 @@
 """Tree shapes: ancestors, order, refusals."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from draftsmith.modules import TokenTree, Topology
@@ -70,3 +72,30 @@ def test_prefix_and_paths_refuse_what_does_not_exist() -> None:
         Topology.chain(2).prefix(4)
     with pytest.raises(ValueError, match="comes before its parent"):
         Topology.from_paths([(0, 1)])
+
+
+def test_packing_moves_real_nodes_to_the_front_of_each_row_and_cuts() -> None:
+    #      0            Row 0 lacks node 2 and what is below it, row 1 lacks nothing but its last node.
+    #     / \
+    #    1   2
+    #   / \   \
+    #  3   4   5
+    topology = Topology((-1, 0, 0, 1, 1, 2), (0, 0, 1, 0, 2, 0))
+    real_BN = torch.tensor([[1, 1, 0, 1, 1, 0], [1, 1, 1, 1, 1, 0]]) > 0
+    tree = replace(topology.plant(torch.arange(12).view(2, 6)), real_BN=real_BN)
+    packed = tree.packed(5)
+    assert packed.tokens_BN.tolist() == [[0, 1, 3, 4, 2], [6, 7, 8, 9, 10]]
+    assert packed.parents_BN.tolist() == [[-1, 0, 1, 1, 0], [-1, 0, 0, 1, 1]]
+    assert packed.real_BN.tolist() == [[True] * 4 + [False], [True] * 5]
+    derived = TokenTree.from_parents(packed.tokens_BN, packed.parents_BN, packed.real_BN)
+    # Padding derived from parents sees only itself, packed padding also what it stood below.
+    assert torch.equal(packed.ancestors_BNN[packed.real_BN], derived.ancestors_BNN[packed.real_BN])
+    assert packed.depths_BN[packed.real_BN].tolist() == derived.depths_BN[packed.real_BN].tolist()
+    assert tree.packed(2).tokens_BN.tolist() == [[0, 1], [6, 7]]
+    assert tree.packed(2).max_depth == 1
+
+
+def test_a_tree_with_virtual_nodes_is_not_packed() -> None:
+    tree = replace(Topology.chain(2).plant(torch.zeros(1, 3, dtype=torch.long)), virtual_BMD=torch.zeros(1, 1, 4))
+    with pytest.raises(ValueError, match="virtual nodes cannot be packed"):
+        tree.packed(2)

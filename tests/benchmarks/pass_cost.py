@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from statistics import median
 
 import torch
-
 from draftsmith.modules import DEFAULT_NAME, Target, TargetConfig, TokenTree, Topology, load_target
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)

@@ -1,0 +1,66 @@
+"""Slow plain twins of the rules of rejection, one node and one child at a time; and the law of a rule."""
+
+from itertools import permutations
+
+import torch
+
+
+def walk(tree, p_NV, q_NV, row, tests, choice, draw):
+    """Tokens emitted by one row: accepted ones, then one from what is left of p."""
+    node, emitted = 0, []
+    while True:
+        rest, left = p_NV[node].clone(), q_NV[node].clone()
+        for child in range(1, tree.size):
+            if int(tree.parents_BN[row, child]) != node or not tree.real_BN[row, child]:
+                continue
+            token = int(tree.tokens_BN[row, child])
+            sampled = tree.drawn is not None and bool(tree.drawn.sampled_BN[row, child])
+            q = left if sampled else torch.eye(len(left), dtype=left.dtype)[token]
+            if float(tests[child]) < float(rest[token] / q[token]):
+                node = child
+                emitted.append(token)
+                break
+            rest = (rest - q).clamp(min=0)
+            rest = rest / rest.sum()
+            if sampled:
+                left[token] = 0
+                left = left / left.sum()
+        else:
+            return [*emitted, int(draw(rest, choice[node]))]
+
+
+def siblings(q, width, sampled):
+    """([S, K] every list of children that can be drawn, [S] its probability)."""
+    if not sampled:
+        return q.topk(width).indices[None], torch.ones(1, dtype=q.dtype)
+    lists = list(permutations(range(len(q)), width))
+    chances = []
+    for tokens in lists:
+        chance, left = 1.0, 1.0
+        for token in tokens:
+            chance *= float(q[token]) / left if left > 1e-12 else 0.0
+            left -= float(q[token])
+        chances.append(chance)
+    return torch.tensor(lists), torch.tensor(chances, dtype=q.dtype)
+
+
+def level_law(judge, p, q, width, sampled):
+    """([V] probability that a token is emitted as an accepted child, [V] as the bonus) at a node, by enumeration."""
+    lists, chances = siblings(q, width, sampled)
+    marks = torch.full_like(lists, sampled, dtype=torch.bool)
+    verdict = judge(p.expand(len(lists), -1), q.expand(len(lists), -1), lists, torch.ones_like(marks), marks)
+    accepted, reached = torch.zeros_like(p), chances
+    for rank in range(width):
+        accepted.index_add_(0, lists[:, rank], reached * verdict.accept_BK[:, rank])
+        reached = reached * (1 - verdict.accept_BK[:, rank])
+    return accepted, (reached[:, None] * verdict.rest_BV / verdict.rest_BV.sum(-1, keepdim=True)).sum(0)
+
+
+def pair_law(judge, p_of, q_of, width, sampled):
+    """[V, V] law of the first two tokens behind a tree two levels deep; a row that stops early goes on with p."""
+    accepted, bonus = level_law(judge, p_of(()), q_of(()), width, sampled)
+    rows = []
+    for token in range(len(accepted)):
+        below = sum(level_law(judge, p_of((token,)), q_of((token,)), width, sampled))
+        rows.append(accepted[token] * below + bonus[token] * p_of((token,)))
+    return torch.stack(rows)
