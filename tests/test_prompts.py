@@ -33,14 +33,13 @@ def test_all_four_shapes(tmp_path: Path) -> None:
         tmp_path,
         {"prompt": "a"},
         {"messages": chat},
-        "",
         {"conversations": shared},
         {"question_id": 81, "category": "math", "turns": ["a", "c"]},
     )
     assert read_prompts(file) == [
         Prompt(turns=("a",), id="prompts.jsonl:1"),
         Prompt(turns=("a", "c"), id="prompts.jsonl:2", system="Be brief.", answers=("b",)),
-        Prompt(turns=("a",), id="prompts.jsonl:4", answers=("b",)),
+        Prompt(turns=("a",), id="prompts.jsonl:3", answers=("b",)),
         Prompt(turns=("a", "c"), id="81", category="math"),
     ]
 
@@ -54,6 +53,7 @@ def test_a_line_separator_inside_a_text_does_not_end_the_line(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        (" ", r"prompts.jsonl:2: the line is empty; delete it"),
         ('{"prompt": "a"', r"prompts.jsonl:2: not JSON \(.* at column"),
         ("[1]", "prompts.jsonl:2: expected a JSON object, got list"),
         ('{"text": "a"}', r"prompts.jsonl:2: none of prompt, messages.*\['text'\]; rename one or set prompts.column"),
