@@ -229,8 +229,12 @@ class Distillation:
             fresh, read = self._fresh(start, size)
             self.manifest = replace(self.manifest, candidates=start + read)
             barren = 0 if fresh else barren + read
-            if fresh:
-                self._write_shard("train", self._converse(fresh), [prompt.key for _, prompt in fresh], read)
+            conversations = self._converse(fresh)
+            if conversations:
+                self._write_shard("train", conversations, [prompt.key for _, prompt in fresh], read)
+            elif fresh:
+                # The time ran out before the first answer.
+                break
             elif self.own and barren >= BARREN_CANDIDATES:
                 raise UserError(
                     f"none of {barren} prompts that the target wrote can be used; raise prompts.own_max_tokens "

@@ -9,11 +9,13 @@ from ..modules import (
     BASELINES,
     DecodeResult,
     DecodeSettings,
+    Drafter,
     Generation,
     Policy,
     Proposer,
     Request,
     Target,
+    Topology,
     UserError,
     baseline,
     decode,
@@ -22,6 +24,7 @@ from .artifact import Artifact
 from .lossless import compare, generate, greedy_judge, native_model, sampled_judge
 from .measure import ContentionProbe, clock, machine, rotated
 from .results import Answer, Comparison, Evaluation, EvaluationRun, Measures, Timing, summarise
+from .trees import accepted_length_by_tree_size
 
 PromptSets = Mapping[str, Sequence[tuple[str, Sequence[int]]]]
 """Prompts by the name of their set, each (category, tokens); a category of "" stands for none."""
@@ -49,6 +52,8 @@ class EvaluateConfig:
     """Seed of the random streams of the answers."""
     speed_prompts: int = 8
     """Prompts of each set whose decoding is timed (each by drafts, plainly and by `generate`); 0 times none."""
+    tree_prompts: int = 0
+    """Prompts of each set whose greedy answers are replayed through smaller and larger trees; 0 replays none."""
     limit: int | None = None
     """Use at most this many prompts of each set, spread over it; None uses all."""
     baselines: tuple[str, ...] = ()
@@ -59,7 +64,8 @@ class EvaluateConfig:
     identity."""
 
     def __post_init__(self) -> None:
-        least = {"max_new_tokens": 2, "batch_size": 1, "untimed_batch_size": 1, "speed_prompts": 0, "top_k": 0}
+        least = {"max_new_tokens": 2, "batch_size": 1, "untimed_batch_size": 1, "speed_prompts": 0, "tree_prompts": 0,
+                 "top_k": 0}
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise UserError(f"{name} must be at least {bound}, got {getattr(self, name)}")
@@ -90,12 +96,15 @@ class Method:
     """What drafts; None decodes with the target alone."""
     policy: Policy | None
     """How the tree grows; None for the target alone."""
+    trees: Topology | None = None
+    """A static tree, best node first, whose smaller and larger prefixes are compared too."""
 
     @classmethod
     def of(cls, artifact: Artifact, *, name: str | None = None, tree_size: int | None = None) -> "Method":
         """The method an artifact stands for, with its tuned tree unless `tree_size` says otherwise."""
         family = artifact.drafter.family
-        return cls(name=name or family, family=family, drafter=artifact.drafter, policy=artifact.policy(tree_size))
+        return cls(name=name or family, family=family, drafter=artifact.drafter, policy=artifact.policy(tree_size),
+                   trees=artifact.topology)
 
 
     @classmethod
@@ -200,10 +209,23 @@ class _Bench:
                 batch_size=self.config.batch_size, temperature=self.config.temperature,
                 contended=self.probe.contended, target_calls=records.target_calls,
                 overall=summarise(answers, records.timings),
+                accepted_length_by_tree_size=self._by_tree_size(method, prompts),
                 by_prompt_set=_by(answers, records.timings, lambda record: record.prompt_set),
                 by_category=_by(answers, records.timings, lambda record: record.category or ""),
             ))
         return tuple(found)
+
+    def _by_tree_size(self, method: Method, prompts: Sequence[_Prompt]) -> dict[str, dict[str, float]]:
+        """Replay some greedy answers of each prompt set through prefixes of the method's tree."""
+        if not isinstance(method.drafter, Drafter) or method.trees is None or self.config.temperature > 0:
+            return {}
+        count = self.config.tree_prompts
+        answers = {
+            name: [(prompt.tokens, self.references[prompt.index]) for prompt in _spread(members, count)]
+            for name, members in _sets(prompts).items()
+        }
+        return accepted_length_by_tree_size(self.target, method.drafter, method.trees,
+                                            {name: rows for name, rows in answers.items() if rows})
 
     def _warm_up(self, group: Sequence[_Prompt]) -> None:
         for method in (None, *self.methods):
@@ -324,11 +346,15 @@ def _check_lengths(target: Target, prompts: Sequence[_Prompt], config: EvaluateC
                             f"{target.context_length}; shorten the prompt or lower max_new_tokens")
 
 
+def _sets(prompts: Sequence[_Prompt]) -> dict[str, list[_Prompt]]:
+    names = dict.fromkeys(prompt.prompt_set for prompt in prompts)
+    return {name: [prompt for prompt in prompts if prompt.prompt_set == name] for name in names}
+
+
 def _grouped(prompts: Sequence[_Prompt], size: int) -> list[list[_Prompt]]:
     """Groups of at most `size` prompts of one set, in order."""
-    names = dict.fromkeys(prompt.prompt_set for prompt in prompts)
-    sets = [[prompt for prompt in prompts if prompt.prompt_set == name] for name in names]
-    return [entries[start : start + size] for entries in sets for start in range(0, len(entries), size)]
+    return [members[start : start + size] for members in _sets(prompts).values()
+            for start in range(0, len(members), size)]
 
 
 def _by(answers: Sequence[Answer], timings: Sequence[Timing],

@@ -141,7 +141,14 @@ def _figures(evaluation: Evaluation, artifact: Artifact | None) -> str:
         _cost(artifact),
     ]
     return ('<h2>How far the guesses reach, and what that is worth</h2>'
-            f'<div class="pair">{"".join(drawn)}</div>')
+            f'<div class="pair">{"".join(drawn)}</div>{_tree_sizes(evaluation)}')
+
+
+def _tree_sizes(evaluation: Evaluation) -> str:
+    """Accepted length of other tree sizes, exact, from replayed answers."""
+    lines = [f"{escape(name)}: " + ", ".join(f"{size} nodes <b>{length:.2f}</b>" for size, length in lengths.items())
+             for name, lengths in evaluation.accepted_length_by_tree_size.items()]
+    return f"<p>Tokens per pass with larger trees: {'; '.join(lines)}.</p>" if lines else ""
 
 
 def _figure(svg: str, caption: str, kind: str = "") -> str:

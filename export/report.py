@@ -42,7 +42,7 @@ def terminal_table(run: EvaluationRun) -> str:
         lines += [f"{evaluation.name} for {evaluation.target}", ""]
         lines += ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in
                                                        zip(row[1:], widths[1:], strict=True))]) for row in rows]
-        lines += ["", "accepted by position: " + _positions(evaluation.overall),
+        lines += ["", "accepted by position: " + _positions(evaluation.overall), *_trees(evaluation),
                   *wrap(lossless_verdict(run, evaluation), WIDTH), ""]
     if run.evaluations[0].contended:
         lines += wrap("CONTENDED. " + contention_note(run), WIDTH)
@@ -59,11 +59,18 @@ def markdown(run: EvaluationRun) -> str:
                   "| | " + " | ".join(_HEADINGS) + " |", "|---" + "|--:" * len(_HEADINGS) + "|"]
         lines += [f"| {name} | " + " | ".join(_cells(measures)) + " |"
                   for name, measures in [*_groups(evaluation), *evaluation.by_category.items()]]
-        lines += ["", "Accepted by position: " + _positions(evaluation.overall), "",
+        lines += ["", "Accepted by position: " + _positions(evaluation.overall), "", *_trees(evaluation), "",
                   f"Drafting took {percent(evaluation.overall.draft_time_share)} of the time. "
                   f"{percent(evaluation.overall.repetition_rate)} of the answers repeat themselves (over 30 % repeated "
                   f"4-grams), {percent(evaluation.overall.truncation_rate)} reached the length limit.", ""]
     return "\n".join(lines)
+
+
+def _trees(evaluation: Evaluation) -> list[str]:
+    """A sentence for each prompt set on trees of other sizes."""
+    return [f"tokens per pass on {name} prompts with a tree of " +
+            ", ".join(f"{size} nodes {length:.2f}" for size, length in lengths.items())
+            for name, lengths in evaluation.accepted_length_by_tree_size.items()]
 
 
 def _groups(evaluation: Evaluation) -> Iterator[tuple[str, Measures]]:

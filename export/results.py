@@ -130,6 +130,8 @@ class Evaluation:
     """Forward calls of the target after the prompts': with a batch, fewer than the passes of its rows."""
     overall: Measures
     """All prompts."""
+    accepted_length_by_tree_size: dict[str, dict[str, float]]
+    """Exact accepted length of smaller and larger trees on replayed answers, by prompt set and nodes; may be empty."""
     by_prompt_set: dict[str, Measures]
     """Each prompt set."""
     by_category: dict[str, Measures]
@@ -142,6 +144,7 @@ class Evaluation:
         return {
             **fixed,
             **asdict(self.overall),
+            "accepted_length_by_tree_size": self.accepted_length_by_tree_size,
             "by_prompt_set": {name: asdict(measures) for name, measures in self.by_prompt_set.items()},
             "by_category": {name: asdict(measures) for name, measures in self.by_category.items()},
         }
