@@ -4,9 +4,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..modules import DecodeSettings, DecodeStats, Generation, Request, Target, UserError, decode
+from ..modules import DecodeSettings, DecodeStats, Generation, Request, Target, UserError, decode, repeats_itself
 from .chat import ChatTemplate, Turn, join_turns
-from .own import REPEATED_SHARE, add_stats, repetition
 from .prompts import Prompt
 from .store import Row
 
@@ -36,7 +35,7 @@ class Conversation:
     @property
     def repetitive(self) -> int:
         """Answers with more than 30 % repeated 4-grams."""
-        return sum(repetition(turn.answer) > REPEATED_SHARE for turn in self.turns)
+        return sum(repeats_itself(turn.answer) for turn in self.turns)
 
     def take(self, prompt: list[int], generation: Generation, text: str) -> None:
         """Add one answer. A cut one has no end token, and none is made up."""
@@ -122,7 +121,7 @@ class Answerer:
         longest = max((len(request.tokens) for request in requests), default=1)
         settings = replace(self.settings, prefill_chunk=min(self.settings.prefill_chunk, longest))
         result = decode(self.target, requests, settings, on_tokens=self._count, deadline=deadline)
-        add_stats(self.stats, result.stats)
+        self.stats.add(result.stats)
         for generation in result.generations:
             request = generation.request
             asked[request.index].take(list(request.tokens), generation, self._text(generation.tokens))

@@ -6,7 +6,7 @@ Shapes: B packed rows, L tokens of a row, N tokens of a piece, V vocabulary.
 import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Literal
@@ -38,7 +38,7 @@ class BatchConfig:
     def __post_init__(self) -> None:
         for name, least in (("row_length", 2), ("rows_per_batch", 1)):
             if getattr(self, name) < least:
-                raise UserError(f"batches.{name} must be at least {least}, got {getattr(self, name)}")
+                raise UserError(f"batch.{name} must be at least {least}, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
@@ -150,16 +150,6 @@ class _Stream(IterableDataset[Features]):
         return map(self.batch, count(self.start))
 
 
-class _Fixed(IterableDataset[Features]):
-    """A few batches in order."""
-
-    def __init__(self, batches: list[Features]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Features]:
-        return iter(self.batches)
-
-
 class DraftDataModule(lightning.LightningDataModule):
     """The shards of one folder as Lightning wants them.
 
@@ -187,7 +177,7 @@ class DraftDataModule(lightning.LightningDataModule):
         if not self.windows:
             raise UserError(
                 f"no token in the train shards of {folder} is supervised within row_length {config.row_length}; raise "
-                "batches.row_length, or distil with answers"
+                "batch.row_length, or distil with answers"
             )
         self.plan = BatchPlan([window.length for window in self.windows], config)
 
@@ -206,34 +196,9 @@ class DraftDataModule(lightning.LightningDataModule):
         rank, world = trainer.global_rank, trainer.world_size
         return DataLoader(_Stream(lambda number: self.micro_batch(number, rank, world), start), batch_size=None)
 
-    def val_dataloader(self) -> DataLoader[Features]:
-        """Packed held-out conversations of this rank; every rank has equally many batches, some perhaps empty."""
-        trainer = self.trainer
-        rank, world = (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
-        return DataLoader(_Fixed(self.validation_batches(rank, world)), batch_size=None)
-
-    def validation_batches(self, rank: int = 0, world: int = 1) -> list[Features]:
-        """The held-out conversations, packed, in the same order every time."""
-        windows = self.validation.windows(self.config.row_length)
-        bins = plan_bins([window.length for window in windows], self.config.row_length)
-        rows = [[self.validation.piece(windows[place]) for place in row] for row in bins]
-        size = self.config.rows_per_batch
-        batches = [pack(rows[at : at + size], self.config.row_length) for at in range(0, len(rows), size)]
-        spare = [_blank(batches[0])] * (-len(batches) % world) if batches else []
-        return (batches + spare)[rank::world]
-
     def validation_features(self) -> list[Features]:
         """The held-out conversations whole, one row a batch, to be replayed. Empty when none were held out."""
         return [pad([self.validation.piece(window)]) for window in self.validation.windows()]
-
-
-def _blank(batch: Features) -> Features:
-    """The same shapes, all of it padding."""
-    return replace(
-        batch,
-        supervised_BL=torch.zeros_like(batch.supervised_BL),
-        segments_BL=torch.full_like(batch.segments_BL, -1),
-    )
 
 
 def count_tokens(folder: str | Path) -> Tensor:

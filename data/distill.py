@@ -318,7 +318,7 @@ class Distillation:
         parts = {"answers": self.answerer.stats}
         if isinstance(self.source, OwnPrompts):
             parts["prompts"] = self.source.stats
-        sums = {f"{part}_{name}": value for part, stats in parts.items() for name, value in vars(stats).items()}
+        sums = {f"{part}_{name}": value for part, stats in parts.items() for name, value in stats.amounts().items()}
         sums = {name: value + self.before.get(name, 0.0) for name, value in sums.items()}
         for part in parts:
             total = sums[f"{part}_total_slots"]

@@ -6,16 +6,13 @@ the end of the user's turn is a prompt; no prompt set is needed.
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
-from ..modules import DecodeSettings, DecodeStats, Generation, Request, Target, decode
+from ..modules import DecodeSettings, DecodeStats, Generation, Request, Target, decode, repeats_itself
 from .chat import ChatTemplate
 from .prompts import Prompt, PromptConfig, Taken
 
 OPENING_TOKENS = 16
 """Tokens of a prompt that a base model without a chat template writes: the beginning of a text to be continued."""
-REPEATED_SHARE = 0.3
-"""Text with a larger share of repeated 4-grams counts as repetitive."""
 
 
 class OwnPrompts:
@@ -50,7 +47,7 @@ class OwnPrompts:
             Request(self.around.before, start + place, longest, self.config.own_temperature) for place in range(count)
         ]
         result = decode(self.target, requests, self.settings)
-        add_stats(self.stats, result.stats)
+        self.stats.add(result.stats)
         texts = ((generation.request.index, self._text(generation)) for generation in result.generations)
         prompts = [(number, Prompt(turns=(text,), id=str(number), category="own")) for number, text in texts if text]
         return Taken(prompts=prompts, read=count)
@@ -63,7 +60,7 @@ class OwnPrompts:
                 return ""
             tokens = self._before_end(tokens)
         special = set(self.target.tokenizer.all_special_ids)
-        if special & set(tokens) or repetition(tokens) > REPEATED_SHARE:
+        if special & set(tokens) or repeats_itself(tokens):
             return ""
         text: str = self.target.tokenizer.decode(tokens).strip()
         return text if any(character.isalpha() for character in text) else ""
@@ -79,16 +76,3 @@ class OwnPrompts:
 def prompt_seed(seed: int) -> int:
     """Seed of the prompts' random streams, apart from those of the answers."""
     return int.from_bytes(hashlib.sha256(f"prompts {seed}".encode()).digest()[:8], "little")
-
-
-def repetition(tokens: Sequence[int]) -> float:
-    """Share of the 4-grams that have occurred before; 0 for fewer than five tokens."""
-    grams = list(zip(tokens, tokens[1:], tokens[2:], tokens[3:], strict=False))
-    return 1 - len(set(grams)) / len(grams) if len(grams) > 1 else 0.0
-
-
-def add_stats(total: DecodeStats, more: DecodeStats) -> None:
-    """Add the counts and times of one run of the loop to a sum."""
-    names: dict[str, Any] = vars(more)
-    for name, value in names.items():
-        setattr(total, name, getattr(total, name) + value)

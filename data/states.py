@@ -94,7 +94,7 @@ def open_features(folder: Path, records: Sequence[ShardRecord], taps: Sequence[i
         entry, file = done.get(feature_file(record)), folder / feature_file(record)
         if entry is None or entry["tokens"] != record.sha256:
             raise UserError(
-                f"{folder} holds no states for {record.file}; run encode, or train with batches.source: tokens"
+                f"{folder} holds no states for {record.file}; run encode, or train with batch.source: tokens"
             )
         if hash_file(file) != entry["sha256"]:
             raise UserError(f"{file} is corrupted (its content is not what was written); delete it and encode again")

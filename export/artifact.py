@@ -151,8 +151,12 @@ def load_artifact(folder: Path, target: Target, *, trust: bool = False) -> Artif
         topology = Topology(tuple(tree["parents"]), tuple(tree["ranks"]))
         provenance = {**config["provenance"], "versions": config["versions"]}
         _load_weights(drafter, folder / WEIGHTS, config["weights_sha256"])
+    except UserError:
+        raise
     except KeyError as error:
         raise UserError(f"{folder / CONFIG} lacks {error}; the artifact is damaged, train or copy it again") from error
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{folder / CONFIG} is damaged ({error}); train or copy the artifact again") from error
     # The states that it will read come in the target's number format, on the target's device.
     drafter.to(device=target.device, dtype=target.dtype)
     drafter.bind(target)

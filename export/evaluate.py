@@ -231,6 +231,10 @@ class _Bench:
         for method in (None, *self.methods):
             self._decode(group, method, self.config.batch_size, tokens=WARM_UP_TOKENS)
         self._generate(group, tokens=WARM_UP_TOKENS)
+        for method in self.methods:
+            if method.drafter is not None:
+                # Those that remember earlier text must not be timed on what the warm-up taught them.
+                method.drafter.forget()
 
     def _time_group(self, group: Sequence[_Prompt], turn: int) -> None:
         ways = [PLAIN, GENERATE, *map(str, range(len(self.methods)))]

@@ -5,8 +5,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-REPEATED_SHARE = 0.3
-"""An answer repeats itself when more than this share of its 4-grams occurred earlier in it."""
+from ..modules import repeats_itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +183,7 @@ def summarise(answers: Sequence[Answer], timings: Sequence[Timing]) -> Measures:
         generate_tokens_per_second=generate,
         speedup=drafted / baseline if drafted is not None and baseline else None,
         draft_time_share=sum(timing.draft_seconds for timing in timings) / seconds if seconds else None,
-        repetition_rate=sum(repeats(answer.tokens) for answer in answers) / max(1, len(answers)),
+        repetition_rate=sum(repeats_itself(answer.tokens) for answer in answers) / max(1, len(answers)),
         truncation_rate=sum(answer.truncated for answer in answers) / max(1, len(answers)),
         lossless=_lossless([answer.comparison for answer in answers]),
     )
@@ -197,12 +196,6 @@ def acceptance_by_position(emitted: Sequence[int]) -> tuple[float, ...]:
     """
     return tuple(sum(count > position for count in emitted) / len(emitted)
                  for position in range(1, max(emitted, default=1)))
-
-
-def repeats(tokens: Sequence[int]) -> bool:
-    """Whether over 30 % of the answer's 4-grams occurred earlier in it."""
-    grams = [tuple(tokens[start : start + 4]) for start in range(len(tokens) - 3)]
-    return len(grams) - len(set(grams)) > REPEATED_SHARE * len(grams)
 
 
 def _median(timings: Sequence[Timing], way: Callable[[Timing], float]) -> float | None:

@@ -20,7 +20,7 @@ from .ngram import NgramConfig, Ngrams
 from .policies import Chain, Policy, StaticTree
 from .recycling import Recycling, recycling_tree
 from .replay import Replay
-from .requests import DecodeResult, DecodeSettings, DecodeStats, Generation, Request
+from .requests import DecodeResult, DecodeSettings, DecodeStats, Generation, Request, repeats_itself
 from .rules import ChainRejection, Chances, Equality, Rejection, Rule, Typical, exact_rule
 from .sampled import SampledTree
 from .stopped import (
@@ -120,6 +120,7 @@ __all__ = [
     "measure_cost",
     "rank_table",
     "recycling_tree",
+    "repeats_itself",
     "replay",
     "search_layers",
     "search_tree",

@@ -80,16 +80,20 @@ def _nucleus(scaled: Tensor, top_p: float) -> Tensor:
     hundred tokens, and then ordering these is enough.
     """
     probs = scaled.softmax(-1)
-    count = probs.shape[-1]
-    if probs.device.type == "cpu" and count > _NUCLEUS_CANDIDATES:
-        ordered, order = probs.topk(_NUCLEUS_CANDIDATES, dim=-1)
-        if bool((ordered.sum(-1) < top_p).any()):
-            ordered, order = probs.sort(dim=-1, descending=True)
-    else:
-        ordered, order = probs.sort(dim=-1, descending=True)
-    before = ordered.cumsum(-1) - ordered
-    kept = ordered.masked_fill(before >= top_p, 0.0)
-    # The likeliest token stays whatever top_p says.
+    if probs.device.type != "cpu" or probs.shape[-1] <= _NUCLEUS_CANDIDATES:
+        return _kept(probs, *probs.sort(dim=-1, descending=True), top_p)
+    ordered, order = probs.topk(_NUCLEUS_CANDIDATES, dim=-1)
+    nucleus = _kept(probs, ordered, order, top_p)
+    # Row by row, so that a flat distribution elsewhere in the batch cannot decide how ties are broken here.
+    flat = ordered.sum(-1) < top_p
+    if bool(flat.any()):
+        nucleus[flat] = _kept(probs[flat], *probs[flat].sort(dim=-1, descending=True), top_p)
+    return nucleus
+
+
+def _kept(probs: Tensor, ordered: Tensor, order: Tensor, top_p: float) -> Tensor:
+    """The distribution over the first ordered tokens that reach `top_p`; the likeliest stays whatever it says."""
+    kept = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)
     kept[..., 0] = ordered[..., 0]
     return torch.zeros_like(probs).scatter(-1, order, kept / kept.sum(-1, keepdim=True))
 

@@ -15,6 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from .errors import UserError
+
 NAME = "draftsmith"
 """Name of the attention implementation in transformers' registry."""
 
@@ -40,10 +42,10 @@ def tree_attention(
     The signature is the one transformers' attention modules call.
 
     Raises:
-        NotImplementedError: for attention sinks, which this function would silently leave out.
+        UserError: for attention sinks, which this function would silently leave out.
     """
     if s_aux is not None:
-        raise NotImplementedError("attention sinks are not supported")
+        raise UserError("this target has attention sinks, which would be left out in silence; choose another target")
     mask, queries = attention_mask, query.shape[2]
     if sliding_window is not None and key_positions is not None and position_ids is not None and mask is not None:
         mask = mask & (position_ids[:, None, :, None] - key_positions[:, None, None, :] < sliding_window)

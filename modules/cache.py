@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from .errors import UserError
+
 
 @dataclass
 class Window:
@@ -100,6 +102,11 @@ class RowCache(Cache):
         """Store the new keys and values of a layer and return all those in use, [B, H, W, E] each."""
         if self.window is None:
             raise ValueError("the cache was written outside a pass; call open first")
+        if values_BHNE.shape != keys_BHNE.shape:
+            raise UserError(
+                f"this target has values of shape {tuple(values_BHNE.shape[1:])} beside keys of "
+                f"{tuple(keys_BHNE.shape[1:])}; choose a target with keys and values of one shape"
+            )
         storage, window = self._storage(keys_BHNE), self.window
         answer = []
         for place, new in ((2 * layer, keys_BHNE), (2 * layer + 1, values_BHNE)):
@@ -121,9 +128,9 @@ class RowCache(Cache):
                 device=keys_BHNE.device,
             )
         if self.storage.shape[2] != heads or self.storage.shape[4] != dim:
-            raise ValueError(
+            raise UserError(
                 f"all layers must have keys of one shape; got {heads} heads of {dim} after "
-                f"{self.storage.shape[2]} heads of {self.storage.shape[4]}"
+                f"{self.storage.shape[2]} heads of {self.storage.shape[4]}; choose another target"
             )
         return self.storage
 

@@ -75,7 +75,7 @@ def _ranks(drafter: Drafter, hidden_PD: Tensor, labels_P: Tensor, step: int, max
     return torch.cat(found) if found else labels_P.new_zeros(0)
 
 
-class PathProbability:
+class PathEstimate:
     """How often the true continuation takes a path of ranks, estimated on held-out text.
 
     Counted jointly, which sees that easy passages are easy for all heads, and shrunk towards the product of exactly-
@@ -126,7 +126,7 @@ def search_tree(table_PK: Tensor, max_nodes: int, max_rank: int = MAX_RANK) -> t
     """
     if max_nodes < 1:
         raise ValueError(f"max_nodes must be at least 1, got {max_nodes}")
-    probability = PathProbability(table_PK, max_rank)
+    probability = PathEstimate(table_PK, max_rank)
     paths: list[tuple[int, ...]] = []
     expected = [1.0]
     heap: list[tuple[float, tuple[int, ...]]] = []

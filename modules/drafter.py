@@ -169,6 +169,9 @@ class Proposer(ABC):
     def clear(self, state: DraftState, rows_R: Tensor) -> None:
         """Forget everything about the rows `rows_R`: other sequences take their places."""
 
+    def forget(self) -> None:  # noqa: B027 -- doing nothing is right for most
+        """Drop what was learnt from earlier sequences; most families keep nothing beyond their weights."""
+
     @abstractmethod
     def keep(self, state: DraftState, rows_R: Tensor) -> None:
         """Let the state's row r be the former row rows_R[r], the others leave; later rows are pulled forward only."""

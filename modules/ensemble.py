@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .drafter import DraftState, Frontier, Observation, Proposer, Scores
+from .errors import UserError
 from .policies import Policy, trimmed
 from .streams import Draws
 from .tree import TokenTree
@@ -73,6 +74,11 @@ class Ensemble(Proposer):
         for part, held in zip(self.parts, self.states(state), strict=True):
             part.keep(held, rows_R)
 
+    def forget(self) -> None:
+        """Let every part begin anew."""
+        for part in self.parts:
+            part.forget()
+
     def states(self, state: DraftState) -> list[DraftState]:
         """The states of the parts.
 
@@ -89,7 +95,8 @@ class Union(Policy):
 
     The budget is shared: what one part leaves, because it has no guess or because another part has guessed the same,
     the next one uses. So the parts that may have nothing to say come first, and the last part's nodes should be in
-    best-first order, as those of a searched tree are: it is cut where the budget ends.
+    best-first order, as those of a searched tree are: it is cut where the budget ends. What was accepted is not split
+    by part, so a stopping rule that adapts learns nothing inside a union.
 
     Args:
         policies: one for each part, in the ensemble's order.
@@ -108,13 +115,26 @@ class Union(Policy):
     def max_size(self) -> int:
         return self.size
 
-    def grow(self, drafter: Proposer, state: DraftState, roots_B: Tensor, draws: Draws | None = None) -> TokenTree:
+    def check(self, drafter: Proposer) -> None:
+        """Refuse anything but an ensemble of as many parts, and what a part's policy refuses of its part."""
+        for policy, part in zip(self.policies, self._parts(drafter), strict=True):
+            policy.check(part)
+
+    def _parts(self, drafter: Proposer) -> Sequence[Proposer]:
         if not isinstance(drafter, Ensemble) or len(drafter.parts) != len(self.policies):
-            raise TypeError(f"this union joins an Ensemble of {len(self.policies)} drafters, got {drafter!r}")
+            raise UserError(
+                f"this union joins an Ensemble of {len(self.policies)} drafters, got {drafter.family}; give as many "
+                "drafters as policies"
+            )
+        return drafter.parts
+
+    def grow(self, drafter: Proposer, state: DraftState, roots_B: Tensor, draws: Draws | None = None) -> TokenTree:
+        parts = self._parts(drafter)
+        held = state.parts if isinstance(state, EnsembleState) else []
         # No random numbers go on: a sample that is merged with another guess would no longer be one.
         trees = [
-            policy.grow(part, held, roots_B)
-            for policy, part, held in zip(self.policies, drafter.parts, drafter.states(state), strict=True)
+            policy.grow(part, part_state, roots_B)
+            for policy, part, part_state in zip(self.policies, parts, held, strict=True)
         ]
         tree = trees[0]
         for joining in trees[1:]:

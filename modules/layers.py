@@ -27,13 +27,18 @@ _WAITING = 16
 def skipping(target: Target, kept: Sequence[int]) -> Iterator[None]:
     """Let only the layers `kept` of the target do anything inside the block."""
     skipped = [target.layers[index] for index in range(target.num_layers) if index not in set(kept)]
+    # Hooks that spread a model over devices replace `forward` on the layer too: what was there must come back.
+    former = [layer.__dict__.get("forward") for layer in skipped]
     for layer in skipped:
         layer.__dict__["forward"] = _unchanged
     try:
         yield
     finally:
-        for layer in skipped:
-            del layer.__dict__["forward"]
+        for layer, forward in zip(skipped, former, strict=True):
+            if forward is None:
+                del layer.__dict__["forward"]
+            else:
+                layer.__dict__["forward"] = forward
 
 
 def _unchanged(hidden_states: Tensor, *_args: object, **_kwargs: object) -> Tensor:
@@ -206,7 +211,8 @@ class LayerDraft(Proposer):
         held.uproot()
         held.clear(rows_R)
         for row in rows_R.tolist():
-            held.cache.clear(row)
+            # Not only emptied: NaN keys of a row that went wrong would reach its successor through the mask.
+            held.cache.wipe(row)
             held.host_lengths[row] = 0
 
     def keep(self, state: DraftState, rows_R: Tensor) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 
 from .errors import UserError
 from .target import Target
@@ -60,7 +61,7 @@ def _read(config: TargetConfig, dtype: torch.dtype) -> tuple[Any, Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"the target {config.name!r} could not be loaded ({reason}); give a hub id, a folder with "
@@ -105,9 +106,9 @@ def _forget_quantization(model: Any) -> None:
 def _template(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"the chat template {path!r} could not be read ({error.strerror}); give an existing file"
+            f"the chat template {path!r} could not be read ({error}); give an existing text file"
         ) from error
 
 

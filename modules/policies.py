@@ -3,8 +3,6 @@
 Trees that are sampled are in `sampled.py`, those that follow the drafter's confidence in `dynamic.py`, chains that stop
 early in `stopped.py`.
 
-Trees that follow the drafter's confidence are in `dynamic.py`, chains that stop early in `stopped.py`.
-
 Shapes: B rows, N nodes, F frontier nodes, O nodes the drafter was asked about, H depths answered at once, Q draft
 vocabulary, R ranks used.
 """

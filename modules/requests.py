@@ -1,5 +1,6 @@
 """What goes into the decoding loop and what comes out of it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -8,6 +9,8 @@ import numpy as np
 from .errors import UserError
 from .rules import Typical
 
+REPEATED_SHARE = 0.3
+"""A text with a larger share of repeated 4-grams repeats itself."""
 Finish = Literal["eos", "length", "stop", "error"]
 
 
@@ -130,6 +133,16 @@ class DecodeStats:
     lossless: bool = True
     """Whether every pass was verified exactly; False under a `lossy` setting."""
 
+    def amounts(self) -> dict[str, float]:
+        """All counts and times by name."""
+        return {name: value for name, value in vars(self).items() if name != "lossless"}
+
+    def add(self, more: "DecodeStats") -> None:
+        """Take in another run: counts and times add up, and both must have been lossless for the sum to be."""
+        for name, value in more.amounts().items():
+            setattr(self, name, getattr(self, name) + value)
+        self.lossless = self.lossless and more.lossless
+
     @property
     def busy_share(self) -> float:
         """Share of slots that were decoding; 1 for an empty run."""
@@ -153,3 +166,9 @@ class DecodeResult:
 def uniform_stream(seed: int, index: int, count: int) -> Any:
     """`count` uniform numbers in [0, 1) for one request, float64; the same whatever the batch and the drafter."""
     return np.random.Generator(np.random.Philox(key=[seed % 2**64, index % 2**64])).random(count)
+
+
+def repeats_itself(tokens: Sequence[int]) -> bool:
+    """Whether over 30 % of the 4-grams of a text occurred earlier in it."""
+    grams = list(zip(tokens, tokens[1:], tokens[2:], tokens[3:], strict=False))
+    return len(grams) - len(set(grams)) > REPEATED_SHARE * len(grams)

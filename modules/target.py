@@ -49,7 +49,7 @@ class Target:
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, name: str, pack: bool = True) -> None:
-        _refuse_recurrent(model)
+        _refuse_unverifiable(model)
         register()
         model.eval().requires_grad_(False)
         self.model, self.tokenizer = model, tokenizer
@@ -103,6 +103,11 @@ class Target:
     @property
     def context_length(self) -> int:
         """Most tokens of a sequence, prompt and answer together."""
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope":
+            # Its frequencies change with the longest position of a pass: a draft or a neighbouring row would change
+            # them. Up to here they are those of short texts for all.
+            return int(rope["original_max_position_embeddings"])
         return int(getattr(self.config, "max_position_embeddings", 1 << 30))
 
     @property
@@ -346,13 +351,18 @@ def _layer_list(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
     raise UserError(f"{type(decoder).__name__} has no list of {num_layers} layers to tap; choose another target")
 
 
-def _refuse_recurrent(model: Any) -> None:
-    """State-space and hybrid models cannot take back a rejected token, nor branch."""
+def _refuse_unverifiable(model: Any) -> None:
+    """State-space and hybrid models cannot take back a token, nor branch; chunked attention has no mask here."""
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    recurrent = kinds - {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-    if getattr(model, "_is_stateful", False) or recurrent:
-        found = f" ({', '.join(sorted(recurrent))})" if recurrent else ""
+    unknown = kinds - {"full_attention", "sliding_attention", "attention"}
+    if getattr(model, "_is_stateful", False):
+        found = f" ({', '.join(sorted(unknown))})" if unknown else ""
         raise UserError(
             f"{type(model).__name__} keeps a recurrent state{found}: rejected tokens could not be taken back, so "
             "no draft can be verified exactly. Choose a target whose layers all use attention"
+        )
+    if unknown:
+        raise UserError(
+            f"{type(model).__name__} has layers of the kind {', '.join(sorted(unknown))}, which this version cannot "
+            "verify exactly. Choose a target with full or sliding attention"
         )

@@ -37,12 +37,6 @@ def choose(counts_V: Tensor, size: int, *, always: Sequence[int] = ()) -> Tensor
     return order_V[:size].sort().values
 
 
-def coverage(counts_V: Tensor, ids_Q: Tensor) -> float:
-    """Share of the counted tokens that lie in the draft vocabulary; 0.0 when nothing was counted."""
-    total = float(counts_V.sum())
-    return float(counts_V[ids_Q].sum()) / total if total else 0.0
-
-
 def draft_index(ids_Q: Tensor, vocab_size: int) -> Tensor:
     """The entry of the draft vocabulary that stands for each target token, [V] int64; -1 where none does."""
     index_V = torch.full((vocab_size,), -1, dtype=torch.long, device=ids_Q.device)

@@ -90,6 +90,9 @@ def run_command(name: str, arguments: list[str]) -> int:
         return complain(f"{error}" if isinstance(error, UserError) else f"{error}; see draftsmith {name} --help")
     except ModuleNotFoundError as error:
         return complain(missing_module(error))
+    except BrokenPipeError:
+        # The reader of our output has gone, as `head` does: nothing is wrong.
+        return 0
     except OSError as error:
         return complain(system_error(error))
     except KeyboardInterrupt:

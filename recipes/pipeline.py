@@ -142,8 +142,9 @@ def evaluate_stage(workspace: Workspace) -> Sequence[Path]:
     """Held-out prompts and the hand-written ones, decoded through the artifact and by the target alone."""
     artifact = load_artifact(workspace.artifact, workspace.target)
     sets = {"handwritten": handwritten_prompts()}
-    if (workspace.data / TEST_FILE).is_file():
-        sets = {"own": read_prompts(workspace.data / TEST_FILE), **sets}
+    test = workspace.data / TEST_FILE
+    if test.is_file() and test.stat().st_size:
+        sets = {"own": read_prompts(test), **sets}
     result = evaluate(workspace.target, [Method.of(artifact)], prompt_sets(workspace.template, sets),
                       workspace.recipe.evaluate)
     written = write_report(workspace.out, result, artifact)

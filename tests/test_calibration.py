@@ -19,7 +19,7 @@ from draftsmith.modules import (
     measure_cost,
     search_tree,
 )
-from draftsmith.modules.calibration import PathProbability
+from draftsmith.modules.calibration import PathEstimate
 from references.trees import best_expected_length
 
 
@@ -28,7 +28,7 @@ def test_search_equals_brute_force(nodes: int) -> None:
     generator = torch.Generator().manual_seed(nodes)
     table = torch.randint(0, 4, (200, 3), generator=generator).clamp(max=3)
     table[:80, 0] = 0
-    probability = PathProbability(table, 3)
+    probability = PathEstimate(table, 3)
     paths = [path for length in (1, 2, 3) for path in product(range(3), repeat=length)]
     tree, expected = search_tree(table, nodes, 3)
     assert tree.size == nodes

@@ -131,21 +131,6 @@ def test_validation_rows_are_whole_and_the_same_every_time(folder: Path, tiny_ta
     assert same(features[1], data.validation_features()[1])
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_every_rank_has_equally_many_validation_batches(folder: Path, world: int) -> None:
-    data = DraftDataModule(folder, replace(CONFIG, rows_per_batch=1))
-    dealt = [data.validation_batches(rank, world) for rank in range(world)]
-    assert len({len(batches) for batches in dealt}) == 1
-    assert len(segments_of(dealt)) == 3
-    assert sum(int(batch.supervised_BL.sum()) for batches in dealt for batch in batches) == Manifest.load(folder).total(
-        "validation", "supervised"
-    )
-
-
-def segments_of(dealt: list[list[Features]]) -> list[Any]:
-    return [segment for batches in dealt for batch in batches for segment in segments(batch)]
-
-
 def test_supervised_train_tokens_are_counted(folder: Path, tiny_target: Target) -> None:
     counts = count_tokens(folder)
     assert counts.shape == (tiny_target.vocab_size,)
@@ -163,14 +148,10 @@ class Recorder(lightning.LightningModule):  # type: ignore[misc]
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(()))
         self.seen: list[torch.Tensor] = []
-        self.validated = 0
 
     def training_step(self, batch: Features, _number: int) -> torch.Tensor:
         self.seen.append(batch.tokens_BL.clone())
         return self.weight * batch.final().mean()
-
-    def validation_step(self, _batch: Features, _number: int) -> None:
-        self.validated += 1
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -187,9 +168,6 @@ def fit(folder: Path, out: Path, steps: int, checkpoint: Path | None = None) -> 
         enable_checkpointing=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        val_check_interval=4,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
         default_root_dir=out,
     )
     trainer.fit(module, datamodule=DraftDataModule(folder, CONFIG), ckpt_path=checkpoint, weights_only=False)
@@ -202,7 +180,6 @@ def test_a_resumed_fit_goes_on_with_the_next_batch(folder: Path, tmp_path: Path)
     whole = fit(folder, tmp_path, 7)
     data = DraftDataModule(folder, CONFIG)
     assert len(whole.seen) == 14
-    assert whole.validated > 0
     assert all(torch.equal(seen, data.micro_batch(number).tokens_BL) for number, seen in enumerate(whole.seen))
     begun = fit(folder, tmp_path, 3)
     resumed = fit(folder, tmp_path, 7, tmp_path / "step-3.ckpt")

@@ -161,3 +161,13 @@ def test_real_greedy_decoding_equals_generate(real_target: Target) -> None:
             with real_target.native() as model, torch.no_grad():
                 top = model(torch.tensor([[*request.tokens, *wanted[:place]]])).logits[0, -1].topk(2).values
             assert float(top[0] - top[1]) < 1e-4
+
+
+def test_the_counts_of_two_runs_add_up(tiny_target: Target) -> None:
+    first = decode(tiny_target, some_requests(3), DecodeSettings()).stats
+    second = decode(tiny_target, some_requests(2), DecodeSettings()).stats
+    calls = first.target_calls + second.target_calls
+    first.add(second)
+    assert first.target_calls == calls
+    assert first.lossless
+    assert "lossless" not in first.amounts()

@@ -25,6 +25,7 @@ from draftsmith.modules import (
     decode,
 )
 from draftsmith.modules.ensemble import joined
+from draftsmith.modules.errors import UserError
 from observations import ROOT, observe
 from test_lossless import native_greedy, requests_for
 from torch import Tensor
@@ -180,7 +181,7 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match="got 1 and size 0"):
         Union([Chain(2)], 0)
     roots_B: Tensor = torch.tensor([4])
-    with pytest.raises(TypeError, match="joins an Ensemble of 1 drafters"):
+    with pytest.raises(UserError, match="joins an Ensemble of 1 drafters"):
         Union([Chain(2)], 4).grow(lookup, lookup.start(1, 8), roots_B)
     with pytest.raises(ValueError, match="give it the policy Union"):
         Ensemble([lookup]).expand(Ensemble([lookup]).start(1, 8), ROOT)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from drafters import ScriptedDrafter
-from draftsmith.export import EvaluateConfig, Evaluation, Method, evaluate, results
+from draftsmith.export import EvaluateConfig, Evaluation, Method, evaluate
 from draftsmith.export.lossless import compare, first_divergence, generate, greedy_judge, native_model, sampled_judge
 from draftsmith.export.measure import ContentionProbe, rotated
-from draftsmith.export.results import Answer, Comparison, Timing, acceptance_by_position, repeats, summarise
+from draftsmith.export.results import Answer, Comparison, Timing, acceptance_by_position, summarise
 from draftsmith.modules import (
     Chain,
     DecodeSettings,
@@ -24,6 +24,7 @@ from draftsmith.modules import (
     Topology,
     UserError,
     decode,
+    repeats_itself,
 )
 from draftsmith.modules.tiny import tiny_model, tiny_tokenizer
 
@@ -253,12 +254,11 @@ def test_acceptance_by_position_sums_to_the_accepted_length() -> None:
 
 
 def test_repetition_is_counted_on_4_grams() -> None:
-    assert not repeats([])
-    assert not repeats(range(40))
-    assert repeats([1, 2, 3, 4] * 10)
+    assert not repeats_itself([])
+    assert not repeats_itself(range(40))
+    assert repeats_itself([1, 2, 3, 4] * 10)
     # 10 grams, of which 3 occurred before: exactly 30 %, which is not over 30 %.
-    assert not repeats([1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5, 6])
-    assert results.REPEATED_SHARE == 0.3
+    assert not repeats_itself([1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5, 6])
 
 
 def answer(emitted: tuple[int, ...], **changes: Any) -> Answer:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from draftsmith.data import ChatTemplate, Prompt, PromptConfig, load_prompts, read_prompts
-from draftsmith.data.own import OwnPrompts, repetition
+from draftsmith.data.own import OwnPrompts
 from draftsmith.data.prompts import ReadPrompts
 from draftsmith.modules import Generation, Request, Target, UserError
 
@@ -203,9 +203,3 @@ def test_a_turn_that_ends_in_no_end_token_is_cut_at_its_end(tiny_target: Target)
     source.target = type("Stub", (), {"tokenizer": tokenizer})()  # type: ignore[assignment]
     tokens = tokenizer("how are you?[/INST]", add_special_tokens=False)["input_ids"]
     assert source._text(Generation(Request((1,), 0, 8), tokens=tokens, finish="stop")) == "how are you?"
-
-
-def test_repetition_is_the_share_of_fourgrams_that_came_before() -> None:
-    assert repetition([1, 2, 3, 4]) == 0
-    assert repetition([1, 2, 3, 4, 5, 6, 7]) == 0
-    assert repetition([1] * 8) == pytest.approx(4 / 5)

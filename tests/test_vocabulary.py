@@ -3,7 +3,7 @@
 import pytest
 import torch
 from draftsmith.modules import UserError
-from draftsmith.modules.vocabulary import choose, coverage, draft_index
+from draftsmith.modules.vocabulary import choose, draft_index
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,11 +26,6 @@ def test_required_tokens_are_in_whatever_their_count() -> None:
 def test_impossible_sizes_are_refused(size: int, always: tuple[int, ...]) -> None:
     with pytest.raises(UserError, match=rf"between .* and 6 entries .* got {size}"):
         choose(COUNTS, size, always=always)
-
-
-def test_coverage_is_the_share_of_counted_tokens() -> None:
-    assert coverage(COUNTS, choose(COUNTS, 2)) == pytest.approx(16 / 27)
-    assert coverage(torch.zeros(4), torch.tensor([1])) == 0.0
 
 
 @settings(max_examples=50, deadline=None)
