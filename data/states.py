@@ -20,6 +20,7 @@ from .store import FORMAT_VERSION, Manifest, ShardRecord, TokenShard, hash_file,
 FEATURES = "features.json"
 PASS_TOKENS = 1024
 """Tokens of one pass of the target, padding included; a longer row is a pass of its own."""
+REMEDY = "run draftsmith distill with the same recipe, which makes it again"
 
 
 class FeatureShard:
@@ -31,7 +32,7 @@ class FeatureShard:
             self._final = opened.get_slice("final")
             self._taps = {layer: opened.get_slice(f"tap_{layer}") for layer in taps}
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{file} holds no states for the taps {tuple(taps)} ({error}); encode again") from error
+            raise UserError(f"{file} holds no states for the taps {tuple(taps)} ({error}); {REMEDY}") from error
 
     def final(self, start: int, stop: int) -> Tensor:
         """Final states of tokens start to stop - 1, [N, D]."""
@@ -94,10 +95,10 @@ def open_features(folder: Path, records: Sequence[ShardRecord], taps: Sequence[i
         entry, file = done.get(feature_file(record)), folder / feature_file(record)
         if entry is None or entry["tokens"] != record.sha256:
             raise UserError(
-                f"{folder} holds no states for {record.file}; run encode, or train with batch.source: tokens"
+                f"{folder} holds no states for {record.file}; {REMEDY}, or train with batch.source: tokens"
             )
         if hash_file(file) != entry["sha256"]:
-            raise UserError(f"{file} is corrupted (its content is not what was written); delete it and encode again")
+            raise UserError(f"{file} is corrupted (its content is not what was written); {REMEDY}")
     return [FeatureShard(folder / feature_file(record), taps) for record in records]
 
 
@@ -115,7 +116,7 @@ def _read_features(folder: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads(read_bytes(file))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} is corrupted; delete it and encode again") from error
+        raise UserError(f"{file} is corrupted; {REMEDY}") from error
     return content
 
 

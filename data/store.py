@@ -225,7 +225,7 @@ def hash_file(file: Path) -> str:
         with file.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}; make it again with draftsmith distill") from error
+        raise UserError(unreadable(file, error)) from error
 
 
 def read_bytes(file: Path) -> bytes:
@@ -233,7 +233,12 @@ def read_bytes(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}; make it again with draftsmith distill") from error
+        raise UserError(unreadable(file, error)) from error
+
+
+def unreadable(file: Path, error: OSError) -> str:
+    """What to tell the user about a file that is gone or closed to them."""
+    return f"cannot read {file}: {error.strerror}; delete the folder {file.parent} and distil again"
 
 
 def corrupted(file: Path) -> str:

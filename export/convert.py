@@ -55,7 +55,7 @@ def export_medusa(drafter: Drafter, target: Target, out: Path) -> None:
                         "family in its own format")
     if drafter.config.output == "copy" and drafter.token_ids_Q is not None:
         raise UserError(f"these heads have own output layers over {drafter.config.vocabulary_size} tokens; the layout "
-                        "needs a row for every token: train with the output shared or without vocabulary_size")
+                        "needs a row for every token: train with output: shared, or with vocabulary_size: null")
     if getattr(target.head, "bias", None) is not None:
         raise UserError(f"the output layer of {target.identity.name} has a bias, for which the layout has no place")
     tensors = medusa_tensors(drafter, target)

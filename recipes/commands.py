@@ -43,6 +43,8 @@ def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
     folders = given.artifact if isinstance(given.artifact, list) else [given.artifact]
     if not folders:
         raise UserError("evaluate needs at least one artifact; give --artifact DIR")
+    if given.out.exists() and not given.out.is_dir():
+        raise UserError(f"{given.out} is a file, a folder was expected; choose another --out")
     sets = {Path(given.prompts).stem: read_prompts(given.prompts)} if isinstance(given.prompts, str) \
         else {"handwritten": handwritten_prompts()}
     target = artifact_target(folders[0], given.target)

@@ -35,8 +35,8 @@ RESULT_FILE, SETTINGS_FILE, TEST_FILE = "result.json", "settings.json", "test.js
 def distill_stage(workspace: Workspace) -> Sequence[Path]:
     """The target answers prompts."""
     recipe = workspace.recipe
-    distill(workspace.target, recipe.prompts, recipe.distill, workspace.template, workspace.data)
-    return [workspace.data / "manifest.json"]
+    manifest = distill(workspace.target, recipe.prompts, recipe.distill, workspace.template, workspace.data)
+    return [workspace.data / "manifest.json", *(workspace.data / shard.file for shard in manifest.shards)]
 
 
 def encode_stage(workspace: Workspace) -> Sequence[Path]:
@@ -46,7 +46,7 @@ def encode_stage(workspace: Workspace) -> Sequence[Path]:
         print("     nothing to store: batch.source is tokens", flush=True)
         return []
     encode(workspace.target, workspace.data, drafter_of(workspace).taps)
-    return [workspace.data / "features.json"]
+    return [workspace.data / "features.json", *sorted(workspace.data.glob("features-*.safetensors"))]
 
 
 def train_stage(workspace: Workspace) -> Sequence[Path]:

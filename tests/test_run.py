@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,26 @@ def test_a_lost_report_is_made_again_without_training(finished: Path, capsys: py
     run(finished)
     assert capsys.readouterr().out.count("already complete, skipped") == len(STAGES) - 1
     assert (finished / "report.html").is_file()
+
+
+def test_lost_states_are_made_again_and_a_damaged_shard_is_named(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "copy"
+    shutil.copytree(finished, out)
+    states = out / "data" / "features-train-00000.safetensors"
+    before = states.read_bytes()
+    states.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    run(out)
+    assert states.read_bytes() == before
+    assert "[1/5] the target answers prompts: already complete, skipped" in capsys.readouterr().out
+    shard = out / "data" / "train-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    assert main(["run", "--config", str(TINY), "--out", str(out)]) == 2
+    assert "train-00000.safetensors is corrupted" in capsys.readouterr().err
+    shard.unlink()
+    assert main(["run", "--config", str(TINY), "--out", str(out)]) == 2
+    assert "delete the folder" in capsys.readouterr().err
 
 
 def test_the_artifact_decodes_to_the_targets_own_words(finished: Path) -> None:

@@ -164,7 +164,7 @@ def test_complete_states_are_skipped_and_others_replaced(distilled: Path, tiny_t
 
 def test_missing_and_damaged_states_are_named(distilled: Path, tiny_target: Target) -> None:
     records = Manifest.load(distilled).shards
-    with pytest.raises(UserError, match=r"no states for validation-00000.safetensors; run encode, or train with"):
+    with pytest.raises(UserError, match=r"no states for validation-00000.safetensors; run draftsmith distill with"):
         open_features(distilled, records, ())
     encode(tiny_target, distilled, progress=False)
     with pytest.raises(UserError, match=r"no states for the taps \(1,\)"):
