@@ -1,5 +1,7 @@
 """Feature shards: the target's states at every token of a token shard, stored once and read slice by slice.
 
+Each kind of state has a file of its own, so that drafters which read different layers share what they have in common.
+
 Shapes: B rows of a pass, N tokens of a slice, D hidden size of the target.
 """
 
@@ -18,6 +20,8 @@ from .collate import Piece, pad
 from .store import FORMAT_VERSION, Manifest, ShardRecord, TokenShard, hash_file, read_bytes, write_bytes, write_tensors
 
 FEATURES = "features.json"
+FINAL, STATES = "final", "states"
+"""The states after the last norm; the one tensor of each file."""
 PASS_TOKENS = 1024
 """Tokens of one pass of the target, padding included; a longer row is a pass of its own."""
 REMEDY = "run draftsmith distill with the same recipe, which makes it again"
@@ -26,13 +30,9 @@ REMEDY = "run draftsmith distill with the same recipe, which makes it again"
 class FeatureShard:
     """Stored states of one token shard, read from disk slice by slice."""
 
-    def __init__(self, file: Path, taps: Sequence[int]) -> None:
-        try:
-            opened: Any = safe_open(file, framework="pt")
-            self._final = opened.get_slice("final")
-            self._taps = {layer: opened.get_slice(f"tap_{layer}") for layer in taps}
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{file} holds no states for the taps {tuple(taps)} ({error}); {REMEDY}") from error
+    def __init__(self, folder: Path, record: ShardRecord, taps: Sequence[int]) -> None:
+        self._final = _open(folder / state_file(record, FINAL))
+        self._taps = {layer: _open(folder / state_file(record, tap(layer))) for layer in taps}
 
     def final(self, start: int, stop: int) -> Tensor:
         """Final states of tokens start to stop - 1, [N, D]."""
@@ -44,15 +44,35 @@ class FeatureShard:
         return {layer: states[start:stop] for layer, states in self._taps.items()}
 
 
-def feature_file(record: ShardRecord) -> str:
-    """Name of the file with the states of a token shard."""
-    return f"features-{record.file}"
+def _open(file: Path) -> Any:
+    try:
+        opened: Any = safe_open(file, framework="pt")
+        return opened.get_slice(STATES)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file} holds no states ({error}); {REMEDY}") from error
+
+
+def tap(layer: int) -> str:
+    """Name of the states behind a layer."""
+    return f"tap_{layer}"
+
+
+def state_file(record: ShardRecord, name: str) -> str:
+    """Name of the file with some states of a token shard: one for each kind, since drafters read different ones."""
+    return f"{name}-{record.file}"
+
+
+def state_names(taps: Sequence[int]) -> tuple[str, ...]:
+    """Names of all states that a drafter with these taps reads."""
+    return (FINAL, *(tap(layer) for layer in sorted(set(taps))))
 
 
 def encode(
     target: Target, folder: str | Path, taps: tuple[int, ...] = (), *, dtype: str = "auto", progress: bool = True
-) -> None:
-    """Store the target's final states (and taps) at every token beside the token shards, skipping what is complete.
+) -> list[Path]:
+    """Store the target's final states (and taps) at every token beside the token shards, skipping what is there.
+
+    States that another drafter had stored stay: drafters with different taps share a folder.
 
     Args:
         target: the one that the shards were made with.
@@ -60,6 +80,9 @@ def encode(
         taps: layers whose outputs are stored too.
         dtype: of the stored states, such as float16; auto keeps the target's.
         progress: show a progress bar.
+
+    Returns:
+        The files that hold them.
 
     Raises:
         UserError: if the target is another, a shard is corrupted, or the disk is full.
@@ -71,17 +94,21 @@ def encode(
     key = {
         "format_version": FORMAT_VERSION,
         "target": target.identity.weights_hash,
-        "taps": sorted(taps),
         "dtype": str(stored).removeprefix("torch."),
     }
     done = _known_features(folder, key)
-    missing = [record for record in manifest.shards if not _is_encoded(folder, record, done)]
+    wanted = {record: [name for name in state_names(taps) if not _is_encoded(folder, record, name, done)]
+              for record in manifest.shards}
+    missing = {record: names for record, names in wanted.items() if names}
     with tqdm(total=sum(r.tokens for r in missing), desc="target states", unit="tok", disable=not progress) as bar:
-        for record in missing:
+        for record, names in missing.items():
             shard = TokenShard.read(folder / record.file, record.sha256)
-            write_tensors(folder / feature_file(record), _states(target, shard, taps, stored, bar))
-            done[feature_file(record)] = {"tokens": record.sha256, "sha256": hash_file(folder / feature_file(record))}
+            for name, states in _states(target, shard, names, stored, bar).items():
+                file = folder / state_file(record, name)
+                write_tensors(file, {STATES: states})
+                done[file.name] = {"tokens": record.sha256, "sha256": hash_file(file)}
             write_bytes(folder / FEATURES, json.dumps({**key, "files": done}, indent=2, sort_keys=True).encode())
+    return [folder / state_file(record, name) for record in manifest.shards for name in state_names(taps)]
 
 
 def open_features(folder: Path, records: Sequence[ShardRecord], taps: Sequence[int]) -> list[FeatureShard]:
@@ -92,14 +119,16 @@ def open_features(folder: Path, records: Sequence[ShardRecord], taps: Sequence[i
     """
     done = _read_features(folder).get("files", {})
     for record in records:
-        entry, file = done.get(feature_file(record)), folder / feature_file(record)
-        if entry is None or entry["tokens"] != record.sha256:
-            raise UserError(
-                f"{folder} holds no states for {record.file}; {REMEDY}, or train with batch.source: tokens"
-            )
-        if hash_file(file) != entry["sha256"]:
-            raise UserError(f"{file} is corrupted (its content is not what was written); {REMEDY}")
-    return [FeatureShard(folder / feature_file(record), taps) for record in records]
+        for name in state_names(taps):
+            file = folder / state_file(record, name)
+            entry = done.get(file.name)
+            if entry is None or entry["tokens"] != record.sha256:
+                raise UserError(
+                    f"{folder} holds no states {name} for {record.file}; {REMEDY}, or train with batch.source: tokens"
+                )
+            if hash_file(file) != entry["sha256"]:
+                raise UserError(f"{file} is corrupted (its content is not what was written); {REMEDY}")
+    return [FeatureShard(folder, record, taps) for record in records]
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -121,34 +150,35 @@ def _read_features(folder: Path) -> dict[str, Any]:
 
 
 def _known_features(folder: Path, key: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Finished files of this very target, taps and type; none when they were made with others."""
+    """Finished files of this very target and number format; none when they were made with others."""
     content = _read_features(folder)
     files: dict[str, dict[str, str]] = content.pop("files", {})
     return files if content == dict(key) else {}
 
 
-def _is_encoded(folder: Path, record: ShardRecord, done: Mapping[str, Mapping[str, str]]) -> bool:
-    entry, file = done.get(feature_file(record)), folder / feature_file(record)
+def _is_encoded(folder: Path, record: ShardRecord, name: str, done: Mapping[str, Mapping[str, str]]) -> bool:
+    file = folder / state_file(record, name)
+    entry = done.get(file.name)
     return (
         entry is not None and entry["tokens"] == record.sha256 and file.exists() and hash_file(file) == entry["sha256"]
     )
 
 
 def _states(
-    target: Target, shard: TokenShard, taps: tuple[int, ...], dtype: torch.dtype, bar: Any
+    target: Target, shard: TokenShard, names: Sequence[str], dtype: torch.dtype, bar: Any
 ) -> dict[str, Tensor]:
-    """Final states and taps of all tokens of a shard, by their name in the file."""
+    """The named states of all tokens of a shard, each [N, D]."""
     spans = [shard.span(row) for row in range(shard.num_rows)]
-    names = ["final", *(f"tap_{layer}" for layer in taps)]
+    taps = {name: int(name.removeprefix("tap_")) for name in names if name != FINAL}
     states = {name: torch.empty(len(shard.tokens_T), target.hidden_size, dtype=dtype) for name in names}
     for group in _alike([stop - start for start, stop in spans]):
         pieces = [
             Piece(tokens_N=shard.tokens_T[start:stop], supervised_N=shard.supervised_T[start:stop])
             for start, stop in (spans[row] for row in group)
         ]
-        encoded = target.encode(pad(pieces), taps)
-        found = [encoded.final(), *(encoded.taps[layer] for layer in taps)]
-        for name, states_BND in zip(names, found, strict=True):
+        encoded = target.encode(pad(pieces), tuple(taps.values()))
+        for name in names:
+            states_BND = encoded.taps[taps[name]] if name in taps else encoded.final()
             for place, row in enumerate(group):
                 start, stop = spans[row]
                 states[name][start:stop] = states_BND[place, : stop - start].to("cpu", dtype)

@@ -12,7 +12,7 @@ from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 from ..modules import UserError
 
 T = TypeVar("T")
-SECTIONS = ("out", "target", "template", "prompts", "distill", "batch", "model", "tree", "evaluate")
+SECTIONS = ("out", "target", "template", "prompts", "distill", "data", "batch", "model", "tree", "evaluate")
 """Top-level keys of a recipe. A command that has no use for one accepts it in a recipe all the same."""
 HIDDEN = "==SUPPRESS=="
 
@@ -46,13 +46,17 @@ class Command(Generic[T]):
         return tuple(field.name for field in fields(self.arguments))  # type: ignore[arg-type]
 
     def execute(self, arguments: Sequence[str]) -> None:
-        """Parse and run. Raises UserError or jsonargparse's ArgumentError for what the user got wrong."""
+        """Parse and run. Raises as `parse` does."""
+        self.run(self.parse(arguments))
+
+    def parse(self, arguments: Sequence[str]) -> Parsed[T]:
+        """The arguments in force. Raises UserError or jsonargparse's ArgumentError for what the user got wrong."""
         parser = self.parser()
         config = parser.parse_args(self.expand(arguments))
         ready = self._instantiate(parser, config)
         values = self.arguments(**{name: ready[name] for name in self.keys})
         settings = {name: config.as_dict()[name] for name in self.keys}
-        self.run(Parsed(values=values, settings=plain(settings)))
+        return Parsed(values=values, settings=plain(settings))
 
     def _instantiate(self, parser: ArgumentParser, config: Namespace) -> Namespace:
         """Make the configuration's dataclasses. A check that fails in one of them tells its own sentence, unwrapped."""

@@ -29,6 +29,8 @@ from .recipe import Recipe
 from .template import handwritten_prompts, prompt_sets
 from .workspace import Stage, Workspace, run_stages
 
+PLACES = ("out", "data", "evaluate")
+"""Recipe keys that say nothing about how an artifact was made."""
 RESULT_FILE, SETTINGS_FILE, TEST_FILE = "result.json", "settings.json", "test.jsonl"
 
 
@@ -41,12 +43,11 @@ def distill_stage(workspace: Workspace) -> Sequence[Path]:
 
 def encode_stage(workspace: Workspace) -> Sequence[Path]:
     """Store the target's states at every token, unless the recipe has them computed in the training step."""
-    workspace.manifest()
+    workspace.manifest().target.require_same(workspace.target.identity)
     if workspace.recipe.batch.source == "tokens":
         print("     nothing to store: batch.source is tokens", flush=True)
         return []
-    encode(workspace.target, workspace.data, drafter_of(workspace).taps)
-    return [workspace.data / "features.json", *sorted(workspace.data.glob("features-*.safetensors"))]
+    return encode(workspace.target, workspace.data, drafter_of(workspace).taps)
 
 
 def train_stage(workspace: Workspace) -> Sequence[Path]:
@@ -130,7 +131,7 @@ def held_out_tree(workspace: Workspace, drafter: Drafter) -> tuple[Topology, tup
 def provenance(workspace: Workspace, result: FitResult, expected: tuple[float, ...]) -> dict[str, Any]:
     """Where the artifact comes from: nothing in it depends on the machine."""
     return {
-        "recipe": {name: value for name, value in workspace.settings.items() if name not in ("out", "evaluate")},
+        "recipe": {name: workspace.settings[name] for name in workspace.settings if name not in PLACES},
         "data_manifest": workspace.manifest().hash,
         "acceptance": {"accepted_length": result.accepted_length, "by_position": list(result.by_position)},
         "training": {"best_step": result.step, "steps": result.steps},
@@ -184,21 +185,31 @@ STAGES = (
 )
 
 
+def perform_stages(workspace: Workspace, chosen: Sequence[str]) -> None:
+    """Run stages of a recipe; the first has nothing to do where the recipe names finished data."""
+    if workspace.recipe.data is None:
+        run_stages(workspace, STAGES, chosen)
+    else:
+        run_stages(workspace, STAGES[1:], chosen, before=workspace.manifest().hash)
+
+
 def run(parsed: Parsed[Recipe]) -> None:
     """Do everything in one recipe, from prompts to the report; stages whose output is complete are skipped."""
-    run_stages(Workspace(parsed.values, parsed.settings), STAGES, [stage.name for stage in STAGES])
+    perform_stages(Workspace(parsed.values, parsed.settings), [stage.name for stage in STAGES])
 
 
 def distill_command(parsed: Parsed[Recipe]) -> None:
     """Let the target answer prompts, and store its states at every token where the recipe trains on stored states."""
-    run_stages(Workspace(parsed.values, parsed.settings), STAGES, ["distill", "encode"])
+    if parsed.values.data is not None:
+        raise UserError(f"data names {parsed.values.data}, which is already distilled; leave data out to distil anew")
+    perform_stages(Workspace(parsed.values, parsed.settings), ["distill", "encode"])
 
 
 def train(parsed: Parsed[Recipe]) -> None:
     """Train a drafter on distilled data, fit its tree and write the artifact."""
     workspace = Workspace(parsed.values, parsed.settings)
     workspace.manifest()
-    run_stages(workspace, STAGES, ["encode", "train", "artifact"])
+    perform_stages(workspace, ["encode", "train", "artifact"])
 
 
 COMMANDS: dict[str, Command[Any]] = {

@@ -44,6 +44,8 @@ class Recipe:
     """Where training prompts come from."""
     distill: DistillConfig = field(default_factory=DistillConfig)
     """How much the target answers, and how."""
+    data: Path | None = None
+    """Folder of data that another run distilled; None distils into the folder of this run."""
     batch: BatchConfig = field(default_factory=BatchConfig)
     """Training batches."""
     tree: TreeConfig = field(default_factory=TreeConfig)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,8 @@ class Workspace:
 
     def __init__(self, recipe: Recipe, settings: dict[str, Any]) -> None:
         self.recipe, self.settings, self.out = recipe, settings, recipe.out
-        self.data, self.training, self.artifact = self.out / "data", self.out / "train", self.out / "artifact"
+        self.data = recipe.data or self.out / "data"
+        self.training, self.artifact = self.out / "train", self.out / "artifact"
 
     @cached_property
     def target(self) -> Target:
@@ -50,6 +52,9 @@ class Workspace:
         Raises:
             UserError: if distillation has not been run to its end.
         """
+        if self.recipe.data is not None and not self.recipe.data.is_dir():
+            raise UserError(f"data names {self.recipe.data}, which is no folder; give the data folder of a finished "
+                            "run, or leave it out to distil")
         if not (self.data / "manifest.json").is_file() or not (manifest := Manifest.load(self.data)).complete:
             raise UserError(f"{self.data} holds no complete data; run draftsmith distill with this recipe first")
         return manifest
@@ -74,13 +79,16 @@ class Stage:
     """Does it, resuming what it finds half done; returns the files that stand for its whole output."""
 
 
-def run_stages(workspace: Workspace, stages: Sequence[Stage], chosen: Sequence[str]) -> None:
+def run_stages(workspace: Workspace, stages: Sequence[Stage], chosen: Sequence[str], before: str = "") -> None:
     """Run the chosen stages in order, passing over those whose output is complete.
 
     A stage is complete when it ended with the same recipe sections after the same earlier stages and its files are
     still the ones that it wrote.
+
+    Args:
+        before: what stands for anything that was done elsewhere before the first stage.
     """
-    finished, before = read_finished(workspace.out), ""
+    finished = read_finished(workspace.out)
     for number, stage in enumerate(stages, 1):
         key = stage_key(stage, workspace.settings, before)
         label = f"[{number}/{len(stages)}] {stage.title}"
@@ -100,7 +108,7 @@ def perform(stage: Stage, workspace: Workspace, label: str, key: str) -> dict[st
     """Do a stage and return what is recorded about it."""
     print(label, flush=True)
     began = time.monotonic()
-    files = {str(file.relative_to(workspace.out)): sha256(file) for file in stage.work(workspace)}
+    files = {os.path.relpath(file, workspace.out): sha256(file) for file in stage.work(workspace)}
     print(f"     done in {time.monotonic() - began:.0f} s", flush=True)
     return {"key": key, "files": files}
 

@@ -68,7 +68,7 @@ def test_lost_states_are_made_again_and_a_damaged_shard_is_named(
 ) -> None:
     out = tmp_path / "copy"
     shutil.copytree(finished, out)
-    states = out / "data" / "features-train-00000.safetensors"
+    states = out / "data" / "final-train-00000.safetensors"
     before = states.read_bytes()
     states.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
     run(out)
@@ -167,3 +167,27 @@ def test_two_kills_change_no_byte(tmp_path: Path) -> None:
     benchmark = load_benchmark("kill_and_resume")
     quick = ("--evaluate.limit", "1", "--evaluate.speed_prompts", "0")
     assert benchmark.compare(tmp_path, 2, 11, quick, show=False) == []
+
+
+def test_another_run_trains_on_the_same_data(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, data = tmp_path / "second", finished / "data"
+    before = {file: file.stat().st_mtime_ns for file in data.iterdir()}
+    run(out, "--data", str(data), "--model.init_args.config.drafter.num_heads", "2")
+    told = capsys.readouterr().out
+    assert "[1/4] its states are stored" in told
+    assert not (out / "data").exists()
+    assert {file: file.stat().st_mtime_ns for file in data.iterdir()} == before
+    run(out, "--data", str(data), "--model.init_args.config.drafter.num_heads", "2")
+    assert capsys.readouterr().out.count("already complete, skipped") == len(STAGES) - 1
+
+
+def test_data_of_another_run_must_be_there(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--config", str(TINY), "--out", str(tmp_path / "out")]
+    assert main(["run", *words, "--data", str(tmp_path / "none")]) == 2
+    assert "none, which is no folder; give the data folder of a finished run" in capsys.readouterr().err
+    assert main(["distill", *words, "--data", str(finished / "data")]) == 2
+    assert "already distilled; leave data out" in capsys.readouterr().err

@@ -148,7 +148,7 @@ def test_stored_states_are_those_of_each_conversation_alone(distilled: Path, tin
 
 def test_complete_states_are_skipped_and_others_replaced(distilled: Path, tiny_target: Target) -> None:
     encode(tiny_target, distilled, progress=False)
-    files = sorted(distilled.glob("features-*.safetensors"))
+    files = sorted(distilled.glob("final-*.safetensors"))
     assert len(files) == 3
     times = {file: file.stat().st_mtime_ns for file in files}
     lost, changed = files[0], files[1]
@@ -162,15 +162,27 @@ def test_complete_states_are_skipped_and_others_replaced(distilled: Path, tiny_t
     assert open_features(distilled, Manifest.load(distilled).shards, (1,))[0].final(0, 2).dtype == torch.float16
 
 
+def test_drafters_with_other_taps_share_what_they_have_in_common(distilled: Path, tiny_target: Target) -> None:
+    first = encode(tiny_target, distilled, (1,), progress=False)
+    times = {file: file.stat().st_mtime_ns for file in first}
+    second = encode(tiny_target, distilled, (0,), progress=False)
+    assert {file.name.split("-")[0] for file in second} == {"final", "tap_0"}
+    assert {file: file.stat().st_mtime_ns for file in first} == times
+    both = open_features(distilled, Manifest.load(distilled).shards, (1, 0))[0].taps(0, 3)
+    alone = open_features(distilled, Manifest.load(distilled).shards, (1,))[0].taps(0, 3)
+    assert torch.equal(both[1], alone[1])
+    assert not torch.equal(both[0], both[1])
+
+
 def test_missing_and_damaged_states_are_named(distilled: Path, tiny_target: Target) -> None:
     records = Manifest.load(distilled).shards
-    with pytest.raises(UserError, match=r"no states for validation-00000.safetensors; run draftsmith distill with"):
+    with pytest.raises(UserError, match=r"no states final for validation-00000.safetensors; run draftsmith distill"):
         open_features(distilled, records, ())
     encode(tiny_target, distilled, progress=False)
-    with pytest.raises(UserError, match=r"no states for the taps \(1,\)"):
+    with pytest.raises(UserError, match=r"no states tap_1 for validation-00000.safetensors"):
         open_features(distilled, records, (1,))
-    (distilled / "features-train-00001.safetensors").write_bytes(b"")
-    with pytest.raises(UserError, match=r"features-train-00001.safetensors is corrupted"):
+    (distilled / "final-train-00001.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match=r"final-train-00001.safetensors is corrupted"):
         open_features(distilled, records, ())
     (distilled / FEATURES).write_text("{")
     with pytest.raises(UserError, match=r"features.json is corrupted"):
