@@ -82,21 +82,34 @@ class RowCache(Cache):
         """Slots in use in the running pass."""
         return self.window.width if self.window is not None else max(self.host_lengths)
 
-    def open(self, rows: slice | list[int], size: int) -> Window:
+    def open(self, rows: slice | list[int], size: int, *, behind: int = 0) -> Window:
         """Announce a pass of `size` tokens in `rows`.
+
+        Args:
+            behind: slots between a row's last token and the new ones, taken by nodes that will not be committed.
 
         Raises:
             ValueError: if a row has no room for them.
         """
         index = list(range(self.rows))[rows] if isinstance(rows, slice) else rows
-        width = max(self.host_lengths[row] for row in index) + size
+        width = max(self.host_lengths[row] for row in index) + behind + size
         if width > self.capacity:
             raise ValueError(f"a row would need {width} cache slots, it has {self.capacity}; ask for a larger capacity")
         device = self.lengths_B.device
         rows_B = torch.tensor(index, device=device)
-        slots_BN = self.lengths_B[rows_B][:, None] + torch.arange(size, device=device)
+        slots_BN = self.lengths_B[rows_B][:, None] + torch.arange(behind, behind + size, device=device)
         self.window = Window(rows if isinstance(rows, slice) else rows_B, rows_B[:, None], index, slots_BN, width)
         return self.window
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for at least `capacity` slots in every row; where there are fewer, what is there is copied once."""
+        if capacity <= self.capacity:
+            return
+        # A quarter more than asked for: a draft that outgrows the rows does so level by level.
+        capacity += capacity // 4
+        if self.storage is not None:
+            self.storage = torch.nn.functional.pad(self.storage, (0, 0, 0, capacity - self.capacity))
+        self.capacity = capacity
 
     def write(self, layer: int, keys_BHNE: Tensor, values_BHNE: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new keys and values of a layer and return all those in use, [B, H, W, E] each."""
