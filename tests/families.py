@@ -1,0 +1,49 @@
+"""One table of the drafter families for the tests that every family must pass: a family added there is tested here."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from draftsmith.modules import Drafter, Medusa, MedusaConfig, Target
+from draftsmith.trainers import DraftModule
+from draftsmith.trainers.medusa import MedusaModule, MedusaTrainConfig
+
+IDS = torch.tensor([0, 1, 2, 5, 9, *range(28, 48), 60])
+"""A reduced vocabulary that holds the cycle of tests/cycle.py."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """How tests make one kind of drafter beside a tiny target."""
+
+    make: Callable[[Target], Drafter]
+    """A new drafter, bound."""
+    module: Callable[..., DraftModule]
+    """Its LightningModule, from (target, **training settings)."""
+
+
+def randomised(drafter: Drafter) -> Drafter:
+    """The same with weights that are no longer a special case."""
+    generator = torch.Generator().manual_seed(3)
+    for parameter in drafter.parameters():
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.data += (0.3 if parameter.ndim == 1 else 0.3 / parameter.shape[-1] ** 0.5) * noise.to(parameter)
+    return drafter.eval()
+
+
+def _medusa(config: MedusaConfig, ids: torch.Tensor | None = None) -> Case:
+    def module(target: Target, **settings: Any) -> DraftModule:
+        counts = torch.zeros(target.vocab_size)
+        if ids is not None:
+            counts[ids] = 1.0
+        return MedusaModule(target, MedusaTrainConfig(drafter=config, **settings), token_counts=counts)
+
+    return Case(make=lambda target: Medusa.create(config, target, ids), module=module)
+
+
+CASES: dict[str, Case] = {
+    "medusa": _medusa(MedusaConfig(num_heads=3, num_layers=3)),
+    "medusa-copy-reduced": _medusa(MedusaConfig(num_heads=2, num_layers=2, output="copy", vocabulary_size=len(IDS)),
+                                   IDS),
+}
