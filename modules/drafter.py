@@ -29,7 +29,26 @@ class Drafts:
     hidden_BLKD: Tensor
     """Draft hidden states, ready for the output layer."""
     offsets: tuple[int, ...]
-    """How far ahead of its index each of the K states predicts, in tokens."""
+    """How far ahead of its index each of the K states predicts, in tokens; several may predict the same."""
+    valid_BLK: Tensor | None = None
+    """False where a draft step has no state at an index, such as one dropped in training: there it neither learns nor
+    counts, and its hidden state is any finite one. None, as always in evaluation mode, when no state is missing."""
+    estimates: tuple[int, ...] | None = None
+    """How far ahead of its index the target's final state lies that each of the K states resembles, when the family
+    says so; the output layer of the target then predicts from it the token at `offsets`."""
+
+    def __post_init__(self) -> None:
+        shape = self.hidden_BLKD.shape
+        if self.valid_BLK is not None and self.valid_BLK.shape != shape[:3]:
+            raise ValueError(f"valid_BLK must have the shape {tuple(shape[:3])} of the draft states, got "
+                             f"{tuple(self.valid_BLK.shape)}")
+        for name, ahead in (("offsets", self.offsets), ("estimates", self.estimates)):
+            if ahead is not None and len(ahead) != shape[2]:
+                raise ValueError(f"{name} must have one entry for each of the {shape[2]} draft steps, got {ahead}")
+        for offset, estimate in zip(self.offsets, self.estimates or (), strict=bool(self.estimates)):
+            if not 0 <= estimate < offset:
+                raise ValueError(f"a state that predicts {offset} tokens ahead cannot resemble the target's state "
+                                 f"{estimate} ahead, which has seen that token or lies behind")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +219,11 @@ class Drafter(nn.Module, Proposer):
     @abstractmethod
     def bind(self, target: Target) -> None:
         """Borrow what the family needs from `target`. Raises UserError when the target does not fit."""
+
+    @property
+    def reads_states(self) -> bool:
+        """Whether `forward` reads the target's states, final or tapped; a draft language model does not."""
+        return True
 
     @abstractmethod
     def forward(self, features: Features) -> Drafts:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..modules import (
     rank_table,
     search_tree,
 )
-from ..trainers import FitResult, TrainConfig, fit
+from ..trainers import DraftModule, FitResult, TrainConfig, fit
 from .parsing import Command, Parsed
 from .recipe import Recipe
 from .template import handwritten_prompts, prompt_sets
@@ -31,7 +31,8 @@ from .workspace import Stage, Workspace, run_stages
 
 PLACES = ("out", "data", "evaluate")
 """Recipe keys that say nothing about how an artifact was made."""
-RESULT_FILE, SETTINGS_FILE, TEST_FILE = "result.json", "settings.json", "test.jsonl"
+RESULT_FILE, STATS_FILE = "result.json", "stats.json"
+SETTINGS_FILE, TEST_FILE = "settings.json", "test.jsonl"
 
 
 def distill_stage(workspace: Workspace) -> Sequence[Path]:
@@ -47,20 +48,33 @@ def encode_stage(workspace: Workspace) -> Sequence[Path]:
     if workspace.recipe.batch.source == "tokens":
         print("     nothing to store: batch.source is tokens", flush=True)
         return []
-    return encode(workspace.target, workspace.data, drafter_of(workspace).taps)
+    module = built_module(workspace)
+    if not module.needs_states:
+        print("     nothing to store: training reads tokens alone", flush=True)
+        return []
+    return encode(workspace.target, workspace.data, module.drafter.taps)
+
+
+def batches_for(workspace: Workspace, module: DraftModule) -> DraftDataModule:
+    """The batches that a module trains on; without stored states where its training reads none."""
+    config = workspace.recipe.batch
+    if not module.needs_states:
+        config = replace(config, source="tokens")
+    return DraftDataModule(workspace.data, config, module.drafter.taps)
 
 
 def train_stage(workspace: Workspace) -> Sequence[Path]:
     """Train; the checkpoint with the greatest decoded accepted length is kept."""
     claim_settings(workspace)
-    module = workspace.module()
-    module.configure_model()
-    batches = DraftDataModule(workspace.data, workspace.recipe.batch, module.drafter.taps)
-    result = fit(module, batches, workspace.training)
+    module = built_module(workspace)
+    result = fit(module, batches_for(workspace, module), workspace.training)
     if module.global_rank != 0:
         # Lightning started this process for the training alone: the first one goes on.
         raise SystemExit(0)
     content = {**asdict(result), "checkpoint": str(result.checkpoint.relative_to(workspace.training))}
+    # What the machine decides stays out of what later stages depend on.
+    stats = {name: content.pop(name) for name in ("seconds", "peak_memory_bytes")}
+    write_file(workspace.training / STATS_FILE, json.dumps(stats, indent=2) + "\n")
     write_file(workspace.training / RESULT_FILE, json.dumps(content, indent=2) + "\n")
     return [workspace.training / RESULT_FILE, result.checkpoint]
 
@@ -117,7 +131,7 @@ def trained_drafter(workspace: Workspace, result: FitResult) -> Drafter:
 def validation(workspace: Workspace, drafter: Drafter) -> list[Features]:
     """Held-out conversations with the target's states, on its device."""
     target = workspace.target
-    batches = DraftDataModule(workspace.data, workspace.recipe.batch, drafter.taps).validation_features()
+    batches = batches_for(workspace, built_module(workspace)).validation_features()
     moved = [batch.to(target.device) for batch in batches]
     return [batch if batch.final_BLD is not None else target.encode(batch, drafter.taps) for batch in moved]
 
@@ -159,19 +173,24 @@ def fit_result(workspace: Workspace) -> FitResult:
     Raises:
         UserError: if it has not been run to its end.
     """
-    file = workspace.training / RESULT_FILE
-    if not file.is_file():
+    files = [workspace.training / name for name in (RESULT_FILE, STATS_FILE)]
+    if not all(file.is_file() for file in files):
         raise UserError(f"{workspace.training} holds no finished training; run draftsmith train with this recipe first")
-    content = json.loads(file.read_text(encoding="utf-8"))
+    content = {name: value for file in files for name, value in json.loads(file.read_text(encoding="utf-8")).items()}
     content |= {"checkpoint": workspace.training / content["checkpoint"], "by_position": tuple(content["by_position"])}
     return FitResult(**content)
 
 
 def drafter_of(workspace: Workspace) -> Drafter:
     """A fresh drafter of the recipe's family and settings."""
+    return built_module(workspace).drafter
+
+
+def built_module(workspace: Workspace) -> DraftModule:
+    """A fresh module of the recipe's family and settings, with its drafter."""
     module = workspace.module()
     module.configure_model()
-    return module.drafter
+    return module
 
 
 STAGES = (

@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from draftsmith.modules.drafter import Drafts
 from draftsmith.modules.identity import hash_weights
 from draftsmith.modules.medusa import Medusa, MedusaConfig
 from draftsmith.trainers import FitResult, MedusaModule, MedusaTrainConfig, fit
+from draftsmith.trainers.metrics import weighted_mean_loss
 from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:validation decodes only")
@@ -56,13 +57,13 @@ def target() -> Target:
     return cycle_target()
 
 
-@pytest.mark.parametrize(("labels", "shape"), [
+@pytest.mark.parametrize(("objective", "shape"), [
     ("hard", {}), ("soft", {"output": "copy"}), ("hard", {"vocabulary_size": 20}),
 ])
 def test_an_interrupted_run_ends_in_the_same_bits(
-    labels: Any, shape: dict[str, Any], target: Target, tmp_path: Path
+    objective: Any, shape: dict[str, Any], target: Target, tmp_path: Path
 ) -> None:
-    settings = config(accumulate=3, labels=labels, drafter=MedusaConfig(num_heads=2, **shape))
+    settings = config(accumulate=3, objective=objective, drafter=MedusaConfig(num_heads=2, **shape))
     _, whole = train(target, tmp_path / "whole", settings)
     # Micro-batch 1: before any checkpoint, amid an accumulation. 13: after the one of step 4, whose interval ends at 6.
     for Interrupted.at in (1, 13, 20):
@@ -71,7 +72,8 @@ def test_an_interrupted_run_ends_in_the_same_bits(
     module, parts = train(target, tmp_path / "parts", settings)
     expected, found = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert dataclasses.replace(parts, checkpoint=whole.checkpoint) == whole
+    machine = {"seconds": 0.0, "peak_memory_bytes": 0}
+    assert dataclasses.replace(parts, checkpoint=whole.checkpoint, **machine) == dataclasses.replace(whole, **machine)
     assert parts.checkpoint.read_bytes() == whole.checkpoint.read_bytes()
     best = {f"drafter.{name}": tensor for name, tensor in module.drafter.state_dict().items()}
     assert best.keys() == expected.keys()
@@ -172,6 +174,87 @@ def test_a_drafter_built_before_fit_borrows_from_where_the_target_is(target: Tar
     assert bound[0] is target
 
 
+class Scheduled(MedusaModule):
+    """The second head counts more and more, as a family's own schedule may have it."""
+
+    def weights(self, steps: int) -> tuple[float, ...]:
+        self.asked.append(self.progress)
+        # As if time went on between two micro-batches.
+        return (1.0, self.progress + 0.1 * len(self.asked))
+
+    asked: ClassVar[list[float]] = []
+
+
+def test_weights_may_follow_progress_and_hold_for_a_whole_step(target: Target, tmp_path: Path) -> None:
+    Scheduled.asked.clear()
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    class Watched(Scheduled):
+        def training_step(self, batch: Features, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            assert self._pending is not None
+            self.told = weighted_mean_loss(self._pending.sums_KC, self._pending.weights)
+            self.totals.append(loss.detach() / 2)
+            return loss
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            super().on_before_optimizer_step(optimizer)
+            seen.append((sum(self.totals), self.told[0]))
+            assert self.figures["loss"] == pytest.approx(float(self.told[0] / self.told[1]))
+            self.totals.clear()
+
+        totals: ClassVar[list[Tensor]] = []
+
+    train(target, tmp_path, config(accumulate=2, max_steps=4), kind=Watched)
+    assert Scheduled.asked == [0.0, 0.25, 0.5, 0.75], "once an optimizer step"
+    for summed, told in seen:
+        torch.testing.assert_close(float(summed), float(told), atol=1e-3, rtol=1e-5)
+
+
+@pytest.mark.parametrize("objective", ["reverse_kl", "jsd", "tvd", "lk_alpha", "lk_hybrid"])
+def test_every_objective_trains_and_lowers_itself(objective: Any, target: Target, tmp_path: Path) -> None:
+    losses: list[float] = []
+
+    class Watched(MedusaModule):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            super().on_before_optimizer_step(optimizer)
+            losses.append(self.figures["loss"])
+
+    settings = config(objective=objective, max_steps=30, drafter=MedusaConfig(num_heads=2, output="copy"))
+    module, _ = train(target, tmp_path, settings, kind=Watched)
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    assert 0 < module.figures["head1/alpha"] < 1
+
+
+class Blind(Medusa):
+    """Reads no state of the target."""
+
+    @property
+    def reads_states(self) -> bool:
+        return False
+
+    def forward(self, features: Features) -> Drafts:
+        return super().forward(dataclasses.replace(features, final_BLD=self._rows().weight_QD[features.tokens_BL]))
+
+
+class BlindModule(MedusaModule):
+    def build_drafter(self) -> Medusa:
+        drafter = super().build_drafter()
+        drafter.__class__ = Blind
+        return drafter
+
+
+@pytest.mark.parametrize(("settings", "passes"), [({}, 0), ({"objective": "soft"}, 3)])
+def test_the_target_runs_in_a_step_only_where_it_is_read(
+    settings: dict[str, Any], passes: int, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+    encode = target.encode
+    monkeypatch.setattr(target, "encode", lambda features, taps=(): (encoded.append(1), encode(features, taps))[1])
+    train(target, tmp_path, config(max_steps=3, **settings), kind=BlindModule)
+    assert len(encoded) == passes + 2, "the two held-out rows are decoded all the same"
+
+
 def test_the_target_is_untouched_and_in_no_checkpoint(target: Target, tmp_path: Path) -> None:
     before = hash_weights(target.model)
     module, _ = train(target, tmp_path)
@@ -184,7 +267,7 @@ def test_the_target_is_untouched_and_in_no_checkpoint(target: Target, tmp_path: 
 
 @pytest.mark.parametrize("output", ["shared", "copy"])
 def test_half_precision_arithmetic_keeps_float32_weights(output: Any, target: Target, tmp_path: Path) -> None:
-    settings = config(precision="bf16-mixed", labels="soft", drafter=MedusaConfig(num_heads=2, output=output))
+    settings = config(precision="bf16-mixed", objective="soft", drafter=MedusaConfig(num_heads=2, output=output))
     module, _ = train(target, tmp_path, settings)
     for parameter in module.drafter.parameters():
         assert parameter.dtype == torch.float32
@@ -271,7 +354,8 @@ def test_a_reduced_vocabulary_needs_counts(target: Target) -> None:
     ({"validate_every": 0}, "validate_every"), ({"validation_nodes": 1}, "validation_nodes must be at least 2"),
     ({"clip": -1.0}, "clip must not be negative, got -1.0"), ({"decay": 0.0}, "decay"),
     ({"lr": 0.0}, "lr must be above 0"),
-    ({"labels": "firm"}, "labels must be 'hard' or 'soft', got 'firm'"),
+    ({"objective": "firm"}, "objective must be one of hard, soft, .* got 'firm'"),
+    ({"feature_weight": -1.0}, "feature_weight must not be negative, got -1.0"),
 ])
 def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError, match=told):

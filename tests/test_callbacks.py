@@ -13,7 +13,7 @@ import torch
 from cycle import CycleData, cycle_target
 from draftsmith.modules import Target, UserError
 from draftsmith.modules.medusa import MedusaConfig
-from draftsmith.trainers import MedusaModule, MedusaTrainConfig, base, fit
+from draftsmith.trainers import MedusaModule, MedusaTrainConfig, fit, fitting
 from draftsmith.trainers.checkpoints import load_weights, save_weights, write_atomically
 from safetensors.torch import load_file
 
@@ -44,7 +44,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, lengths: list[float], **changes: A
         seen.append({name: tensor.clone() for name, tensor in drafter.state_dict().items()})
         return Told(lengths[len(seen) - 1], **changes)
 
-    monkeypatch.setattr(base, "decoded_acceptance", decoded_acceptance)
+    monkeypatch.setattr(fitting, "decoded_acceptance", decoded_acceptance)
     return seen
 
 

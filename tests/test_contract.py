@@ -116,13 +116,13 @@ def test_no_guess_looks_at_the_token_it_guesses(name: str, tiny_target: Target) 
 @pytest.mark.parametrize("name", CASES)
 def test_the_loss_is_that_of_every_label_by_hand(name: str, tiny_target: Target) -> None:
     drafter, rows = made(name, tiny_target), conversations(tiny_target)
-    module = CASES[name].module(tiny_target, labels="hard")
+    module = CASES[name].module(tiny_target, objective="hard")
     module.drafter = drafter
     ids = drafter.token_ids_Q
     entries = None if ids is None else {token: entry for entry, token in enumerate(ids.tolist())}
     expected, count = 0.0, 0
     with torch.no_grad():
-        total, sums_KC = module.loss(packed(tiny_target, drafter, rows, left=2))
+        total, sums_KC = module.loss(packed(tiny_target, drafter, rows, left=2))[:2]
         for tokens, flags in rows:
             drafts = drafter(alone(tiny_target, drafter, (tokens, flags)))
             for step, offset in enumerate(drafts.offsets):

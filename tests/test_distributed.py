@@ -13,18 +13,18 @@ import torch
 SCRIPT = Path(__file__).parent / "references" / "distributed_fit.py"
 
 
-def run(out: Path, accumulate: int, processes: int) -> list[str]:
+def run(out: Path, accumulate: int, processes: int, *more: str) -> list[str]:
     """What each process printed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", f"--master-port={port}"]
-    command = [sys.executable, *(launcher if processes > 1 else []), str(SCRIPT), str(out), str(accumulate)]
+    command = [sys.executable, *(launcher if processes > 1 else []), str(SCRIPT), str(out), str(accumulate), *more]
     answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240,
                             env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
     assert answer.returncode == 0, answer.stderr[-3000:]
     # Two processes write to one pipe: their lines may run into one another.
-    return re.findall(r"step \d+, accepted length \d+\.\d{6}", answer.stdout)
+    return re.findall(r"step \d+, accepted length \d+\.\d{6}, \d+ steps", answer.stdout)
 
 
 @pytest.mark.distributed
@@ -39,3 +39,15 @@ def test_two_processes_equal_one_that_accumulates(tmp_path: Path) -> None:
         torch.testing.assert_close(stored[1]["state_dict"][name], tensor, atol=2e-5, rtol=1e-4)
     assert (len(alone), len(together)) == (1, 2)
     assert len({*alone, *together}) == 1, f"every process knows the same best step: {alone} {together}"
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_processes_end_by_time_at_the_same_step(tmp_path: Path) -> None:
+    """Their clocks differ by days; were each to go by its own, one would wait for the other for ever."""
+    told = run(tmp_path, 1, 2, "0.02")
+    steps = torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"]
+    assert len(told) == 2
+    assert len(set(told)) == 1
+    assert told[0].endswith(f" {steps} steps")
+    assert steps > 2

@@ -1,16 +1,18 @@
 """The chunked loss against its plain twin, and what must not change it: padding, packing, accumulation, chunk size."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import Features, Target
+from draftsmith.modules import Features, Target, UserError
 from draftsmith.modules.drafter import Drafts
 from draftsmith.modules.medusa import Medusa, MedusaConfig
-from draftsmith.modules.vocabulary import OutputRows, draft_index
+from draftsmith.modules.vocabulary import draft_index
 from draftsmith.trainers.losses import VocabularyLoss, supervise
 from draftsmith.trainers.metrics import COLUMNS, RANKS, describe, rank_hits, weighted_mean_loss
+from draftsmith.trainers.objectives import Objective, Teacher
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from references.vocabulary_loss import plain_loss, supervised
@@ -18,6 +20,7 @@ from torch import Tensor
 
 WEIGHTS = (1.0, 0.8, 0.64)
 IDS = torch.arange(5, 95, 3)
+NAMES = ("hard", "soft", "reverse_kl", "jsd", "tvd", "lk_alpha", "lk_hybrid")
 
 
 def ragged(target: Target, lengths: tuple[int, ...] = (9, 4, 12)) -> Features:
@@ -35,55 +38,137 @@ def heads(target: Target, output: Any = "shared", ids: Tensor | None = None) -> 
     return drafter
 
 
-def chunked(drafter: Medusa, target: Target, labels: str, chunk_elements: int | None = None) -> VocabularyLoss:
-    ids = drafter.token_ids_Q
+def chunked(
+    drafter: Medusa, target: Target, name: Any, chunk_elements: int | None = None, **more: Any
+) -> VocabularyLoss:
+    ids, objective = drafter.token_ids_Q, Objective(name=name)
+    teacher = Teacher(target, ids, mass=objective.needs_mass) if objective.needs_teacher else None
     return VocabularyLoss(
         project=drafter.project, entries=target.vocab_size if ids is None else len(ids), weights=WEIGHTS,
         parameters=tuple(weight for step in range(3) for weight in drafter.output_parameters(step)),
-        teacher=OutputRows(target, ids) if labels == "soft" else None, chunk_elements=chunk_elements,
+        objectives=(objective,) * 3, teacher=teacher, chunk_elements=chunk_elements, **more,
     )
 
 
-def run(drafter: Medusa, target: Target, features: Features, labels: str, chunk_elements: int | None = None) -> Any:
+def run(drafter: Medusa, target: Target, features: Features, name: str, chunk_elements: int | None = None,
+        alter: Callable[[Drafts], Drafts] = lambda drafts: drafts, **more: Any) -> Any:
     """(total, sums, gradients of the drafter's weights)."""
     drafter.zero_grad()
     ids = drafter.token_ids_Q
     index = None if ids is None else draft_index(ids, target.vocab_size)
-    total, sums = chunked(drafter, target, labels, chunk_elements)(drafter(features), features, index)
+    loss = chunked(drafter, target, name, chunk_elements, **more)
+    total, sums = loss(alter(drafter(features)), features, index)
     total.backward()
     return total.detach(), sums, [parameter.grad.clone() for parameter in drafter.parameters()]
 
 
-@pytest.mark.parametrize("labels", ["hard", "soft"])
-@pytest.mark.parametrize("output", ["shared", "copy"])
-@pytest.mark.parametrize("ids", [None, IDS])
-def test_loss_and_gradients_equal_the_plain_twins(
-    labels: str, output: str, ids: Tensor | None, tiny_target_f64: Target
-) -> None:
-    target = tiny_target_f64
-    features, drafter = ragged(target), heads(target, output, ids)
-    # Three rows of logits a chunk: many chunks, the last one not full.
-    total, sums, gradients = run(drafter, target, features, labels, 3 * (len(ids) if ids is not None else 99))
+def compare(drafter: Medusa, target: Target, features: Features, name: str, found: Any,
+            alter: Callable[[Drafts], Drafts] = lambda drafts: drafts, feature_weight: float = 0.0) -> None:
+    """Total, count and gradients against the twin's."""
+    total, sums, gradients = found
     drafter.zero_grad()
-    index = None if ids is None else draft_index(ids, target.vocab_size).tolist()
-    teacher = OutputRows(target, ids) if labels == "soft" else None
-    expected, count = plain_loss(drafter.project, drafter(features), features, WEIGHTS, teacher=teacher,
-                                 entry=(lambda token: token) if index is None else index.__getitem__)
+    expected, count = plain_loss(target, drafter.project, alter(drafter(features)), features, WEIGHTS, objective=name,
+                                 ids=drafter.token_ids_Q, feature_weight=feature_weight)
     expected.backward()
     torch.testing.assert_close(total, expected.detach(), atol=1e-9, rtol=1e-9)
     found_total, found_count = weighted_mean_loss(sums, WEIGHTS)
     torch.testing.assert_close(found_total, expected.detach(), atol=1e-9, rtol=1e-9)
     assert float(found_count) == pytest.approx(count)
-    for found, parameter in zip(gradients, drafter.parameters(), strict=True):
-        torch.testing.assert_close(found, parameter.grad, atol=1e-9, rtol=1e-9)
+    for found_gradient, parameter in zip(gradients, drafter.parameters(), strict=True):
+        torch.testing.assert_close(found_gradient, parameter.grad, atol=1e-9, rtol=1e-9)
 
 
-@pytest.mark.parametrize("labels", ["hard", "soft"])
-def test_the_loss_without_gradient_is_the_same(labels: str, tiny_target: Target) -> None:
+@pytest.mark.parametrize(("name", "output"), [*((name, "shared") for name in NAMES), ("hard", "copy"), ("soft", "copy"),
+                                              ("lk_hybrid", "copy")])
+@pytest.mark.parametrize("ids", [None, IDS])
+def test_loss_and_gradients_equal_the_plain_twins(
+    name: str, output: str, ids: Tensor | None, tiny_target_f64: Target
+) -> None:
+    features, drafter = ragged(tiny_target_f64), heads(tiny_target_f64, output, ids)
+    # Three rows of logits a chunk: many chunks, the last one not full.
+    found = run(drafter, tiny_target_f64, features, name, 3 * (len(ids) if ids is not None else 99))
+    compare(drafter, tiny_target_f64, features, name, found)
+
+
+def test_a_dropped_draft_step_neither_learns_nor_counts(tiny_target_f64: Target) -> None:
+    features, drafter = ragged(tiny_target_f64), heads(tiny_target_f64, ids=IDS)
+    valid = torch.rand(3, 12, 3) < 0.5
+
+    def dropped(drafts: Drafts) -> Drafts:
+        # What stands at a dropped place must not matter.
+        hidden = torch.where(valid[..., None], drafts.hidden_BLKD, 1e3)
+        return dataclasses.replace(drafts, hidden_BLKD=hidden, valid_BLK=valid)
+
+    found = run(drafter, tiny_target_f64, features, "soft", 200, dropped)
+    compare(drafter, tiny_target_f64, features, "soft", found, dropped)
+    whole = run(drafter, tiny_target_f64, features, "soft")[1]
+    for column in ("count", "missed"):
+        assert 0 < found[1][:, COLUMNS.index(column)].sum() < whole[:, COLUMNS.index(column)].sum()
+
+
+def test_draft_steps_may_predict_the_same_token(tiny_target_f64: Target) -> None:
+    features, drafter = ragged(tiny_target_f64), heads(tiny_target_f64)
+    same = lambda drafts: dataclasses.replace(drafts, offsets=(1, 1, 1))  # noqa: E731
+    found = run(drafter, tiny_target_f64, features, "soft", 300, same)
+    compare(drafter, tiny_target_f64, features, "soft", found, same)
+    assert len(set(found[1][:, 0].tolist())) == 1
+
+
+@pytest.mark.parametrize("ids", [None, IDS])
+def test_feature_loss_equals_the_plain_twin(ids: Tensor | None, tiny_target_f64: Target) -> None:
+    features, drafter = ragged(tiny_target_f64), heads(tiny_target_f64, ids=ids)
+    resembling = lambda drafts: dataclasses.replace(drafts, estimates=(1, 2, 3))  # noqa: E731
+    found = run(drafter, tiny_target_f64, features, "soft", 200, resembling, feature_weight=10.0)
+    compare(drafter, tiny_target_f64, features, "soft", found, resembling, feature_weight=10.0)
+    plain = run(drafter, tiny_target_f64, features, "soft", 200)[1]
+    added = found[1][:, COLUMNS.index("loss")] - plain[:, COLUMNS.index("loss")]
+    torch.testing.assert_close(added, 10.0 * found[1][:, COLUMNS.index("feature")])
+    other = run(drafter, tiny_target_f64, features, "soft", 200, feature_weight=10.0, alter=lambda drafts: (
+        dataclasses.replace(drafts, estimates=(0, 1, 2))))
+    assert not torch.allclose(other[1], found[1]), "another state must show"
+
+
+def test_features_are_refused_where_the_states_estimate_none(tiny_target: Target) -> None:
     features, drafter = ragged(tiny_target), heads(tiny_target)
-    total, sums, _ = run(drafter, tiny_target, features, labels)
+    with pytest.raises(UserError, match="feature_weight is above 0, but the states of this drafter estimate none"):
+        run(drafter, tiny_target, features, "hard", feature_weight=1.0)
+
+
+@pytest.mark.parametrize(("changes", "told"), [
+    ({"offsets": (1, 2)}, "offsets must have one entry for each of the 3 draft steps"),
+    ({"estimates": (1,)}, "estimates must have one entry"),
+    ({"estimates": (2, 2, 3)}, "predicts 2 tokens ahead cannot resemble the target's state 2 ahead"),
+    ({"valid_BLK": torch.ones(3, 12, 2, dtype=torch.bool)}, "valid_BLK must have the shape"),
+])
+def test_impossible_drafts_are_refused(changes: dict[str, Any], told: str, tiny_target: Target) -> None:
+    drafts = heads(tiny_target)(ragged(tiny_target))
+    with pytest.raises(ValueError, match=told):
+        dataclasses.replace(drafts, **changes)
+
+
+@pytest.mark.parametrize("ids", [None, IDS])
+def test_mean_acceptance_is_told_where_it_is_known(ids: Tensor | None, tiny_target_f64: Target) -> None:
+    features, drafter = ragged(tiny_target_f64), heads(tiny_target_f64, ids=ids)
+    drafts = drafter(features)
+    figures = {name: describe(run(drafter, tiny_target_f64, features, name)[1], WEIGHTS, drafts.offsets)
+               for name in ("hard", "soft", "lk_alpha")}
+    assert "head1/alpha" not in figures["hard"]
+    assert ("head2/alpha" in figures["soft"]) == (ids is None), "the mass outside a reduced vocabulary costs too much"
+    labels, valid = features.labels(3)
+    if ids is not None:
+        valid = valid & torch.isin(labels, ids)
+    p = tiny_target_f64.logits(features.final().roll(-2, 1))[valid].softmax(-1)
+    q = drafter.project(drafts.hidden_BLKD[:, :, 1][valid], 1).softmax(-1)
+    alpha = torch.minimum(p if ids is None else p[:, ids], q).sum(-1).mean()
+    assert figures["lk_alpha"]["head2/alpha"] == pytest.approx(float(alpha.detach()), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_loss_without_gradient_is_the_same(name: str, tiny_target: Target) -> None:
+    features, drafter = ragged(tiny_target), heads(tiny_target)
+    total, sums, _ = run(drafter, tiny_target, features, name)
     with torch.no_grad():
-        plain_total, plain_sums = chunked(drafter, tiny_target, labels)(drafter(features), features)
+        plain_total, plain_sums = chunked(drafter, tiny_target, name)(drafter(features), features)
     torch.testing.assert_close(plain_total, total)
     torch.testing.assert_close(plain_sums, sums)
 
@@ -144,16 +229,16 @@ def rows_of(features: Features, rows: slice) -> Features:
 
 @settings(max_examples=25, deadline=None)
 @given(lengths=st.lists(st.integers(1, 14), min_size=2, max_size=4), left=st.integers(0, 3), right=st.integers(0, 3),
-       cut=st.integers(1, 3), labels=st.sampled_from(["hard", "soft"]), seed=st.integers(0, 999))
+       cut=st.integers(1, 3), name=st.sampled_from(NAMES), seed=st.integers(0, 999))
 def test_padding_packing_and_accumulation_change_nothing(
-    tiny_target_f64: Target, lengths: list[int], left: int, right: int, cut: int, labels: str, seed: int
+    tiny_target_f64: Target, lengths: list[int], left: int, right: int, cut: int, name: str, seed: int
 ) -> None:
     torch.manual_seed(seed)
     target = tiny_target_f64
     features, drafter = ragged(target, tuple(lengths)), heads(target)
-    whole = run(drafter, target, features, labels, 200)
-    others = [run(drafter, target, other, labels, 300) for other in (padded(features, left, right), packed(features))]
-    parts = [run(drafter, target, rows_of(features, rows), labels) for rows in (slice(0, cut), slice(cut, None))
+    whole = run(drafter, target, features, name, 200)
+    others = [run(drafter, target, other, name, 300) for other in (padded(features, left, right), packed(features))]
+    parts = [run(drafter, target, rows_of(features, rows), name) for rows in (slice(0, cut), slice(cut, None))
              if len(features.tokens_BL[rows])]
     accumulated = [sum(part[0] for part in parts), sum(part[1] for part in parts),
                    [sum(gradients) for gradients in zip(*(part[2] for part in parts), strict=True)]]
@@ -199,9 +284,10 @@ def test_rank_hits_against_topk() -> None:
 def test_figures_are_means_and_the_estimate_is_a_chain() -> None:
     columns = {"count": 10.0, "missed": 10.0, "loss": 20.0, "top1": 8.0, "top5": 9.0}
     row = [columns.get(name, 0.0) for name in COLUMNS]
-    figures = describe(torch.tensor([row, row], dtype=torch.float64), (1.0, 0.5))
+    figures = describe(torch.tensor([row, row], dtype=torch.float64), (1.0, 0.5), (2, 3))
     assert figures["loss"] == pytest.approx(2.0)
     assert figures["head2/top1"] == pytest.approx(0.8)
     assert figures["head1/coverage"] == pytest.approx(0.5)
     assert figures["expected_accepted_length"] == pytest.approx(1 + 0.4 + 0.16)
-    assert describe(torch.zeros(2, len(COLUMNS)), (1.0, 0.5)) == {}
+    assert "expected_accepted_length" not in describe(torch.tensor([row, row]), (1.0, 0.5), (1, 1)), "no chain"
+    assert describe(torch.zeros(2, len(COLUMNS)), (1.0, 0.5), (2, 3)) == {}

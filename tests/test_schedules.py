@@ -24,3 +24,15 @@ def test_odd_lengths_stay_within_bounds(warmup: int, steps: int) -> None:
     values = [warmup_cosine(warmup, steps)(step) for step in range(steps + 2)]
     assert all(math.isfinite(value) and 0 <= value <= 1 for value in values)
     assert values[0] > 0
+
+
+def test_time_takes_the_rate_down_when_it_is_further_on_than_the_steps() -> None:
+    spent = [0.0]
+    factor = warmup_cosine(10, 110, lambda: spent[0])
+    assert factor(35) == pytest.approx(warmup_cosine(10, 110)(35))
+    spent[0] = 0.5
+    assert factor(35) == pytest.approx(0.5)
+    assert factor(85) == pytest.approx(warmup_cosine(10, 110)(85)), "the steps are further on"
+    assert factor(4) == pytest.approx(0.25), "half risen, half fallen"
+    spent[0] = 1.3
+    assert factor(35) == factor(4) == 0.0

@@ -1,6 +1,7 @@
 """Training of drafters: losses, schedules, checkpoints chosen by decoded acceptance."""
 
-from .base import DraftModule, FitResult, TrainConfig, fit
+from .base import DraftModule, TrainConfig
+from .fitting import FitResult, fit
 from .medusa import MedusaModule, MedusaTrainConfig
 
 __all__ = ["DraftModule", "FitResult", "MedusaModule", "MedusaTrainConfig", "TrainConfig", "fit"]

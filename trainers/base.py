@@ -1,4 +1,4 @@
-"""The training that every family shares: one LightningModule, one `fit`.
+"""The LightningModule that every family shares.
 
 The loss of an optimizer step is one weighted mean over everything that the step saw: all its micro-batches, all ranks.
 Its count is known only after the last of them, so each micro-batch back-propagates its *sum*, and the gradient is
@@ -7,32 +7,24 @@ divided by the reduced count just before it is clipped. Padding, packing, accumu
 Shapes: B rows, L positions, D hidden size, K draft steps, C columns of sums, V vocabulary.
 """
 
-import logging
 import math
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import lightning as L
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 
-from ..modules.calibration import decoded_acceptance
 from ..modules.drafter import Drafter
 from ..modules.errors import UserError
 from ..modules.features import Features
 from ..modules.target import Target
-from ..modules.vocabulary import OutputRows, draft_index
-from .callbacks import BEST, LAST, DecodedAcceptance, LastCheckpoint, ProgressLine, nothing_held_out
-from .checkpoints import AtomicCheckpointIO, load_weights, make_folder
+from ..modules.vocabulary import draft_index
+from .clock import Clock, peak_memory_bytes
 from .losses import VocabularyLoss
 from .metrics import describe, weighted_mean_loss
+from .objectives import Objective, ObjectiveName, Teacher
 from .schedules import warmup_cosine
 
 PATIENCE = 8
@@ -44,7 +36,10 @@ class TrainConfig:
     """How a drafter is trained, whatever its family."""
 
     max_steps: int = 300
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the whole run, unless the minutes are over before."""
+    max_minutes: float | None = None
+    """Minutes of training, validation and checkpoints not counted, after which the run ends with the step that it is
+    at; None for no such end. The learning rate follows steps or time, whichever is further on."""
     lr: float = 2e-3
     """Peak learning rate of AdamW."""
     warmup_steps: int = 20
@@ -55,8 +50,17 @@ class TrainConfig:
     """Largest norm of the whole gradient; 0 turns clipping off."""
     accumulate: int = 1
     """Micro-batches to an optimizer step. The step equals that of one batch which holds all of them."""
-    labels: Literal["hard", "soft"] = "hard"
-    """`hard` learns the token that follows; `soft` learns the target's whole distribution there."""
+    objective: ObjectiveName = "hard"
+    """What the draft's distribution is judged by. `hard`: the token that follows; the others learn from the target's
+    whole distribution there: `soft` (cross entropy, forward KL), `reverse_kl`, `jsd`, `tvd` (total variation),
+    `lk_alpha` (-log acceptance), `lk_hybrid` (from KL to acceptance as it grows)."""
+    jsd_beta: float = 0.5
+    """Weight of the target in the mixture that `jsd` compares with."""
+    lk_eta: float = 3.0
+    """How fast `lk_hybrid` turns from KL to the acceptance: the share of KL is exp(-lk_eta * acceptance)."""
+    feature_weight: float = 0.0
+    """Weight, beside the objective's 1, of a smooth L1 between draft states and the target's states that they estimate,
+    for families whose states do. EAGLE's 1.0 beside 0.1 is 10 here (arXiv:2401.15077, section 4.1)."""
     decay: float = 0.8
     """Weight of draft step k in the loss is decay ** k (arXiv:2401.10774, section 2.2.1)."""
     validate_every: int = 50
@@ -82,37 +86,43 @@ class TrainConfig:
                 raise UserError(f"{name} must be at least 1, got {value}")
         if self.validation_nodes < 2:
             raise UserError(f"validation_nodes must be at least 2 (a root and one draft), got {self.validation_nodes}")
-        for name in ("warmup_steps", "weight_decay", "clip", "seed"):
+        for name in ("warmup_steps", "weight_decay", "clip", "seed", "feature_weight"):
             if (value := getattr(self, name)) < 0:
                 raise UserError(f"{name} must not be negative, got {value}")
         if not 0 < self.decay <= 1:
             raise UserError(f"decay must be above 0 and at most 1, got {self.decay}")
         if not self.lr > 0:
             raise UserError(f"lr must be above 0, got {self.lr}")
-        if self.labels not in ("hard", "soft"):
-            raise UserError(f"labels must be 'hard' or 'soft', got {self.labels!r}")
+        if self.max_minutes is not None and not self.max_minutes > 0:
+            raise UserError(f"max_minutes must be above 0, got {self.max_minutes}; leave it out to end by max_steps")
+        self.judge()
+
+    def judge(self) -> Objective:
+        """The objective with its parameters. Raises UserError when they are impossible."""
+        return Objective(name=self.objective, jsd_beta=self.jsd_beta, lk_eta=self.lk_eta)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FitResult:
-    """What a finished run leaves behind."""
+class Learned(NamedTuple):
+    """What a micro-batch, or several, gave; to be divided by its count once that is complete."""
 
-    checkpoint: Path
-    """The drafter's own weights (safetensors) at the step with the greatest accepted length."""
-    accepted_length: float
-    """Tokens per target pass, bonus included, decoded on held-out text at that step."""
-    by_position: tuple[float, ...]
-    """Share of passes that accepted at least the 1st, 2nd, ... drafted token, at that step."""
-    step: int
-    """That optimizer step."""
-    steps: int
-    """Optimizer steps of the whole run."""
+    total: Tensor
+    """The weighted sum of losses, differentiable."""
+    sums_KC: Tensor
+    """Sums of `metrics.COLUMNS`."""
+    weights: tuple[float, ...]
+    """Weight of each draft step in the total."""
+    offsets: tuple[int, ...]
+    """How far ahead each draft step predicts."""
 
 
 class DraftModule(L.LightningModule):
     """Trains a drafter beside a frozen target, which stays outside the module tree.
 
-    A family says how its drafter is built, and which trained weights its output layer has.
+    A new family overrides `build_drafter`, and `output_parameters` if its output layer has trained weights. It may
+    override `weights` (of the draft steps; they may depend on `progress`), `objectives` (another judge for some draft
+    steps; then also `needs_teacher`) and `configure_optimizers`. Its drafter's `forward` says where the draft steps
+    predict, where they have a state at all and which of the target's states they estimate (`Drafts`); its property
+    `reads_states` spares a step the target's pass. Its config subclasses TrainConfig and names its own defaults.
 
     Args:
         target: the frozen model.
@@ -126,7 +136,11 @@ class DraftModule(L.LightningModule):
         super().__init__()
         self.target, self.config, self.token_counts = target, config, token_counts
         self.figures: dict[str, float] = {}
-        self._sums_KC: Tensor | None = None
+        self.clock = Clock()
+        self.seconds = 0.0
+        """Seconds trained up to the newest optimizer step; the same in all processes of a run that ends by time."""
+        self.peak_memory_bytes = 0
+        self._pending: Learned | None = None
         self._learned = 0.0
 
     def build_drafter(self) -> Drafter:
@@ -156,7 +170,7 @@ class DraftModule(L.LightningModule):
         groups = [{"params": matrices, "weight_decay": self.config.weight_decay},
                   {"params": vectors, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=self.config.lr)
-        factor = warmup_cosine(self.config.warmup_steps, self.config.max_steps)
+        factor = warmup_cosine(self.config.warmup_steps, self.config.max_steps, lambda: self.time_spent)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -167,8 +181,22 @@ class DraftModule(L.LightningModule):
     # The loss --------------------------------------------------------------------------------------------------------
 
     def weights(self, steps: int) -> tuple[float, ...]:
-        """Weight of each draft step in the loss."""
+        """Weight of each draft step in the loss. Asked once an optimizer step, so that its micro-batches agree."""
         return tuple(self.config.decay**step for step in range(steps))
+
+    def objectives(self, steps: int) -> tuple[Objective, ...]:
+        """What judges each draft step."""
+        return (self.config.judge(),) * steps
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the target's distribution judges some draft step."""
+        return self.config.judge().needs_teacher
+
+    @property
+    def needs_states(self) -> bool:
+        """Whether a step of training reads the target's states; otherwise the target is not run in it."""
+        return self.drafter.reads_states or self.needs_teacher or self.config.feature_weight > 0
 
     def encoded(self, features: Features) -> Features:
         """The batch with the target's states: stored ones, or computed now in the target's own precision."""
@@ -177,20 +205,28 @@ class DraftModule(L.LightningModule):
         with torch.autocast(self.target.device.type, enabled=False):
             return self.target.encode(features, self.drafter.taps)
 
-    def loss(self, features: Features) -> tuple[Tensor, Tensor]:
-        """(total, sums_KC) of a batch, see `VocabularyLoss`: to be divided by its count once that is complete."""
-        features = self.encoded(features)
+    def loss(self, features: Features) -> Learned:
+        """What a batch teaches, see `VocabularyLoss`."""
+        features = self.encoded(features) if self.needs_states else features
         drafts = self.drafter(features)
+        weights = self.weights(len(drafts.offsets)) if self._pending is None else self._pending.weights
         ids_Q = self.drafter.token_ids_Q
-        steps = len(drafts.offsets)
-        loss = VocabularyLoss(
+        index_V = None if ids_Q is None else draft_index(ids_Q, self.target.vocab_size)
+        total, sums_KC = self._judge(weights, ids_Q)(drafts, features, index_V)
+        return Learned(total, sums_KC, weights, drafts.offsets)
+
+    def _judge(self, weights: tuple[float, ...], ids_Q: Tensor | None) -> VocabularyLoss:
+        steps, objectives = range(len(weights)), self.objectives(len(weights))
+        mass = any(objective.needs_mass for objective in objectives)
+        teacher = Teacher(self.target, ids_Q, mass=mass) if self.needs_teacher else None
+        entries = self.target.vocab_size if ids_Q is None else len(ids_Q)
+        return VocabularyLoss(
             project=self.drafter.project,
-            entries=self.target.vocab_size if ids_Q is None else len(ids_Q),
-            weights=self.weights(steps),
-            parameters=tuple(dict.fromkeys(weight for step in range(steps) for weight in self.output_parameters(step))),
-            teacher=OutputRows(self.target, ids_Q) if self.config.labels == "soft" else None,
+            entries=entries if teacher is None else max(entries, teacher.entries),
+            weights=weights,
+            parameters=tuple(dict.fromkeys(weight for step in steps for weight in self.output_parameters(step))),
+            objectives=objectives, teacher=teacher, feature_weight=self.config.feature_weight,
         )
-        return loss(drafts, features, None if ids_Q is None else draft_index(ids_Q, self.target.vocab_size))
 
     def on_train_batch_start(self, batch: Features, batch_idx: int) -> None:
         """Let all chance in a step depend on the seed and the micro-batch alone: a resumed run repeats it."""
@@ -201,25 +237,27 @@ class DraftModule(L.LightningModule):
 
         Lightning divides by the number of micro-batches, DDP by the number of ranks: both are taken back here.
         """
-        total, sums_KC = self.loss(batch)
-        self._sums_KC = sums_KC if self._sums_KC is None else self._sums_KC + sums_KC
-        return total * (self.config.accumulate * self.trainer.world_size)
+        learned, before = self.loss(batch), self._pending
+        sums_KC = learned.sums_KC if before is None else before.sums_KC + learned.sums_KC
+        self._pending = learned._replace(total=learned.total.detach(), sums_KC=sums_KC)
+        return learned.total * (self.config.accumulate * self.trainer.world_size)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Turn the summed gradient into that of the mean, before it is clipped; refuse to step on nonsense."""
-        if self._sums_KC is None:
+        if self._pending is None:
             raise RuntimeError("an optimizer step came before any micro-batch")
-        sums_KC = self.trainer.strategy.reduce(self._sums_KC, reduce_op="sum")
-        self._sums_KC = None
-        weights = self.weights(len(sums_KC))
-        total, count = (float(value) for value in weighted_mean_loss(sums_KC, weights))
+        pending, self._pending = self._pending, None
+        sums_KC = self.trainer.strategy.reduce(pending.sums_KC, reduce_op="sum")
+        total, count = (float(value) for value in weighted_mean_loss(sums_KC, pending.weights))
         self._check(total, count, float(sums_KC[:, 1].sum()))
         for parameter in self.drafter.parameters():
             if parameter.grad is not None:
                 parameter.grad.div_(max(count, 1.0))
-        self.figures = describe(sums_KC, weights) | {"learning_rate": optimizer.param_groups[0]["lr"]}
+        rates = {"learning_rate": optimizer.param_groups[0]["lr"]}
+        self.figures = describe(sums_KC, pending.weights, pending.offsets) | rates
         if self.logger is not None:
             self.logger.log_metrics(self.figures, step=self.global_step + 1)
+        self._take_time()
 
     def _check(self, total: float, count: float, missed: float) -> None:
         step = self.global_step + 1
@@ -233,6 +271,41 @@ class DraftModule(L.LightningModule):
                 reason = f"all {missed:.0f} labels lie outside the reduced vocabulary; raise vocabulary_size"
             raise UserError(f"nothing to learn in the first {step} optimizer steps: {reason}")
 
+    # Time ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def time_spent(self) -> float:
+        """Share of `max_minutes` that is over, 0 without such an end."""
+        return 0.0 if self.config.max_minutes is None else self.seconds / (60 * self.config.max_minutes)
+
+    @property
+    def progress(self) -> float:
+        """How far the run is, from 0 to 1, by steps or by time, whichever is further on."""
+        return min(1.0, max(self.global_step / self.config.max_steps, self.time_spent))
+
+    @property
+    def finished(self) -> bool:
+        """Whether the newest optimizer step was the last one."""
+        return self.progress >= 1.0
+
+    def _take_time(self) -> None:
+        self.seconds = self.clock.seconds
+        if self.config.max_minutes is not None:
+            # All processes must stop at the same step: the first one's clock holds for all.
+            self.seconds = self.trainer.strategy.broadcast(self.seconds)
+        self.peak_memory_bytes = max(self.peak_memory_bytes, peak_memory_bytes(self.device))
+
+    def on_train_start(self) -> None:
+        """Let the clock run, unless the checkpoint was that of the last step."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self.trainer.should_stop = self.finished
+        self.clock.start()
+
+    def on_train_batch_end(self, outputs: Any, batch: Features, batch_idx: int) -> None:
+        """End after the last step, once the callbacks have measured and saved it."""
+        self.trainer.should_stop = self.finished
+
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
     def recipe(self) -> dict[str, Any]:
@@ -242,7 +315,8 @@ class DraftModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what tells runs apart."""
-        checkpoint["draftsmith"] = {"recipe": self.recipe(), "learned": self._learned}
+        checkpoint["draftsmith"] = {"recipe": self.recipe(), "learned": self._learned, "seconds": self.seconds,
+                                    "peak_memory_bytes": self.peak_memory_bytes}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse the checkpoint of another run."""
@@ -252,7 +326,9 @@ class DraftModule(L.LightningModule):
             told = ", ".join(f"{name} is {_flat(own)[name]!r}, was {_flat(stored).get(name)!r}" for name in changed)
             raise UserError(f"the run in this folder was started with other settings ({told}); choose another --out "
                             "folder, or go back to those settings")
-        self._learned = checkpoint["draftsmith"]["learned"]
+        stored = checkpoint["draftsmith"]
+        self._learned, self.peak_memory_bytes = stored["learned"], stored["peak_memory_bytes"]
+        self.seconds = self.clock.before = stored["seconds"]
 
 
 def _flat(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -260,87 +336,3 @@ def _flat(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in nested.items():
         flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
     return flat
-
-
-def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, progress: bool = True) -> FitResult:
-    """Train a drafter, resuming from `out/last.ckpt` when it is there, and leave the best weights in `module.drafter`.
-
-    Args:
-        module: a family's module; `module.config` says how to train.
-        datamodule: its endless training loader starts at micro-batch `trainer.global_step * accumulate_grad_batches`
-            and makes micro-batch n from (seed, n, rank, world size) alone; `validation_features()` gives held-out rows.
-        out: gets `last.ckpt`, `best.safetensors` and the TensorBoard logs.
-        progress: show one line with rate and time left.
-
-    Raises:
-        UserError: if nothing is supervised, nothing is held out, the loss is not finite, the folder holds a run with
-            other settings or a damaged checkpoint, or it cannot be written.
-    """
-    out = Path(out)
-    make_folder(out)
-    measure = partial(_measure, nodes=module.config.validation_nodes)
-    acceptance = DecodedAcceptance(partial(_held_out, module, datamodule), measure, every=module.config.validate_every,
-                                   out=out)
-    last = out / LAST
-    with _quiet():
-        trainer = _trainer(module.config, out, acceptance, progress)
-        trainer.fit(module, datamodule=datamodule, ckpt_path=str(last) if last.exists() else None, weights_only=True)
-    # Lightning leaves the module on the CPU; what the drafter borrows is where the target is.
-    module.drafter.load_state_dict(load_weights(out / BEST))
-    module.drafter.to(module.target.device).eval()
-    best = acceptance.best
-    return FitResult(checkpoint=out / BEST, accepted_length=best["accepted_length"],
-                     by_position=tuple(best["by_position"]), step=best["step"], steps=trainer.global_step)
-
-
-def _measure(drafter: Drafter, target: Target, rows: list[Features], nodes: int) -> Any:
-    return decoded_acceptance(drafter, target, rows, nodes)
-
-
-def _held_out(module: DraftModule, datamodule: Any) -> list[Features]:
-    rows = [module.encoded(row.to(module.target.device)) for row in datamodule.validation_features()]
-    if not rows:
-        raise nothing_held_out()
-    return rows
-
-
-def _trainer(config: TrainConfig, out: Path, acceptance: DecodedAcceptance, progress: bool) -> L.Trainer:
-    line = [ProgressLine(acceptance)] if progress else []
-    return L.Trainer(
-        max_steps=config.max_steps, max_epochs=-1, accumulate_grad_batches=config.accumulate,
-        gradient_clip_val=config.clip or None, precision=_precision(config), accelerator=config.accelerator,
-        devices=config.devices, strategy=config.strategy, logger=_logger(out), plugins=[AtomicCheckpointIO()],
-        # The order matters: a checkpoint holds what the measurement before it found.
-        callbacks=[acceptance, LastCheckpoint(every=config.checkpoint_every, out=out), *line],
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
-        num_sanity_val_steps=0, use_distributed_sampler=False, default_root_dir=out,
-    )
-
-
-def _logger(out: Path) -> TensorBoardLogger:
-    return TensorBoardLogger(save_dir=out, name="tensorboard", version="")
-
-
-def _precision(config: TrainConfig) -> Any:
-    if config.precision != "auto":
-        return config.precision
-    on_cuda = config.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
-    return "bf16-mixed" if on_cuda else "32-true"
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Lightning's banners, tips and advice about choices that are made on purpose stay unsaid."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric",
-                                                    "lightning.pytorch.utilities.rank_zero",
-                                                    "lightning.fabric.utilities.rank_zero")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module=r"lightning\..*")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

@@ -13,6 +13,7 @@ from ..modules.drafter import Drafter
 from ..modules.errors import UserError
 from ..modules.features import Features
 from ..modules.target import Target
+from .base import DraftModule
 from .checkpoints import save_weights
 
 FEWEST_TOKENS = 1000
@@ -33,9 +34,13 @@ Measure = Callable[[Drafter, Target, list[Features]], Measured]
 
 
 class _EveryStep(L.Callback):
-    """Something done after some optimizer steps, once each, however many micro-batches make a step."""
+    """Something done after some optimizer steps, once each, however many micro-batches make a step.
 
-    def __init__(self) -> None:
+    It is no training: the module's clock stands still meanwhile.
+    """
+
+    def __init__(self, module: DraftModule) -> None:
+        self.module = module
         self.seen = -1
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -48,9 +53,10 @@ class _EveryStep(L.Callback):
         """Act once a step is complete."""
         if trainer.global_step > self.seen:
             self.seen = trainer.global_step
-            self.after_step(trainer, module, self.seen)
+            with self.module.clock.paused():
+                self.after_step(trainer, self.seen)
 
-    def after_step(self, trainer: L.Trainer, module: L.LightningModule, step: int) -> None:
+    def after_step(self, trainer: L.Trainer, step: int) -> None:
         """Act after optimizer step `step`, counted from 1."""
         raise NotImplementedError
 
@@ -58,18 +64,21 @@ class _EveryStep(L.Callback):
 class DecodedAcceptance(_EveryStep):
     """Decodes held-out text during training and keeps the drafter with the greatest accepted length.
 
-    Equal lengths go to the earlier step. The first process decodes; all learn the result.
+    It does so after every `validate_every`-th step and after the last one. Equal lengths go to the earlier step. The
+    first process decodes; all learn the result.
 
     Args:
+        module: whose drafter is measured.
         held_out: gives the held-out rows, with target states; called at the first measurement.
         measure: decodes them.
-        every: optimizer steps between two measurements; the last step is always measured.
         out: folder that gets the best weights.
     """
 
-    def __init__(self, held_out: Callable[[], list[Features]], measure: Measure, *, every: int, out: Path) -> None:
-        super().__init__()
-        self.held_out, self.measure, self.every, self.out = held_out, measure, every, out
+    def __init__(
+        self, module: DraftModule, held_out: Callable[[], list[Features]], measure: Measure, *, out: Path
+    ) -> None:
+        super().__init__(module)
+        self.held_out, self.measure, self.every, self.out = held_out, measure, module.config.validate_every, out
         self.rows: list[Features] | None = None
         self.best: dict[str, Any] = {}
         self.latest: float | None = None
@@ -82,26 +91,26 @@ class DecodedAcceptance(_EveryStep):
         """Go on from a checkpoint's measurements."""
         self.best, self.latest = state_dict["best"], state_dict["latest"]
 
-    def after_step(self, trainer: L.Trainer, module: L.LightningModule, step: int) -> None:
+    def after_step(self, trainer: L.Trainer, step: int) -> None:
         """Measure when it is time, and keep the weights when they are the best."""
-        if step % self.every and step != trainer.max_steps:
+        if step % self.every and not self.module.finished:
             return
-        found: dict[str, Any] = trainer.strategy.broadcast(self._measured(module) if trainer.is_global_zero else {})
+        found: dict[str, Any] = trainer.strategy.broadcast(self._measured() if trainer.is_global_zero else {})
         self.latest = found["accepted_length"]
         if trainer.logger is not None:
             trainer.logger.log_metrics({"accepted_length": self.latest}, step=step)
         if not self.best or self.latest > self.best["accepted_length"]:
             self.best = {**found, "step": step}
             if trainer.is_global_zero:
-                save_weights(self.out / BEST, _drafter(module))
+                save_weights(self.out / BEST, self.module.drafter)
 
-    def _measured(self, module: Any) -> dict[str, Any]:
+    def _measured(self) -> dict[str, Any]:
         if self.rows is None:
             self.rows = self.held_out()
-        drafter = _drafter(module)
+        drafter = self.module.drafter
         drafter.eval()
         with torch.no_grad():
-            found = self.measure(drafter, module.target, self.rows)
+            found = self.measure(drafter, self.module.target, self.rows)
         drafter.train()
         if found.tokens < FEWEST_TOKENS and not self.best:
             warnings.warn(f"validation decodes only {found.tokens} tokens; distil more held-out text to reach "
@@ -110,29 +119,27 @@ class DecodedAcceptance(_EveryStep):
                 "by_position": [float(share) for share in found.by_position]}
 
 
-def _drafter(module: Any) -> Drafter:
-    drafter: Drafter = module.drafter
-    return drafter
-
-
 class LastCheckpoint(_EveryStep):
     """Writes the checkpoint that an interrupted run resumes from. It comes after the callbacks whose state it saves."""
 
-    def __init__(self, *, every: int, out: Path) -> None:
-        super().__init__()
-        self.every, self.out = every, out
+    def __init__(self, module: DraftModule, *, out: Path) -> None:
+        super().__init__(module)
+        self.every, self.out = module.config.checkpoint_every, out
 
-    def after_step(self, trainer: L.Trainer, module: L.LightningModule, step: int) -> None:
+    def after_step(self, trainer: L.Trainer, step: int) -> None:
         """Write when it is time, and after the last step."""
-        if step % self.every == 0 or step == trainer.max_steps:
+        if step % self.every == 0 or self.module.finished:
             trainer.save_checkpoint(self.out / LAST)
 
 
 class ProgressLine(_EveryStep):
-    """One line: steps done, rate, time left, the loss, the newest accepted length."""
+    """One line: steps done, rate, time left, the loss, the newest accepted length.
 
-    def __init__(self, acceptance: DecodedAcceptance) -> None:
-        super().__init__()
+    A run that ends by time counts its steps towards no end, and tells its minutes.
+    """
+
+    def __init__(self, module: DraftModule, acceptance: DecodedAcceptance) -> None:
+        super().__init__(module)
         self.acceptance = acceptance
         self.line: Any = None
 
@@ -140,13 +147,16 @@ class ProgressLine(_EveryStep):
         """Open the line where the run resumes."""
         super().on_train_start(trainer, module)
         if trainer.is_global_zero:
-            self.line = tqdm(total=trainer.max_steps, initial=self.seen, desc="train", unit="step", dynamic_ncols=True)
+            total = trainer.max_steps if self.module.config.max_minutes is None else None
+            self.line = tqdm(total=total, initial=self.seen, desc="train", unit="step", dynamic_ncols=True)
 
-    def after_step(self, trainer: L.Trainer, module: L.LightningModule, step: int) -> None:
+    def after_step(self, trainer: L.Trainer, step: int) -> None:
         """Advance the line."""
         if self.line is None:
             return
-        figures = {"loss": getattr(module, "figures", {}).get("loss"), "accepted": self.acceptance.latest}
+        figures = {"loss": self.module.figures.get("loss"), "accepted": self.acceptance.latest}
+        if self.module.config.max_minutes is not None:
+            figures["minutes"] = self.module.seconds / 60
         self.line.set_postfix({name: f"{value:.2f}" for name, value in figures.items() if value is not None},
                               refresh=False)
         self.line.update()

@@ -4,7 +4,7 @@ Shapes: B rows, L positions, N predicted tokens, K draft steps, D hidden size, V
 draft vocabulary, C columns of sums (`metrics.COLUMNS`).
 
 The batch is cut by *predicted token*, not by index: one chunk holds what all K draft steps guessed about the same
-tokens, so that the target's distribution there (soft labels) is computed once for all of them.
+tokens, so that the target's distribution there is computed once for all of them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,13 +17,15 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ..modules.drafter import Drafts
+from ..modules.errors import UserError
 from ..modules.features import Features
 from .metrics import COLUMNS, rank_hits, weighted_mean_loss
+from .objectives import Objective, Taught, log_alpha, wide
 
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
-"""Logits alive at once, by kind of device: 32 MiB of float32 on a CPU, 256 MiB on a GPU; about three more tensors of
-that size stand beside them. On a CPU smaller chunks read the output weight too often and larger ones gain nothing
-(`tests/benchmarks/vocabulary_loss.py --chunk`)."""
+"""Logits alive at once, by kind of device: 32 MiB of float32 on a CPU, 256 MiB on a GPU; three to six more tensors of
+that size stand beside them, by objective. On a CPU smaller chunks read the output weight too often and larger ones gain
+nothing (`tests/benchmarks/vocabulary_loss.py --chunk`)."""
 TRAINED_FACTOR = 4
 """Larger chunks where the output weight is trained: each adds a gradient of the weight's size."""
 
@@ -44,18 +46,25 @@ class Supervision:
     """Labels of each draft step that lie outside the draft vocabulary: they are not learned."""
 
 
-def supervise(features: Features, offsets: Sequence[int], index_V: Tensor | None = None) -> Supervision:
+def supervise(
+    features: Features, offsets: Sequence[int], index_V: Tensor | None = None, valid_BLK: Tensor | None = None
+) -> Supervision:
     """Who predicts which token, by `Features.labels` alone.
 
     Args:
         features: the batch.
         offsets: how far ahead each draft step predicts.
         index_V: entry of the draft vocabulary for each target token, -1 for none; None for the whole vocabulary.
+        valid_BLK: where a draft step has a state, by the index at which it predicts; None for everywhere.
     """
     tokens_BL = features.tokens_BL
     entries_BL = tokens_BL if index_V is None else index_V[tokens_BL]
     known_BL = entries_BL >= 0
-    asked_BLK = torch.stack([_at_predicted(features.labels(offset)[1], offset) for offset in offsets], dim=-1)
+    predicts = [features.labels(offset)[1] for offset in offsets]
+    if valid_BLK is not None:
+        predicts = [labelled_BL & valid_BLK[:, :, step] for step, labelled_BL in enumerate(predicts)]
+    asked_BLK = torch.stack([_at_predicted(here_BL, offset) for here_BL, offset in zip(predicts, offsets, strict=True)],
+                            dim=-1)
     valid_BLK = asked_BLK & known_BL[..., None]
     chosen_N = valid_BLK.any(-1).flatten().nonzero()[:, 0]
     valid_NK = valid_BLK.flatten(0, 1)[chosen_N]
@@ -77,22 +86,6 @@ def _at_predicted(valid_BL: Tensor, offset: int) -> Tensor:
     return moved
 
 
-def hard_loss(logits_NQ: Tensor, labels_N: Tensor, _teacher_NQ: Tensor | None) -> Tensor:
-    """-log q(label) of each row, in nats, float32."""
-    return functional.cross_entropy(_wide(logits_NQ), labels_N, reduction="none")
-
-
-def soft_loss(logits_NQ: Tensor, _labels_N: Tensor, teacher_NQ: Tensor | None) -> Tensor:
-    """-sum p log q of each row, p the target's distribution over the same entries: forward KL up to a constant."""
-    if teacher_NQ is None:
-        raise ValueError("soft labels need the target's distribution; give a teacher")
-    return functional.cross_entropy(_wide(logits_NQ), teacher_NQ, reduction="none")
-
-
-def _wide(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
 @dataclass(frozen=True, kw_only=True)
 class VocabularyLoss:
     """How draft states become a loss: the output layer of each step, the labels, the weights."""
@@ -100,13 +93,17 @@ class VocabularyLoss:
     project: Callable[[Tensor, int], Tensor]
     """Draft logits [..., Q] of a step for its states [..., D]."""
     entries: int
-    """Entries Q of the draft vocabulary."""
+    """Logits formed for one token at a time: the draft vocabulary's, or more where the teacher forms more."""
     weights: tuple[float, ...]
     """Weight of each draft step in the loss."""
     parameters: tuple[nn.Parameter, ...] = ()
     """Trained weights that `project` reads."""
-    teacher: Callable[[Tensor], Tensor] | None = None
-    """Target logits [..., Q] of final states [..., D]; None teaches the hard labels."""
+    objectives: tuple[Objective, ...]
+    """What judges each draft step."""
+    teacher: Callable[[Tensor], Taught] | None = None
+    """The target's distribution behind final states [..., D]; None where no objective reads it."""
+    feature_weight: float = 0.0
+    """Weight of the feature loss beside the objective."""
     chunk_elements: int | None = None
     """Logits alive at once; None takes the device's CHUNK_ELEMENTS."""
 
@@ -114,19 +111,51 @@ class VocabularyLoss:
         """Return (total, sums_KC): the weighted sum of losses, differentiable, and the sums of `metrics.COLUMNS`.
 
         The total belongs over `metrics.weighted_mean_loss(sums_KC, weights)[1]`, once both are complete over all
-        micro-batches and ranks. A label outside the draft vocabulary is not learned, under hard and soft labels alike:
-        there the right token cannot be drafted, and the target's renormalised distribution teaches another one.
+        micro-batches and ranks. A label outside the draft vocabulary is not learned, whatever the objective: there the
+        right token cannot be drafted, and the target's renormalised distribution teaches another one.
         """
-        supervision = supervise(features, drafts.offsets, index_V)
+        supervision = supervise(features, drafts.offsets, index_V, drafts.valid_BLK)
         flat_MKD = drafts.hidden_BLKD.flatten(0, 1)
         steps_K = torch.arange(len(drafts.offsets), device=flat_MKD.device)
         hidden_NKD = flat_MKD[supervision.sources_NK, steps_K]
         states_ND = None if self.teacher is None else features.final().flatten(0, 1)[supervision.teachers_N]
-        rows = _Rows(self, supervision, states_ND)
+        total, sums_KC = self._vocabulary(_Rows(self, supervision, states_ND), hidden_NKD)
+        if not self.feature_weight:
+            return total, sums_KC
+        return self._with_features(total, sums_KC, feature_loss(hidden_NKD, supervision, drafts, features))
+
+    def _vocabulary(self, rows: "_Rows", hidden_NKD: Tensor) -> tuple[Tensor, Tensor]:
         if not torch.is_grad_enabled():
             return rows.sums(hidden_NKD)
         total, sums_KC = _ChunkedSum.apply(rows, hidden_NKD, *self.parameters)  # type: ignore[no-untyped-call]
         return total, sums_KC
+
+    def _with_features(self, total: Tensor, sums_KC: Tensor, feature_K: Tensor) -> tuple[Tensor, Tensor]:
+        weights_K = torch.tensor(self.weights, dtype=feature_K.dtype, device=feature_K.device)
+        added_KC = torch.zeros_like(sums_KC)
+        added_KC[:, COLUMNS.index("feature")] = feature_K.detach()
+        added_KC[:, COLUMNS.index("loss")] = self.feature_weight * feature_K.detach()
+        return total + self.feature_weight * (weights_K * feature_K).sum(), sums_KC + added_KC
+
+
+def feature_loss(hidden_NKD: Tensor, supervision: Supervision, drafts: Drafts, features: Features) -> Tensor:
+    """Smooth L1 between each draft state and the target's final state that it estimates; sums over tokens, [K].
+
+    A token counts the mean over its D components, as in arXiv:2401.15077, section 4.1 (there weighted 1.0 beside
+    0.1 for the objective). It is taken where the state's label is learned, and nowhere else.
+
+    Raises:
+        UserError: if the drafter's states estimate none of the target's.
+    """
+    final_MD = features.final().flatten(0, 1)
+    if drafts.estimates is None or final_MD.shape[-1] != hidden_NKD.shape[-1]:
+        raise UserError("feature_weight is above 0, but the states of this drafter estimate none of the target's; set "
+                        "feature_weight to 0")
+    estimates_K = torch.tensor(drafts.estimates, device=final_MD.device)
+    # Where a step is not valid its source is any index: what lies beyond the batch is not read.
+    places_NK = (supervision.sources_NK + estimates_K).clamp(max=len(final_MD) - 1)
+    apart_NKD = functional.smooth_l1_loss(wide(hidden_NKD), wide(final_MD[places_NK]), reduction="none")
+    return torch.where(supervision.valid_NK, apart_NKD.mean(-1), 0.0).sum(0)
 
 
 class _Rows:
@@ -143,22 +172,22 @@ class _Rows:
         return (slice(start, start + size) for start in range(0, len(self.supervision.labels_N), size))
 
     @torch.no_grad()
-    def teach(self, chunk: slice) -> Tensor | None:
-        """The target's distribution over the draft vocabulary at the tokens of the chunk, renormalised; [N, Q]."""
+    def teach(self, chunk: slice) -> Taught | None:
+        """The target's distribution over the draft vocabulary at the tokens of the chunk."""
         if self.loss.teacher is None or self.states_ND is None:
             return None
-        return _wide(self.loss.teacher(self.states_ND[chunk])).softmax(-1)
+        return self.loss.teacher(self.states_ND[chunk])
 
-    def step(self, states_ND: Tensor, step: int, chunk: slice, teacher_NQ: Tensor | None) -> tuple[Tensor, Tensor]:
+    def step(self, states_ND: Tensor, step: int, chunk: slice, teaching: Taught | None) -> tuple[Tensor, Tensor]:
         """Return (loss, sums_C) of one draft step at the tokens of the chunk; the loss is a sum, without the weight."""
         valid_N, labels_N = self.supervision.valid_NK[chunk, step], self.supervision.labels_N[chunk]
         logits_NQ = self.loss.project(states_ND, step)
-        objective = hard_loss if teacher_NQ is None else soft_loss
-        loss = torch.where(valid_N, objective(logits_NQ, labels_N, teacher_NQ), 0.0).sum()
+        loss = torch.where(valid_N, self.loss.objectives[step](logits_NQ, labels_N, teaching), 0.0).sum()
         with torch.no_grad():
+            alpha, known = _acceptance(logits_NQ, valid_N, teaching)
+            sums = (valid_N.sum(), torch.zeros_like(loss), loss, alpha, known, torch.zeros_like(loss))
             hits_R = rank_hits(logits_NQ, labels_N, valid_N)
-            sums_C = torch.cat([valid_N.sum()[None], valid_N.new_zeros(1), loss.detach()[None], hits_R])
-        return loss, sums_C.to(torch.float64)
+            return loss, torch.cat([torch.stack([value.to(torch.float64) for value in sums]), hits_R])
 
     def empty(self, device: torch.device) -> Tensor:
         """Sums before the first chunk: what lies outside the draft vocabulary is known already; [K, C]."""
@@ -174,10 +203,18 @@ class _Rows:
         """Return (total, sums_KC) without a gradient."""
         sums_KC = self.empty(hidden_NKD.device)
         for chunk in self.chunks(hidden_NKD.device):
-            teacher_NQ = self.teach(chunk)
+            teaching = self.teach(chunk)
             for step in range(len(sums_KC)):
-                sums_KC[step] += self.step(hidden_NKD[chunk, step], step, chunk, teacher_NQ)[1]
+                sums_KC[step] += self.step(hidden_NKD[chunk, step], step, chunk, teaching)[1]
         return self.total(sums_KC, hidden_NKD), sums_KC
+
+
+def _acceptance(logits_NQ: Tensor, valid_N: Tensor, teaching: Taught | None) -> tuple[Tensor, Tensor]:
+    """(sum of alpha, count) at the valid tokens; nothing where the mass inside the draft vocabulary is unknown."""
+    if teaching is None or teaching.log_mass_N is None:
+        return valid_N.new_zeros(()), valid_N.new_zeros(())
+    alpha_N = log_alpha(wide(logits_NQ).log_softmax(-1), teaching).exp()
+    return torch.where(valid_N, alpha_N, 0.0).sum(), valid_N.sum()
 
 
 class _ChunkedSum(torch.autograd.Function):
@@ -193,11 +230,11 @@ class _ChunkedSum(torch.autograd.Function):
         owned: list[Tensor | None] = [None] * len(parameters)
         sums_KC = rows.empty(hidden_NKD.device)
         for chunk in rows.chunks(hidden_NKD.device):
-            teacher_NQ = rows.teach(chunk)
+            teaching = rows.teach(chunk)
             for step, weight in enumerate(rows.loss.weights):
                 with torch.enable_grad():
                     states_ND = hidden_NKD[chunk, step].detach().requires_grad_()
-                    loss, sums_C = rows.step(states_ND, step, chunk, teacher_NQ)
+                    loss, sums_C = rows.step(states_ND, step, chunk, teaching)
                     found = torch.autograd.grad(loss * weight, (states_ND, *parameters), allow_unused=True)
                 gradient_NKD[chunk, step] = found[0]
                 owned = [_added(total, part) for total, part in zip(owned, found[1:], strict=True)]

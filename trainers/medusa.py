@@ -9,12 +9,15 @@ from ..modules.medusa import Medusa, MedusaConfig
 from ..modules.target import Target
 from ..modules.vocabulary import choose
 from .base import DraftModule, TrainConfig
+from .objectives import ObjectiveName
 
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaTrainConfig(TrainConfig):
     """How Medusa heads are shaped and trained."""
 
+    objective: ObjectiveName = "hard"
+    """See TrainConfig; the paper's is `hard`, the tokens that follow."""
     drafter: MedusaConfig = field(default_factory=MedusaConfig)
     """The heads."""
 

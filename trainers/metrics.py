@@ -4,14 +4,18 @@ Shapes: K draft steps, C columns of sums, N rows, Q entries of the draft vocabul
 """
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from operator import mul
 
 import torch
 from torch import Tensor
 
 RANKS = (1, 2, 3, 5, 10)
 """A hit at rank r: the label is among the r best guesses."""
-COLUMNS = ("count", "missed", "loss", *(f"top{rank}" for rank in RANKS))
-"""Sums kept for each draft step: labels learned, labels outside the draft vocabulary, loss in nats, hits by rank."""
+COLUMNS = ("count", "missed", "loss", "alpha", "alpha_count", "feature", *(f"top{rank}" for rank in RANKS))
+"""Sums kept for each draft step: labels learned, labels outside the draft vocabulary, the whole loss; the chance that
+rejection sampling accepts the draft's token, and how many labels it was formed for; the feature loss before its
+weight; hits by rank."""
 
 
 def rank_hits(logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor) -> Tensor:
@@ -31,22 +35,35 @@ def weighted_mean_loss(sums_KC: Tensor, weights_K: Sequence[float]) -> tuple[Ten
     return (weights * sums_KC[:, COLUMNS.index("loss")]).sum(), (weights * sums_KC[:, 0]).sum()
 
 
-def describe(sums_KC: Tensor, weights_K: Sequence[float]) -> dict[str, float]:
+def describe(sums_KC: Tensor, weights_K: Sequence[float], offsets: Sequence[int]) -> dict[str, float]:
     """Readable figures of the sums of one optimizer step or one held-out set.
 
+    `alpha` is the mean over the labels learned, where the target's whole distribution was formed: over the whole
+    vocabulary with any teacher, over a reduced one with the objectives that need it.
+
     `expected_accepted_length` is a teacher-forced estimate for a chain, steps taken as independent: 1 + top1 of the
-    first head + top1 of the first times top1 of the second + ... It is no measurement; that is `accepted_length`.
+    first head + top1 of the first times top1 of the second + ... It is no measurement; that is `accepted_length`. It
+    stands only where each draft step predicts further ahead than the one before.
     """
     total, weight = weighted_mean_loss(sums_KC, weights_K)
     figures = {"loss": float(total / weight)} if float(weight) else {}
-    expected, chance = 1.0, 1.0
+    chances = []
     for step, row in enumerate(sums_KC.tolist(), start=1):
         sums = dict(zip(COLUMNS, row, strict=True))
-        labels = sums["count"] + sums["missed"]
         if not sums["count"]:
             return figures
-        figures |= {f"head{step}/{name}": sums[name] / sums["count"] for name in ("loss", "top1", "top5")}
-        figures[f"head{step}/coverage"] = sums["count"] / labels
-        chance *= sums["top1"] / labels
-        expected += chance
-    return figures | {"expected_accepted_length": expected}
+        figures |= {f"head{step}/{name}": value for name, value in _of_step(sums).items()}
+        chances.append(sums["top1"] / (sums["count"] + sums["missed"]))
+    if any(later <= earlier for earlier, later in pairwise(offsets)):
+        return figures
+    return figures | {"expected_accepted_length": 1 + sum(accumulate(chances, mul))}
+
+
+def _of_step(sums: dict[str, float]) -> dict[str, float]:
+    figures = {name: sums[name] / sums["count"] for name in ("loss", "top1", "top5")}
+    figures["coverage"] = sums["count"] / (sums["count"] + sums["missed"])
+    if sums["alpha_count"]:
+        figures["alpha"] = sums["alpha"] / sums["alpha_count"]
+    if sums["feature"]:
+        figures["feature"] = sums["feature"] / sums["count"]
+    return figures

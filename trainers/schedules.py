@@ -4,17 +4,25 @@ import math
 from collections.abc import Callable
 
 
-def warmup_cosine(warmup_steps: int, max_steps: int) -> Callable[[int], float]:
+def warmup_cosine(
+    warmup_steps: int, max_steps: int, time_spent: Callable[[], float] = lambda: 0.0
+) -> Callable[[int], float]:
     """Factor of the peak learning rate for the optimizer step that comes after `step` finished ones.
 
     It rises in equal parts over the first `warmup_steps` steps, the first of which already learns, is 1 at the last of
     them, and falls along a half cosine towards zero, which it would reach just after the last step.
+
+    Args:
+        warmup_steps: steps of the rise.
+        max_steps: steps of the run.
+        time_spent: share of the run's time that is over, for runs that may end by time: the cosine follows whichever
+            of steps and time is further on.
     """
 
     def factor(step: int) -> float:
-        if step < warmup_steps:
-            return (step + 1) / warmup_steps
-        progress = (step - warmup_steps) / max(1, max_steps - warmup_steps)
-        return 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+        rise = (step + 1) / warmup_steps if step < warmup_steps else 1.0
+        by_steps = max(0.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
+        progress = min(1.0, max(by_steps, time_spent()))
+        return rise * 0.5 * (1.0 + math.cos(math.pi * progress))
 
     return factor

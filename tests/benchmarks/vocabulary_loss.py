@@ -38,10 +38,15 @@ def measure(variant: str, options: argparse.Namespace) -> dict[str, float]:
     def chunked(states, final, features):
         from draftsmith.modules.drafter import Drafts
         from draftsmith.trainers.losses import VocabularyLoss
+        from draftsmith.trainers.objectives import Objective, taught
 
+        def teacher(rows):
+            return taught(functional.linear(rows, weight), rows.new_zeros(len(rows)))
+
+        objective = Objective(name="soft" if kind == "soft" else "hard")
         loss = VocabularyLoss(project=project, entries=vocabulary, weights=(1.0,) * HEADS, parameters=tuple(owned),
-                              chunk_elements=options.chunk,
-                              teacher=(lambda rows: functional.linear(rows, weight)) if kind == "soft" else None)
+                              chunk_elements=options.chunk, objectives=(objective,) * HEADS,
+                              teacher=teacher if objective.needs_teacher else None)
         return loss(Drafts(hidden_BLKD=states, offsets=tuple(range(2, 2 + HEADS))), features)[0]
 
     def plain(states, final, features):

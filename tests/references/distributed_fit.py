@@ -1,4 +1,7 @@
-"""Train on the cycle for a few steps; started by hand or by torch.distributed.run. Arguments: folder, accumulate."""
+"""Train on the cycle for a few steps; started by hand or by torch.distributed.run.
+
+Arguments: folder, accumulate, and minutes for a run that ends by time: then the second process's clock is far ahead.
+"""
 
 import os
 import sys
@@ -16,13 +19,18 @@ from draftsmith.trainers import MedusaModule, MedusaTrainConfig, fit
 def main() -> None:
     torch.set_num_threads(1)
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    minutes = float(sys.argv[3]) if len(sys.argv) > 3 else None
     config = MedusaTrainConfig(
-        max_steps=6, lr=1e-2, warmup_steps=2, validate_every=3, validation_nodes=4, checkpoint_every=3, clip=0.05,
+        max_steps=6 if minutes is None else 100_000, max_minutes=minutes, lr=1e-2, warmup_steps=2,
+        validate_every=3, validation_nodes=4, checkpoint_every=3, clip=0.05,
         accumulate=int(sys.argv[2]), devices=world, strategy="ddp" if world > 1 else "auto", accelerator="cpu",
         precision="32-true", drafter=MedusaConfig(num_heads=2, output="copy"),
     )
-    result = fit(MedusaModule(cycle_target(), config), CycleData(), Path(sys.argv[1]), progress=False)
-    print(f"rank {os.environ.get('RANK', '0')}: step {result.step}, accepted length {result.accepted_length:.6f}")
+    module = MedusaModule(cycle_target(), config)
+    module.clock.before = 1e6 * int(os.environ.get("RANK", "0"))
+    result = fit(module, CycleData(), Path(sys.argv[1]), progress=False)
+    print(f"rank {os.environ.get('RANK', '0')}: step {result.step}, "
+          f"accepted length {result.accepted_length:.6f}, {result.steps} steps in all")
 
 
 if __name__ == "__main__":

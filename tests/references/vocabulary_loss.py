@@ -2,6 +2,8 @@
 
 from torch import Tensor
 
+from references import objectives
+
 
 def supervised(features, row, index, offset):
     """Whether the token `offset` places after `index` is one of the same conversation that the assistant wrote."""
@@ -10,18 +12,29 @@ def supervised(features, row, index, offset):
     return inside and bool(features.supervised_BL[row, there])
 
 
-def plain_loss(project, drafts, features, weights, *, teacher=None, entry=lambda token: token) -> tuple[Tensor, float]:
-    """(weighted sum of losses, weighted count); `entry(token)` is its place in the draft vocabulary, -1 for none."""
+def plain_loss(
+    target, project, drafts, features, weights, *, objective="hard", ids=None, feature_weight=0.0
+) -> tuple[Tensor, float]:
+    """(weighted sum of losses, weighted count); `ids` are the target ids of the draft vocabulary's entries."""
+    ids = list(range(target.vocab_size)) if ids is None else ids.tolist()
     total, count = drafts.hidden_BLKD.sum() * 0.0, 0.0
     rows, length = features.tokens_BL.shape
     for row, index in [(row, index) for row in range(rows) for index in range(length)]:
         for step, offset in enumerate(drafts.offsets):
-            if not supervised(features, row, index, offset):
+            present = drafts.valid_BLK is None or bool(drafts.valid_BLK[row, index, step])
+            if not (present and supervised(features, row, index, offset)):
                 continue
-            if (label := entry(int(features.tokens_BL[row, index + offset]))) < 0:
+            if (label := int(features.tokens_BL[row, index + offset])) not in ids:
                 continue
-            log_q = project(drafts.hidden_BLKD[row, index, step], step).log_softmax(-1)
-            p = None if teacher is None else teacher(features.final()[row, index + offset - 1]).softmax(-1)
-            total = total - weights[step] * (log_q[label] if p is None else (p * log_q).sum())
-            count += weights[step]
+            state = drafts.hidden_BLKD[row, index, step]
+            p = target.logits(features.final()[row, index + offset - 1]).softmax(-1)
+            loss = objectives.loss(objective, p, project(state, step).softmax(-1), ids, ids.index(label))
+            if feature_weight:
+                loss = loss + feature_weight * smooth_l1(state, features.final()[row, index + drafts.estimates[step]])
+            total, count = total + weights[step] * loss, count + weights[step]
     return total, count
+
+
+def smooth_l1(state, estimated):
+    apart = (state - estimated).abs()
+    return sum(value**2 / 2 if value < 1 else value - 0.5 for value in apart) / len(apart)

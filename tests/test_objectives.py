@@ -1,0 +1,118 @@
+"""Each objective against its slow twin, value and gradient, over a whole and a reduced vocabulary."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.modules import Target, UserError
+from draftsmith.trainers.objectives import Objective, Teacher, log_alpha, taught
+from references import objectives as plain
+from torch import Tensor
+
+NAMES = ("hard", "soft", "reverse_kl", "jsd", "tvd", "lk_alpha", "lk_hybrid")
+IDS = torch.arange(3, 90, 4)
+
+
+def case(target: Target, ids: Tensor | None, rows: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    """Final states of the target, draft logits and labels."""
+    final = torch.randn(rows, target.hidden_size, dtype=torch.float64)
+    entries = target.vocab_size if ids is None else len(ids)
+    return final, 3 * torch.randn(rows, entries, dtype=torch.float64), torch.randint(entries, (rows,))
+
+
+@pytest.mark.parametrize("ids", [None, IDS], ids=["whole", "reduced"])
+@pytest.mark.parametrize("name", NAMES)
+def test_values_and_gradients_equal_the_plain_twins(name: Any, ids: Tensor | None, tiny_target_f64: Target) -> None:
+    objective = Objective(name=name, jsd_beta=0.3, lk_eta=2.0)
+    final, logits, labels = case(tiny_target_f64, ids)
+    one, other = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    found = objective(one, labels, Teacher(tiny_target_f64, ids, mass=objective.needs_mass)(final))
+    p = tiny_target_f64.logits(final).softmax(-1)
+    entries = list(range(p.shape[1])) if ids is None else ids.tolist()
+    expected = torch.stack([plain.loss(name, p[row], other[row].softmax(-1), entries, int(labels[row]), 0.3, 2.0)
+                            for row in range(len(labels))])
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=1e-10)
+    scale = torch.arange(1.0, len(labels) + 1, dtype=torch.float64)
+    (found * scale).sum().backward()
+    (expected * scale).sum().backward()
+    torch.testing.assert_close(one.grad, other.grad, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "lk_hybrid"])
+def test_gradients_are_those_of_small_differences(name: Any, tiny_target_f64: Target) -> None:
+    """`lk_hybrid` holds its share constant, so its gradient is no derivative of its value: the twin above checks it."""
+    final, logits, labels = case(tiny_target_f64, IDS, rows=2)
+    teaching = Teacher(tiny_target_f64, IDS, mass=True)(final)
+    assert torch.autograd.gradcheck(lambda rows: Objective(name=name)(rows, labels, teaching), logits.requires_grad_())
+
+
+def test_the_acceptance_counts_the_mass_outside_as_lost(tiny_target_f64: Target) -> None:
+    final, _, _ = case(tiny_target_f64, IDS)
+    p = tiny_target_f64.logits(final).softmax(-1)
+    teaching = Teacher(tiny_target_f64, IDS, mass=True)(final)
+    # A draft that equals the renormalised target is accepted as often as the target stays inside, and no oftener.
+    alpha = log_alpha(teaching.log_p_NQ, teaching).exp()
+    torch.testing.assert_close(alpha, p[:, IDS].sum(-1))
+    assert (alpha < 0.9).all()
+    whole = Teacher(tiny_target_f64)(final)
+    torch.testing.assert_close(log_alpha(whole.log_p_NQ, whole).exp(), torch.ones(4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_half_precision_logits_are_judged_in_float32(name: Any) -> None:
+    logits, labels = torch.randn(3, 50).bfloat16(), torch.tensor([1, 2, 3])
+    teaching = taught(torch.randn(3, 50).bfloat16(), torch.zeros(3))
+    found = Objective(name=name)(logits, labels, teaching)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, Objective(name=name)(logits.float(), labels, teaching))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_extreme_logits_stay_finite(name: Any) -> None:
+    """The draft is sure of the wrong token, the target excludes half of the vocabulary."""
+    logits = torch.full((1, 8), -1e4)
+    logits[0, 7] = 1e4
+    known = torch.tensor([[0.0, 1.0, 2.0, 3.0, *[-math.inf] * 4]])
+    rows = logits.requires_grad_()
+    loss = Objective(name=name)(rows, torch.tensor([1]), taught(known, torch.zeros(1)))
+    loss.sum().backward()
+    assert loss.isfinite().all()
+    assert rows.grad is not None
+    assert rows.grad.isfinite().all()
+
+
+def test_a_perfect_draft_loses_nothing(tiny_target_f64: Target) -> None:
+    final, _, labels = case(tiny_target_f64, None)
+    teaching = Teacher(tiny_target_f64)(final)
+    for name in ("reverse_kl", "jsd", "tvd", "lk_alpha", "lk_hybrid"):
+        loss = Objective(name=name)(teaching.log_p_NQ, labels, teaching)  # type: ignore[arg-type]
+        torch.testing.assert_close(loss, torch.zeros_like(loss), atol=1e-12, rtol=0)
+
+
+def test_a_one_hot_target_makes_lk_alpha_cross_entropy() -> None:
+    logits, labels = torch.randn(3, 20, dtype=torch.float64), torch.tensor([4, 0, 19])
+    known = torch.full((3, 20), -math.inf, dtype=torch.float64)
+    known[torch.arange(3), labels] = 0.0
+    teaching = taught(known, torch.zeros(3, dtype=torch.float64))
+    torch.testing.assert_close(Objective(name="lk_alpha")(logits, labels, teaching),
+                               Objective(name="hard")(logits, labels, None))
+
+
+def test_a_teacher_is_asked_for(tiny_target_f64: Target) -> None:
+    final, logits, labels = case(tiny_target_f64, IDS)
+    with pytest.raises(ValueError, match="soft needs the target's distribution"):
+        Objective(name="soft")(logits, labels, None)
+    with pytest.raises(ValueError, match="needs the mass inside it"):
+        Objective(name="lk_alpha")(logits, labels, Teacher(tiny_target_f64, IDS)(final))
+
+
+@pytest.mark.parametrize(("settings", "told"), [
+    ({"name": "firm"}, "objective must be one of hard, soft, reverse_kl, .*got 'firm'"),
+    ({"jsd_beta": 1.0}, "jsd_beta must lie between 0 and 1, got 1.0"),
+    ({"lk_eta": -1.0}, "lk_eta must be a finite number of at least 0, got -1.0"),
+    ({"lk_eta": math.nan}, "lk_eta must be a finite number"),
+])
+def test_impossible_objectives_are_refused(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        Objective(**settings)

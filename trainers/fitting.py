@@ -1,0 +1,128 @@
+"""One run of training, from its folder's last checkpoint to its best weights."""
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from ..modules.calibration import decoded_acceptance
+from ..modules.drafter import Drafter
+from ..modules.features import Features
+from ..modules.target import Target
+from .base import DraftModule, TrainConfig
+from .callbacks import BEST, LAST, DecodedAcceptance, LastCheckpoint, ProgressLine, nothing_held_out
+from .checkpoints import AtomicCheckpointIO, load_weights, make_folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitResult:
+    """What a finished run leaves behind."""
+
+    checkpoint: Path
+    """The drafter's own weights (safetensors) at the step with the greatest accepted length."""
+    accepted_length: float
+    """Tokens per target pass, bonus included, decoded on held-out text at that step."""
+    by_position: tuple[float, ...]
+    """Share of passes that accepted at least the 1st, 2nd, ... drafted token, at that step."""
+    step: int
+    """That optimizer step."""
+    steps: int
+    """Optimizer steps of the whole run."""
+    seconds: float
+    """Seconds of training, those of interrupted runs that it went on from included; no validation, no checkpoints."""
+    peak_memory_bytes: int
+    """Greatest memory of the first process: allocated on its CUDA device during the run, elsewhere resident since the
+    process began. The target is part of it."""
+
+
+def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, progress: bool = True) -> FitResult:
+    """Train a drafter, resuming from `out/last.ckpt` when it is there, and leave the best weights in `module.drafter`.
+
+    Args:
+        module: a family's module; `module.config` says how to train.
+        datamodule: its endless training loader starts at micro-batch `trainer.global_step * accumulate_grad_batches`
+            and makes micro-batch n from (seed, n, rank, world size) alone; `validation_features()` gives held-out rows.
+        out: gets `last.ckpt`, `best.safetensors` and the TensorBoard logs.
+        progress: show one line with rate and time left.
+
+    Raises:
+        UserError: if nothing is supervised, nothing is held out, the loss is not finite, the folder holds a run with
+            other settings or a damaged checkpoint, or it cannot be written.
+    """
+    out = Path(out)
+    make_folder(out)
+    measure = partial(_measure, nodes=module.config.validation_nodes)
+    acceptance = DecodedAcceptance(module, partial(_held_out, module, datamodule), measure, out=out)
+    last = out / LAST
+    with _quiet():
+        trainer = _trainer(module, out, acceptance, progress)
+        trainer.fit(module, datamodule=datamodule, ckpt_path=str(last) if last.exists() else None, weights_only=True)
+    # Lightning leaves the module on the CPU; what the drafter borrows is where the target is.
+    module.drafter.load_state_dict(load_weights(out / BEST))
+    module.drafter.to(module.target.device).eval()
+    best = acceptance.best
+    return FitResult(checkpoint=out / BEST, accepted_length=best["accepted_length"],
+                     by_position=tuple(best["by_position"]), step=best["step"], steps=trainer.global_step,
+                     seconds=module.seconds, peak_memory_bytes=module.peak_memory_bytes)
+
+
+def _measure(drafter: Drafter, target: Target, rows: list[Features], nodes: int) -> Any:
+    return decoded_acceptance(drafter, target, rows, nodes)
+
+
+def _held_out(module: DraftModule, datamodule: Any) -> list[Features]:
+    rows = [module.encoded(row.to(module.target.device)) for row in datamodule.validation_features()]
+    if not rows:
+        raise nothing_held_out()
+    return rows
+
+
+def _trainer(module: DraftModule, out: Path, acceptance: DecodedAcceptance, progress: bool) -> L.Trainer:
+    config = module.config
+    line = [ProgressLine(module, acceptance)] if progress else []
+    return L.Trainer(
+        max_steps=config.max_steps, max_epochs=-1, accumulate_grad_batches=config.accumulate,
+        gradient_clip_val=config.clip or None, precision=_precision(config), accelerator=config.accelerator,
+        devices=config.devices, strategy=config.strategy, logger=_logger(out), plugins=[AtomicCheckpointIO()],
+        # The order matters: a checkpoint holds what the measurement before it found.
+        callbacks=[acceptance, LastCheckpoint(module, out=out), *line],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+        num_sanity_val_steps=0, use_distributed_sampler=False, default_root_dir=out,
+    )
+
+
+def _logger(out: Path) -> TensorBoardLogger:
+    return TensorBoardLogger(save_dir=out, name="tensorboard", version="")
+
+
+def _precision(config: TrainConfig) -> Any:
+    if config.precision != "auto":
+        return config.precision
+    on_cuda = config.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+    return "bf16-mixed" if on_cuda else "32-true"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Lightning's banners, tips and advice about choices that are made on purpose stay unsaid."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric",
+                                                    "lightning.pytorch.utilities.rank_zero",
+                                                    "lightning.fabric.utilities.rank_zero")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"lightning\..*")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
