@@ -2,7 +2,8 @@
 
 from .artifact import FORMAT_VERSION, Artifact, Tuning, load_artifact, read_description, save_artifact, save_tuning
 from .convert import FORMATS, export_artifact, import_medusa
-from .evaluate import EvaluateConfig, Method, PromptSets, evaluate
+from .evaluate import evaluate
+from .plan import EvaluateConfig, Method, PromptSets, Question
 from .report import terminal_table, write_report
 from .results import Evaluation, EvaluationRun, Lossless, Measures
 
@@ -17,6 +18,7 @@ __all__ = [
     "Measures",
     "Method",
     "PromptSets",
+    "Question",
     "Tuning",
     "evaluate",
     "export_artifact",

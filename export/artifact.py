@@ -71,6 +71,17 @@ class Artifact:
         """Nodes drafted by default, root included: the tuned size, else the whole tree."""
         return self.topology.size if self.tuning is None else min(self.tuning.tree_size, self.topology.size)
 
+    def predicted_speedup(self, size: int | None = None) -> float | None:
+        """What the measured cost predicts for a tree of `size` nodes (default: `tree_size`), one greedy row.
+
+        None where nothing was measured on this machine, or no length was estimated for the size.
+        """
+        size = self.tree_size if size is None else size
+        if self.tuning is None or size > len(self.tuning.expected_accepted_length):
+            return None
+        cost = self.tuning.cost
+        return self.tuning.expected_accepted_length[size - 1] * cost.plain_seconds / cost.step_seconds(size)
+
     def policy(self, size: int | None = None) -> StaticTree:
         """How this artifact drafts: its tree, cut to `size` nodes (default: `tree_size`).
 

@@ -7,8 +7,23 @@ from typing import Any
 
 from . import plots
 from .artifact import Artifact
-from .results import Evaluation, EvaluationRun, Measures
-from .wording import contention_note, how_measured, lossless_verdict, number, percent, steadiness, times
+from .results import Evaluation, EvaluationRun, Lossless, Measures
+from .tables import Table, in_detail, side_by_side
+from .wording import (
+    INTERVALS_NOTE,
+    contention_note,
+    drafting_note,
+    how_measured,
+    label,
+    number,
+    percent,
+    prediction_note,
+    span,
+    steadiness,
+    times,
+    verdicts,
+    where_measured,
+)
 
 DRAWN_NODES = 24
 """Nodes of a tree that are drawn even if fewer are in use."""
@@ -50,7 +65,10 @@ _PAGE = Template("""<!doctype html>
   th, td { text-align: right; padding: 7px 10px; border-bottom: 1px solid var(--line); white-space: nowrap; }
   th { color: var(--muted); font-weight: 600; white-space: normal; vertical-align: bottom; line-height: 1.25; }
   th:first-child, td:first-child { text-align: left; }
-  tr.total td { font-weight: 650; } tr.head td { background: #f6f7f9; color: var(--muted); font-weight: 600; }
+  .range { display: block; font-style: normal; font-weight: 400; font-size: 12px; color: var(--muted); }
+  .card .range { display: inline; font-size: 14px; margin-left: 8px; }
+  .lead { margin: 22px 0 -16px; }
+  tr.head td { background: #f6f7f9; color: var(--muted); font-weight: 600; }
   dl { display: grid; grid-template-columns: max-content 1fr; gap: 4px 18px; font-size: 14px; margin: 12px 0; }
   dt { color: var(--muted); } dd { margin: 0; overflow-wrap: anywhere; }
 </style>
@@ -63,38 +81,46 @@ $body
 
 
 def page(run: EvaluationRun, artifact: Artifact | None) -> str:
-    """The whole page; the first method of the run is its subject, the others appear in one table."""
-    first = run.evaluations[0]
-    title = f"{first.name.capitalize()} drafts for {first.target}"
+    """The whole page; the cards show the first method at its first temperature and batch size."""
+    firsts = run.at(temperature=run.temperatures[0], batch_size=run.batch_sizes[0])
+    first = firsts[0]
+    several = f"{len(firsts)} ways to draft for {first.target}"
+    title = several if len(firsts) > 1 else f"{first.name.capitalize()} drafts for {first.target}"
     body = [
         f"<h1>{escape(title)}</h1>",
-        f'<p class="muted">{escape(how_measured(run))}</p>',
-        _cards(first),
-        _lossless_box(run, first),
+        f'<p class="muted">{escape(how_measured(run))}<br>{escape(where_measured(run))}</p>',
+        _cards(run, first),
+        _lossless_box(run),
         _contention_box(run, first),
         _comparison(run),
-        _figures(first, artifact),
-        _table(first),
+        _figures(run, firsts, artifact),
+        *(_details(run, evaluation) for evaluation in firsts),
         _tree(artifact),
         _facts(run, artifact),
     ]
     return _PAGE.substitute(title=escape(title), body="\n".join(part for part in body if part))
 
 
-def _cards(evaluation: Evaluation) -> str:
+def _cards(run: EvaluationRun, evaluation: Evaluation) -> str:
     measures, lossless = evaluation.overall, evaluation.overall.lossless
     faster = measures.speedup is not None and measures.speedup > 1
     speed = f"{number(measures.tokens_per_second, 1)} tokens/s, the faster baseline {number(_baseline(measures), 1)}"
     cards = [
-        ("good", f"{measures.accepted_length:.2f}", "tokens per target pass, bonus included"),
-        ("good" if faster else "", times(measures.speedup), speed),
-        ("bad" if lossless.different else "good", f"{lossless.identical}/{lossless.prompts}",
+        ("good", f"{measures.accepted_length:.2f}", measures.accepted_length_interval,
+         "tokens per target pass, bonus included"),
+        ("good" if faster else "", times(measures.speedup), measures.speedup_interval, speed),
+        ("bad" if lossless.different else "good", f"{lossless.identical}/{lossless.prompts}", None,
          "answers identical to the target's own"),
-        ("", percent(measures.draft_time_share), "of the time spent drafting"),
+        ("", percent(measures.draft_time_share), None, "of the time spent drafting"),
     ]
-    items = (f'<div class="card {kind}"><b>{escape(value)}</b><span>{escape(text)}</span></div>'
-             for kind, value, text in cards)
-    return f'<div class="cards">{"".join(items)}</div>'
+    items = (f'<div class="card {kind}"><b>{escape(value)}{_range(span(interval, 2))}</b><span>{escape(text)}</span>'
+             "</div>" for kind, value, interval, text in cards)
+    name = f'<p class="muted lead">{escape(label(run, evaluation))}</p>' if len(run.evaluations) > 1 else ""
+    return f'{name}<div class="cards">{"".join(items)}</div>'
+
+
+def _range(text: str) -> str:
+    return f'<i class="range">{escape(text)}</i>' if text else ""
 
 
 def _baseline(measures: Measures) -> float | None:
@@ -103,13 +129,13 @@ def _baseline(measures: Measures) -> float | None:
     return max(known, default=None)
 
 
-def _lossless_box(run: EvaluationRun, evaluation: Evaluation) -> str:
-    found = evaluation.overall.lossless
+def _lossless_box(run: EvaluationRun) -> str:
+    found = Lossless.joined(evaluation.overall.lossless for evaluation in run.evaluations)
     changed = bool(found.different)
     heading = ("Drafting changed words." if changed else
                "Not a word changed." if found.identical == found.prompts else "Exact up to near-ties.")
     return (f'<div class="box{" warn" if changed else ""}"><p><b>{heading}</b> '
-            f"{escape(lossless_verdict(run, evaluation))}</p></div>")
+            f"{escape(' '.join(verdicts(run)))}</p></div>")
 
 
 def _contention_box(run: EvaluationRun, evaluation: Evaluation) -> str:
@@ -121,33 +147,77 @@ def _contention_box(run: EvaluationRun, evaluation: Evaluation) -> str:
 def _comparison(run: EvaluationRun) -> str:
     if len(run.evaluations) < 2:
         return ""
-    rows = [_row(evaluation.name, evaluation.overall) for evaluation in run.evaluations]
-    return f"<h2>The methods side by side</h2>{_grid(rows)}"
+    return (f"<h2>The methods side by side</h2>{_grid(side_by_side(run))}"
+            f'<p class="muted">{escape(INTERVALS_NOTE)}</p>')
 
 
-def _figures(evaluation: Evaluation, artifact: Artifact | None) -> str:
-    sets = evaluation.by_prompt_set
-    timed = {name: (m.tokens_per_second, m.plain_tokens_per_second, m.generate_tokens_per_second)
-             for name, m in sets.items()}
-    known = {name: (a, b, c) for name, (a, b, c) in timed.items() if a is not None and b is not None and c is not None}
-    drawn = [
-        _figure(plots.acceptance_by_position({name: m.acceptance_by_position for name, m in sets.items()}),
-                "The curve ends where the tree ends. Accepted length is one more than the sum of its points."),
-        _figure(plots.speeds(known), "Whole answers, prompt included; every prompt was decoded in all three ways, one "
-                "after the other.") if known else "",
-        _figure(plots.accepted_length({name: m.accepted_length for name, m in evaluation.by_category.items()},
-                                      evaluation.overall.accepted_length),
-                "By category of the prompt.") if evaluation.by_category else "",
-        _cost(artifact),
-    ]
+def _figures(run: EvaluationRun, firsts: Sequence[Evaluation], artifact: Artifact | None) -> str:
+    drawn = [_acceptance(firsts), _speed(run, firsts), _by_category(firsts), _by_temperature(run), _cost(artifact)]
     return ('<h2>How far the guesses reach, and what that is worth</h2>'
-            f'<div class="pair">{"".join(drawn)}</div>{_tree_sizes(evaluation)}')
+            f'<div class="pair">{"".join(drawn)}</div>{_tree_sizes(firsts)}')
 
 
-def _tree_sizes(evaluation: Evaluation) -> str:
+def _acceptance(firsts: Sequence[Evaluation]) -> str:
+    sets = firsts[0].by_prompt_set
+    curves = ({one.name: one.overall.acceptance_by_position for one in firsts} if len(firsts) > 1 else
+              {name: measures.acceptance_by_position for name, measures in sets.items()})
+    return _figure(plots.acceptance_by_position(curves),
+                   "A curve ends where the tree ends. Accepted length is one more than the sum of its points.")
+
+
+def _speed(run: EvaluationRun, firsts: Sequence[Evaluation]) -> str:
+    """Against the batch size where there are several, else of each method, else of each prompt set."""
+    if firsts[0].overall.tokens_per_second is None:
+        return ""
+    said = "Whole answers, prompt included; every prompt was decoded in all ways, one after the other."
+    if len(run.batch_sizes) > 1:
+        rows = [_speeds(run.at(temperature=run.temperatures[0], batch_size=size)) for size in run.batch_sizes]
+        lines = {name: [row[name] for row in rows] for name in rows[0]}
+        drawn = plots.with_ranges(lines, "rows of the batch", [str(size) for size in run.batch_sizes],
+                                  "tokens per second, all rows", "batches")
+    elif len(firsts) > 1:
+        drawn = plots.method_speeds(_speeds(firsts))
+    else:
+        drawn = plots.speeds({
+            name: (m.tokens_per_second, m.plain_tokens_per_second or 0.0, m.generate_tokens_per_second or 0.0)
+            for name, m in firsts[0].by_prompt_set.items() if m.tokens_per_second is not None
+        })
+    return _figure(drawn, said)
+
+
+def _speeds(evaluations: Sequence[Evaluation]) -> dict[str, plots.Point]:
+    """Tokens per second of each method and of the two ways without drafts, where they were timed."""
+    first = evaluations[0].overall
+    known = [(one.name, one.overall.tokens_per_second, one.overall.tokens_per_second_interval) for one in evaluations]
+    plain, generate = plots.BASELINE_COLORS
+    known += [(plain, first.plain_tokens_per_second, None), (generate, first.generate_tokens_per_second, None)]
+    return {name: (speed, interval) for name, speed, interval in known if speed is not None}
+
+
+def _by_category(firsts: Sequence[Evaluation]) -> str:
+    if not firsts[0].by_category:
+        return ""
+    lengths = {one.name: {name: m.accepted_length for name, m in one.by_category.items()} for one in firsts}
+    drawn = (plots.accepted_lengths(lengths) if len(firsts) > 1 else
+             plots.accepted_length(lengths[firsts[0].name], firsts[0].overall.accepted_length))
+    return _figure(drawn, "By category of the prompt.")
+
+
+def _by_temperature(run: EvaluationRun) -> str:
+    if len(run.temperatures) < 2:
+        return ""
+    lines = {name: [(one.overall.accepted_length, one.overall.accepted_length_interval)
+                    for one in run.at(name=name, batch_size=run.batch_sizes[0])] for name in run.methods}
+    drawn = plots.with_ranges(lines, "temperature", [f"{one:g}" for one in run.temperatures],
+                              "tokens per target pass", "temperatures", least=1.0)
+    return _figure(drawn, "At temperature 0 the target is greedy. Lines span the intervals.")
+
+
+def _tree_sizes(firsts: Sequence[Evaluation]) -> str:
     """Accepted length of other tree sizes, exact, from replayed answers."""
-    lines = [f"{escape(name)}: " + ", ".join(f"{size} nodes <b>{length:.2f}</b>" for size, length in lengths.items())
-             for name, lengths in evaluation.accepted_length_by_tree_size.items()]
+    lines = [f"{escape(one.name)}, {escape(name)}: " + ", ".join(f"{size} nodes <b>{length:.2f}</b>"
+                                                               for size, length in lengths.items())
+             for one in firsts for name, lengths in one.accepted_length_by_tree_size.items()]
     return f"<p>Tokens per pass with larger trees: {'; '.join(lines)}.</p>" if lines else ""
 
 
@@ -155,32 +225,19 @@ def _figure(svg: str, caption: str, kind: str = "") -> str:
     return f'<figure class="{kind}">{svg}<figcaption>{escape(caption)}</figcaption></figure>'
 
 
-def _table(evaluation: Evaluation) -> str:
-    rows = [_row("all prompts", evaluation.overall, "total")]
-    for heading, groups in (("prompt sets", evaluation.by_prompt_set), ("categories", evaluation.by_category)):
-        if groups:
-            rows.append(f'<tr class="head"><td colspan="10">{heading}</td></tr>')
-            rows += [_row(name, measures) for name, measures in groups.items()]
-    return f"<h2>All figures</h2>{_grid(rows)}"
+def _details(run: EvaluationRun, evaluation: Evaluation) -> str:
+    heading = "All figures" if len(run.evaluations) == 1 else label(run, evaluation)
+    notes = [drafting_note(evaluation), prediction_note(evaluation), "" if len(run.evaluations) > 1 else INTERVALS_NOTE]
+    return (f"<h2>{escape(heading)}</h2>{_grid(in_detail(evaluation))}"
+            f'<p class="muted">{escape(" ".join(note for note in notes if note))}</p>')
 
 
-_COLUMNS = ("", "prompts", "new tokens", "tokens per pass", "tokens/s", "plain tokens/s", "generate tokens/s",
-            "speed-up", "identical", "repetitive")
-
-
-def _grid(rows: Sequence[str]) -> str:
-    head = "".join(f"<th>{escape(column)}</th>" for column in _COLUMNS)
+def _grid(table: Table) -> str:
+    head = "".join(f"<th>{escape(column)}</th>" for column in table.columns)
+    rows = (f'<tr class="head"><td colspan="{len(table.columns)}">{escape(row[0].text)}</td></tr>' if len(row) == 1 else
+            "<tr>" + "".join(f"<td>{escape(cell.text)}{_range(cell.interval)}</td>" for cell in row) + "</tr>"
+            for row in table.rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
-
-
-def _row(name: str, measures: Measures, kind: str = "") -> str:
-    cells = (
-        name, f"{measures.prompts}", f"{measures.new_tokens:,}", f"{measures.accepted_length:.2f}",
-        number(measures.tokens_per_second, 1), number(measures.plain_tokens_per_second, 1),
-        number(measures.generate_tokens_per_second, 1), times(measures.speedup),
-        f"{measures.lossless.identical}/{measures.lossless.prompts}", percent(measures.repetition_rate),
-    )
-    return f'<tr class="{kind}">' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
 
 
 def _cost(artifact: Artifact | None) -> str:

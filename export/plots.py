@@ -12,7 +12,11 @@ if TYPE_CHECKING:
 
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e4e8ed"
 DRAFTED, PLAIN, GENERATE, ACCENT = "#0f766e", "#a9b4c0", "#d3dae1", "#c2410c"
-SERIES = (DRAFTED, "#4f63b6", ACCENT, "#8a5a9e", "#7a8a2b")
+SERIES = (DRAFTED, "#4f63b6", ACCENT, "#8a5a9e", "#7a8a2b", "#b0417a", "#2f87b7", "#8a6a3f")
+BASELINE_COLORS = {"this loop, no drafts": "#8794a2", "transformers generate": "#b9c3cd"}
+"""Names and colours of the two ways without drafts."""
+Point = tuple[float, tuple[float, float] | None]
+"""A value and its interval, where it has one."""
 _STYLE: Any = {
     "svg.fonttype": "none",  # text stays text: it takes the page's font, can be searched, and keeps the file small
     "font.family": "sans-serif", "font.size": 10, "text.color": INK, "axes.labelcolor": MUTED, "axes.edgecolor": GRID,
@@ -22,13 +26,15 @@ _STYLE: Any = {
 
 
 def acceptance_by_position(curves: Mapping[str, Sequence[float]]) -> str:
-    """How often a pass accepts at least 1, 2, 3 ... drafted tokens; one line for each prompt set."""
+    """How often a pass accepts at least 1, 2, 3 ... drafted tokens; one line for each method or prompt set."""
     with _Plot(4.9, 3.1) as (axes, plot):
         longest = max((len(curve) for curve in curves.values()), default=1)
         for (name, curve), color in zip(curves.items(), _cycle(len(curves)), strict=True):
-            axes.plot(range(1, len(curve) + 1), [100 * share for share in curve], "o-", color=color, label=name)
-        axes.set(xlabel="drafted tokens accepted, at least", ylabel="share of passes, %", ylim=(0, 100),
-                 xticks=range(1, max(1, longest) + 1))
+            axes.plot(range(1, len(curve) + 1), [100 * share for share in curve], "o-", color=color, label=name,
+                      markersize=4)
+        top = max((100 * share for curve in curves.values() for share in curve), default=100)
+        axes.set(xlabel="drafted tokens accepted, at least", ylabel="share of passes, %",
+                 ylim=(0, min(100, 1.15 * top)), xticks=range(1, max(1, longest) + 1))
         axes.legend()
     return plot.svg("acceptance")
 
@@ -48,6 +54,48 @@ def accepted_length(lengths: Mapping[str, float], overall: float) -> str:
     return plot.svg("length")
 
 
+def accepted_lengths(methods: Mapping[str, Mapping[str, float]]) -> str:
+    """Tokens per target pass of each group, a dot for each method, the groups in the order of the first one's."""
+    first = next(iter(methods.values()))
+    names = sorted(first, key=lambda name: first[name])
+    with _Plot(4.9, 1.2 + 0.29 * max(2, len(names))) as (axes, plot):
+        for (method, lengths), color in zip(methods.items(), _cycle(len(methods)), strict=True):
+            axes.plot([lengths[name] for name in names], range(len(names)), "o", color=color, label=method)
+        axes.set(xlabel="tokens per target pass, bonus included", yticks=range(len(names)), yticklabels=names,
+                 xlim=(0.95, None), ylim=(-0.6, len(names) - 0.4))
+        plot.legend_above(len(methods))
+    return plot.svg("lengths")
+
+
+def with_ranges(lines: Mapping[str, Sequence[Point]], axis: str, places: Sequence[str], title: str, name: str, *,
+                least: float = 0.0) -> str:
+    """One line a method over a few conditions, such as batch sizes, with its intervals; grey lines are baselines.
+
+    Args:
+        lines: by method, (value, interval) at each condition.
+        axis: what the conditions are.
+        places: the conditions.
+        title: what the values are.
+        name: of the figure.
+        least: where the values' axis begins.
+    """
+    with _Plot(4.9, 3.3) as (axes, plot):
+        colors = _cycle(len(lines))
+        for number, (method, points) in enumerate(lines.items()):
+            color, width = BASELINE_COLORS.get(method, colors[number]), 1.2 if method in BASELINE_COLORS else 1.8
+            # Side by side, so that ranges do not cover each other.
+            shift = 0.05 * (number - (len(lines) - 1) / 2)
+            axes.plot([place + shift for place in range(len(points))], [value for value, _ in points], "o-",
+                      color=color, label=method, linewidth=width, markersize=4)
+            for place, (_, interval) in enumerate(points):
+                if interval is not None:
+                    axes.plot([place + shift] * 2, interval, "-", color=color, linewidth=width, alpha=0.55)
+        axes.set(xlabel=axis, ylabel=title, xticks=range(len(places)), xticklabels=list(places), ylim=(least, None),
+                 xlim=(-0.4, len(places) - 0.6))
+        plot.legend_above(len(lines))
+    return plot.svg(name)
+
+
 def speeds(groups: Mapping[str, tuple[float, float, float]]) -> str:
     """(drafted, plain, generate) tokens per second of each prompt set, side by side."""
     with _Plot(4.9, 3.1) as (axes, plot):
@@ -64,6 +112,24 @@ def speeds(groups: Mapping[str, tuple[float, float, float]]) -> str:
         axes.grid(visible=False, axis="x")
         axes.legend(loc="upper left", fontsize=8.5, ncols=2)
     return plot.svg("speed")
+
+
+def method_speeds(methods: Mapping[str, Point]) -> str:
+    """Tokens per second of each method as bars with their intervals, the baselines among them in grey."""
+    names = sorted(methods, key=lambda name: methods[name][0])
+    colors = dict(zip(methods, _cycle(len(methods)), strict=True)) | BASELINE_COLORS
+    top = max(max(value, *(interval or ())) if interval else value for value, interval in methods.values())
+    with _Plot(4.9, 0.9 + 0.32 * max(2, len(names))) as (axes, plot):
+        for row, name in enumerate(names):
+            value, interval = methods[name]
+            axes.barh([row], [value], color=colors[name], height=0.6)
+            if interval is not None:
+                axes.plot(interval, [row] * 2, "-", color=INK, linewidth=1)
+            axes.text((interval or (0, value))[1] + 0.015 * top, row, f"{value:.1f}", va="center", fontsize=9)
+        axes.set(xlabel="tokens per second, median", yticks=range(len(names)), yticklabels=names,
+                 xlim=(0, 1.15 * top))
+        axes.grid(visible=False, axis="y")
+    return plot.svg("speeds")
 
 
 def cost_curve(cost: CostCurve, tree_size: int, expected: Sequence[float]) -> str:
@@ -155,6 +221,11 @@ class _Plot:
 
     def __exit__(self, *_error: object) -> None:
         self._context.__exit__(None, None, None)
+
+    def legend_above(self, entries: int) -> None:
+        """The legend in a line of its own above the axes, where it covers nothing."""
+        self.figure.legend(loc="outside upper left", ncols=min(3, entries), fontsize=8.5, handletextpad=0.3,
+                           columnspacing=1.2)
 
     def svg(self, name: str) -> str:
         """The figure without its XML prologue; `name` keeps the ids of several figures on a page apart."""

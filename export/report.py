@@ -9,7 +9,20 @@ from .artifact import Artifact
 from .files import write_file
 from .page import page
 from .results import Evaluation, EvaluationRun, Measures
-from .wording import contention_note, how_measured, lossless_verdict, number, percent, times
+from .tables import Table, in_detail, side_by_side
+from .wording import (
+    INTERVALS_NOTE,
+    contention_note,
+    drafting_note,
+    how_measured,
+    label,
+    number,
+    percent,
+    prediction_note,
+    times,
+    verdicts,
+    where_measured,
+)
 
 JSON_NAME, MARKDOWN_NAME, HTML_NAME = "evaluation.json", "report.md", "report.html"
 WIDTH = 100
@@ -35,54 +48,77 @@ def write_report(out: Path, run: EvaluationRun, artifact: Artifact | None = None
 
 def terminal_table(run: EvaluationRun) -> str:
     """The main figures as plain text, `WIDTH` columns wide unless a name is long."""
-    lines = []
-    for evaluation in run.evaluations:
-        rows = [("", *_HEADINGS), *((name, *_cells(measures)) for name, measures in _groups(evaluation))]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines += [f"{evaluation.name} for {evaluation.target}", ""]
-        lines += ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in
-                                                       zip(row[1:], widths[1:], strict=True))]) for row in rows]
-        lines += ["", "accepted by position: " + _positions(evaluation.overall), *_trees(evaluation),
-                  *wrap(lossless_verdict(run, evaluation), WIDTH), ""]
+    rows = [("", *_HEADINGS), *((name, *_cells(measures)) for name, measures in _terminal_rows(run))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [f"Drafts for {run.evaluations[0].target}", ""]
+    lines += ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in
+                                                   zip(row[1:], widths[1:], strict=True))]) for row in rows]
+    lines += ["", *wrap(how_measured(run), WIDTH), ""]
+    for evaluation in _firsts(run):
+        lines += wrap(f"{evaluation.name}: accepted by position " + _positions(evaluation.overall), WIDTH)
+        lines += [line for text in _trees(evaluation) for line in wrap(text, WIDTH)]
+    lines += [line for text in ["", *verdicts(run)] for line in wrap(text, WIDTH) or [""]]
     if run.evaluations[0].contended:
-        lines += wrap("CONTENDED. " + contention_note(run), WIDTH)
+        lines += ["", *wrap("CONTENDED. " + contention_note(run), WIDTH)]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def markdown(run: EvaluationRun) -> str:
-    """report.md."""
-    lines = [f"# Drafts for {run.evaluations[0].target}", "", how_measured(run), ""]
-    if run.evaluations[0].contended:
-        lines += [f"**Contended.** {contention_note(run)}", ""]
+def _terminal_rows(run: EvaluationRun) -> Iterator[tuple[str, Measures]]:
+    """Every evaluation; a single one with its prompt sets."""
     for evaluation in run.evaluations:
-        lines += [f"## {evaluation.name}", "", lossless_verdict(run, evaluation), "",
-                  "| | " + " | ".join(_HEADINGS) + " |", "|---" + "|--:" * len(_HEADINGS) + "|"]
-        lines += [f"| {name} | " + " | ".join(_cells(measures)) + " |"
-                  for name, measures in [*_groups(evaluation), *evaluation.by_category.items()]]
-        lines += ["", "Accepted by position: " + _positions(evaluation.overall), "", *_trees(evaluation), "",
-                  f"Drafting took {percent(evaluation.overall.draft_time_share)} of the time. "
-                  f"{percent(evaluation.overall.repetition_rate)} of the answers repeat themselves (over 30 % repeated "
-                  f"4-grams), {percent(evaluation.overall.truncation_rate)} reached the length limit.", ""]
-    return "\n".join(lines)
+        yield label(run, evaluation), evaluation.overall
+    if len(run.evaluations) == 1 and len(run.evaluations[0].by_prompt_set) > 1:
+        yield from run.evaluations[0].by_prompt_set.items()
 
 
-def _trees(evaluation: Evaluation) -> list[str]:
-    """A sentence for each prompt set on trees of other sizes."""
-    return [f"tokens per pass on {name} prompts with a tree of " +
-            ", ".join(f"{size} nodes {length:.2f}" for size, length in lengths.items())
-            for name, lengths in evaluation.accepted_length_by_tree_size.items()]
-
-
-def _groups(evaluation: Evaluation) -> Iterator[tuple[str, Measures]]:
-    yield "all prompts", evaluation.overall
-    if len(evaluation.by_prompt_set) > 1:
-        yield from evaluation.by_prompt_set.items()
+def _firsts(run: EvaluationRun) -> tuple[Evaluation, ...]:
+    """Each method at the first temperature and batch size."""
+    return run.at(temperature=run.temperatures[0], batch_size=run.batch_sizes[0])
 
 
 def _cells(measures: Measures) -> tuple[str, ...]:
     return (f"{measures.prompts}", f"{measures.accepted_length:.2f}", number(measures.tokens_per_second, 1),
             number(measures.plain_tokens_per_second, 1), number(measures.generate_tokens_per_second, 1),
             times(measures.speedup), f"{measures.lossless.identical}/{measures.lossless.prompts}")
+
+
+def markdown(run: EvaluationRun) -> str:
+    """report.md."""
+    lines = [f"# Drafts for {run.evaluations[0].target}", "", how_measured(run), "", where_measured(run), ""]
+    if run.evaluations[0].contended:
+        lines += [f"**Contended.** {contention_note(run)}", ""]
+    lines += [line for text in verdicts(run) for line in (text, "")]
+    if len(run.evaluations) > 1:
+        lines += ["## The methods side by side", "", *_pipes(side_by_side(run)), ""]
+    lines += [INTERVALS_NOTE, ""]
+    for evaluation in _firsts(run):
+        lines += [f"## {label(run, evaluation)}", "", drafting_note(evaluation), "", *_pipes(in_detail(evaluation)),
+                  "", "Accepted by position: " + _positions(evaluation.overall), "", *_predicted(evaluation)]
+        lines += [line for text in _trees(evaluation) for line in (text, "")]
+    return "\n".join(lines)
+
+
+def _pipes(table: Table) -> list[str]:
+    """A table in Markdown; intervals stand behind their figures."""
+    lines = ["| " + " | ".join(table.columns) + " |", "|---" + "|--:" * (len(table.columns) - 1) + "|"]
+    for row in table.rows:
+        cells = [f"{cell.text} ({cell.interval})" if cell.interval else cell.text for cell in row]
+        if len(row) == 1:
+            cells = [f"*{cells[0]}*", *[""] * (len(table.columns) - 1)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _predicted(evaluation: Evaluation) -> list[str]:
+    note = prediction_note(evaluation)
+    return [note, ""] if note else []
+
+
+def _trees(evaluation: Evaluation) -> list[str]:
+    """A sentence for each prompt set on trees of other sizes."""
+    return [f"tokens per pass on {name} prompts with a tree of " +
+            ", ".join(f"{size} nodes {length:.2f}" for size, length in lengths.items()) +
+            f" ({evaluation.nodes} in use)" for name, lengths in evaluation.accepted_length_by_tree_size.items()]
 
 
 def _positions(measures: Measures) -> str:

@@ -1,11 +1,14 @@
 """What an evaluation found: records of single answers and timings, their summary by group, and its JSON."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from statistics import median
 from typing import Any
 
+import numpy as np
+
 from ..modules import repeats_itself
+from .bootstrap import Draws, Floats, Interval, interval
+from .memory import memory_bound_speedup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +25,14 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One prompt answered by one method."""
+    """One turn of a question answered by one method."""
 
+    question: int
+    """Number of the question: what is drawn anew for the intervals is a question with all its turns."""
+    turn: int
+    """Which of its turns, from 1."""
     prompt_set: str
-    """Set of the prompt."""
+    """Set of the question."""
     category: str
     """Its category; "" for none."""
     tokens: tuple[int, ...]
@@ -40,10 +47,10 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """A timed group of prompts (a single one at batch size 1), decoded by three ways one after the other."""
+    """A timed group of questions (a single one at batch size 1) with all their turns, decoded by three ways in turn."""
 
     prompt_set: str
-    """Set of the prompts."""
+    """Set of the questions."""
     category: str | None
     """Their category; None when they have several."""
     drafted: float
@@ -76,29 +83,48 @@ class Lossless:
         """Answers that differ where the target was not undecided: drafting changed a word."""
         return self.prompts - self.identical - self.near_tie_divergences
 
+    @classmethod
+    def joined(cls, found: Iterable["Lossless"]) -> "Lossless":
+        """What several comparisons found together."""
+        every = list(found)
+        gaps = [one.max_logit_gap_at_divergence for one in every if one.max_logit_gap_at_divergence is not None]
+        return cls(prompts=sum(one.prompts for one in every), identical=sum(one.identical for one in every),
+                   near_tie_divergences=sum(one.near_tie_divergences for one in every),
+                   max_logit_gap_at_divergence=max(gaps, default=None))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Measures:
     """What was measured on a group of prompts: all of them, a set, or a category."""
 
     prompts: int
-    """Answers decoded."""
+    """Answers decoded: one for each turn of each question."""
     new_tokens: int
     """Tokens of the answers."""
     target_passes: int
     """Target passes after the prompts', summed over answers."""
     accepted_length: float
     """Tokens emitted per target pass, the bonus included: a ratio of sums."""
+    accepted_length_interval: Interval | None
+    """95 % bootstrap interval over questions; None with fewer than two."""
+    block_efficiency: float
+    """Tokens of whole answers per target pass, the prompts' passes included, one each."""
+    memory_bound_speedup: float
+    """What would be gained if reading weights were all that takes time (arXiv:2411.11055)."""
     acceptance_by_position: tuple[float, ...]
     """Share of passes whose k-th drafted token was accepted (with all before it); accepted_length is 1 + their sum."""
     tokens_per_second: float | None
-    """Drafted decoding, median over timed prompts; None when none of the group was timed."""
+    """Drafted decoding, median over timed groups of questions; None when none was timed."""
+    tokens_per_second_interval: Interval | None
+    """95 % bootstrap interval over them; None with fewer than two."""
     plain_tokens_per_second: float | None
     """This project's loop without drafts."""
     generate_tokens_per_second: float | None
     """transformers' `generate`."""
     speedup: float | None
     """tokens_per_second over the faster of the two baselines."""
+    speedup_interval: Interval | None
+    """95 % bootstrap interval; the three ways are drawn together."""
     draft_time_share: float | None
     """Share of the drafted seconds that went into drafting."""
     repetition_rate: float
@@ -111,7 +137,7 @@ class Measures:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """One method on all prompts."""
+    """One method on all questions, at one temperature and batch size."""
 
     name: str
     """The method's name."""
@@ -123,30 +149,54 @@ class Evaluation:
     """Rows decoded at once where speed was measured."""
     temperature: float
     """0 is greedy."""
+    nodes: int
+    """Most nodes that a pass verifies, the root included; 1 when nothing is drafted."""
     contended: bool
     """True when the machine was busy with something else: speeds are then not to be trusted."""
     target_calls: int
     """Forward calls of the target after the prompts': with a batch, fewer than the passes of its rows."""
+    draft_share: float
+    """Bytes of weights that drafting reads for each byte that the target reads."""
+    predicted_speedup: float | None
+    """What the artifact's measured cost predicts for one greedy row; None elsewhere."""
     overall: Measures
-    """All prompts."""
+    """All questions."""
     accepted_length_by_tree_size: dict[str, dict[str, float]]
     """Exact accepted length of smaller and larger trees on replayed answers, by prompt set and nodes; may be empty."""
     by_prompt_set: dict[str, Measures]
     """Each prompt set."""
     by_category: dict[str, Measures]
     """Each category that occurs."""
+    by_turn: dict[str, Measures]
+    """Each turn, from "1", where questions have several."""
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON of one method; groups repeat the measured keys."""
-        fixed = {key: getattr(self, key) for key in
-                 ("name", "family", "target", "batch_size", "temperature", "contended", "target_calls")}
         return {
-            **fixed,
+            **self._facts(),
+            "target_calls": self.target_calls,
             **asdict(self.overall),
             "accepted_length_by_tree_size": self.accepted_length_by_tree_size,
-            "by_prompt_set": {name: asdict(measures) for name, measures in self.by_prompt_set.items()},
-            "by_category": {name: asdict(measures) for name, measures in self.by_category.items()},
+            **{f"by_{name}": {key: asdict(measures) for key, measures in groups.items()}
+               for name, groups in self._groups().items()},
         }
+
+    def measurements(self) -> list[dict[str, Any]]:
+        """A flat record of each group: all questions, then each prompt set, category and turn; None stands for all."""
+        every = dict.fromkeys(self._groups())
+        records = [{**self._facts(), **every, **asdict(self.overall)}]
+        records += [{**self._facts(), **every, name: key, **asdict(measures)}
+                    for name, groups in self._groups().items() for key, measures in groups.items()]
+        return records
+
+    def _facts(self) -> dict[str, Any]:
+        """What is the same for all groups; `method` is what reports call it."""
+        names = ("family", "target", "temperature", "batch_size", "nodes", "contended", "draft_share",
+                 "predicted_speedup")
+        return {"method": self.name, **{name: getattr(self, name) for name in names}}
+
+    def _groups(self) -> dict[str, dict[str, Measures]]:
+        return {"prompt_set": self.by_prompt_set, "category": self.by_category, "turn": self.by_turn}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,37 +206,100 @@ class EvaluationRun:
     header: dict[str, Any]
     """Machine, dtype, threads, versions, settings, contention."""
     evaluations: tuple[Evaluation, ...]
-    """One for each method, in the order given."""
+    """One for each temperature, batch size and method, in the orders given, the methods changing fastest."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON: the first method at the top level beside "header", further methods under "others"."""
-        first, *others = self.evaluations
-        return {"header": self.header, **first.to_dict(), "others": [other.to_dict() for other in others]}
+        """The JSON: "header", the first method at its first temperature and batch size as the main result at the top
+        level, and everything as a flat list under "measurements"."""
+        return {"header": self.header, **self.evaluations[0].to_dict(),
+                "measurements": [record for one in self.evaluations for record in one.measurements()]}
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Names of the methods."""
+        return tuple(dict.fromkeys(one.name for one in self.evaluations))
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """The batch sizes."""
+        return tuple(dict.fromkeys(one.batch_size for one in self.evaluations))
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        """The temperatures."""
+        return tuple(dict.fromkeys(one.temperature for one in self.evaluations))
+
+    def at(self, *, name: str | None = None, temperature: float | None = None,
+           batch_size: int | None = None) -> tuple[Evaluation, ...]:
+        """The evaluations of this method, temperature and batch size; None stands for all."""
+        return tuple(one for one in self.evaluations
+                     if name in (None, one.name) and temperature in (None, one.temperature)
+                     and batch_size in (None, one.batch_size))
 
 
-def summarise(answers: Sequence[Answer], timings: Sequence[Timing]) -> Measures:
-    """Reduce records to measures: acceptance as ratios of sums, speeds as medians over timed prompts."""
+def summarise(answers: Sequence[Answer], timings: Sequence[Timing], *, draft_share: float = 0.0,
+              seed: int = 0) -> Measures:
+    """Reduce records to measures: acceptance as ratios of sums, speeds as medians over timed groups.
+
+    Args:
+        draft_share: bytes of weights that drafting reads for each byte of the target.
+        seed: of the intervals.
+    """
     emitted = [count for answer in answers for count in answer.emitted]
-    passes = len(emitted)
-    drafted, plain, generate = (_median(timings, way) for way in
-                                (lambda t: t.drafted, lambda t: t.plain, lambda t: t.generate))
-    baseline = max(plain, generate) if plain is not None and generate is not None else None
+    passes, tokens = len(emitted), sum(len(answer.tokens) for answer in answers)
+    # The target reads every prompt once.
+    efficiency = tokens / max(1, passes + len(answers))
     seconds = sum(timing.seconds for timing in timings)
     return Measures(
         prompts=len(answers),
-        new_tokens=sum(len(answer.tokens) for answer in answers),
+        new_tokens=tokens,
         target_passes=passes,
         accepted_length=sum(emitted) / max(1, passes),
+        accepted_length_interval=_length_interval(answers, seed),
+        block_efficiency=efficiency,
+        memory_bound_speedup=memory_bound_speedup(efficiency, draft_share),
         acceptance_by_position=acceptance_by_position(emitted),
-        tokens_per_second=drafted,
-        plain_tokens_per_second=plain,
-        generate_tokens_per_second=generate,
-        speedup=drafted / baseline if drafted is not None and baseline else None,
+        **_speeds(timings, seed),
         draft_time_share=sum(timing.draft_seconds for timing in timings) / seconds if seconds else None,
         repetition_rate=sum(repeats_itself(answer.tokens) for answer in answers) / max(1, len(answers)),
         truncation_rate=sum(answer.truncated for answer in answers) / max(1, len(answers)),
         lossless=_lossless([answer.comparison for answer in answers]),
     )
+
+
+def _length_interval(answers: Sequence[Answer], seed: int) -> Interval | None:
+    """The accepted length's: questions are drawn, each with all its turns."""
+    emitted: dict[int, int] = {}
+    passes: dict[int, int] = {}
+    for answer in answers:
+        emitted[answer.question] = emitted.get(answer.question, 0) + sum(answer.emitted)
+        passes[answer.question] = passes.get(answer.question, 0) + len(answer.emitted)
+    tokens_N, passes_N = np.array(list(emitted.values())), np.array(list(passes.values()))
+    return interval(len(emitted), lambda drawn_RN: tokens_N[drawn_RN].sum(1) / np.maximum(1, passes_N[drawn_RN].sum(1)),
+                    seed)
+
+
+def _speeds(timings: Sequence[Timing], seed: int) -> dict[str, Any]:
+    """Medians of the three ways, the speed-up over the faster baseline, and their intervals."""
+    if not timings:
+        return dict.fromkeys(("tokens_per_second", "tokens_per_second_interval", "plain_tokens_per_second",
+                              "generate_tokens_per_second", "speedup", "speedup_interval"))
+    drafted_N, plain_N, generate_N = (np.array([getattr(timing, way) for timing in timings])
+                                      for way in ("drafted", "plain", "generate"))
+
+    def gain(drawn_RN: Draws) -> Floats:
+        ways = [np.median(way_N[drawn_RN], axis=1) for way_N in (drafted_N, plain_N, generate_N)]
+        return np.asarray(ways[0] / np.maximum(ways[1], ways[2]))
+
+    every_1N = np.arange(len(timings))[None]
+    return {
+        "tokens_per_second": float(np.median(drafted_N)),
+        "tokens_per_second_interval": interval(len(timings), lambda d_RN: np.median(drafted_N[d_RN], axis=1), seed),
+        "plain_tokens_per_second": float(np.median(plain_N)),
+        "generate_tokens_per_second": float(np.median(generate_N)),
+        "speedup": float(gain(every_1N)[0]),
+        "speedup_interval": interval(len(timings), gain, seed),
+    }
 
 
 def acceptance_by_position(emitted: Sequence[int]) -> tuple[float, ...]:
@@ -196,10 +309,6 @@ def acceptance_by_position(emitted: Sequence[int]) -> tuple[float, ...]:
     """
     return tuple(sum(count > position for count in emitted) / len(emitted)
                  for position in range(1, max(emitted, default=1)))
-
-
-def _median(timings: Sequence[Timing], way: Callable[[Timing], float]) -> float | None:
-    return median(way(timing) for timing in timings) if timings else None
 
 
 def _lossless(comparisons: Sequence[Comparison]) -> Lossless:

@@ -1,6 +1,9 @@
 """The sentences and number formats that the terminal, Markdown and HTML share."""
 
-from .results import Evaluation, EvaluationRun
+from collections.abc import Sequence
+
+from .bootstrap import Interval
+from .results import Evaluation, EvaluationRun, Lossless
 
 NEAR_TIES_PER_TOKEN = 1 / 10_000
 """In float32, more first differences at near-ties than this would point to a fault."""
@@ -21,33 +24,99 @@ def percent(value: float | None) -> str:
     return "–" if value is None else f"{value:.0%}"
 
 
+def span(interval: Interval | None, digits: int) -> str:
+    """An interval such as 1.80–2.05; empty where there is none."""
+    return "" if interval is None else f"{interval[0]:.{digits}f}–{interval[1]:.{digits}f}"
+
+
+def chosen(temperature: float) -> str:
+    """How tokens are chosen."""
+    return "greedy" if temperature == 0 else f"temperature {temperature:g}"
+
+
+def label(run: EvaluationRun, evaluation: Evaluation) -> str:
+    """The method's name, and what tells this evaluation of it from its others."""
+    temperature = f", {chosen(evaluation.temperature)}" if len(run.temperatures) > 1 else ""
+    return evaluation.name + temperature + (f", batch {evaluation.batch_size}" if len(run.batch_sizes) > 1 else "")
+
+
 def how_measured(run: EvaluationRun) -> str:
-    """One line: prompts, answer length, batch, temperature, machine."""
-    header, first = run.header, run.evaluations[0]
-    settings = header["settings"]
-    chosen = "greedy" if first.temperature == 0 else f"temperature {first.temperature:g}"
+    """One line: prompts, answer length, batches, temperatures."""
+    settings = run.header["settings"]
+    prompts = sum(run.header["prompt_sets"].values())
+    answers = run.evaluations[0].overall.prompts
+    turns = f" ({answers} turns)" if answers != prompts else ""
+    sizes = ", ".join(map(str, run.batch_sizes))
+    return (f"{prompts} prompts{turns}, answers of at most {settings['max_new_tokens']} tokens, batch size {sizes}, "
+            f"{', '.join(map(chosen, run.temperatures))}; {run.header['timed_prompts']} prompts timed")
+
+
+def where_measured(run: EvaluationRun) -> str:
+    """One line: number format, machine, threads, versions."""
+    header = run.header
     device = header["machine"]["device"]
     where = f"{header['machine']['processor']}, {header['threads']} threads" if device == "cpu" else device
-    return (f"{first.overall.prompts} prompts, answers of at most {settings['max_new_tokens']} tokens, batch size "
-            f"{first.batch_size}, {chosen}, {header['dtype']} on {where}; {header['timed_prompts']} prompts timed")
+    versions = ", ".join(f"{name} {text}" for name, text in header["versions"].items())
+    return f"{header['dtype']} on {where}; {versions}"
 
 
-def lossless_verdict(run: EvaluationRun, evaluation: Evaluation) -> str:
-    """What the comparison with the reference found, in words."""
-    found, tokens = evaluation.overall.lossless, evaluation.overall.new_tokens
-    reference = ("transformers' own generate" if evaluation.temperature == 0 else
+INTERVALS_NOTE = (
+    "Ranges are 95 % bootstrap intervals over prompts; one is missing where fewer than two were timed. The "
+    "memory-bound speed-up is what the tokens per pass would gain if reading weights were all that takes time "
+    "(arXiv:2411.11055)."
+)
+"""What the ranges and one of the columns are."""
+
+
+def drafting_note(evaluation: Evaluation) -> str:
+    """How large the trees are, and what drafting took."""
+    overall = evaluation.overall
+    grown = (f"A pass verifies at most {evaluation.nodes} nodes, the last token included."
+             if evaluation.nodes > 1 else "Nothing is drafted: no tree pays on this machine.")
+    return (f"{grown} Drafting read {evaluation.draft_share:.2f} bytes for each byte of the target and took "
+            f"{percent(overall.draft_time_share)} of the time. {percent(overall.repetition_rate)} of the answers "
+            f"repeat themselves (over 30 % repeated 4-grams), {percent(overall.truncation_rate)} reached the length "
+            "limit.")
+
+
+def prediction_note(evaluation: Evaluation) -> str:
+    """The predicted speed-up beside the measured one; empty where nothing was predicted."""
+    if evaluation.predicted_speedup is None:
+        return ""
+    drafted, plain = evaluation.overall.tokens_per_second, evaluation.overall.plain_tokens_per_second
+    measured = times(drafted / plain) if drafted is not None and plain else "none"
+    return (f"Predicted speed-up over this loop without drafts: {times(evaluation.predicted_speedup)}, "
+            f"measured: {measured}.")
+
+
+def verdicts(run: EvaluationRun) -> list[str]:
+    """What the comparison with the references found, a sentence or two for each temperature."""
+    found = [lossless_verdict(run, run.at(temperature=temperature)) for temperature in run.temperatures]
+    shared = len(run.batch_sizes) > 1 and run.header["timed_prompts"] < sum(run.header["prompt_sets"].values())
+    return [*found, "Answers that are not timed are decoded once and count at every batch size."] if shared else found
+
+
+def lossless_verdict(run: EvaluationRun, evaluations: Sequence[Evaluation]) -> str:
+    """The same of some evaluations at one temperature."""
+    found = Lossless.joined(evaluation.overall.lossless for evaluation in evaluations)
+    tokens = sum(evaluation.overall.new_tokens for evaluation in evaluations)
+    greedy = evaluations[0].temperature == 0
+    reference = ("transformers' own generate" if greedy else
                  "this project's loop without drafts under the same random numbers")
+    which = "" if len(run.temperatures) < 2 else "greedy " if greedy else "sampled "
     if found.identical == found.prompts:
-        return (f"All {found.prompts} answers ({tokens:,} tokens) are identical, token by token, to those of "
+        return (f"All {found.prompts} {which}answers ({tokens:,} tokens) are identical, token by token, to those of "
                 f"{reference}.")
     gap = found.max_logit_gap_at_divergence
     where = "" if gap is None else f" (largest logit gap there: {gap:.2g})"
-    text = f"{found.identical} of {found.prompts} answers ({tokens:,} tokens) are identical to those of {reference}. "
+    text = (f"{found.identical} of {found.prompts} {which}answers ({tokens:,} tokens) are identical to those of "
+            f"{reference}. ")
     if found.near_tie_divergences:
         text += (f"{_differ(found.near_tie_divergences)} where the target itself is undecided within the rounding "
                  f"of {run.header['dtype']}{where}. ")
     if found.different:
-        text += f"{_differ(found.different)} where it is not{where}: this is a fault, please report it."
+        at_fault = ", ".join(dict.fromkeys(one.name for one in evaluations if one.overall.lossless.different))
+        text += f"{_differ(found.different)} where it is not{where}: this is a fault, please report it ({at_fault})."
     elif run.header["dtype"] == "float32" and found.near_tie_divergences > max(1.0, tokens * NEAR_TIES_PER_TOKEN):
         text += "That is more often than once in 10,000 tokens, which rounding does not explain."
     return text.strip()

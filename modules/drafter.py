@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .features import Features
 from .identity import TargetIdentity
 from .target import Target
+from .vocabulary import OutputRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +196,14 @@ class Proposer(ABC):
     def keep(self, state: DraftState, rows_R: Tensor) -> None:
         """Let the state's row r be the former row rows_R[r], the others leave; later rows are pulled forward only."""
 
+    def expand_bytes(self) -> int:
+        """Bytes of weights that one `expand` reads, own and borrowed ones; lookups in a table count nothing."""
+        return 0
+
+    def observe_bytes(self) -> int:
+        """Bytes of weights that one `observe` reads; most families only note what they will read later."""
+        return 0
+
 
 class Drafter(nn.Module, Proposer):
     """A small trained model that guesses what its target says next. It holds weights only.
@@ -237,3 +246,8 @@ class Drafter(nn.Module, Proposer):
     def token_ids_Q(self) -> Tensor | None:
         """Target id of each entry of a reduced draft vocabulary; None for the whole vocabulary."""
         return None
+
+    def expand_bytes(self) -> int:
+        """The own weights and the borrowed rows of the output layer; a family that reads others says so."""
+        borrowed = sum(part.weight_QD.nbytes for part in vars(self).values() if isinstance(part, OutputRows))
+        return borrowed + sum(parameter.nbytes for parameter in self.parameters())

@@ -205,6 +205,11 @@ class LayerDraft(Proposer):
                 key_positions=torch.where(inside_BW, positions_BM.gather(1, behind_BW), slots_W),
             ).last_hidden_state
 
+    def expand_bytes(self) -> int:
+        """The kept layers and the output layer."""
+        kept = (parameter for layer in self.kept for parameter in self.target.layers[layer].parameters())
+        return self.target.output_weight().nbytes + sum(parameter.nbytes for parameter in kept)
+
     def clear(self, state: DraftState, rows_R: Tensor) -> None:
         """Forget the rows' texts and what was read of them."""
         held = _layers(state)

@@ -227,6 +227,11 @@ class Medusa(Drafter):
         wide = torch.promote_types(logits_RKQ.dtype, torch.float32)
         return Scores(log_probs_BFHQ=logits_RKQ.to(wide).log_softmax(-1)[:, None], token_ids_Q=self.token_ids)
 
+    def expand_bytes(self) -> int:
+        """The heads, and the target's output layer where they have none of their own."""
+        own = sum(parameter.nbytes for parameter in self.parameters())
+        return own if self.outputs else own + self._rows().weight_QD.nbytes
+
     def clear(self, state: DraftState, rows_R: Tensor) -> None:
         """Forget the states of these rows."""
         held = _medusa(state)

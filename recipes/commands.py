@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,12 +49,23 @@ def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
         else {"handwritten": handwritten_prompts()}
     target = artifact_target(folders[0], given.target)
     artifacts = [load_artifact(folder, target) for folder in folders]
-    names = [str(folder) for folder in folders] if len(folders) > 1 else [None]
-    methods = [Method.of(artifact, name=name) for artifact, name in zip(artifacts, names, strict=True)]
+    methods = [Method.of(artifact, name=name) for artifact, name in zip(artifacts, names(folders), strict=True)]
     result = evaluate(target, methods, prompt_sets(given.template.build(target), sets), given.evaluate)
     written = write_report(given.out, result, artifacts[0])
     print(terminal_table(result))
     print(f"{written['html']} shows it with plots")
+
+
+def names(folders: Sequence[Path]) -> list[str | None]:
+    """What tells the folders apart: their paths without what all end and begin with; None for a single one."""
+    if len(folders) < 2:
+        return [None]
+    paths = [list(folder.parts) for folder in folders]
+    for end in (-1, 0):
+        while min(map(len, paths)) > 1 and len({path[end] for path in paths}) == 1:
+            for path in paths:
+                path.pop(end)
+    return [str(Path(*path)) for path in paths]
 
 
 @dataclass(frozen=True, kw_only=True)

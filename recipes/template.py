@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data import ChatTemplate, Prompt, read_prompts
-from ..export import PromptSets, read_description
+from ..export import PromptSets, Question, read_description
 from ..modules import Target, TargetConfig, TargetIdentity, UserError, load_target
 
 ARTIFACT_TARGET = "artifact"
@@ -63,11 +63,16 @@ def handwritten_prompts() -> list[Prompt]:
     return read_prompts(Path(str(files(__package__) / HANDWRITTEN)))
 
 
-def render(template: ChatTemplate, prompts: Sequence[Prompt]) -> list[tuple[str, list[int]]]:
-    """(category, tokens) of each prompt's first turn; a category of "" stands for none."""
-    return [(prompt.category or "", template.prompt(prompt.opening())) for prompt in prompts]
+def question(template: ChatTemplate, prompt: Prompt) -> Question:
+    """A prompt with all its user turns; what the target answered stands between them as text."""
+
+    def ask(answers: Sequence[Sequence[int]]) -> list[int]:
+        texts = [str(template.tokenizer.decode(list(answer), skip_special_tokens=True)) for answer in answers]
+        return template.prompt(prompt.messages(texts))
+
+    return Question(prompt=ask, turns=len(prompt.turns), category=prompt.category or "")
 
 
 def prompt_sets(template: ChatTemplate, sets: dict[str, list[Prompt]]) -> PromptSets:
-    """Named sets of prompts as token ids."""
-    return {name: render(template, prompts) for name, prompts in sets.items()}
+    """Named sets of prompts as questions to be answered turn by turn."""
+    return {name: [question(template, prompt) for prompt in prompts] for name, prompts in sets.items()}

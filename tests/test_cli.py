@@ -102,7 +102,10 @@ def test_sections_are_the_fields_of_a_recipe() -> None:
     ("run", ["--model.config.drafter.num_heads", "2"], "model.init_args.config.drafter.num_heads", 2),
     ("distill", ["--budget-tokens", "500"], "distill.budget_tokens", 500),
     ("train", ["--max_steps", "5"], "model.init_args.config.max_steps", 5),
-    ("evaluate", ["--batch-size", "8", "--artifact", "a"], "evaluate.batch_size", 8),
+    ("evaluate", ["--batch-sizes", "[1,4,8]", "--artifact", "a"], "evaluate.batch_sizes", (1, 4, 8)),
+    ("evaluate", ["--batch-sizes", "8", "--artifact", "a"], "evaluate.batch_sizes", 8),
+    ("evaluate", ["--temperatures", "[0,1]", "--artifact", "a"], "evaluate.temperatures", (0.0, 1.0)),
+    ("evaluate", ["--temperatures=0.7", "--artifact", "a"], "evaluate.temperatures", 0.7),
     ("evaluate", ["--prompts", "mine.jsonl", "--artifact", "a"], "prompts", "mine.jsonl"),
     ("evaluate", ["--distill.seed", "3", "--artifact", "a"], "evaluate.seed", 0),
 ])
@@ -263,6 +266,32 @@ def test_a_malformed_line_in_evaluation(finished: Path, capsys: pytest.CaptureFi
     (tmp_path / "mine.jsonl").write_text('{"prompt": "hi"}\nnot json\n')
     assert "mine.jsonl:2" in refused(capsys, "evaluate", "--artifact", finished / "artifact", "--prompts",
                                      tmp_path / "mine.jsonl", "--out", tmp_path / "report")
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    (["--batch-sizes", "0"], "batch_size must be at least 1, got 0"),
+    (["--batch-sizes", "[1,many]"], "batch_sizes"),
+    (["--temperatures", "[0,-1]"], "a temperature must be at least 0 and finite, got -1"),
+    (["--baselines", "[lookup]"], "there is no baseline 'lookup'; choose from prompt_lookup"),
+    (["--batch-sizes", "2"], "a batch of 2 rows cannot be timed: the set 'mine' has 1 prompts"),
+    (["--prompts", "EMPTY"], "holds no prompt; write one JSON object a line"),
+    (["--artifact", "[SAME,SAME]"], "2 methods are called"),
+    (["--artifact", "[SAME,OTHER]"], "this was made for the target tiny-random with weights_hash"),
+])
+def test_a_wrong_evaluation(finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str],
+                            told: str) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "hi"}\n')
+    (tmp_path / "empty.jsonl").write_text("")
+    other = shutil.copytree(finished / "artifact", tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    config["target"]["weights_hash"] = "0" * 32
+    (other / "config.json").write_text(json.dumps(config))
+    places = {"SAME": str(finished / "artifact"), "OTHER": str(other), "EMPTY": str(tmp_path / "empty.jsonl")}
+    given = ["--artifact", str(finished / "artifact"), "--prompts", str(tmp_path / "mine.jsonl"), *words]
+    for name, place in places.items():
+        given = [word.replace(name, place) for word in given]
+    assert told in refused(capsys, "evaluate", "--out", tmp_path / "report", *given)
+    assert not list(tmp_path.glob("report/*"))
 
 
 def test_a_corrupted_shard_is_named_and_finished_work_kept(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:

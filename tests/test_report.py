@@ -30,19 +30,33 @@ def measures(**changes: Any) -> Measures:
         "acceptance_by_position": (0.57, 0.25, 0.12), "plain_tokens_per_second": 19.9, "draft_time_share": 0.09,
         "generate_tokens_per_second": 15.8, "speedup": 1.43, "repetition_rate": 0.12, "truncation_rate": 0.4,
         "lossless": Lossless(prompts=10, identical=10, near_tie_divergences=0, max_logit_gap_at_divergence=None),
+        "accepted_length_interval": (1.81, 2.07), "tokens_per_second_interval": (26.1, 30.9),
+        "speedup_interval": (1.32, 1.55), "block_efficiency": 1.9, "memory_bound_speedup": 1.73,
     }
     return Measures(**(fields | changes))
 
 
-def a_run(*, contended: bool = False, names: tuple[str, ...] = ("medusa",), **changes: Any) -> EvaluationRun:
+def an_evaluation(name: str, **changes: Any) -> Evaluation:
+    fields: dict[str, Any] = {
+        "name": name, "family": "medusa", "target": "a <small> target", "batch_size": 1, "temperature": 0.0, "nodes": 6,
+        "contended": False, "target_calls": 600, "draft_share": 0.1, "predicted_speedup": None, "overall": measures(),
+        "accepted_length_by_tree_size": {"own": {"16": 1.9, "64": 2.15}},
+        "by_prompt_set": {"own": measures(), "handwritten": measures(accepted_length=1.71)},
+        "by_category": {"math": measures(accepted_length=2.05), "writing": measures(accepted_length=1.52)},
+        "by_turn": {},
+    }
+    return Evaluation(**(fields | changes))
+
+
+def a_run(*, contended: bool = False, names: tuple[str, ...] = ("medusa",), batch_sizes: tuple[int, ...] = (1,),
+          temperatures: tuple[float, ...] = (0.0,), of: dict[str, Any] | None = None, **changes: Any) -> EvaluationRun:
+    """A run; `of` changes its evaluations, other keywords the measures of all prompts."""
     overall = measures(**changes)
-    evaluations = tuple(Evaluation(
-        name=name, family="medusa", target="a <small> target", batch_size=1, temperature=0.0, contended=contended,
-        target_calls=600, overall=overall,
-        accepted_length_by_tree_size={"own": {"16": 1.9, "64": 2.15}},
-        by_prompt_set={"own": overall, "handwritten": measures(accepted_length=1.71)},
-        by_category={"math": measures(accepted_length=2.05), "writing": measures(accepted_length=1.52)},
-    ) for name in names)
+    sets = {"own": overall, "handwritten": measures(accepted_length=1.71)}
+    evaluations = tuple(
+        an_evaluation(name, **{"contended": contended, "batch_size": size, "temperature": temperature,
+                               "overall": overall, "by_prompt_set": sets, **(of or {})})
+        for temperature in temperatures for size in batch_sizes for name in names)
     header = {
         "machine": {"processor": "A Processor", "device": "cpu", "system": "Linux"}, "dtype": "float32", "threads": 2,
         "versions": {"torch": "2.13.0"}, "settings": {"max_new_tokens": 128, "seed": 0}, "timed_prompts": 4,
@@ -64,7 +78,8 @@ def test_three_files_hold_the_same_figures(tmp_path: Path) -> None:
     assert {path.name for path in paths.values()} == {"evaluation.json", "report.md", "report.html"}
     assert json.loads(paths["json"].read_text()) == json.loads(json.dumps(a_run().to_dict()))
     page, text = paths["html"].read_text(), paths["markdown"].read_text()
-    for figure in ("1.94", "1.71", "2.05", "28.5", "19.9", "15.8", "1.43×", "10/10"):
+    for figure in ("1.94", "1.81–2.07", "1.71", "2.05", "28.5", "26.1–30.9", "19.9", "15.8", "1.43×", "1.32–1.55",
+                   "1.73×", "10/10", "at most 6 nodes", "A Processor, 2 threads", "float32", "torch 2.13.0"):
         assert figure in page
         assert figure in text
 
@@ -94,13 +109,15 @@ def test_equal_runs_give_equal_pages(tmp_path: Path) -> None:
 
 def test_a_page_without_timing_or_artifact(tmp_path: Path) -> None:
     untimed = dict.fromkeys(("tokens_per_second", "plain_tokens_per_second", "generate_tokens_per_second", "speedup",
-                             "draft_time_share"))
-    run = a_run(**untimed)
-    run.evaluations[0].by_prompt_set.update({name: measures(**untimed) for name in ("own", "handwritten")})
-    page = write_report(tmp_path, run)["html"].read_text()
-    assert page.count("<svg") == 2
-    assert "None" not in page
-    assert "–" in terminal_table(run)
+                             "draft_time_share", "tokens_per_second_interval", "speedup_interval"))
+    for names in (("medusa",), ("medusa", "chain")):
+        run = a_run(names=names, batch_sizes=(1, 8)[: len(names)], **untimed)
+        for one in run.evaluations:
+            one.by_prompt_set.update({name: measures(**untimed) for name in ("own", "handwritten")})
+        page = write_report(tmp_path, run)["html"].read_text()
+        assert page.count("<svg") == 2
+        assert "None" not in page
+        assert "–" in terminal_table(run)
 
 
 def test_a_busy_machine_is_announced_everywhere(tmp_path: Path) -> None:
@@ -115,7 +132,45 @@ def test_methods_stand_side_by_side(tmp_path: Path) -> None:
     page = write_report(tmp_path, a_run(names=("medusa", "chain")))["html"].read_text()
     assert "The methods side by side" in page
     assert "<td>chain</td>" in page
+    assert page.count("<svg") == 3  # positions, speed of each method, categories
     assert "The methods side by side" not in write_report(tmp_path, a_run())["html"].read_text()
+
+
+def test_batch_sizes_and_temperatures_get_plots_and_columns(tmp_path: Path) -> None:
+    run = a_run(names=("medusa", "chain"), batch_sizes=(1, 4, 8), temperatures=(0.0, 0.7))
+    paths = write_report(tmp_path, run, an_artifact())
+    page, text = paths["html"].read_text(), paths["markdown"].read_text()
+    assert page.count("<svg") == 6  # positions, batches, categories, temperatures, cost, tree
+    assert "rows of the batch" in page
+    assert "| chain | 0.7 | 8 | 6 | 1.94 (1.81–2.07) |" in text
+    assert "chain, temperature 0.7, batch 8" in terminal_table(run)
+    assert len(json.loads(paths["json"].read_text())["measurements"]) == 12 * 5
+    assert "temperature |" not in write_report(tmp_path, a_run(names=("a", "b")))["markdown"].read_text()
+
+
+def test_the_verdict_is_about_every_temperature_and_counts_all_methods(tmp_path: Path) -> None:
+    run = a_run(names=("medusa", "chain"), temperatures=(0.0, 0.7))
+    text = write_report(tmp_path, run)["markdown"].read_text()
+    assert "All 20 greedy answers (2,468 tokens) are identical, token by token, to those of transformers' own" in text
+    assert "All 20 sampled answers (2,468 tokens) are identical, token by token, to those of this project's" in text
+
+
+def test_a_category_that_is_a_whole_set_is_not_shown_twice(tmp_path: Path) -> None:
+    of = {"by_category": {"own": measures(), "math": measures(accepted_length=2.05)}}
+    text = write_report(tmp_path, a_run(of=of))["markdown"].read_text()
+    assert [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")][1:] == [
+        "all prompts", "*prompt sets*", "own", "handwritten", "*categories*", "math"]
+
+
+def test_predicted_stands_beside_measured(tmp_path: Path) -> None:
+    paths = write_report(tmp_path, a_run(of={"predicted_speedup": 1.61}))
+    for file in (paths["html"], paths["markdown"]):
+        assert "Predicted speed-up over this loop without drafts: 1.61×, measured: 1.43×." in file.read_text()
+
+
+def test_turns_have_rows_of_their_own(tmp_path: Path) -> None:
+    text = write_report(tmp_path, a_run(of={"by_turn": {"1": measures(), "2": measures()}}))["markdown"].read_text()
+    assert "| turn 2 | 10 | 1.94 (1.81–2.07) |" in text
 
 
 def test_the_terminal_table_is_narrow_and_aligned() -> None:
@@ -123,7 +178,7 @@ def test_the_terminal_table_is_narrow_and_aligned() -> None:
     assert max(map(len, lines)) <= 100
     table = lines[2:6]
     assert len({len(line) for line in table}) == 1
-    assert "all prompts" in table[1]
+    assert "medusa" in table[1]
     assert "1.94" in table[1]
 
 
@@ -137,7 +192,7 @@ def test_the_terminal_table_is_narrow_and_aligned() -> None:
 def test_the_verdict_hides_nothing(identical: int, near: int, gap: float | None, words: str) -> None:
     run = a_run(lossless=Lossless(prompts=10, identical=identical, near_tie_divergences=near,
                                   max_logit_gap_at_divergence=gap))
-    assert words in lossless_verdict(run, run.evaluations[0])
+    assert words in lossless_verdict(run, run.evaluations)
 
 
 def test_a_changed_word_is_shown_as_a_fault(tmp_path: Path) -> None:

@@ -129,12 +129,37 @@ def test_evaluate_on_a_file_in_a_batch(finished: Path, tmp_path: Path) -> None:
     lines = [{"question_id": n, "category": "writing", "turns": [f"say {n} things"]} for n in range(4)]
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert main(["evaluate", "--artifact", str(finished / "artifact"), "--prompts", str(tmp_path / "mine.jsonl"),
-                 "--out", str(tmp_path / "report"), "--batch-size", "4", "--max-new-tokens", "12",
+                 "--out", str(tmp_path / "report"), "--batch-sizes", "4", "--max-new-tokens", "12",
                  "--speed-prompts", "4"]) == 0
     content = json.loads((tmp_path / "report" / "evaluation.json").read_text())
     assert content["batch_size"] == 4
     assert content["prompts"] == 4
     assert (tmp_path / "report" / "report.html").is_file()
+
+
+def test_evaluate_a_file_of_two_turns_with_a_baseline_batches_and_temperatures(finished: Path, tmp_path: Path) -> None:
+    """Two artifacts and a baseline, as a person would compare them."""
+    again = shutil.copytree(finished / "artifact", tmp_path / "again" / "artifact")
+    lines = [{"question_id": n, "category": ("math", "writing")[n % 2], "turns": [f"say {n} things", "and more"]}
+             for n in range(4)]
+    (tmp_path / "spec.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["evaluate", "--artifact", f"[{finished / 'artifact'},{again}]", "--prompts",
+                 str(tmp_path / "spec.jsonl"), "--out", str(tmp_path / "report"), "--batch-sizes", "[1,2]",
+                 "--temperatures", "[0,0.9]", "--max-new-tokens", "8", "--speed-prompts", "2",
+                 "--baselines", "[prompt_lookup]"]) == 0
+    content = json.loads((tmp_path / "report" / "evaluation.json").read_text())
+    measured = content["measurements"]
+    assert {(one["temperature"], one["batch_size"]) for one in measured} == {(t, b) for t in (0, 0.9) for b in (1, 2)}
+    assert len({one["method"] for one in measured}) == 3
+    assert "prompt_lookup" in {one["method"] for one in measured}
+    assert content["prompts"] == 8  # four questions, two turns each
+    assert {one["turn"] for one in measured} == {None, "1", "2"}
+    assert all(one["lossless"]["identical"] + one["lossless"]["near_tie_divergences"] == one["prompts"]
+               for one in measured)
+    assert measured[0]["accepted_length"] == content["accepted_length"]
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "rows of the batch" in page
+    assert "temperature" in page
 
 
 def test_export_writes_the_medusa_layout(finished: Path, tmp_path: Path) -> None:

@@ -1,0 +1,139 @@
+"""What an evaluation is asked to do: its settings, the questions, and the methods that take part."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..modules import BASELINES, DecodeSettings, Policy, Proposer, Target, Topology, UserError, baseline
+from .artifact import Artifact
+
+Answered = Sequence[Sequence[int]]
+"""The target's answers to the turns before, as tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """What is decoded and what is timed."""
+
+    max_new_tokens: int = 128
+    """Longest answer, in tokens."""
+    batch_sizes: int | tuple[int, ...] = (1,)
+    """Rows decoded at once where speed is measured: one number or several, [1,4,8]."""
+    temperatures: float | tuple[float, ...] = (0.0,)
+    """One number or several, [0,1]. 0 is greedy; above it, identity is checked against this project's plain loop under
+    the same random stream."""
+    top_k: int = 0
+    """Sample among this many best tokens; 0 is all of them."""
+    top_p: float = 1.0
+    """Sample within this share of the probability."""
+    seed: int = 0
+    """Seed of the random streams of the answers, and of the resampling behind the intervals."""
+    speed_prompts: int = 8
+    """Prompts of each set whose decoding is timed, at least as many as the largest batch has rows (each by every
+    method, plainly and by `generate`); 0 times none."""
+    tree_prompts: int = 0
+    """Prompts of each set whose greedy answers are replayed through smaller and larger trees; 0 replays none."""
+    limit: int | None = None
+    """Use at most this many prompts of each set, spread over it; None uses all."""
+    baselines: tuple[str, ...] = ()
+    """Drafters without training that are measured as well: prompt_lookup, suffix_match, recycling, ngrams, layer_skip,
+    first_layers."""
+    untimed_batch_size: int = 8
+    """Rows decoded at once for prompts that are not timed; it changes neither acceptance nor identity."""
+
+    def __post_init__(self) -> None:
+        least = {"max_new_tokens": 2, "untimed_batch_size": 1, "speed_prompts": 0, "tree_prompts": 0}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise UserError(f"{name} must be at least {bound}, got {getattr(self, name)}")
+        for name, numbers in (("batch_sizes", self.batches), ("temperatures", self.degrees)):
+            if not numbers:
+                raise UserError(f"{name} must hold at least one number, got none")
+        if self.limit is not None and self.limit < 1:
+            raise UserError(f"limit must be at least 1, got {self.limit}; leave it out to use every prompt")
+        for name in self.baselines:
+            if name not in BASELINES:
+                raise UserError(f"there is no baseline {name!r}; choose from {', '.join(BASELINES)}")
+        for temperature in self.degrees:
+            if not 0 <= temperature < float("inf"):
+                raise UserError(f"a temperature must be at least 0 and finite, got {temperature}")
+        for batch_size in self.batches:
+            # What the decoding loop checks itself is not checked twice.
+            self.settings(batch_size)
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """The batch sizes, each once, in the order given."""
+        given = self.batch_sizes if isinstance(self.batch_sizes, tuple) else (self.batch_sizes,)
+        return tuple(dict.fromkeys(given))
+
+    @property
+    def degrees(self) -> tuple[float, ...]:
+        """The temperatures, each once, in the order given."""
+        given = self.temperatures if isinstance(self.temperatures, tuple) else (self.temperatures,)
+        return tuple(dict.fromkeys(given))
+
+    @property
+    def timed(self) -> int:
+        """Prompts of each set that are timed, as far as it has so many."""
+        return max(self.speed_prompts, *self.batches) if self.speed_prompts else 0
+
+    def settings(self, batch_size: int) -> DecodeSettings:
+        """The decoding loop's settings for a batch of this many rows."""
+        return DecodeSettings(batch_size=batch_size, top_k=self.top_k, top_p=self.top_p, seed=self.seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A conversation to be answered turn by turn."""
+
+    prompt: Callable[[Answered], Sequence[int]]
+    """From the target's answers so far to the tokens of the next turn's prompt, those answers inside it."""
+    turns: int = 1
+    """How many answers it wants."""
+    category: str = ""
+    """Its category; "" for none."""
+
+    @classmethod
+    def single(cls, tokens: Sequence[int], category: str = "") -> "Question":
+        """A question of one turn."""
+        return cls(prompt=lambda _: tokens, category=category)
+
+
+PromptSets = Mapping[str, Sequence[Question]]
+"""Questions by the name of their set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One way to draft that takes part in an evaluation; several may enter the same one."""
+
+    name: str
+    """How the report calls it; names must differ."""
+    family: str
+    """Its family, such as medusa."""
+    drafter: Proposer | None
+    """What drafts; None decodes with the target alone."""
+    policy: Policy | None
+    """How the tree grows; None for the target alone."""
+    trees: Topology | None = None
+    """A static tree, best node first, whose smaller and larger prefixes are compared too."""
+    predicted_speedup: float | None = None
+    """What the cost measured on this machine predicts for one greedy row; None where nothing was measured."""
+
+    @classmethod
+    def of(cls, artifact: Artifact, *, name: str | None = None, tree_size: int | None = None) -> "Method":
+        """The method an artifact stands for, with its tuned tree unless `tree_size` says otherwise."""
+        family = artifact.drafter.family
+        return cls(name=name or family, family=family, drafter=artifact.drafter, policy=artifact.policy(tree_size),
+                   trees=artifact.topology, predicted_speedup=artifact.predicted_speedup(tree_size))
+
+    @classmethod
+    def of_baseline(cls, name: str, target: Target) -> "Method":
+        """The drafter without training of this name, with nothing remembered."""
+        drafter, policy = baseline(name, target)
+        return cls(name=name, family=drafter.family, drafter=drafter, policy=policy)
+
+    @property
+    def nodes(self) -> int:
+        """Most nodes that a pass verifies, the root included; 1 without drafts."""
+        return self.policy.max_size if self.policy is not None else 1

@@ -1,0 +1,81 @@
+"""The tables of a report, as cells that Markdown and HTML write in their own ways."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from .results import Evaluation, EvaluationRun, Measures
+from .wording import number, span, times
+
+FIGURES = ("answers", "tokens per pass", "tokens/s", "plain tokens/s", "generate tokens/s", "speed-up",
+           "memory-bound speed-up", "identical")
+"""Columns that any group of prompts has."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One figure, and its interval where it has one."""
+
+    text: str
+    interval: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Column headings (the first is empty), and rows as long; a row of one cell is a heading among them."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+
+def figures(measures: Measures) -> tuple[Cell, ...]:
+    """The cells under `FIGURES`."""
+    return (
+        Cell(f"{measures.prompts}"),
+        Cell(f"{measures.accepted_length:.2f}", span(measures.accepted_length_interval, 2)),
+        Cell(number(measures.tokens_per_second, 1), span(measures.tokens_per_second_interval, 1)),
+        Cell(number(measures.plain_tokens_per_second, 1)),
+        Cell(number(measures.generate_tokens_per_second, 1)),
+        Cell(times(measures.speedup), span(measures.speedup_interval, 2)),
+        Cell(times(measures.memory_bound_speedup)),
+        Cell(f"{measures.lossless.identical}/{measures.lossless.prompts}"),
+    )
+
+
+def side_by_side(run: EvaluationRun) -> Table:
+    """Every method at every temperature and batch size; columns in which nothing differs are left out."""
+    conditions: list[tuple[str, bool, Callable[[Evaluation], str]]] = [
+        ("temperature", len(run.temperatures) > 1, lambda one: f"{one.temperature:g}"),
+        ("batch", len(run.batch_sizes) > 1, lambda one: f"{one.batch_size}"),
+        ("nodes per pass", True, lambda one: f"{one.nodes}"),
+    ]
+    shown = [(name, text) for name, wanted, text in conditions if wanted]
+    predicted = any(one.predicted_speedup is not None for one in run.evaluations)
+    rows = [
+        (Cell(one.name), *(Cell(text(one)) for _, text in shown), *figures(one.overall)[1:],
+         *([Cell(times(one.predicted_speedup))] if predicted else []))
+        for one in run.evaluations
+    ]
+    columns = ("", *(name for name, _ in shown), *FIGURES[1:], *(["predicted speed-up"] if predicted else []))
+    return Table(columns, tuple(rows))
+
+
+def in_detail(evaluation: Evaluation) -> Table:
+    """One method on all prompts, and on each set, category and turn."""
+    rows: list[tuple[Cell, ...]] = [(Cell("all prompts"), *figures(evaluation.overall))]
+    for heading, groups in groups_of(evaluation):
+        rows.append((Cell(heading),))
+        rows += [(Cell(name), *figures(measures)) for name, measures in groups.items()]
+    return Table(("", *FIGURES), tuple(rows))
+
+
+def groups_of(evaluation: Evaluation) -> Iterator[tuple[str, dict[str, Measures]]]:
+    """Headings and groups that say something new: a category that is a whole prompt set by another name is not one."""
+    sets = evaluation.by_prompt_set
+    if len(sets) > 1:
+        yield "prompt sets", sets
+    categories = {name: measures for name, measures in evaluation.by_category.items()
+                  if name not in sets or sets[name].prompts != measures.prompts}
+    if categories:
+        yield "categories", categories
+    if evaluation.by_turn:
+        yield "turns", {f"turn {turn}": measures for turn, measures in evaluation.by_turn.items()}
