@@ -1,6 +1,8 @@
 """From a name to a target: hub ids, local folders, GGUF files, the embedded default and the tiny random one."""
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -54,22 +56,49 @@ def load_target(config: TargetConfig) -> Target:
     return Target(model.to(device), tokenizer, name=config.name, pack=config.pack)
 
 
+def sketch_target(config: TargetConfig) -> Target:
+    """The target's shape without its weights, on torch's meta device: to plan with, not to run. Reads a config alone.
+
+    Raises:
+        UserError: as `load_target` does.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    dtype = _dtype(config.dtype, _device(config.device))
+    if config.name == TINY_NAME:
+        shape = tiny_model().config
+    else:
+        source, options = _source(config)
+        with _telling(config):
+            shape = AutoConfig.from_pretrained(source, **options)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape, dtype=dtype)  # type: ignore[no-untyped-call]
+    return Target(model, None, name=config.name, pack=False)
+
+
 def _read(config: TargetConfig, dtype: torch.dtype) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source, options = _source(config)
-    try:
+    with _telling(config):
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
+    if "gguf_file" in options:
+        _forget_quantization(model)
+    return model, tokenizer
+
+
+@contextmanager
+def _telling(config: TargetConfig) -> Iterator[None]:
+    """Turn what transformers raises for a name that leads nowhere into one sentence."""
+    try:
+        yield
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"the target {config.name!r} could not be loaded ({reason}); give a hub id, a folder with "
             f"config.json, a .gguf file or {DEFAULT_NAME!r}"
         ) from error
-    if "gguf_file" in options:
-        _forget_quantization(model)
-    return model, tokenizer
 
 
 def _source(config: TargetConfig) -> tuple[str, dict[str, Any]]:

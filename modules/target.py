@@ -40,7 +40,7 @@ class Target:
     Args:
         model: any causal language model of transformers whose attention takes a mask.
         tokenizer: its tokenizer.
-        name: what reports call it.
+        name: what reports call it. A model on torch's meta device has a shape and no values: it is not checked.
         pack: lay the linear layers out for oneDNN where that pays (float32 on a CPU); doubles their memory.
 
     Raises:
@@ -57,21 +57,25 @@ class Target:
         self.decoder: nn.Module = model.get_decoder()
         self.head: nn.Module = model.get_output_embeddings()
         self.layers = _layer_list(self.decoder, self.config.num_hidden_layers)
+        self.packed: PackedLinears | None = None
+        sketched = self.device.type == "meta"
         self.identity = TargetIdentity(
             name=name,
             architecture=type(model).__name__,
             vocab_size=int(model.get_output_embeddings().weight.shape[0]),
             hidden_size=int(self.config.hidden_size),
             num_layers=int(self.config.num_hidden_layers),
-            weights_hash=hash_weights(model),
+            weights_hash="" if sketched else hash_weights(model),
         )
         self.native_attention: str = self.config._attn_implementation
+        if sketched:
+            return
         probe = torch.arange(8, device=self.device)[None] % self.vocab_size
         with torch.no_grad():
             expected = model(input_ids=probe, use_cache=False).logits
         model.set_attn_implementation(NAME)
-        self.packed = PackedLinears(model) if pack and can_pack(model) else None
-        if self.packed is not None:
+        if pack and can_pack(model):
+            self.packed = PackedLinears(model)
             self.packed.install()
         self._self_check(probe, expected)
 

@@ -1,0 +1,120 @@
+"""What a recipe will take, from shapes alone: no weight is read, nothing is run.
+
+Shapes: B rows and L tokens of a micro-batch, D hidden size, K draft steps, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..modules import Drafter, Target
+from ..modules.loading import sketch_target
+from ..trainers import DraftModule
+from ..trainers.losses import CHUNK_ELEMENTS
+from .parsing import Command, Parsed
+from .recipe import Recipe
+
+ADAM_BYTES = 16
+"""Bytes a trained parameter takes in float32: itself, its gradient, and AdamW's two moments."""
+WIDE = 4
+"""Bytes of a float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Parameters, and bytes by what they are for."""
+
+    target_parameters: int
+    """Of the frozen target."""
+    target: int
+    """Its weights, in bytes on the device that holds them; packed for oneDNN they take as much again on a CPU."""
+    drafter_parameters: int
+    """Trained."""
+    drafter: int
+    """Weights, gradients and AdamW's moments, in bytes on every device."""
+    batch_states: int
+    """The target's states of one micro-batch, in bytes on every device."""
+    batch_drafts: int
+    """Draft states of one micro-batch with their gradient, and the logits alive at once, in bytes on every device."""
+    distill_cache: int
+    """Keys and values of the answers generated at once, in bytes."""
+    stored_states: int
+    """Target states on disk, in bytes; 0 where they are computed in the step, or the budget is in minutes."""
+
+    @property
+    def training(self) -> int:
+        """Bytes on one device while training."""
+        return self.target + self.drafter + self.batch_states + self.batch_drafts
+
+
+def plan_recipe(recipe: Recipe, target: Target) -> Plan:
+    """Count parameters and bytes.
+
+    Args:
+        recipe: says what is trained on what.
+        target: a sketch, see `sketch_target`.
+
+    Raises:
+        UserError: if the family or its settings do not fit the target.
+    """
+    module: DraftModule = recipe.model(target, token_counts=torch.ones(target.vocab_size))  # type: ignore[call-arg]
+    module.configure_model()
+    drafter, batch = module.drafter, recipe.batch
+    trained = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
+    tokens, states = batch.rows_per_batch * batch.row_length, 1 + len(drafter.taps)
+    width = target.hidden_size * target.dtype.itemsize
+    stored = (recipe.distill.budget_tokens or 0) if batch.source == "features" else 0
+    return Plan(
+        target_parameters=sum(parameter.numel() for parameter in target.model.parameters()),
+        target=sum(parameter.numel() for parameter in target.model.parameters()) * target.dtype.itemsize,
+        drafter_parameters=trained,
+        drafter=trained * ADAM_BYTES,
+        batch_states=tokens * states * width,
+        batch_drafts=(2 * tokens * (drafter.reach or 1) * target.hidden_size + 4 * _logits(target, drafter)) * WIDE,
+        distill_cache=recipe.distill.slots * recipe.distill.max_new_tokens * cache_bytes(target),
+        stored_states=stored * states * width,
+    )
+
+
+def _logits(target: Target, drafter: Drafter) -> int:
+    """Logits alive at once: a chunk's, but never fewer than one row of the vocabulary."""
+    ids_Q = drafter.token_ids_Q
+    return max(CHUNK_ELEMENTS["cpu"], target.vocab_size if ids_Q is None else len(ids_Q))
+
+
+def cache_bytes(target: Target) -> int:
+    """Bytes of keys and values that one token takes in the target."""
+    heads = getattr(target.config, "num_key_value_heads", None) or target.config.num_attention_heads
+    width = getattr(target.config, "head_dim", None) or target.hidden_size // target.config.num_attention_heads
+    return 2 * target.num_layers * int(heads) * int(width) * target.dtype.itemsize
+
+
+def lines(plan: Plan, recipe: Recipe) -> Iterator[str]:
+    """The plan for people."""
+    disk = "none stored" if not plan.stored_states else size(plan.stored_states)
+    yield f"target    {recipe.target.name}: {plan.target_parameters:,} parameters, {size(plan.target)}"
+    yield f"drafter   {plan.drafter_parameters:,} trained parameters, {size(plan.drafter)} with gradients and AdamW"
+    yield f"step      {recipe.batch.rows_per_batch} rows of {recipe.batch.row_length} tokens: target states "\
+          f"{size(plan.batch_states)}, draft states and logits {size(plan.batch_drafts)}"
+    yield f"training  {size(plan.training)} a device, activations of the drafter's own layers not counted"
+    yield f"distill   {recipe.distill.slots} answers at once: {size(plan.distill_cache)} of keys and values"
+    yield f"disk      target states: {disk}"
+
+
+def size(count: int) -> str:
+    """Bytes for people."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count / 2**10:.1f} KiB"
+
+
+def plan(parsed: Parsed[Recipe]) -> None:
+    """Say what a recipe will take, without reading a weight or running anything."""
+    for line in lines(plan_recipe(parsed.values, sketch_target(parsed.values.target)), parsed.values):
+        print(line)
+
+
+COMMANDS: dict[str, Command[Any]] = {"plan": Command(name="plan", arguments=Recipe, run=plan)}
