@@ -1,4 +1,5 @@
 # make quickstart   set up, then the whole main job on the embedded model: runs/quickstart/report.html
+# make families     set up, then every family on equal terms (hours): runs/families/families.md; FAMILY=hydra does one
 # make test         set up, then every test that this machine can run
 # make check        set up, then ruff and mypy --strict
 
@@ -21,7 +22,7 @@ export TOKENIZERS_PARALLELISM ?= false
 export PYTHONUNBUFFERED := 1
 PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup quickstart test check
+.PHONY: help setup quickstart families test check
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -44,6 +45,10 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: $(STAMP)
 	@echo "== Main job: $(RECIPE), $(OMP_NUM_THREADS) threads; stop it at any time, the next call goes on from there"
 	@$(VENV)/bin/draftsmith run --config $(RECIPE)
+
+families: $(STAMP)
+	@echo "== Families: $(if $(FAMILY),$(FAMILY),all of recipes/families.yaml), $(OMP_NUM_THREADS) threads"
+	@$(VENV)/bin/draftsmith families --config recipes/families.yaml $(if $(FAMILY),--only $(FAMILY))
 
 test: export HF_HUB_OFFLINE := 1
 # Threads that spin at barriers make a run several times slower as soon as something else needs a core.

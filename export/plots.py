@@ -181,6 +181,24 @@ def tree(topology: Topology, used: int) -> str:
     return plot.svg("tree")
 
 
+def standings(rows: Mapping[str, tuple[float, float | None]]) -> str:
+    """Tokens per pass of each draft as a bar, its speed-up as a dot on the same scale: 1 is the target alone."""
+    names = list(rows)[::-1]
+    with _Plot(6.4, 1.1 + 0.36 * max(2, len(names))) as (axes, plot):
+        axes.barh(names, [rows[name][0] for name in names], color=DRAFTED, height=0.6, label="tokens per pass")
+        for place, name in enumerate(names):
+            length, speedup = rows[name]
+            axes.text(length + 0.02, place, f"{length:.2f}", va="center", color=INK, fontsize=9)
+            if speedup is not None:
+                axes.plot(speedup, place, "o", color=ACCENT, markeredgecolor="white", markersize=8,
+                          label="speed-up" if place == len(names) - 1 else None)
+        axes.axvline(1.0, color=INK, linewidth=1)
+        axes.set(xlim=(0, 1.15 * max((length for length, _ in rows.values()), default=1.0)))
+        axes.grid(axis="y", visible=False)
+        plot.legend_above(2)
+    return plot.svg("standings")
+
+
 def _leaf_heights(topology: Topology) -> list[float]:
     """A height for every node: leaves one below the other, depth first; parents level with their first child."""
     children: list[list[int]] = [[] for _ in range(topology.size)]

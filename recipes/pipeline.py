@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from ..data import DistillConfig, distill, encode, read_prompts
+from ..data import DistillConfig, Prompt, distill, encode, read_prompts
 from ..data.datamodule import DraftDataModule
 from ..export import Method, Tuning, evaluate, load_artifact, save_artifact, save_tuning, terminal_table, write_report
 from ..export.files import write_file
@@ -156,15 +156,18 @@ def provenance(workspace: Workspace, result: FitResult, expected: tuple[float, .
 def evaluate_stage(workspace: Workspace) -> Sequence[Path]:
     """Held-out prompts and the hand-written ones, decoded through the artifact and by the target alone."""
     artifact = load_artifact(workspace.artifact, workspace.target)
-    sets = {"handwritten": handwritten_prompts()}
-    test = workspace.data / TEST_FILE
-    if test.is_file() and test.stat().st_size:
-        sets = {"own": read_prompts(test), **sets}
-    result = evaluate(workspace.target, [Method.of(artifact)], prompt_sets(workspace.template, sets),
-                      workspace.recipe.evaluate)
+    result = evaluate(workspace.target, [Method.of(artifact)],
+                      prompt_sets(workspace.template, held_out_sets(workspace)), workspace.recipe.evaluate)
     written = write_report(workspace.out, result, artifact)
     print(f"\n{terminal_table(result)}\n\n{written['html']} shows it with plots", flush=True)
     return list(written.values())
+
+
+def held_out_sets(workspace: Workspace) -> dict[str, list[Prompt]]:
+    """The target's own prompts that were kept from training, and the hand-written ones."""
+    test = workspace.data / TEST_FILE
+    own = {"own": read_prompts(test)} if test.is_file() and test.stat().st_size else {}
+    return {**own, "handwritten": handwritten_prompts()}
 
 
 def fit_result(workspace: Workspace) -> FitResult:

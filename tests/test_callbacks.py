@@ -51,20 +51,23 @@ def scripted(monkeypatch: pytest.MonkeyPatch, lengths: list[float], **changes: A
 def test_the_greatest_accepted_length_wins_and_a_tie_goes_to_the_earlier(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = scripted(monkeypatch, [1.1, 1.4, 1.4, 1.2])
+    seen = scripted(monkeypatch, [1.0, 1.1, 1.4, 1.4, 1.2])
     module = MedusaModule(target, SETTINGS)
     result = fit(module, CycleData(), tmp_path, progress=False)
-    assert len(seen) == 4, "after steps 2, 4, 6, and after the last one"
+    assert len(seen) == 5, "before the first step, after steps 2, 4, 6, and after the last one"
     assert (result.step, result.accepted_length, result.steps) == (4, 1.4, 7)
+    assert result.untrained_accepted_length == 1.0
+    assert all(torch.equal(tensor, MedusaModule(target, SETTINGS).build_drafter().state_dict()[name])
+               for name, tensor in seen[0].items())
     for found in (load_file(result.checkpoint), module.drafter.state_dict()):
-        assert all(torch.equal(found[name], tensor) for name, tensor in seen[1].items())
-    assert not all(torch.equal(seen[2][name], tensor) for name, tensor in seen[1].items())
+        assert all(torch.equal(found[name], tensor) for name, tensor in seen[2].items())
+    assert not all(torch.equal(seen[3][name], tensor) for name, tensor in seen[2].items())
 
 
 def test_the_best_so_far_survives_an_interruption(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scripted(monkeypatch, [1.1, 1.4, math.nan])
+    scripted(monkeypatch, [1.0, 1.1, 1.4, math.nan])
 
     class Stops(MedusaModule):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -82,7 +85,7 @@ def test_the_best_so_far_survives_an_interruption(
 
 
 def test_few_held_out_tokens_are_told_once(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scripted(monkeypatch, [1.1, 1.2, 1.3, 1.4], tokens=999)
+    scripted(monkeypatch, [1.0, 1.1, 1.2, 1.3, 1.4], tokens=999)
     with pytest.warns(UserWarning, match="decodes only 999 tokens") as told:
         fit(MedusaModule(target, SETTINGS), CycleData(), tmp_path, progress=False)
     assert len([one for one in told if "decodes only" in str(one.message)]) == 1
@@ -91,7 +94,7 @@ def test_few_held_out_tokens_are_told_once(target: Target, tmp_path: Path, monke
 def test_a_run_shows_one_tidy_line(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    scripted(monkeypatch, [1.1, 1.4, 1.4, 1.2])
+    scripted(monkeypatch, [1.0, 1.1, 1.4, 1.4, 1.2])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fit(MedusaModule(target, SETTINGS), CycleData(), tmp_path, progress=True)
@@ -105,7 +108,7 @@ def test_a_run_shows_one_tidy_line(
 def test_tensorboard_gets_the_figures(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    scripted(monkeypatch, [1.1, 1.4, 1.4, 1.2])
+    scripted(monkeypatch, [1.0, 1.1, 1.4, 1.4, 1.2])
     fit(MedusaModule(target, SETTINGS), CycleData(), tmp_path, progress=False)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()

@@ -13,14 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.recipes import commands, pipeline
+from draftsmith.modules import BASELINES
+from draftsmith.recipes import commands, families, pipeline, plan
 from draftsmith.recipes.__main__ import COMMANDS, main
 from draftsmith.recipes.parsing import SECTIONS, Command
 from draftsmith.recipes.recipe import Recipe
 
-RECIPES = sorted((Path(__file__).resolve().parents[1] / "recipes").glob("*.yaml"))
+SHIPPED = sorted((Path(__file__).resolve().parents[1] / "recipes").glob("*.yaml"))
+FAMILIES = next(path for path in SHIPPED if path.stem == "families")
+RECIPES = [path for path in SHIPPED if path != FAMILIES]
 TINY = next(path for path in RECIPES if path.stem == "tiny")
-EVERY: dict[str, Command[Any]] = pipeline.COMMANDS | commands.COMMANDS
+FILES = {"pipeline": pipeline, "families": families, "plan": plan, "commands": commands}
+EVERY: dict[str, Command[Any]] = {name: command for file in FILES.values() for name, command in file.COMMANDS.items()}
 
 
 def parse(name: str, *words: str) -> Any:
@@ -59,8 +63,8 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_the_table_of_commands_is_that_of_the_files() -> None:
-    assert {name: file for name, (file, _) in COMMANDS.items()} == (
-        dict.fromkeys(pipeline.COMMANDS, "pipeline") | dict.fromkeys(commands.COMMANDS, "commands"))
+    assert {name: file for name, (file, _) in COMMANDS.items()} == {
+        name: title for title, file in FILES.items() for name in file.COMMANDS}
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))
@@ -84,6 +88,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_shipped_recipe_parses(path: Path, name: str) -> None:
     parser = EVERY[name].parser()
     assert parser.instantiate(parser.parse_args(["--config", str(path)])).model is not None
+
+
+def test_the_rows_of_the_comparison_are_shipped_recipes_and_baselines() -> None:
+    given = EVERY["families"].parse(["--config", str(FAMILIES)]).values
+    assert set(given.rows) <= {path.stem for path in RECIPES} | set(BASELINES)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -82,20 +82,28 @@ class DecodedAcceptance(_EveryStep):
         self.rows: list[Features] | None = None
         self.best: dict[str, Any] = {}
         self.latest: float | None = None
+        self.untrained: float | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The best measurement so far."""
-        return {"best": self.best, "latest": self.latest}
+        """What was measured so far."""
+        return {"best": self.best, "latest": self.latest, "untrained": self.untrained}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint's measurements."""
-        self.best, self.latest = state_dict["best"], state_dict["latest"]
+        self.best, self.latest, self.untrained = (state_dict[name] for name in ("best", "latest", "untrained"))
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Measure the drafter as it begins: what training gains is told against it."""
+        super().on_train_start(trainer, module)
+        if self.untrained is None:
+            with self.module.clock.paused():
+                self.untrained = self._measure(trainer)["accepted_length"]
 
     def after_step(self, trainer: L.Trainer, step: int) -> None:
         """Measure when it is time, and keep the weights when they are the best."""
         if step % self.every and not self.module.finished:
             return
-        found: dict[str, Any] = trainer.strategy.broadcast(self._measured() if trainer.is_global_zero else {})
+        found = self._measure(trainer)
         self.latest = found["accepted_length"]
         if trainer.logger is not None:
             trainer.logger.log_metrics({"accepted_length": self.latest}, step=step)
@@ -103,6 +111,11 @@ class DecodedAcceptance(_EveryStep):
             self.best = {**found, "step": step}
             if trainer.is_global_zero:
                 save_weights(self.out / BEST, self.module.drafter)
+
+    def _measure(self, trainer: L.Trainer) -> dict[str, Any]:
+        """What the first process measured, in all of them."""
+        found: dict[str, Any] = trainer.strategy.broadcast(self._measured() if trainer.is_global_zero else {})
+        return found
 
     def _measured(self) -> dict[str, Any]:
         if self.rows is None:
@@ -112,7 +125,7 @@ class DecodedAcceptance(_EveryStep):
         with torch.no_grad():
             found = self.measure(drafter, self.module.target, self.rows)
         drafter.train()
-        if found.tokens < FEWEST_TOKENS and not self.best:
+        if found.tokens < FEWEST_TOKENS and self.untrained is None:
             warnings.warn(f"validation decodes only {found.tokens} tokens; distil more held-out text to reach "
                           f"{FEWEST_TOKENS}, or the choice of the checkpoint is mostly noise", stacklevel=2)
         return {"accepted_length": float(found.accepted_length), "tokens": int(found.tokens),

@@ -32,6 +32,10 @@ class FitResult:
     """Tokens per target pass, bonus included, decoded on held-out text at that step."""
     by_position: tuple[float, ...]
     """Share of passes that accepted at least the 1st, 2nd, ... drafted token, at that step."""
+    untrained_accepted_length: float
+    """The same before the first optimizer step."""
+    parameters: int
+    """Trained weights."""
     step: int
     """That optimizer step."""
     steps: int
@@ -69,9 +73,11 @@ def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, pr
     module.drafter.load_state_dict(load_weights(out / BEST))
     module.drafter.to(module.target.device).eval()
     best = acceptance.best
+    trained = [parameter.numel() for parameter in module.drafter.parameters() if parameter.requires_grad]
     return FitResult(checkpoint=out / BEST, accepted_length=best["accepted_length"],
-                     by_position=tuple(best["by_position"]), step=best["step"], steps=trainer.global_step,
-                     seconds=module.seconds, peak_memory_bytes=module.peak_memory_bytes)
+                     by_position=tuple(best["by_position"]), untrained_accepted_length=acceptance.untrained or 1.0,
+                     parameters=sum(trained), step=best["step"], steps=trainer.global_step, seconds=module.seconds,
+                     peak_memory_bytes=module.peak_memory_bytes)
 
 
 def _measure(drafter: Drafter, target: Target, rows: list[Features], nodes: int) -> Any:

@@ -1,0 +1,189 @@
+"""One table of several drafts that were trained and measured on equal terms: JSON, Markdown and a plot."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .files import write_file
+from .plots import standings as plot
+from .report import JSON_NAME
+from .wording import number, percent, times
+
+STANDINGS_JSON, STANDINGS_MARKDOWN, STANDINGS_PLOT = "families.json", "families.md", "families.svg"
+TRAINING = ("result.json", "stats.json")
+"""What training leaves beside its checkpoints."""
+GREEDY, SAMPLED = 0.0, 1.0
+"""Temperatures of the table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """What the table says about one draft; None where it was not measured."""
+
+    name: str
+    """The row's name."""
+    parameters: int | None
+    """Trained parameters; None without training."""
+    training_seconds: float | None
+    """Seconds of training, validation not counted."""
+    training_steps: int | None
+    """Optimizer steps that fitted into them."""
+    peak_memory_bytes: int | None
+    """Largest memory of the training process."""
+    untrained_accepted_length: float | None
+    """Tokens per pass of the same drafter before its first step, on held-out text."""
+    accepted_length: dict[str, float]
+    """Tokens per target pass with the tree in use, by "prompt set, temperature"."""
+    best_tree: dict[str, float]
+    """Greedy tokens per target pass with the best tree of any size, by prompt set."""
+    nodes: int
+    """Nodes of the tree in use, root included."""
+    acceptance_by_position: tuple[float, ...]
+    """Share of greedy passes that accept at least 1, 2, 3 ... drafted tokens, all prompts."""
+    draft_time_share: float | None
+    """Share of the decoding time spent drafting, greedy."""
+    tokens_per_second: float | None
+    """Greedy, median over timed prompts."""
+    speedup: float | None
+    """Greedy, over the faster of plain loop and `generate`."""
+    speedup_sampled: float | None
+    """The same at temperature 1."""
+    identical: int
+    """Answers equal to the reference at every temperature."""
+    near_ties: int
+    """Answers that part where the target itself is undecided."""
+    answers: int
+    """Answers compared."""
+    contended: bool
+    """True when the machine was busy with something else while speeds were measured."""
+
+
+def read_standing(name: str, folder: Path) -> Standing | None:
+    """What a run's folder says, or None while it has no evaluation."""
+    if not (folder / JSON_NAME).is_file():
+        return None
+    content = _read(folder / JSON_NAME)
+    training: dict[str, Any] = {}
+    for file in (folder / "train" / name for name in TRAINING):
+        training |= _read(file) if file.is_file() else {}
+    whole = [record for record in content["measurements"] if _whole(record)]
+    greedy, sampled = _at(whole, GREEDY), _at(whole, SAMPLED)
+    lossless = [record["lossless"] for record in whole]
+    return Standing(
+        name=name,
+        parameters=training.get("parameters"),
+        training_seconds=training.get("seconds"),
+        training_steps=training.get("steps"),
+        peak_memory_bytes=training.get("peak_memory_bytes"),
+        untrained_accepted_length=training.get("untrained_accepted_length"),
+        accepted_length=_lengths(content["measurements"]),
+        best_tree={name: max(sizes.values()) for name, sizes in content["accepted_length_by_tree_size"].items()},
+        nodes=content["nodes"],
+        acceptance_by_position=tuple(content["acceptance_by_position"]),
+        draft_time_share=greedy.get("draft_time_share"),
+        tokens_per_second=greedy.get("tokens_per_second"),
+        speedup=greedy.get("speedup"),
+        speedup_sampled=sampled.get("speedup"),
+        identical=sum(one["identical"] for one in lossless),
+        near_ties=sum(one["near_tie_divergences"] for one in lossless),
+        answers=sum(one["prompts"] for one in lossless),
+        contended=content["contended"],
+    )
+
+
+def write_standings(out: Path, rows: Mapping[str, Path]) -> Path:
+    """Write families.json, families.md and families.svg from the rows that have been measured; returns the Markdown.
+
+    Args:
+        out: folder for the three files.
+        rows: folder of each row by its name, in the table's order.
+    """
+    found = [standing for name, folder in rows.items() if (standing := read_standing(name, folder)) is not None]
+    header = _read(next(iter(rows[found[0].name].glob(JSON_NAME))))["header"] if found else {}
+    content = {"header": header, "rows": [asdict(standing) for standing in found]}
+    write_file(out / STANDINGS_JSON, json.dumps(content, indent=2) + "\n")
+    lengths = {one.name: (_best(one), one.speedup) for one in found}
+    write_file(out / STANDINGS_PLOT, plot(lengths))
+    return write_file(out / STANDINGS_MARKDOWN, markdown(found))
+
+
+def markdown(standings: Sequence[Standing]) -> str:
+    """The table."""
+    columns: list[tuple[str, Callable[[Standing], str]]] = [
+        ("", lambda one: one.name),
+        ("trained parameters", lambda one: "-" if one.parameters is None else f"{one.parameters / 1e6:.1f} M"),
+        ("training, s", lambda one: number(one.training_seconds, 0)),
+        ("steps", lambda one: number(one.training_steps, 0)),
+        ("peak memory, GiB", lambda one: number(_gib(one.peak_memory_bytes), 1)),
+        ("untrained", lambda one: number(one.untrained_accepted_length, 2)),
+        *((f"{name}, {kind}", _length_of(name, temperature)) for name in _sets(standings)
+          for kind, temperature in (("greedy", GREEDY), ("sampled", SAMPLED))),
+        *((f"{name}, best tree", _best_of(name)) for name in _sets(standings)),
+        ("nodes", lambda one: str(one.nodes)),
+        ("accepted by position", lambda one: " ".join(percent(share) for share in one.acceptance_by_position[:4])),
+        ("draft time", lambda one: percent(one.draft_time_share)),
+        ("tokens/s", lambda one: number(one.tokens_per_second, 1)),
+        ("speed-up, greedy", lambda one: times(one.speedup)),
+        ("speed-up, sampled", lambda one: times(one.speedup_sampled)),
+        ("identical", lambda one: f"{one.identical}/{one.answers}" + (f" + {one.near_ties} near-ties" if one.near_ties
+                                                                      else "")),
+    ]
+    lines = ["| " + " | ".join(title for title, _ in columns) + " |", "|---" + "|--:" * (len(columns) - 1) + "|"]
+    lines += ["| " + " | ".join(cell(one) for _, cell in columns) + " |" for one in standings]
+    if any(one.contended for one in standings):
+        busy = ", ".join(one.name for one in standings if one.contended)
+        lines += ["", f"The machine was busy with something else while speeds were measured: {busy}."]
+    return "\n".join(lines) + "\n"
+
+
+def _length_of(name: str, temperature: float) -> Callable[[Standing], str]:
+    return lambda one: number(one.accepted_length.get(_key(name, temperature)), 2)
+
+
+def _best_of(name: str) -> Callable[[Standing], str]:
+    return lambda one: number(one.best_tree.get(name), 2)
+
+
+def _best(one: Standing) -> float:
+    """The greatest greedy accepted length, hand-written prompts if there are any."""
+    found = one.best_tree or {key: value for key, value in one.accepted_length.items() if key.endswith(" 0")}
+    return found.get("handwritten", max(found.values(), default=1.0))
+
+
+def _sets(standings: Sequence[Standing]) -> list[str]:
+    """Names of all prompt sets."""
+    return list(dict.fromkeys(key.rpartition(", ")[0] for one in standings for key in one.accepted_length))
+
+
+def _lengths(measurements: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Accepted lengths by prompt set and temperature, at the first batch size."""
+    found: dict[str, float] = {}
+    for record in measurements:
+        if record["prompt_set"] is not None:
+            found.setdefault(_key(record["prompt_set"], record["temperature"]), record["accepted_length"])
+    return found
+
+
+def _key(prompt_set: str, temperature: float) -> str:
+    return f"{prompt_set}, {temperature:g}"
+
+
+def _whole(record: Mapping[str, Any]) -> bool:
+    """Whether a record is about all prompts."""
+    return all(record[group] is None for group in ("prompt_set", "category", "turn"))
+
+
+def _at(records: Sequence[Mapping[str, Any]], temperature: float) -> Mapping[str, Any]:
+    """The first record of a temperature; nothing when it was not measured."""
+    return next((record for record in records if record["temperature"] == temperature), {})
+
+
+def _gib(count: int | None) -> float | None:
+    return None if count is None else count / 2**30
+
+
+def _read(file: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return content
