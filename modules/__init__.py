@@ -11,6 +11,7 @@ from .ensemble import Ensemble, Union
 from .errors import TreeError, UserError
 from .faults import DecodeError
 from .features import Features
+from .hydra import Hydra, HydraConfig
 from .identity import TargetIdentity
 from .layers import LayerDraft, search_layers
 from .loading import DEFAULT_NAME, TargetConfig, load_target
@@ -38,7 +39,7 @@ from .streams import Draws
 from .target import PassOutput, Target, TargetRows
 from .tree import Drawn, TokenTree, Topology
 
-DRAFTERS: tuple[type[Drafter], ...] = (Medusa,)
+DRAFTERS: tuple[type[Drafter], ...] = (Medusa, Hydra)
 """Every drafter family; contract, losslessness, artifact and recipe tests run over this tuple."""
 
 __all__ = [
@@ -71,6 +72,8 @@ __all__ = [
     "FixedLength",
     "Frontier",
     "Generation",
+    "Hydra",
+    "HydraConfig",
     "LayerDraft",
     "Lookup",
     "LookupConfig",

@@ -1,0 +1,435 @@
+"""Hydra: heads that also read the tokens guessed before them; Hydra++: deeper ones, behind a layer that reads the whole
+text (arXiv:2402.05109).
+
+Shapes: B rows, L positions, N new positions, K heads, D hidden size, Z width of what a head reads, Q entries of the
+draft vocabulary, R rows of a decoding state, F frontier nodes.
+"""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .block_rows import BlockRows
+from .blocks import BlockConfig, DecoderBlock, Sight
+from .drafter import Drafter, Drafts, DraftState, Frontier, Observation, Scores
+from .errors import UserError
+from .features import Features
+from .identity import TargetIdentity
+from .medusa import OwnOutput, ResidualBlock
+from .target import Target
+from .vocabulary import OutputRows
+
+_PROBE = 64
+"""Tokens of the pass that shows how large the target's final states are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HydraConfig:
+    """The shape of Hydra heads. Hydra++ is `prefix`, with `num_layers` 4."""
+
+    num_heads: int = 4
+    """Tokens guessed beyond the target's own next one; head k (from 0) at index p guesses token p + 2 + k."""
+    num_layers: int = 1
+    """Blocks of each head: the first reads the state and the tokens guessed so far, the others follow it."""
+    tie_blocks: bool = True
+    """Whether the blocks behind the first are one block, applied again and again, as in the official code; its layout
+    holds no others."""
+    prefix: bool = False
+    """Whether a decoder layer of the drafter's own reads the target's states of the whole text first (Hydra++)."""
+    dropout: float = 0.0
+    """Share of what the blocks and the output layers read that is zeroed in training; the official Hydra++ has 0.2."""
+    noise: float = 0.0
+    """Scale of uniform noise on the states and embeddings in training (NEFTune, arXiv:2310.05914, eq. 1)."""
+    output: Literal["shared", "copy"] = "shared"
+    """`shared` reads the target's own output layer and adds no weights; `copy` trains an own one for every head."""
+    vocabulary_size: int | None = None
+    """Entries of a reduced draft vocabulary, the most frequent tokens of the training data; None keeps them all."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_layers", "vocabulary_size"):
+            if (value := getattr(self, name)) is not None and (not isinstance(value, int) or value < 1):
+                raise UserError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"dropout must be at least 0 and below 1, got {self.dropout!r}")
+        if not self.noise >= 0:
+            raise UserError(f"noise must not be negative, got {self.noise!r}")
+        if self.output not in ("shared", "copy"):
+            raise UserError(f"output must be 'shared' or 'copy', got {self.output!r}")
+
+
+class ConditionedBlock(nn.Module):
+    """res_connection(z) + SiLU(linear(z)): from the state and the tokens behind it, side by side, to one state.
+
+    At the start it gives the state unchanged, and the head is the target's own output layer. The official code begins
+    with a random `res_connection`, so that its heads first have to find what the state says.
+    """
+
+    def __init__(self, width: int, parts: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width * parts, width)
+        self.res_connection = nn.Linear(width * parts, width)
+        for layer in (self.linear, self.res_connection):
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
+        with torch.no_grad():
+            self.res_connection.weight[:, :width].fill_diagonal_(1)
+
+    def forward(self, joined: Tensor) -> Tensor:
+        """The states [..., D] of joined parts [..., Z]."""
+        passed: Tensor = self.res_connection(joined) + functional.silu(self.linear(joined))
+        return passed
+
+    def split(self, parts: list[Tensor]) -> Tensor:
+        """The same of parts [..., D] each, never joined: all heads share them, and backward keeps them once."""
+        return _summed(self.res_connection, parts) + functional.silu(_summed(self.linear, parts))
+
+
+class HydraHead(nn.Module):
+    """One head up to its output layer."""
+
+    def __init__(self, config: HydraConfig, width: int, step: int) -> None:
+        super().__init__()
+        self.config = config
+        self.first = ConditionedBlock(width, step + 2)
+        deeper = config.num_layers - 1
+        self.blocks = nn.ModuleList(ResidualBlock(width) for _ in range(min(deeper, 1) if config.tie_blocks else deeper))
+
+    def deepen(self, hidden: Tensor) -> Tensor:
+        """The states [..., D] behind all blocks, of those behind the first."""
+        for layer in range(self.config.num_layers - 1):
+            block = self.blocks[0 if self.config.tie_blocks else layer]
+            hidden = block(functional.dropout(hidden, self.config.dropout, self.training))
+        return functional.dropout(hidden, self.config.dropout, self.training)
+
+
+class PrefixLayer(nn.Module):
+    """Hydra++'s decoder layer over the target's final states, with a norm behind it (arXiv:2402.05109, section 3)."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.block = DecoderBlock(config)
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.block.silence()
+
+    def forward(self, final_BND: Tensor, sight: Sight) -> Tensor:
+        """What the heads read in the place of the target's states, [B, N, D]."""
+        read_BND: Tensor = self.norm(self.block(final_BND, sight))
+        return read_BND
+
+    @torch.no_grad()
+    def fit(self, target: Target) -> None:
+        """Let the norm begin at the size that the target's final states have: the layer then changes next to nothing."""
+        tokens = [place % target.vocab_size for place in range(min(_PROBE, target.context_length))]
+        final_BLD = target.encode(Features.from_rows([(tokens, [True] * len(tokens))])).final()
+        self.norm.weight.fill_(final_BLD.float().square().mean().sqrt())
+
+
+class BiasedOutput(OwnOutput):
+    """The output layer of one head, with a bias as the official code has it."""
+
+    def __init__(self, width: int, entries: int) -> None:
+        super().__init__(width, entries)
+        self.bias = nn.Parameter(torch.full((entries,), float("nan")))
+
+
+class HydraState(DraftState):
+    """What the heads read next: one state a row, and the paths of the nodes that were expanded last."""
+
+    def __init__(self, context_RD: Tensor, rows: BlockRows | None) -> None:
+        self.context_RD, self.rows = context_RD, rows
+        self.uproot()
+
+    def uproot(self) -> None:
+        """Forget the tree."""
+        self.level = 0
+        self.nodes_RF = torch.empty(0)
+        self.paths_RFZ = torch.empty(0)
+
+    def follow(self, frontier: Frontier, embedded_RFD: Tensor) -> Tensor:
+        """Take in the next level: the state and the embeddings of each node's path, side by side, [R, F, Z]."""
+        rows, width, _ = embedded_RFD.shape
+        if self.level == 0:
+            above_RFZ = self.context_RD[:rows, None].expand(-1, width, -1)
+        else:
+            columns_RF = (frontier.parents_BF[:, :, None] == self.nodes_RF[:, None]).long().argmax(-1)
+            above_RFZ = self.paths_RFZ.gather(1, columns_RF[..., None].expand(-1, -1, self.paths_RFZ.shape[-1]))
+        self.level += 1
+        self.nodes_RF, self.paths_RFZ = frontier.nodes_BF, torch.cat([above_RFZ, embedded_RFD], dim=-1)
+        return self.paths_RFZ
+
+
+class Hydra(Drafter):
+    """K heads that draft one after another: head k reads the state and the k + 1 tokens behind it.
+
+    Own weights: `heads.{k}.first.{linear,res_connection}.{weight,bias}`, `heads.{k}.blocks.{layer}.linear.*`, with
+    `output="copy"` also `outputs.{k}.{weight,bias}`, with `prefix` also `prefix.block.*` and `prefix.norm.weight`, and
+    with a reduced vocabulary its ids, `token_ids` [Q]. The target's embedding and output layer are borrowed. Make a new
+    one with `Hydra.create`.
+
+    Args:
+        config: the shape of the heads.
+        hidden_size: the target's width.
+        vocab_size: the target's vocabulary.
+        block: the shape of the prefix layer; None without one.
+    """
+
+    family = "hydra"
+    token_ids: Tensor | None
+
+    def __init__(
+        self, config: HydraConfig, *, hidden_size: int, vocab_size: int, block: BlockConfig | None = None
+    ) -> None:
+        super().__init__()
+        if config.prefix != (block is not None):
+            raise UserError(f"prefix is {config.prefix}, so the shape of its layer must be {_expected(config)}")
+        self.config, self.block = config, block
+        self.hidden_size, self.vocab_size = hidden_size, vocab_size
+        self.prefix = None if block is None else PrefixLayer(block)
+        self.heads = nn.ModuleList(HydraHead(config, hidden_size, step) for step in range(config.num_heads))
+        size = config.vocabulary_size
+        self.register_buffer("token_ids", None if size is None else torch.zeros(size, dtype=torch.long))
+        copies = config.num_heads if config.output == "copy" else 0
+        self.outputs = nn.ModuleList(BiasedOutput(hidden_size, size or vocab_size) for _ in range(copies))
+        self._borrowed: OutputRows | None = None
+        self.register_load_state_dict_post_hook(_borrow_again)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def create(cls, config: HydraConfig, target: Target, token_ids_Q: Tensor | None = None) -> "Hydra":
+        """New heads beside `target`, bound to it, that all begin as its output layer.
+
+        Args:
+            config: their shape; the prefix layer has that of the target's layers.
+            target: the model they draft for.
+            token_ids_Q: ids of the reduced draft vocabulary, when `config.vocabulary_size` asks for one.
+
+        Raises:
+            UserError: if the ids do not agree with the configuration.
+        """
+        given = None if token_ids_Q is None else len(token_ids_Q)
+        if given != config.vocabulary_size:
+            raise UserError(
+                f"vocabulary_size is {config.vocabulary_size} but {given} token ids were given; "
+                "choose as many with draftsmith.modules.vocabulary.choose"
+            )
+        block = BlockConfig.like(target) if config.prefix else None
+        drafter = cls(config, hidden_size=target.hidden_size, vocab_size=target.vocab_size, block=block)
+        if drafter.token_ids is not None and token_ids_Q is not None:
+            drafter.token_ids.copy_(token_ids_Q)
+        if drafter.prefix is not None:
+            drafter.prefix.fit(target)
+        # Half precision would lose small updates: masters stay in float32.
+        drafter.to(device=target.device, dtype=torch.promote_types(target.dtype, torch.float32))
+        drafter.bind(target)
+        drafter._copy_output()
+        return drafter
+
+    @torch.no_grad()
+    def _copy_output(self) -> None:
+        borrowed = self._rows()
+        for step in range(len(self.outputs)):
+            weight_QD, bias_Q = self.output_parameters(step)
+            weight_QD.copy_(borrowed.weight_QD)
+            bias_Q.copy_(torch.zeros_like(bias_Q) if borrowed.bias_Q is None else borrowed.bias_Q)
+
+    def describe(self) -> dict[str, Any]:
+        """The configuration, JSON-ready."""
+        return {**asdict(self.config), "block": None if self.block is None else asdict(self.block)}
+
+    @classmethod
+    def rebuild(cls, description: dict[str, Any], identity: TargetIdentity) -> "Hydra":
+        """An equal drafter whose weights are still to be loaded. Raises UserError on an unknown description."""
+        if set(description) != (known := {"block", *(field.name for field in fields(HydraConfig))}):
+            raise UserError(
+                f"Hydra heads are described by {sorted(known)}, got {sorted(description)}; "
+                "use the version of draftsmith that wrote the artifact"
+            )
+        shape = {**description}
+        block = shape.pop("block")
+        return cls(
+            HydraConfig(**shape),
+            hidden_size=identity.hidden_size,
+            vocab_size=identity.vocab_size,
+            block=None if block is None else BlockConfig.from_dict(block),
+        )
+
+    def bind(self, target: Target) -> None:
+        """Borrow the target's embedding and output layer; bind again after moving it to another device."""
+        if (target.hidden_size, target.vocab_size) != (self.hidden_size, self.vocab_size):
+            raise UserError(
+                f"these Hydra heads belong to a target of width {self.hidden_size} and {self.vocab_size} tokens, but "
+                f"{target.identity.name} has width {target.hidden_size} and {target.vocab_size}; use the target they "
+                "were trained for"
+            )
+        self._borrowed = OutputRows(target, self.token_ids)
+
+    def _rows(self) -> OutputRows:
+        if self._borrowed is None:
+            raise RuntimeError("these Hydra heads are not bound to a target; call bind(target) first")
+        return self._borrowed
+
+    @property
+    def token_ids_Q(self) -> Tensor | None:
+        """Target id of each entry of the reduced draft vocabulary; None for the whole vocabulary."""
+        return self.token_ids
+
+    @property
+    def reach(self) -> int:
+        """One depth a head."""
+        return self.config.num_heads
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Head k at index p guesses token p + 2 + k: the target's own output layer guesses p + 1."""
+        return tuple(range(2, 2 + self.config.num_heads))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating-point type of the weights."""
+        return next(self.heads.parameters()).dtype
+
+    # Training --------------------------------------------------------------------------------------------------------
+
+    def forward(self, features: Features) -> Drafts:
+        """All heads at all positions, each on the true tokens before the one that it guesses."""
+        hidden_BLKD = self._states(self.context(features), self.following(features))
+        return Drafts(hidden_BLKD=hidden_BLKD, offsets=self.offsets)
+
+    def context(self, features: Features) -> Tensor:
+        """What the heads read of the text, [B, L, D]: the target's final states, or the prefix layer's."""
+        final_BLD = self._disturbed(features.final().to(self.dtype))
+        return final_BLD if self.prefix is None else self.prefix(final_BLD, Sight.training(features))
+
+    def following(self, features: Features) -> list[Tensor]:
+        """Embeddings of the 1, 2, ... K tokens behind each position, [B, L, D] each; zero beyond its segment."""
+        embedded_BLD = self._disturbed(self._embed(features.tokens_BL))
+        segments_BL, length = features.segments_BL, features.tokens_BL.shape[1]
+        following = []
+        for ahead in range(1, 1 + self.config.num_heads):
+            shifted_BLD = torch.zeros_like(embedded_BLD)
+            if ahead < length:
+                inside_BL = (segments_BL[:, :-ahead] == segments_BL[:, ahead:]) & (segments_BL[:, ahead:] >= 0)
+                shifted_BLD[:, :-ahead] = embedded_BLD[:, ahead:].masked_fill(~inside_BL[..., None], 0)
+            following.append(shifted_BLD)
+        return following
+
+    def _states(self, context_BLD: Tensor, following: list[Tensor]) -> Tensor:
+        """Draft states [B, L, K, D]. Dropout is drawn once for all heads: own draws would keep a copy for each."""
+        share = self.config.dropout
+        parts = [functional.dropout(part, share, self.training) for part in (context_BLD, *following)]
+        return torch.stack([head.deepen(head.first.split(parts[: step + 2])) for step, head in self._steps()], dim=-2)
+
+    def _steps(self) -> list[tuple[int, HydraHead]]:
+        return [(step, head) for step, head in enumerate(self.heads) if isinstance(head, HydraHead)]
+
+    @torch.no_grad()
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return self._rows().target.embed(tokens).to(self.dtype)
+
+    def _disturbed(self, states_BLD: Tensor) -> Tensor:
+        if not (self.training and self.config.noise):
+            return states_BLD
+        _, length, width = states_BLD.shape
+        return states_BLD + (2 * torch.rand_like(states_BLD) - 1) * self.config.noise / (length * width) ** 0.5
+
+    def project(self, hidden: Tensor, step: int) -> Tensor:
+        """Draft logits [..., Q] of head `step` for its states [..., D]."""
+        if not self.outputs:
+            return self._rows()(hidden)
+        weight_QD, bias_Q = self.output_parameters(step)
+        return self._rows().target.post_process(functional.linear(hidden.to(weight_QD.dtype), weight_QD, bias_Q))
+
+    def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
+        """The trained weights that `project` reads for head `step`; none when the output layer is shared."""
+        return tuple(self.outputs[step].parameters()) if self.outputs else ()
+
+    # Decoding --------------------------------------------------------------------------------------------------------
+
+    def start(self, rows: int, capacity: int) -> HydraState:
+        """A state in which no row has been observed yet."""
+        context_RD = next(self.heads.parameters()).new_zeros(rows, self.hidden_size)
+        read = None if self.prefix is None else BlockRows(1, rows, capacity, context_RD.device)
+        return HydraState(context_RD, read)
+
+    @torch.no_grad()
+    def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
+        """Keep what the heads read at each row's last real position; a row without one keeps what it had.
+
+        The prefix layer reads accepted positions only: nothing it wrote has ever to be taken back.
+        """
+        held, counts_R = _hydra(state), observation.counts_B
+        held.uproot()
+        order_N = torch.arange(observation.final_BND.shape[1], device=counts_R.device)
+        padding_RN = order_N >= counts_R[:, None]
+        states_RND = observation.final_BND.to(self.dtype).masked_fill(padding_RN[..., None], 0)
+        if self.prefix is not None and held.rows is not None:
+            sight = held.rows.read(rows_R.tolist(), states_RND.shape[1])
+            states_RND = self.prefix(states_RND, sight)
+            held.rows.commit(counts_R, counts_R.tolist())
+        last_R = (counts_R - 1).clamp(min=0)
+        newest_RD = states_RND[torch.arange(len(last_R), device=last_R.device), last_R]
+        newest_RD = torch.where((counts_R > 0)[:, None], newest_RD, held.context_RD[rows_R])
+        # Not in place: the state may have been made inside torch.inference_mode and written outside it.
+        held.context_RD = held.context_RD.index_copy(0, rows_R, newest_RD)
+
+    @torch.no_grad()
+    def expand(self, state: DraftState, frontier: Frontier) -> Scores:
+        """Scores of the children of one level of the tree, which its own head answers.
+
+        The whole path of a node is read at once: sums of products kept for each node would cost less arithmetic, but
+        the same reading of weights, which is what counts for a few nodes.
+
+        Raises:
+            ValueError: if the level has no head.
+        """
+        held = _hydra(state)
+        if (step := held.level) == self.config.num_heads:
+            raise ValueError(f"level {step} of the tree was asked for, but there are {step} heads, one a level")
+        _, head = self._steps()[step]
+        hidden_RFD = head.deepen(head.first(held.follow(frontier, self._embed(frontier.tokens_BF))))
+        logits_RFQ = self.project(hidden_RFD, step)
+        wide = torch.promote_types(logits_RFQ.dtype, torch.float32)
+        return Scores(log_probs_BFHQ=logits_RFQ.to(wide).log_softmax(-1)[:, :, None], token_ids_Q=self.token_ids)
+
+    def clear(self, state: DraftState, rows_R: Tensor) -> None:
+        """Forget these rows, and what the prefix layer read of them."""
+        held = _hydra(state)
+        held.uproot()
+        held.context_RD = held.context_RD.index_fill(0, rows_R, 0)
+        if held.rows is not None:
+            held.rows.clear(rows_R.tolist())
+
+    def keep(self, state: DraftState, rows_R: Tensor) -> None:
+        """Let row r be the former row rows_R[r]."""
+        held = _hydra(state)
+        held.uproot()
+        held.context_RD = held.context_RD[rows_R]
+        if held.rows is not None:
+            held.rows.keep(rows_R.tolist())
+
+
+def _summed(layer: nn.Linear, parts: list[Tensor]) -> Tensor:
+    """The layer's product with parts side by side, [..., D], one slice of its weight a part."""
+    width = parts[0].shape[-1]
+    total = functional.linear(parts[0], layer.weight[:, :width], layer.bias)
+    for place, part in enumerate(parts[1:], start=1):
+        total = total + functional.linear(part, layer.weight[:, place * width : (place + 1) * width])
+    return total
+
+
+def _hydra(state: DraftState) -> HydraState:
+    if not isinstance(state, HydraState):
+        raise TypeError(f"Hydra needs the state that its own start() made, got {type(state).__name__}")
+    return state
+
+
+def _expected(config: HydraConfig) -> str:
+    return "given" if config.prefix else "left out"
+
+
+def _borrow_again(module: nn.Module, _incompatible: Any) -> None:
+    """Loaded token ids may differ from those the borrowed rows were selected by."""
+    if isinstance(module, Hydra) and module._borrowed is not None:
+        module.bind(module._borrowed.target)
