@@ -3,6 +3,7 @@
 from .artifact import FORMAT_VERSION, Artifact, Tuning, load_artifact, read_description, save_artifact, save_tuning
 from .convert import FORMATS, export_artifact, import_medusa
 from .evaluate import evaluate
+from .hydra import import_hydra
 from .plan import EvaluateConfig, Method, PromptSets, Question
 from .report import terminal_table, write_report
 from .results import Evaluation, EvaluationRun, Lossless, Measures
@@ -22,6 +23,7 @@ __all__ = [
     "Tuning",
     "evaluate",
     "export_artifact",
+    "import_hydra",
     "import_medusa",
     "load_artifact",
     "read_description",

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..modules import Drafter, Medusa, MedusaConfig, Target, UserError
 from .artifact import Artifact, portable
 from .files import whole_folder, write_file
+from .hydra import export_hydra
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"
 """The name that TGI insists on; vLLM takes any."""
@@ -162,7 +163,7 @@ def _medusa_readme(drafter: Medusa, target: Target) -> str:
     )
 
 
-EXPORTERS: dict[str, Callable[[Drafter, Target, Path], None]] = {"medusa": export_medusa}
+EXPORTERS: dict[str, Callable[[Drafter, Target, Path], None]] = {"medusa": export_medusa, "hydra": export_hydra}
 """What writes each format."""
 FORMATS: tuple[str, ...] = tuple(EXPORTERS)
 """Names accepted by `export_artifact`."""

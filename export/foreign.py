@@ -1,0 +1,31 @@
+"""Weights of other projects: safetensors files alone, since a pickle can run code."""
+
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ..modules import UserError
+
+
+def read_tensors(folder: Path, file: str) -> dict[str, Tensor]:
+    """The tensors of `file`, or else of model.safetensors, in `folder`.
+
+    Raises:
+        UserError: if neither is there, or it is damaged or empty.
+    """
+    path = next((folder / name for name in (file, "model.safetensors") if (folder / name).is_file()), None)
+    if path is None:
+        stem = Path(file).stem
+        raise UserError(
+            f"{folder} holds neither {file} nor model.safetensors; a .pt or .bin file is a pickle, which is never read: "
+            f"convert it first, where you trust it, with safetensors.torch.save_file({{name: tensor.clone() for name, "
+            f"tensor in torch.load('{stem}.pt', weights_only=True).items()}}, '{file}')")
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except SafetensorError as error:
+        raise UserError(f"{path} is not a readable safetensors file ({error}); copy it again") from error
+    if not tensors:
+        raise UserError(f"{path} holds no tensor; give a folder with a drafter's weights")
+    return tensors
