@@ -19,9 +19,9 @@ def read_tensors(folder: Path, file: str) -> dict[str, Tensor]:
     if path is None:
         stem = Path(file).stem
         raise UserError(
-            f"{folder} holds neither {file} nor model.safetensors; a .pt or .bin file is a pickle, which is never read: "
-            f"convert it first, where you trust it, with safetensors.torch.save_file({{name: tensor.clone() for name, "
-            f"tensor in torch.load('{stem}.pt', weights_only=True).items()}}, '{file}')")
+            f"{folder} holds neither {file} nor model.safetensors; a .pt or .bin file is a pickle, which is never "
+            "read: convert it first, where you trust it, with safetensors.torch.save_file({name: tensor.clone() for "
+            f"name, tensor in torch.load('{stem}.pt', weights_only=True).items()}}, '{file}')")
     try:
         tensors: dict[str, Tensor] = load_file(path)
     except SafetensorError as error:

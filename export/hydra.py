@@ -1,8 +1,8 @@
 """Hydra heads in the layout of the official code (zankner/Hydra), written and read back.
 
 Block l of head h is `hydra_mlp.{h}.{l}`, its output layer `hydra_lm_head.{h}`. With a prefix layer (Hydra++) dropout
-modules take every second slot: `hydra_mlp.{h}.{2 l + 1}` and `hydra_lm_head.{h}.1`, beside `prefix_embeding_layer` (sic).
-The blocks behind the first are one block stored again and again. Head h at position p predicts token p + 2 + h.
+modules take every second slot: `hydra_mlp.{h}.{2 l + 1}` and `hydra_lm_head.{h}.1`, beside `prefix_embeding_layer`
+(sic). The blocks behind the first are one block stored again and again. Head h at position p predicts token p + 2 + h.
 
 Shapes: D hidden size, V target vocabulary, E head dimension.
 """
@@ -62,7 +62,7 @@ def hydra_tensors(drafter: Hydra, target: Target) -> dict[str, Tensor]:
     """The heads under their official names, in float32 on the CPU, each tensor with memory of its own."""
     embedding_VD = target.model.get_input_embeddings().weight
     tensors: dict[str, Tensor] = {_EMBEDDING: embedding_VD}
-    for step, head in enumerate(drafter.heads):
+    for step, head in drafter.steps():
         for layer in range(drafter.config.num_layers):
             block = head.first if layer == 0 else head.blocks[0]
             for name, tensor in block.state_dict().items():
@@ -156,7 +156,7 @@ def _tied(slots: dict[tuple[int, int, str], Tensor], layers: dict[int, list[int]
 
 
 def _block(prefix: dict[str, Tensor], target: Target) -> BlockConfig:
-    """The shape of the prefix layer: its tensors', with the target's number of heads, as the official code builds it."""
+    """The shape of the prefix layer: its tensors', with as many heads as the target has."""
     like = BlockConfig.like(target)
     sizes = {name: prefix[f"prefix.block.{name}.weight"].shape[0] for name in
              ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj") if f"prefix.block.{name}.weight" in prefix}

@@ -95,7 +95,8 @@ class HydraHead(nn.Module):
         self.config = config
         self.first = ConditionedBlock(width, step + 2)
         deeper = config.num_layers - 1
-        self.blocks = nn.ModuleList(ResidualBlock(width) for _ in range(min(deeper, 1) if config.tie_blocks else deeper))
+        own = min(deeper, 1) if config.tie_blocks else deeper
+        self.blocks = nn.ModuleList(ResidualBlock(width) for _ in range(own))
 
     def deepen(self, hidden: Tensor) -> Tensor:
         """The states [..., D] behind all blocks, of those behind the first."""
@@ -121,7 +122,7 @@ class PrefixLayer(nn.Module):
 
     @torch.no_grad()
     def fit(self, target: Target) -> None:
-        """Let the norm begin at the size that the target's final states have: the layer then changes next to nothing."""
+        """Let the norm begin at the size of the target's final states: the layer then changes next to nothing."""
         tokens = [place % target.vocab_size for place in range(min(_PROBE, target.context_length))]
         final_BLD = target.encode(Features.from_rows([(tokens, [True] * len(tokens))])).final()
         self.norm.weight.fill_(final_BLD.float().square().mean().sqrt())
@@ -295,7 +296,9 @@ class Hydra(Drafter):
     def forward(self, features: Features) -> Drafts:
         """All heads at all positions, each on the true tokens before the one that it guesses."""
         hidden_BLKD = self._states(self.context(features), self.following(features))
-        return Drafts(hidden_BLKD=hidden_BLKD, offsets=self.offsets)
+        return Drafts(
+            hidden_BLKD=hidden_BLKD, offsets=self.offsets, estimates=tuple(offset - 1 for offset in self.offsets)
+        )
 
     def context(self, features: Features) -> Tensor:
         """What the heads read of the text, [B, L, D]: the target's final states, or the prefix layer's."""
@@ -319,14 +322,16 @@ class Hydra(Drafter):
         """Draft states [B, L, K, D]. Dropout is drawn once for all heads: own draws would keep a copy for each."""
         share = self.config.dropout
         parts = [functional.dropout(part, share, self.training) for part in (context_BLD, *following)]
-        return torch.stack([head.deepen(head.first.split(parts[: step + 2])) for step, head in self._steps()], dim=-2)
+        return torch.stack([head.deepen(head.first.split(parts[: step + 2])) for step, head in self.steps()], dim=-2)
 
-    def _steps(self) -> list[tuple[int, HydraHead]]:
+    def steps(self) -> list[tuple[int, HydraHead]]:
+        """The heads, numbered."""
         return [(step, head) for step, head in enumerate(self.heads) if isinstance(head, HydraHead)]
 
     @torch.no_grad()
     def _embed(self, tokens: Tensor) -> Tensor:
-        return self._rows().target.embed(tokens).to(self.dtype)
+        embedded: Tensor = self._rows().target.embed(tokens).to(self.dtype)
+        return embedded
 
     def _disturbed(self, states_BLD: Tensor) -> Tensor:
         if not (self.training and self.config.noise):
@@ -387,7 +392,7 @@ class Hydra(Drafter):
         held = _hydra(state)
         if (step := held.level) == self.config.num_heads:
             raise ValueError(f"level {step} of the tree was asked for, but there are {step} heads, one a level")
-        _, head = self._steps()[step]
+        _, head = self.steps()[step]
         hidden_RFD = head.deepen(head.first(held.follow(frontier, self._embed(frontier.tokens_BF))))
         logits_RFQ = self.project(hidden_RFD, step)
         wide = torch.promote_types(logits_RFQ.dtype, torch.float32)

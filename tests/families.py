@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from draftsmith.modules import Drafter, Medusa, MedusaConfig, Target
+from draftsmith.modules import Drafter, Hydra, HydraConfig, Medusa, MedusaConfig, Target
 from draftsmith.trainers import DraftModule
+from draftsmith.trainers.hydra import HydraModule, HydraTrainConfig
 from draftsmith.trainers.medusa import MedusaModule, MedusaTrainConfig
 
 IDS = torch.tensor([0, 1, 2, 5, 9, *range(28, 48), 60])
@@ -42,8 +43,22 @@ def _medusa(config: MedusaConfig, ids: torch.Tensor | None = None) -> Case:
     return Case(make=lambda target: Medusa.create(config, target, ids), module=module)
 
 
+def _hydra(config: HydraConfig, ids: torch.Tensor | None = None) -> Case:
+    def module(target: Target, **settings: Any) -> DraftModule:
+        counts = torch.zeros(target.vocab_size)
+        if ids is not None:
+            counts[ids] = 1.0
+        return HydraModule(target, HydraTrainConfig(drafter=config, **settings), token_counts=counts)
+
+    return Case(make=lambda target: Hydra.create(config, target, ids), module=module)
+
+
 CASES: dict[str, Case] = {
     "medusa": _medusa(MedusaConfig(num_heads=3, num_layers=3)),
     "medusa-copy-reduced": _medusa(MedusaConfig(num_heads=2, num_layers=2, output="copy", vocabulary_size=len(IDS)),
                                    IDS),
+    "hydra": _hydra(HydraConfig(num_heads=3)),
+    "hydra-copy-reduced": _hydra(HydraConfig(num_heads=2, num_layers=3, tie_blocks=False, output="copy",
+                                             vocabulary_size=len(IDS)), IDS),
+    "hydra++": _hydra(HydraConfig(num_heads=3, num_layers=4, prefix=True, dropout=0.1)),
 }

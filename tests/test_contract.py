@@ -148,7 +148,7 @@ def test_supervision_is_the_tokens_own_property(tiny_target: Target) -> None:
 
 def observed(features: Features, rows: list[int], first: int, counts: list[int]) -> Observation:
     """The next tokens of some rows, left-aligned, with garbage behind them."""
-    width = max(counts)
+    width = max(1, *counts)
 
     def cut(states_BLD: Tensor) -> Tensor:
         states = states_BLD[rows, first : first + width].clone()
@@ -397,7 +397,10 @@ def test_a_tree_deeper_than_it_answers_is_refused(name: str, tiny_target: Target
 
 @pytest.mark.parametrize("name", CASES)
 def test_guesses_do_not_depend_on_what_was_asked_before(name: str, tiny_target: Target) -> None:
-    """Two siblings asked for together or one tree after the other: a node's children depend on its path alone."""
+    """Two siblings asked for together or one tree after the other: a node's children depend on its path alone.
+
+    Between two trees stands an observation, here of nothing: the first call after it is about the root.
+    """
     drafter = made(name, tiny_target)
     features = tiny_target.encode(Features.from_rows(conversations(tiny_target, (12,))), drafter.taps)
     answers = []
@@ -406,7 +409,10 @@ def test_guesses_do_not_depend_on_what_was_asked_before(name: str, tiny_target: 
             state = drafter.start(1, 64)
             drafter.observe(state, torch.tensor([0]), observed(features, [0], 0, [5]))
             trees = [Chain(2), StaticTree(TREE)]
-            grown = {place: trees[place].grow(drafter, state, features.tokens_BL[:, 5]) for place in order}
+            grown = {}
+            for place in order:
+                drafter.observe(state, torch.tensor([0]), observed(features, [0], 5, [0]))
+                grown[place] = trees[place].grow(drafter, state, features.tokens_BL[:, 5])
             answers.append(grown)
     for (_, left), (_, right) in pairwise(sorted(one.items()) for one in answers):
         assert torch.equal(left[1].tokens_BN, right[1].tokens_BN)

@@ -1,5 +1,6 @@
 """How trees grow: EAGLE-2 against brute force, DySpec against what a heap guarantees, sampling, every family."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from draftsmith.modules import (
     DySpecTree,
     Eagle2Tree,
     FixedLength,
+    Hydra,
+    HydraConfig,
     Medusa,
     MedusaConfig,
     Policy,
@@ -27,6 +30,7 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.asking import sample
 from draftsmith.modules.faults import screen
+from draftsmith.modules.hydra import HydraState
 from draftsmith.modules.tree import _constants
 from references.dynamic import best_sum, candidates
 from tables import CandidateDrafter, DepthDrafter, TableDrafter, draws_for, random_log_probs
@@ -224,6 +228,14 @@ def medusa(target: Target) -> Medusa:
     return heads
 
 
+def hydra(target: Target) -> Hydra:
+    heads = Hydra.create(HydraConfig(num_heads=3, num_layers=3, prefix=True), target)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.normal_(std=0.5)
+    return heads
+
+
 EVERY: list[Policy] = [
     StaticTree(Topology((-1, 0, 0, 1, 3), (0, 0, 1, 0, 1))),
     Eagle2Tree(9, 6, 4),
@@ -236,17 +248,22 @@ EVERY: list[Policy] = [
 
 @pytest.mark.parametrize("policy", EVERY, ids=lambda policy: type(policy).__name__)
 @pytest.mark.parametrize("hot", [False, True])
+@pytest.mark.parametrize("family", [medusa, hydra])
 def test_drafting_and_accepting_read_nothing_on_the_host(
-    request: pytest.FixtureRequest, tiny_target: Target, policy: Policy, hot: bool
+    request: pytest.FixtureRequest, tiny_target: Target, policy: Policy, hot: bool,
+    family: Callable[[Target], Medusa | Hydra],
 ) -> None:
     """Under FakeTensorMode a hidden `.item()` raises."""
     # The constants of a topology outlive a test: fake ones must neither be found nor left behind.
     _constants.cache_clear()
     request.addfinalizer(_constants.cache_clear)
-    drafter = medusa(tiny_target)
+    drafter = family(tiny_target)
     roots, draws, state = torch.tensor([3, 4]), draws_for(2) if hot else None, drafter.start(2, 64)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-        state.final_RD = mode.from_tensor(state.final_RD)
+        if isinstance(state, HydraState):
+            state.context_RD = mode.from_tensor(state.context_RD)
+        else:
+            state.final_RD = mode.from_tensor(state.final_RD)
         tree = policy.grow(drafter, state, mode.from_tensor(roots), draws)
         tree, faults = screen(tree, tiny_target.vocab_size)
         logits = torch.zeros(2, tree.size, tiny_target.vocab_size)

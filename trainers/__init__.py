@@ -2,6 +2,8 @@
 
 from .base import DraftModule, TrainConfig
 from .fitting import FitResult, fit
+from .hydra import HydraModule, HydraTrainConfig
 from .medusa import MedusaModule, MedusaTrainConfig
 
-__all__ = ["DraftModule", "FitResult", "MedusaModule", "MedusaTrainConfig", "TrainConfig", "fit"]
+__all__ = ["DraftModule", "FitResult", "HydraModule", "HydraTrainConfig", "MedusaModule", "MedusaTrainConfig",
+           "TrainConfig", "fit"]

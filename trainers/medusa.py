@@ -4,12 +4,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from ..modules.errors import UserError
 from ..modules.medusa import Medusa, MedusaConfig
 from ..modules.target import Target
-from ..modules.vocabulary import choose
 from .base import DraftModule, TrainConfig
 from .objectives import ObjectiveName
+from .vocabulary import reduced_vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,16 +40,7 @@ class MedusaModule(DraftModule):
         self, target: Target, config: MedusaTrainConfig | None = None, *, token_counts: Tensor | None = None
     ) -> None:
         super().__init__(target, config or MedusaTrainConfig(), token_counts=token_counts)
-        self._token_ids_Q = self._choose()
-
-    def _choose(self) -> Tensor | None:
-        size = self.config.drafter.vocabulary_size
-        if size is None:
-            return None
-        if self.token_counts is None:
-            raise UserError(f"vocabulary_size is {size}, but nobody counted the tokens of the training data; pass "
-                            "token_counts, or leave vocabulary_size out")
-        return choose(self.token_counts, size, always=self.target.eos_ids)
+        self._token_ids_Q = reduced_vocabulary(self.config.drafter.vocabulary_size, token_counts, target)
 
     def build_drafter(self) -> Medusa:
         """New heads, each beginning as the target's output layer."""

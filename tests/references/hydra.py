@@ -1,4 +1,4 @@
-"""Hydra's states in the plainest form: one position and one head at a time, the parts joined as the paper writes them."""
+"""Hydra's states in the plainest form: one position and one head at a time, the parts joined as in the paper."""
 
 import torch
 from draftsmith.modules import Features, Hydra

@@ -1,0 +1,21 @@
+"""Which tokens a family with a reduced draft vocabulary may propose."""
+
+from torch import Tensor
+
+from ..modules.errors import UserError
+from ..modules.target import Target
+from ..modules.vocabulary import choose
+
+
+def reduced_vocabulary(size: int | None, counts_V: Tensor | None, target: Target) -> Tensor | None:
+    """The `size` tokens that are labels most often, and those that end an answer, [Q]; None for the whole vocabulary.
+
+    Raises:
+        UserError: if a size is given without counts, or does not fit them.
+    """
+    if size is None:
+        return None
+    if counts_V is None:
+        raise UserError(f"vocabulary_size is {size}, but nobody counted the tokens of the training data; pass "
+                        "token_counts, or leave vocabulary_size out")
+    return choose(counts_V, size, always=target.eos_ids)
