@@ -5,6 +5,7 @@ Shapes: B rows, L positions, N new positions, K heads, D hidden size, Z width of
 draft vocabulary, R rows of a decoding state, F frontier nodes.
 """
 
+import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
@@ -337,7 +338,8 @@ class Hydra(Drafter):
         if not (self.training and self.config.noise):
             return states_BLD
         _, length, width = states_BLD.shape
-        return states_BLD + (2 * torch.rand_like(states_BLD) - 1) * self.config.noise / (length * width) ** 0.5
+        scale = self.config.noise / math.sqrt(length * width)
+        return states_BLD + (2 * torch.rand_like(states_BLD) - 1) * scale
 
     def project(self, hidden: Tensor, step: int) -> Tensor:
         """Draft logits [..., Q] of head `step` for its states [..., D]."""
