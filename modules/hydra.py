@@ -124,6 +124,9 @@ class PrefixLayer(nn.Module):
     @torch.no_grad()
     def fit(self, target: Target) -> None:
         """Let the norm begin at the size of the target's final states: the layer then changes next to nothing."""
+        if target.device.type == "meta":
+            # A sketch of a target, to plan with, has no states.
+            return
         tokens = [place % target.vocab_size for place in range(min(_PROBE, target.context_length))]
         final_BLD = target.encode(Features.from_rows([(tokens, [True] * len(tokens))])).final()
         self.norm.weight.fill_(final_BLD.float().square().mean().sqrt())
@@ -217,7 +220,8 @@ class Hydra(Drafter):
                 "choose as many with draftsmith.modules.vocabulary.choose"
             )
         block = BlockConfig.like(target) if config.prefix else None
-        drafter = cls(config, hidden_size=target.hidden_size, vocab_size=target.vocab_size, block=block)
+        with target.device:
+            drafter = cls(config, hidden_size=target.hidden_size, vocab_size=target.vocab_size, block=block)
         if drafter.token_ids is not None and token_ids_Q is not None:
             drafter.token_ids.copy_(token_ids_Q)
         if drafter.prefix is not None:
