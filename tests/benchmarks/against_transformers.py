@@ -1,17 +1,20 @@
 """Tokens per second and accepted lengths of transformers' assisted generation and of this project's loop.
 
-    python tests/benchmarks/against_transformers.py [--target NAME] [--prompts N] [--new-tokens N] [--layers N]
-        [--draft-tokens N] [--copied N] [--plain-linears]
+    python tests/benchmarks/against_transformers.py [--minutes N] [--target NAME] [--prompts N] [--new-tokens N]
+        [--layers N] [--draft-tokens N] [--copied N] [--plain-linears]
 
 The same prompts, the same draft model (the target's first layers), the same number of drafted tokens, one row, greedy.
 All ways take turns prompt by prompt in one process, so that a busy moment of the machine hits them alike; each way's
-first prompt is decoded once before, untimed. The accepted length is new tokens per pass of the target, the prompt's
-pass included, for both: transformers drafts before it reads the prompt, so that its prompt pass verifies as well.
+first prompt is decoded once before, untimed. After `--minutes` no further prompt is begun: the table then says how many
+there were. The accepted length is new tokens per pass of the target, the prompt's pass included, for both: transformers
+drafts before it reads the prompt, so that its prompt pass verifies as well. Ranges are 95 % bootstrap intervals over
+prompts, both loops drawn together.
 """
 
 import argparse
 import copy
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,8 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
+from draftsmith.export.bootstrap import Draws, Floats, interval
+from draftsmith.export.measure import ContentionProbe
 from draftsmith.modules import (
     DEFAULT_NAME,
     Chain,
@@ -38,9 +44,11 @@ from draftsmith.modules import (
 )
 
 PROMPTS = Path(__file__).resolve().parents[2] / "recipes" / "handwritten.jsonl"
-PAIRS = (("first layers", "transformers, assistant_model"), ("prompt lookup", "transformers, prompt_lookup"),
-         ("plain", "transformers, plain"))
+PAIRS = {"plain": "transformers, plain", "prompt lookup": "transformers, prompt_lookup",
+         "first layers": "transformers, assistant_model"}
 """Our ways, each beside transformers' own."""
+AIM = 1.3
+"""How many times transformers' tokens per second this loop should reach."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,10 @@ class Tally:
     def accepted_length(self) -> float:
         """New tokens per pass of the target."""
         return sum(len(answer.tokens) for answer in self.answers) / sum(answer.passes for answer in self.answers)
+
+    def equal(self, reference: Sequence[Sequence[int]]) -> int:
+        """Answers that are the reference's, token by token."""
+        return sum(answer.tokens == wanted for answer, wanted in zip(self.answers, reference, strict=True))
 
 
 Way = Callable[[tuple[int, ...]], Answer]
@@ -175,43 +187,76 @@ def ways(target: Target, options: argparse.Namespace) -> dict[str, Way]:
     }
 
 
-def measure(named: dict[str, Way], prompts: Sequence[tuple[int, ...]]) -> dict[str, Tally]:
-    """Decode every prompt by every way, each time another one first."""
-    tallies = {name: Tally() for name in named}
-    names = list(named)
+def measure(target: Target, named: dict[str, Way], prompts: Sequence[tuple[int, ...]],
+            minutes: float) -> tuple[dict[str, Tally], ContentionProbe]:
+    """Decode every prompt by every way, each time another one first, and watch the machine."""
+    tallies, names = {name: Tally() for name in named}, list(named)
     for name in names:
         named[name](prompts[0])
+    probe, began = ContentionProbe(target), time.monotonic()
     for turn, prompt in enumerate(prompts):
+        if turn > 1 and time.monotonic() - began > 60 * minutes:
+            break
+        probe.sample()
         for name in (*names[turn % len(names) :], *names[: turn % len(names)]):
             tallies[name].answers.append(named[name](prompt))
-    return tallies
+        print(f"prompt {turn + 1} of {len(prompts)}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    probe.sample()
+    return tallies, probe
 
 
-def show(tallies: dict[str, Tally]) -> None:
-    """Print the table, the ratios, and whether the answers agree."""
-    print("| way | tokens/s | accepted length | answers like transformers' plain |")
-    print("|---|---|---|---|")
+def ratio(ours: Tally, theirs: Tally) -> tuple[float, tuple[float, float] | None]:
+    """Our tokens per second over theirs, and its interval."""
+    tokens_NW, seconds_NW = (
+        np.array([[amount(one) for one in pair] for pair in zip(ours.answers, theirs.answers, strict=True)])
+        for amount in (lambda one: len(one.tokens), lambda one: one.seconds)
+    )
+
+    def figure(drawn_RN: Draws) -> Floats:
+        speeds_RW = tokens_NW[drawn_RN].sum(1) / seconds_NW[drawn_RN].sum(1)
+        return np.asarray(speeds_RW[:, 0] / speeds_RW[:, 1])
+
+    count = len(ours.answers)
+    return float(figure(np.arange(count)[None])[0]), interval(count, figure, seed=0)
+
+
+def show(tallies: dict[str, Tally], probe: ContentionProbe) -> None:
+    """Print the table, whether every ratio reaches the aim, and whether the machine was quiet."""
+    print("| drafts | this loop, tokens/s | transformers, tokens/s | ratio (95 %) | accepted length here / there | "
+          "answers like transformers' plain, here / there |")
+    print("|---|---|---|---|---|---|")
     reference = [answer.tokens for answer in tallies["transformers, plain"].answers]
-    for name, tally in tallies.items():
-        equal = sum(answer.tokens == wanted for answer, wanted in zip(tally.answers, reference, strict=True))
-        print(f"| {name} | {tally.speed:.1f} | {tally.accepted_length:.2f} | {equal} of {len(reference)} |")
-    for ours, theirs in PAIRS:
-        print(f"{ours}: {tallies[ours].speed / tallies[theirs].speed:.2f} times the tokens per second of {theirs}")
+    ratios = {}
+    for name, other in PAIRS.items():
+        ours, theirs = tallies[name], tallies[other]
+        ratios[name], ends = ratio(ours, theirs)
+        shown = "" if ends is None else f" ({ends[0]:.2f}–{ends[1]:.2f})"
+        equal = " / ".join(f"{tally.equal(reference)}" for tally in (ours, theirs))
+        print(f"| {name} | {ours.speed:.1f} | {theirs.speed:.1f} | {ratios[name]:.2f}{shown} | "
+              f"{ours.accepted_length:.2f} / {theirs.accepted_length:.2f} | {equal} of {len(reference)} |")
+    below = [f"{name} {value:.2f}" for name, value in ratios.items() if value < AIM]
+    print(f"below the aim of {AIM} times transformers: {', '.join(below)}" if below else
+          f"every ratio reaches the aim of {AIM} times transformers")
+    seen = ", ".join(f"{excess:.0%} for {size} tokens" for size, excess in probe.excess.items())
+    print(f"{'contended' if probe.contended else 'quiet'}: repeated passes left their best by up to {seen}")
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--target", default=DEFAULT_NAME)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--minutes", type=float, default=8, help="begin no further prompt after this time")
+    parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--layers", type=int, help="layers of the draft model; a quarter of the target's by default")
     parser.add_argument("--draft-tokens", type=int, default=3)
     parser.add_argument("--copied", type=int, default=7)
     parser.add_argument("--ngram", type=int, default=3)
     parser.add_argument("--plain-linears", action="store_true", help="do not pack linear layers for oneDNN")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
+    if options.prompts < 1 or options.new_tokens < 1:
+        parser.error(f"--prompts and --new-tokens must be at least 1, got {options.prompts} and {options.new_tokens}")
     transformers.logging.set_verbosity_error()
     target = load_target(TargetConfig(name=options.target, device=options.device, pack=not options.plain_linears))
     options.layers = options.layers or max(1, target.num_layers // 4)
@@ -221,7 +266,7 @@ def main() -> None:
           f"{options.new_tokens} new tokens; draft model: first {options.layers} of {target.num_layers} layers, "
           f"{options.draft_tokens} tokens; lookup: {options.copied} tokens; "
           f"own linear layers {'packed' if target.packed is not None else 'plain'}")
-    show(measure(ways(target, options), prompts))
+    show(*measure(target, ways(target, options), prompts, options.minutes))
 
 
 if __name__ == "__main__":
