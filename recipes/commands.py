@@ -9,7 +9,7 @@ from typing import Any
 
 from ..data import read_prompts
 from ..export import EvaluateConfig, Method, evaluate, export_artifact, load_artifact, terminal_table, write_report
-from ..modules import DecodeSettings, Request, Target, TargetConfig, UserError, stream
+from ..modules import DecodeSettings, Request, Target, TargetConfig, UserError, load_target, stream
 from .parsing import Command, Parsed
 from .template import ARTIFACT_TARGET, TemplateConfig, artifact_target, handwritten_prompts, prompt_sets
 
@@ -23,10 +23,10 @@ def own_target() -> TargetConfig:
 class EvaluateArguments:
     """Measure artifacts on prompts."""
 
-    artifact: Path | list[Path]
-    """Folder of the artifact; a list compares several, --artifact [A,B]."""
     out: Path
     """Folder for evaluation.json, report.md and report.html."""
+    artifact: Path | list[Path] = field(default_factory=list)
+    """Folder of the artifact; a list compares several, --artifact [A,B]; without one, name a target and baselines."""
     prompts: str | dict[str, Any] | None = None
     """JSONL file of prompts; the 80 hand-written ones by default (a recipe's section `prompts` is passed over)."""
     target: TargetConfig = field(default_factory=own_target)
@@ -41,17 +41,18 @@ def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
     """Decode prompts with artifacts and with the target alone; write JSON, Markdown and HTML."""
     given = parsed.values
     folders = given.artifact if isinstance(given.artifact, list) else [given.artifact]
-    if not folders:
-        raise UserError("evaluate needs at least one artifact; give --artifact DIR")
+    if not folders and (given.target.name == ARTIFACT_TARGET or not given.evaluate.baselines):
+        raise UserError("evaluate needs an artifact, or a target and baselines; give --artifact DIR, or --target.name "
+                        "and --baselines")
     if given.out.exists() and not given.out.is_dir():
         raise UserError(f"{given.out} is a file, a folder was expected; choose another --out")
     sets = {Path(given.prompts).stem: read_prompts(given.prompts)} if isinstance(given.prompts, str) \
         else {"handwritten": handwritten_prompts()}
-    target = artifact_target(folders[0], given.target)
+    target = artifact_target(folders[0], given.target) if folders else load_target(given.target)
     artifacts = [load_artifact(folder, target) for folder in folders]
     methods = [Method.of(artifact, name=name) for artifact, name in zip(artifacts, names(folders), strict=True)]
     result = evaluate(target, methods, prompt_sets(given.template.build(target), sets), given.evaluate)
-    written = write_report(given.out, result, artifacts[0])
+    written = write_report(given.out, result, artifacts[0] if artifacts else None)
     print(terminal_table(result))
     print(f"{written['html']} shows it with plots")
 
@@ -59,7 +60,7 @@ def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
 def names(folders: Sequence[Path]) -> list[str | None]:
     """What tells the folders apart: their paths without what all end and begin with; None for a single one."""
     if len(folders) < 2:
-        return [None]
+        return [None] * len(folders)
     paths = [list(folder.parts) for folder in folders]
     for end in (-1, 0):
         while min(map(len, paths)) > 1 and len({path[end] for path in paths}) == 1:

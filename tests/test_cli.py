@@ -285,6 +285,7 @@ def test_a_malformed_line_in_evaluation(finished: Path, capsys: pytest.CaptureFi
     (["--batch-sizes", "2"], "a batch of 2 rows cannot be timed: the set 'mine' has 1 prompts"),
     (["--prompts", "EMPTY"], "holds no prompt; write one JSON object a line"),
     (["--artifact", "[SAME,SAME]"], "2 methods are called"),
+    (["--artifact", "[]"], "evaluate needs an artifact, or a target and baselines; give --artifact DIR"),
     (["--artifact", "[SAME,OTHER]"], "this was made for the target tiny-random with weights_hash"),
 ])
 def test_a_wrong_evaluation(finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str],

@@ -162,6 +162,14 @@ def test_evaluate_a_file_of_two_turns_with_a_baseline_batches_and_temperatures(f
     assert "temperature" in page
 
 
+def test_baselines_are_evaluated_without_an_artifact(tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "hello"}\n')
+    assert main(["evaluate", "--target.name", "tiny-random", "--baselines", "[recycling,prompt_lookup]", "--out",
+                 str(tmp_path), "--prompts", str(tmp_path / "mine.jsonl"), "--max-new-tokens", "8"]) == 0
+    content = json.loads((tmp_path / "evaluation.json").read_text())
+    assert (content["method"], content["lossless"]["identical"]) == ("recycling", 1)
+
+
 def test_export_writes_the_medusa_layout(finished: Path, tmp_path: Path) -> None:
     assert main(["export", "--artifact", str(finished / "artifact"), "--format", "medusa", "--out",
                  str(tmp_path / "medusa")]) == 0
