@@ -62,7 +62,7 @@ _PAGE = Template("""<!doctype html>
   .scroll { overflow-x: auto; }
   table { border-collapse: collapse; width: 100%; font-size: 14px; background: #fff; margin-top: 12px;
           font-variant-numeric: tabular-nums; border: 1px solid var(--line); }
-  th, td { text-align: right; padding: 7px 10px; border-bottom: 1px solid var(--line); white-space: nowrap; }
+  th, td { text-align: right; padding: 6px 7px; border-bottom: 1px solid var(--line); white-space: nowrap; }
   th { color: var(--muted); font-weight: 600; white-space: normal; vertical-align: bottom; line-height: 1.25; }
   th:first-child, td:first-child { text-align: left; }
   .range { display: block; font-style: normal; font-weight: 400; font-size: 12px; color: var(--muted); }
@@ -92,8 +92,8 @@ def page(run: EvaluationRun, artifact: Artifact | None) -> str:
         _cards(run, first),
         _lossless_box(run),
         _contention_box(run, first),
-        _comparison(run),
         _figures(run, firsts, artifact),
+        _comparison(run),
         *(_details(run, evaluation) for evaluation in firsts),
         _tree(artifact),
         _facts(run, artifact),

@@ -46,9 +46,11 @@ def how_measured(run: EvaluationRun) -> str:
     prompts = sum(run.header["prompt_sets"].values())
     answers = run.evaluations[0].overall.prompts
     turns = f" ({answers} turns)" if answers != prompts else ""
-    sizes = ", ".join(map(str, run.batch_sizes))
-    return (f"{prompts} prompts{turns}, answers of at most {settings['max_new_tokens']} tokens, batch size {sizes}, "
-            f"{', '.join(map(chosen, run.temperatures))}; {run.header['timed_prompts']} prompts timed")
+    sizes, degrees = run.batch_sizes, run.temperatures
+    batches = f"batch size{'s' if len(sizes) > 1 else ''} {', '.join(map(str, sizes))}"
+    drawn = chosen(degrees[0]) if len(degrees) == 1 else f"temperatures {', '.join(f'{one:g}' for one in degrees)}"
+    return (f"{prompts} prompts{turns}, answers of at most {settings['max_new_tokens']} tokens; {batches}; "
+            f"{drawn}; {run.header['timed_prompts']} prompts timed")
 
 
 def where_measured(run: EvaluationRun) -> str:
@@ -103,13 +105,16 @@ def lossless_verdict(run: EvaluationRun, evaluations: Sequence[Evaluation]) -> s
     greedy = evaluations[0].temperature == 0
     reference = ("transformers' own generate" if greedy else
                  "this project's loop without drafts under the same random numbers")
-    which = "" if len(run.temperatures) < 2 else "greedy " if greedy else "sampled "
+    several = len(run.temperatures) > 1
+    answers = "greedy answers" if several and greedy else "answers"
+    if several and not greedy:
+        answers += f" at temperature {evaluations[0].temperature:g}"
     if found.identical == found.prompts:
-        return (f"All {found.prompts} {which}answers ({tokens:,} tokens) are identical, token by token, to those of "
+        return (f"All {found.prompts} {answers} ({tokens:,} tokens) are identical, token by token, to those of "
                 f"{reference}.")
     gap = found.max_logit_gap_at_divergence
     where = "" if gap is None else f" (largest logit gap there: {gap:.2g})"
-    text = (f"{found.identical} of {found.prompts} {which}answers ({tokens:,} tokens) are identical to those of "
+    text = (f"{found.identical} of {found.prompts} {answers} ({tokens:,} tokens) are identical to those of "
             f"{reference}. ")
     if found.near_tie_divergences:
         text += (f"{_differ(found.near_tie_divergences)} where the target itself is undecided within the rounding "

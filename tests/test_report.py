@@ -152,7 +152,7 @@ def test_the_verdict_is_about_every_temperature_and_counts_all_methods(tmp_path:
     run = a_run(names=("medusa", "chain"), temperatures=(0.0, 0.7))
     text = write_report(tmp_path, run)["markdown"].read_text()
     assert "All 20 greedy answers (2,468 tokens) are identical, token by token, to those of transformers' own" in text
-    assert "All 20 sampled answers (2,468 tokens) are identical, token by token, to those of this project's" in text
+    assert "All 20 answers at temperature 0.7 (2,468 tokens) are identical, token by token, to" in text
 
 
 def test_a_category_that_is_a_whole_set_is_not_shown_twice(tmp_path: Path) -> None:
