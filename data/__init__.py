@@ -4,6 +4,7 @@ from .chat import ChatTemplate
 from .distill import distill
 from .prompts import Prompt, PromptConfig, load_prompts, read_prompts
 from .recipe import DistillConfig
+from .sources import Writer
 from .states import encode
 from .store import Manifest, ShardRecord, TokenShard
 
@@ -15,6 +16,7 @@ __all__ = [
     "PromptConfig",
     "ShardRecord",
     "TokenShard",
+    "Writer",
     "distill",
     "encode",
     "load_prompts",

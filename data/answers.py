@@ -1,4 +1,4 @@
-"""Prompts become answered conversations: the target answers turn by turn, or the source's own answers are taken."""
+"""Prompts become answered conversations: the target or a draft answers turn by turn, or the given text is taken."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -7,8 +7,11 @@ from dataclasses import dataclass, field, replace
 from ..modules import DecodeSettings, DecodeStats, Generation, Request, Target, UserError, decode, repeats_itself
 from .chat import ChatTemplate, Turn, join_turns
 from .prompts import Prompt
+from .sources import SourceName, Writer
 from .store import Row
 
+DOCUMENT_OPENING = 32
+"""Tokens of a held-out document that the target continues; of a shorter document half."""
 TURNS = 1 << 10
 """Random streams set aside for the turns of one prompt."""
 log = logging.getLogger(__name__)
@@ -21,6 +24,8 @@ class Conversation:
     number: int
     """Of the prompt in its source."""
     prompt: Prompt
+    source: SourceName = "target"
+    """Who answers it."""
     temperature: float = 0.0
     """At which its answers are drawn; 0 is greedy."""
     turns: list[Turn] = field(default_factory=list)
@@ -52,13 +57,16 @@ class Conversation:
                 prompt=self.number,
                 temperature=self.temperature,
                 truncated=self.truncated > 0,
+                source=self.source,
             )
             for tokens, supervised in rows
         ]
 
 
 class Answerer:
-    """Lets the target answer.
+    """Lets the target answer, or a draft beside it.
+
+    Of a held-out document it continues the beginning.
 
     Args:
         target: answers.
@@ -66,6 +74,7 @@ class Answerer:
         settings: slots, sampling filters and seed.
         max_new_tokens: longest answer.
         on_tokens: told how many tokens every pass brought.
+        writer: answers instead of the target; None lets the target answer.
     """
 
     def __init__(
@@ -75,9 +84,11 @@ class Answerer:
         settings: DecodeSettings,
         max_new_tokens: int,
         on_tokens: Callable[[int], None],
+        writer: Writer | None = None,
     ) -> None:
         self.target, self.template, self.settings, self.limit = target, template, settings, max_new_tokens
-        self.on_tokens = on_tokens
+        self.on_tokens, self.writer = on_tokens, writer
+        self.source: SourceName = "target" if writer is None else "draft"
         self.stats = DecodeStats()
 
     def answer(
@@ -94,13 +105,16 @@ class Answerer:
             The conversations with at least one answer. One ends early where its history outgrows the target's context.
         """
         conversations = [
-            Conversation(number=number, prompt=prompt, temperature=temperatures[number % len(temperatures)])
+            Conversation(
+                number=number,
+                prompt=prompt,
+                source=self.source,
+                temperature=temperatures[number % len(temperatures)],
+            )
             for number, prompt in prompts
         ]
-        for turn in range(max((len(prompt.turns) for _, prompt in prompts), default=0)):
-            self._answer_turn(
-                [one for one in conversations if len(one.prompt.turns) > turn == len(one.turns)], deadline
-            )
+        for turn in range(max((_asked(prompt) for _, prompt in prompts), default=0)):
+            self._answer_turn([one for one in conversations if _asked(one.prompt) > turn == len(one.turns)], deadline)
         answered = [one for one in conversations if one.turns]
         for one in answered:
             one.lay_out(join_turns(one.turns))
@@ -111,7 +125,7 @@ class Answerer:
         asked: dict[int, Conversation] = {}
         requests: list[Request] = []
         for one in conversations:
-            tokens = self.template.prompt(one.prompt.messages(one.texts))
+            tokens = self._before(one)
             room = min(self.limit, self.target.context_length - len(tokens))
             if room > 0:
                 index = one.number * TURNS + len(one.turns)
@@ -120,11 +134,29 @@ class Answerer:
         # The cache has room for a whole chunk in every slot, so a chunk is no longer than the longest prompt.
         longest = max((len(request.tokens) for request in requests), default=1)
         settings = replace(self.settings, prefill_chunk=min(self.settings.prefill_chunk, longest))
-        result = decode(self.target, requests, settings, on_tokens=self._count, deadline=deadline)
+        drafter, policy = None, None
+        if self.writer is not None:
+            drafter, policy, settings = self.writer.drafter, self.writer.policy, self.writer.settings(settings)
+        result = decode(
+            self.target,
+            requests,
+            settings,
+            drafter=drafter,
+            policy=policy,
+            on_tokens=self._count,
+            deadline=deadline,
+        )
         self.stats.add(result.stats)
         for generation in result.generations:
             request = generation.request
             asked[request.index].take(list(request.tokens), generation, self._text(generation.tokens))
+
+    def _before(self, one: Conversation) -> list[int]:
+        """What the next answer continues."""
+        if one.prompt.document is None:
+            return self.template.prompt(one.prompt.messages(one.texts))
+        tokens, _ = self.template.document(one.prompt.document)
+        return tokens[: max(1, min(DOCUMENT_OPENING, len(tokens) // 2))]
 
     def _count(self, _generation: Generation, tokens: list[int], _done: bool) -> None:
         self.on_tokens(len(tokens))
@@ -133,10 +165,15 @@ class Answerer:
         return str(self.target.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
+def _asked(prompt: Prompt) -> int:
+    """How many answers it wants."""
+    return len(prompt.turns) if prompt.document is None else 1
+
+
 def take_given(
-    prompts: Sequence[tuple[int, Prompt]], template: ChatTemplate, context_length: int
+    prompts: Sequence[tuple[int, Prompt]], template: ChatTemplate, context_length: int, document_tokens: int
 ) -> list[Conversation]:
-    """Take the source's own answers, cutting conversations at the target's context.
+    """Take the source's own answers, cutting conversations at the target's context, and plain documents in pieces.
 
     Conversations whose mask cannot be had exactly are left out with a warning; where that is all of them, the template
     is at fault and its message is raised.
@@ -146,10 +183,13 @@ def take_given(
     """
     found, refused = [], []
     for number, prompt in prompts:
+        if prompt.document is not None:
+            found.append(_pieces(number, prompt, prompt.document, template, min(document_tokens, context_length)))
+            continue
         if not prompt.answers:
             raise UserError(
                 f"prompt {prompt.id} has no answer of its own; give messages with assistant turns, or set "
-                "distill.answers: target"
+                "distill.source: target"
             )
         try:
             found.append(_given(number, prompt, prompt.answers, template, context_length))
@@ -167,9 +207,19 @@ def _given(
 ) -> Conversation:
     rows = template.rows(prompt.messages(answers))
     cut = sum(len(tokens) > context_length for tokens, _ in rows)
-    one = Conversation(number=number, prompt=prompt, texts=list(answers), truncated=cut)
+    one = Conversation(number=number, prompt=prompt, source="text", texts=list(answers), truncated=cut)
     one.turns = [Turn(prompt=[], answer=written) for tokens, flags in rows for written in _runs(tokens, flags)]
     one.lay_out([(tokens[:context_length], flags[:context_length]) for tokens, flags in rows])
+    return one
+
+
+def _pieces(number: int, prompt: Prompt, text: str, template: ChatTemplate, length: int) -> Conversation:
+    """A document, cut into rows of at most `length` tokens; a last token alone would teach nothing."""
+    tokens, flags = template.document(text)
+    cuts = [slice(start, start + length) for start in range(0, max(1, len(tokens) - 1), length)]
+    one = Conversation(number=number, prompt=prompt, source="text", texts=[text])
+    one.turns = [Turn(prompt=[], answer=tokens)]
+    one.lay_out([(tokens[cut], flags[cut]) for cut in cuts])
     return one
 
 

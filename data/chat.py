@@ -23,7 +23,7 @@ DATE = "26 Jul 2024"
 """Llama 3 writes today's date into its prompt unless told one: a recipe must give the same tokens tomorrow."""
 REMEDY = (
     "put {% generation %} ... {% endgeneration %} around the assistant's words in the template "
-    "(target.chat_template), or let the target answer (distill.answers: target)"
+    "(target.chat_template), or let the target answer (distill.source: target)"
 )
 TEMPLATE_FAILS = "the chat template fails: {}; change the messages, or set target.chat_template"
 BOUNDARY_PROBES = tuple(string.ascii_letters + string.digits)
@@ -151,6 +151,12 @@ class ChatTemplate:
         answered = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         return [self._turn(messages[:place], messages[place]) for place in answered]
 
+    def document(self, text: str) -> tuple[list[int], list[bool]]:
+        """(tokens, supervised) of plain text outside the template: all of it but the start token is learnt."""
+        tokens, bare = self._without_end(text)
+        start = len(tokens) - len(bare)
+        return tokens, [place >= start for place in range(len(tokens))]
+
     def user_turn(self) -> Surroundings:
         """What stands around a user's first message: a target that continues `before` writes one."""
         if self.source is None:
@@ -205,11 +211,15 @@ class ChatTemplate:
         for message in self._with_system(messages):
             gap = "\n\n" if text and message["role"] != "assistant" else ""
             text += gap + message["content"]
+        return self._without_end(text)[0]
+
+    def _without_end(self, text: str) -> tuple[list[int], list[int]]:
+        """Tokens of plain text, with the start token but no end token, and without either."""
         tokens = list(self.tokenizer(text, verbose=False)["input_ids"])
         bare = self._encode(text)
         while tokens and len(tokens) > len(bare) and tokens[-1] == self.tokenizer.eos_token_id:
             tokens.pop()
-        return tokens
+        return tokens, bare
 
     def _start(self) -> list[int]:
         """The token to begin from where nothing else stands."""
@@ -305,7 +315,7 @@ class ChatTemplate:
         if not self.tokenizer.is_fast:
             raise UserError(
                 "marks of {% generation %} need a fast tokenizer (tokenizer.json); convert it, or let the target "
-                "answer (distill.answers: target)"
+                "answer (distill.source: target)"
             )
         coded = self.tokenizer(texts[0], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         supervised = [_inside(span, marks[0]) for span in coded["offset_mapping"]]

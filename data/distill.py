@@ -21,6 +21,7 @@ from .own import OwnPrompts
 from .progress import Progress
 from .prompts import Prompt, PromptConfig, ReadPrompts, Source, read_prompts
 from .recipe import DistillConfig, check_recipe, describe_recipe, package_versions
+from .sources import SOURCES, SourceName, Writer, source_of
 from .store import (
     MANIFEST,
     HeldOut,
@@ -53,6 +54,7 @@ def distill(
     template: ChatTemplate,
     out: str | Path,
     *,
+    writer: Writer | None = None,
     progress: bool = True,
 ) -> Manifest:
     """Make, or finish, a folder of token shards.
@@ -64,13 +66,14 @@ def distill(
         template: of the target's tokenizer.
         out: folder of validation-00000.safetensors, test.jsonl, train-*.safetensors, manifest.json and stats.json. A
             folder begun with the same recipe is finished; a complete one is left as it is.
+        writer: the draft of the artifact that `config.draft` names, where a draft writes rows.
         progress: show progress bars.
 
     Raises:
         UserError: if the recipe does not fit the source, the target or what `out` holds; a finished shard is corrupted;
             the disk is full; or no token would be supervised.
     """
-    return Distillation(target, prompts, config, template, Path(out), progress=progress).run()
+    return Distillation(target, prompts, config, template, Path(out), writer=writer, progress=progress).run()
 
 
 class Distillation:
@@ -84,15 +87,19 @@ class Distillation:
         template: ChatTemplate,
         out: Path,
         *,
+        writer: Writer | None,
         progress: bool,
     ) -> None:
         self.target, self.prompts, self.config, self.template, self.out = target, prompts, config, template, out
         self.own = prompts.source == "own"
         check_recipe(prompts, config, target.context_length)
+        if (writer is None) != (config.draft is None):
+            raise ValueError("distill.draft names an artifact and the writer is its draft; give both or neither")
         self.progress = Progress(shown=progress)
         settings = DecodeSettings(batch_size=config.slots, top_k=config.top_k, top_p=config.top_p, seed=config.seed)
-        self.answerer = Answerer(
-            target, template, settings, config.max_new_tokens, lambda n: self.progress.advance("tok", n)
+        self.answerer, self.drafting = (
+            Answerer(target, template, settings, config.max_new_tokens, self._count, chosen)
+            for chosen in (None, writer)
         )
         self.source: Source = (
             OwnPrompts(target, template, prompts, seed=config.seed, slots=config.slots)
@@ -102,9 +109,8 @@ class Distillation:
         self.manifest = Manifest(
             target=target.identity,
             template_hash=template.hash,
-            recipe=describe_recipe(prompts, config),
+            recipe=describe_recipe(prompts, config, writer),
             versions=package_versions(),
-            on_policy=config.answers == "target",
         )
         self.seen: set[int] = set()
         self.before: dict[str, float] = {}
@@ -168,6 +174,8 @@ class Distillation:
         return fresh, taken.read
 
     def _fits(self, prompt: Prompt) -> bool:
+        if prompt.document is not None:
+            return True
         size, limit = len(self.template.prompt(prompt.opening())), self.prompts.max_prompt_tokens
         room = self.target.context_length - self.config.max_new_tokens
         if limit is not None:
@@ -205,6 +213,8 @@ class Distillation:
     def _write_held_out(self, held: Sequence[tuple[int, Prompt]], position: int) -> None:
         """Write validation, answered greedily, and test, which is only asked later."""
         first = self.config.validation_prompts
+        if any(prompt.document is not None for _, prompt in held[first:]):
+            raise UserError("plain documents are no prompts to be asked in an evaluation; set distill.test_prompts: 0")
         data = _prompt_lines(held[first:])
         write_bytes(self.out / TEST, data)
         self.manifest = replace(
@@ -251,9 +261,22 @@ class Distillation:
         self.manifest.save(self.out)
 
     def _converse(self, prompts: Sequence[tuple[int, Prompt]]) -> list[Conversation]:
-        if self.config.answers == "given":
-            return take_given(prompts, self.template, self.target.context_length)
-        return self.answerer.answer(prompts, self.config.temperatures, self._deadline())
+        """The conversations of these prompts, in their order, each by the source that falls to it."""
+        dealt: dict[SourceName, list[tuple[int, Prompt]]] = {}
+        for number, prompt in prompts:
+            name = source_of(number, self.config.shares, self.config.seed)
+            if name != "text":
+                prompt.opening()  # which a plain document refuses: only text takes it
+            dealt.setdefault(name, []).append((number, prompt))
+        found: list[Conversation] = []
+        for name in SOURCES:
+            if name == "text":
+                limits = self.target.context_length, self.config.document_tokens
+                found += take_given(dealt.get(name, []), self.template, *limits)
+            elif name in dealt:
+                answerer = self.answerer if name == "target" else self.drafting
+                found += answerer.answer(dealt[name], self.config.temperatures, self._deadline())
+        return sorted(found, key=lambda one: one.number)
 
     def _write_shard(
         self, split: str, conversations: Sequence[Conversation], keys: Sequence[int], candidates: int
@@ -268,6 +291,9 @@ class Distillation:
             candidates=candidates,
             prompts=len(conversations),
             rows=shard.num_rows,
+            by_target=shard.written("target"),
+            by_text=shard.written("text"),
+            by_draft=shard.written("draft"),
             tokens=len(shard.tokens_T),
             supervised=int(shard.supervised_T.sum()),
             answers=sum(len(one.turns) for one in conversations),
@@ -278,6 +304,9 @@ class Distillation:
         self.manifest = replace(self.manifest, shards=(*self.manifest.shards, record))
         self.manifest.save(self.out)
         self._write_stats()
+
+    def _count(self, tokens: int) -> None:
+        self.progress.advance("tok", tokens)
 
     # Budget, counts and times ----------------------------------------------------------------------------------------
 
@@ -316,6 +345,8 @@ class Distillation:
     def _stats(self) -> dict[str, float]:
         """What was measured on this machine: sums over the runs that worked on the folder, and shares of busy slots."""
         parts = {"answers": self.answerer.stats}
+        if self.config.draft is not None:
+            parts["drafts"] = self.drafting.stats
         if isinstance(self.source, OwnPrompts):
             parts["prompts"] = self.source.stats
         sums = {f"{part}_{name}": value for part, stats in parts.items() for name, value in stats.amounts().items()}

@@ -25,7 +25,8 @@ class PromptConfig:
     source: Literal["own", "file", "dataset"] = "own"
     """own: the target writes them (arXiv:2406.08464); file: a JSONL file; dataset: a name or folder for `datasets`."""
     path: str | None = None
-    """JSONL file: one object a line with prompt, messages, conversations (ShareGPT) or turns (Spec-Bench)."""
+    """JSONL file: one object a line with prompt, messages, conversations (ShareGPT), turns (Spec-Bench) or, for a plain
+    document, text."""
     name: str | None = None
     """Hub name or local folder of the dataset (source dataset)."""
     subset: str | None = None
@@ -70,10 +71,10 @@ class PromptConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """User turns to be answered in order."""
+    """User turns to be answered in order, or a plain document, which nobody answers."""
 
     turns: tuple[str, ...]
-    """Text of each user turn, at least one."""
+    """Text of each user turn: at least one, but none of a document."""
     id: str
     """Name of the prompt in its source: a question_id, or file:line."""
     category: str | None = None
@@ -82,13 +83,21 @@ class Prompt:
     """System prompt of this conversation; None leaves it to the chat template."""
     answers: tuple[str, ...] | None = None
     """Ready-made assistant text of each turn (off-policy); None where the source has none."""
+    document: str | None = None
+    """Plain text; None for a prompt."""
 
     def opening(self) -> list[dict[str, str]]:
         """The messages up to and including the first user turn."""
         return self.messages(())
 
     def messages(self, answers: Sequence[str]) -> list[dict[str, str]]:
-        """The conversation with its first len(answers) turns answered so, up to the next user turn if there is one."""
+        """The conversation with its first len(answers) turns answered so, up to the next user turn if there is one.
+
+        Raises:
+            UserError: if it is a document.
+        """
+        if self.document is not None:
+            raise UserError(f"{self.id} is a plain document, nobody answers it; train on it with distill.source: text")
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         for turn, text in enumerate(self.turns[: len(answers) + 1]):
             messages.append({"role": "user", "content": text})
@@ -99,12 +108,15 @@ class Prompt:
     @property
     def key(self) -> int:
         """Signed 64-bit hash of the user turns, blind to case and spacing: equal prompts are duplicates."""
-        text = "\n".join(" ".join(turn.casefold().split()) for turn in self.turns)
+        texts = self.turns if self.document is None else (self.document,)
+        text = "\n".join(" ".join(turn.casefold().split()) for turn in texts)
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
 def parse_prompt(row: Any, where: str, column: str | None = None) -> Prompt:
     """Make a prompt of one row: `prompt`, `messages`, `conversations` or `turns`, or the text under `column`.
+
+    A row with none of them but `text` is a plain document.
 
     Raises:
         UserError: naming `where` and what is wrong.
@@ -121,8 +133,10 @@ def parse_prompt(row: Any, where: str, column: str | None = None) -> Prompt:
     for key, speaker, words in (("messages", "role", "content"), ("conversations", "from", "value")):
         if key in row:
             return _conversation(_messages(row[key], where, speaker, words), where, system, common)
+    if "text" in row:
+        return Prompt(turns=(), document=_text(row, "text", where), **common)
     raise UserError(
-        f"{where}: none of prompt, messages, conversations, turns among the keys "
+        f"{where}: none of prompt, messages, conversations, turns, text among the keys "
         f"{sorted(map(str, row))}; rename one or set prompts.column"
     )
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from ..modules import UserError
 from .prompts import PromptConfig
+from .sources import SOURCES, SourceName, Writer, check_shares
 from .store import hash_file
 
 
@@ -37,8 +38,18 @@ class DistillConfig:
     """Prompts held out for evaluation, written to test.jsonl."""
     seed: int = 0
     """Of the prompts the target writes and of sampled answers."""
-    answers: Literal["target", "given"] = "target"
-    """target: the target answers; given: the file's own answers are used as they are and marked off-policy."""
+    source: Literal["target", "text", "draft", "mix"] = "target"
+    """Who writes the train rows. target: the target answers; text: answers and plain documents of the prompt source are
+    taken as they are; draft: an artifact's draft answers, for objectives that learn from the target's distribution;
+    mix: several, by `mix`. Held-out prompts are always answered by the target."""
+    mix: dict[str, float] | None = None
+    """Shares of target, text and draft among the train prompts, for source mix; they sum to 1."""
+    draft: str | None = None
+    """Folder of the artifact whose draft answers."""
+    draft_tokens: int = 4
+    """Tokens that the draft writes in a row; behind them stands one of the target's, before which it reads states."""
+    document_tokens: int = 512
+    """Longest piece of a plain document, in tokens; each piece is a row of its own."""
 
     def __post_init__(self) -> None:
         bounds = {
@@ -48,6 +59,8 @@ class DistillConfig:
             "validation_prompts": 0,
             "test_prompts": 0,
             "top_k": 0,
+            "draft_tokens": 1,
+            "document_tokens": 2,
         }
         for name, least in bounds.items():
             if getattr(self, name) < least:
@@ -61,6 +74,30 @@ class DistillConfig:
                 raise UserError(f"distill.{name} must be above 0, got {getattr(self, name)}")
         if not 0 < self.top_p <= 1:
             raise UserError(f"distill.top_p must lie in (0, 1], got {self.top_p}")
+        if self.source not in (*SOURCES, "mix"):
+            raise UserError(f"distill.source must be one of {', '.join(SOURCES)}, mix, got {self.source!r}")
+        self._check_shares()
+
+    def _check_shares(self) -> None:
+        if (self.source == "mix") != (self.mix is not None):
+            raise UserError(
+                f"distill.source is {self.source} and distill.mix is {self.mix}; give shares with source mix, and only "
+                "with it"
+            )
+        if self.mix is not None:
+            check_shares(self.mix)
+        if ("draft" in self.shares) != (self.draft is not None):
+            raise UserError(
+                f"distill.draft is {self.draft}, but a draft writes {self.shares.get('draft', 0.0):.0%} of the train "
+                "rows; name an artifact's folder where a draft writes, and only there"
+            )
+
+    @property
+    def shares(self) -> dict[SourceName, float]:
+        """Share of each source among the train prompts."""
+        if self.mix is None:
+            return {name: 1.0 for name in SOURCES if name == self.source}
+        return {name: self.mix[name] for name in SOURCES if name in self.mix}
 
 
 def check_recipe(prompts: PromptConfig, config: DistillConfig, context: int) -> None:
@@ -70,8 +107,8 @@ def check_recipe(prompts: PromptConfig, config: DistillConfig, context: int) -> 
         raise UserError(
             "the target writes prompts without end; set distill.budget_tokens, distill.budget_minutes or prompts.limit"
         )
-    if prompts.source == "own" and config.answers == "given":
-        raise UserError("prompts.source own brings no ready-made answers; set distill.answers: target")
+    if prompts.source == "own" and "text" in config.shares:
+        raise UserError("prompts.source own brings no ready-made answers; set distill.source: target")
     if config.max_new_tokens >= context:
         raise UserError(
             f"distill.max_new_tokens {config.max_new_tokens} leaves no room for a prompt in the target's context of "
@@ -84,15 +121,16 @@ def check_recipe(prompts: PromptConfig, config: DistillConfig, context: int) -> 
         )
 
 
-def describe_recipe(prompts: PromptConfig, config: DistillConfig) -> dict[str, Any]:
-    """The settings as JSON gives them back; a file by its content instead of its path, since folders may move."""
+def describe_recipe(prompts: PromptConfig, config: DistillConfig, writer: Writer | None) -> dict[str, Any]:
+    """The settings as JSON gives them back; files by their content instead of their path, since folders may move."""
     source = asdict(prompts)
     for key in ("path", "name"):
         if source[key] is not None and Path(source[key]).exists():
             source[key] = Path(source[key]).name
     if prompts.source == "file":
         source["sha256"] = hash_file(Path(str(prompts.path)))
-    recipe: dict[str, Any] = json.loads(json.dumps({"prompts": source, "distill": asdict(config)}))
+    answers = {**asdict(config), "draft": None if writer is None else writer.digest}
+    recipe: dict[str, Any] = json.loads(json.dumps({"prompts": source, "distill": answers}))
     return recipe
 
 

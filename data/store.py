@@ -18,8 +18,9 @@ from safetensors.torch import load, save, save_file
 from torch import Tensor
 
 from ..modules import TargetIdentity, UserError
+from .sources import SOURCES, SourceName
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Layout of shards and manifest."""
 MANIFEST = "manifest.json"
 
@@ -38,6 +39,8 @@ class Row:
     """At which the answer was drawn; 0 is greedy."""
     truncated: bool = False
     """Whether an answer was cut by the length limit."""
+    source: SourceName = "target"
+    """Who wrote what is supervised."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,8 @@ class TokenShard:
     """Temperature of each row, float32."""
     truncated_R: Tensor
     """Whether an answer of the row was cut by the length limit, bool."""
+    sources_R: Tensor
+    """Who wrote the row: its place in `SOURCES`, uint8."""
     keys_P: Tensor
     """Hash of each prompt of the shard (`Prompt.key`), int64: what later shards must not repeat."""
 
@@ -70,6 +75,7 @@ class TokenShard:
             prompts_R=torch.tensor([row.prompt for row in rows], dtype=torch.int64),
             temperatures_R=torch.tensor([row.temperature for row in rows], dtype=torch.float32),
             truncated_R=torch.tensor([row.truncated for row in rows], dtype=torch.bool),
+            sources_R=torch.tensor([SOURCES.index(row.source) for row in rows], dtype=torch.uint8),
             keys_P=torch.tensor(list(keys), dtype=torch.int64),
         )
 
@@ -77,6 +83,10 @@ class TokenShard:
     def num_rows(self) -> int:
         """How many rows the shard holds."""
         return len(self.prompts_R)
+
+    def written(self, source: SourceName) -> int:
+        """How many rows this source wrote."""
+        return int((self.sources_R == SOURCES.index(source)).sum())
 
     def span(self, row: int) -> tuple[int, int]:
         """First index of a row and the one after its last."""
@@ -114,6 +124,12 @@ class ShardRecord:
     """Prompts it holds."""
     rows: int
     """Rows it holds; a conversation takes several where the template rewrites history."""
+    by_target: int
+    """Of these, how many the target answered."""
+    by_text: int
+    """How many are given text."""
+    by_draft: int
+    """How many a draft answered."""
     tokens: int
     """Tokens in all rows."""
     supervised: int
@@ -150,8 +166,6 @@ class Manifest:
     """Prompt source, sampling settings, budget and seed."""
     versions: dict[str, str]
     """Of the packages that decide the bytes."""
-    on_policy: bool
-    """Whether the target wrote the train answers; False for ready-made ones."""
     candidates: int = 0
     """Prompts read or written so far, all splits."""
     shards: tuple[ShardRecord, ...] = ()
@@ -168,6 +182,10 @@ class Manifest:
     def total(self, split: str, count: str) -> int:
         """Sum of one count of ShardRecord over a split, such as total("train", "supervised")."""
         return sum(int(getattr(shard, count)) for shard in self.split(split))
+
+    def written(self, source: SourceName) -> int:
+        """Train rows that this source wrote."""
+        return self.total("train", f"by_{source}")
 
     @property
     def hash(self) -> str:

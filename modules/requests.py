@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 from .errors import UserError
-from .rules import Typical
+from .rules import Rule
 
 REPEATED_SHARE = 0.3
 """A text with a larger share of repeated 4-grams repeats itself."""
@@ -72,7 +72,7 @@ class DecodeSettings:
     repetition_penalty: float = 1.0
     """Divide positive logits of tokens that occurred, prompt included, by this and multiply negative ones, as
     transformers does; 1.0 changes nothing."""
-    lossy: Typical | None = None
+    lossy: Rule | None = None
     """Accept by this rule, which changes the distribution of sampled answers; None verifies exactly."""
 
     def __post_init__(self) -> None:

@@ -208,6 +208,26 @@ class Typical(Rule):
         return down_to(tree, deepest_B, choices_BN.gather(1, deepest_B[:, None])[:, 0])
 
 
+class AcceptAll(Rule):
+    """Takes the draft at its word: every drafted token of a chain is kept, and the target adds one behind it.
+
+    What is emitted is the draft's own text, with a token of the target's after each chain. It is for data that a draft
+    is to learn on (arXiv:2310.08461), never for answers: it is not lossless, and says so.
+
+    Raises:
+        ValueError: if the tree is no chain.
+    """
+
+    lossless = False
+
+    def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
+        if (most := tree.most_children) is None or most > 1:
+            raise ValueError(f"only a chain is taken as it is, here a node has {most or 'any number of'} children")
+        deepest_B = torch.where(tree.real_BN, tree.depths_BN, -1).argmax(-1)
+        choices_BN = choose(logits_BNV, chances.choices_BN, sampling)
+        return down_to(tree, deepest_B, choices_BN.gather(1, deepest_B[:, None])[:, 0])
+
+
 _EQUALITY, _REJECTION, _CHAIN_REJECTION = Equality(), Rejection(), ChainRejection()
 
 

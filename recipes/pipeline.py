@@ -28,6 +28,7 @@ from .parsing import Command, Parsed
 from .recipe import Recipe
 from .template import handwritten_prompts, prompt_sets
 from .workspace import Stage, Workspace, run_stages
+from .writing import require_teacher, writer_digest, writer_of
 
 PLACES = ("out", "data", "evaluate")
 """Recipe keys that say nothing about how an artifact was made."""
@@ -36,9 +37,10 @@ SETTINGS_FILE, TEST_FILE = "settings.json", "test.jsonl"
 
 
 def distill_stage(workspace: Workspace) -> Sequence[Path]:
-    """The target answers prompts."""
+    """The target answers prompts, or whoever else writes the training rows."""
     recipe = workspace.recipe
-    manifest = distill(workspace.target, recipe.prompts, recipe.distill, workspace.template, workspace.data)
+    manifest = distill(workspace.target, recipe.prompts, recipe.distill, workspace.template, workspace.data,
+                       writer=writer_of(workspace))
     return [workspace.data / "manifest.json", *(workspace.data / shard.file for shard in manifest.shards)]
 
 
@@ -67,6 +69,8 @@ def train_stage(workspace: Workspace) -> Sequence[Path]:
     """Train; the checkpoint with the greatest decoded accepted length is kept."""
     claim_settings(workspace)
     module = built_module(workspace)
+    if workspace.manifest().written("draft"):
+        require_teacher(module)
     result = fit(module, batches_for(workspace, module), workspace.training)
     if module.global_rank != 0:
         # Lightning started this process for the training alone: the first one goes on.
@@ -210,7 +214,7 @@ STAGES = (
 def perform_stages(workspace: Workspace, chosen: Sequence[str]) -> None:
     """Run stages of a recipe; the first has nothing to do where the recipe names finished data."""
     if workspace.recipe.data is None:
-        run_stages(workspace, STAGES, chosen)
+        run_stages(workspace, STAGES, chosen, before=writer_digest(workspace))
     else:
         run_stages(workspace, STAGES[1:], chosen, before=workspace.manifest().hash)
 

@@ -206,8 +206,8 @@ def answered(count: int) -> list[dict[str, Any]]:
 
 
 def test_given_answers_are_used_as_they_are_and_marked(tmp_path: Path, tiny_target: Target) -> None:
-    manifest = run(tiny_target, write_prompts(tmp_path, answered(7)), replace(SMALL, answers="given"), tmp_path / "out")
-    assert not manifest.on_policy
+    manifest = run(tiny_target, write_prompts(tmp_path, answered(7)), replace(SMALL, source="text"), tmp_path / "out")
+    assert (manifest.written("text"), manifest.written("target")) == (manifest.total("train", "rows"), 0)
     decoded = [
         tiny_target.tokenizer.decode([t for t, s in zip(row[0], row[1], strict=True) if s])
         for row in rows(tmp_path / "out")
@@ -221,10 +221,10 @@ def test_given_answers_are_used_as_they_are_and_marked(tmp_path: Path, tiny_targ
 
 def test_given_answers_are_needed_and_must_be_exact(tiny_target: Target, caplog: pytest.LogCaptureFixture) -> None:
     template = ChatTemplate(tiny_target.tokenizer)
-    with pytest.raises(UserError, match=r"prompt x has no answer of its own; .*distill.answers: target"):
-        take_given([(0, Prompt(turns=("a",), id="x"))], template, 100)
+    with pytest.raises(UserError, match=r"prompt x has no answer of its own; .*distill.source: target"):
+        take_given([(0, Prompt(turns=("a",), id="x"))], template, 100, 64)
     long = Prompt(turns=("a",), id="y", answers=("b" * 200,))
-    [one] = take_given([(0, long)], template, 100)
+    [one] = take_given([(0, long)], template, 100, 64)
     assert (len(one.rows[0].tokens), one.truncated) == (100, 1)
     tokenizer = tiny_tokenizer()
     broken = (
@@ -232,10 +232,10 @@ def test_given_answers_are_needed_and_must_be_exact(tiny_target: Target, caplog:
     )
     tokenizer.chat_template = broken
     bad, good = (Prompt(turns=("a",), id=text, answers=(text,)) for text in ("bad", "good"))
-    assert len(take_given([(0, bad), (1, good)], ChatTemplate(tokenizer), 100)) == 1
+    assert len(take_given([(0, bad), (1, good)], ChatTemplate(tokenizer), 100, 64)) == 1
     assert "1 of 2 conversations left out; the first because" in caplog.text
     with pytest.raises(UserError, match="no longer renders its prompt"):
-        take_given([(0, bad)], ChatTemplate(tokenizer), 100)
+        take_given([(0, bad)], ChatTemplate(tokenizer), 100, 64)
 
 
 # Interrupted runs ----------------------------------------------------------------------------------------------------
@@ -414,7 +414,7 @@ def test_prompts_that_do_not_fit(tmp_path: Path, tiny_target: Target) -> None:
     ("prompts", "config", "message"),
     [
         (PromptConfig(), SMALL, "writes prompts without end; set distill.budget_tokens"),
-        (PromptConfig(limit=9), replace(SMALL, answers="given"), "no ready-made answers"),
+        (PromptConfig(limit=9), replace(SMALL, source="text"), "no ready-made answers"),
         (
             PromptConfig(limit=9),
             replace(SMALL, max_new_tokens=512),

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from draftsmith.data import Manifest
 from draftsmith.export import load_artifact
 from draftsmith.modules import DecodeSettings, Request, TargetConfig, decode, load_target
 from draftsmith.recipes.__main__ import main
@@ -54,6 +55,22 @@ def test_a_second_call_skips_every_stage(finished: Path, capsys: pytest.CaptureF
     run(finished)
     assert capsys.readouterr().out.count("already complete, skipped") == len(STAGES)
     assert {file: file.stat().st_mtime_ns for file in finished.rglob("*") if file.is_file()} == before
+
+
+def test_an_artifacts_draft_writes_rows_for_the_next_one(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixed = ["--distill.source", "mix", "--distill.mix", '{"target": 0.5, "draft": 0.5}', "--distill.draft",
+             str(finished / "artifact"), "--distill.budget_tokens", "600"]
+    words = ["--config", str(TINY), "--out", str(tmp_path), *mixed]
+    assert main(["distill", *words]) == 2
+    assert "objective is hard; choose another objective" in capsys.readouterr().err
+    assert not (tmp_path / "data").exists(), "told before anything is written"
+    assert main(["distill", *words, "--model.config.objective", "soft"]) == 0
+    manifest = Manifest.load(tmp_path / "data")
+    assert manifest.written("draft") > 0 < manifest.written("target")
+    assert main(["train", *words]) == 2
+    assert "objective is hard; choose another objective" in capsys.readouterr().err
 
 
 def test_a_lost_report_is_made_again_without_training(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,8 @@ ROWS = [
 
 def record(**fields: object) -> ShardRecord:
     counts = dict.fromkeys(
-        ("candidates", "prompts", "rows", "tokens", "supervised", "answers", "truncated", "repetitive"), 2
+        ("candidates", "prompts", "rows", "by_target", "by_text", "by_draft", "tokens", "supervised", "answers",
+         "truncated", "repetitive"), 2
     )
     return replace(ShardRecord(file="train-00000.safetensors", split="train", sha256="0", **counts), **fields)  # type: ignore[arg-type]
 
@@ -79,7 +80,6 @@ def test_a_manifest_is_read_back_and_its_bytes_are_its_content(tmp_path: Path, t
         template_hash="t",
         recipe={"prompts": {"source": "own"}, "distill": {"seed": 0}},
         versions={"torch": "2"},
-        on_policy=True,
         candidates=4,
         shards=(record(), record(split="validation")),
         held_out=HeldOut(file="test.jsonl", sha256="1", prompts=2),
@@ -99,11 +99,11 @@ def test_missing_damaged_and_foreign_manifests(tmp_path: Path, tiny_target: Targ
     file.write_text('{"format_version": 1')
     with pytest.raises(UserError, match=r"manifest.json is corrupted"):
         Manifest.load(tmp_path)
-    file.write_text('{"format_version": 1, "target": {}}')
+    file.write_text('{"format_version": 2, "target": {}}')
     with pytest.raises(UserError, match="target identity has the fields"):
         Manifest.load(tmp_path)
     file.write_text('{"format_version": 99}')
-    with pytest.raises(UserError, match=r"format version 99, this version reads 1; distil again"):
+    with pytest.raises(UserError, match=r"format version 99, this version reads 2; distil again"):
         Manifest.load(tmp_path)
 
 

@@ -24,7 +24,7 @@ def main() -> None:
         max_steps=6 if minutes is None else 100_000, max_minutes=minutes, lr=1e-2, warmup_steps=2,
         validate_every=3, validation_nodes=4, checkpoint_every=3, clip=0.05,
         accumulate=int(sys.argv[2]), devices=world, strategy="ddp" if world > 1 else "auto", accelerator="cpu",
-        precision="32-true", drafter=MedusaConfig(num_heads=2, output="copy"),
+        precision="32-true", objective="lk_hybrid", drafter=MedusaConfig(num_heads=2, output="copy"),
     )
     module = MedusaModule(cycle_target(), config)
     module.clock.before = 1e6 * int(os.environ.get("RANK", "0"))

@@ -1,0 +1,62 @@
+"""Who writes the training rows: the target, the given text, a draft, or several by shares."""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ..modules import DecodeSettings, Drafter, UserError
+from ..modules.policies import Policy
+from ..modules.requests import uniform_stream
+from ..modules.rules import AcceptAll
+from ..modules.sampled import SampledTree
+from ..modules.tree import Topology
+
+SourceName = Literal["target", "text", "draft"]
+SOURCES: tuple[SourceName, ...] = ("target", "text", "draft")
+"""target: the target's own answers; text: what the prompt source brings; draft: answers that an artifact's draft wrote,
+on which the target's distribution is learnt (arXiv:2310.08461, section 4). A shard stores the place in this list."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Writer:
+    """A draft that writes answers."""
+
+    drafter: Drafter
+    """Bound to the target."""
+    policy: Policy
+    """A chain, sampled from the draft in rows with a temperature."""
+    digest: str
+    """Hash of the artifact that it was loaded from."""
+
+    @classmethod
+    def of(cls, drafter: Drafter, tokens: int, digest: str) -> "Writer":
+        """A draft that writes up to so many tokens between two of the target's, as far as its family reaches."""
+        length = tokens if drafter.reach is None else min(tokens, drafter.reach)
+        return cls(drafter=drafter, policy=SampledTree(Topology.chain(length)), digest=digest)
+
+    def settings(self, settings: DecodeSettings) -> DecodeSettings:
+        """Those of the loop in which the target verifies nothing: it adds one token to each chain, to end the pass."""
+        return replace(settings, lossy=AcceptAll())
+
+
+def check_shares(mix: Mapping[str, float]) -> None:
+    """Refuse shares that are no shares. Raises UserError."""
+    if unknown := sorted(set(mix) - set(SOURCES)):
+        raise UserError(f"distill.mix knows {', '.join(SOURCES)}, got {', '.join(unknown)}")
+    if not all(0 < share <= 1 for share in mix.values()) or not math.isclose(sum(mix.values()), 1, abs_tol=1e-6):
+        told = ", ".join(f"{name}: {share}" for name, share in mix.items())
+        raise UserError(f"the shares of distill.mix must be above 0 and sum to 1, got {sum(mix.values()):g} ({told})")
+
+
+def source_of(number: int, shares: Mapping[SourceName, float], seed: int) -> SourceName:
+    """Who answers prompt `number`: drawn by the shares, the same whatever came before it."""
+    digest = hashlib.sha256(f"sources {seed}".encode()).digest()
+    place = float(uniform_stream(int.from_bytes(digest[:8], "little"), number, 1)[0])
+    names = [name for name in SOURCES if name in shares]
+    for name in names:
+        place -= shares[name]
+        if place < 0:
+            return name
+    return names[-1]
