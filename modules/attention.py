@@ -1,8 +1,8 @@
-"""One attention function for every target: the same boolean mask for all layers and families.
+"""One attention function for every target: the same mask for all layers and families.
 
 transformers hands the mask over unchanged when it is four-dimensional, but each of its implementations reads it in
-another way and sliding windows need a second one. This function takes one boolean mask and applies the window by
-position ids.
+another way and sliding windows need a second one. This function takes one mask for all layers and applies the window
+by position ids.
 
 Shapes: B rows, H heads, N queries, W keys, E head dimension.
 """
@@ -36,10 +36,10 @@ def tree_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend with a boolean mask [B, 1, N, W]; `key_positions` [B, W] lets a sliding window follow positions, not
-    slots.
+    """Attend with a mask [B, 1, N, W]; `key_positions` [B, W] lets a sliding window follow positions, not slots.
 
-    The signature is the one transformers' attention modules call.
+    The mask is boolean or `additive`: a boolean one is made additive by every layer anew. The signature is the one
+    transformers' attention modules call.
 
     Raises:
         UserError: for attention sinks, which this function would silently leave out.
@@ -48,7 +48,10 @@ def tree_attention(
         raise UserError("this target has attention sinks, which would be left out in silence; choose another target")
     mask, queries = attention_mask, query.shape[2]
     if sliding_window is not None and key_positions is not None and position_ids is not None and mask is not None:
-        mask = mask & (position_ids[:, None, :, None] - key_positions[:, None, None, :] < sliding_window)
+        near = position_ids[:, None, :, None] - key_positions[:, None, None, :] < sliding_window
+        mask = mask & near if mask.dtype is torch.bool else mask.masked_fill(~near, -torch.inf)
+    if mask is not None and mask.dtype is not torch.bool:
+        mask = mask.to(query.dtype)
     grouped = query.shape[1] != key.shape[1]
     if softcap is None:
         out = scaled_dot_product_attention(
@@ -70,7 +73,13 @@ def _soft_capped(
     scores = torch.tanh(scores / softcap) * softcap
     if mask is None:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(key.shape[2] - query.shape[2])
-    return scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1) @ value
+    hidden = ~mask if mask.dtype is torch.bool else mask == -torch.inf
+    return scores.masked_fill(hidden, torch.finfo(scores.dtype).min).softmax(-1) @ value
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A boolean mask as numbers to be added to the scores: 0 where it is True, minus infinity elsewhere."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
 def register() -> None:

@@ -29,6 +29,9 @@ class Window:
     """Slot of every new token."""
     width: int
     """Slots up to the last one in use."""
+    start: int | None
+    """First slot of the new tokens where it is the same in all rows, which are neighbours: they are then copied as one
+    block, in half the time."""
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -98,7 +101,15 @@ class RowCache(Cache):
         device = self.lengths_B.device
         rows_B = torch.tensor(index, device=device)
         slots_BN = self.lengths_B[rows_B][:, None] + torch.arange(behind, behind + size, device=device)
-        self.window = Window(rows if isinstance(rows, slice) else rows_B, rows_B[:, None], index, slots_BN, width)
+        level = isinstance(rows, slice) and len({self.host_lengths[row] for row in index}) == 1
+        self.window = Window(
+            rows=rows if isinstance(rows, slice) else rows_B,
+            rows_B1=rows_B[:, None],
+            host_rows=index,
+            slots_BN=slots_BN,
+            width=width,
+            start=width - size if level else None,
+        )
         return self.window
 
     def reserve(self, capacity: int) -> None:
@@ -123,8 +134,12 @@ class RowCache(Cache):
         storage, window = self._storage(keys_BHNE), self.window
         answer = []
         for place, new in ((2 * layer, keys_BHNE), (2 * layer + 1, values_BHNE)):
-            storage[place][window.rows_B1, :, window.slots_BN] = new.transpose(1, 2)
-            answer.append(storage[place, :, :, : window.width][window.rows])
+            held = storage[place]
+            if window.start is None:
+                held[window.rows_B1, :, window.slots_BN] = new.transpose(1, 2)
+            else:
+                held[window.rows, :, window.start : window.width] = new
+            answer.append(held[window.rows, :, : window.width])
         return answer[0], answer[1]
 
     def _storage(self, keys_BHNE: Tensor) -> Tensor:

@@ -47,20 +47,34 @@ def message(code: int, generation: Generation, vocab_size: int) -> str:
 
 def screen(tree: TokenTree, vocab_size: int) -> tuple[TokenTree, Tensor]:
     """(the tree, with nothing but a root in faulty rows; the fault of each row, [B], int64)."""
+    outside_BN = outside(tree, vocab_size)
+    faults_B = examine(tree, outside_BN)
+    # A tree on the CPU tells at once that nothing is wrong with it; to ask an accelerator would be to wait for it.
+    sound = faults_B.device.type == "cpu" and not bool(outside_BN.any() | faults_B.any())
+    return (tree if sound else pruned(tree, faults_B, outside_BN)), faults_B
+
+
+def outside(tree: TokenTree, vocab_size: int) -> Tensor:
+    """True at nodes, padding included, whose token the target does not know, [B, N]."""
+    return (tree.tokens_BN < 0) | (tree.tokens_BN >= vocab_size)
+
+
+def examine(tree: TokenTree, outside_BN: Tensor) -> Tensor:
+    """The fault of each row's tree, [B], int64."""
     columns_N = torch.arange(tree.size, device=tree.tokens_BN.device)
-    outside_BN = (tree.tokens_BN < 0) | (tree.tokens_BN >= vocab_size)
     late_BN = ((tree.parents_BN >= columns_N) | (tree.parents_BN < 0)) & (columns_N > 0)
     faults_B = torch.where((outside_BN & tree.real_BN).any(-1), TOKEN, SOUND)
     faults_B = torch.where((late_BN & tree.real_BN).any(-1), PARENT, faults_B)
     if tree.drawn is not None:
         infinite_B = ~tree.drawn.probs_BIQ.sum((1, 2)).isfinite()
         faults_B = torch.where(infinite_B, DRAFT, faults_B)
-    return _pruned(tree, faults_B > 0, outside_BN), faults_B
+    return faults_B
 
 
-def _pruned(tree: TokenTree, faulty_B: Tensor, outside_BN: Tensor) -> TokenTree:
-    columns_N = torch.arange(tree.size, device=faulty_B.device)
-    faulty_B1 = faulty_B[:, None]
+def pruned(tree: TokenTree, faults_B: Tensor, outside_BN: Tensor) -> TokenTree:
+    """The tree with nothing but a root in faulty rows, and with ids that the target knows everywhere."""
+    columns_N = torch.arange(tree.size, device=faults_B.device)
+    faulty_B1 = (faults_B > 0)[:, None]
     itself_NN = columns_N[:, None] == columns_N
     return replace(
         tree,

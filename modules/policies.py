@@ -3,19 +3,18 @@
 Trees that are sampled are in `sampled.py`, those that follow the drafter's confidence in `dynamic.py`, chains that stop
 early in `stopped.py`.
 
-Shapes: B rows, N nodes, F frontier nodes, O nodes the drafter was asked about, H depths answered at once, Q draft
-vocabulary, R ranks used.
+Shapes: B rows, N nodes, F frontier nodes, C nodes read from one answer, H depths answered at once, R ranks used.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from .acceptance import Accepted
-from .drafter import DraftState, Frontier, Proposals, Proposer
+from .drafter import DraftState, Frontier, Proposer
 from .errors import UserError
 from .streams import Draws
 from .tree import TokenTree, Topology
@@ -81,39 +80,65 @@ class StaticTree(Policy):
 
     def grow(self, drafter: Proposer, state: DraftState, roots_B: Tensor, draws: Draws | None = None) -> TokenTree:
         tokens_BN = roots_B[:, None].repeat(1, self.topology.size)
-        # Where each node's scores stand: the column of its ancestor in the frontier that was expanded last.
-        columns = [0] * self.topology.size
-        real_BN: Tensor | None = None
-        answered = Proposals(tokens_BN[:, None, :0, None], None)
-        used = 0
-        for level in self._levels:
-            if used == answered.tokens_BFHR.shape[2]:
-                answered = self._ask(drafter, state, level, tokens_BN)
-                used = 0
-                for column, node in enumerate(level.parents):
-                    columns[node] = column
-            source = [columns[parent] for parent in level.child_parents]
-            tokens_BN[:, level.children] = answered.tokens_BFHR[:, source, used, list(level.child_ranks)]
+        guessed_BN: Tensor | None = None
+        depth = 0
+        while depth < self.topology.depth:
+            asked = self._frontier(self._levels[depth], tokens_BN)
+            answered = drafter.expand(state, asked).best(self.topology.width)
+            until = min(depth + answered.tokens_BFHR.shape[2], self.topology.depth)
+            span = _span(self.topology, depth, until, tokens_BN.device)
+            tokens_BN[:, span.children_C] = span.of(answered.tokens_BFHR)
             if answered.guessed_BFHR is not None:
-                real_BN = torch.ones_like(tokens_BN, dtype=torch.bool) if real_BN is None else real_BN
-                guessed_BC = answered.guessed_BFHR[:, source, used, list(level.child_ranks)]
-                real_BN[:, level.children] = guessed_BC & real_BN[:, level.child_parents]
-            for child, parent in zip(level.children, level.child_parents, strict=True):
-                columns[child] = columns[parent]
-            used += 1
+                guessed_BN = torch.ones_like(tokens_BN, dtype=torch.bool) if guessed_BN is None else guessed_BN
+                guessed_BN[:, span.children_C] = span.of(answered.guessed_BFHR)
+            depth = until
         tree = self.topology.plant(tokens_BN)
-        return tree if real_BN is None else trimmed(replace(tree, real_BN=real_BN))
-
-    def _ask(self, drafter: Proposer, state: DraftState, level: Level, tokens_BN: Tensor) -> Proposals:
-        """Proposals of the level's inner nodes by rank."""
-        return drafter.expand(state, self._frontier(level, tokens_BN)).best(self.topology.width)
+        if guessed_BN is None:
+            return tree
+        real_BN = ~(tree.ancestors_BNN & ~guessed_BN[:, None]).any(-1)
+        return trimmed(replace(tree, real_BN=real_BN))
 
     def _frontier(self, level: Level, tokens_BN: Tensor) -> Frontier:
         batch = tokens_BN.shape[0]
-        nodes_BF = _row(level.parents, tokens_BN).expand(batch, -1)
-        above = [self.topology.parents[node] for node in level.parents]
-        parents_BF = _row(above, tokens_BN).expand(batch, -1)
-        return Frontier(nodes_BF=nodes_BF, parents_BF=parents_BF, tokens_BF=tokens_BN.gather(1, nodes_BF))
+        nodes_F, parents_F = _inner(self.topology, level.parents, tokens_BN.device)
+        nodes_BF = nodes_F.expand(batch, -1)
+        return Frontier(nodes_BF=nodes_BF, parents_BF=parents_F.expand(batch, -1), tokens_BF=tokens_BN[:, nodes_F])
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Where the nodes of some levels stand in one answer of the drafter: the same in every pass."""
+
+    children_C: Tensor
+    """The nodes."""
+    columns_C: Tensor
+    """Column of the node's ancestor in the frontier that was asked about."""
+    levels_C: Tensor
+    """Which of the depths answered."""
+    ranks_C: Tensor
+    """Which of the proposals."""
+
+    def of(self, answers_BFHR: Tensor) -> Tensor:
+        """The nodes' entries of an answer, [B, C]."""
+        return answers_BFHR[:, self.columns_C, self.levels_C, self.ranks_C]
+
+
+@lru_cache(maxsize=256)
+def _span(topology: Topology, depth: int, until: int, device: torch.device) -> _Span:
+    """The nodes more than `depth` and at most `until` deep, when the inner nodes of `depth` were asked about."""
+    asked = _level(topology, depth).parents
+    children = [node for node in range(topology.size) if depth < topology.depths[node] <= until]
+    columns = [asked.index(topology.ancestor(node, depth)) for node in children]
+    levels = [topology.depths[node] - depth - 1 for node in children]
+    ranks = [topology.ranks[node] for node in children]
+    return _Span(*(torch.tensor(numbers, device=device) for numbers in (children, columns, levels, ranks)))
+
+
+@lru_cache(maxsize=256)
+def _inner(topology: Topology, nodes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """(nodes, their parents) as tensors."""
+    above = [topology.parents[node] for node in nodes]
+    return torch.tensor(nodes, device=device), torch.tensor(above, device=device)
 
 
 class Chain(StaticTree):
@@ -136,10 +161,6 @@ def trimmed(tree: TokenTree) -> TokenTree:
         return tree
     size = int(tree.real_BN.sum(-1).max())
     return tree if size == tree.size else tree.packed(size)
-
-
-def _row(numbers: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(numbers, device=like.device)
 
 
 def _level(topology: Topology, depth: int) -> Level:

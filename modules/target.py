@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .attention import NAME, register
+from .attention import NAME, additive, register
 from .cache import RowCache
 from .errors import UserError
 from .features import Features
@@ -285,7 +285,7 @@ class TargetRows:
         with target.tapping(self.taps) as states:
             final_BND = target.decoder(
                 inputs_embeds=embedded,
-                attention_mask=mask_BNW[:, None],
+                attention_mask=additive(mask_BNW[:, None], target.dtype),
                 position_ids=positions_BN,
                 past_key_values=self.cache,
                 use_cache=True,

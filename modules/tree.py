@@ -85,6 +85,12 @@ class Topology:
             ancestors[node] |= ancestors[parent]
         return ancestors
 
+    def ancestor(self, node: int, depth: int) -> int:
+        """The node of that depth on the path from the root to `node`; the node itself where it is no deeper."""
+        while self.depths[node] > depth:
+            node = self.parents[node]
+        return node
+
     @cached_property
     def paths(self) -> tuple[tuple[int, ...], ...]:
         """The ranks that lead from the root to each node; empty for the root."""

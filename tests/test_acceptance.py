@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from draftsmith.modules import Sampling, TokenTree, Topology, choose, follow
-from draftsmith.modules.acceptance import draw, probabilities
+from draftsmith.modules.acceptance import argmax, draw, probabilities
 from references.walk import walk
 
 P = torch.tensor([0.4, 0.25, 0.2, 0.1, 0.05], dtype=torch.float64)
@@ -120,3 +120,13 @@ def test_greedy_and_sampled_rows_share_a_batch() -> None:
     )
     assert chosen.tolist() == [[0], [4]]
     assert choose(logits, torch.zeros(2, 1), greedy(2)).tolist() == [[0], [0]]
+
+
+@pytest.mark.parametrize("entries", [1, 100, 256, 1280, 1283])
+def test_the_quick_argmax_is_torchs(entries: int) -> None:
+    """Few levels make ties, which the first entry wins; a NaN counts as the largest, and nothing but -inf is a tie."""
+    logits = torch.randint(0, 3, (2, 50, entries), generator=torch.Generator().manual_seed(0)).float()
+    assert torch.equal(argmax(logits), logits.argmax(-1))
+    logits[0, :20, entries // 2] = float("nan")
+    logits[1, 3] = -torch.inf
+    assert torch.equal(argmax(logits), logits.argmax(-1))

@@ -29,8 +29,9 @@ from draftsmith.modules import (
     exact_rule,
 )
 from draftsmith.modules.asking import sample
-from draftsmith.modules.faults import screen
+from draftsmith.modules.faults import examine, outside, pruned
 from draftsmith.modules.hydra import HydraState
+from draftsmith.modules.policies import _inner, _span
 from draftsmith.modules.tree import _constants
 from references.dynamic import best_sum, candidates
 from tables import CandidateDrafter, DepthDrafter, TableDrafter, draws_for, random_log_probs
@@ -255,8 +256,9 @@ def test_drafting_and_accepting_read_nothing_on_the_host(
 ) -> None:
     """Under FakeTensorMode a hidden `.item()` raises."""
     # The constants of a topology outlive a test: fake ones must neither be found nor left behind.
-    _constants.cache_clear()
-    request.addfinalizer(_constants.cache_clear)
+    for remembered in (_constants, _inner, _span):
+        remembered.cache_clear()
+        request.addfinalizer(remembered.cache_clear)
     drafter = family(tiny_target)
     roots, draws, state = torch.tensor([3, 4]), draws_for(2) if hot else None, drafter.start(2, 64)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
@@ -265,7 +267,9 @@ def test_drafting_and_accepting_read_nothing_on_the_host(
         else:
             state.final_RD = mode.from_tensor(state.final_RD)
         tree = policy.grow(drafter, state, mode.from_tensor(roots), draws)
-        tree, faults = screen(tree, tiny_target.vocab_size)
+        wrong = outside(tree, tiny_target.vocab_size)
+        faults = examine(tree, wrong)
+        tree = pruned(tree, faults, wrong)
         logits = torch.zeros(2, tree.size, tiny_target.vocab_size)
         chances = Chances(choices_BN=torch.rand(2, tree.size), tests_BN=torch.rand(2, tree.size))
         accepted = exact_rule(tree).accept(
