@@ -18,7 +18,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..modules import DRAFTERS, CostCurve, Drafter, StaticTree, Target, TargetIdentity, Topology, UserError
+from ..modules import (
+    DRAFTERS,
+    CostModel,
+    Drafter,
+    StaticTree,
+    Target,
+    TargetIdentity,
+    Topology,
+    UserError,
+    choose_size,
+)
 from .files import whole_folder, write_file
 
 FORMAT_VERSION = 1
@@ -37,18 +47,27 @@ class Tuning:
     dtype: str
     """Number format of the target, such as float32."""
     tree_size: int
-    """Nodes of the tree that decode fastest here, root included; a prefix of the artifact's tree."""
-    cost: CostCurve
-    """Seconds of target passes and of drafting, by the size of the tree."""
+    """Nodes of the tree that decode one row fastest here, root included; a prefix of the artifact's tree."""
+    cost: CostModel
+    """Seconds of target passes and of drafting, by the size of the tree, the batch and the context."""
     expected_accepted_length: tuple[float, ...] = ()
     """Estimated tokens per pass for a tree of 1, 2, 3 ... nodes; empty when it was not computed."""
+    given: bool = False
+    """Whether the recipe named the size: it then serves every batch, otherwise each has its own."""
 
     @classmethod
-    def of(cls, target: Target, tree_size: int, cost: CostCurve, expected: Sequence[float] = ()) -> "Tuning":
+    def of(cls, target: Target, tree_size: int, cost: CostModel, expected: Sequence[float] = (), *,
+           given: bool = False) -> "Tuning":
         """What was measured with `target`, with the name of its device."""
         threads = f", {torch.get_num_threads()} threads" if target.device.type == "cpu" else ""
         return cls(device=f"{target.device.type}{threads}", dtype=str(target.dtype).removeprefix("torch."),
-                   tree_size=tree_size, cost=cost, expected_accepted_length=tuple(expected))
+                   tree_size=tree_size, cost=cost, expected_accepted_length=tuple(expected), given=given)
+
+    def size_for(self, batch_size: int) -> int:
+        """Nodes of the tree that decode `batch_size` rows fastest: 1 where drafting does not pay."""
+        if self.given or batch_size == 1 or not self.expected_accepted_length:
+            return self.tree_size
+        return choose_size(self.expected_accepted_length, self.cost.curve(batch_size)).size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,27 +87,30 @@ class Artifact:
 
     @property
     def tree_size(self) -> int:
-        """Nodes drafted by default, root included: the tuned size, else the whole tree."""
-        return self.topology.size if self.tuning is None else min(self.tuning.tree_size, self.topology.size)
+        """Nodes drafted by default for one row, root included: the tuned size, else the whole tree."""
+        return self.size_for(1)
 
-    def predicted_speedup(self, size: int | None = None) -> float | None:
-        """What the measured cost predicts for a tree of `size` nodes (default: `tree_size`), one greedy row.
+    def predicted_speedup(self, size: int | None = None, *, batch_size: int = 1) -> float | None:
+        """What the cost fitted on this machine predicts for a tree of `size` nodes and greedy rows.
 
-        None where nothing was measured on this machine, or no length was estimated for the size.
+        The size is `policy`'s by default. None where nothing was measured here, or no length was estimated for the size.
         """
-        size = self.tree_size if size is None else size
+        size = self.size_for(batch_size) if size is None else size
         if self.tuning is None or size > len(self.tuning.expected_accepted_length):
             return None
-        cost = self.tuning.cost
-        return self.tuning.expected_accepted_length[size - 1] * cost.plain_seconds / cost.step_seconds(size)
+        return self.tuning.cost.predict(self.tuning.expected_accepted_length[size - 1], size, batch_size)
 
-    def policy(self, size: int | None = None) -> StaticTree:
-        """How this artifact drafts: its tree, cut to `size` nodes (default: `tree_size`).
+    def size_for(self, batch_size: int) -> int:
+        """Nodes drafted by default for so many rows at once, root included; 1 where drafting does not pay."""
+        return self.topology.size if self.tuning is None else min(self.tuning.size_for(batch_size), self.topology.size)
+
+    def policy(self, size: int | None = None, *, batch_size: int = 1) -> StaticTree:
+        """How this artifact drafts: its tree, cut to `size` nodes (default: `size_for(batch_size)`).
 
         Raises:
             UserError: if the tree has fewer nodes than `size`.
         """
-        size = self.tree_size if size is None else size
+        size = self.size_for(batch_size) if size is None else size
         if not 1 <= size <= self.topology.size:
             raise UserError(f"a tree of {size} nodes was asked for; this artifact's has {self.topology.size}: choose "
                             f"1 to {self.topology.size}")
@@ -187,7 +209,7 @@ def read_tuning(folder: Path) -> Tuning | None:
         return None
     raw = _read_json(path)
     try:
-        return Tuning(**{**raw, "cost": CostCurve.from_dict(raw["cost"]),
+        return Tuning(**{**raw, "cost": CostModel.from_dict(raw["cost"]),
                          "expected_accepted_length": tuple(raw["expected_accepted_length"])})
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is damaged ({error}); delete it, it will be measured again") from error

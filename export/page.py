@@ -244,7 +244,7 @@ def _cost(artifact: Artifact | None) -> str:
     if artifact is None or artifact.tuning is None:
         return ""
     tuning = artifact.tuning
-    curve = plots.cost_curve(tuning.cost, artifact.tree_size, tuning.expected_accepted_length)
+    curve = plots.cost_curve(tuning.cost.curve(), artifact.tree_size, tuning.expected_accepted_length)
     return _figure(curve, f"What a larger tree costs, measured on {tuning.device}, {tuning.dtype}. The vertical line "
                    f"is the size in use, {artifact.tree_size} nodes.")
 

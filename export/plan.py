@@ -117,15 +117,16 @@ class Method:
     """How the tree grows; None for the target alone."""
     trees: Topology | None = None
     """A static tree, best node first, whose smaller and larger prefixes are compared too."""
-    predicted_speedup: float | None = None
-    """What the cost measured on this machine predicts for one greedy row; None where nothing was measured."""
+    predicted_speedup: Callable[[int], float | None] | None = None
+    """What the cost fitted on this machine predicts for so many greedy rows at once; None where nothing was measured.
+    """
 
     @classmethod
     def of(cls, artifact: Artifact, *, name: str | None = None, tree_size: int | None = None) -> "Method":
         """The method an artifact stands for, with its tuned tree unless `tree_size` says otherwise."""
-        family = artifact.drafter.family
-        return cls(name=name or family, family=family, drafter=artifact.drafter, policy=artifact.policy(tree_size),
-                   trees=artifact.topology, predicted_speedup=artifact.predicted_speedup(tree_size))
+        family, policy = artifact.drafter.family, artifact.policy(tree_size)
+        return cls(name=name or family, family=family, drafter=artifact.drafter, policy=policy, trees=artifact.topology,
+                   predicted_speedup=lambda rows: artifact.predicted_speedup(policy.max_size, batch_size=rows))
 
     @classmethod
     def of_baseline(cls, name: str, target: Target) -> "Method":

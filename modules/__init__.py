@@ -3,7 +3,7 @@
 from .acceptance import Accepted, Sampling, choose, follow
 from .baselines import BASELINES, baseline
 from .calibration import Acceptance, decoded_acceptance, rank_table, replay, search_tree
-from .cost import CostCurve, TreeChoice, choose_size, measure_cost
+from .cost import CostCurve, CostModel, Sample, TreeChoice, choose_size
 from .decode import Loop, decode, stream
 from .drafter import Drafter, Drafts, DraftState, Frontier, Observation, Proposer, Scores, Verified
 from .dynamic import DySpecTree, Eagle2Tree
@@ -37,6 +37,7 @@ from .stopped import (
 )
 from .streams import Draws
 from .target import PassOutput, Target, TargetRows
+from .timing import measure_cost
 from .tree import Drawn, TokenTree, Topology
 
 DRAFTERS: tuple[type[Drafter], ...] = (Medusa, Hydra)
@@ -53,6 +54,7 @@ __all__ = [
     "ChainRejection",
     "Chances",
     "CostCurve",
+    "CostModel",
     "DecodeError",
     "DecodeResult",
     "DecodeSettings",
@@ -93,6 +95,7 @@ __all__ = [
     "Replay",
     "Request",
     "Rule",
+    "Sample",
     "SampledChain",
     "SampledTree",
     "Sampling",

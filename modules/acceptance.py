@@ -142,10 +142,11 @@ def argmax(logits: Tensor) -> Tensor:
     blocks = logits.shape[-1] // _ARGMAX_BLOCK
     if logits.device.type != "cpu" or blocks < 2 or logits.shape[-1] % _ARGMAX_BLOCK:
         return logits.argmax(-1)
-    blocked = logits.unflatten(-1, (blocks, _ARGMAX_BLOCK))
+    blocked = logits.reshape(*logits.shape[:-1], blocks, _ARGMAX_BLOCK)
     best = blocked.amax(-1).argmax(-1)
     inside = blocked.gather(-2, best[..., None, None].expand(*best.shape, 1, _ARGMAX_BLOCK))
-    return best * _ARGMAX_BLOCK + inside[..., 0, :].argmax(-1)
+    found: Tensor = best * _ARGMAX_BLOCK + inside[..., 0, :].argmax(-1)
+    return found
 
 
 def choose(logits_BNV: Tensor, uniforms_BN: Tensor, sampling: Sampling) -> Tensor:

@@ -190,6 +190,11 @@ class RowCache(Cache):
         for row in range(rows):
             self.host_lengths[row] -= count
 
+    def assume(self, length: int) -> None:
+        """Let every row begin with `length` blank tokens that nothing computed: for measuring what a pass costs."""
+        self.lengths_B.fill_(length)
+        self.host_lengths = [length] * self.rows
+
     def clear(self, row: int) -> None:
         """Forget a row; another sequence may start there."""
         self.lengths_B[row] = 0

@@ -1,29 +1,44 @@
 """What a pass costs on this machine, and the tree size that pays.
 
-Seconds are medians of repeated passes over all sizes in turn, so that a busy moment of the machine hits every size
-alike.
+Seconds of some passes and drafts are measured, a model of few non-negative terms is fitted to them, and from it follow
+the seconds of any tree size, batch and context, the tokens per second to expect, and the size with the most of them.
+
+Shapes: S samples, T terms of a model.
 """
 
-import time
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from .drafter import Observation, Proposer
-from .policies import StaticTree
-from .target import Target, TargetRows
-from .tree import TokenTree, Topology
+MOST_KNOTS = 8
+"""Places at which the seconds of a pass may bend."""
 
-SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Nodes of the passes that are timed."""
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One kind of step and what it took."""
+
+    size: int
+    """Nodes of each row's tree, the root included."""
+    batch: int
+    """Rows."""
+    context: int
+    """Tokens that each row has read."""
+    pass_seconds: float
+    """Seconds of a verifying pass, acceptance and commit included."""
+    draft_seconds: float
+    """Seconds the drafter needs to grow the trees and observe the pass; 0 for trees of 1 node."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostCurve:
-    """Measured seconds of one decoding step, by nodes of its tree."""
+    """Seconds of one decoding step at one batch and context, by nodes of its tree."""
 
     sizes: tuple[int, ...]
     """Nodes, ascending, the first 1."""
@@ -35,7 +50,7 @@ class CostCurve:
     """Tokens already in the cache."""
 
     def step_seconds(self, size: int) -> float:
-        """Seconds of a drafted step with a tree of `size` nodes, interpolated between the sizes measured."""
+        """Seconds of a drafted step with a tree of `size` nodes, interpolated between the sizes known."""
         return _interpolate(self.sizes, self.pass_seconds, size) + _interpolate(self.sizes, self.draft_seconds, size)
 
     @property
@@ -43,24 +58,99 @@ class CostCurve:
         """Seconds of a pass of one token."""
         return self.pass_seconds[0]
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields, ready for JSON."""
-        return {
-            "sizes": list(self.sizes),
-            "pass_seconds": list(self.pass_seconds),
-            "draft_seconds": list(self.draft_seconds),
-            "context": self.context,
-        }
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """Fitted seconds of a step by nodes N of its tree, rows B and tokens of context C.
+
+    A pass: a constant, a piecewise linear function of the N B tokens in it (memory bound at first, then compute bound:
+    a roofline without assuming where it bends), B C for reading the keys and values, N B C for comparing with them. A
+    draft: a constant, a piecewise linear function of N (levels come with nodes), B - 1, (B - 1) N, B C and N B C. No
+    weight is negative, so that nothing gets faster by being larger.
+    """
+
+    knots: tuple[int, ...]
+    """Tokens, ascending from 1, at which the seconds may bend; beyond the last the slope stays."""
+    pass_weights: tuple[float, ...]
+    """Seconds of each term of a pass."""
+    draft_weights: tuple[float, ...]
+    """Seconds of each term of a draft."""
+    largest: int
+    """Nodes of the largest tree that was drafted."""
+    context: int
+    """Tokens of context where nothing else is said."""
+    pass_error: float
+    """Median over the samples of how far the fitted seconds of a pass are off, as a share of the measured."""
+    draft_error: float
+    """The same for drafts."""
 
     @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> "CostCurve":
-        """Read what `to_dict` wrote."""
-        return cls(
-            sizes=tuple(fields["sizes"]),
-            pass_seconds=tuple(fields["pass_seconds"]),
-            draft_seconds=tuple(fields["draft_seconds"]),
-            context=int(fields["context"]),
+    def fit(cls, samples: Sequence[Sample], context: int) -> "CostModel":
+        """Fit both functions by least squares of the relative error.
+
+        Args:
+            samples: measured steps; some with trees of 1 node.
+            context: what predictions assume where nothing else is said.
+
+        Raises:
+            ValueError: without any sample of 1 node.
+        """
+        if not any(sample.size == 1 for sample in samples):
+            raise ValueError("a model of the cost needs passes of 1 node to compare with, got none")
+        knots = _knots([sample.size * sample.batch for sample in samples])
+        passes = _Terms.fitted([_pass_terms(knots, s.size, s.batch, s.context) for s in samples],
+                               [s.pass_seconds for s in samples])
+        drafted = [sample for sample in samples if sample.size > 1]
+        drafts = _Terms.fitted([_draft_terms(knots, s.size, s.batch, s.context) for s in drafted],
+                               [s.draft_seconds for s in drafted])
+        return cls(knots=knots, pass_weights=passes.weights, draft_weights=drafts.weights,
+                   largest=max(sample.size for sample in samples), context=context, pass_error=passes.error,
+                   draft_error=drafts.error)
+
+    def pass_seconds(self, size: int, batch: int = 1, context: int | None = None) -> float:
+        """Seconds of a verifying pass."""
+        return _dot(self.pass_weights, _pass_terms(self.knots, size, batch, self._context(context)))
+
+    def draft_seconds(self, size: int, batch: int = 1, context: int | None = None) -> float:
+        """Seconds of growing trees of `size` nodes and observing their pass; 0 for 1 node, which is not drafted."""
+        if size == 1 or not self.draft_weights:
+            return 0.0
+        return _dot(self.draft_weights, _draft_terms(self.knots, size, batch, self._context(context)))
+
+    def step_seconds(self, size: int, batch: int = 1, context: int | None = None) -> float:
+        """Seconds of a step: draft and pass."""
+        return self.pass_seconds(size, batch, context) + self.draft_seconds(size, batch, context)
+
+    def predict(self, accepted_length: float, size: int, batch: int = 1, context: int | None = None) -> float:
+        """Tokens per second over plain decoding of the same batch, when a pass emits `accepted_length` tokens a row."""
+        return accepted_length * self.pass_seconds(1, batch, context) / self.step_seconds(size, batch, context)
+
+    def curve(self, batch: int = 1, context: int | None = None) -> CostCurve:
+        """The seconds of every size that was drafted."""
+        sizes = tuple(range(1, self.largest + 1))
+        return CostCurve(
+            sizes=sizes,
+            pass_seconds=tuple(self.pass_seconds(size, batch, context) for size in sizes),
+            draft_seconds=tuple(self.draft_seconds(size, batch, context) for size in sizes),
+            context=self._context(context),
         )
+
+    def _context(self, context: int | None) -> int:
+        return self.context if context is None else context
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, ready for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "CostModel":
+        """Read what `to_dict` wrote.
+
+        Raises:
+            KeyError, TypeError, ValueError: if it is something else.
+        """
+        lists = {name: tuple(fields[name]) for name in ("knots", "pass_weights", "draft_weights")}
+        return cls(**{**fields, **lists})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +166,11 @@ class TreeChoice:
 
 
 def choose_size(expected_lengths: Sequence[float], cost: CostCurve) -> TreeChoice:
-    """Pick the prefix of a best-first tree with the most predicted tokens per second.
+    """Pick the prefix of a best-first tree, or the length of a chain, with the most predicted tokens per second.
 
     Args:
         expected_lengths: expected accepted length of each size from 1 on, the bonus included.
-        cost: measured seconds.
+        cost: seconds at the batch and context in question.
     """
     best = TreeChoice(size=1, expected_accepted_length=1.0, predicted_speedup=1.0)
     for size, length in enumerate(expected_lengths, start=1):
@@ -91,88 +181,92 @@ def choose_size(expected_lengths: Sequence[float], cost: CostCurve) -> TreeChoic
     return best
 
 
-@torch.no_grad()
-def measure_cost(
-    target: Target,
-    drafter: Proposer,
-    topology: Topology,
-    *,
-    context: int = 192,
-    repeats: int = 9,
-    sizes: Sequence[int] = SIZES,
-) -> CostCurve:
-    """Time verifying passes and draft steps with the prefixes of a best-first tree, one row, on this machine.
+@dataclass(frozen=True)
+class _Terms:
+    """Weights of the terms of one function, and how well they fit."""
 
-    Args:
-        target: the target.
-        drafter: bound to it.
-        topology: best-first order of the tree.
-        context: tokens already in the cache; at most what the target's context allows.
-        repeats: passes of each size, after one round of warm-up.
-        sizes: nodes to try; those above the tree's are left out.
-    """
-    tried = tuple(size for size in sizes if size <= topology.size)
-    context = min(context, target.context_length - topology.size - 1)
-    rows = target.start(1, context + topology.size, drafter.taps)
-    prompt_BN = (torch.arange(context, device=target.device) % target.vocab_size)[None]
-    counts_B = torch.tensor([context], device=target.device)
-    rows.run(TokenTree.prompts(prompt_BN, counts_B), select_BM=counts_B[:, None] - 1)
-    rows.commit(torch.arange(context, device=target.device)[None], counts_B, [context], moved=False)
-    passes: dict[int, list[float]] = {size: [] for size in tried}
-    drafts: dict[int, list[float]] = {size: [] for size in tried}
-    for repeat in range(repeats + 1):
-        for size in tried:
-            pass_time, draft_time = _time_step(rows, drafter, topology.prefix(size))
-            if repeat > 0:
-                passes[size].append(pass_time)
-                drafts[size].append(draft_time)
-    return CostCurve(
-        sizes=tried,
-        pass_seconds=tuple(median(passes[size]) for size in tried),
-        draft_seconds=tuple(median(drafts[size]) if size > 1 else 0.0 for size in tried),
-        context=context,
-    )
+    weights: tuple[float, ...]
+    error: float
+
+    @classmethod
+    def fitted(cls, terms: Sequence[Sequence[float]], seconds: Sequence[float]) -> "_Terms":
+        """Least squares of the relative error; no terms without samples."""
+        if not seconds:
+            return cls((), 0.0)
+        terms_ST = torch.tensor(terms, dtype=torch.float64)
+        seconds_S = torch.tensor(seconds, dtype=torch.float64)
+        weights_T = least_squares(terms_ST / seconds_S[:, None], torch.ones_like(seconds_S))
+        off_S = (terms_ST @ weights_T / seconds_S - 1).abs()
+        return cls(tuple(weights_T.tolist()), median(off_S.tolist()))
 
 
-def _time_step(rows: TargetRows, drafter: Proposer, topology: Topology) -> tuple[float, float]:
-    """(seconds of the pass, seconds of the drafter) of one step whose tokens are then forgotten."""
-    target, device = rows.target, rows.target.device
-    policy, state = StaticTree(topology), drafter.start(1, rows.cache.capacity)
-    one_B = torch.ones(1, dtype=torch.long, device=device)
-    root_B = torch.zeros(1, dtype=torch.long, device=device)
-    began = _now(device)
-    output = rows.run(topology.plant(root_B[:, None].expand(-1, topology.size)))
-    # Reading the choices on the host is part of every pass.
-    output.logits_BMV.argmax(-1).tolist()
-    middle = _now(device)
-    drafter.clear(state, root_B)
-    drafter.observe(
-        state,
-        root_B,
-        Observation(
-            tokens_BN=root_B[:, None],
-            counts_B=one_B,
-            final_BND=output.final_BND[:, :1],
-            taps={k: v[:, :1] for k, v in output.taps.items()},
-            roots_B=root_B,
-        ),
-    )
-    if topology.size > 1:
-        policy.grow(drafter, state, root_B)
-    ended = _now(device)
-    rows.commit(torch.zeros(1, 1, dtype=torch.long, device=target.device), one_B * 0, [0], moved=False)
-    return middle - began, ended - middle
+def least_squares(terms_ST: Tensor, wanted_S: Tensor) -> Tensor:
+    """The non-negative weights that come closest, [T], float64 (Lawson & Hanson 1974, chapter 23)."""
+    # Terms differ by many orders of magnitude; scaled to length 1, one tolerance serves them all.
+    scale_T = terms_ST.norm(dim=0).clamp(min=1e-300)
+    terms_ST = terms_ST / scale_T
+    weights_T = torch.zeros_like(scale_T)
+    used_T = torch.zeros_like(scale_T, dtype=torch.bool)
+    for _ in range(3 * len(scale_T)):
+        gain_T = (terms_ST.T @ (wanted_S - terms_ST @ weights_T)).masked_fill(used_T, -torch.inf)
+        if float(gain_T.max()) <= 1e-10 * float(wanted_S.norm()):
+            break
+        used_T[gain_T.argmax()] = True
+        weights_T, used_T = _inside(terms_ST, wanted_S, weights_T, used_T)
+    found_T: Tensor = weights_T / scale_T
+    return found_T
 
 
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+def _inside(terms_ST: Tensor, wanted_S: Tensor, weights_T: Tensor, used_T: Tensor) -> tuple[Tensor, Tensor]:
+    """The best weights of the terms used; on the way there, those that would turn negative are given up."""
+    used_T = used_T.clone()
+    while True:
+        free_T = torch.zeros_like(weights_T)
+        free_T[used_T] = torch.linalg.lstsq(terms_ST[:, used_T], wanted_S[:, None], driver="gelsd").solution[:, 0]
+        negative_T = used_T & (free_T <= 0)
+        if not bool(negative_T.any()):
+            return free_T, used_T
+        step = (weights_T[negative_T] / (weights_T[negative_T] - free_T[negative_T])).nan_to_num(0.0).min()
+        weights_T = weights_T + step * (free_T - weights_T)
+        used_T &= weights_T > 1e-14
+        weights_T = torch.where(used_T, weights_T, 0.0)
+
+
+def _knots(tokens: Sequence[int]) -> tuple[int, ...]:
+    """Token counts that were measured, thinned out to powers of two; the last slope has samples on both its ends."""
+    measured = sorted(set(tokens))
+    doubled = [measured[0]]
+    for count in measured[:-1]:
+        if count >= 2 * doubled[-1]:
+            doubled.append(count)
+    return tuple(doubled[:MOST_KNOTS])
+
+
+def _rising(knots: Sequence[int], count: int) -> list[float]:
+    """How far `count` reaches into each interval between knots; the last one has no end."""
+    inner = [float(min(max(count - low, 0), high - low)) for low, high in pairwise(knots)]
+    return [*inner, float(max(count - knots[-1], 0))]
+
+
+def _pass_terms(knots: Sequence[int], size: int, batch: int, context: int) -> list[float]:
+    tokens = size * batch
+    return [1.0, *_rising(knots, tokens), float(batch * context), float(tokens * context)]
+
+
+def _draft_terms(knots: Sequence[int], size: int, batch: int, context: int) -> list[float]:
+    others = batch - 1
+    return [1.0, *_rising(knots, size), float(others), float(others * size), float(batch * context),
+            float(batch * size * context)]
+
+
+def _dot(weights: Sequence[float], terms: Sequence[float]) -> float:
+    return sum(weight * term for weight, term in zip(weights, terms, strict=True))
 
 
 def _interpolate(xs: Sequence[int], ys: Sequence[float], x: int) -> float:
     """Piecewise linear, constant beyond the last point."""
-    for (x0, y0), (x1, y1) in zip(zip(xs, ys, strict=True), zip(xs[1:], ys[1:], strict=True), strict=False):
-        if x0 <= x <= x1:
-            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-    return ys[0] if x <= xs[0] else ys[-1]
+    place = bisect_left(xs, x)
+    if place == 0 or place == len(xs):
+        return ys[0] if place == 0 else ys[-1]
+    low, high = xs[place - 1], xs[place]
+    return ys[place - 1] + (ys[place] - ys[place - 1]) * (x - low) / (high - low)

@@ -91,6 +91,9 @@ class Loop:
             raise ValueError("a drafter needs a policy and a policy needs a drafter; give both or neither")
         if drafter is not None and policy is not None:
             policy.check(drafter)
+            if policy.max_size == 1:
+                # Nothing but a root: the drafter need not even look.
+                drafter = policy = None
         self.target, self.settings, self.drafter, self.policy = target, settings, drafter, policy
         self.waiting: deque[Request] = deque()
         self.refused: list[Generation] = []

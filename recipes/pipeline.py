@@ -118,8 +118,9 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
     save_artifact(workspace.artifact, trained_drafter(workspace, result), target.identity,
                   provenance(workspace, result, expected), topology)
     cost = measure_cost(target, drafter, topology)
-    size = min(workspace.recipe.tree.size or choose_size(expected, cost).size, topology.size)
-    save_tuning(workspace.artifact, Tuning.of(target, size, cost, expected))
+    given = workspace.recipe.tree.size
+    size = min(given or choose_size(expected, cost.curve()).size, topology.size)
+    save_tuning(workspace.artifact, Tuning.of(target, size, cost, expected, given=given is not None))
     gain = f"{expected[size - 1]:.2f} tokens per pass expected" if size > 1 else "drafting does not pay here"
     print(f"     tree of {topology.size} nodes, {size} of them used on this machine: {gain}", flush=True)
     return [workspace.artifact / name for name in ("config.json", "model.safetensors", "README.md", "tuning.json")]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from draftsmith.export import Artifact, Tuning, artifact, load_artifact, read_description, save_artifact, save_tuning
-from draftsmith.modules import CostCurve, DecodeSettings, Request, Target, Topology, UserError, decode
+from draftsmith.modules import CostModel, DecodeSettings, Request, Target, Topology, UserError, decode
 from draftsmith.modules.medusa import Medusa, MedusaConfig
 from draftsmith.modules.tiny import tiny_model, tiny_tokenizer
 from safetensors import safe_open
@@ -203,7 +203,8 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path, tiny_target: 
 
 
 def tuning(size: int = 4) -> Tuning:
-    cost = CostCurve(sizes=(1, 4, 8), pass_seconds=(0.1, 0.15, 0.2), draft_seconds=(0.0, 0.01, 0.01), context=32)
+    cost = CostModel(knots=(1, 8), pass_weights=(0.1, 0.01, 0.05, 0.0, 0.0), largest=8, context=32, pass_error=0.01,
+                     draft_weights=(0.01, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), draft_error=0.02)
     return Tuning(device="cpu, 2 threads", dtype="float32", tree_size=size, cost=cost,
                   expected_accepted_length=(1.0, 1.2, 1.3))
 
@@ -254,3 +255,16 @@ def test_an_artifact_is_what_the_signature_says(tmp_path: Path, tiny_target: Tar
     loaded = load_artifact(save(tmp_path / "a", tiny_target), tiny_target)
     assert isinstance(loaded, Artifact)
     assert loaded.provenance["versions"]["draftsmith"]
+
+
+def test_each_batch_has_its_own_tree_unless_the_recipe_named_one(tmp_path: Path, tiny_target: Target) -> None:
+    folder = save(tmp_path / "a", tiny_target)
+    # One row gets its tokens for next to nothing, sixteen pay for each.
+    cost = CostModel(knots=(1, 16), pass_weights=(0.1, 0.0, 0.05, 0.0, 0.0), largest=8, context=32, pass_error=0.0,
+                     draft_weights=(0.001, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), draft_error=0.0)
+    expected = (1.0, 1.5, 1.8, 2.0, 2.1, 2.15, 2.18, 2.2)
+    for given, wanted in ((False, {1: 8, 4: 4, 16: 1}), (True, {1: 8, 4: 8, 16: 8})):
+        save_tuning(folder, Tuning.of(tiny_target, 8, cost, expected, given=given))
+        loaded = load_artifact(folder, tiny_target)
+        assert {batch: loaded.policy(batch_size=batch).topology.size for batch in wanted} == wanted
+    assert loaded.policy(2, batch_size=16).topology.size == 2

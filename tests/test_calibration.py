@@ -1,4 +1,4 @@
-"""Tree search against brute force, replay against real decoding, cost and size choice."""
+"""Tree search against brute force, replay against real decoding."""
 
 from itertools import product
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 from drafters import ScriptedDrafter
 from draftsmith.modules import (
-    CostCurve,
     DecodeSettings,
     Features,
     Replay,
@@ -14,9 +13,7 @@ from draftsmith.modules import (
     StaticTree,
     Target,
     Topology,
-    choose_size,
     decode,
-    measure_cost,
     search_tree,
 )
 from draftsmith.modules.calibration import PathEstimate
@@ -79,28 +76,3 @@ def test_replay_gives_the_accepted_length_of_real_decoding(tiny_target_f64: Targ
         results.append(decode(verifier, asked, settings, drafter=drafter, policy=tree))
     assert [g.tokens for g in results[0].generations] == [g.tokens for g in results[1].generations]
     assert [g.emitted for g in results[0].generations] == [g.emitted for g in results[1].generations]
-
-
-def test_size_is_chosen_by_predicted_tokens_per_second() -> None:
-    cost = CostCurve(
-        sizes=(1, 2, 4, 8), pass_seconds=(1.0, 1.0, 1.2, 3.0), draft_seconds=(0.0, 0.1, 0.1, 0.1), context=10
-    )
-    choice = choose_size((1.0, 1.5, 1.6, 1.7, 1.75, 1.8, 1.85, 1.9), cost)
-    assert choice.size == 2
-    assert choice.predicted_speedup == pytest.approx(1.5 / 1.1)
-    assert cost.step_seconds(3) == pytest.approx(1.2)
-    assert CostCurve.from_dict(cost.to_dict()) == cost
-
-
-def test_no_drafting_when_drafting_does_not_pay() -> None:
-    cost = CostCurve(sizes=(1, 2), pass_seconds=(1.0, 2.5), draft_seconds=(0.0, 0.5), context=10)
-    assert choose_size((1.0, 1.9), cost).size == 1
-
-
-def test_cost_is_measured_for_every_size(tiny_target: Target) -> None:
-    drafter = ScriptedDrafter(tiny_target.vocab_size, [], "random")
-    cost = measure_cost(tiny_target, drafter, Topology.chain(7), context=20, repeats=2)
-    assert cost.sizes == (1, 2, 4, 6, 8)
-    assert all(seconds > 0 for seconds in cost.pass_seconds)
-    assert cost.draft_seconds[0] == 0.0
-    assert all(seconds > 0 for seconds in cost.draft_seconds[1:])
