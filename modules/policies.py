@@ -65,6 +65,8 @@ class StaticTree(Policy):
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
         self._levels = [_level(topology, depth) for depth in range(topology.depth)]
+        # Derived now: Python 3.11 derives a cached property under a lock, which no compiled graph can take.
+        self._derived = topology.ancestors_NN, topology.most_children
 
     @property
     def max_size(self) -> int:

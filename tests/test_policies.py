@@ -29,6 +29,7 @@ from draftsmith.modules import (
     exact_rule,
 )
 from draftsmith.modules.asking import sample
+from draftsmith.modules.cache import RowCache
 from draftsmith.modules.faults import examine, outside, pruned
 from draftsmith.modules.hydra import HydraState
 from draftsmith.modules.policies import _inner, _span
@@ -250,7 +251,7 @@ EVERY: list[Policy] = [
 @pytest.mark.parametrize("policy", EVERY, ids=lambda policy: type(policy).__name__)
 @pytest.mark.parametrize("hot", [False, True])
 @pytest.mark.parametrize("family", [medusa, hydra])
-def test_drafting_and_accepting_read_nothing_on_the_host(
+def test_drafting_accepting_and_committing_read_nothing_on_the_host(
     request: pytest.FixtureRequest, tiny_target: Target, policy: Policy, hot: bool,
     family: Callable[[Target], Medusa | Hydra],
 ) -> None:
@@ -275,7 +276,11 @@ def test_drafting_and_accepting_read_nothing_on_the_host(
         accepted = exact_rule(tree).accept(
             tree, logits, Sampling(temperature_B=torch.full((2,), float(hot)), hot_rows=(0, 1) if hot else ()), chances
         )
-    assert accepted.bonus_B.shape == faults.shape == (2,)
+        cache = RowCache(1, 2, 2 * tree.size, torch.device("cpu"))
+        cache.open(slice(0, 2), tree.size)
+        cache.write(0, torch.zeros(2, 1, tree.size, 4), torch.zeros(2, 1, tree.size, 4))
+        cache.commit(accepted.path_BK, accepted.counts_B, [1, 1])
+    assert accepted.bonus_B.shape == faults.shape == cache.lengths_B.shape == (2,)
 
 
 def test_a_tree_deeper_than_the_family_is_refused_and_others_are_cut(tiny_target: Target) -> None:
