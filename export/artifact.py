@@ -93,7 +93,7 @@ class Artifact:
     def predicted_speedup(self, size: int | None = None, *, batch_size: int = 1) -> float | None:
         """What the cost fitted on this machine predicts for a tree of `size` nodes and greedy rows.
 
-        The size is `policy`'s by default. None where nothing was measured here, or no length was estimated for the size.
+        The size is `policy`'s by default. None where nothing was measured here, or no length was estimated for it.
         """
         size = self.size_for(batch_size) if size is None else size
         if self.tuning is None or size > len(self.tuning.expected_accepted_length):

@@ -78,7 +78,7 @@ def _evaluation(bench: Bench, method: Method, exchanges: Sequence[Exchange], rec
         name=method.name, family=method.family, target=bench.target.identity.name, batch_size=batch_size,
         temperature=temperature, nodes=method.nodes, contended=False, target_calls=records.target_calls,
         draft_share=share,
-        predicted_speedup=method.predicted_speedup(batch_size) if method.predicted_speedup and not temperature else None,
+        predicted_speedup=None if temperature else method.predicted(batch_size),
         overall=measures(answers, records.timings),
         accepted_length_by_tree_size=trees,
         by_prompt_set={name: measures([answer for answer in answers if answer.prompt_set == name],

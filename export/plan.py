@@ -134,6 +134,10 @@ class Method:
         drafter, policy = baseline(name, target)
         return cls(name=name, family=drafter.family, drafter=drafter, policy=policy)
 
+    def predicted(self, batch_size: int) -> float | None:
+        """The speed-up to expect of so many greedy rows; None where nothing was measured."""
+        return None if self.predicted_speedup is None else self.predicted_speedup(batch_size)
+
     @property
     def nodes(self) -> int:
         """Most nodes that a pass verifies, the root included; 1 without drafts."""
