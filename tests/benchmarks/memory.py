@@ -1,0 +1,164 @@
+"""Peak memory of drafted decoding beside plain decoding of the same prompts, and the largest allocation of a pass.
+
+    python tests/benchmarks/memory.py [--target NAME] [--context TOKENS] [--new-tokens N] [--batch-size N]
+
+Every tensor storage that is made while decoding is counted from its making to its end, on any device and whatever else
+the process holds; the target's weights are added. Exits with 1 when drafting takes over 10 % more than plain decoding
+and the drafter's own weights and state together.
+"""
+
+import argparse
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from draftsmith.modules import (
+    DEFAULT_NAME,
+    Chain,
+    DecodeSettings,
+    Loop,
+    Medusa,
+    MedusaConfig,
+    Policy,
+    Proposer,
+    Request,
+    StaticTree,
+    Target,
+    TargetConfig,
+    baseline,
+    load_target,
+)
+from draftsmith.modules.recycling import recycling_tree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+BOUND = 1.10
+"""Most that drafting may take over plain decoding and the drafter together."""
+
+
+class Tally(TorchDispatchMode):
+    """Bytes of the storages made inside the block: those alive, the most that ever were, and the largest one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = self.largest = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # What comes in from outside was made before: a view of it is no allocation.
+        for storage in _storages((args, kwargs)):
+            self._known.add(storage._cdata)
+        answer = func(*args, **(kwargs or {}))
+        for storage in _storages(answer):
+            if storage._cdata not in self._known:
+                self._made(storage)
+        return answer
+
+    def _made(self, storage: Any) -> None:
+        size, key = storage.nbytes(), storage._cdata
+        self._known.add(key)
+        self.live += size
+        self.peak, self.largest = max(self.peak, self.live), max(self.largest, size)
+        weakref.finalize(storage, self._freed, key, size)
+
+    def _freed(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+    def restart(self) -> None:
+        """Forget the largest allocation so far."""
+        self.largest = 0
+
+
+def _storages(values: Any) -> Iterator[Any]:
+    for value in tree_leaves(values):
+        # Weights that are packed for oneDNN have no storage that Python can see.
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            yield value.untyped_storage()
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one way of decoding took, in bytes."""
+
+    peak: int
+    """Most that was alive at once, the cache included, the target's weights not."""
+    largest: int
+    """Largest allocation of a pass after the prompt's."""
+    weights: int
+    """The drafter's own weights, made before the tally began."""
+    state: int
+    """The drafter's state as it starts; part of the peak."""
+
+
+def measured(target: Target, context: int, new_tokens: int, batch: int, drafter: Proposer | None,
+             policy: Policy | None) -> Usage:
+    """Decode once under a tally."""
+    requests = [Request(tuple((10 + row + place) % target.vocab_size for place in range(context)), row, new_tokens)
+                for row in range(batch)]
+    with Tally() as started:
+        held = drafter.start(batch, context + new_tokens) if drafter is not None else None
+        state = started.live
+    del held
+    with Tally() as tally:
+        loop = Loop(target, requests, DecodeSettings(batch_size=batch, ignore_eos=True), drafter=drafter, policy=policy)
+        passes = loop.run()
+        for _ in range(batch):
+            next(passes)
+        tally.restart()
+        for _ in passes:
+            pass
+        largest = tally.largest
+    own = weights(drafter) if isinstance(drafter, torch.nn.Module) else 0
+    return Usage(peak=tally.peak, largest=largest, weights=own, state=state)
+
+
+def weights(module: torch.nn.Module) -> int:
+    """Bytes of a module's parameters."""
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+Way = Callable[[Target], tuple[Proposer | None, Policy | None]]
+WAYS: dict[str, Way] = {
+    "plain": lambda target: (None, None),
+    "Medusa, chain of 3": lambda target: (Medusa.create(MedusaConfig(num_heads=4), target).eval(), Chain(3)),
+    "Medusa, tree of 64": lambda target: (Medusa.create(MedusaConfig(num_heads=7), target).eval(),
+                                          StaticTree(recycling_tree(64))),
+    "prompt_lookup": lambda target: baseline("prompt_lookup", target),
+    "recycling": lambda target: baseline("recycling", target),
+    "first_layers": lambda target: baseline("first_layers", target),
+}
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--target", default=DEFAULT_NAME)
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--new-tokens", type=int, default=12)
+    parser.add_argument("--batch-size", type=int, default=1)
+    options = parser.parse_args()
+    target = load_target(TargetConfig(name=options.target, device="cpu"))
+    base = weights(target.model)
+    print(f"{options.target}, {str(target.dtype).removeprefix('torch.')}: weights {base / 2**20:.1f} MiB; context "
+          f"{options.context}, {options.new_tokens} new tokens, {options.batch_size} rows")
+    print("| way | peak beside all weights MiB | drafter's weights MiB | its state MiB | largest of a pass MiB | "
+          "all over plain and drafter |")
+    print("|---|---|---|---|---|---|")
+    worst, plain = 0.0, 0
+    for name, way in WAYS.items():
+        usage = measured(target, options.context, options.new_tokens, options.batch_size, *way(target))
+        plain = plain or usage.peak
+        ratio = (base + usage.weights + usage.peak) / (base + usage.weights + usage.state + plain)
+        worst = max(worst, ratio)
+        cells = " | ".join(f"{size / 2**20:.2f}" for size in (usage.peak, usage.weights, usage.state, usage.largest))
+        print(f"| {name} | {cells} | {ratio:.3f} |")
+    print(f"largest ratio {worst:.3f}, bound {BOUND}")
+    return int(worst > BOUND)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

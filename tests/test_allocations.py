@@ -1,0 +1,80 @@
+"""A steady pass allocates nothing that grows with the context but its mask, and the cache stays where it is."""
+
+import pytest
+import torch
+from benchmarks.memory import Tally, measured
+from draftsmith.modules import (
+    Chain,
+    DecodeSettings,
+    Loop,
+    Medusa,
+    MedusaConfig,
+    Policy,
+    Proposer,
+    Request,
+    StaticTree,
+    Target,
+    baseline,
+)
+from draftsmith.modules.recycling import recycling_tree
+
+NODES = 4
+
+
+def pair(target: Target, name: str) -> tuple[Proposer | None, Policy | None]:
+    if name == "plain":
+        return None, None
+    if name == "medusa":
+        return Medusa.create(MedusaConfig(num_heads=3), target).eval(), StaticTree(recycling_tree(NODES))
+    return baseline(name, target)[0], Chain(NODES - 1)
+
+
+def steady(target: Target, name: str, context: int) -> tuple[int, int]:
+    """(largest allocation of later passes, keys of one layer that are in use), in bytes, two rows of that context."""
+    requests = [Request(tuple((7 + row + place) % 90 + 4 for place in range(context)), row, 24) for row in range(2)]
+    drafter, policy = pair(target, name)
+    loop = Loop(target, requests, DecodeSettings(batch_size=2, ignore_eos=True), drafter=drafter, policy=policy)
+    passes = loop.run()
+    for _ in range(4):
+        next(passes)
+    cache = loop.rows.cache  # type: ignore[attr-defined]
+    place = cache.storage.data_ptr()
+    with Tally() as tally:
+        for _ in range(8):
+            next(passes)
+            assert cache.storage.data_ptr() == place
+    _, rows, heads, _, dim = cache.storage.shape
+    return tally.largest, rows * heads * context * dim * cache.storage.element_size()
+
+
+@pytest.mark.parametrize("name", ["plain", "medusa", "recycling", "first_layers"])
+def test_no_pass_copies_the_cache(tiny_target: Target, name: str) -> None:
+    (short, _), (long, keys) = steady(tiny_target, name, 30), steady(tiny_target, name, 400)
+    # The mask: a number for each node and slot. Whatever else grows would be the size of a layer's keys.
+    mask = 2 * NODES * (400 + 2 * 24 + NODES) * 4
+    assert long <= max(short, mask) < keys
+
+
+def test_a_copy_of_the_cache_would_be_seen(tiny_target: Target) -> None:
+    rows = tiny_target.start(2, 400)
+    with torch.no_grad():
+        rows.cache.assume(300)
+        rows.cache.open(slice(0, 2), 3)
+        rows.cache.write(0, torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8))
+        with Tally() as tally:
+            kept = rows.cache.storage
+            assert kept is not None
+            assert kept[:, :1].nbytes > 0
+            assert tally.largest == 0
+            copied = kept[0].clone()
+            assert tally.largest == tally.live == tally.peak == copied.nbytes
+            del copied
+            assert tally.live == 0
+
+
+@pytest.mark.parametrize("name", ["medusa", "recycling"])
+def test_drafting_takes_little_more_than_plain_decoding(tiny_target: Target, name: str) -> None:
+    plain = measured(tiny_target, 200, 20, 2, None, None)
+    drafted = measured(tiny_target, 200, 20, 2, *pair(tiny_target, name))
+    assert plain.state == plain.weights == 0
+    assert drafted.peak <= 1.10 * (plain.peak + drafted.state)
