@@ -2,8 +2,10 @@
 
 from .artifact import FORMAT_VERSION, Artifact, Tuning, load_artifact, read_description, save_artifact, save_tuning
 from .convert import FORMATS, export_artifact, import_medusa
+from .drift import Drift, measure_drift, with_drift
 from .evaluate import evaluate
 from .hydra import import_hydra
+from .merged import export_adapted
 from .plan import EvaluateConfig, Method, PromptSets, Question
 from .report import terminal_table, write_report
 from .results import Evaluation, EvaluationRun, Lossless, Measures
@@ -12,6 +14,7 @@ __all__ = [
     "FORMATS",
     "FORMAT_VERSION",
     "Artifact",
+    "Drift",
     "EvaluateConfig",
     "Evaluation",
     "EvaluationRun",
@@ -22,13 +25,16 @@ __all__ = [
     "Question",
     "Tuning",
     "evaluate",
+    "export_adapted",
     "export_artifact",
     "import_hydra",
     "import_medusa",
     "load_artifact",
+    "measure_drift",
     "read_description",
     "save_artifact",
     "save_tuning",
     "terminal_table",
+    "with_drift",
     "write_report",
 ]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..modules import (
     DRAFTERS,
+    Adapter,
     CostModel,
     Drafter,
     StaticTree,
@@ -29,6 +30,7 @@ from ..modules import (
     UserError,
     choose_size,
 )
+from ..modules.adapter import PREFIX
 from .files import whole_folder, write_file
 
 FORMAT_VERSION = 1
@@ -75,7 +77,9 @@ class Artifact:
     """A drafter ready to decode beside its target."""
 
     drafter: Drafter
-    """The drafter, bound to the target it was loaded beside."""
+    """The drafter, bound to `target`."""
+    target: Target
+    """What verifies its drafts: the target it was loaded beside, or a copy of that with `adapter` merged into it."""
     topology: Topology
     """The static tree in best-first order: any prefix of it is the best smaller tree."""
     identity: TargetIdentity
@@ -84,6 +88,8 @@ class Artifact:
     """Recipe, data manifest hash, measured acceptance, versions."""
     tuning: Tuning | None = None
     """What was measured on this machine, if anything was."""
+    adapter: Adapter | None = None
+    """How the artifact changes its target; None where it leaves it alone."""
 
     @property
     def tree_size(self) -> int:
@@ -118,7 +124,7 @@ class Artifact:
 
 
 def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, provenance: dict[str, Any],
-                  topology: Topology) -> Path:
+                  topology: Topology, adapter: Adapter | None = None) -> Path:
     """Write config.json, model.safetensors and README.md; the bytes depend on the arguments and versions alone.
 
     Absolute paths inside `provenance` are cut to their last part: they would tell where, not what. An artifact already
@@ -128,15 +134,19 @@ def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, prov
         provenance: JSON-ready facts; `acceptance` ({accepted_length, by_position, tokens}), `data_manifest` and
             `recipe` are shown on the model card.
         topology: the tree, best node first.
+        adapter: how the artifact changes its target; `identity` is that of the unchanged one.
 
     Raises:
         UserError: if a weight is not finite, or `folder` holds other files or cannot be written.
     """
-    weights = _own_weights(drafter)
+    changes = {} if adapter is None else adapter.tensors()
+    weights = _own_weights({**drafter.state_dict(), **changes})
     with whole_folder(folder, OWNED) as partial:
         # One metadata key: safetensors writes several in an order of its own, and the bytes would differ.
         save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
         config = _description(drafter, identity, provenance, topology, _sha256(partial / WEIGHTS))
+        if adapter is not None:
+            config["adapter"] = adapter.describe()
         write_file(partial / CONFIG, _json(config))
         write_file(partial / CARD, model_card(config, sum(weight.numel() for weight in weights.values())))
     return folder
@@ -169,6 +179,7 @@ def load_artifact(folder: Path, target: Target, *, trust: bool = False) -> Artif
     """Load an artifact beside its target and bind it.
 
     Args:
+        target: the one it was made for; an artifact with an adapter decodes with a changed copy of it.
         trust: import the class that the artifact names when its family is not one of this package's. That runs code.
 
     Raises:
@@ -183,7 +194,7 @@ def load_artifact(folder: Path, target: Target, *, trust: bool = False) -> Artif
         tree = config["tree"]
         topology = Topology(tuple(tree["parents"]), tuple(tree["ranks"]))
         provenance = {**config["provenance"], "versions": config["versions"]}
-        _load_weights(drafter, folder / WEIGHTS, config["weights_sha256"])
+        adapter = _load_weights(drafter, folder / WEIGHTS, config)
     except UserError:
         raise
     except KeyError as error:
@@ -192,10 +203,11 @@ def load_artifact(folder: Path, target: Target, *, trust: bool = False) -> Artif
         raise UserError(f"{folder / CONFIG} is damaged ({error}); train or copy the artifact again") from error
     # The states that it will read come in the target's number format, on the target's device.
     drafter.to(device=target.device, dtype=target.dtype)
-    drafter.bind(target)
+    decoder = target if adapter is None else target.adapted(adapter)
+    drafter.bind(decoder)
     drafter.eval()
-    return Artifact(drafter=drafter, topology=topology, identity=identity, provenance=provenance,
-                    tuning=read_tuning(folder))
+    return Artifact(drafter=drafter, target=decoder, topology=topology, identity=identity, provenance=provenance,
+                    tuning=read_tuning(folder), adapter=adapter)
 
 
 def read_tuning(folder: Path) -> Tuning | None:
@@ -258,6 +270,7 @@ def model_card(config: Mapping[str, Any], parameters: int) -> str:
         f"# {config['family'].capitalize()} drafter for {target['name']}", "",
         f"Guesses what {target['name']} says next, so that it decodes several tokens in one pass. Greedy output is the",
         "target's own, token by token; sampled output has the target's distribution.", "",
+        *_adapter_lines(config),
         "| | |", "|---|---|",
         f"| family | {config['family']} |",
         f"| own weights | {parameters:,} parameters, {WEIGHTS} |",
@@ -293,6 +306,14 @@ def _description(drafter: Drafter, identity: TargetIdentity, provenance: dict[st
     }
 
 
+def _adapter_lines(config: Mapping[str, Any]) -> list[str]:
+    if "adapter" not in config:
+        return []
+    return ["**It changes the target.** The artifact holds a low-rank adapter of "
+            f"{len(config['adapter']['layers'])} of the target's layers; what is said above holds for the adapted",
+            "target, which loading puts beside the original one.", ""]
+
+
 def _acceptance_rows(provenance: Mapping[str, Any]) -> list[str]:
     acceptance = provenance.get("acceptance")
     if not acceptance:
@@ -304,9 +325,9 @@ def _acceptance_rows(provenance: Mapping[str, Any]) -> list[str]:
     return rows
 
 
-def _own_weights(drafter: Drafter) -> dict[str, Tensor]:
-    # Cloned: safetensors refuses tensors that share memory, and a family may tie blocks.
-    weights = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in drafter.state_dict().items()}
+def _own_weights(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    # Cloned: safetensors refuses tensors that share memory.
+    weights = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named.items()}
     for name, tensor in weights.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise UserError(f"the weight {name} holds values that are not finite: training diverged; lower the "
@@ -314,17 +335,23 @@ def _own_weights(drafter: Drafter) -> dict[str, Tensor]:
     return weights
 
 
-def _load_weights(drafter: Drafter, path: Path, sha256: str) -> None:
+def _load_weights(drafter: Drafter, path: Path, config: Mapping[str, Any]) -> Adapter | None:
+    """Fill the drafter; the adapter's weights stand in the same file and are returned."""
     if not path.is_file():
         raise UserError(f"{path} is missing; the artifact is incomplete, copy or train it again")
-    if _sha256(path) != sha256:
-        raise UserError(f"{path} does not have the hash that {CONFIG} names ({sha256[:12]}...); it is damaged, copy or "
-                        "train the artifact again")
+    if _sha256(path) != config["weights_sha256"]:
+        raise UserError(f"{path} does not have the hash that {CONFIG} names ({config['weights_sha256'][:12]}...); it "
+                        "is damaged, copy or train the artifact again")
     try:
-        drafter.load_state_dict(load_file(path))
+        weights = load_file(path)
+        changes = {name: tensor for name, tensor in weights.items() if name.startswith(PREFIX)}
+        drafter.load_state_dict({name: tensor for name, tensor in weights.items() if name not in changes})
     except (SafetensorError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path} does not fit the drafter that {CONFIG} describes: {reason}") from error
+    if "adapter" not in config and not changes:
+        return None
+    return Adapter.rebuild(config.get("adapter", {"layers": [], "scale": 1.0}), changes)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

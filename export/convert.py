@@ -35,6 +35,8 @@ def export_artifact(artifact: Artifact, target: Target, format_name: str, out: P
     Raises:
         UserError: if the format is unknown, the drafter cannot be said in it, or `out` cannot be written.
     """
+    if artifact.adapter is not None:
+        raise ValueError("an artifact that changes its target is exported by draftsmith.export.merged")
     if format_name not in EXPORTERS:
         raise UserError(f"unknown export format {format_name!r}; choose one of {', '.join(FORMATS)}")
     EXPORTERS[format_name](artifact.drafter, target, out)
@@ -54,13 +56,7 @@ def export_medusa(drafter: Drafter, target: Target, out: Path) -> None:
     if not isinstance(drafter, Medusa):
         raise UserError(f"the format medusa holds Medusa heads, this artifact is {drafter.family}; export that "
                         "family in its own format")
-    if drafter.config.output == "copy" and drafter.token_ids_Q is not None:
-        raise UserError(f"these heads have own output layers over {drafter.config.vocabulary_size} tokens; the layout "
-                        "needs a row for every token: train with output: shared, or with vocabulary_size: null")
-    if getattr(target.head, "bias", None) is not None:
-        raise UserError(f"the output layer of {target.identity.name} has a bias, for which the layout has no place")
     tensors = medusa_tensors(drafter, target)
-    _check_medusa(tensors, drafter)
     with whole_folder(out, _OWNED) as partial:
         save_file(tensors, partial / MEDUSA_FILE, metadata={"format": "pt"})
         write_file(partial / "config.json", json.dumps(_medusa_config(drafter, target), indent=2) + "\n")
@@ -68,21 +64,36 @@ def export_medusa(drafter: Drafter, target: Target, out: Path) -> None:
 
 
 def medusa_tensors(drafter: Medusa, target: Target) -> dict[str, Tensor]:
-    """The heads under their FasterDecoding names, in float32 on the CPU, each tensor with memory of its own."""
+    """The heads under their FasterDecoding names, in float32 on the CPU, each tensor with memory of its own.
+
+    Raises:
+        UserError: if their own output layer is reduced, or the target's has a bias.
+    """
+    if drafter.config.output == "copy" and drafter.token_ids_Q is not None:
+        raise UserError(f"these heads have own output layers over {drafter.config.vocabulary_size} tokens; the layout "
+                        "needs a row for every token: train with output: shared, or with vocabulary_size: null")
+    if getattr(target.head, "bias", None) is not None:
+        raise UserError(f"the output layer of {target.identity.name} has a bias, for which the layout has no place")
     tensors: dict[str, Tensor] = {}
     for head, blocks in enumerate(drafter.heads):
-        for name, tensor in blocks.state_dict().items():
-            tensors[f"{head}.{name}"] = tensor
+        for layer in range(drafter.config.num_layers):
+            # A tied block is stored as often as it is passed through: the layout knows no other way.
+            block = [*blocks.children()][0 if drafter.config.tie_blocks else layer]
+            for name, tensor in block.state_dict().items():
+                tensors[f"{head}.{layer}.{name}"] = tensor
         output = drafter.output_parameters(head)
         tensors[f"{head}.{drafter.config.num_layers}.weight"] = output[0] if output else target.output_weight()
-    return {name: tensor.detach().to("cpu", torch.float32, copy=True).contiguous() for name, tensor in tensors.items()}
+    own = {name: tensor.detach().to("cpu", torch.float32, copy=True).contiguous() for name, tensor in tensors.items()}
+    _check_medusa(own, drafter)
+    return own
 
 
 def import_medusa(folder: Path, target: Target) -> Medusa:
     """Read Medusa heads in the FasterDecoding layout (safetensors only) and bind them to `target`.
 
-    The number of heads and blocks is counted in the weights: official configs are known to state it wrongly. Blocks
-    that were tied become equal blocks of their own. Heads without output layers share the target's.
+    The number of heads and blocks is counted in the weights: official configs are known to state it wrongly. Where all
+    blocks of every head are equal they were one block in the official code, and stay one (`tie_blocks`). Heads without
+    output layers share the target's.
 
     Raises:
         UserError: if there is no safetensors file, a tensor is missing, unknown, or of another shape than the target's.
@@ -91,17 +102,27 @@ def import_medusa(folder: Path, target: Target) -> Medusa:
     heads = 1 + max(head for head, _, _ in tensors)
     layers = 1 + max((layer for _, layer, part in tensors if part != "weight"), default=-1)
     own = any(part == "weight" for _, _, part in tensors)
-    config = MedusaConfig(num_heads=heads, num_layers=layers, output="copy" if own else "shared")
+    tied = layers > 1 and _tied(tensors)
+    config = MedusaConfig(num_heads=heads, num_layers=layers, tie_blocks=tied, output="copy" if own else "shared")
     drafter = Medusa.create(config, target)
     state: dict[str, Tensor] = {}
     for (head, layer, part), tensor in tensors.items():
-        state[f"outputs.{head}.weight" if part == "weight" else f"heads.{head}.{layer}.{part}"] = tensor
+        if part == "weight":
+            state[f"outputs.{head}.weight"] = tensor
+        elif layer == 0 or not tied:
+            state[f"heads.{head}.{layer}.{part}"] = tensor
     try:
         drafter.load_state_dict(state)
     except RuntimeError as error:
         raise UserError(f"the Medusa heads in {folder} do not fit {target.identity.name} (width {target.hidden_size}, "
                         f"{target.vocab_size} tokens): {' '.join(str(error).split())}") from error
     return drafter.eval()
+
+
+def _tied(tensors: Mapping[tuple[int, int, str], Tensor]) -> bool:
+    """Whether every block is equal to the first of its head; independent training never leaves them so."""
+    firsts = ((tensors.get((head, 0, part)), tensor) for (head, _, part), tensor in tensors.items() if part != "weight")
+    return all(first is not None and torch.equal(first, tensor) for first, tensor in firsts)
 
 
 def _read_foreign(folder: Path) -> dict[tuple[int, int, str], Tensor]:

@@ -125,7 +125,8 @@ class Method:
     def of(cls, artifact: Artifact, *, name: str | None = None, tree_size: int | None = None) -> "Method":
         """The method an artifact stands for, with its tuned tree unless `tree_size` says otherwise."""
         family, policy = artifact.drafter.family, artifact.policy(tree_size)
-        return cls(name=name or family, family=family, drafter=artifact.drafter, policy=policy, trees=artifact.topology,
+        name = name or (family if artifact.adapter is None else f"{family} (changes the target)")
+        return cls(name=name, family=family, drafter=artifact.drafter, policy=policy, trees=artifact.topology,
                    predicted_speedup=lambda rows: artifact.predicted_speedup(policy.max_size, batch_size=rows))
 
     @classmethod

@@ -94,8 +94,18 @@ def prediction_note(evaluation: Evaluation) -> str:
 def verdicts(run: EvaluationRun) -> list[str]:
     """What the comparison with the references found, a sentence or two for each temperature."""
     found = [lossless_verdict(run, run.at(temperature=temperature)) for temperature in run.temperatures]
+    if "drift" in run.header:
+        found = [drift_note(run), *found]
     shared = len(run.batch_sizes) > 1 and run.header["timed_prompts"] < sum(run.header["prompt_sets"].values())
     return [*found, "Answers that are not timed are decoded once and count at every batch size."] if shared else found
+
+
+def drift_note(run: EvaluationRun) -> str:
+    """That the target is no longer the original one, and how far it has moved."""
+    drift = run.header["drift"]
+    return (f"Changes the target: all that follows is measured with the adapted target and against it. Beside the "
+            f"original's own greedy answers to {drift['prompts']} prompts ({drift['tokens']:,} tokens) its KL is "
+            f"{drift['kl']:.3g} nats a token, and it would have chosen {drift['agreement']:.1%} of them as well.")
 
 
 def lossless_verdict(run: EvaluationRun, evaluations: Sequence[Evaluation]) -> str:

@@ -1,6 +1,7 @@
 """Frozen targets, drafters and the one decoding loop."""
 
 from .acceptance import Accepted, Sampling, choose, follow
+from .adapter import Adapter
 from .baselines import BASELINES, baseline
 from .calibration import Acceptance, decoded_acceptance, rank_table, replay, search_tree
 from .cost import CostCurve, CostModel, Sample, TreeChoice, choose_size
@@ -49,6 +50,7 @@ __all__ = [
     "DRAFTERS",
     "Acceptance",
     "Accepted",
+    "Adapter",
     "AdaptiveThreshold",
     "Chain",
     "ChainRejection",

@@ -21,12 +21,21 @@ from .vocabulary import OutputRows
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaConfig:
-    """The shape of Medusa heads."""
+    """The shape of Medusa heads.
+
+    Blockwise parallel decoding (arXiv:1811.03115) is a setting of it: heads over the frozen target's shared output
+    layer (`output: shared`, `vocabulary_size: null`), all weighed alike and learning the text (`decay: 1`, `objective:
+    hard`), verified as a chain (`tree.max_rank: 1`). Two differences stay: its feed-forward layer has two matrices
+    and a ReLU where a block here has one and SiLU (`num_layers: 2` has two of each), and it trains one head
+    drawn at random in each batch, whose expectation is the mean over all heads that is trained here.
+    """
 
     num_heads: int = 4
     """Tokens guessed beyond the target's own next one; head k (from 0) at index p guesses token p + 2 + k."""
     num_layers: int = 1
     """Residual blocks in each head."""
+    tie_blocks: bool = False
+    """Let the blocks of a head be one block that a state goes through `num_layers` times, as in the official code."""
     output: Literal["shared", "copy"] = "shared"
     """`shared` reads the target's own output layer and adds no weights; `copy` trains an own one for every head."""
     vocabulary_size: int | None = None
@@ -58,6 +67,22 @@ class ResidualBlock(nn.Module):
         return hidden + functional.silu(self.linear(hidden))
 
 
+class Head(nn.Sequential):
+    """The residual blocks of one head; tied blocks are one block, kept once and passed through several times."""
+
+    def __init__(self, width: int, config: MedusaConfig) -> None:
+        blocks, rounds = (1, config.num_layers) if config.tie_blocks else (config.num_layers, 1)
+        super().__init__(*(ResidualBlock(width) for _ in range(blocks)))
+        self.rounds = rounds
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Draft states, [..., D] like `hidden`."""
+        for _ in range(self.rounds):
+            for block in self:
+                hidden = block(hidden)
+        return hidden
+
+
 class OwnOutput(nn.Module):
     """The output layer of one head, NaN until it is loaded or copied, so that forgetting it shows at once."""
 
@@ -76,8 +101,9 @@ class MedusaState(DraftState):
 class Medusa(Drafter):
     """K heads on one state of the target: all draft steps at once, none aware of what the others chose.
 
-    Own weights: `heads.{k}.{layer}.linear.{weight,bias}`, with `output="copy"` also `outputs.{k}.weight` [Q, D], and
-    with a reduced vocabulary its ids, `token_ids` [Q]. Make a new one with `Medusa.create`.
+    Own weights: `heads.{k}.{layer}.linear.{weight,bias}` (layer 0 alone where blocks are tied), with `output="copy"`
+    also `outputs.{k}.weight` [Q, D], and with a reduced vocabulary its ids, `token_ids` [Q]. Make a new one with
+    `Medusa.create`.
     """
 
     family = "medusa"
@@ -86,10 +112,7 @@ class Medusa(Drafter):
     def __init__(self, config: MedusaConfig, *, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
         self.config, self.hidden_size, self.vocab_size = config, hidden_size, vocab_size
-        self.heads = nn.ModuleList(
-            nn.Sequential(*(ResidualBlock(hidden_size) for _ in range(config.num_layers)))
-            for _ in range(config.num_heads)
-        )
+        self.heads = nn.ModuleList(Head(hidden_size, config) for _ in range(config.num_heads))
         size = config.vocabulary_size
         self.register_buffer("token_ids", None if size is None else torch.zeros(size, dtype=torch.long))
         copies = config.num_heads if config.output == "copy" else 0

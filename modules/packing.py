@@ -3,7 +3,7 @@ little more than a pass of one (`tests/benchmarks/pass_cost.py`). Outputs differ
 only.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -31,19 +31,29 @@ def _packed_forward(x: Tensor, *, weight: Tensor, bias: Tensor | None) -> Tensor
     return out
 
 
+def _packed(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+    """The forward of a layer, its weight laid out anew."""
+    return partial(
+        _packed_forward,
+        weight=torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _TYPICAL_TOKENS),
+        bias=None if layer.bias is None else layer.bias.detach(),
+    )
+
+
 class PackedLinears:
     """The packed forms of a model's linear layers, put in place of their plain forward and taken out again.
 
     The plain weights stay (the model can be saved, hashed and run natively), so the linear layers' memory doubles.
+
+    Args:
+        model: whose linear layers they are.
+        beside: packed forms of another model, which are shared where a weight is the very same.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.layers = {
-            module: partial(
-                _packed_forward,
-                weight=torch.ops.mkldnn._reorder_linear_weight(module.weight.detach(), _TYPICAL_TOKENS),
-                bias=None if module.bias is None else module.bias.detach(),
-            )
+    def __init__(self, model: nn.Module, beside: "PackedLinears | None" = None) -> None:
+        known = {} if beside is None else {id(layer.weight): form for layer, form in beside.layers.items()}
+        self.layers: dict[nn.Module, Callable[[Tensor], Tensor]] = {
+            module: known.get(id(module.weight)) or _packed(module)
             for module in model.modules()
             if type(module) is nn.Linear
         }

@@ -3,6 +3,7 @@
 Shapes: B rows, N tokens of a pass, L positions, D hidden size, V vocabulary, W cache slots in use.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .adapter import Adapter
 from .attention import NAME, additive, register
 from .cache import RowCache
 from .errors import UserError
@@ -42,13 +44,16 @@ class Target:
         tokenizer: its tokenizer.
         name: what reports call it. A model on torch's meta device has a shape and no values: it is not checked.
         pack: lay the linear layers out for oneDNN where that pays (float32 on a CPU); doubles their memory.
+        beside: a target of which this model is a copy; packed layers with the very same weight are shared with it.
 
     Raises:
         UserError: if the architecture keeps a recurrent state, or the self-check finds that the passes of this class do
             not equal the model's own.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, *, name: str, pack: bool = True) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, *, name: str, pack: bool = True, beside: "Target | None" = None
+    ) -> None:
         _refuse_unverifiable(model)
         register()
         model.eval().requires_grad_(False)
@@ -75,7 +80,7 @@ class Target:
             expected = model(input_ids=probe, use_cache=False).logits
         model.set_attn_implementation(NAME)
         if pack and can_pack(model):
-            self.packed = PackedLinears(model)
+            self.packed = PackedLinears(model, None if beside is None else beside.packed)
             self.packed.install()
         self._self_check(probe, expected)
 
@@ -143,6 +148,34 @@ class Target:
             if self.packed is not None:
                 self.packed.install()
 
+    # Changed copies --------------------------------------------------------------------------------------------------
+
+    def copy_model(self) -> Any:
+        """The model once more, as transformers made it, around the very same weights: only its modules are copies.
+
+        A layer of the copy can be replaced or given another weight without this target noticing.
+        """
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        with self.native() as model:
+            return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+    def adapted(self, adapter: Adapter) -> "Target":
+        """This target with an adapter merged into it: another target, beside this one, which stays what it is.
+
+        Memory: the adapted layers stand there twice (and packed twice, where layers are packed); embeddings, norms and
+        all other layers are shared.
+
+        Raises:
+            UserError: if the adapter does not fit.
+        """
+        model = self.copy_model()
+        adapter.merge_into(model)
+        if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+            # Saved as it is now: with the tie declared, the adapted output layer would be left out.
+            model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = False
+        return Target(model, self.tokenizer, name=f"{self.identity.name}, adapted", pack=self.packed is not None,
+                      beside=self)
+
     # The output layer ------------------------------------------------------------------------------------------------
 
     def output_weight(self) -> Tensor:
@@ -183,6 +216,10 @@ class Target:
     @torch.no_grad()
     def encode(self, features: Features, taps: Sequence[int] = ()) -> Features:
         """Run whole rows through the target, segments isolated, and fill in final states and taps."""
+        return self.trace(features, taps)
+
+    def trace(self, features: Features, taps: Sequence[int] = ()) -> Features:
+        """The same with a graph behind the states, for a target of which something is trained."""
         batch = features.to(self.device)
         positions_BL = batch.positions_BL
         segments_BL = batch.segments_BL

@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from ..data import read_prompts
-from ..export import EvaluateConfig, Method, evaluate, export_artifact, load_artifact, terminal_table, write_report
+from ..export import (
+    EvaluateConfig,
+    Method,
+    evaluate,
+    export_adapted,
+    export_artifact,
+    load_artifact,
+    terminal_table,
+    with_drift,
+    write_report,
+)
 from ..modules import DecodeSettings, Request, Target, TargetConfig, UserError, load_target, stream
 from .parsing import Command, Parsed
 from .template import ARTIFACT_TARGET, TemplateConfig, artifact_target, handwritten_prompts, prompt_sets
@@ -50,8 +60,16 @@ def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
         else {"handwritten": handwritten_prompts()}
     target = artifact_target(folders[0], given.target) if folders else load_target(given.target)
     artifacts = [load_artifact(folder, target) for folder in folders]
+    if len(artifacts) > 1 and any(artifact.adapter is not None for artifact in artifacts):
+        changing = [str(folder) for folder, artifact in zip(folders, artifacts, strict=True) if artifact.adapter]
+        raise UserError(f"{', '.join(changing)} changes the target, so that it has no baseline in common with the "
+                        "others; evaluate each such artifact by itself")
     methods = [Method.of(artifact, name=name) for artifact, name in zip(artifacts, names(folders), strict=True)]
-    result = evaluate(target, methods, prompt_sets(given.template.build(target), sets), given.evaluate)
+    questions = prompt_sets(given.template.build(target), sets)
+    changed = next((artifact.target for artifact in artifacts if artifact.adapter is not None), None)
+    result = evaluate(changed or target, methods, questions, given.evaluate)
+    if changed is not None:
+        result = with_drift(result, target, changed, questions, max_new_tokens=given.evaluate.max_new_tokens)
     written = write_report(given.out, result, artifacts[0] if artifacts else None)
     print(terminal_table(result))
     print(f"{written['html']} shows it with plots")
@@ -105,7 +123,8 @@ def generate(parsed: Parsed[GenerateArguments]) -> None:
     tokens = given.template.build(target).prompt([{"role": "user", "content": given.prompt}])
     request = Request(tuple(tokens), 0, given.max_new_tokens, given.temperature)
     settings = DecodeSettings(top_k=given.top_k, top_p=given.top_p, seed=given.seed, stop=given.stop)
-    passes = stream(target, request, settings, drafter=artifact.drafter, policy=artifact.policy(given.tree_size))
+    passes = stream(artifact.target, request, settings, drafter=artifact.drafter,
+                    policy=artifact.policy(given.tree_size))
     counts: list[int] = []
     began = time.perf_counter()
     for text in readable(target, count_into(passes, counts)):
@@ -143,7 +162,7 @@ class ExportArguments:
     artifact: Path
     """Folder of the artifact."""
     format: str
-    """Name of the layout, such as medusa."""
+    """Name of the layout: medusa; or merged, for an artifact that changes its target: that target as a model."""
     out: Path
     """New or empty folder for it."""
     target: TargetConfig = field(default_factory=own_target)
@@ -154,7 +173,9 @@ def export(parsed: Parsed[ExportArguments]) -> None:
     """Write an artifact in the layout of a serving engine."""
     given = parsed.values
     target = artifact_target(given.artifact, given.target)
-    folder = export_artifact(load_artifact(given.artifact, target), target, given.format, given.out)
+    artifact = load_artifact(given.artifact, target)
+    folder = (export_artifact(artifact, target, given.format, given.out) if artifact.adapter is None
+              else export_adapted(artifact, given.format, given.out))
     print(f"{folder} holds the artifact in the layout {given.format}")
 
 

@@ -1,5 +1,6 @@
 """The commands that make an artifact: run, distill, train. Each is some of the same stages."""
 
+import copy
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -11,7 +12,17 @@ from safetensors.torch import load_file
 
 from ..data import DistillConfig, Prompt, distill, encode, read_prompts
 from ..data.datamodule import DraftDataModule
-from ..export import Method, Tuning, evaluate, load_artifact, save_artifact, save_tuning, terminal_table, write_report
+from ..export import (
+    Method,
+    Tuning,
+    evaluate,
+    load_artifact,
+    save_artifact,
+    save_tuning,
+    terminal_table,
+    with_drift,
+    write_report,
+)
 from ..export.files import write_file
 from ..modules import (
     Drafter,
@@ -27,7 +38,7 @@ from ..trainers import DraftModule, FitResult, TrainConfig, fit
 from .parsing import Command, Parsed
 from .recipe import Recipe
 from .template import handwritten_prompts, prompt_sets
-from .workspace import Stage, Workspace, run_stages
+from .workspace import Stage, Workspace, refuse_states_that_change, run_stages
 from .writing import require_teacher, writer_digest, writer_of
 
 PLACES = ("out", "data", "evaluate")
@@ -109,14 +120,17 @@ def difference(file: Path, content: str) -> str:
 
 def artifact_stage(workspace: Workspace) -> Sequence[Path]:
     """Search the tree on held-out text, write the artifact, and measure which tree pays on this machine."""
-    target, result = workspace.target, fit_result(workspace)
-    drafter = trained_drafter(workspace, result).to(device=target.device, dtype=target.dtype)
+    result, module = fit_result(workspace), built_module(workspace)
+    module.restore(load_file(result.checkpoint))
+    with torch.no_grad():
+        target, held_out = module.judges(validation(workspace, module))
+    drafter = copy.deepcopy(module.drafter).to(device=target.device, dtype=target.dtype)
     drafter.bind(target)
     drafter.eval()
-    topology, expected = held_out_tree(workspace, drafter)
+    topology, expected = held_out_tree(workspace, drafter, held_out)
     # Saved as trained: what measured above was rounded to the target's number format.
-    save_artifact(workspace.artifact, trained_drafter(workspace, result), target.identity,
-                  provenance(workspace, result, expected), topology)
+    save_artifact(workspace.artifact, module.drafter, workspace.target.identity,
+                  provenance(workspace, result, expected), topology, module.adapter)
     cost = measure_cost(target, drafter, topology)
     given = workspace.recipe.tree.size
     size = min(given or choose_size(expected, cost.curve()).size, topology.size)
@@ -126,25 +140,19 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
     return [workspace.artifact / name for name in ("config.json", "model.safetensors", "README.md", "tuning.json")]
 
 
-def trained_drafter(workspace: Workspace, result: FitResult) -> Drafter:
-    """The drafter with the weights that validation chose."""
-    drafter = drafter_of(workspace)
-    drafter.load_state_dict(load_file(result.checkpoint))
-    return drafter
-
-
-def validation(workspace: Workspace, drafter: Drafter) -> list[Features]:
+def validation(workspace: Workspace, module: DraftModule) -> list[Features]:
     """Held-out conversations with the target's states, on its device."""
     target = workspace.target
-    batches = batches_for(workspace, built_module(workspace)).validation_features()
-    moved = [batch.to(target.device) for batch in batches]
-    return [batch if batch.final_BLD is not None else target.encode(batch, drafter.taps) for batch in moved]
+    moved = [batch.to(target.device) for batch in batches_for(workspace, module).validation_features()]
+    return [batch if batch.final_BLD is not None else target.encode(batch, module.drafter.taps) for batch in moved]
 
 
-def held_out_tree(workspace: Workspace, drafter: Drafter) -> tuple[Topology, tuple[float, ...]]:
+def held_out_tree(workspace: Workspace, drafter: Drafter,
+                  held_out: Sequence[Features]) -> tuple[Topology, tuple[float, ...]]:
     """The best-first tree for the held-out ranks, and the expected accepted length of each of its prefixes."""
     with torch.no_grad():
-        return search_tree(rank_table(drafter, validation(workspace, drafter)), workspace.recipe.tree.max_nodes)
+        table_PK = rank_table(drafter, held_out)
+    return search_tree(table_PK, workspace.recipe.tree.max_nodes, workspace.recipe.tree.max_rank)
 
 
 def provenance(workspace: Workspace, result: FitResult, expected: tuple[float, ...]) -> dict[str, Any]:
@@ -161,8 +169,11 @@ def provenance(workspace: Workspace, result: FitResult, expected: tuple[float, .
 def evaluate_stage(workspace: Workspace) -> Sequence[Path]:
     """Held-out prompts and the hand-written ones, decoded through the artifact and by the target alone."""
     artifact = load_artifact(workspace.artifact, workspace.target)
-    result = evaluate(workspace.target, [Method.of(artifact)],
-                      prompt_sets(workspace.template, held_out_sets(workspace)), workspace.recipe.evaluate)
+    config = workspace.recipe.evaluate
+    questions = prompt_sets(workspace.template, held_out_sets(workspace))
+    result = evaluate(artifact.target, [Method.of(artifact)], questions, config)
+    if artifact.adapter is not None:
+        result = with_drift(result, workspace.target, artifact.target, questions, max_new_tokens=config.max_new_tokens)
     written = write_report(workspace.out, result, artifact)
     print(f"\n{terminal_table(result)}\n\n{written['html']} shows it with plots", flush=True)
     return list(written.values())
@@ -189,11 +200,6 @@ def fit_result(workspace: Workspace) -> FitResult:
     return FitResult(**content)
 
 
-def drafter_of(workspace: Workspace) -> Drafter:
-    """A fresh drafter of the recipe's family and settings."""
-    return built_module(workspace).drafter
-
-
 def built_module(workspace: Workspace) -> DraftModule:
     """A fresh module of the recipe's family and settings, with its drafter."""
     module = workspace.module()
@@ -213,7 +219,12 @@ STAGES = (
 
 
 def perform_stages(workspace: Workspace, chosen: Sequence[str]) -> None:
-    """Run stages of a recipe; the first has nothing to do where the recipe names finished data."""
+    """Run stages of a recipe; the first has nothing to do where the recipe names finished data.
+
+    Raises:
+        UserError: if the recipe stores states that training changes, or a stage cannot be done.
+    """
+    refuse_states_that_change(workspace.settings["model"]["class_path"], workspace.recipe.batch.source)
     if workspace.recipe.data is None:
         run_stages(workspace, STAGES, chosen, before=writer_digest(workspace))
     else:

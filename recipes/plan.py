@@ -62,7 +62,7 @@ def plan_recipe(recipe: Recipe, target: Target) -> Plan:
     module: DraftModule = recipe.model(target, token_counts=torch.ones(target.vocab_size))  # type: ignore[call-arg]
     module.configure_model()
     drafter, batch = module.drafter, recipe.batch
-    trained = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
+    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     tokens, states = batch.rows_per_batch * batch.row_length, 1 + len(drafter.taps)
     width = target.hidden_size * target.dtype.itemsize
     stored = (recipe.distill.budget_tokens or 0) if batch.source == "features" else 0

@@ -8,6 +8,7 @@ from ..data import DistillConfig, PromptConfig
 from ..data.datamodule import BatchConfig
 from ..export import EvaluateConfig
 from ..modules import Target, TargetConfig, UserError
+from ..modules.calibration import MAX_RANK
 from ..trainers import DraftModule
 from .template import TemplateConfig
 
@@ -20,10 +21,14 @@ class TreeConfig:
     """Nodes of the tree in the artifact, root included, in best-first order."""
     size: int | None = None
     """Nodes to draft on this machine, root included; None measures what a pass costs here and takes the best."""
+    max_rank: int = MAX_RANK
+    """Guesses of one node that the tree may use; 1 makes it a chain."""
 
     def __post_init__(self) -> None:
         if self.max_nodes < 2:
             raise UserError(f"tree.max_nodes must be at least 2 (a root and one guess), got {self.max_nodes}")
+        if not 1 <= self.max_rank <= MAX_RANK:
+            raise UserError(f"tree.max_rank must lie between 1 (a chain) and {MAX_RANK}, got {self.max_rank}")
         if self.size is not None and not 1 <= self.size <= self.max_nodes:
             raise UserError(f"tree.size must lie between 1 and tree.max_nodes {self.max_nodes}, got {self.size}")
 

@@ -1,6 +1,7 @@
 """The folder of a run: which stages are complete, and what they share while they work."""
 
 import hashlib
+import importlib
 import json
 import os
 import time
@@ -63,6 +64,15 @@ class Workspace:
         """A fresh LightningModule of the recipe's family, its drafter not built yet."""
         family: Callable[..., DraftModule] = self.recipe.model
         return family(self.target, token_counts=self.token_counts)
+
+
+def refuse_states_that_change(class_path: str, source: str) -> None:
+    """Raises UserError if a family that trains the target is to learn from states stored beforehand."""
+    module_name, _, class_name = class_path.rpartition(".")
+    family: type[DraftModule] = getattr(importlib.import_module(module_name), class_name)
+    if family.changes_target and source != "tokens":
+        raise UserError(f"batch.source is {source!r}, but {class_name} trains the target, whose states change with "
+                        "every step; set batch.source: tokens")
 
 
 @dataclass(frozen=True, kw_only=True)

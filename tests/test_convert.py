@@ -18,7 +18,7 @@ FIXTURES = Path(__file__).resolve().parents[2] / "shared" / "fixtures"
 
 
 def as_artifact(drafter: Medusa, target: Target) -> Artifact:
-    return Artifact(drafter=drafter, topology=TREE, identity=target.identity, provenance={})
+    return Artifact(drafter=drafter, target=target, topology=TREE, identity=target.identity, provenance={})
 
 
 def target_with(head_VD: torch.Tensor, bias: bool = False) -> Target:
@@ -58,6 +58,7 @@ def test_official_heads_give_official_logits_and_come_back_as_they_were(tmp_path
     save_file(weights, tmp_path / "official" / "medusa_lm_head.safetensors")
     target = target_with(tensors["input/target_lm_head"])
     drafter = import_medusa(tmp_path / "official", target)
+    assert drafter.config.tie_blocks == name.endswith("_tied")
     with torch.no_grad():
         logits_KBLV = head_logits(drafter, tensors["input/hidden_states"])
     torch.testing.assert_close(logits_KBLV, tensors["output/medusa_logits"], atol=1e-4, rtol=0)
@@ -68,6 +69,25 @@ def test_official_heads_give_official_logits_and_come_back_as_they_were(tmp_path
     written = json.loads((tmp_path / "again" / "config.json").read_text())
     assert written.items() >= {key: value for key, value in json.loads(config).items()
                                if key.startswith("medusa_num")}.items()
+
+
+def test_imported_tied_blocks_stay_tied_in_further_training(tmp_path: Path, tiny_target: Target) -> None:
+    drafter = heads(tiny_target, num_layers=2, tie_blocks=True)
+    folder = export_artifact(as_artifact(drafter, tiny_target), tiny_target, "medusa", tmp_path / "out")
+    back = import_medusa(folder, tiny_target)
+    assert back.config.tie_blocks
+    assert len(list(back.heads.parameters())) == 3 * 2
+    before = back.heads[0][0].linear.weight.detach().clone()
+    optimizer = torch.optim.AdamW(back.parameters(), lr=0.1)
+    back._states(torch.randn(4, 32)).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(before, back.heads[0][0].linear.weight)
+    export_artifact(as_artifact(back, tiny_target), tiny_target, "medusa", tmp_path / "again")
+    written = load_file(tmp_path / "again" / "medusa_lm_head.safetensors")
+    assert all(torch.equal(written[f"{head}.0.linear.weight"], written[f"{head}.1.linear.weight"])
+               for head in range(3))
+    assert not import_medusa(export_artifact(as_artifact(heads(tiny_target, num_layers=2), tiny_target), tiny_target,
+                                             "medusa", tmp_path / "free"), tiny_target).config.tie_blocks
 
 
 def test_the_layout_that_engines_expect(tmp_path: Path, tiny_target: Target) -> None:
@@ -82,7 +102,8 @@ def test_the_layout_that_engines_expect(tmp_path: Path, tiny_target: Target) -> 
                       (("0.linear.weight", (32, 32)), ("0.linear.bias", (32,)), ("1.weight", (vocabulary, 32)))}
 
 
-@pytest.mark.parametrize("settings", [{}, {"output": "copy", "num_layers": 2}, {"vocabulary_size": 20}])
+@pytest.mark.parametrize("settings", [{}, {"output": "copy", "num_layers": 2}, {"vocabulary_size": 20},
+                                      {"num_layers": 3, "tie_blocks": True}])
 def test_export_and_import_draft_the_same(tmp_path: Path, tiny_target: Target, settings: dict[str, object]) -> None:
     drafter = heads(tiny_target, **settings)
     export_artifact(as_artifact(drafter, tiny_target), tiny_target, "medusa", tmp_path / "out")

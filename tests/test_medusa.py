@@ -18,6 +18,7 @@ IDS = torch.tensor([2, 5, 9, 30, 31, 60])
 SHAPES = [
     (MedusaConfig(num_heads=3), None),
     (MedusaConfig(num_heads=3, num_layers=2, output="copy"), None),
+    (MedusaConfig(num_heads=2, num_layers=3, tie_blocks=True), None),
     (MedusaConfig(num_heads=3, vocabulary_size=6), IDS),
     (MedusaConfig(num_heads=2, output="copy", vocabulary_size=6), IDS),
 ]
@@ -101,6 +102,20 @@ def test_rows_move_are_cleared_and_leave(tiny_target: Target) -> None:
     torch.testing.assert_close(cleared[0], drafter.expand(drafter.start(1, 64), ROOT).log_probs_BFHQ[0])
 
 
+def test_tied_blocks_say_what_equal_blocks_of_their_own_say_and_stay_one(tiny_target: Target) -> None:
+    tied = randomised(MedusaConfig(num_heads=1, num_layers=3, tie_blocks=True), tiny_target, None)
+    free = Medusa.create(MedusaConfig(num_heads=1, num_layers=3), tiny_target)
+    weights = tied.state_dict()
+    free.load_state_dict({f"heads.0.{layer}.linear.{part}": weights[f"heads.0.0.linear.{part}"]
+                          for layer in range(3) for part in ("weight", "bias")})
+    final = torch.randn(2, 5, tiny_target.hidden_size)
+    torch.testing.assert_close(tied._states(final), free._states(final))
+    for drafter in (tied, free):
+        drafter._states(final).square().sum().backward()
+    parts = torch.stack([block.linear.weight.grad for block in free.heads[0]])
+    torch.testing.assert_close(tied.heads[0][0].linear.weight.grad, parts.sum(0))
+
+
 def test_only_the_root_may_be_expanded(tiny_target: Target) -> None:
     drafter = Medusa.create(MedusaConfig(num_heads=2), tiny_target)
     wide = dataclasses.replace(ROOT, nodes_BF=torch.zeros(3, 2, dtype=torch.long))
@@ -114,7 +129,7 @@ def test_borrowed_weights_are_neither_saved_nor_trained_nor_copied(
 ) -> None:
     drafter = Medusa.create(config, tiny_target, ids)
     heads = [f"heads.{head}.{layer}.linear.{name}" for head in range(config.num_heads)
-             for layer in range(config.num_layers) for name in ("weight", "bias")]
+             for layer in range(1 if config.tie_blocks else config.num_layers) for name in ("weight", "bias")]
     own = [f"outputs.{head}.weight" for head in range(config.num_heads) if config.output == "copy"]
     assert set(drafter.state_dict()) == {*heads, *own, *(["token_ids"] if ids is not None else [])}
     shared = tiny_target.output_weight().data_ptr()

@@ -69,8 +69,8 @@ def a_run(*, contended: bool = False, names: tuple[str, ...] = ("medusa",), batc
 def an_artifact(tree: Topology = TREE) -> Artifact:
     identity = TargetIdentity(name="t", architecture="A", vocab_size=9, hidden_size=8, num_layers=1,
                               weights_hash="cafe01")
-    return Artifact(drafter=None, topology=tree, identity=identity,  # type: ignore[arg-type]  # only drawn, never used
-                    provenance={"data_manifest": "0a1b2c"}, tuning=tuning())
+    return Artifact(drafter=None, target=None, topology=tree,  # type: ignore[arg-type]  # only drawn, never used
+                    identity=identity, provenance={"data_manifest": "0a1b2c"}, tuning=tuning())
 
 
 def test_three_files_hold_the_same_figures(tmp_path: Path) -> None:

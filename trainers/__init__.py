@@ -4,6 +4,7 @@ from .base import DraftModule, TrainConfig
 from .fitting import FitResult, fit
 from .hydra import HydraModule, HydraTrainConfig
 from .medusa import MedusaModule, MedusaTrainConfig
+from .medusa2 import Medusa2Module, Medusa2TrainConfig
 
-__all__ = ["DraftModule", "FitResult", "HydraModule", "HydraTrainConfig", "MedusaModule", "MedusaTrainConfig",
-           "TrainConfig", "fit"]
+__all__ = ["DraftModule", "FitResult", "HydraModule", "HydraTrainConfig", "Medusa2Module", "Medusa2TrainConfig",
+           "MedusaModule", "MedusaTrainConfig", "TrainConfig", "fit"]

@@ -9,13 +9,14 @@ Shapes: B rows, L positions, D hidden size, K draft steps, C columns of sums, V 
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import lightning as L
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 
+from ..modules.adapter import Adapter
 from ..modules.drafter import Drafter
 from ..modules.errors import UserError
 from ..modules.features import Features
@@ -131,6 +132,8 @@ class DraftModule(L.LightningModule):
     """
 
     drafter: Drafter
+    changes_target: ClassVar[bool] = False
+    """Whether the target learns too: its states cannot be stored beforehand then."""
 
     def __init__(self, target: Target, config: TrainConfig, *, token_counts: Tensor | None = None) -> None:
         super().__init__()
@@ -250,14 +253,18 @@ class DraftModule(L.LightningModule):
         sums_KC = self.trainer.strategy.reduce(pending.sums_KC, reduce_op="sum")
         total, count = (float(value) for value in weighted_mean_loss(sums_KC, pending.weights))
         self._check(total, count, float(sums_KC[:, 1].sum()))
-        for parameter in self.drafter.parameters():
+        for parameter in self.parameters():
             if parameter.grad is not None:
                 parameter.grad.div_(max(count, 1.0))
         rates = {"learning_rate": optimizer.param_groups[0]["lr"]}
-        self.figures = describe(sums_KC, pending.weights, pending.offsets) | rates
+        self.figures = self.describe(sums_KC, pending) | rates
         if self.logger is not None:
             self.logger.log_metrics(self.figures, step=self.global_step + 1)
         self._take_time()
+
+    def describe(self, sums_KC: Tensor, learned: Learned) -> dict[str, float]:
+        """Readable figures of an optimizer step, from its sums over all processes."""
+        return describe(sums_KC, learned.weights, learned.offsets)
 
     def _check(self, total: float, count: float, missed: float) -> None:
         step = self.global_step + 1
@@ -305,6 +312,29 @@ class DraftModule(L.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Features, batch_idx: int) -> None:
         """End after the last step, once the callbacks have measured and saved it."""
         self.trainer.should_stop = self.finished
+
+    # What is decoded and kept ----------------------------------------------------------------------------------------
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """How the target has changed, for families that train it too."""
+        return None
+
+    def judges(self, rows: list[Features]) -> tuple[Target, list[Features]]:
+        """The target that verifies the drafts, and greedy answers of its own with its states.
+
+        Args:
+            rows: held-out conversations with the original target's greedy answers and states.
+        """
+        return self.target, rows
+
+    def trained(self) -> dict[str, Tensor]:
+        """All that was trained, by name: what an artifact is made from."""
+        return self.drafter.state_dict()
+
+    def restore(self, weights: dict[str, Tensor]) -> None:
+        """Take over what `trained` gave."""
+        self.drafter.load_state_dict(weights)
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 

@@ -110,7 +110,7 @@ class DecodedAcceptance(_EveryStep):
         if not self.best or self.latest > self.best["accepted_length"]:
             self.best = {**found, "step": step}
             if trainer.is_global_zero:
-                save_weights(self.out / BEST, self.module.drafter)
+                save_weights(self.out / BEST, self.module.trained())
 
     def _measure(self, trainer: L.Trainer) -> dict[str, Any]:
         """What the first process measured, in all of them."""
@@ -123,7 +123,7 @@ class DecodedAcceptance(_EveryStep):
         drafter = self.module.drafter
         drafter.eval()
         with torch.no_grad():
-            found = self.measure(drafter, self.module.target, self.rows)
+            found = self.measure(drafter, *self.module.judges(self.rows))
         drafter.train()
         if found.tokens < FEWEST_TOKENS and self.untrained is None:
             warnings.warn(f"validation decodes only {found.tokens} tokens; distil more held-out text to reach "

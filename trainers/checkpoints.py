@@ -3,7 +3,7 @@
 import io
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..modules.errors import UserError
 
@@ -75,10 +75,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                             "training again") from error
 
 
-def save_weights(path: Path, module: nn.Module) -> None:
-    """Write a module's own weights as safetensors, the same bytes for the same weights."""
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
-    write_atomically(path, lambda partial: save_file(weights, partial))
+def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write weights as safetensors, the same bytes for the same weights."""
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    write_atomically(path, lambda partial: save_file(plain, partial))
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:

@@ -70,7 +70,7 @@ def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, pr
         trainer = _trainer(module, out, acceptance, progress)
         trainer.fit(module, datamodule=datamodule, ckpt_path=str(last) if last.exists() else None, weights_only=True)
     # Lightning leaves the module on the CPU; what the drafter borrows is where the target is.
-    module.drafter.load_state_dict(load_weights(out / BEST))
+    module.restore(load_weights(out / BEST))
     module.drafter.to(module.target.device).eval()
     best = acceptance.best
     trained = [parameter.numel() for parameter in module.drafter.parameters() if parameter.requires_grad]

@@ -26,3 +26,19 @@ def warmup_cosine(
         return rise * 0.5 * (1.0 + math.cos(math.pi * progress))
 
     return factor
+
+
+def stage_factor(progress: float, begin: float, end: float, *, rise: float, step: float) -> float:
+    """Factor of the peak learning rate in one stage of a run: 0 outside of it, in it a straight rise and a half cosine.
+
+    Args:
+        progress: how far the run is before the optimizer step that asks, from 0 to 1.
+        begin: progress at which the stage begins; its first step learns already.
+        end: progress at which it ends, where the cosine reaches zero.
+        rise: progress that the rise takes.
+        step: progress of one optimizer step.
+    """
+    if not begin <= progress < end:
+        return 0.0
+    risen = min(1.0, (progress - begin + step) / rise) if rise else 1.0
+    return risen * 0.5 * (1.0 + math.cos(math.pi * (progress - begin) / (end - begin)))

@@ -26,8 +26,9 @@ def main() -> int:
     artifact = load_artifact(folder, target)
     requests = [Request(tuple(target.tokenizer(text).input_ids), index, 32)
                 for index, text in enumerate(("one", "two words", "and three more"))]
-    drafted = decode(target, requests, DecodeSettings(batch_size=2), drafter=artifact.drafter, policy=artifact.policy())
-    plain = decode(target, requests, DecodeSettings(batch_size=2))
+    drafted = decode(artifact.target, requests, DecodeSettings(batch_size=2), drafter=artifact.drafter,
+                     policy=artifact.policy())
+    plain = decode(artifact.target, requests, DecodeSettings(batch_size=2))
     same = [a.tokens for a in drafted.generations] == [b.tokens for b in plain.generations]
     print(f"{sum(len(g.tokens) for g in drafted.generations)} tokens, {drafted.accepted_length:.2f} a pass, "
           f"{'identical' if same else 'DIFFERENT'}; no extra installed")

@@ -1,0 +1,91 @@
+"""An adapted target as a folder of its own: what loads it needs neither this project nor peft.
+
+As a Hugging Face model alone (`merged`), or with Medusa heads among its tensors (`medusa`), the layout of Medusa v1.0:
+heads under `medusa_head.` in a shard of their own, their number in the model's config.json.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..modules import Medusa, UserError
+from .artifact import Artifact, portable
+from .convert import medusa_tensors
+from .files import whole_folder, write_file
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+HEADS = "medusa_head.safetensors"
+
+
+def export_adapted(artifact: Artifact, format_name: str, out: Path) -> Path:
+    """Write an artifact that changes its target to `out` (new or empty); returns it.
+
+    Raises:
+        UserError: if the format cannot hold an adapted target, the heads cannot be said in it, or `out` cannot be
+            written.
+    """
+    if format_name not in ADAPTED_FORMATS:
+        raise UserError(f"this artifact changes its target, which the format {format_name!r} has no place for; choose "
+                        f"one of {', '.join(ADAPTED_FORMATS)}")
+    ADAPTED_FORMATS[format_name](artifact, out)
+    return out
+
+
+def export_merged(artifact: Artifact, out: Path) -> None:
+    """Write the adapted target as transformers loads it, tokenizer included."""
+    with whole_folder(out, frozenset()) as partial:
+        _save_target(artifact, partial)
+        write_file(partial / "README.md", _readme(artifact, "The drafts are not in this folder."))
+
+
+def export_medusa_merged(artifact: Artifact, out: Path) -> None:
+    """Write the adapted target with Medusa heads among its tensors."""
+    drafter = artifact.drafter
+    if not isinstance(drafter, Medusa):
+        raise UserError(f"the format medusa holds Medusa heads, this artifact is {drafter.family}; export merged, the "
+                        "adapted target alone")
+    tensors = medusa_tensors(drafter, artifact.target)
+    with whole_folder(out, frozenset()) as partial:
+        _save_target(artifact, partial)
+        _add_shard(partial, {f"medusa_head.{name}": tensor for name, tensor in tensors.items()})
+        config = json.loads((partial / "config.json").read_text(encoding="utf-8"))
+        config |= {"medusa_num_heads": drafter.config.num_heads, "medusa_num_layers": drafter.config.num_layers}
+        write_file(partial / "config.json", json.dumps(config, indent=2) + "\n")
+        write_file(partial / "README.md", _readme(artifact, f"{drafter.config.num_heads} Medusa heads are among its "
+                                                            "tensors (`medusa_head.`), as in Medusa v1.0."))
+
+
+def _save_target(artifact: Artifact, folder: Path) -> None:
+    with artifact.target.native() as model:
+        model.save_pretrained(folder)
+    artifact.target.tokenizer.save_pretrained(folder)
+
+
+def _add_shard(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Put further tensors beside a saved model: a file of their own, and an index of all."""
+    save_file(tensors, folder / HEADS, metadata={"format": "pt"})
+    # A single file would be taken for the whole model by readers that look for it first.
+    if (folder / SINGLE).is_file():
+        (folder / SINGLE).rename(folder / "model-00001-of-00001.safetensors")
+    places: dict[str, str] = {}
+    size = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            places |= dict.fromkeys(opened.keys(), file.name)
+        size += file.stat().st_size
+    write_file(folder / INDEX, json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=2) + "\n")
+
+
+def _readme(artifact: Artifact, drafts: str) -> str:
+    name = portable(artifact.identity.name)
+    return (f"# {name}, adapted\n\n{name} with the adapter of a draftsmith artifact merged into its weights: its "
+            f"answers are no longer those of {name}. {drafts}\n")
+
+
+ADAPTED_FORMATS: dict[str, Callable[[Artifact, Path], None]] = {"merged": export_merged,
+                                                                "medusa": export_medusa_merged}
+"""What writes an artifact that changes its target, by format."""
