@@ -21,6 +21,7 @@ from torch import Tensor
 from ..modules import Drafter, Medusa, MedusaConfig, Target, UserError
 from .artifact import Artifact, portable
 from .files import whole_folder, write_file
+from .huggingface import export_huggingface
 from .hydra import export_hydra
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"
@@ -184,7 +185,11 @@ def _medusa_readme(drafter: Medusa, target: Target) -> str:
     )
 
 
-EXPORTERS: dict[str, Callable[[Drafter, Target, Path], None]] = {"medusa": export_medusa, "hydra": export_hydra}
+EXPORTERS: dict[str, Callable[[Drafter, Target, Path], None]] = {
+    "huggingface": export_huggingface,
+    "hydra": export_hydra,
+    "medusa": export_medusa,
+}
 """What writes each format."""
 FORMATS: tuple[str, ...] = tuple(EXPORTERS)
 """Names accepted by `export_artifact`."""

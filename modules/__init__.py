@@ -6,6 +6,7 @@ from .baselines import BASELINES, baseline
 from .calibration import Acceptance, decoded_acceptance, rank_table, replay, search_tree
 from .cost import CostCurve, CostModel, Sample, TreeChoice, choose_size
 from .decode import Loop, decode, stream
+from .draft_lm import DraftLM, DraftLMConfig
 from .drafter import Drafter, Drafts, DraftState, Frontier, Observation, Proposer, Scores, Verified
 from .dynamic import DySpecTree, Eagle2Tree
 from .ensemble import Ensemble, Union
@@ -41,7 +42,7 @@ from .target import PassOutput, Target, TargetRows
 from .timing import measure_cost
 from .tree import Drawn, TokenTree, Topology
 
-DRAFTERS: tuple[type[Drafter], ...] = (Medusa, Hydra)
+DRAFTERS: tuple[type[Drafter], ...] = (Medusa, Hydra, DraftLM)
 """Every drafter family; contract, losslessness, artifact and recipe tests run over this tuple."""
 
 __all__ = [
@@ -61,6 +62,8 @@ __all__ = [
     "DecodeResult",
     "DecodeSettings",
     "DecodeStats",
+    "DraftLM",
+    "DraftLMConfig",
     "DraftState",
     "Drafted",
     "Drafter",

@@ -79,6 +79,25 @@ class BlockRows:
             cache=self.cache,
         )
 
+    def key_positions(self) -> Tensor:
+        """Position id of every slot of the running pass, [B, W]: for sliding windows, which follow positions.
+
+        Raises:
+            ValueError: if no pass is running.
+        """
+        window = self.cache.window
+        if window is None:
+            raise ValueError("there is no pass; read or sprout first")
+        slots_W = torch.arange(window.width, device=window.slots_BN.device)
+        if not self.nodes_BM.shape[1]:
+            return slots_W.expand(len(window.host_rows), -1)
+        lengths_B1 = self.cache.lengths_B[window.rows_B1]
+        behind_BW = slots_W - lengths_B1
+        depths_BM = self.above_BMM.sum(-1) - 1
+        return torch.where(
+            behind_BW < 0, slots_W, lengths_B1 + depths_BM.gather(1, behind_BW.clamp(0, depths_BM.shape[1] - 1))
+        )
+
     def uproot(self) -> None:
         """Forget the drafted nodes; their slots are written over."""
         lengths_B = self.cache.lengths_B

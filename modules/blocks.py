@@ -89,10 +89,7 @@ class Sight:
     @classmethod
     def training(cls, features: Features) -> "Sight":
         """Each token of a packed row sees its own segment up to itself."""
-        segments_BL = features.segments_BL
-        order_L = torch.arange(segments_BL.shape[1], device=segments_BL.device)
-        same_BLL = segments_BL[:, :, None] == segments_BL[:, None]
-        return cls(positions_BN=features.positions_BL, visible_BNW=same_BLL & (order_L[:, None] >= order_L))
+        return cls(positions_BN=features.positions_BL, visible_BNW=features.visible())
 
 
 def rotate(heads_BHNE: Tensor, positions_BN: Tensor, base: float) -> Tensor:

@@ -10,6 +10,7 @@ from heapq import heappop, heappush
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .decode import decode
 from .drafter import Drafter
@@ -24,6 +25,8 @@ MAX_RANK = 10
 """Proposals of one node that a tree may use."""
 _SHRINKAGE = 20.0
 """Observations that the independent estimate of a path is worth beside the counted ones."""
+UNROLLED = 8
+"""Depths of a tree that is fitted to a drafter which can draft as deep as anyone likes."""
 _CHUNK = 512
 """Positions whose draft logits are formed at once."""
 
@@ -47,20 +50,43 @@ def rank_table(drafter: Drafter, features: Sequence[Features], max_rank: int = M
     """Rank of the true token among each step's proposals, [P, K], int64; `max_rank` stands for "not among the first".
 
     A place is counted when its first step has a label; where a later step has none, the rank is `max_rank`: such a
-    guess falls behind the end of the answer.
+    guess falls behind the end of the answer. A drafter that asks itself again answers step k of a place at the k-th
+    index behind it: while the guesses before were right, that is what it has read when it drafts.
     """
     tables = []
     for batch in features:
-        drafts = drafter(batch)
-        steps = [batch.labels(offset) for offset in drafts.offsets]
-        here_BL = steps[0][1]
-        columns = []
-        for step, (labels_BL, valid_BL) in enumerate(steps):
-            hidden_PD = drafts.hidden_BLKD[:, :, step][here_BL]
-            ranks_P = _ranks(drafter, hidden_PD, labels_BL[here_BL], step, max_rank)
-            columns.append(torch.where(valid_BL[here_BL], ranks_P, max_rank))
-        tables.append(torch.stack(columns, dim=1).cpu())
+        table = _step_ranks if drafter.unrolls is None else _unrolled_ranks
+        tables.append(table(drafter, batch, max_rank).cpu())
     return torch.cat(tables) if tables else torch.zeros(0, 1, dtype=torch.long)
+
+
+def _step_ranks(drafter: Drafter, batch: Features, max_rank: int) -> Tensor:
+    """Ranks of K draft steps that were trained as such, [P, K]."""
+    drafts = drafter(batch)
+    steps = [batch.labels(offset) for offset in drafts.offsets]
+    here_BL = steps[0][1]
+    columns = []
+    for step, (labels_BL, valid_BL) in enumerate(steps):
+        hidden_PD = drafts.hidden_BLKD[:, :, step][here_BL]
+        ranks_P = _ranks(drafter, hidden_PD, labels_BL[here_BL], step, max_rank)
+        columns.append(torch.where(valid_BL[here_BL], ranks_P, max_rank))
+    return torch.stack(columns, dim=1)
+
+
+def _unrolled_ranks(drafter: Drafter, batch: Features, max_rank: int) -> Tensor:
+    """Ranks of one step at `UNROLLED` successive indices, [P, K]."""
+    drafts, step = drafter(batch), drafter.unrolls or 0
+    labels_BL, valid_BL = batch.labels(drafts.offsets[step])
+    ranks_BL = torch.full_like(labels_BL, max_rank)
+    ranks_BL[valid_BL] = _ranks(drafter, drafts.hidden_BLKD[:, :, step][valid_BL], labels_BL[valid_BL], step, max_rank)
+    behind_BL = functional.pad(ranks_BL, (0, UNROLLED - 1), value=max_rank)
+    segments_BL = functional.pad(batch.segments_BL, (0, UNROLLED - 1), value=-1)
+    columns = []
+    for later in range(UNROLLED):
+        places = slice(later, later + labels_BL.shape[1])
+        same_BL = segments_BL[:, places] == batch.segments_BL
+        columns.append(torch.where(same_BL, behind_BL[:, places], max_rank)[valid_BL])
+    return torch.stack(columns, dim=1)
 
 
 def _ranks(drafter: Drafter, hidden_PD: Tensor, labels_P: Tensor, step: int, max_rank: int) -> Tensor:

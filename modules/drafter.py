@@ -234,6 +234,12 @@ class Drafter(nn.Module, Proposer):
         """Whether `forward` reads the target's states, final or tapped; a draft language model does not."""
         return True
 
+    @property
+    def unrolls(self) -> int | None:
+        """The training step whose answers at the following indices are those of the following draft steps, for a family
+        that drafts by asking itself again; None when its K training steps are its K draft steps."""
+        return None
+
     @abstractmethod
     def forward(self, features: Features) -> Drafts:
         """Training: the draft hidden states at all positions at once."""

@@ -59,6 +59,11 @@ class Features:
             labels[:, :-offset] = torch.where(valid[:, :-offset], self.tokens_BL[:, offset:], 0)
         return labels, valid
 
+    def visible(self) -> Tensor:
+        """Which indices each index may attend to, bool [B, L, L]: those of its own segment up to itself."""
+        order_L = torch.arange(self.tokens_BL.shape[1], device=self.tokens_BL.device)
+        return (self.segments_BL[:, :, None] == self.segments_BL[:, None, :]) & (order_L[:, None] >= order_L)
+
     def final(self) -> Tensor:
         """The final states, [B, L, D].
 

@@ -1,8 +1,7 @@
 """The target as its own draft model: some of its layers, the others skipped (SWIFT arXiv:2410.06916, Draft & Verify
 arXiv:2309.08168), or its first layers only.
 
-Shapes: B rows, R rows that change, F nodes of a draft pass, M cache slots behind what a row has read, the pass's own
-included, W cache slots in use, N tokens, D hidden size, L tokens of a text.
+Shapes: B rows, F new tokens, W cache slots in use, N tokens, D hidden size, L tokens of a text.
 """
 
 import random
@@ -10,23 +9,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .cache import RowCache
-from .drafter import DraftState, Frontier, Observation, Proposer, Scores
+from .blocks import Sight
+from .causal import CausalDraft
+from .drafter import Scores
 from .errors import UserError
 from .features import Features
-from .lookup import Text
 from .target import Target
-
-_WAITING = 16
-"""Accepted tokens that wait for the root's pass; a longer text, such as a prompt, is read at once."""
 
 
 @contextmanager
-def skipping(target: Target, kept: Sequence[int]) -> Iterator[None]:
-    """Let only the layers `kept` of the target do anything inside the block."""
-    skipped = [target.layers[index] for index in range(target.num_layers) if index not in set(kept)]
+def skipping(layers: nn.ModuleList, kept: Sequence[int]) -> Iterator[None]:
+    """Let only the layers `kept` of a model do anything inside the block."""
+    skipped = [layer for index, layer in enumerate(layers) if index not in set(kept)]
     # Hooks that spread a model over devices replace `forward` on the layer too: what was there must come back.
     former = [layer.__dict__.get("forward") for layer in skipped]
     for layer in skipped:
@@ -45,34 +41,7 @@ def _unchanged(hidden_states: Tensor, *_args: object, **_kwargs: object) -> Tens
     return hidden_states
 
 
-class LayersState(Text):
-    """The texts, and the draft model's cache: what it has read of them, and behind it the nodes drafted so far."""
-
-    def __init__(self, rows: int, capacity: int, cache: RowCache) -> None:
-        super().__init__(rows, capacity, 0, cache.lengths_B.device)
-        self.cache = cache
-        self.host_lengths = [0] * rows
-        """Tokens of each text, the root not counted."""
-        none_B0 = torch.zeros(rows, 0, dtype=torch.long, device=cache.lengths_B.device)
-        self.nodes_BM = self.depths_BM = none_B0
-        self.ancestors_BMM = none_B0[:, :, None].bool()
-
-    @property
-    def drafted(self) -> int:
-        """Nodes in the cache."""
-        return self.nodes_BM.shape[1]
-
-    def plant(self, nodes_BM: Tensor, depths_BM: Tensor, ancestors_BMM: Tensor) -> None:
-        """Note the nodes that the cache holds, in the order of their slots."""
-        self.nodes_BM, self.depths_BM, self.ancestors_BMM = nodes_BM, depths_BM, ancestors_BMM
-
-    def uproot(self) -> None:
-        """Take the drafted nodes out of the cache."""
-        self.cache.rewind(len(self.host_lengths), self.drafted)
-        self.plant(self.nodes_BM[:, :0], self.depths_BM[:, :0], self.ancestors_BMM[:, :0, :0])
-
-
-class LayerDraft(Proposer):
+class LayerDraft(CausalDraft):
     """A draft model made of the target's layers `kept`, with the target's embedding, last norm and output layer.
 
     It reads the text by itself, into a cache of its own: its states are those of a model that consists of the kept
@@ -96,140 +65,45 @@ class LayerDraft(Proposer):
                 f"the layers kept must be ascending numbers from 0 to {target.num_layers - 1}, at least one; "
                 f"got {tuple(kept)}"
             )
-        self.target, self.kept = target, tuple(kept)
+        self.target, self._kept = target, tuple(kept)
 
-    def start(self, rows: int, capacity: int) -> LayersState:
-        """An empty cache."""
-        # Beside a row with tokens waiting, the others are padded.
-        cache = RowCache(len(self.kept), rows, capacity + _WAITING + 1, self.target.device)
-        # The model numbers all its layers, the storage holds the kept ones; the others never write.
-        places = {layer: place for place, layer in enumerate(self.kept)}
-        cache.layers = [cache.layers[places.get(layer, 0)] for layer in range(self.target.num_layers)]
-        return LayersState(rows, capacity, cache)
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """Layers of the target that run."""
+        return self._kept
 
-    def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
-        """Note the new tokens. A few wait for the root's pass; many are read at once."""
-        held = _layers(state)
-        held.uproot()
-        held.append(rows_R, observation)
-        rows = rows_R.tolist()
-        for row, count in zip(rows, observation.counts_B.tolist(), strict=True):
-            held.host_lengths[row] += count
-        if max(held.host_lengths[row] - held.cache.host_lengths[row] for row in rows) > _WAITING:
-            self._read(held, rows, roots=0)
+    @property
+    def num_layers(self) -> int:
+        """The target's."""
+        return self.target.num_layers
 
-    def expand(self, state: DraftState, frontier: Frontier) -> Scores:
-        """Log-probabilities of the children of the frontier nodes."""
-        held = _layers(state)
-        final_BFD = self._root(held, frontier) if held.drafted == 0 else self._nodes(held, frontier)
-        logits_BFV = self.target.logits(final_BFD)
-        wide = torch.promote_types(logits_BFV.dtype, torch.float32)
-        return Scores(log_probs_BFHQ=logits_BFV.to(wide).log_softmax(-1)[:, :, None])
+    @property
+    def device(self) -> torch.device:
+        """The target's."""
+        return self.target.device
 
-    def _root(self, held: LayersState, frontier: Frontier) -> Tensor:
-        """Read what is waiting and the root behind it; the root's state, [B, 1, D]."""
-        final_BND, counts_B = self._read(held, list(range(len(held.host_lengths))), roots=1)
-        depths_BM = torch.zeros_like(frontier.nodes_BF)
-        held.plant(frontier.nodes_BF, depths_BM, torch.ones_like(depths_BM[:, :, None], dtype=torch.bool))
-        last_B11 = (counts_B - 1)[:, None, None].expand(-1, 1, final_BND.shape[-1])
-        return final_BND.gather(1, last_B11)
-
-    def _read(self, held: LayersState, rows: list[int], *, roots: int) -> tuple[Tensor, Tensor]:
-        """Run the tokens of these rows that are not in the cache, with their roots if `roots` is 1, and keep them.
-
-        Returns:
-            The final states [R, N, D], left-aligned, and the counts [R].
-        """
-        device = held.roots_S.device
-        counts = [held.host_lengths[row] + roots - held.cache.host_lengths[row] for row in rows]
-        rows_R, counts_R = torch.tensor(rows, device=device), torch.tensor(counts, device=device)
-        order_N = torch.arange(max(counts), device=device)
-        read_R = held.cache.lengths_B[rows_R]
-        places_RN = (read_R[:, None] + order_N).clamp(max=held.tokens_SL.shape[1] - 1)
-        tokens_RN = held.tokens_SL[rows_R[:, None], places_RN].clamp(min=0)
-        depths_RN = order_N.expand_as(tokens_RN)
-        earlier_RNN = (order_N[:, None] >= order_N).expand(len(rows), -1, -1)
-        final_RND = self._run(held.cache, rows, tokens_RN, read_R, depths_RN, earlier_RNN)
-        held.cache.commit(places_RN, counts_R, counts, moved=False)
-        return final_RND, counts_R
-
-    def _nodes(self, held: LayersState, frontier: Frontier) -> Tensor:
-        """Run new nodes behind those drafted before; their states, [B, F, D]."""
-        above_BF = (frontier.parents_BF[:, :, None] == held.nodes_BM[:, None]).long().argmax(-1)
-        inherited_BFM = held.ancestors_BMM.gather(1, above_BF[..., None].expand(-1, -1, held.drafted))
-        batch, width = above_BF.shape
-        itself_BFF = torch.eye(width, dtype=torch.bool, device=above_BF.device).expand(batch, -1, -1)
-        visible_BFM = torch.cat([inherited_BFM, itself_BFF], dim=2)
-        depths_BM = torch.cat([held.depths_BM, held.depths_BM.gather(1, above_BF) + 1], dim=1)
-        read_B = held.cache.lengths_B[:batch] - held.drafted
-        final_BFD = self._run(held.cache, list(range(batch)), frontier.tokens_BF, read_B, depths_BM, visible_BFM)
-        held.cache.commit(above_BF, torch.full_like(read_B, width), [width] * batch, moved=False)
-        nothing_BMF = itself_BFF.new_zeros(batch, held.drafted, width)
-        ancestors_BMM = torch.cat([torch.cat([held.ancestors_BMM, nothing_BMF], dim=2), visible_BFM], dim=1)
-        held.plant(torch.cat([held.nodes_BM, frontier.nodes_BF], dim=1), depths_BM, ancestors_BMM)
-        return final_BFD
-
-    @torch.no_grad()
-    def _run(
-        self,
-        cache: RowCache,
-        rows: list[int],
-        tokens_BF: Tensor,
-        read_B: Tensor,
-        depths_BM: Tensor,
-        visible_BFM: Tensor,
-    ) -> Tensor:
-        """One pass of the kept layers: the final states of new tokens in the slots that follow each row's last one.
-
-        Args:
-            read_B: tokens of each row that everything sees; M counts the slots behind them.
-            depths_BM: how far behind them each slot's token stands.
-            visible_BFM: which of the slots each new token sees.
-        """
-        # Neighbouring rows are read through a view of the cache, others through a copy.
-        together = rows == list(range(len(rows)))
-        window = cache.open(slice(0, len(rows)) if together else rows, tokens_BF.shape[1])
-        slots_W = torch.arange(window.width, device=read_B.device)
-        behind_BW = slots_W - read_B[:, None]
-        inside_BW = (behind_BW >= 0) & (behind_BW < depths_BM.shape[1])
-        behind_BW = behind_BW.clamp(0, depths_BM.shape[1] - 1)
-        seen_BFW = visible_BFM.gather(2, behind_BW[:, None].expand(-1, tokens_BF.shape[1], -1)) & inside_BW[:, None]
-        positions_BM = (read_B[:, None] + depths_BM).clamp(max=self.target.context_length - 1)
-        with skipping(self.target, self.kept):
+    def run(self, tokens_BF: Tensor, sight: Sight, key_positions_BW: Tensor) -> Tensor:
+        """One pass of the kept layers."""
+        with skipping(self.target.layers, self.kept):
             return self.target.decoder(  # type: ignore[no-any-return]
                 inputs_embeds=self.target.embed(tokens_BF),
-                attention_mask=((slots_W < read_B[:, None])[:, None] | seen_BFW)[:, None],
-                position_ids=positions_BM[:, -tokens_BF.shape[1] :],
-                past_key_values=cache,
+                attention_mask=sight.visible_BNW[:, None],
+                position_ids=sight.positions_BN.clamp(max=self.target.context_length - 1),
+                past_key_values=sight.cache,
                 use_cache=True,
-                key_positions=torch.where(inside_BW, positions_BM.gather(1, behind_BW), slots_W),
+                key_positions=key_positions_BW,
             ).last_hidden_state
+
+    def read_out(self, final: Tensor) -> Scores:
+        """By the target's output layer."""
+        logits = self.target.logits(final)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        return Scores(log_probs_BFHQ=logits.to(wide).log_softmax(-1))
 
     def expand_bytes(self) -> int:
         """The kept layers and the output layer."""
         kept = (parameter for layer in self.kept for parameter in self.target.layers[layer].parameters())
         return self.target.output_weight().nbytes + sum(parameter.nbytes for parameter in kept)
-
-    def clear(self, state: DraftState, rows_R: Tensor) -> None:
-        """Forget the rows' texts and what was read of them."""
-        held = _layers(state)
-        held.uproot()
-        held.clear(rows_R)
-        for row in rows_R.tolist():
-            # Not only emptied: NaN keys of a row that went wrong would reach its successor through the mask.
-            held.cache.wipe(row)
-            held.host_lengths[row] = 0
-
-    def keep(self, state: DraftState, rows_R: Tensor) -> None:
-        """Let row r be the former row rows_R[r]."""
-        held, order = _layers(state), rows_R.tolist()
-        held.uproot()
-        held.keep(rows_R)
-        for destination, source in enumerate(order):
-            if source != destination:
-                held.cache.move(source, destination)
-        held.host_lengths = [held.host_lengths[row] for row in order]
-        held.plant(*(drafted[: len(order)] for drafted in (held.nodes_BM, held.depths_BM, held.ancestors_BMM)))
 
 
 def first_layers(target: Target, count: int | None = None) -> LayerDraft:
@@ -299,13 +173,7 @@ def _batch(texts: Sequence[Sequence[int]]) -> Features:
 
 def _argmax(target: Target, features: Features, kept: Sequence[int]) -> Tensor:
     """The likeliest next token at every real position, [P], by the kept layers alone."""
-    with skipping(target, kept):
+    with skipping(target.layers, kept):
         encoded = target.encode(features)
     final_PD = encoded.final()[encoded.segments_BL >= 0]
     return torch.cat([target.logits(chunk).argmax(-1) for chunk in torch.split(final_PD, 512)])
-
-
-def _layers(state: DraftState) -> LayersState:
-    if not isinstance(state, LayersState):
-        raise TypeError(f"LayerDraft needs the state that its own start() made, got {type(state).__name__}")
-    return state

@@ -31,13 +31,10 @@ def _packed_forward(x: Tensor, *, weight: Tensor, bias: Tensor | None) -> Tensor
     return out
 
 
-def _packed(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
-    """The forward of a layer, its weight laid out anew."""
-    return partial(
-        _packed_forward,
-        weight=torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _TYPICAL_TOKENS),
-        bias=None if layer.bias is None else layer.bias.detach(),
-    )
+def packed_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """x -> x W^T + b with the weight laid out once; the layout is a copy."""
+    laid_out = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _TYPICAL_TOKENS)
+    return partial(_packed_forward, weight=laid_out, bias=None if bias is None else bias.detach())
 
 
 class PackedLinears:
@@ -53,7 +50,7 @@ class PackedLinears:
     def __init__(self, model: nn.Module, beside: "PackedLinears | None" = None) -> None:
         known = {} if beside is None else {id(layer.weight): form for layer, form in beside.layers.items()}
         self.layers: dict[nn.Module, Callable[[Tensor], Tensor]] = {
-            module: known.get(id(module.weight)) or _packed(module)
+            module: known.get(id(module.weight)) or packed_linear(module.weight, module.bias)
             for module in model.modules()
             if type(module) is nn.Linear
         }
@@ -67,6 +64,15 @@ class PackedLinears:
         """Run the plain form from now on."""
         for module in self.layers:
             module.__dict__.pop("forward", None)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """The packed form inside the block alone: for a model that is also trained."""
+        self.install()
+        try:
+            yield
+        finally:
+            self.remove()
 
     @contextmanager
     def removed(self) -> Iterator[None]:

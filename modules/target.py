@@ -61,7 +61,7 @@ class Target:
         self.config = model.config.get_text_config()
         self.decoder: nn.Module = model.get_decoder()
         self.head: nn.Module = model.get_output_embeddings()
-        self.layers = _layer_list(self.decoder, self.config.num_hidden_layers)
+        self.layers = layer_list(self.decoder, self.config.num_hidden_layers)
         self.packed: PackedLinears | None = None
         sketched = self.device.type == "meta"
         self.identity = TargetIdentity(
@@ -184,13 +184,7 @@ class Target:
 
     def post_process(self, logits: Tensor) -> Tensor:
         """The scaling and soft-capping that the model applies to the product with its output weight."""
-        if (scale := getattr(self.model, "logit_scale", None)) is not None:
-            logits = logits * scale
-        if (divisor := getattr(self.config, "logits_scaling", None)) is not None:
-            logits = logits / divisor
-        if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:
-            logits = cap * torch.tanh(logits / cap)
-        return logits
+        return post_process(logits, self.model, self.config)
 
     def logits(self, final: Tensor) -> Tensor:
         """Next-token logits [..., V] of final states [..., D], exactly as the model computes them."""
@@ -222,14 +216,10 @@ class Target:
         """The same with a graph behind the states, for a target of which something is trained."""
         batch = features.to(self.device)
         positions_BL = batch.positions_BL
-        segments_BL = batch.segments_BL
-        length = positions_BL.shape[1]
-        order_L = torch.arange(length, device=self.device)
-        mask_BLL = (segments_BL[:, :, None] == segments_BL[:, None, :]) & (order_L[:, None] >= order_L)
         with self.tapping(self._checked(taps)) as states:
             final_BLD = self.decoder(
                 inputs_embeds=self.embed(batch.tokens_BL),
-                attention_mask=mask_BLL[:, None],
+                attention_mask=batch.visible()[:, None],
                 position_ids=positions_BL,
                 key_positions=positions_BL,
                 use_cache=False,
@@ -385,7 +375,19 @@ def _visible(tree: TokenTree, lengths_B1: Tensor, positions_BN: Tensor, width: i
     return mask_BNW, key_positions_BW
 
 
-def _layer_list(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
+def post_process(logits: Tensor, model: Any, config: Any) -> Tensor:
+    """The scaling and soft-capping that a model with this text config applies behind its output layer."""
+    if (scale := getattr(model, "logit_scale", None)) is not None:
+        logits = logits * scale
+    if (divisor := getattr(config, "logits_scaling", None)) is not None:
+        logits = logits / divisor
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
+        logits = cap * torch.tanh(logits / cap)
+    return logits
+
+
+def layer_list(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
+    """The decoder's list of layers. Raises UserError when it has none of that length."""
     for module in decoder.children():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from draftsmith.modules import Drafter, Hydra, HydraConfig, Medusa, MedusaConfig, Target
+from draftsmith.modules import Drafter, DraftLM, DraftLMConfig, Hydra, HydraConfig, Medusa, MedusaConfig, Target
 from draftsmith.trainers import DraftModule
+from draftsmith.trainers.draft_lm import DraftLMModule, DraftLMTrainConfig
 from draftsmith.trainers.hydra import HydraModule, HydraTrainConfig
 from draftsmith.trainers.medusa import MedusaModule, MedusaTrainConfig
 
@@ -33,24 +34,33 @@ def randomised(drafter: Drafter) -> Drafter:
     return drafter.eval()
 
 
+def _counts(target: Target, ids: torch.Tensor | None) -> torch.Tensor:
+    """Labels of training data in which only these tokens occur."""
+    counts = torch.zeros(target.vocab_size)
+    if ids is not None:
+        counts[ids] = 1.0
+    return counts
+
+
 def _medusa(config: MedusaConfig, ids: torch.Tensor | None = None) -> Case:
     def module(target: Target, **settings: Any) -> DraftModule:
-        counts = torch.zeros(target.vocab_size)
-        if ids is not None:
-            counts[ids] = 1.0
-        return MedusaModule(target, MedusaTrainConfig(drafter=config, **settings), token_counts=counts)
+        return MedusaModule(target, MedusaTrainConfig(drafter=config, **settings), token_counts=_counts(target, ids))
 
     return Case(make=lambda target: Medusa.create(config, target, ids), module=module)
 
 
 def _hydra(config: HydraConfig, ids: torch.Tensor | None = None) -> Case:
     def module(target: Target, **settings: Any) -> DraftModule:
-        counts = torch.zeros(target.vocab_size)
-        if ids is not None:
-            counts[ids] = 1.0
-        return HydraModule(target, HydraTrainConfig(drafter=config, **settings), token_counts=counts)
+        return HydraModule(target, HydraTrainConfig(drafter=config, **settings), token_counts=_counts(target, ids))
 
     return Case(make=lambda target: Hydra.create(config, target, ids), module=module)
+
+
+def _draft_lm(config: DraftLMConfig, ids: torch.Tensor | None = None) -> Case:
+    def module(target: Target, **settings: Any) -> DraftModule:
+        return DraftLMModule(target, DraftLMTrainConfig(drafter=config, **settings), token_counts=_counts(target, ids))
+
+    return Case(make=lambda target: DraftLM.create(config, target, ids), module=module)
 
 
 CASES: dict[str, Case] = {
@@ -61,4 +71,8 @@ CASES: dict[str, Case] = {
     "hydra-copy-reduced": _hydra(HydraConfig(num_heads=2, num_layers=3, tie_blocks=False, output="copy",
                                              vocabulary_size=len(IDS)), IDS),
     "hydra++": _hydra(HydraConfig(num_heads=3, num_layers=4, prefix=True, dropout=0.1)),
+    "draft-lm": _draft_lm(DraftLMConfig(num_layers=2, hidden_size=24)),
+    "draft-lm-exits-reduced": _draft_lm(DraftLMConfig(layers=(0, 1), exits=(1, 2), vocabulary_size=len(IDS),
+                                                      freeze_embedding=True), IDS),
+    "draft-lm-depths": _draft_lm(DraftLMConfig(num_layers=2, hidden_size=32, depths=3, tied=True)),
 }

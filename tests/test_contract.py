@@ -194,8 +194,8 @@ def test_train_equals_decode(name: str, tiny_target: Target) -> None:
         for row, root in enumerate([7, 2, 8]):
             for level in range(depth):
                 index, step = root + 1 - drafts.offsets[0], level
-                if len(drafts.offsets) == 1:
-                    index, step = index + level, 0
+                if drafter.unrolls is not None:
+                    index, step = index + level, drafter.unrolls
                 logits_Q = drafter.project(drafts.hidden_BLKD[row, index, step], step)
                 torch.testing.assert_close(found[row, level], logits_Q.log_softmax(-1), atol=1e-5, rtol=1e-4)
 

@@ -1,10 +1,11 @@
 """Training of drafters: losses, schedules, checkpoints chosen by decoded acceptance."""
 
 from .base import DraftModule, TrainConfig
+from .draft_lm import DraftLMModule, DraftLMTrainConfig
 from .fitting import FitResult, fit
 from .hydra import HydraModule, HydraTrainConfig
 from .medusa import MedusaModule, MedusaTrainConfig
 from .medusa2 import Medusa2Module, Medusa2TrainConfig
 
-__all__ = ["DraftModule", "FitResult", "HydraModule", "HydraTrainConfig", "Medusa2Module", "Medusa2TrainConfig",
-           "MedusaModule", "MedusaTrainConfig", "TrainConfig", "fit"]
+__all__ = ["DraftLMModule", "DraftLMTrainConfig", "DraftModule", "FitResult", "HydraModule", "HydraTrainConfig",
+           "Medusa2Module", "Medusa2TrainConfig", "MedusaModule", "MedusaTrainConfig", "TrainConfig", "fit"]

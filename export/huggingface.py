@@ -1,0 +1,79 @@
+"""A draft language model as an ordinary Hugging Face folder, which every serving engine loads as a draft model."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+from ..modules import Drafter, DraftLM, Target, UserError
+from ..modules.draft_lm import as_model
+from .artifact import portable
+from .files import whole_folder, write_file
+
+TRAINED = "draft_token_ids.json"
+"""The ids of a reduced vocabulary, ascending."""
+_OWNED = frozenset({
+    "config.json", "generation_config.json", "model.safetensors", "README.md", "tokenizer.json",
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "tokenizer.model", "chat_template.jinja", TRAINED,
+})
+
+
+def export_huggingface(drafter: Drafter, target: Target, out: Path) -> None:
+    """Write a draft language model as config.json, model.safetensors, generation_config.json and tokenizer files.
+
+    The folder holds the target's whole vocabulary, since engines compare ids: a reduced output layer becomes a whole
+    one, in which the tokens that the draft never learnt keep the rows that it began with. A mask token stands in the
+    place of `mask_token_id`, where there is one.
+
+    Raises:
+        UserError: if the drafter is no language model, its reduced output layer cannot be completed, or `out` cannot be
+            written.
+    """
+    if not isinstance(drafter, DraftLM):
+        raise UserError(f"the format huggingface holds draft language models, this artifact is {drafter.family}; "
+                        "export that family in its own format")
+    model = as_model(drafter, target)
+    if target.model.generation_config is not None:
+        model.generation_config = copy.deepcopy(target.model.generation_config)
+    with whole_folder(out, _OWNED) as partial:
+        # One file, however large: engines read a draft whole.
+        model.save_pretrained(partial, max_shard_size="1TB")
+        target.tokenizer.save_pretrained(partial)
+        config = json.loads((partial / "config.json").read_text(encoding="utf-8"))
+        write_file(partial / "config.json", json.dumps(config | _for_engines(config, drafter), indent=2) + "\n")
+        write_file(partial / "README.md", _readme(drafter, target))
+        if drafter.token_ids is not None:
+            write_file(partial / TRAINED, json.dumps(drafter.token_ids.tolist()) + "\n")
+
+
+def _for_engines(config: dict[str, Any], drafter: DraftLM) -> dict[str, Any]:
+    """Keys under the names that engines read: transformers has renamed some, and does not know mask tokens."""
+    keys: dict[str, Any] = {"torch_dtype": config.get("dtype") or config.get("torch_dtype")}
+    rope = config.get("rope_parameters") or {}
+    if "rope_theta" in rope:
+        keys["rope_theta"] = rope["rope_theta"]
+    if drafter.config.mask_token_id is not None:
+        keys["pard_token"] = drafter.config.mask_token_id
+    return keys
+
+
+def _readme(drafter: DraftLM, target: Target) -> str:
+    name, depths, mask = portable(target.identity.name), drafter.config.depths, drafter.config.mask_token_id
+    lines = [
+        f"# A draft language model for {name}\n",
+        f"{drafter.depth} layers with the vocabulary and tokenizer of the target. Serve it with\n",
+        "* transformers: `target.generate(..., assistant_model=draft)`",
+        "* vLLM: `--speculative-config '{\"method\": \"draft_model\", \"model\": \"THIS_FOLDER\", "
+        f"\"num_speculative_tokens\": {max(3, depths)}}}'`",
+    ]
+    if mask is not None:
+        lines.append(f"\nIt answers {depths} tokens in one pass through mask tokens, whose id is {mask} "
+                     "(`pard_token`): add `\"parallel_drafting\": true` there.")
+    elif depths > 1:
+        lines.append("\nIt was trained to answer several tokens in one pass through a mask token that has no id and is "
+                     "not in this folder: here it drafts one by one. Train with `mask_token_id` to export it.")
+    if drafter.token_ids is not None:
+        lines.append(f"\nIts output layer was trained for the {len(drafter.token_ids)} tokens in {TRAINED} alone; the "
+                     "rows of all others are those that it began with.")
+    return "\n".join(lines) + "\n"

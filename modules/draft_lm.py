@@ -1,0 +1,517 @@
+"""A small language model of the target's vocabulary that reads the text by itself and drafts token by token (FastDraft,
+arXiv:2411.11055), or several tokens a pass through mask tokens (PARD, arXiv:2504.18583).
+
+It reads tokens alone. Its state at index p predicts the token at p + 1: while decoding, every token up to the root has
+been read, and the root's own state scores the root's children.
+
+Shapes: B rows, L positions, F nodes of a draft pass, H depths answered at once, K draft steps, D hidden size of the
+draft, V target vocabulary, Q entries of the draft vocabulary.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .blocks import Sight
+from .cache import RowCache
+from .causal import SLOT, CausalDraft, CausalState
+from .drafter import Drafter, Drafts, Scores
+from .errors import UserError
+from .features import Features
+from .identity import TargetIdentity
+from .layers import skipping
+from .masked import by_depth, conditional_drop, pack, useful, visible
+from .packing import PackedLinears, can_pack, packed_linear
+from .small import (
+    chosen,
+    config_of,
+    copy_layers,
+    fields_of,
+    new_model,
+    read_config,
+    read_model,
+    require_vocabulary,
+    smaller,
+)
+from .target import Target, layer_list, post_process
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftLMConfig:
+    """Where a draft language model comes from, its shape, and how many tokens a pass of it gives.
+
+    It is either `num_layers` new ones, or some `layers` of the target, or the model in a `folder`.
+    """
+
+    layers: tuple[int, ...] | None = None
+    """Layers of the target to begin with, ascending; their width, embedding and output layer are the target's."""
+    folder: str | None = None
+    """A Hugging Face folder to begin with, such as another run's export."""
+    num_layers: int | None = None
+    """Decoder layers of a new model; 2 when nothing else is given. Few and wide ones draft fastest at equal size."""
+    hidden_size: int | None = None
+    """Width of a new model; None takes the target's."""
+    num_heads: int | None = None
+    """Attention heads of a new model; None keeps the target's width of a head."""
+    num_kv_heads: int | None = None
+    """Key-value heads of a new model; None keeps the target's proportion."""
+    intermediate_size: int | None = None
+    """Width of a new model's MLP; None keeps the target's proportion."""
+    tied: bool | None = None
+    """Whether the output layer is the embedding; None as in the target."""
+    freeze_embedding: bool = False
+    """Keep the embedding as it began. On a CPU its gradient costs more than that of all layers."""
+    vocabulary_size: int | None = None
+    """Entries of a reduced draft vocabulary, the most frequent tokens of the training data, with an output layer of
+    its own; None keeps them all."""
+    exits: tuple[int, ...] = ()
+    """Numbers of layers after which the model is trained to answer too, ascending, the last being all of them (S2D,
+    arXiv:2407.01955); empty trains the last alone."""
+    decode_exit: int | None = None
+    """Which of `exits` drafts; None for the last."""
+    depths: int = 1
+    """Tokens guessed in one pass of the draft: above 1, a learned mask token stands in for each one not yet known."""
+    keep_rate: float = 0.7
+    """Share of the training positions that keep their k-th mask token is `keep_rate ** k`."""
+    keep_least: float = 0.2
+    """The least share."""
+    mask_token_id: int | None = None
+    """A reserved token in whose place the mask token is exported; None exports without."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "intermediate_size", "vocabulary_size",
+                     "depths"):
+            if (value := getattr(self, name)) is not None and (not isinstance(value, int) or value < 1):
+                raise UserError(f"{name} must be a whole number of at least 1, got {value!r}")
+        self._check_source()
+        self._check_exits()
+        if not 0 < self.keep_least <= self.keep_rate <= 1:
+            raise UserError("keep_least and keep_rate must satisfy 0 < keep_least <= keep_rate <= 1, got "
+                            f"{self.keep_least} and {self.keep_rate}")
+        if self.mask_token_id is not None and self.depths == 1:
+            raise UserError(f"mask_token_id {self.mask_token_id} means nothing with depths 1; set depths to the tokens "
+                            "of a draft pass, or leave mask_token_id out")
+
+    def _check_source(self) -> None:
+        if self.layers is not None and self.folder is not None:
+            raise UserError("layers and folder are two beginnings; give one of them")
+        begun = "layers" if self.layers is not None else "folder" if self.folder is not None else None
+        for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "intermediate_size"):
+            if begun is not None and getattr(self, name) is not None:
+                raise UserError(f"{name} is decided by {begun}; leave {name} out, or {begun}")
+        if self.folder is not None and self.tied is not None:
+            raise UserError("tied is decided by folder; leave tied out, or folder")
+
+    def _check_exits(self) -> None:
+        if list(self.exits) != sorted(set(self.exits)) or (self.exits and self.exits[0] < 1):
+            raise UserError(f"exits must be ascending numbers of layers from 1, got {list(self.exits)}")
+        if self.exits and self.depths > 1:
+            raise UserError("exits and depths above 1 cannot be trained together; leave one of them out")
+        if self.decode_exit is not None and self.decode_exit not in self.exits:
+            raise UserError(f"decode_exit must be one of exits {list(self.exits)}, got {self.decode_exit}")
+
+
+class DraftLM(CausalDraft, Drafter):
+    """A causal language model of transformers as a drafter; all its weights are its own.
+
+    Own weights: `decoder.*` under transformers' names, `head.weight` unless the output layer is the embedding,
+    `mask_embedding` with several depths, `token_ids` with a reduced vocabulary. Make a new one with `DraftLM.create`.
+
+    Args:
+        config: its settings.
+        model: a causal language model of transformers with the attention function of this package.
+    """
+
+    family = "draft_lm"
+    token_ids: Tensor | None
+    mask_embedding: nn.Parameter | None
+
+    def __init__(self, config: DraftLMConfig, model: Any) -> None:
+        super().__init__()
+        self.config, self.architecture = config, model.config
+        self.decoder: nn.Module = model.get_decoder()
+        output = model.get_output_embeddings()
+        self.vocab_size, width = output.weight.shape
+        check_fit(config, len(self._layers()), self.vocab_size)
+        tied = output.weight is self._embedding().weight
+        size = config.vocabulary_size
+        self.register_buffer("token_ids", None if size is None else torch.zeros(size, dtype=torch.long))
+        self.head = None if tied and size is None else output if size is None else \
+            nn.Linear(width, size, bias=output.bias is not None)
+        self.mask_embedding = nn.Parameter(self._embedding().weight.detach().mean(0)) if config.depths > 1 else None
+        self._embedding().weight.requires_grad_(not config.freeze_embedding)
+        self._packing, self._bound = _Packing(), False
+
+    def _layers(self) -> nn.ModuleList:
+        return layer_list(self.decoder, self.architecture.num_hidden_layers)
+
+    def embedding_weight(self) -> Tensor:
+        """The embedding's weight, [V, D]."""
+        return self._embedding().weight.detach()
+
+    def _embedding(self) -> nn.Embedding:
+        return cast(nn.Embedding, self.decoder.get_input_embeddings())  # type: ignore[operator]
+
+    # Making one ------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def create(cls, config: DraftLMConfig, target: Target, token_ids_Q: Tensor | None = None) -> "DraftLM":
+        """A new draft beside `target`.
+
+        Args:
+            config: what it begins with.
+            target: the model it drafts for.
+            token_ids_Q: ids of the reduced draft vocabulary, when `config.vocabulary_size` asks for one.
+
+        Raises:
+            UserError: if the layers, the folder or the ids do not fit.
+        """
+        given = None if token_ids_Q is None else len(token_ids_Q)
+        if given != config.vocabulary_size:
+            raise UserError(
+                f"vocabulary_size is {config.vocabulary_size} but {given} token ids were given; "
+                "choose as many with draftsmith.modules.vocabulary.choose"
+            )
+        model = _beginning(config, target)
+        drafter = cls(config, model)
+        if token_ids_Q is not None:
+            drafter.restrict(model.get_output_embeddings(), token_ids_Q)
+        if drafter.mask_embedding is not None and config.mask_token_id is not None:
+            drafter.mask_embedding.data.copy_(drafter._embedding().weight[config.mask_token_id])
+        # Half precision would lose small updates: masters stay in float32.
+        drafter.to(device=target.device, dtype=torch.promote_types(target.dtype, torch.float32))
+        drafter.bind(target)
+        return drafter
+
+    @torch.no_grad()
+    def restrict(self, output: nn.Linear, token_ids_Q: Tensor) -> None:
+        """Begin the reduced output layer with the rows of a whole one."""
+        if self.token_ids is None or self.head is None:
+            raise RuntimeError("this draft has no reduced vocabulary")
+        self.token_ids.copy_(token_ids_Q)
+        for name, parameter in self.head.named_parameters():
+            parameter.copy_(getattr(output, name)[token_ids_Q])
+
+    def describe(self) -> dict[str, Any]:
+        """The settings and the model's configuration, JSON-ready; not the folder it began with."""
+        return {**asdict(self.config), "folder": None, "model": fields_of(self.architecture)}
+
+    @classmethod
+    def rebuild(cls, description: dict[str, Any], identity: TargetIdentity) -> "DraftLM":
+        """An equal drafter, NaN until its weights are loaded. Raises UserError on an unknown description."""
+        known = {field.name for field in fields(DraftLMConfig)} | {"model"}
+        if set(description) != known:
+            raise UserError(f"a draft language model is described by {sorted(known)}, got {sorted(description)}; "
+                            "use the version of draftsmith that wrote the artifact")
+        given: dict[str, Any] = {**description}
+        model = new_model(config_of(given.pop("model")))
+        lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+        drafter = cls(DraftLMConfig(**given | lists), model)
+        with torch.no_grad():
+            for parameter in drafter.parameters():
+                parameter.fill_(torch.nan)
+        return drafter
+
+    def bind(self, target: Target) -> None:
+        """Nothing is borrowed, but the vocabularies must have been compared before it runs."""
+        require_vocabulary(self.vocab_size, target, "at hand")
+        self._bound = True
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "DraftLM":
+        """Move or cast the weights. Rotary frequencies are moved only: rounded ones would be other positions."""
+        kept = {name: buffer for name, buffer in self.decoder.named_buffers() if buffer.is_floating_point()}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in kept.items():
+            owner, _, last = name.rpartition(".")
+            setattr(self.decoder.get_submodule(owner), last, buffer.to(self.device))
+        return self
+
+    # What the contract asks ------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return self._embedding().weight.device
+
+    @property
+    def reads_states(self) -> bool:
+        """It reads tokens alone."""
+        return False
+
+    @property
+    def token_ids_Q(self) -> Tensor | None:
+        """Target id of each entry of the reduced draft vocabulary; None for the whole vocabulary."""
+        return self.token_ids
+
+    @property
+    def reach(self) -> int | None:
+        """With mask tokens the depths of one pass; else as deep as anyone likes."""
+        return self.config.depths if self.slots else None
+
+    @property
+    def unrolls(self) -> int | None:
+        """Without mask tokens: the exit that drafts, again and again."""
+        if self.slots:
+            return None
+        return self.config.exits.index(self.depth) if self.config.exits else 0
+
+    @property
+    def depth(self) -> int:
+        """Layers that run while decoding."""
+        return self.config.decode_exit or len(self._layers())
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Every exit predicts the next token, mask token k the one k places further."""
+        if self.slots:
+            return tuple(range(1, self.config.depths + 1))
+        return (1,) * max(1, len(self.config.exits))
+
+    # Training --------------------------------------------------------------------------------------------------------
+
+    def forward(self, features: Features) -> Drafts:
+        """States at all positions, segments isolated: of every exit, or of every depth."""
+        if self.slots:
+            return self._forward_depths(features)
+        positions_BL = features.positions_BL
+        with self._leaving() as states:
+            final_BLD = self._states(self.embed(features.tokens_BL), features.visible(), positions_BL, positions_BL)
+        norm = _last_norm(self.decoder) if states else None
+        exits = [norm(state) for state in states] if norm is not None else []
+        return Drafts(hidden_BLKD=torch.stack([*exits, final_BLD], dim=2), offsets=self.offsets)
+
+    def _forward_depths(self, features: Features) -> Drafts:
+        """One pass over the texts and the mask tokens kept; while evaluating, all are."""
+        kept_BLK = torch.ones(*features.tokens_BL.shape, self.config.depths, dtype=torch.bool, device=self.device)
+        if self.training:
+            kept_BLK = conditional_drop(useful(features, self.config.depths), self.config.keep_rate,
+                                        self.config.keep_least)
+        slots = pack(kept_BLK)
+        masks_BS = torch.full_like(slots.anchors_BS, SLOT)
+        behind_BS = features.positions_BL.gather(1, slots.anchors_BS) + slots.depths_BS
+        positions_BM = torch.cat([features.positions_BL, behind_BS], dim=1).clamp(max=self.positions - 1)
+        embedded_BMD = self.embed(torch.cat([features.tokens_BL, masks_BS], dim=1))
+        states_BMD = self._states(embedded_BMD, visible(features, slots), positions_BM, positions_BM)
+        hidden_BLKD = by_depth(states_BMD, slots, kept_BLK.shape[1], self.config.depths)
+        return Drafts(hidden_BLKD=hidden_BLKD, offsets=self.offsets, valid_BLK=kept_BLK if self.training else None)
+
+    @contextmanager
+    def _leaving(self) -> Iterator[list[Tensor]]:
+        """Collect the outputs of the layers before each exit but the last."""
+        states: list[Tensor] = []
+
+        def keep(_module: nn.Module, _args: Any, output: Any) -> None:
+            states.append(output[0] if isinstance(output, tuple) else output)
+
+        handles = [self._layers()[exit - 1].register_forward_hook(keep) for exit in self.config.exits[:-1]]
+        try:
+            yield states
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def project(self, hidden: Tensor, step: int) -> Tensor:
+        """Draft logits [..., Q] for states [..., D], every step by the one output layer."""
+        weight_QD, bias_Q = self._output()
+        return self._post_process(functional.linear(hidden.to(weight_QD.dtype), weight_QD, bias_Q))
+
+    def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
+        """The trained weights that `project` reads."""
+        found = (self._embedding() if self.head is None else self.head).parameters()
+        return tuple(parameter for parameter in found if parameter.requires_grad)
+
+    def _output(self) -> tuple[Tensor, Tensor | None]:
+        return (self._embedding().weight, None) if self.head is None else (self.head.weight, self.head.bias)
+
+    def _post_process(self, logits: Tensor) -> Tensor:
+        return post_process(logits, self.architecture, self.architecture)
+
+    # Passes ----------------------------------------------------------------------------------------------------------
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings [..., D] of token ids, the learned one where a mask token stands."""
+        if self.mask_embedding is None:
+            return cast(Tensor, self._embedding()(tokens))
+        found = self._embedding()(tokens.clamp(min=0))
+        return torch.where((tokens == SLOT)[..., None], self.mask_embedding.to(found.dtype), found)
+
+    def _states(self, embedded_BFD: Tensor, mask_BFW: Tensor, positions_BF: Tensor, key_positions_BW: Tensor,
+                cache: RowCache | None = None) -> Tensor:
+        """Final states of one pass, [B, F, D]."""
+        if not self._bound:
+            raise RuntimeError("this draft language model is not bound to a target; call bind(target) first")
+        return cast(Tensor, self.decoder(
+            inputs_embeds=embedded_BFD, attention_mask=mask_BFW[:, None], position_ids=positions_BF,
+            past_key_values=cache, use_cache=cache is not None, key_positions=key_positions_BW,
+        ).last_hidden_state)
+
+    @property
+    def positions(self) -> int:
+        """Its own context length."""
+        return int(getattr(self.architecture, "max_position_embeddings", 1 << 30))
+
+    @property
+    def slots(self) -> int:
+        """One mask token for each depth beyond the first."""
+        return self.config.depths - 1
+
+    def expand_bytes(self) -> int:
+        """The layers that run and the output layer; of the embedding a row a token."""
+        layers = sum(parameter.nbytes for layer in self._layers()[: self.depth] for parameter in layer.parameters())
+        return layers + self._output()[0].nbytes
+
+    @property
+    def kept(self) -> range:
+        """The layers up to the exit."""
+        return range(self.depth)
+
+    @property
+    def num_layers(self) -> int:
+        """All of them."""
+        return len(self._layers())
+
+    def start(self, rows: int, capacity: int) -> CausalState:
+        """An empty state; the linear layers are packed for it when they have changed."""
+        self._packing.refresh(self)
+        return super().start(rows, capacity)
+
+    def run(self, tokens_BF: Tensor, sight: Sight, key_positions_BW: Tensor) -> Tensor:
+        """One pass of the layers up to the exit."""
+        positions_BF = sight.positions_BN.clamp(max=self.positions - 1)
+        with self._packing.installed(), skipping(self._layers(), self.kept):
+            return self._states(self.embed(tokens_BF), sight.visible_BNW, positions_BF, key_positions_BW, sight.cache)
+
+    def read_out(self, final: Tensor) -> Scores:
+        """By its own output layer."""
+        packed = self._packing.head
+        logits = self.project(final, 0) if packed is None else self._post_process(packed(final))
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        return Scores(log_probs_BFHQ=logits.to(wide).log_softmax(-1), token_ids_Q=self.token_ids)
+
+
+class _Packing:
+    """Packed linear layers of a draft that may be trained on: packed again when a weight has changed, used in decoding
+    alone. A copy of its owner packs its own."""
+
+    def __init__(self) -> None:
+        self._stamp: tuple[tuple[int, float], ...] = ()
+        self._layers: PackedLinears | None = None
+        self.head: Any = None
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "_Packing":
+        return _Packing()
+
+    def refresh(self, drafter: DraftLM) -> None:
+        """Pack where that pays, unless nothing has changed."""
+        stamp = tuple((parameter.data_ptr(), _sample(parameter)) for parameter in drafter.parameters())
+        if stamp == self._stamp:
+            return
+        self._stamp, self._layers, self.head = stamp, None, None
+        if can_pack(drafter):
+            self._layers = PackedLinears(drafter.decoder)
+            self.head = packed_linear(*drafter._output())
+
+    def installed(self) -> Any:
+        """A block in which the packed form runs."""
+        return nullcontext() if self._layers is None else self._layers.installed()
+
+
+def _sample(parameter: nn.Parameter) -> float:
+    """A sum over some elements. A parameter's own count of changes would miss those made through `.data`."""
+    flat = parameter.detach().reshape(-1)
+    return float(flat[:: max(1, len(flat) // 256)].double().sum())
+
+
+def planned(config: DraftLMConfig, target: Target) -> Any:
+    """The configuration of the model that a draft begins as: refuses what cannot be made beside `target`, reading no
+    weights.
+
+    Raises:
+        UserError: if layers, widths, exits or the folder's vocabulary do not fit.
+    """
+    if config.folder is not None:
+        model = read_config(Path(config.folder), target)
+    elif config.layers is not None:
+        model = chosen(target, config.layers, tied=config.tied)
+    else:
+        model = smaller(
+            target, num_layers=config.num_layers or 2, hidden_size=config.hidden_size, num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads, intermediate_size=config.intermediate_size, tied=config.tied,
+        )
+    check_fit(config, model.num_hidden_layers, target.vocab_size)
+    return model
+
+
+def check_fit(config: DraftLMConfig, layers: int, vocab_size: int) -> None:
+    """Refuse exits and mask tokens that a draft of this size does not have. Raises UserError."""
+    if config.exits and config.exits[-1] != layers:
+        raise UserError(f"the last of exits must be all {layers} layers of the draft, got {list(config.exits)}")
+    if config.mask_token_id is not None and not 0 <= config.mask_token_id < vocab_size:
+        raise UserError(f"mask_token_id must lie between 0 and {vocab_size - 1}, got {config.mask_token_id}")
+
+
+def _beginning(config: DraftLMConfig, target: Target) -> Any:
+    """The causal language model that a draft begins as."""
+    architecture, sketched = planned(config, target), target.device.type == "meta"
+    if config.folder is not None and not sketched:
+        return read_model(Path(config.folder), target)
+    with target.device if sketched else nullcontext():
+        model = new_model(architecture)
+    if config.layers is not None and not sketched:
+        copy_layers(model, target, config.layers)
+    return model
+
+
+def _last_norm(decoder: nn.Module) -> nn.Module:
+    """The norm behind the last layer."""
+    norms = [module for module in decoder.children() if "norm" in type(module).__name__.lower()]
+    if not norms:
+        raise UserError(f"{type(decoder).__name__} has no norm behind its layers that an early exit could share; leave "
+                        "exits out")
+    return norms[-1]
+
+
+@torch.no_grad()
+def as_model(drafter: DraftLM, target: Target) -> Any:
+    """The draft as a causal language model of transformers, over the whole vocabulary, up to the exit that drafts.
+
+    A reduced output layer becomes a whole one: the trained rows, and for all other tokens those it began with.
+
+    Raises:
+        UserError: if a reduced output layer began with rows that nobody has any more.
+    """
+    output = _whole_output(drafter, target)
+    given = fields_of(drafter.architecture)
+    given |= {"num_hidden_layers": drafter.depth, "tie_word_embeddings": output is None}
+    if given.get("layer_types"):
+        given["layer_types"] = given["layer_types"][: drafter.depth]
+    model = new_model(config_of(given))
+    own = drafter.decoder.state_dict()
+    model.get_decoder().load_state_dict({name: own[name] for name in model.get_decoder().state_dict()})
+    for name, tensor in (output or {}).items():
+        getattr(model.get_output_embeddings(), name).copy_(tensor)
+    if drafter.mask_embedding is not None and drafter.config.mask_token_id is not None:
+        model.get_input_embeddings().weight[drafter.config.mask_token_id] = drafter.mask_embedding
+    return model.to(drafter.embedding_weight().dtype).eval()
+
+
+def _whole_output(drafter: DraftLM, target: Target) -> dict[str, Tensor] | None:
+    """The output layer over the whole vocabulary; None where it is the embedding."""
+    if drafter.head is None:
+        return None
+    weights = {name: parameter.detach() for name, parameter in drafter.head.named_parameters()}
+    if drafter.token_ids is None:
+        return weights
+    base_VD = drafter.embedding_weight() if drafter.architecture.tie_word_embeddings else target.output_weight()
+    if base_VD.shape[1] != weights["weight"].shape[1] or "bias" in weights:
+        raise UserError(f"this draft answers {len(drafter.token_ids)} tokens and has no rows for the others; train "
+                        "with tied: true or vocabulary_size: null for a whole output layer")
+    whole_VD = base_VD.to(weights["weight"]).clone()
+    whole_VD[drafter.token_ids] = weights["weight"]
+    return {"weight": whole_VD}
