@@ -180,23 +180,23 @@ class DraftLM(CausalDraft, Drafter):
             )
         model = _beginning(config, target)
         drafter = cls(config, model)
-        if token_ids_Q is not None:
-            drafter.restrict(model.get_output_embeddings(), token_ids_Q)
-        if drafter.mask_embedding is not None and config.mask_token_id is not None:
-            drafter.mask_embedding.data.copy_(drafter._embedding().weight[config.mask_token_id])
+        # A sketch of a target has no values to begin with.
+        if target.device.type != "meta":
+            drafter._begin(model.get_output_embeddings(), token_ids_Q)
         # Half precision would lose small updates: masters stay in float32.
         drafter.to(device=target.device, dtype=torch.promote_types(target.dtype, torch.float32))
         drafter.bind(target)
         return drafter
 
     @torch.no_grad()
-    def restrict(self, output: nn.Linear, token_ids_Q: Tensor) -> None:
-        """Begin the reduced output layer with the rows of a whole one."""
-        if self.token_ids is None or self.head is None:
-            raise RuntimeError("this draft has no reduced vocabulary")
-        self.token_ids.copy_(token_ids_Q)
-        for name, parameter in self.head.named_parameters():
-            parameter.copy_(getattr(output, name)[token_ids_Q])
+    def _begin(self, output: nn.Linear, token_ids_Q: Tensor | None) -> None:
+        """Begin the reduced output layer with the rows of a whole one, the mask token as the token in its place."""
+        if self.token_ids is not None and self.head is not None and token_ids_Q is not None:
+            self.token_ids.copy_(token_ids_Q)
+            for name, parameter in self.head.named_parameters():
+                parameter.copy_(getattr(output, name)[token_ids_Q])
+        if self.mask_embedding is not None and self.config.mask_token_id is not None:
+            self.mask_embedding.copy_(self._embedding().weight[self.config.mask_token_id])
 
     def describe(self) -> dict[str, Any]:
         """The settings and the model's configuration, JSON-ready; not the folder it began with."""
