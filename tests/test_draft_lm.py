@@ -277,8 +277,10 @@ def test_the_cost_is_that_of_a_draft_with_a_text(tiny_target: Target, monkeypatc
 
     monkeypatch.setattr(DraftLM, "observe", watched)
     measure_cost(tiny_target, drafter, Topology.chain(3), context=40, repeats=1)
-    assert read == list(range(40, 40 + len(read)))
-    assert len(read) == 1 + 2 * 3
+    # Every kind of bench lets it read its context before anything is timed; a step adds a token.
+    assert read.count(40) == 4
+    assert min(read) == 40
+    assert read[-1] > 40
 
 
 # The Hugging Face folder ----------------------------------------------------------------------------------------------
@@ -294,7 +296,7 @@ FOLDERS = {
 
 
 def exported(drafter: DraftLM, target: Target, out: Path) -> Path:
-    artifact = Artifact(drafter=drafter, topology=TREE, identity=target.identity, provenance={})
+    artifact = Artifact(drafter=drafter, target=target, topology=TREE, identity=target.identity, provenance={})
     return export_artifact(artifact, target, "huggingface", out)
 
 
@@ -461,7 +463,7 @@ def test_ids_descriptions_and_training_settings_must_fit(tiny_target: Target) ->
 def test_another_familys_artifact_is_no_language_model(tiny_target: Target, tmp_path: Path) -> None:
     from draftsmith.modules import Medusa, MedusaConfig
 
-    artifact = Artifact(drafter=Medusa.create(MedusaConfig(), tiny_target), topology=TREE,
+    artifact = Artifact(drafter=Medusa.create(MedusaConfig(), tiny_target), target=tiny_target, topology=TREE,
                         identity=tiny_target.identity, provenance={})
     with pytest.raises(UserError, match="this artifact is medusa"):
         export_artifact(artifact, tiny_target, "huggingface", tmp_path / "draft")
