@@ -404,6 +404,15 @@ class Hydra(Drafter):
         wide = torch.promote_types(logits_RFQ.dtype, torch.float32)
         return Scores(log_probs_BFHQ=logits_RFQ.to(wide).log_softmax(-1)[:, :, None], token_ids_Q=self.token_ids)
 
+    def expand_bytes(self) -> int:
+        """One head, of the mean size, with its output layer: each level of a tree is asked of its own."""
+        heads = sum(weight.nbytes for part in (self.heads, self.outputs) for weight in part.parameters())
+        return heads // self.config.num_heads + (0 if self.outputs else self._rows().weight_QD.nbytes)
+
+    def observe_bytes(self) -> int:
+        """The prefix layer."""
+        return 0 if self.prefix is None else sum(weight.nbytes for weight in self.prefix.parameters())
+
     def clear(self, state: DraftState, rows_R: Tensor) -> None:
         """Forget these rows, and what the prefix layer read of them."""
         held = _hydra(state)

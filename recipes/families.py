@@ -74,6 +74,8 @@ def families(parsed: Parsed[FamiliesArguments]) -> None:
     recipes = {row_name(row): recipe_path(row) for row in given.rows if row not in BASELINES}
     wanted = [row_name(row) for row in given.rows if given.only in (None, row_name(row))]
     files = {name: compose(name, recipes[name], parsed) for name in recipes}
+    for name in set(wanted) & set(files):
+        workspace_of(files[name]).rehearse()
     distil_once(next(iter(files.values()), None), given.out)
     for number, name in enumerate(wanted, 1):
         print(f"\n== row {number}/{len(wanted)}: {name}", flush=True)
@@ -107,9 +109,13 @@ def distil_once(file: Path | None, out: Path) -> None:
     """The data that all rows train on, by the recipe of one of them."""
     if file is None:
         return
-    words = ["--config", str(file), "--out", str(out), "--data", "null"]
-    recipe: Parsed[Recipe] = PIPELINE["run"].parse(words)
-    run_stages(Workspace(recipe.values, recipe.settings), STAGES, ["distill"])
+    run_stages(workspace_of(file, "--out", str(out), "--data", "null"), STAGES, ["distill"])
+
+
+def workspace_of(file: Path, *words: str) -> Workspace:
+    """The folder and recipe of a recipe file with some keys changed."""
+    recipe: Parsed[Recipe] = PIPELINE["run"].parse(["--config", str(file), *words])
+    return Workspace(recipe.values, recipe.settings)
 
 
 def run_row(name: str, file: Path) -> None:

@@ -38,7 +38,7 @@ from ..trainers import DraftModule, FitResult, TrainConfig, fit
 from .parsing import Command, Parsed
 from .recipe import Recipe
 from .template import handwritten_prompts, prompt_sets
-from .workspace import Stage, Workspace, refuse_states_that_change, run_stages
+from .workspace import Stage, Workspace, run_stages
 from .writing import require_teacher, writer_digest, writer_of
 
 PLACES = ("out", "data", "evaluate")
@@ -49,6 +49,7 @@ SETTINGS_FILE, TEST_FILE = "settings.json", "test.jsonl"
 
 def distill_stage(workspace: Workspace) -> Sequence[Path]:
     """The target answers prompts, or whoever else writes the training rows."""
+    workspace.rehearse()
     recipe = workspace.recipe
     manifest = distill(workspace.target, recipe.prompts, recipe.distill, workspace.template, workspace.data,
                        writer=writer_of(workspace))
@@ -57,6 +58,7 @@ def distill_stage(workspace: Workspace) -> Sequence[Path]:
 
 def encode_stage(workspace: Workspace) -> Sequence[Path]:
     """Store the target's states at every token, unless the recipe has them computed in the training step."""
+    workspace.rehearse()
     workspace.manifest().target.require_same(workspace.target.identity)
     if workspace.recipe.batch.source == "tokens":
         print("     nothing to store: batch.source is tokens", flush=True)
@@ -219,12 +221,7 @@ STAGES = (
 
 
 def perform_stages(workspace: Workspace, chosen: Sequence[str]) -> None:
-    """Run stages of a recipe; the first has nothing to do where the recipe names finished data.
-
-    Raises:
-        UserError: if the recipe stores states that training changes, or a stage cannot be done.
-    """
-    refuse_states_that_change(workspace.settings["model"]["class_path"], workspace.recipe.batch.source)
+    """Run stages of a recipe; the first has nothing to do where the recipe names finished data."""
     if workspace.recipe.data is None:
         run_stages(workspace, STAGES, chosen, before=writer_digest(workspace))
     else:

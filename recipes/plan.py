@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from ..modules import Drafter, Target
 from ..modules.loading import sketch_target
-from ..trainers import DraftModule
 from ..trainers.losses import CHUNK_ELEMENTS
 from .parsing import Command, Parsed
 from .recipe import Recipe
+from .workspace import sketched
 
 ADAM_BYTES = 16
 """Bytes a trained parameter takes in float32: itself, its gradient, and AdamW's two moments."""
@@ -59,9 +57,8 @@ def plan_recipe(recipe: Recipe, target: Target) -> Plan:
     Raises:
         UserError: if the family or its settings do not fit the target.
     """
-    module: DraftModule = recipe.model(target, token_counts=torch.ones(target.vocab_size))  # type: ignore[call-arg]
-    module.configure_model()
-    drafter, batch = module.drafter, recipe.batch
+    module, batch = sketched(recipe, target), recipe.batch
+    drafter = module.drafter
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     tokens, states = batch.rows_per_batch * batch.row_length, 1 + len(drafter.taps)
     width = target.hidden_size * target.dtype.itemsize

@@ -1,7 +1,6 @@
 """The folder of a run: which stages are complete, and what they share while they work."""
 
 import hashlib
-import importlib
 import json
 import os
 import time
@@ -11,12 +10,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..data import ChatTemplate, Manifest
 from ..data.datamodule import count_tokens
 from ..export.files import write_file
 from ..modules import Target, UserError, load_target
+from ..modules.loading import sketch_target
 from ..trainers import DraftModule
 from .recipe import Recipe
 
@@ -60,19 +61,38 @@ class Workspace:
             raise UserError(f"{self.data} holds no complete data; run draftsmith distill with this recipe first")
         return manifest
 
+    def rehearse(self) -> None:
+        """Build the module beside the target's shape alone: what does not fit is told before hours of work.
+
+        Raises:
+            UserError: if the family or its settings do not fit the target, the tree has no room for its guesses, or
+                states are to be stored that training changes.
+        """
+        module = sketched(self.recipe, sketch_target(self.recipe.target))
+        if module.changes_target and self.recipe.batch.source != "tokens":
+            raise UserError(f"batch.source is {self.recipe.batch.source!r}, but {type(module).__name__} trains the "
+                            "target, whose states change with every step; set batch.source: tokens")
+        reach, nodes = module.drafter.reach, self.recipe.tree.max_nodes
+        if reach is not None and reach >= nodes:
+            raise UserError(f"a tree of tree.max_nodes {nodes} is at most {nodes - 1} tokens deep, but this drafter "
+                            f"guesses {reach}; raise tree.max_nodes to at least {reach + 1}, or guess fewer tokens")
+
     def module(self) -> DraftModule:
         """A fresh LightningModule of the recipe's family, its drafter not built yet."""
         family: Callable[..., DraftModule] = self.recipe.model
         return family(self.target, token_counts=self.token_counts)
 
 
-def refuse_states_that_change(class_path: str, source: str) -> None:
-    """Raises UserError if a family that trains the target is to learn from states stored beforehand."""
-    module_name, _, class_name = class_path.rpartition(".")
-    family: type[DraftModule] = getattr(importlib.import_module(module_name), class_name)
-    if family.changes_target and source != "tokens":
-        raise UserError(f"batch.source is {source!r}, but {class_name} trains the target, whose states change with "
-                        "every step; set batch.source: tokens")
+def sketched(recipe: Recipe, target: Target) -> DraftModule:
+    """The recipe's module with its drafter, beside the sketch of a target (`sketch_target`): shapes without values.
+
+    Raises:
+        UserError: if the family or its settings do not fit the target.
+    """
+    family: Callable[..., DraftModule] = recipe.model
+    module = family(target, token_counts=torch.ones(target.vocab_size))
+    module.configure_model()
+    return module
 
 
 @dataclass(frozen=True, kw_only=True)

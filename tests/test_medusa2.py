@@ -2,11 +2,13 @@
 
 import dataclasses
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from cycle import CYCLE, CycleData, cycle_rows, cycle_target
 from draftsmith.modules import (
     DecodeSettings,
@@ -286,3 +288,33 @@ def test_an_output_layer_that_learns_is_in_the_loss(target: Target) -> None:
     for gradient, weight in zip(found, module.parameters(), strict=True):
         torch.testing.assert_close(gradient, weight.grad, atol=1e-5, rtol=1e-4)
         assert gradient.abs().max() > 0
+
+
+# A whole run ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_from_prompts_to_the_report_tells_how_far_the_target_moved(tmp_path: Path) -> None:
+    from draftsmith.recipes.__main__ import main
+
+    tiny = Path(__file__).resolve().parents[1] / "recipes" / "tiny.yaml"
+    recipe = yaml.safe_load(tiny.read_text())
+    recipe["model"] = {"class_path": "draftsmith.trainers.Medusa2Module", "init_args": {"config": {
+        "max_steps": 12, "lr": 2e-2, "warmup_steps": 1, "validate_every": 6, "checkpoint_every": 6,
+        "validation_nodes": 4, "first_stage": 0.25, "drafter": {"num_heads": 2}, "lora": {"rank": 2}}}}
+    recipe["batch"]["source"] = "tokens"
+    recipe["evaluate"] = {"max_new_tokens": 12, "speed_prompts": 1, "limit": 3, "temperatures": [0.0, 1.0]}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    out = tmp_path / "out"
+    assert main(["run", "--config", str(tmp_path / "recipe.yaml"), "--out", str(out)]) == 0
+    found = json.loads((out / "evaluation.json").read_text())
+    assert found["method"] == "medusa (changes the target)"
+    for record in found["measurements"]:
+        assert record["lossless"]["identical"] + record["lossless"]["near_tie_divergences"] == record["prompts"]
+    drift = found["header"]["drift"]
+    assert 0 <= drift["agreement"] <= 1
+    assert drift["kl"] >= 0
+    assert "changes the target" in (out / "report.md").read_text()
+    assert main(["generate", "--artifact", str(out / "artifact"), "--prompt", "hello", "--max_new_tokens", "4"]) == 0
+    merged = out / "merged"
+    assert main(["export", "--artifact", str(out / "artifact"), "--format", "merged", "--out", str(merged)]) == 0
+    assert (merged / "config.json").is_file()

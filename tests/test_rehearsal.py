@@ -1,0 +1,27 @@
+"""What cannot work is refused before a token is distilled."""
+
+from pathlib import Path
+
+import pytest
+from draftsmith.recipes.__main__ import main
+
+TINY = str(Path(__file__).resolve().parents[1] / "recipes" / "tiny.yaml")
+CONFIG = "--model.init_args.config"
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    (["--tree.max_nodes", "3", "--tree.size", "2"],
+     "a tree of tree.max_nodes 3 is at most 2 tokens deep, but this drafter guesses 3; raise tree.max_nodes to at"),
+    (["--model", "draftsmith.trainers.Medusa2Module"], "batch.source is 'features', but Medusa2Module trains the"),
+    (["--model", "draftsmith.trainers.Medusa2Module", "--batch.source", "tokens", f"{CONFIG}.lora.modules",
+      "[c_attn]"], "c_attn"),
+    (["--model", "draftsmith.trainers.DraftLMModule", f"{CONFIG}.drafter.layers", "[0, 7]"], "7"),
+    ([f"{CONFIG}.drafter.vocabulary_size", "100000"], "100000"),
+])
+def test_a_run_that_cannot_work_leaves_nothing(
+    words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["run", "--config", TINY, "--out", str(out), *words]) == 2
+    assert told in capsys.readouterr().err
+    assert not (out / "data").exists()
