@@ -102,8 +102,7 @@ class CausalDraft(Proposer):
             ValueError: if a drafter with mask tokens is asked about another node.
         """
         held = _causal(state)
-        if frontier.nodes_BF.shape[1] == 1 and int(frontier.parents_BF[0, 0]) < 0:
-            held.uproot()
+        if not held.rooted:
             return self.read_out(self._root(held)[:, None])
         if self.slots:
             raise ValueError(f"this {self.family} drafter answers every depth from the root at once; ask for the root")

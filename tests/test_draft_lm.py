@@ -142,6 +142,7 @@ def test_mask_tokens_are_asked_about_once(tiny_target: Target) -> None:
     drafter = made(DEPTHS, tiny_target)
     state = drafter.start(1, 64)
     observe(drafter, state, [0], [[5, 6, 7]])
+    drafter.expand(state, frontier([0], [-1], [[7]]))
     with pytest.raises(ValueError, match="every depth from the root at once"):
         drafter.expand(state, frontier([1], [0], [[9]]))
 
