@@ -172,14 +172,13 @@ def _asked(prompt: Prompt) -> int:
 
 def take_given(
     prompts: Sequence[tuple[int, Prompt]], template: ChatTemplate, context_length: int, document_tokens: int
-) -> list[Conversation]:
+) -> tuple[list[Conversation], list[UserError]]:
     """Take the source's own answers, cutting conversations at the target's context, and plain documents in pieces.
 
-    Conversations whose mask cannot be had exactly are left out with a warning; where that is all of them, the template
-    is at fault and its message is raised.
+    Conversations whose mask cannot be had exactly are left out with a warning, and what was wrong with them is told.
 
     Raises:
-        UserError: if a prompt has no answer, or no conversation can be rendered exactly.
+        UserError: if a prompt has no answer.
     """
     found, refused = [], []
     for number, prompt in prompts:
@@ -195,11 +194,9 @@ def take_given(
             found.append(_given(number, prompt, prompt.answers, template, context_length))
         except UserError as error:
             refused.append(error)
-    if refused and not found:
-        raise refused[0]
     if refused:
         log.warning("%d of %d conversations left out; the first because %s", len(refused), len(prompts), refused[0])
-    return found
+    return found, refused
 
 
 def _given(

@@ -272,7 +272,11 @@ class Distillation:
         for name in SOURCES:
             if name == "text":
                 limits = self.target.context_length, self.config.document_tokens
-                found += take_given(dealt.get(name, []), self.template, *limits)
+                taken, refused = take_given(dealt.get(name, []), self.template, *limits)
+                if refused and not taken and len(self.config.shares) == 1:
+                    # All of a shard: the template is at fault. In a mix a shard may hold very few of them.
+                    raise refused[0]
+                found += taken
             elif name in dealt:
                 answerer = self.answerer if name == "target" else self.drafting
                 found += answerer.answer(dealt[name], self.config.temperatures, self._deadline())

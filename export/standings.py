@@ -56,6 +56,12 @@ class Standing:
     """Answers that part where the target itself is undecided."""
     answers: int
     """Answers compared."""
+    changes_target: bool
+    """Whether the artifact adapts its target: lossless is then said of the adapted one."""
+    drift_kl: float | None
+    """KL(original || adapted) of the next token, in nats; None where the target stays what it is."""
+    drift_agreement: float | None
+    """Share of the original's greedy tokens that the adapted target chooses as well."""
     contended: bool
     """True when the machine was busy with something else while speeds were measured."""
 
@@ -71,6 +77,7 @@ def read_standing(name: str, folder: Path) -> Standing | None:
     whole = [record for record in content["measurements"] if _whole(record)]
     greedy, sampled = _at(whole, GREEDY), _at(whole, SAMPLED)
     lossless = [record["lossless"] for record in whole]
+    drift = content["header"].get("drift", {})
     return Standing(
         name=name,
         parameters=training.get("parameters"),
@@ -89,6 +96,9 @@ def read_standing(name: str, folder: Path) -> Standing | None:
         identical=sum(one["identical"] for one in lossless),
         near_ties=sum(one["near_tie_divergences"] for one in lossless),
         answers=sum(one["prompts"] for one in lossless),
+        changes_target=bool(drift),
+        drift_kl=drift.get("kl"),
+        drift_agreement=drift.get("agreement"),
         contended=content["contended"],
     )
 
@@ -112,7 +122,7 @@ def write_standings(out: Path, rows: Mapping[str, Path]) -> Path:
 def markdown(standings: Sequence[Standing]) -> str:
     """The table."""
     columns: list[tuple[str, Callable[[Standing], str]]] = [
-        ("", lambda one: one.name),
+        ("", lambda one: f"{one.name} (changes the target)" if one.changes_target else one.name),
         ("trained parameters", lambda one: "-" if one.parameters is None else f"{one.parameters / 1e6:.1f} M"),
         ("training, s", lambda one: number(one.training_seconds, 0)),
         ("steps", lambda one: number(one.training_steps, 0)),
@@ -132,6 +142,10 @@ def markdown(standings: Sequence[Standing]) -> str:
     ]
     lines = ["| " + " | ".join(title for title, _ in columns) + " |", "|---" + "|--:" * (len(columns) - 1) + "|"]
     lines += ["| " + " | ".join(cell(one) for _, cell in columns) + " |" for one in standings]
+    for one in (standing for standing in standings if standing.changes_target):
+        lines += ["", f"{one.name} changes the target: its answers are held against the adapted one's, which chooses "
+                      f"{percent(one.drift_agreement)} of the original's greedy tokens (KL "
+                      f"{number(one.drift_kl, 4)} nats)."]
     if any(one.contended for one in standings):
         busy = ", ".join(one.name for one in standings if one.contended)
         lines += ["", f"The machine was busy with something else while speeds were measured: {busy}."]

@@ -409,13 +409,14 @@ class _Packing:
 
     def refresh(self, drafter: DraftLM) -> None:
         """Pack where that pays, unless nothing has changed."""
+        if not can_pack(drafter):
+            self._stamp, self._layers, self.head = (), None, None
+            return
         stamp = tuple((parameter.data_ptr(), _sample(parameter)) for parameter in drafter.parameters())
         if stamp == self._stamp:
             return
-        self._stamp, self._layers, self.head = stamp, None, None
-        if can_pack(drafter):
-            self._layers = PackedLinears(drafter.decoder)
-            self.head = packed_linear(*drafter._output())
+        self._stamp, self._layers = stamp, PackedLinears(drafter.decoder)
+        self.head = packed_linear(*drafter._output())
 
     def installed(self) -> Any:
         """A block in which the packed form runs."""
@@ -481,7 +482,8 @@ def _last_norm(decoder: nn.Module) -> nn.Module:
 def as_model(drafter: DraftLM, target: Target) -> Any:
     """The draft as a causal language model of transformers, over the whole vocabulary, up to the exit that drafts.
 
-    A reduced output layer becomes a whole one: the trained rows, and for all other tokens those it began with.
+    A reduced output layer becomes a whole one: the trained rows, and for all other tokens the embedding's where the
+    two are tied, the target's where the draft began as layers of the target.
 
     Raises:
         UserError: if a reduced output layer began with rows that nobody has any more.
@@ -508,10 +510,12 @@ def _whole_output(drafter: DraftLM, target: Target) -> dict[str, Tensor] | None:
     weights = {name: parameter.detach() for name, parameter in drafter.head.named_parameters()}
     if drafter.token_ids is None:
         return weights
-    base_VD = drafter.embedding_weight() if drafter.architecture.tie_word_embeddings else target.output_weight()
-    if base_VD.shape[1] != weights["weight"].shape[1] or "bias" in weights:
+    tied = drafter.architecture.tie_word_embeddings
+    if not (tied or drafter.config.layers) or "bias" in weights:
         raise UserError(f"this draft answers {len(drafter.token_ids)} tokens and has no rows for the others; train "
-                        "with tied: true or vocabulary_size: null for a whole output layer")
+                        "with layers of the target, with tied: true or with vocabulary_size: null for a whole output "
+                        "layer")
+    base_VD = drafter.embedding_weight() if tied else target.output_weight()
     whole_VD = base_VD.to(weights["weight"]).clone()
     whole_VD[drafter.token_ids] = weights["weight"]
     return {"weight": whole_VD}

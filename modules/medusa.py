@@ -199,7 +199,8 @@ class Medusa(Drafter):
 
     def forward(self, features: Features) -> Drafts:
         """All heads at all positions."""
-        return Drafts(hidden_BLKD=self._states(features.final()), offsets=self.offsets)
+        estimates = tuple(offset - 1 for offset in self.offsets)
+        return Drafts(hidden_BLKD=self._states(features.final()), offsets=self.offsets, estimates=estimates)
 
     def _states(self, final: Tensor) -> Tensor:
         """Draft states [..., K, D] of the target's final states [..., D]."""

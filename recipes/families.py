@@ -21,6 +21,7 @@ from .pipeline import STAGES, held_out_sets
 from .recipe import Recipe, TreeConfig
 from .template import TemplateConfig, prompt_sets
 from .workspace import Stage, Workspace, run_stages
+from .writing import writer_digest
 
 RECIPE_FILE = "recipe.yaml"
 SHARED = ("target", "template", "prompts", "distill", "tree", "evaluate")
@@ -73,13 +74,13 @@ def families(parsed: Parsed[FamiliesArguments]) -> None:
     given = parsed.values
     recipes = {row_name(row): recipe_path(row) for row in given.rows if row not in BASELINES}
     wanted = [row_name(row) for row in given.rows if given.only in (None, row_name(row))]
-    files = {name: compose(name, recipes[name], parsed) for name in recipes}
-    for name in set(wanted) & set(files):
-        workspace_of(files[name]).rehearse()
+    files = {name: compose(name, recipes[name], parsed) for name in wanted if name in recipes}
+    for file in files.values():
+        workspace_of(file).rehearse()
     distil_once(next(iter(files.values()), None), given.out)
     for number, name in enumerate(wanted, 1):
         print(f"\n== row {number}/{len(wanted)}: {name}", flush=True)
-        if name in recipes:
+        if name in files:
             run_row(name, files[name])
         else:
             measure_baseline(name, parsed)
@@ -109,7 +110,8 @@ def distil_once(file: Path | None, out: Path) -> None:
     """The data that all rows train on, by the recipe of one of them."""
     if file is None:
         return
-    run_stages(workspace_of(file, "--out", str(out), "--data", "null"), STAGES, ["distill"])
+    workspace = workspace_of(file, "--out", str(out), "--data", "null")
+    run_stages(workspace, STAGES, ["distill"], before=writer_digest(workspace))
 
 
 def workspace_of(file: Path, *words: str) -> Workspace:

@@ -59,7 +59,7 @@ def distill_stage(workspace: Workspace) -> Sequence[Path]:
 def encode_stage(workspace: Workspace) -> Sequence[Path]:
     """Store the target's states at every token, unless the recipe has them computed in the training step."""
     workspace.rehearse()
-    workspace.manifest().target.require_same(workspace.target.identity)
+    workspace.require_same_source()
     if workspace.recipe.batch.source == "tokens":
         print("     nothing to store: batch.source is tokens", flush=True)
         return []
@@ -225,7 +225,7 @@ def perform_stages(workspace: Workspace, chosen: Sequence[str]) -> None:
     if workspace.recipe.data is None:
         run_stages(workspace, STAGES, chosen, before=writer_digest(workspace))
     else:
-        run_stages(workspace, STAGES[1:], chosen, before=workspace.manifest().hash)
+        run_stages(workspace, STAGES[1:], chosen, before=workspace.borrowed())
 
 
 def run(parsed: Parsed[Recipe]) -> None:

@@ -61,21 +61,30 @@ class Workspace:
             raise UserError(f"{self.data} holds no complete data; run draftsmith distill with this recipe first")
         return manifest
 
+    def borrowed(self) -> str:
+        """What stands for data that another run distilled: it, and what it is read with.
+
+        Raises:
+            UserError: if the data is not complete.
+        """
+        read_with = [self.settings[name] for name in ("target", "template")]
+        return json.dumps([self.manifest().hash, *read_with], sort_keys=True)
+
+    def require_same_source(self) -> None:
+        """Refuse data of another target or another chat template. Raises UserError."""
+        manifest = self.manifest()
+        manifest.target.require_same(self.target.identity)
+        if manifest.template_hash != self.template.hash:
+            raise UserError(f"the data in {self.data} was rendered with another chat template or other settings of it; "
+                            "set template as the run that distilled it did, or leave data out to distil anew")
+
     def rehearse(self) -> None:
         """Build the module beside the target's shape alone: what does not fit is told before hours of work.
 
         Raises:
-            UserError: if the family or its settings do not fit the target, the tree has no room for its guesses, or
-                states are to be stored that training changes.
+            UserError: as `sketched` does.
         """
-        module = sketched(self.recipe, sketch_target(self.recipe.target))
-        if module.changes_target and self.recipe.batch.source != "tokens":
-            raise UserError(f"batch.source is {self.recipe.batch.source!r}, but {type(module).__name__} trains the "
-                            "target, whose states change with every step; set batch.source: tokens")
-        reach, nodes = module.drafter.reach, self.recipe.tree.max_nodes
-        if reach is not None and reach >= nodes:
-            raise UserError(f"a tree of tree.max_nodes {nodes} is at most {nodes - 1} tokens deep, but this drafter "
-                            f"guesses {reach}; raise tree.max_nodes to at least {reach + 1}, or guess fewer tokens")
+        sketched(self.recipe, sketch_target(self.recipe.target))
 
     def module(self) -> DraftModule:
         """A fresh LightningModule of the recipe's family, its drafter not built yet."""
@@ -87,11 +96,19 @@ def sketched(recipe: Recipe, target: Target) -> DraftModule:
     """The recipe's module with its drafter, beside the sketch of a target (`sketch_target`): shapes without values.
 
     Raises:
-        UserError: if the family or its settings do not fit the target.
+        UserError: if the family or its settings do not fit the target, the tree has no room for its guesses, or states
+            are to be stored that training changes.
     """
     family: Callable[..., DraftModule] = recipe.model
     module = family(target, token_counts=torch.ones(target.vocab_size))
     module.configure_model()
+    if module.changes_target and recipe.batch.source != "tokens":
+        raise UserError(f"batch.source is {recipe.batch.source!r}, but {type(module).__name__} trains the target, "
+                        "whose states change with every step; set batch.source: tokens")
+    reach, nodes = module.drafter.reach, recipe.tree.max_nodes
+    if reach is not None and reach >= nodes:
+        raise UserError(f"a tree of tree.max_nodes {nodes} is at most {nodes - 1} tokens deep, but this drafter "
+                        f"guesses {reach}; raise tree.max_nodes to at least {reach + 1}, or guess fewer tokens")
     return module
 
 

@@ -37,7 +37,7 @@ def writer_digest(workspace: Workspace) -> str:
 
 def require_teacher(module: DraftModule) -> None:
     """Refuse to learn a draft's own words as if the target had said them. Raises UserError."""
-    if not module.needs_teacher:
+    if module.learns_text:
         raise UserError("a draft writes train rows, from which only the target's distribution can be learnt, but "
-                        f"objective is {module.config.objective}; choose another objective, such as soft, or distil "
-                        "without distill.draft")
+                        f"objective is {module.config.objective} and the text is learnt as it stands; choose another "
+                        "objective, such as soft (and keep: target for Medusa-2), or distil without distill.draft")

@@ -317,6 +317,17 @@ def test_what_follows_from_every_token_is_learnt(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_a_new_drafter_depends_on_the_seed_alone(name: str) -> None:
+    target, weights = cycle_target(), []
+    for chance in (1, 2):
+        torch.manual_seed(chance)
+        module = CASES[name].module(target, seed=5)
+        module.configure_model()
+        weights.append(module.drafter.state_dict())
+    assert all(torch.equal(weights[1][key], tensor) for key, tensor in weights[0].items())
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_labels_one_place_off_teach_nothing_of_use(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

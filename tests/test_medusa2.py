@@ -111,6 +111,23 @@ def test_two_learning_rates_and_a_warm_up_in_each_stage(target: Target) -> None:
     assert all(low > 0 and 4 * low == pytest.approx(head) for low, head, _ in single[:-1])
 
 
+def test_a_run_that_ends_by_time_warms_up_over_as_many_steps(target: Target) -> None:
+    """Its steps are counted, though it ends long before the last of them."""
+    module = Medusa2Module(target, config(max_steps=10**6, max_minutes=1.0, warmup_steps=4, lr=1.0, schedule="sine"))
+    found = []
+    for step in range(50):
+        module.seconds = 60 * step / 100
+        found.append(module._rate(step, [(0.0, 1.0)]))
+    assert found[:3] == pytest.approx([0.25, 0.5, 0.75], rel=0.02)
+    assert found[4] == pytest.approx(1.0, rel=0.02)
+    assert found[49] == pytest.approx(0.5, abs=0.03)
+
+
+def test_what_a_draft_wrote_is_not_taught_to_the_target_as_its_own(target: Target) -> None:
+    for keep, learns in (("text", True), ("target", False)):
+        assert Medusa2Module(target, config(keep=keep, objective="soft")).learns_text is learns
+
+
 @pytest.mark.parametrize("shape", [{}, {"output": "copy"}, {"vocabulary_size": 20}])
 @pytest.mark.parametrize("keep", ["target", "text"])
 def test_the_joint_loss_is_the_plain_one(shape: dict[str, Any], keep: Any, target: Target) -> None:

@@ -64,13 +64,13 @@ def test_an_artifacts_draft_writes_rows_for_the_next_one(
              str(finished / "artifact"), "--distill.budget_tokens", "600"]
     words = ["--config", str(TINY), "--out", str(tmp_path), *mixed]
     assert main(["distill", *words]) == 2
-    assert "objective is hard; choose another objective" in capsys.readouterr().err
+    assert "objective is hard and the text is learnt as it stands; choose another objective" in capsys.readouterr().err
     assert not (tmp_path / "data").exists(), "told before anything is written"
     assert main(["distill", *words, "--model.config.objective", "soft"]) == 0
     manifest = Manifest.load(tmp_path / "data")
     assert manifest.written("draft") > 0 < manifest.written("target")
     assert main(["train", *words]) == 2
-    assert "objective is hard; choose another objective" in capsys.readouterr().err
+    assert "objective is hard and the text is learnt as it stands; choose another objective" in capsys.readouterr().err
 
 
 def test_a_lost_report_is_made_again_without_training(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,6 +231,14 @@ def test_another_run_trains_on_the_same_data(
     assert {file: file.stat().st_mtime_ns for file in data.iterdir()} == before
     run(out, "--data", str(data), "--model.init_args.config.drafter.num_heads", "2")
     assert capsys.readouterr().out.count("already complete, skipped") == len(STAGES) - 1
+
+
+def test_data_is_read_with_the_template_it_was_rendered_with(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--config", str(TINY), "--out", str(tmp_path / "out"), "--data", str(finished / "data")]
+    assert main(["train", *words, "--template.system", "Be brief."]) == 2
+    assert "was rendered with another chat template or other settings of it" in capsys.readouterr().err
 
 
 def test_data_of_another_run_must_be_there(

@@ -8,6 +8,8 @@ Shapes: B rows, L positions, D hidden size, K draft steps, C columns of sums, V 
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -163,7 +165,15 @@ class DraftModule(L.LightningModule):
     def configure_model(self) -> None:
         """Build the drafter once; loading a checkpoint and fitting both come here."""
         if "drafter" not in self._modules:
-            self.drafter = self.build_drafter()
+            with self.seeded():
+                self.drafter = self.build_drafter()
+
+    @contextmanager
+    def seeded(self) -> Iterator[None]:
+        """Chance inside the block depends on the seed alone, and leaves no trace outside."""
+        with torch.random.fork_rng():
+            torch.manual_seed(self.config.seed)
+            yield
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """AdamW with warm-up and cosine; vectors are not decayed."""
@@ -195,6 +205,11 @@ class DraftModule(L.LightningModule):
     def needs_teacher(self) -> bool:
         """Whether the target's distribution judges some draft step."""
         return self.config.judge().needs_teacher
+
+    @property
+    def learns_text(self) -> bool:
+        """Whether anything learns the tokens of the text as if the target had said them."""
+        return not self.needs_teacher
 
     @property
     def needs_states(self) -> bool:

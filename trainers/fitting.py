@@ -73,7 +73,7 @@ def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, pr
     module.restore(load_weights(out / BEST))
     module.drafter.to(module.target.device).eval()
     best = acceptance.best
-    trained = [parameter.numel() for parameter in module.drafter.parameters() if parameter.requires_grad]
+    trained = [parameter.numel() for parameter in module.parameters() if parameter.requires_grad]
     return FitResult(checkpoint=out / BEST, accepted_length=best["accepted_length"],
                      by_position=tuple(best["by_position"]), untrained_accepted_length=acceptance.untrained or 1.0,
                      parameters=sum(trained), step=best["step"], steps=trainer.global_step, seconds=module.seconds,

@@ -119,8 +119,7 @@ class Medusa2Module(MedusaModule):
     def configure_model(self) -> None:
         """Build the copy that learns, and the heads; equal seeds give equal weights."""
         if "learning" not in self._modules:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(self.config.seed)
+            with self.seeded():
                 self.learning = LearningTarget(self.target, self.config.lora)
         super().configure_model()
 
@@ -145,8 +144,10 @@ class Medusa2Module(MedusaModule):
 
     def _rate(self, step: int, stages: Sequence[tuple[float, float]]) -> float:
         """Factor of the learning rate after `step` finished steps, for weights that learn in these stages."""
-        one, rise = 1 / self.config.max_steps, self.config.warmup_steps / self.config.max_steps
-        return sum(stage_factor(self._progress_at(step), *stage, rise=rise, step=one) for stage in stages)
+        progress = self._progress_at(step)
+        # A run may end by time long before its last step: what a step is worth shows in those that were made.
+        one = progress / step if step else 1 / self.config.max_steps
+        return sum(stage_factor(progress, *stage, rise=self.config.warmup_steps * one, step=one) for stage in stages)
 
     def _progress_at(self, step: int) -> float:
         """Progress after `step` finished optimizer steps."""
@@ -193,6 +194,11 @@ class Medusa2Module(MedusaModule):
             teacher=Teacher(self.target) if from_target else None,
         )
         return loss(Drafts(hidden_BLKD=states.final()[:, :, None], offsets=(1,)), original)
+
+    @property
+    def learns_text(self) -> bool:
+        """As for all heads; the target itself learns the text where `keep` says so."""
+        return super().learns_text or self.config.keep == "text"
 
     def describe(self, sums_KC: Tensor, learned: Learned) -> dict[str, float]:
         """The heads' figures, and those of the target's own predictions as `language/...`."""
