@@ -133,7 +133,9 @@ def lossless_verdict(run: EvaluationRun, evaluations: Sequence[Evaluation]) -> s
     if found.different:
         at_fault = ", ".join(dict.fromkeys(one.name for one in evaluations if one.overall.lossless.different))
         text += f"{_differ(found.different)} where it is not{where}: this is a fault, please report it ({at_fault})."
-    elif greedy and run.header["dtype"] == "float32" and found.near_tie_divergences > max(1.0, tokens * NEAR_TIES_PER_TOKEN):
+    elif greedy and run.header["dtype"] == "float32" and (
+        found.near_tie_divergences > max(1.0, tokens * NEAR_TIES_PER_TOKEN)
+    ):
         text += "That is more often than once in 10,000 tokens, which rounding does not explain."
     return text.strip()
 
