@@ -9,6 +9,7 @@ from .decode import Loop, decode, stream
 from .draft_lm import DraftLM, DraftLMConfig
 from .drafter import Drafter, Drafts, DraftState, Frontier, Observation, Proposer, Scores, Verified
 from .dynamic import DySpecTree, Eagle2Tree
+from .eagle import Eagle, EagleConfig
 from .ensemble import Ensemble, Union
 from .errors import TreeError, UserError
 from .faults import DecodeError
@@ -42,7 +43,7 @@ from .target import PassOutput, Target, TargetRows
 from .timing import measure_cost
 from .tree import Drawn, TokenTree, Topology
 
-DRAFTERS: tuple[type[Drafter], ...] = (Medusa, Hydra, DraftLM)
+DRAFTERS: tuple[type[Drafter], ...] = (Medusa, Hydra, Eagle, DraftLM)
 """Every drafter family; contract, losslessness, artifact and recipe tests run over this tuple."""
 
 __all__ = [
@@ -71,7 +72,9 @@ __all__ = [
     "Drawn",
     "Draws",
     "DySpecTree",
+    "Eagle",
     "Eagle2Tree",
+    "EagleConfig",
     "EarlyExit",
     "Ensemble",
     "Equality",

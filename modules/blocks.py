@@ -91,6 +91,15 @@ class Sight:
         """Each token of a packed row sees its own segment up to itself."""
         return cls(positions_BN=features.positions_BL, visible_BNW=features.visible())
 
+    def mix(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:
+        """What the heads of a layer take from the keys they see, [B, H, N, E]; new keys enter the cache."""
+        if self.cache is not None:
+            key_BGNE, value_BGNE = self.cache.write(layer, key_BGNE, value_BGNE)
+        grouped = query_BHNE.shape[1] != key_BGNE.shape[1]
+        return functional.scaled_dot_product_attention(
+            query_BHNE, key_BGNE, value_BGNE, attn_mask=self.visible_BNW[:, None], enable_gqa=grouped
+        )
+
 
 def rotate(heads_BHNE: Tensor, positions_BN: Tensor, base: float) -> Tensor:
     """Rotary position embedding (arXiv:2104.09864, eq. 34): element j turns with element j + E/2, angles in float32."""
@@ -124,13 +133,7 @@ class Attention(nn.Module):
         base = self.config.rope_base
         query = rotate(self._heads(self.q_proj(hidden_BND)), sight.positions_BN, base)
         key = rotate(self._heads(self.k_proj(hidden_BND)), sight.positions_BN, base)
-        value = self._heads(self.v_proj(hidden_BND))
-        if sight.cache is not None:
-            key, value = sight.cache.write(self.layer, key, value)
-        grouped = self.config.num_heads != self.config.num_kv_heads
-        mixed_BHNE = functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=sight.visible_BNW[:, None], enable_gqa=grouped
-        )
+        mixed_BHNE = sight.mix(self.layer, query, key, self._heads(self.v_proj(hidden_BND)))
         mixed_BND: Tensor = self.o_proj(mixed_BHNE.transpose(1, 2).flatten(2))
         return mixed_BND
 

@@ -5,9 +5,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from draftsmith.modules import Drafter, DraftLM, DraftLMConfig, Hydra, HydraConfig, Medusa, MedusaConfig, Target
+from draftsmith.modules import (
+    Drafter,
+    DraftLM,
+    DraftLMConfig,
+    Eagle,
+    EagleConfig,
+    Hydra,
+    HydraConfig,
+    Medusa,
+    MedusaConfig,
+    Target,
+)
 from draftsmith.trainers import DraftModule
 from draftsmith.trainers.draft_lm import DraftLMModule, DraftLMTrainConfig
+from draftsmith.trainers.eagle import EagleModule, EagleTrainConfig
 from draftsmith.trainers.hydra import HydraModule, HydraTrainConfig
 from draftsmith.trainers.medusa import MedusaModule, MedusaTrainConfig
 
@@ -56,6 +68,15 @@ def _hydra(config: HydraConfig, ids: torch.Tensor | None = None) -> Case:
     return Case(make=lambda target: Hydra.create(config, target, ids), module=module)
 
 
+def _eagle(config: EagleConfig, ids: torch.Tensor | None = None) -> Case:
+    def module(target: Target, **settings: Any) -> DraftModule:
+        # The cycle is not the target's own text: its distributions and states are no help.
+        given = {"objective": "hard", "feature_weight": 0.0} | settings
+        return EagleModule(target, EagleTrainConfig(drafter=config, **given), token_counts=_counts(target, ids))
+
+    return Case(make=lambda target: Eagle.create(config, target, ids), module=module)
+
+
 def _draft_lm(config: DraftLMConfig, ids: torch.Tensor | None = None) -> Case:
     def module(target: Target, **settings: Any) -> DraftModule:
         return DraftLMModule(target, DraftLMTrainConfig(drafter=config, **settings), token_counts=_counts(target, ids))
@@ -71,6 +92,8 @@ CASES: dict[str, Case] = {
     "hydra-copy-reduced": _hydra(HydraConfig(num_heads=2, num_layers=3, tie_blocks=False, output="copy",
                                              vocabulary_size=len(IDS)), IDS),
     "hydra++": _hydra(HydraConfig(num_heads=3, num_layers=4, prefix=True, dropout=0.1)),
+    "eagle": _eagle(EagleConfig()),
+    "eagle-hass-reduced": _eagle(EagleConfig(steps=3, bias=False, noise=0.1, vocabulary_size=len(IDS)), IDS),
     "draft-lm": _draft_lm(DraftLMConfig(num_layers=2, hidden_size=24)),
     "draft-lm-exits-reduced": _draft_lm(DraftLMConfig(layers=(0, 1), exits=(1, 2), vocabulary_size=len(IDS),
                                                       freeze_embedding=True), IDS),

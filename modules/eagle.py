@@ -1,0 +1,164 @@
+"""EAGLE-1: one decoder layer that guesses the target's next state, and its token by the target's output layer
+(arXiv:2401.15077); the same drafter under EAGLE-2's tree (arXiv:2406.16858), or trained by HASS (arXiv:2408.15766).
+
+Shapes: B rows, N positions, D hidden size.
+"""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .blocks import OFFICIAL_ROPE_BASE, Attention, BlockConfig, GatedMLP, Sight
+from .errors import UserError
+from .feedback import FeedbackDrafter, target_rope_base
+from .identity import TargetIdentity
+from .target import Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig:
+    """The shape of an EAGLE-1 drafter."""
+
+    bias: bool = True
+    """Whether the layer that joins token and state has a bias."""
+    steps: int = 1
+    """Draft steps trained at every index. 1 is EAGLE; more are HASS's harmonised passes (the paper's is 3), in which a
+    step reads the states of the one before it and no gradient goes back through them."""
+    noise: float = 0.0
+    """Uniform noise between -noise and noise on the target's states in training; the paper's is 0.1."""
+    rope_base: float | None = None
+    """Base of the rotary embedding; None takes the target's. The official code's is always 10000."""
+    vocabulary_size: int | None = None
+    """Entries of a reduced draft vocabulary, the most frequent tokens of the training data; None keeps them all."""
+
+    def __post_init__(self) -> None:
+        check_sizes(steps=self.steps, vocabulary_size=self.vocabulary_size)
+        if not self.noise >= 0:
+            raise UserError(f"noise must not be negative, got {self.noise!r}")
+
+
+def check_sizes(**sizes: int | None) -> None:
+    """Refuse what is no whole number of at least 1. Raises UserError."""
+    for name, value in sizes.items():
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise UserError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
+class BareBlock(nn.Module):
+    """A Llama layer without a norm in front of its attention, as EAGLE's only layer is."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+
+    def forward(self, hidden_BND: Tensor, sight: Sight) -> Tensor:
+        """The residual stream behind the layer, [B, N, D]."""
+        hidden_BND = hidden_BND + self.self_attn(hidden_BND, sight)
+        passed_BND: Tensor = hidden_BND + self.mlp(self.post_attention_layernorm(hidden_BND))
+        return passed_BND
+
+    @torch.no_grad()
+    def silence(self) -> None:
+        """Let the layer add nothing at the start."""
+        self.self_attn.o_proj.weight.zero_()
+        self.mlp.down_proj.weight.zero_()
+
+
+class Eagle(FeedbackDrafter):
+    """fc([e(x_{p+1}); f_p]) and a decoder layer estimate f_{p+1}, which the target's output layer reads as its own.
+
+    Own weights, named as in the official code: `fc.{weight,bias}`, `layers.0.self_attn.*`, `layers.0.mlp.*`,
+    `layers.0.post_attention_layernorm.weight`, and with a reduced vocabulary its ids, `token_ids` [Q]. The target's
+    embedding and output layer are borrowed. Make a new one with `Eagle.create`.
+
+    Args:
+        config: its settings.
+        block: the shape of its layer.
+        vocab_size: the target's vocabulary.
+    """
+
+    family = "eagle"
+
+    def __init__(self, config: EagleConfig, block: BlockConfig, *, vocab_size: int) -> None:
+        super().__init__(block, vocab_size=vocab_size, vocabulary_size=config.vocabulary_size)
+        self.config = config
+        self.fc = nn.Linear(2 * block.hidden_size, block.hidden_size, bias=config.bias)
+        self.layers = nn.ModuleList([BareBlock(block)])
+
+    @classmethod
+    def create(cls, config: EagleConfig, target: Target, token_ids_Q: Tensor | None = None) -> "Eagle":
+        """A new drafter beside `target`, bound to it, whose layer has the shape of the target's.
+
+        Args:
+            token_ids_Q: ids of the reduced draft vocabulary, when `config.vocabulary_size` asks for one.
+
+        Raises:
+            UserError: if the ids do not agree with the configuration.
+        """
+        base = config.rope_base or target_rope_base(target) or OFFICIAL_ROPE_BASE
+        with target.device:
+            drafter = cls(config, BlockConfig.like(target, rope_base=base), vocab_size=target.vocab_size)
+        drafter._pass_the_state()
+        drafter.begin(target, token_ids_Q)
+        return drafter
+
+    @torch.no_grad()
+    def _pass_the_state(self) -> None:
+        """Let the state come through unchanged at first; the official code begins at random, and has to find it."""
+        width = self.block.hidden_size
+        self.fc.weight[:, width:] = torch.eye(width, device=self.fc.weight.device)
+        for layer in self._layers():
+            layer.silence()
+
+    def _layers(self) -> list[BareBlock]:
+        return [layer for layer in self.layers if isinstance(layer, BareBlock)]
+
+    def describe(self) -> dict[str, Any]:
+        """The configuration, JSON-ready."""
+        return {**asdict(self.config), "block": asdict(self.block)}
+
+    @classmethod
+    def rebuild(cls, description: dict[str, Any], identity: TargetIdentity) -> "Eagle":
+        """An equal drafter whose weights are still to be loaded. Raises UserError on an unknown description."""
+        given = settings_of(description, EagleConfig, "an EAGLE drafter")
+        block = BlockConfig.from_dict(given.pop("block"))
+        return cls(EagleConfig(**given), block, vocab_size=identity.vocab_size)
+
+    @property
+    def steps(self) -> int:
+        """One, or HASS's passes."""
+        return self.config.steps
+
+    def estimates(self, steps: int) -> tuple[int, ...]:
+        """Step k at index p estimates the target's state at p + 1 + k."""
+        return tuple(range(1, 1 + steps))
+
+    def fuse(self, final_BND: Tensor, taps: dict[int, Tensor]) -> Tensor:
+        """The target's final states, with noise in training."""
+        final_BND = final_BND.to(self.dtype)
+        if not (self.training and self.config.noise):
+            return final_BND
+        return final_BND + (2 * torch.rand_like(final_BND) - 1) * self.config.noise
+
+    def step(self, embedded_BND: Tensor, read_BND: Tensor, sight: Sight) -> Tensor:
+        """Estimates of the target's next states, [B, N, D]."""
+        hidden_BND: Tensor = self.fc(torch.cat([embedded_BND, read_BND], dim=-1))
+        for layer in self._layers():
+            hidden_BND = layer(hidden_BND, sight)
+        return hidden_BND
+
+    def feed(self, own: Tensor) -> Tensor:
+        """The estimate itself; HASS detaches it, each pass learning to make do with what it gets."""
+        return own.detach()
+
+
+def settings_of(description: dict[str, Any], config: type, told: str) -> dict[str, Any]:
+    """A copy of the description, once its keys are those of the config and of its block. Raises UserError."""
+    if set(description) != (known := {"block", *(field.name for field in fields(config))}):
+        raise UserError(f"{told} is described by {sorted(known)}, got {sorted(description)}; use the version of "
+                        "draftsmith that wrote the artifact")
+    return {**description}

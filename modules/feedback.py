@@ -1,0 +1,287 @@
+"""Drafters that read the target's states where there are any and their own where there are none: the EAGLE line.
+
+At index p stand the target's state of x_p and the token x_{p+1}, which the target decided; the drafter's state there
+predicts x_{p+2}. Behind the last such index it goes on with its own states and drafted tokens. After a verification
+the target's states are known of more indices: what was drafted is forgotten and they are read instead.
+
+Shapes: B rows, L positions, N new positions, K draft steps, D hidden size, R rows of a decoding state, F frontier
+nodes, M nodes of the growing tree, Q entries of the draft vocabulary.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .block_rows import BlockRows
+from .blocks import BlockConfig, Sight
+from .drafter import Drafter, Drafts, DraftState, Frontier, Observation, Scores
+from .errors import UserError
+from .features import Features
+from .rollout import Rollout
+from .target import Target
+from .vocabulary import OutputRows
+
+DEPTHS = 6
+"""Draft steps that `forward` gives at least outside training: trees are fitted to them."""
+_FIRST = 2
+"""How far ahead of its index the first draft step predicts."""
+
+
+class FeedbackState(DraftState):
+    """What the layer has read of each row, its newest state there, and those of the tree behind it."""
+
+    def __init__(self, own_RD: Tensor, rows: BlockRows) -> None:
+        self.own_RD, self.rows = own_RD, rows
+        self.uproot()
+
+    def uproot(self) -> None:
+        """Forget the tree; the root's state is that of the newest index."""
+        self.rows.uproot()
+        self.nodes_RM = torch.zeros(len(self.own_RD), 1, dtype=torch.long, device=self.own_RD.device)
+        self.own_RMD = self.own_RD[:, None]
+
+    def above(self, frontier: Frontier) -> Tensor:
+        """The states of the nodes' parents, [B, F, D]."""
+        rows = len(frontier.nodes_BF)
+        columns_BF = (frontier.parents_BF[:, :, None] == self.nodes_RM[:rows, None]).long().argmax(-1)
+        return self.own_RMD[:rows].gather(1, columns_BF[..., None].expand(-1, -1, self.own_RMD.shape[-1]))
+
+    def grow(self, frontier: Frontier, own_BFD: Tensor) -> None:
+        """Take in the states of new nodes."""
+        rows = len(own_BFD)
+        self.nodes_RM = torch.cat([self.nodes_RM[:rows], frontier.nodes_BF], dim=1)
+        self.own_RMD = torch.cat([self.own_RMD[:rows], own_BFD], dim=1)
+
+
+class FeedbackDrafter(Drafter):
+    """What the members of the line share: alignment, the steps of training, cache and tree while decoding.
+
+    A member says what it reads of the target (`fuse`), what its layer does (`step`), what the next step reads of that
+    (`feed`) and what the output layer reads (`finish`).
+
+    Args:
+        block: the shape of its layer.
+        vocab_size: the target's vocabulary.
+        vocabulary_size: entries of a reduced draft vocabulary; None for the whole.
+    """
+
+    token_ids: Tensor | None
+
+    def __init__(self, block: BlockConfig, *, vocab_size: int, vocabulary_size: int | None) -> None:
+        super().__init__()
+        if vocabulary_size is not None and vocabulary_size > vocab_size:
+            raise UserError(f"vocabulary_size is {vocabulary_size}, but the target has {vocab_size} tokens; set it to "
+                            f"at most {vocab_size}, or leave it out")
+        self.block, self.vocab_size = block, vocab_size
+        ids = None if vocabulary_size is None else torch.zeros(vocabulary_size, dtype=torch.long)
+        self.register_buffer("token_ids", ids)
+        self._borrowed: OutputRows | None = None
+        self.register_load_state_dict_post_hook(_borrow_again)  # type: ignore[no-untyped-call]
+
+    # What a member says ----------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def steps(self) -> int:
+        """Draft steps trained at every index."""
+
+    @abstractmethod
+    def fuse(self, final_BND: Tensor, taps: dict[int, Tensor]) -> Tensor:
+        """What the layer reads of the target's states, [B, N, D]."""
+
+    @abstractmethod
+    def step(self, embedded_BND: Tensor, read_BND: Tensor, sight: Sight) -> Tensor:
+        """The layer's states [B, N, D] of tokens and of the states fused, or fed back, one index before them."""
+
+    def feed(self, own: Tensor) -> Tensor:
+        """What the next step reads in the place of the target's states."""
+        return own
+
+    def finish(self, own: Tensor) -> Tensor:
+        """What the output layer reads."""
+        return own
+
+    # Beginning -------------------------------------------------------------------------------------------------------
+
+    def begin(self, target: Target, token_ids_Q: Tensor | None) -> None:
+        """Take over the draft vocabulary, move to the target and borrow from it.
+
+        Raises:
+            UserError: if the ids do not agree with the configuration.
+        """
+        wanted = None if self.token_ids is None else len(self.token_ids)
+        given = None if token_ids_Q is None else len(token_ids_Q)
+        if given != wanted:
+            raise UserError(f"vocabulary_size is {wanted} but {given} token ids were given; choose as many with "
+                            "draftsmith.modules.vocabulary.choose")
+        if self.token_ids is not None and token_ids_Q is not None:
+            self.token_ids.copy_(token_ids_Q)
+        # Half precision would lose small updates: masters stay in float32.
+        self.to(device=target.device, dtype=torch.promote_types(target.dtype, torch.float32))
+        self.bind(target)
+
+    def bind(self, target: Target) -> None:
+        """Borrow the target's embedding and output layer; bind again after moving it to another device."""
+        if (target.hidden_size, target.vocab_size) != (self.block.hidden_size, self.vocab_size):
+            raise UserError(
+                f"this {self.family} drafter belongs to a target of width {self.block.hidden_size} and "
+                f"{self.vocab_size} tokens, but {target.identity.name} has width {target.hidden_size} and "
+                f"{target.vocab_size}; use the target it was trained for")
+        self._borrowed = OutputRows(target, self.token_ids)
+
+    def _rows(self) -> OutputRows:
+        if self._borrowed is None:
+            raise RuntimeError(f"this {self.family} drafter is not bound to a target; call bind(target) first")
+        return self._borrowed
+
+    @property
+    def token_ids_Q(self) -> Tensor | None:
+        """Target id of each entry of the reduced draft vocabulary; None for the whole vocabulary."""
+        return self.token_ids
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating-point type of the weights."""
+        return next(self.parameters()).dtype
+
+    # Training --------------------------------------------------------------------------------------------------------
+
+    def forward(self, features: Features) -> Drafts:
+        """Every index drafts as deep as in training, outside of it at least `DEPTHS`, along the true tokens.
+
+        Raises:
+            UserError: if the rows are too short for the steps.
+        """
+        length, steps = features.tokens_BL.shape[1], self.steps if self.training else max(self.steps, DEPTHS)
+        if self.training and length < steps + _FIRST:
+            raise UserError(f"{steps} draft steps need rows of at least {steps + _FIRST} tokens, got {length}; lower "
+                            "steps or raise row_length")
+        own = self.rollout(features, steps, Rollout(features))
+        return Drafts(hidden_BLKD=torch.stack([self.finish(state) for state in own], dim=2),
+                      offsets=tuple(range(_FIRST, _FIRST + steps)), estimates=self.estimates(steps))
+
+    def estimates(self, steps: int) -> tuple[int, ...] | None:
+        """Which of the target's final states each step estimates; none unless a member says so."""
+        return None
+
+    def rollout(self, features: Features, steps: int, sights: Callable[[int], Sight]) -> list[Tensor]:
+        """The layer's states of each step at all indices, [B, L, D] each.
+
+        Args:
+            sights: what a step sees; asked in order.
+        """
+        read_BLD = self.fuse(features.final(), features.taps)
+        states: list[Tensor] = []
+        for step in range(steps):
+            states.append(self.step(self.following(features, 1 + step), read_BLD, sights(step)))
+            read_BLD = self.feed(states[-1])
+        return states
+
+    def following(self, features: Features, places: int) -> Tensor:
+        """Embeddings of the tokens `places` behind each index, [B, L, D]; zero beyond its segment."""
+        segments_BL, length = features.segments_BL, features.tokens_BL.shape[1]
+        behind_L = torch.arange(places, places + length, device=segments_BL.device)
+        there_L = behind_L.clamp(max=length - 1)
+        inside_BL = (behind_L < length) & (segments_BL[:, there_L] == segments_BL) & (segments_BL >= 0)
+        return self._embed(features.tokens_BL[:, there_L]).masked_fill(~inside_BL[..., None], 0)
+
+    @torch.no_grad()
+    def _embed(self, tokens: Tensor) -> Tensor:
+        embedded: Tensor = self._rows().target.embed(tokens).to(self.dtype)
+        return embedded
+
+    def project(self, hidden: Tensor, step: int) -> Tensor:
+        """Draft logits [..., Q] of finished states [..., D] by the target's output layer, the same for every step."""
+        return self._rows()(hidden)
+
+    def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
+        """The trained weights that `project` reads."""
+        return ()
+
+    # Decoding --------------------------------------------------------------------------------------------------------
+
+    def start(self, rows: int, capacity: int) -> FeedbackState:
+        """A state in which no row has been observed yet."""
+        own_RD = next(self.parameters()).new_zeros(rows, self.block.hidden_size)
+        return FeedbackState(own_RD, BlockRows(1, rows, capacity, own_RD.device))
+
+    @torch.no_grad()
+    def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
+        """Read the new positions, each with the token behind it; the last one's is the root, decided already."""
+        held, counts_R = _feedback(state), observation.counts_B
+        held.uproot()
+        tokens_RN = observation.tokens_BN
+        order_N = torch.arange(tokens_RN.shape[1], device=counts_R.device)
+        padding_RN1 = (order_N >= counts_R[:, None])[..., None]
+        shifted_RN = torch.cat([tokens_RN[:, 1:], observation.roots_B[:, None]], dim=1)
+        behind_RN = torch.where(order_N == counts_R[:, None] - 1, observation.roots_B[:, None], shifted_RN)
+        read_RND = self.fuse(
+            observation.final_BND.masked_fill(padding_RN1, 0),
+            {layer: states.masked_fill(padding_RN1, 0) for layer, states in observation.taps.items()},
+        )
+        own_RND = self.step(self._embed(behind_RN), read_RND, held.rows.read(rows_R.tolist(), tokens_RN.shape[1]))
+        held.rows.commit(counts_R, counts_R.tolist())
+        last_R = (counts_R - 1).clamp(min=0)
+        newest_RD = own_RND[torch.arange(len(last_R), device=last_R.device), last_R]
+        newest_RD = torch.where((counts_R > 0)[:, None], newest_RD, held.own_RD[rows_R])
+        # Not in place: the state may have been made inside torch.inference_mode and written outside it.
+        held.own_RD = held.own_RD.index_copy(0, rows_R, newest_RD)
+        held.uproot()
+
+    @torch.no_grad()
+    def expand(self, state: DraftState, frontier: Frontier) -> Scores:
+        """Scores of the children of the frontier nodes. The root was read with the last observation."""
+        held = _feedback(state)
+        if frontier.nodes_BF.shape[1] == 1 and int(frontier.parents_BF[0, 0]) < 0:
+            held.uproot()
+            return self._scores(held.own_RD[: len(frontier.nodes_BF), None])
+        embedded_BFD, read_BFD = self._embed(frontier.tokens_BF), self.feed(held.above(frontier))
+        own_BFD = self.step(embedded_BFD, read_BFD, held.rows.sprout(frontier))
+        held.grow(frontier, own_BFD)
+        return self._scores(own_BFD)
+
+    def _scores(self, own_BFD: Tensor) -> Scores:
+        logits_BFQ = self.project(self.finish(own_BFD), 0)
+        wide = torch.promote_types(logits_BFQ.dtype, torch.float32)
+        return Scores(log_probs_BFHQ=logits_BFQ.to(wide).log_softmax(-1)[:, :, None], token_ids_Q=self.token_ids)
+
+    def observe_bytes(self) -> int:
+        """Everything but the output layer."""
+        output = {id(parameter) for parameter in self.output_parameters(0)}
+        return sum(parameter.nbytes for parameter in self.parameters() if id(parameter) not in output)
+
+    def clear(self, state: DraftState, rows_R: Tensor) -> None:
+        """Forget these rows, and what the layer read of them."""
+        held = _feedback(state)
+        held.own_RD = held.own_RD.index_fill(0, rows_R, 0)
+        held.rows.clear(rows_R.tolist())
+        held.uproot()
+
+    def keep(self, state: DraftState, rows_R: Tensor) -> None:
+        """Let row r be the former row rows_R[r]."""
+        held = _feedback(state)
+        held.own_RD = held.own_RD[rows_R]
+        held.rows.keep(rows_R.tolist())
+        held.uproot()
+
+
+def target_rope_base(target: Target) -> float | None:
+    """Base of the target's rotary embedding; None where its configuration names none."""
+    said: dict[str, Any] = target.config.to_dict()
+    base = (said.get("rope_parameters") or {}).get("rope_theta") or said.get("rope_theta")
+    return None if base is None else float(base)
+
+
+def _feedback(state: DraftState) -> FeedbackState:
+    if not isinstance(state, FeedbackState):
+        raise TypeError(f"the EAGLE line needs the state that its own start() made, got {type(state).__name__}")
+    return state
+
+
+def _borrow_again(module: nn.Module, _incompatible: Any) -> None:
+    """Loaded token ids may differ from those the borrowed rows were selected by."""
+    if isinstance(module, FeedbackDrafter) and module._borrowed is not None:
+        module.bind(module._borrowed.target)

@@ -1,0 +1,58 @@
+"""The steps of training in the plainest form: one softmax over all keys there are, under a written-out mask."""
+
+import torch
+from draftsmith.modules import Eagle, Features
+from draftsmith.modules.blocks import Sight, rotate
+from torch import Tensor
+
+
+class PlainRollout:
+    """The sights of successive steps: T x (T J) scores, step 0 causal, all later steps on the diagonal alone."""
+
+    def __init__(self, features: Features) -> None:
+        self.first, self.keys, self.values = Sight.training(features), list[Tensor](), list[Tensor]()
+
+    def __call__(self, step: int) -> Sight:
+        sight = PlainSight(positions_BN=self.first.positions_BN + step, visible_BNW=self.first.visible_BNW)
+        object.__setattr__(sight, "rollout", self)
+        return sight
+
+
+class PlainSight(Sight):
+    rollout: PlainRollout
+
+    def mix(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:
+        groups = query_BHNE.shape[1] // key_BGNE.shape[1]
+        self.rollout.keys.append(key_BGNE.repeat_interleave(groups, 1))
+        self.rollout.values.append(value_BGNE.repeat_interleave(groups, 1))
+        diagonal = torch.eye(query_BHNE.shape[2], dtype=torch.bool).expand_as(self.visible_BNW)
+        mask = torch.cat([self.visible_BNW, *[diagonal] * (len(self.rollout.keys) - 1)], dim=2)[:, None]
+        scores = query_BHNE @ torch.cat(self.rollout.keys, 2).mT / query_BHNE.shape[-1] ** 0.5
+        return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ torch.cat(self.rollout.values, 2)
+
+
+def harmonised(drafter: Eagle, final_LD: Tensor, embedded_LD: Tensor, passes: int) -> list[Tensor]:
+    """HASS's passes over one text (arXiv:2408.15766, section 3.2): the states [L, D] of each pass.
+
+    Stream 0 are the target's states, stream k those of pass k - 1 shifted right by one. A query of pass k reads the key
+    at distance d from stream k - d, from stream 0 where d is larger.
+    """
+    block, config, length = drafter.layers[0], drafter.block, len(final_LD)
+    attention, positions, streams, outputs = block.self_attn, torch.arange(length)[None], [final_LD], []
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    for k in range(passes):
+        inputs = [drafter.fc(torch.cat([embedded_LD, stream], dim=-1)) for stream in streams]
+        heads = [[layer(part).view(1, length, -1, config.head_dim).transpose(1, 2) for part in inputs]
+                 for layer in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        query = rotate(heads[0][k], positions, config.rope_base)
+        group = config.num_heads // config.num_kv_heads
+        keys = [rotate(key, positions, config.rope_base).repeat_interleave(group, 1) for key in heads[1]]
+        source = (k - distance).clamp(min=0)
+        scores = sum((query @ key.mT) * (source == number) for number, key in enumerate(keys)) / config.head_dim**0.5
+        shares = scores.masked_fill(distance < 0, -torch.inf).softmax(-1)
+        mixed = sum((shares * (source == number)) @ value.repeat_interleave(group, 1)
+                    for number, value in enumerate(heads[2]))
+        hidden = inputs[k] + attention.o_proj(mixed.transpose(1, 2).flatten(2))[0]
+        outputs.append(hidden + block.mlp(block.post_attention_layernorm(hidden)))
+        streams.append(torch.cat([final_LD[:1], outputs[-1][:-1]]).detach())
+    return outputs

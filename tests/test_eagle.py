@@ -1,0 +1,299 @@
+"""The EAGLE line: the steps of training against their plain twins, trees against paths, what is forgotten and what is
+learnt."""
+
+import dataclasses
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from draftsmith.modules import Eagle, EagleConfig, Features, Frontier, Observation, Target, UserError
+from draftsmith.modules.feedback import FeedbackDrafter, FeedbackState
+from draftsmith.modules.rollout import Rollout
+from draftsmith.modules.tiny import tiny_model, tiny_tokenizer
+from draftsmith.trainers.eagle import EagleModule, EagleTrainConfig
+from families import randomised
+from references.eagle import PlainRollout, harmonised
+from torch import Tensor
+
+MAKERS: dict[str, Callable[[Target], FeedbackDrafter]] = {
+    "eagle": lambda target: Eagle.create(EagleConfig(), target),
+}
+
+
+def made(name: str, target: Target) -> FeedbackDrafter:
+    drafter = randomised(MAKERS[name](target).to(target.dtype))
+    assert isinstance(drafter, FeedbackDrafter)
+    return drafter
+
+
+def packed(target: Target, drafter: FeedbackDrafter, length: int = 14) -> Features:
+    """Rows of two segments with padding between and behind."""
+    chance = random.Random(2)
+    segments = [[0] * cut + [-1] + [1] * (length - cut - 3) + [-1] * 2 for cut in (3, 6, 8)]
+    positions = [[row[:place].count(segment) for place, segment in enumerate(row)] for row in segments]
+    tokens = torch.randint(4, target.vocab_size, (3, length), generator=torch.Generator().manual_seed(1))
+    return target.encode(Features(
+        tokens_BL=tokens, segments_BL=torch.tensor(segments), positions_BL=torch.tensor(positions),
+        supervised_BL=torch.tensor([[chance.random() < 0.8 and segment >= 0 for segment in row] for row in segments]),
+    ), drafter.taps)
+
+
+def text(target: Target, drafter: FeedbackDrafter, tokens: list[int]) -> Features:
+    return target.encode(Features.from_rows([(tokens, [True] * len(tokens))]), drafter.taps)
+
+
+def news(features: Features, first: int, count: int) -> Observation:
+    """The next tokens of the only row, two columns of garbage behind them."""
+    def cut(states: Tensor) -> Tensor:
+        return torch.cat([states[:, first : first + count], torch.full_like(states[:, :2], torch.nan)], dim=1)
+
+    tokens = torch.cat([features.tokens_BL[:, first : first + count], torch.tensor([[7, 8]])], dim=1)
+    return Observation(tokens_BN=tokens, counts_B=torch.tensor([count]), final_BND=cut(features.final()),
+                       taps={layer: cut(states) for layer, states in features.taps.items()},
+                       roots_B=features.tokens_BL[:, first + count])
+
+
+def read(drafter: FeedbackDrafter, features: Features, *counts: int) -> FeedbackState:
+    state, first = drafter.start(1, 64), 0
+    for count in counts:
+        drafter.observe(state, torch.tensor([0]), news(features, first, count))
+        first += count
+    return state
+
+
+def level(nodes: list[int], parents: list[int], tokens: list[int]) -> Frontier:
+    return Frontier(nodes_BF=torch.tensor([nodes]), parents_BF=torch.tensor([parents]),
+                    tokens_BF=torch.tensor([tokens]))
+
+
+# The steps of training ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_steps_are_one_softmax_over_all_keys_and_so_are_their_gradients(
+    name: str, tiny_target_f64: Target
+) -> None:
+    drafter = made(name, tiny_target_f64)
+    features = packed(tiny_target_f64, drafter)
+    inside = features.segments_BL >= 0
+    found = []
+    for sights in (Rollout, PlainRollout):
+        drafter.zero_grad()
+        states = torch.stack(drafter.rollout(features, 5, sights(features)), dim=2)[inside]
+        (states * torch.linspace(-1, 1, states.numel()).view_as(states)).sum().backward()
+        found.append((states.detach(), [p.grad.clone() for p in drafter.parameters() if p.grad is not None]))
+    (states, grads), (plain_states, plain_grads) = found
+    torch.testing.assert_close(states, plain_states, atol=1e-10, rtol=1e-10)
+    assert len(grads) == len(plain_grads) > 0
+    for one, other in zip(grads, plain_grads, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("size", [1.0, 40.0])
+def test_scores_of_any_size_are_joined_exactly(size: float, tiny_target: Target) -> None:
+    """A diagonal that has nearly all of the mass, or nearly none."""
+    drafter = made("eagle", tiny_target)
+    features = packed(tiny_target, drafter)
+    with torch.no_grad():
+        for parameter in (drafter.get_parameter("layers.0.self_attn.q_proj.weight"),
+                          drafter.get_parameter("layers.0.self_attn.k_proj.weight")):
+            parameter *= size
+        joined, plain = (drafter.rollout(features, 4, sights(features)) for sights in (Rollout, PlainRollout))
+    for one, other in zip(joined, plain, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+def test_what_is_kept_for_backward_grows_with_the_steps_alone(tiny_target: Target) -> None:
+    """No scores of T x T J: each further step keeps as much as the one before it, and so do longer rows."""
+    def kept(steps: int, length: int) -> int:
+        drafter = made("eagle", tiny_target)
+        features, sizes = text(tiny_target, drafter, [9] * length), dict[int, int]()
+        own = {parameter.data_ptr() for parameter in drafter.parameters()}
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: (sizes.__setitem__(tensor.data_ptr(), tensor.numel() * tensor.is_floating_point()),
+                            tensor)[1], lambda tensor: tensor
+        ):
+            states = drafter.rollout(features, steps, Rollout(features))
+        assert len(states) == steps
+        return sum(size for place, size in sizes.items() if place not in own)
+
+    step = kept(3, 64) - kept(2, 64)
+    assert kept(8, 64) - kept(7, 64) < 1.3 * step
+    assert kept(3, 256) - kept(2, 256) < 4.2 * step
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_steps_that_do_not_fit_a_row_are_refused(name: str, tiny_target: Target) -> None:
+    drafter = made(name, tiny_target).train()
+    least = drafter.steps + 2
+    drafter(text(tiny_target, drafter, [9] * least))
+    with pytest.raises(UserError, match=rf"{drafter.steps} draft steps need rows of at least {least} tokens, "
+                                        rf"got {least - 1}; lower steps or raise row_length"):
+        drafter(text(tiny_target, drafter, [9] * (least - 1)))
+
+
+# Decoding -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_deep_drafts_are_the_steps_of_training(name: str, tiny_target: Target) -> None:
+    drafter, tokens = made(name, tiny_target), list(range(20, 34))
+    features = text(tiny_target, drafter, tokens)
+    with torch.no_grad():
+        steps = drafter.rollout(features, 6, Rollout(features))
+        state = read(drafter, features, 3, 1, 3)
+        torch.testing.assert_close(state.own_RD[0], steps[0][0, 6], atol=1e-5, rtol=1e-5)
+        drafter.expand(state, level([0], [-1], tokens[7:8]))
+        for depth in range(1, 6):
+            drafter.expand(state, level([depth], [depth - 1], [tokens[7 + depth]]))
+            torch.testing.assert_close(state.own_RMD[0, -1], steps[depth][0, 6], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_node_says_what_its_path_alone_says(name: str, tiny_target: Target) -> None:
+    drafter, tokens = made(name, tiny_target), list(range(20, 34))
+    features = text(tiny_target, drafter, tokens)
+    levels = [([0], [-1]), ([1, 2, 3], [0, 0, 0]), ([7, 4, 6], [2, 1, 2]), ([9, 8], [7, 4])]
+    parents = {node: parent for nodes, above in levels for node, parent in zip(nodes, above, strict=True)}
+    grown = read(drafter, features, 6)
+    for nodes, above in levels:
+        scores = drafter.expand(grown, level(nodes, above, [tokens[6] if node == 0 else 50 + node for node in nodes]))
+        for column, node in enumerate(nodes):
+            path = [node]
+            while parents[path[0]] >= 0:
+                path.insert(0, parents[path[0]])
+            alone = read(drafter, features, 6)
+            for depth, step in enumerate(path):
+                told = drafter.expand(alone, level([depth], [depth - 1], [tokens[6] if step == 0 else 50 + step]))
+            torch.testing.assert_close(scores.log_probs_BFHQ[0, column], told.log_probs_BFHQ[0, 0],
+                                       atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_what_was_drafted_is_forgotten_and_the_targets_states_are_read(name: str, tiny_target: Target) -> None:
+    drafter, tokens = made(name, tiny_target), list(range(20, 34))
+    features = text(tiny_target, drafter, tokens)
+    used, fresh = read(drafter, features, 5), read(drafter, features, 9)
+    for nodes, above in (([0], [-1]), ([1, 2], [0, 0]), ([3, 4], [1, 2])):
+        drafter.expand(used, level(nodes, above, [60 + node for node in nodes]))
+    drafter.observe(used, torch.tensor([0]), news(features, 5, 4))
+    assert used.rows.cache.host_lengths == [9]
+    storages = [state.rows.cache.storage for state in (used, fresh)]
+    assert storages[0] is not None
+    assert storages[1] is not None
+    torch.testing.assert_close(storages[0][..., :9, :], storages[1][..., :9, :], atol=1e-5, rtol=1e-5)
+    for nodes, above in (([0], [-1]), ([1, 2], [0, 0])):
+        asked = level(nodes, above, [40 + node for node in nodes])
+        torch.testing.assert_close(drafter.expand(used, asked).log_probs_BFHQ,
+                                   drafter.expand(fresh, asked).log_probs_BFHQ, atol=1e-5, rtol=1e-5)
+
+
+# EAGLE-1 and HASS -----------------------------------------------------------------------------------------------------
+
+
+def test_it_begins_with_the_targets_state(tiny_target: Target) -> None:
+    drafter = Eagle.create(EagleConfig(), tiny_target)
+    features = text(tiny_target, drafter, list(range(20, 30)))
+    with torch.no_grad():
+        drafter.fc.weight[:, :32], drafter.fc.bias[:] = 0, 0
+        torch.testing.assert_close(drafter(features).hidden_BLKD[:, :, 0], features.final())
+
+
+def test_each_step_is_held_to_the_state_it_estimates(tiny_target: Target) -> None:
+    config = EagleTrainConfig(drafter=EagleConfig(steps=2), feature_weight=10.0)
+    module = EagleModule(tiny_target, config)
+    drafter = module.drafter = Eagle.create(config.drafter, tiny_target)
+    randomised(drafter).train()
+    features = packed(tiny_target, drafter)
+    with torch.no_grad():
+        told = module.loss(features)
+        plain = EagleModule(tiny_target, dataclasses.replace(config, feature_weight=0.0))
+        plain.drafter = drafter
+        expected, states = 0.0, drafter.rollout(features, 2, Rollout(features))
+        for step, offset in ((0, 2), (1, 3)):
+            for row, place in features.labels(offset)[1].nonzero().tolist():
+                expected += 10 * float(torch.nn.functional.smooth_l1_loss(
+                    states[step][row, place], features.final()[row, place + 1 + step]))
+        assert float(told.total - plain.loss(features).total) == pytest.approx(expected, rel=1e-4)
+
+
+def test_passes_are_those_of_hass(tiny_target_f64: Target) -> None:
+    """Its streams stand where the state is; here a step stands where its draft begins, k places before."""
+    drafter = made("eagle", tiny_target_f64)
+    assert isinstance(drafter, Eagle)
+    features = text(tiny_target_f64, drafter, list(range(20, 32)))
+    embedded_LD = drafter.following(features, 1)[0]
+    with torch.no_grad():
+        steps = drafter.rollout(features, 3, Rollout(features))
+        passes = harmonised(drafter, features.final()[0], embedded_LD, 3)
+    for k in range(3):
+        torch.testing.assert_close(steps[k][0, : 12 - k - 1], passes[k][k:-1], atol=1e-10, rtol=1e-10)
+
+
+def test_no_gradient_of_a_pass_goes_through_the_one_before(tiny_target: Target) -> None:
+    drafter = randomised(Eagle.create(EagleConfig(steps=2), tiny_target))
+    assert isinstance(drafter, Eagle)
+    features = text(tiny_target, drafter, list(range(20, 32)))
+    first, second = drafter.rollout(features, 2, Rollout(features))
+    first.retain_grad()
+    second.sum().backward()
+    assert first.grad is None
+    assert drafter.fc.weight.grad is not None
+
+
+def test_noise_is_added_in_training_alone(tiny_target: Target) -> None:
+    drafter = randomised(Eagle.create(EagleConfig(noise=0.1), tiny_target))
+    assert isinstance(drafter, Eagle)
+    final = text(tiny_target, drafter, list(range(20, 30))).final()
+    assert torch.equal(drafter.fuse(final, {}), final)
+    apart = drafter.train().fuse(final, {}) - final
+    assert 0.05 < float(apart.abs().max()) <= 0.1 + 1e-6
+
+
+def test_states_and_tokens_of_the_target_are_learnt(tiny_target: Target) -> None:
+    """With the paper's own objective, on the target's own states and distributions."""
+    module = EagleModule(tiny_target, EagleTrainConfig())
+    drafter = module.drafter = Eagle.create(EagleConfig(), tiny_target)
+    features = packed(tiny_target, drafter)
+    optimizer = torch.optim.AdamW(drafter.train().parameters(), lr=3e-3)
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        told = module.loss(features)
+        told.total.backward()
+        optimizer.step()
+        losses.append(float(told.total.detach()))
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_the_rotary_base_is_the_targets_unless_given(tiny_target: Target) -> None:
+    model = tiny_model()
+    model.config.rope_parameters["rope_theta"] = 5e5
+    other = Target(model, tiny_tokenizer(), name="tiny-random")
+    assert Eagle.create(EagleConfig(), other).block.rope_base == 5e5
+    assert Eagle.create(EagleConfig(rope_base=1e4), other).block.rope_base == 1e4
+    assert Eagle.create(EagleConfig(), tiny_target).block.rope_base == 1e4
+
+
+@pytest.mark.parametrize(("settings", "told"), [
+    ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
+    ({"vocabulary_size": 1.5}, "vocabulary_size must be a whole number of at least 1, got 1.5"),
+    ({"noise": -1.0}, "noise must not be negative, got -1.0"),
+])
+def test_impossible_settings_are_refused(settings: dict[str, object], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        EagleConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_what_does_not_fit_the_target_is_refused(tiny_target: Target) -> None:
+    with pytest.raises(UserError, match="vocabulary_size is 101, but the target has 100 tokens; set it to at most 100"):
+        Eagle.create(EagleConfig(vocabulary_size=101), tiny_target, torch.arange(101))
+    with pytest.raises(UserError, match="vocabulary_size is 7 but 6 token ids were given"):
+        Eagle.create(EagleConfig(vocabulary_size=7), tiny_target, torch.arange(6))
+    with pytest.raises(UserError, match="an EAGLE drafter is described by"):
+        Eagle.rebuild({"heads": 4}, tiny_target.identity)
+    drafter = Eagle.create(EagleConfig(), tiny_target)
+    other = Eagle(EagleConfig(), drafter.block, vocab_size=99)
+    with pytest.raises(UserError, match=r"belongs to a target of width 32 and 99 tokens, but tiny-random has .* 100"):
+        other.bind(tiny_target)

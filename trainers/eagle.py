@@ -1,0 +1,52 @@
+"""Training an EAGLE-1 drafter on the target's states and distributions (arXiv:2401.15077, section 4.1), or by HASS's
+harmonised passes (arXiv:2408.15766)."""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ..modules.eagle import Eagle, EagleConfig
+from ..modules.target import Target
+from .base import DraftModule, TrainConfig
+from .objectives import ObjectiveName
+from .vocabulary import reduced_vocabulary
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleTrainConfig(TrainConfig):
+    """How an EAGLE-1 drafter is shaped and trained."""
+
+    objective: ObjectiveName = "soft"
+    """See TrainConfig; the paper's is `soft`, the target as teacher."""
+    feature_weight: float = 10.0
+    """See TrainConfig; the paper weighs states 1.0 beside 0.1 for the objective."""
+    decay: float = 1.0
+    """Weight of step k in the loss is decay ** k; HASS weighs its passes alike."""
+    drafter: EagleConfig = field(default_factory=EagleConfig)
+    """The drafter."""
+
+
+class EagleModule(DraftModule):
+    """An EAGLE-1 drafter in training: at index p it learns the target's state of p + 1 and the token at p + 2.
+
+    Args:
+        target: the frozen model.
+        config: drafter and training; the defaults when left out.
+        token_counts: how often each token is a label, [V]; a reduced draft vocabulary is chosen by it.
+
+    Raises:
+        UserError: if a reduced vocabulary is asked for without counts, or with a size that does not fit them.
+    """
+
+    config: EagleTrainConfig
+    drafter: Eagle
+
+    def __init__(
+        self, target: Target, config: EagleTrainConfig | None = None, *, token_counts: Tensor | None = None
+    ) -> None:
+        super().__init__(target, config or EagleTrainConfig(), token_counts=token_counts)
+        self._token_ids_Q = reduced_vocabulary(self.config.drafter.vocabulary_size, token_counts, target)
+
+    def build_drafter(self) -> Eagle:
+        """A new drafter, beginning with the target's state unchanged."""
+        return Eagle.create(self.config.drafter, self.target, self._token_ids_Q)
