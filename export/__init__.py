@@ -3,6 +3,7 @@
 from .artifact import FORMAT_VERSION, Artifact, Tuning, load_artifact, read_description, save_artifact, save_tuning
 from .convert import FORMATS, export_artifact, import_medusa
 from .drift import Drift, measure_drift, with_drift
+from .eagle import import_eagle
 from .evaluate import evaluate
 from .hydra import import_hydra
 from .merged import export_adapted
@@ -27,6 +28,7 @@ __all__ = [
     "evaluate",
     "export_adapted",
     "export_artifact",
+    "import_eagle",
     "import_hydra",
     "import_medusa",
     "load_artifact",

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..modules import Drafter, Medusa, MedusaConfig, Target, UserError
 from .artifact import Artifact, portable
+from .eagle import export_eagle
 from .files import whole_folder, write_file
 from .huggingface import export_huggingface
 from .hydra import export_hydra
@@ -186,6 +187,7 @@ def _medusa_readme(drafter: Medusa, target: Target) -> str:
 
 
 EXPORTERS: dict[str, Callable[[Drafter, Target, Path], None]] = {
+    "eagle": export_eagle,
     "huggingface": export_huggingface,
     "hydra": export_hydra,
     "medusa": export_medusa,

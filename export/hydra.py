@@ -20,7 +20,7 @@ from ..modules import Drafter, Hydra, HydraConfig, Target, UserError
 from ..modules.blocks import OFFICIAL_ROPE_BASE, BlockConfig
 from .artifact import portable
 from .files import whole_folder, write_file
-from .foreign import read_tensors
+from .foreign import check_embedding, read_tensors
 
 HYDRA_FILE = "hydra_lm_head.safetensors"
 """The official code reads the same tensors from hydra_lm_head.pt."""
@@ -31,8 +31,6 @@ _PREFIX = "prefix_embeding_layer"
 _EMBEDDING = "input_embed_fn.weight"
 _UNUSED = (f"{_PREFIX}.embed_tokens.weight", f"{_PREFIX}.layers.0.self_attn.rotary_emb.inv_freq")
 """Stored by the official code, and not read by it."""
-_ROUNDING = 1e-2
-"""How far an embedding may lie from the target's, relative to its largest element: half precision is closer."""
 
 
 def export_hydra(drafter: Drafter, target: Target, out: Path) -> None:
@@ -101,7 +99,7 @@ def import_hydra(folder: Path, target: Target) -> Hydra:
     """
     tensors = read_tensors(folder, HYDRA_FILE)
     _check_config(folder)
-    _check_embedding(tensors.pop(_EMBEDDING, None), target, folder)
+    check_embedding(tensors.pop(_EMBEDDING, None), target, folder)
     for name in _UNUSED:
         tensors.pop(name, None)
     state, prefix, slots = _own_names(tensors, folder)
@@ -181,18 +179,6 @@ def _check_config(folder: Path) -> None:
         if config.get(key, known) != known:
             raise UserError(f"{path} says {key}: {config[key]}; only heads with {key}: {json.dumps(known)}, which read "
                             "the final state and the true tokens, can be imported")
-
-
-def _check_embedding(stored_VD: Tensor | None, target: Target, folder: Path) -> None:
-    """The heads carry the embedding they were trained with, which here is borrowed: it must be the same."""
-    own_VD = target.model.get_input_embeddings().weight.detach()
-    if stored_VD is None:
-        return
-    close = stored_VD.shape == own_VD.shape and bool(
-        (stored_VD.to(own_VD) - own_VD).abs().max() <= _ROUNDING * own_VD.abs().max())
-    if not close:
-        raise UserError(f"the embedding in {folder} is not that of {target.identity.name}: the heads belong to another "
-                        "target; load the one they were trained for")
 
 
 def _config(drafter: Hydra, target: Target) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from .draft_lm import DraftLM, DraftLMConfig
 from .drafter import Drafter, Drafts, DraftState, Frontier, Observation, Proposer, Scores, Verified
 from .dynamic import DySpecTree, Eagle2Tree
 from .eagle import Eagle, EagleConfig
+from .eagle3 import Eagle3, Eagle3Config
 from .ensemble import Ensemble, Union
 from .errors import TreeError, UserError
 from .faults import DecodeError
@@ -43,7 +44,7 @@ from .target import PassOutput, Target, TargetRows
 from .timing import measure_cost
 from .tree import Drawn, TokenTree, Topology
 
-DRAFTERS: tuple[type[Drafter], ...] = (Medusa, Hydra, Eagle, DraftLM)
+DRAFTERS: tuple[type[Drafter], ...] = (Medusa, Hydra, Eagle, Eagle3, DraftLM)
 """Every drafter family; contract, losslessness, artifact and recipe tests run over this tuple."""
 
 __all__ = [
@@ -74,6 +75,8 @@ __all__ = [
     "DySpecTree",
     "Eagle",
     "Eagle2Tree",
+    "Eagle3",
+    "Eagle3Config",
     "EagleConfig",
     "EarlyExit",
     "Ensemble",

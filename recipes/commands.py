@@ -162,7 +162,7 @@ class ExportArguments:
     artifact: Path
     """Folder of the artifact."""
     format: str
-    """Name of the layout: huggingface, hydra or medusa; or merged, for an artifact that changes its target: that
+    """Name of the layout: eagle, huggingface, hydra or medusa; or merged, for an artifact that changes its target: that
     target as a model."""
     out: Path
     """New or empty folder for it."""

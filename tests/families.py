@@ -10,6 +10,8 @@ from draftsmith.modules import (
     DraftLM,
     DraftLMConfig,
     Eagle,
+    Eagle3,
+    Eagle3Config,
     EagleConfig,
     Hydra,
     HydraConfig,
@@ -20,6 +22,7 @@ from draftsmith.modules import (
 from draftsmith.trainers import DraftModule
 from draftsmith.trainers.draft_lm import DraftLMModule, DraftLMTrainConfig
 from draftsmith.trainers.eagle import EagleModule, EagleTrainConfig
+from draftsmith.trainers.eagle3 import Eagle3Module, Eagle3TrainConfig
 from draftsmith.trainers.hydra import HydraModule, HydraTrainConfig
 from draftsmith.trainers.medusa import MedusaModule, MedusaTrainConfig
 
@@ -77,6 +80,14 @@ def _eagle(config: EagleConfig, ids: torch.Tensor | None = None) -> Case:
     return Case(make=lambda target: Eagle.create(config, target, ids), module=module)
 
 
+def _eagle3(config: Eagle3Config, ids: torch.Tensor | None = None) -> Case:
+    def module(target: Target, **settings: Any) -> DraftModule:
+        given = {"objective": "hard"} | settings
+        return Eagle3Module(target, Eagle3TrainConfig(drafter=config, **given), token_counts=_counts(target, ids))
+
+    return Case(make=lambda target: Eagle3.create(config, target, ids), module=module)
+
+
 def _draft_lm(config: DraftLMConfig, ids: torch.Tensor | None = None) -> Case:
     def module(target: Target, **settings: Any) -> DraftModule:
         return DraftLMModule(target, DraftLMTrainConfig(drafter=config, **settings), token_counts=_counts(target, ids))
@@ -94,6 +105,9 @@ CASES: dict[str, Case] = {
     "hydra++": _hydra(HydraConfig(num_heads=3, num_layers=4, prefix=True, dropout=0.1)),
     "eagle": _eagle(EagleConfig()),
     "eagle-hass-reduced": _eagle(EagleConfig(steps=3, bias=False, noise=0.1, vocabulary_size=len(IDS)), IDS),
+    "eagle3": _eagle3(Eagle3Config(steps=3)),
+    "eagle3-shared": _eagle3(Eagle3Config(steps=2, taps=(1,), output="shared", norm_output=True)),
+    "eagle3-reduced": _eagle3(Eagle3Config(steps=4, vocabulary_size=len(IDS)), IDS),
     "draft-lm": _draft_lm(DraftLMConfig(num_layers=2, hidden_size=24)),
     "draft-lm-exits-reduced": _draft_lm(DraftLMConfig(layers=(0, 1), exits=(1, 2), vocabulary_size=len(IDS),
                                                       freeze_embedding=True), IDS),

@@ -100,7 +100,8 @@ def test_official_heads_come_back_as_they_were(tmp_path: Path, name: str) -> Non
     target = official_target(tensors)
     folder, weights = official_folder(tmp_path / "official", tensors, said["config"])
     drafter = import_hydra(folder, target)
-    artifact = Artifact(drafter=drafter, topology=Topology.chain(1), identity=target.identity, provenance={})
+    artifact = Artifact(drafter=drafter, target=target, topology=Topology.chain(1), identity=target.identity,
+                        provenance={})
     export_artifact(artifact, target, "hydra", tmp_path / "again")
     again = load_file(tmp_path / "again" / "hydra_lm_head.safetensors")
     assert {key: value.shape for key, value in again.items()} == {key: value.shape for key, value in weights.items()}
@@ -121,7 +122,8 @@ def heads(target: Target, **settings: object) -> Hydra:
 
 
 def written(drafter: Hydra, target: Target, out: Path) -> Path:
-    artifact = Artifact(drafter=drafter, topology=Topology.chain(1), identity=target.identity, provenance={})
+    artifact = Artifact(drafter=drafter, target=target, topology=Topology.chain(1), identity=target.identity,
+                        provenance={})
     return export_artifact(artifact, target, "hydra", out)
 
 

@@ -7,7 +7,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from draftsmith.modules import Eagle, EagleConfig, Features, Frontier, Observation, Target, UserError
+from draftsmith.modules import (
+    Eagle,
+    Eagle3,
+    Eagle3Config,
+    EagleConfig,
+    Features,
+    Frontier,
+    Observation,
+    Target,
+    UserError,
+)
 from draftsmith.modules.feedback import FeedbackDrafter, FeedbackState
 from draftsmith.modules.rollout import Rollout
 from draftsmith.modules.tiny import tiny_model, tiny_tokenizer
@@ -18,6 +28,8 @@ from torch import Tensor
 
 MAKERS: dict[str, Callable[[Target], FeedbackDrafter]] = {
     "eagle": lambda target: Eagle.create(EagleConfig(), target),
+    "eagle3": lambda target: Eagle3.create(Eagle3Config(), target),
+    "eagle3-norm": lambda target: Eagle3.create(Eagle3Config(taps=(1,), norm_output=True), target),
 }
 
 

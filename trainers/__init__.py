@@ -3,11 +3,12 @@
 from .base import DraftModule, TrainConfig
 from .draft_lm import DraftLMModule, DraftLMTrainConfig
 from .eagle import EagleModule, EagleTrainConfig
+from .eagle3 import Eagle3Module, Eagle3TrainConfig
 from .fitting import FitResult, fit
 from .hydra import HydraModule, HydraTrainConfig
 from .medusa import MedusaModule, MedusaTrainConfig
 from .medusa2 import Medusa2Module, Medusa2TrainConfig
 
-__all__ = ["DraftLMModule", "DraftLMTrainConfig", "DraftModule", "EagleModule", "EagleTrainConfig", "FitResult",
-           "HydraModule", "HydraTrainConfig", "Medusa2Module", "Medusa2TrainConfig", "MedusaModule",
-           "MedusaTrainConfig", "TrainConfig", "fit"]
+__all__ = ["DraftLMModule", "DraftLMTrainConfig", "DraftModule", "Eagle3Module", "Eagle3TrainConfig", "EagleModule",
+           "EagleTrainConfig", "FitResult", "HydraModule", "HydraTrainConfig", "Medusa2Module", "Medusa2TrainConfig",
+           "MedusaModule", "MedusaTrainConfig", "TrainConfig", "fit"]

@@ -1,0 +1,207 @@
+"""EAGLE drafters in the layout of the official code (SafeAILab/EAGLE), written and read back.
+
+EAGLE-1: `fc`, `layers.0` without a norm in front of its attention, `embed_tokens`. EAGLE-3: `fc`, `midlayer`, `norm`,
+`lm_head` over the draft vocabulary, whose entry i stands for token i + d2t[i], and `t2d`, which marks those tokens. At
+position p both predict token p + 2.
+
+Shapes: V target vocabulary, Q entries of the draft vocabulary.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..modules import Drafter, Eagle, Eagle3, Eagle3Config, EagleConfig, Target, UserError
+from ..modules.blocks import OFFICIAL_ROPE_BASE, BlockConfig
+from ..modules.eagle3 import chosen_taps
+from .artifact import portable
+from .files import whole_folder, write_file
+from .foreign import check_embedding, read_tensors
+
+EAGLE_FILE = "model.safetensors"
+"""Official checkpoints hold the same tensors in pytorch_model.bin or here."""
+_OWNED = frozenset({"config.json", EAGLE_FILE, "README.md"})
+_EMBEDDING = "embed_tokens.weight"
+_TAPS = "draftsmith_taps"
+"""The tapped layers once more, counted from 0 by their outputs: the key that engines read means either."""
+_KNOWN: dict[str, tuple[Any, ...]] = {
+    "num_hidden_layers": (1,), "hidden_act": ("silu",), "rope_scaling": (None,), "attention_bias": (None, False),
+    "mlp_bias": (None, False), "target_hidden_size": (None,), "fc_norm": (None, False),
+    "norm_before_fc": (None, False), "norm_before_residual": (None, False),
+}
+"""What a configuration may say of things that are built in here."""
+
+
+def export_eagle(drafter: Drafter, target: Target, out: Path) -> None:
+    """Write an EAGLE-1 or EAGLE-3 drafter as the official code and the serving engines read it.
+
+    EAGLE-1's layout has no output layer: a reduced draft vocabulary becomes the whole one. EAGLE-3's has an own one: a
+    shared one is written out.
+
+    Raises:
+        UserError: if the drafter is no EAGLE, or the target's output layer has a bias and would be written.
+    """
+    if not isinstance(drafter, Eagle | Eagle3):
+        raise UserError(f"the format eagle holds EAGLE drafters, this artifact is {drafter.family}; export that family "
+                        "in its own format")
+    with whole_folder(out, _OWNED) as partial:
+        save_file(eagle_tensors(drafter, target), partial / EAGLE_FILE, metadata={"format": "pt"})
+        write_file(partial / "config.json", json.dumps(_config(drafter, target), indent=2) + "\n")
+        write_file(partial / "README.md", _readme(drafter, target))
+
+
+def eagle_tensors(drafter: Eagle | Eagle3, target: Target) -> dict[str, Tensor]:
+    """The drafter under its official names, in float32 on the CPU, each tensor with memory of its own.
+
+    Raises:
+        UserError: if EAGLE-3 shares an output layer with a bias, for which the layout has no place.
+    """
+    tensors = {_EMBEDDING: target.model.get_input_embeddings().weight, **drafter.state_dict()}
+    ids_Q = tensors.pop("token_ids", None)
+    whole: dict[str, Tensor] = {}
+    if isinstance(drafter, Eagle3):
+        tensors |= _output(drafter, target)
+        whole = {} if ids_Q is None else _vocabulary(ids_Q.cpu(), target.vocab_size)
+    own = {name: tensor.detach().to("cpu", torch.float32, copy=True).contiguous() for name, tensor in tensors.items()}
+    return own | whole
+
+
+def _output(drafter: Eagle3, target: Target) -> dict[str, Tensor]:
+    if isinstance(target.head.bias, Tensor):
+        raise UserError(f"the output layer of {target.identity.name} has a bias, for which the layout has no place")
+    weight_VD, ids_Q = target.output_weight(), drafter.token_ids_Q
+    own = drafter.output_parameters(0)
+    return {"lm_head.weight": own[0] if own else weight_VD if ids_Q is None else weight_VD[ids_Q]}
+
+
+def _vocabulary(ids_Q: Tensor, size: int) -> dict[str, Tensor]:
+    """d2t, an offset for each entry, and t2d, a mark for each token."""
+    inside_V = torch.zeros(size, dtype=torch.bool)
+    inside_V[ids_Q] = True
+    return {"d2t": ids_Q - torch.arange(len(ids_Q)), "t2d": inside_V}
+
+
+def import_eagle(
+    folder: Path, target: Target, *, taps: tuple[int, ...] | None = None, rope_base: float | None = None
+) -> Eagle | Eagle3:
+    """Read an EAGLE-1 or EAGLE-3 drafter in the official layout (safetensors only) and bind it to `target`.
+
+    Args:
+        folder: holds the weights and config.json.
+        target: the model it drafts for.
+        taps: layers from 0 whose outputs EAGLE-3 reads; None for what the configuration says, or the official ones.
+        rope_base: base of the rotary embedding; None for what the configuration says, or 10000. The official trainers
+            take 10000 whatever it says, so that a checkpoint of theirs may need it given.
+
+    Raises:
+        UserError: if a file, a tensor or a key is missing or says what cannot be built here, the stored embedding is
+            not the target's, or the taps cannot be told.
+    """
+    tensors, said = read_tensors(folder, EAGLE_FILE), _read_config(folder)
+    check_embedding(tensors.pop(_EMBEDDING, None), target, folder)
+    block = _block(said, target, rope_base)
+    drafter = _third(tensors, said, block, target, taps, folder) if "norm.weight" in tensors else Eagle(
+        EagleConfig(bias="fc.bias" in tensors), block, vocab_size=target.vocab_size)
+    try:
+        drafter.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise UserError(f"the EAGLE drafter in {folder} does not fit its configuration or {target.identity.name} "
+                        f"(width {target.hidden_size}, {target.vocab_size} tokens): "
+                        f"{' '.join(str(error).split())}") from error
+    drafter.to(device=target.device, dtype=torch.promote_types(target.dtype, torch.float32))
+    drafter.bind(target)
+    return drafter.eval()
+
+
+def _third(tensors: dict[str, Tensor], said: dict[str, Any], block: BlockConfig, target: Target,
+           taps: tuple[int, ...] | None, folder: Path) -> Eagle3:
+    """An EAGLE-3 drafter of these shapes; the draft vocabulary among its tensors becomes ids."""
+    offsets_Q, inside_V = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    if offsets_Q is not None:
+        ids_Q = offsets_Q.long() + torch.arange(len(offsets_Q))
+        if int(ids_Q.min()) < 0 or int(ids_Q.max()) >= target.vocab_size:
+            raise UserError(f"d2t in {folder} names the token {int(ids_Q.max())}, but {target.identity.name} has "
+                            f"{target.vocab_size}; load the target it was trained for")
+        if inside_V is not None and not torch.equal(inside_V.nonzero()[:, 0], ids_Q.sort().values):
+            raise UserError(f"d2t and t2d in {folder} name different tokens; d2t[i] must be an offset, the token of "
+                            "entry i being i + d2t[i]")
+        tensors["token_ids"] = ids_Q
+    read = chosen_taps(_taps(said, folder) if taps is None else taps, target)
+    width, wanted = tensors["fc.weight"].shape[1] if "fc.weight" in tensors else 0, len(read) * block.hidden_size
+    if width != wanted:
+        raise UserError(f"fc in {folder} reads {width} numbers, but the {len(read)} taps {list(read)} of "
+                        f"{target.identity.name} are {wanted}; say which layers are read by taps")
+    config = Eagle3Config(taps=read, norm_output=bool(said.get("norm_output")),
+                          vocabulary_size=None if offsets_Q is None else len(offsets_Q))
+    return Eagle3(config, block, vocab_size=target.vocab_size)
+
+
+def _taps(said: dict[str, Any], folder: Path) -> tuple[int, ...] | None:
+    """The layers whose outputs are read. Lists in the wild begin with 2 and mean inputs, or with 1 and mean outputs."""
+    if _TAPS in said:
+        return tuple(said[_TAPS])
+    ids = (said.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    if ids is None:
+        return None
+    if not ids or ids[0] not in (1, 2):
+        raise UserError(f"{folder} reads the layers {ids} by number; whether their inputs or outputs cannot be told: "
+                        "give those whose outputs are read, from 0, by taps")
+    return tuple(layer - ids[0] + 1 for layer in ids)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        said: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{path} cannot be read as JSON ({error}); copy it again") from error
+    for key, known in _KNOWN.items():
+        if key in said and said[key] not in known:
+            raise UserError(f"{path} says {key}: {json.dumps(said[key])}; only {json.dumps(known[-1])} can be imported")
+    return said
+
+
+def _block(said: dict[str, Any], target: Target, rope_base: float | None) -> BlockConfig:
+    """The shape of the layer, by the configuration."""
+    missing = [key for key in ("hidden_size", "intermediate_size", "num_attention_heads") if key not in said]
+    if missing:
+        raise UserError(f"config.json says nothing of {', '.join(missing)}; copy it again")
+    heads = said["num_attention_heads"]
+    named = said.get("rope_theta") or (said.get("rope_parameters") or {}).get("rope_theta")
+    return BlockConfig(
+        hidden_size=target.hidden_size, intermediate_size=said["intermediate_size"], num_heads=heads,
+        num_kv_heads=said.get("num_key_value_heads") or heads,
+        head_dim=said.get("head_dim") or said["hidden_size"] // heads,
+        norm_eps=said.get("rms_norm_eps", BlockConfig.norm_eps),
+        rope_base=float(rope_base or named or OFFICIAL_ROPE_BASE),
+    )
+
+
+def _config(drafter: Eagle | Eagle3, target: Target) -> dict[str, Any]:
+    block = drafter.block
+    said = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "num_hidden_layers": 1,
+        "hidden_size": block.hidden_size, "intermediate_size": block.intermediate_size,
+        "num_attention_heads": block.num_heads, "num_key_value_heads": block.num_kv_heads, "head_dim": block.head_dim,
+        "rms_norm_eps": block.norm_eps, "rope_theta": block.rope_base, "vocab_size": drafter.vocab_size,
+        "max_position_embeddings": target.context_length, "tie_word_embeddings": False, "torch_dtype": "float32",
+    }
+    if isinstance(drafter, Eagle):
+        return {**said, "bias": drafter.config.bias}
+    entries = drafter.vocab_size if drafter.token_ids_Q is None else len(drafter.token_ids_Q)
+    # By the inputs of layers, as the official code and its followers count.
+    layers = {"eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in drafter.taps], "use_aux_hidden_state": True}
+    return {**said, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": entries, "eagle_config": layers,
+            _TAPS: list(drafter.taps), "norm_output": drafter.config.norm_output}
+
+
+def _readme(drafter: Eagle | Eagle3, target: Target) -> str:
+    name = "EAGLE-1" if isinstance(drafter, Eagle) else "EAGLE-3"
+    return (
+        f"# {name} drafter for {portable(target.identity.name)}\n\n"
+        "In the layout of SafeAILab/EAGLE, which vLLM and SGLang read too. The artifact's tree is not part of it.\n"
+    )

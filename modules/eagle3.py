@@ -1,0 +1,231 @@
+"""EAGLE-3: one decoder layer over several of the target's states, trained on its own ones as it drafts
+(arXiv:2503.01840).
+
+Shapes: B rows, N positions, D hidden size, V target vocabulary, Q entries of the draft vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .blocks import OFFICIAL_ROPE_BASE, Attention, BlockConfig, GatedMLP, Sight
+from .eagle import check_sizes, settings_of
+from .errors import UserError
+from .features import Features
+from .feedback import FeedbackDrafter, target_rope_base
+from .identity import TargetIdentity
+from .medusa import OwnOutput
+from .target import Target
+
+_PROBE = 64
+"""Tokens of the pass that shows what the target's last norm does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config:
+    """The shape of an EAGLE-3 drafter."""
+
+    taps: tuple[int, ...] | None = None
+    """Layers of the target, from 0, whose outputs are read, ascending; None takes a low, a middle and a high one as the
+    official code does: 1, L/2 - 1 and L - 4 of L layers."""
+    steps: int = 7
+    """Draft steps of the training-time test, at every index."""
+    norm_output: bool = False
+    """Whether the next step reads the state behind the norm in front of the output layer (EAGLE-3.1), not before it."""
+    output: Literal["shared", "copy"] = "copy"
+    """`copy` trains an output layer of its own, `shared` reads the target's and adds no weights."""
+    rope_base: float | None = None
+    """Base of the rotary embedding; None takes the target's. The official trainer's is always 10000."""
+    vocabulary_size: int | None = None
+    """Entries of a reduced draft vocabulary, the most frequent tokens of the training data; None keeps them all."""
+
+    def __post_init__(self) -> None:
+        check_sizes(steps=self.steps, vocabulary_size=self.vocabulary_size)
+        if self.taps is not None and (not self.taps or list(self.taps) != sorted(set(self.taps))):
+            raise UserError(f"taps must be ascending numbers of layers, at least one, got {list(self.taps)}")
+        if self.output not in ("shared", "copy"):
+            raise UserError(f"output must be 'shared' or 'copy', got {self.output!r}")
+
+
+def chosen_taps(taps: Sequence[int] | None, target: Target) -> tuple[int, ...]:
+    """The layers that are read of this target.
+
+    Raises:
+        UserError: if one is not a layer of it.
+    """
+    layers, last = target.num_layers, target.num_layers - 1
+    if taps is None:
+        return tuple(sorted({min(1, last), max(0, layers // 2 - 1), max(0, layers - 4)}))
+    for tap in taps:
+        if tap == layers:
+            raise UserError(f"tap {tap} would be the state behind the last norm of {target.identity.name}, which is no "
+                            f"layer's output; its last layer is {last}")
+        if not 0 <= tap < layers:
+            raise UserError(f"tap {tap} is not a layer of {target.identity.name}; choose from 0 to {last}")
+    return tuple(taps)
+
+
+class WideBlock(nn.Module):
+    """EAGLE-3's layer: attention reads token and state side by side, each behind a norm; the residual is the state."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.self_attn = Attention(config, input_size=2 * config.hidden_size)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+
+    def forward(self, embedded_BND: Tensor, read_BND: Tensor, sight: Sight) -> Tensor:
+        """The states behind the layer, [B, N, D]."""
+        joined = torch.cat([self.input_layernorm(embedded_BND), self.hidden_norm(read_BND)], dim=-1)
+        hidden_BND = read_BND + self.self_attn(joined, sight)
+        passed_BND: Tensor = hidden_BND + self.mlp(self.post_attention_layernorm(hidden_BND))
+        return passed_BND
+
+    @torch.no_grad()
+    def silence(self) -> None:
+        """Let the layer add nothing at the start."""
+        self.self_attn.o_proj.weight.zero_()
+        self.mlp.down_proj.weight.zero_()
+
+
+class Eagle3(FeedbackDrafter):
+    """fc over the target's tapped states, and behind it a layer that goes on with its own states while it drafts.
+
+    Own weights, named as in the official code: `fc.weight` [D, taps D], `midlayer.*`, `norm.weight`, with
+    `output="copy"` also `lm_head.weight` [Q, D], and with a reduced vocabulary its ids, `token_ids` [Q]. The target's
+    embedding is borrowed. Make a new one with `Eagle3.create`.
+
+    Args:
+        config: its settings, the taps named.
+        block: the shape of its layer.
+        vocab_size: the target's vocabulary.
+    """
+
+    family = "eagle3"
+
+    def __init__(self, config: Eagle3Config, block: BlockConfig, *, vocab_size: int) -> None:
+        super().__init__(block, vocab_size=vocab_size, vocabulary_size=config.vocabulary_size)
+        if config.taps is None:
+            raise UserError("the taps of an EAGLE-3 drafter must be named; use Eagle3.create, which chooses them")
+        self.config, width = config, block.hidden_size
+        self.fc = nn.Linear(len(config.taps) * width, width, bias=False)
+        self.midlayer = WideBlock(block)
+        self.norm = nn.RMSNorm(width, eps=block.norm_eps)
+        entries = config.vocabulary_size or vocab_size
+        self.lm_head = OwnOutput(width, entries) if config.output == "copy" else None
+
+    @classmethod
+    def create(cls, config: Eagle3Config, target: Target, token_ids_Q: Tensor | None = None) -> "Eagle3":
+        """A new drafter beside `target`, bound to it, whose layer has the shape of the target's.
+
+        Args:
+            token_ids_Q: ids of the reduced draft vocabulary, when `config.vocabulary_size` asks for one.
+
+        Raises:
+            UserError: if a tap is not a layer of the target, or the ids do not agree with the configuration.
+        """
+        config = replace(config, taps=chosen_taps(config.taps, target))
+        base = config.rope_base or target_rope_base(target) or OFFICIAL_ROPE_BASE
+        with target.device:
+            drafter = cls(config, BlockConfig.like(target, rope_base=base), vocab_size=target.vocab_size)
+        drafter.begin(target, token_ids_Q)
+        drafter._begin_as_the_highest_tap(target)
+        return drafter
+
+    @torch.no_grad()
+    def _begin_as_the_highest_tap(self, target: Target) -> None:
+        """Let the highest tap come through unchanged at first, and be read as the target reads its last layer.
+
+        The official code begins at random and trains for days.
+        """
+        width = self.block.hidden_size
+        self.fc.weight.zero_()
+        self.fc.weight[:, -width:] = torch.eye(width, device=self.fc.weight.device)
+        self.midlayer.silence()
+        if self.lm_head is not None:
+            self.lm_head.weight.copy_(self._rows().weight_QD)
+        if target.device.type != "meta":
+            # A sketch of a target, to plan with, has no states.
+            self.norm.weight.copy_(_last_norm(target, self.block.norm_eps))
+
+    def describe(self) -> dict[str, Any]:
+        """The configuration, JSON-ready."""
+        return {**asdict(self.config), "taps": list(self.taps), "block": asdict(self.block)}
+
+    @classmethod
+    def rebuild(cls, description: dict[str, Any], identity: TargetIdentity) -> "Eagle3":
+        """An equal drafter whose weights are still to be loaded. Raises UserError on an unknown description."""
+        given = settings_of(description, Eagle3Config, "an EAGLE-3 drafter")
+        block, taps = BlockConfig.from_dict(given.pop("block")), tuple(given.pop("taps"))
+        return cls(Eagle3Config(**given, taps=taps), block, vocab_size=identity.vocab_size)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers whose outputs it reads, low to high."""
+        return self.config.taps or ()
+
+    @property
+    def steps(self) -> int:
+        """Those of the training-time test."""
+        return self.config.steps
+
+    def fuse(self, final_BND: Tensor, taps: dict[int, Tensor]) -> Tensor:
+        """One state of the tapped ones, low to high side by side.
+
+        Raises:
+            ValueError: if a tap is missing.
+        """
+        if missing := [layer for layer in self.taps if layer not in taps]:
+            raise ValueError(f"the outputs of the target's layers {missing} are missing; encode with drafter.taps")
+        fused_BND: Tensor = self.fc(torch.cat([taps[layer].to(self.dtype) for layer in self.taps], dim=-1))
+        return fused_BND
+
+    def step(self, embedded_BND: Tensor, read_BND: Tensor, sight: Sight) -> Tensor:
+        """The layer's states, [B, N, D], before the norm."""
+        passed_BND: Tensor = self.midlayer(embedded_BND, read_BND, sight)
+        return passed_BND
+
+    def feed(self, own: Tensor) -> Tensor:
+        """The state itself, the gradient with it, so that a step learns what serves the next ones."""
+        return self.finish(own) if self.config.norm_output else own
+
+    def finish(self, own: Tensor) -> Tensor:
+        """The state behind the norm."""
+        finished: Tensor = self.norm(own)
+        return finished
+
+    def project(self, hidden: Tensor, step: int) -> Tensor:
+        """Draft logits [..., Q] of finished states [..., D], by one output layer for every step."""
+        if self.lm_head is None:
+            return super().project(hidden, step)
+        return self._rows().read(hidden, self.lm_head.weight)
+
+    def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
+        """Its own output layer, when it has one."""
+        return () if self.lm_head is None else (self.lm_head.weight,)
+
+    def expand_bytes(self) -> int:
+        """The layer, which expanding runs without `fc`, and one output layer."""
+        own = sum(parameter.nbytes for parameter in self.parameters()) - self.fc.weight.nbytes
+        return own if self.lm_head is not None else own + self._rows().weight_QD.nbytes
+
+
+@torch.no_grad()
+def _last_norm(target: Target, eps: float) -> Tensor:
+    """The weight [D] by which RMSNorm of the last layer's output comes nearest to the target's final states.
+
+    Exactly the target's own where its last norm is an RMSNorm, however it writes its weight.
+    """
+    last = target.num_layers - 1
+    tokens = [place % target.vocab_size for place in range(min(_PROBE, target.context_length))]
+    encoded = target.encode(Features.from_rows([(tokens, [True] * len(tokens))]), (last,))
+    wide = torch.promote_types(target.dtype, torch.float32)
+    final_ND, last_ND = encoded.final()[0].to(wide), encoded.taps[last][0].to(wide)
+    normed_ND = functional.rms_norm(last_ND, last_ND.shape[-1:], eps=eps)
+    return (final_ND * normed_ND).sum(0) / normed_ND.square().sum(0)
