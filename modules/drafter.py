@@ -240,6 +240,11 @@ class Drafter(nn.Module, Proposer):
         that drafts by asking itself again; None when its K training steps are its K draft steps."""
         return None
 
+    @property
+    def trained_steps(self) -> int:
+        """Draft steps that training forms at every index: rows must be longer than they reach."""
+        return self.reach or 1
+
     @abstractmethod
     def forward(self, features: Features) -> Drafts:
         """Training: the draft hidden states at all positions at once."""

@@ -129,7 +129,7 @@ class Eagle(FeedbackDrafter):
         return cls(EagleConfig(**given), block, vocab_size=identity.vocab_size)
 
     @property
-    def steps(self) -> int:
+    def trained_steps(self) -> int:
         """One, or HASS's passes."""
         return self.config.steps
 

@@ -171,7 +171,7 @@ class Eagle3(FeedbackDrafter):
         return self.config.taps or ()
 
     @property
-    def steps(self) -> int:
+    def trained_steps(self) -> int:
         """Those of the training-time test."""
         return self.config.steps
 

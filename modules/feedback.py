@@ -33,12 +33,16 @@ _FIRST = 2
 class FeedbackState(DraftState):
     """What the layer has read of each row, its newest state there, and those of the tree behind it."""
 
+    rooted: bool
+    """Whether the root's children have been asked for."""
+
     def __init__(self, own_RD: Tensor, rows: BlockRows) -> None:
         self.own_RD, self.rows = own_RD, rows
         self.uproot()
 
     def uproot(self) -> None:
         """Forget the tree; the root's state is that of the newest index."""
+        self.rooted = False
         self.rows.uproot()
         self.nodes_RM = torch.zeros(len(self.own_RD), 1, dtype=torch.long, device=self.own_RD.device)
         self.own_RMD = self.own_RD[:, None]
@@ -59,8 +63,8 @@ class FeedbackState(DraftState):
 class FeedbackDrafter(Drafter):
     """What the members of the line share: alignment, the steps of training, cache and tree while decoding.
 
-    A member says what it reads of the target (`fuse`), what its layer does (`step`), what the next step reads of that
-    (`feed`) and what the output layer reads (`finish`).
+    A member says how many steps it trains (`trained_steps`), what it reads of the target (`fuse`), what its layer does
+    (`step`), what the next step reads of that (`feed`) and what the output layer reads (`finish`).
 
     Args:
         block: the shape of its layer.
@@ -82,11 +86,6 @@ class FeedbackDrafter(Drafter):
         self.register_load_state_dict_post_hook(_borrow_again)  # type: ignore[no-untyped-call]
 
     # What a member says ----------------------------------------------------------------------------------------------
-
-    @property
-    @abstractmethod
-    def steps(self) -> int:
-        """Draft steps trained at every index."""
 
     @abstractmethod
     def fuse(self, final_BND: Tensor, taps: dict[int, Tensor]) -> Tensor:
@@ -155,7 +154,8 @@ class FeedbackDrafter(Drafter):
         Raises:
             UserError: if the rows are too short for the steps.
         """
-        length, steps = features.tokens_BL.shape[1], self.steps if self.training else max(self.steps, DEPTHS)
+        length, steps = features.tokens_BL.shape[1], self.trained_steps
+        steps = steps if self.training else max(steps, DEPTHS)
         if self.training and length < steps + _FIRST:
             raise UserError(f"{steps} draft steps need rows of at least {steps + _FIRST} tokens, got {length}; lower "
                             "steps or raise row_length")
@@ -235,8 +235,8 @@ class FeedbackDrafter(Drafter):
     def expand(self, state: DraftState, frontier: Frontier) -> Scores:
         """Scores of the children of the frontier nodes. The root was read with the last observation."""
         held = _feedback(state)
-        if frontier.nodes_BF.shape[1] == 1 and int(frontier.parents_BF[0, 0]) < 0:
-            held.uproot()
+        if not held.rooted:
+            held.rooted = True
             return self._scores(held.own_RD[: len(frontier.nodes_BF), None])
         embedded_BFD, read_BFD = self._embed(frontier.tokens_BF), self.feed(held.above(frontier))
         own_BFD = self.step(embedded_BFD, read_BFD, held.rows.sprout(frontier))

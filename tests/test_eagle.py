@@ -18,13 +18,16 @@ from draftsmith.modules import (
     Target,
     UserError,
 )
+from draftsmith.modules.eagle3 import chosen_taps
 from draftsmith.modules.feedback import FeedbackDrafter, FeedbackState
 from draftsmith.modules.rollout import Rollout
 from draftsmith.modules.tiny import tiny_model, tiny_tokenizer
 from draftsmith.trainers.eagle import EagleModule, EagleTrainConfig
+from draftsmith.trainers.eagle3 import Eagle3Module, Eagle3TrainConfig
 from families import randomised
 from references.eagle import PlainRollout, harmonised
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 MAKERS: dict[str, Callable[[Target], FeedbackDrafter]] = {
     "eagle": lambda target: Eagle.create(EagleConfig(), target),
@@ -138,9 +141,9 @@ def test_what_is_kept_for_backward_grows_with_the_steps_alone(tiny_target: Targe
 @pytest.mark.parametrize("name", MAKERS)
 def test_steps_that_do_not_fit_a_row_are_refused(name: str, tiny_target: Target) -> None:
     drafter = made(name, tiny_target).train()
-    least = drafter.steps + 2
+    least = drafter.trained_steps + 2
     drafter(text(tiny_target, drafter, [9] * least))
-    with pytest.raises(UserError, match=rf"{drafter.steps} draft steps need rows of at least {least} tokens, "
+    with pytest.raises(UserError, match=rf"{drafter.trained_steps} draft steps need rows of at least {least} tokens, "
                                         rf"got {least - 1}; lower steps or raise row_length"):
         drafter(text(tiny_target, drafter, [9] * (least - 1)))
 
@@ -286,6 +289,97 @@ def test_the_rotary_base_is_the_targets_unless_given(tiny_target: Target) -> Non
     assert Eagle.create(EagleConfig(), other).block.rope_base == 5e5
     assert Eagle.create(EagleConfig(rope_base=1e4), other).block.rope_base == 1e4
     assert Eagle.create(EagleConfig(), tiny_target).block.rope_base == 1e4
+
+
+# EAGLE-3 --------------------------------------------------------------------------------------------------------------
+
+
+def test_it_begins_as_the_last_layer_when_that_is_its_tap(tiny_target: Target) -> None:
+    """With the target's own last norm and output layer behind it: it repeats the target's guess of the token before."""
+    drafter = Eagle3.create(Eagle3Config(taps=(0, 1)), tiny_target)
+    features = text(tiny_target, drafter, list(range(20, 30)))
+    with torch.no_grad():
+        hidden = drafter(features).hidden_BLKD[:, :, 0]
+        torch.testing.assert_close(hidden, features.final(), atol=1e-4, rtol=1e-4)
+        expected = tiny_target.logits(features.final())
+        torch.testing.assert_close(drafter.project(hidden, 0), expected, atol=1e-3, rtol=1e-3)
+
+
+def test_taps_are_the_outputs_of_layers_low_to_high(tiny_target: Target) -> None:
+    """The official code appends what enters layers 2, L/2 and L - 3; `hidden_states[k]` is what enters layer k."""
+    drafter = Eagle3.create(Eagle3Config(taps=(0, 1)), tiny_target)
+    features = text(tiny_target, drafter, list(range(20, 30)))
+    with tiny_target.native() as model, torch.no_grad():
+        entering = model.model(features.tokens_BL, output_hidden_states=True).hidden_states
+    torch.testing.assert_close(features.taps[0], entering[1], atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        drafter.fc.weight.copy_(torch.cat([torch.eye(32), torch.zeros(32, 32)], dim=1))
+        assert torch.equal(drafter.fuse(features.final(), features.taps), features.taps[0])
+    assert chosen_taps(None, _deep(32)) == (1, 15, 28)
+    assert chosen_taps(None, _deep(2)) == (0, 1)
+
+
+def _deep(layers: int) -> Target:
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=100, hidden_size=8, intermediate_size=8, num_hidden_layers=layers, num_attention_heads=2))
+    return Target(model, tiny_tokenizer(), name="deep")
+
+
+def test_every_step_teaches_what_the_steps_before_it_read(tiny_target: Target) -> None:
+    drafter = made("eagle3", tiny_target)
+    features = text(tiny_target, drafter, list(range(20, 32)))
+    states = drafter.rollout(features, 4, Rollout(features))
+    for step in range(4):
+        gradient, = torch.autograd.grad(states[step].sum(), drafter.get_parameter("fc.weight"), retain_graph=True)
+        assert float(gradient.abs().sum()) > 0
+
+
+def test_the_state_behind_the_norm_is_fed_back_when_asked_for(tiny_target: Target) -> None:
+    plain, normed = (randomised(Eagle3.create(Eagle3Config(taps=(1,), norm_output=norm), tiny_target))
+                     for norm in (False, True))
+    assert isinstance(plain, Eagle3)
+    assert isinstance(normed, Eagle3)
+    own = torch.randn(1, 4, 32)
+    assert torch.equal(plain.feed(own), own)
+    torch.testing.assert_close(normed.feed(own), torch.nn.functional.rms_norm(own, (32,), normed.norm.weight, 1e-6))
+
+
+@pytest.mark.parametrize(("config", "told"), [
+    (Eagle3Config(taps=(0, 3)), "tap 3 is not a layer of tiny-random; choose from 0 to 1"),
+    (Eagle3Config(taps=(-1, 0)), "tap -1 is not a layer of tiny-random; choose from 0 to 1"),
+    (Eagle3Config(taps=(0, 2)), "tap 2 would be the state behind the last norm of tiny-random, which is no layer's "
+                                "output; its last layer is 1"),
+])
+def test_what_is_no_layer_is_not_tapped(config: Eagle3Config, told: str, tiny_target: Target) -> None:
+    with pytest.raises(UserError, match=told):
+        Eagle3.create(config, tiny_target)
+    with pytest.raises(UserError, match=told):
+        Eagle3Module(tiny_target, Eagle3TrainConfig(drafter=config))
+
+
+@pytest.mark.parametrize(("settings", "told"), [
+    ({"taps": ()}, r"taps must be ascending numbers of layers, at least one, got \[\]"),
+    ({"taps": (2, 1)}, r"taps must be ascending .* got \[2, 1\]"),
+    ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
+    ({"output": "own"}, "output must be 'shared' or 'copy', got 'own'"),
+])
+def test_impossible_settings_of_the_third_are_refused(settings: dict[str, object], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        Eagle3Config(**settings)  # type: ignore[arg-type]
+
+
+def test_states_without_taps_and_a_feature_loss_are_refused(tiny_target: Target) -> None:
+    drafter = Eagle3.create(Eagle3Config(steps=2), tiny_target)
+    features = text(tiny_target, drafter, list(range(20, 30)))
+    with pytest.raises(ValueError, match=r"outputs of the target's layers \[0\] are missing; encode with drafter.taps"):
+        drafter(dataclasses.replace(features, taps={1: features.taps[1]}))
+    module = Eagle3Module(tiny_target, Eagle3TrainConfig(feature_weight=1.0))
+    module.drafter = drafter
+    with pytest.raises(UserError, match="estimate none of the target's; set feature_weight to 0"):
+        module.loss(features)
+
+
+# Settings of EAGLE-1 --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("settings", "told"), [
