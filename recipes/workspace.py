@@ -96,8 +96,8 @@ def sketched(recipe: Recipe, target: Target) -> DraftModule:
     """The recipe's module with its drafter, beside the sketch of a target (`sketch_target`): shapes without values.
 
     Raises:
-        UserError: if the family or its settings do not fit the target, rows or the tree have no room for its guesses, or
-            states are to be stored that training changes.
+        UserError: if the family or its settings do not fit the target, rows or the tree have no room for its guesses,
+            or states are to be stored that training changes.
     """
     family: Callable[..., DraftModule] = recipe.model
     module = family(target, token_counts=torch.ones(target.vocab_size))
@@ -107,8 +107,8 @@ def sketched(recipe: Recipe, target: Target) -> DraftModule:
                         "whose states change with every step; set batch.source: tokens")
     steps, length = module.drafter.trained_steps, recipe.batch.row_length
     if length < steps + 2:
-        raise UserError(f"{steps} draft steps need rows of at least {steps + 2} tokens, but batch.row_length is {length}; "
-                        "raise it, or train fewer steps")
+        raise UserError(f"{steps} draft steps need rows of at least {steps + 2} tokens, but batch.row_length is "
+                        f"{length}; raise it, or train fewer steps")
     reach, nodes = module.drafter.reach, recipe.tree.max_nodes
     if reach is not None and reach >= nodes:
         raise UserError(f"a tree of tree.max_nodes {nodes} is at most {nodes - 1} tokens deep, but this drafter "
