@@ -47,6 +47,31 @@ def test_gradients_are_those_of_small_differences(name: Any, tiny_target_f64: Ta
     assert torch.autograd.gradcheck(lambda rows: Objective(name=name)(rows, labels, teaching), logits.requires_grad_())
 
 
+@pytest.mark.parametrize("name", ["hard", "soft"])
+@pytest.mark.parametrize("ids", [None, IDS], ids=["whole", "reduced"])
+def test_the_likeliest_tokens_can_weigh_more(name: Any, ids: Tensor | None, tiny_target_f64: Target) -> None:
+    final, logits, labels = case(tiny_target_f64, ids)
+    teaching = Teacher(tiny_target_f64, ids)(final)
+    objective = Objective(name=name, top_weight=2.0, top_k=5)
+    assert objective.needs_teacher
+    plain_loss = Objective(name=name)(logits, labels, teaching)
+    for row in range(len(labels)):
+        p, q = teaching.p_NQ[row], logits[row].softmax(-1)
+        best = sorted(range(len(p)), key=lambda entry: -float(p[entry]))[:5]
+        expected = plain_loss[row] - 2.0 * sum(p[entry] * q[entry].log() for entry in best)
+        torch.testing.assert_close(objective(logits, labels, teaching)[row], expected)
+    assert torch.autograd.gradcheck(lambda rows: objective(rows, labels, teaching), logits.requires_grad_())
+
+
+@pytest.mark.parametrize(("settings", "told"), [
+    ({"top_weight": -1.0}, "top_weight must be a finite number of at least 0, got -1.0"),
+    ({"top_k": 0}, "top_k must be at least 1, got 0"),
+])
+def test_impossible_weights_of_the_likeliest_are_refused(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        Objective(**settings)
+
+
 def test_the_acceptance_counts_the_mass_outside_as_lost(tiny_target_f64: Target) -> None:
     final, _, _ = case(tiny_target_f64, IDS)
     p = tiny_target_f64.logits(final).softmax(-1)

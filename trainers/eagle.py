@@ -1,14 +1,14 @@
 """Training an EAGLE-1 drafter on the target's states and distributions (arXiv:2401.15077, section 4.1), or by HASS's
 harmonised passes (arXiv:2408.15766)."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from ..modules.eagle import Eagle, EagleConfig
 from ..modules.target import Target
 from .base import DraftModule, TrainConfig
-from .objectives import ObjectiveName
+from .objectives import Objective, ObjectiveName
 from .vocabulary import reduced_vocabulary
 
 
@@ -22,8 +22,17 @@ class EagleTrainConfig(TrainConfig):
     """See TrainConfig; the paper weighs states 1.0 beside 0.1 for the objective."""
     decay: float = 1.0
     """Weight of step k in the loss is decay ** k; HASS weighs its passes alike."""
+    top_weight: float = 0.0
+    """Weight, beside the objective's 1, of the cross entropy over the target's likeliest tokens alone (HASS,
+    arXiv:2408.15766, section 3.1). Its 1.0 beside 0.1 for the objective is 10 here."""
+    top_k: int = 10
+    """How many tokens those are."""
     drafter: EagleConfig = field(default_factory=EagleConfig)
     """The drafter."""
+
+    def judge(self) -> Objective:
+        """The objective, with HASS's over the likeliest tokens."""
+        return replace(super().judge(), top_weight=self.top_weight, top_k=self.top_k)
 
 
 class EagleModule(DraftModule):

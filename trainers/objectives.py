@@ -93,6 +93,13 @@ def soft(logits_NQ: Tensor, teaching: Taught) -> Tensor:
     return functional.cross_entropy(wide(logits_NQ), teaching.p_NQ, reduction="none")
 
 
+def top_cross_entropy(logits_NQ: Tensor, teaching: Taught, *, k: int) -> Tensor:
+    """-sum p log q over the target's k likeliest tokens, neither renormalised over them (arXiv:2408.15766)."""
+    log_q_NQ = wide(logits_NQ).log_softmax(-1)
+    top = teaching.p_NQ.topk(min(k, log_q_NQ.shape[-1]), dim=-1)
+    return -(top.values * log_q_NQ.gather(-1, top.indices)).sum(-1)
+
+
 def forward_kl(log_q_NQ: Tensor, teaching: Taught) -> Tensor:
     """KL(p || q) = sum p (log p - log q)."""
     return (teaching.p_NQ * (teaching.log_p_NQ - log_q_NQ)).sum(-1)
@@ -154,8 +161,16 @@ class Objective:
     """Weight of the target in the mixture of `jsd`."""
     lk_eta: float = 3.0
     """How fast `lk_hybrid` turns to the acceptance."""
+    top_weight: float = 0.0
+    """Weight, beside the objective's 1, of the cross entropy over the target's likeliest tokens alone."""
+    top_k: int = 10
+    """How many they are."""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.top_weight < math.inf:
+            raise UserError(f"top_weight must be a finite number of at least 0, got {self.top_weight}")
+        if self.top_k < 1:
+            raise UserError(f"top_k must be at least 1, got {self.top_k}")
         if self.name not in ("hard", *self._with_teacher()):
             known = ", ".join(("hard", *self._with_teacher()))
             raise UserError(f"objective must be one of {known}, got {self.name!r}")
@@ -171,7 +186,7 @@ class Objective:
     @property
     def needs_teacher(self) -> bool:
         """Whether it reads the target's distribution, not the label alone."""
-        return self.name != "hard"
+        return self.name != "hard" or self.top_weight > 0
 
     @property
     def needs_mass(self) -> bool:
@@ -184,4 +199,8 @@ class Objective:
             return hard(logits_NQ, labels_N)
         if teaching is None:
             raise ValueError(f"the objective {self.name} needs the target's distribution; give a teacher")
-        return self._with_teacher()[self.name](logits_NQ, teaching)
+        own = self._with_teacher().get(self.name)
+        loss_N = hard(logits_NQ, labels_N) if own is None else own(logits_NQ, teaching)
+        if not self.top_weight:
+            return loss_N
+        return loss_N + self.top_weight * top_cross_entropy(logits_NQ, teaching, k=self.top_k)
