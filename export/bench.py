@@ -153,16 +153,23 @@ class Bench:
             self.probe.sample()
         return found
 
-    def finish(self, exchanges: Sequence[Exchange]) -> list[Records]:
-        """Decode what is not timed, many at once: records of each method."""
-        self._forget()
-        found = [Records() for _ in self.methods]
+    def finish(self, exchanges: Sequence[Exchange]) -> list[dict[int, Records]]:
+        """Decode what is not timed, many at once: records of each method, by the nodes of the tree it drafted.
+
+        Batch sizes with the same tree share them: how many rows are decoded at once changes no answer.
+        """
         ordered = [exchange for group in self._batches(exchanges) for exchange in group]
-        for method, records in zip(self.methods, found, strict=True):
-            if ordered:
-                result, _ = self._decode(ordered, method, self.config.untimed_batch_size, records=records, watch=True)
-                records.note(result)
-        return found
+        return [{nodes: self._finish(ordered, method, batch_size)
+                 for nodes, batch_size in method.tree_sizes(self.config.batches).items()} for method in self.methods]
+
+    def _finish(self, ordered: Sequence[Exchange], method: Method, batch_size: int) -> Records:
+        """Decode with the tree of `batch_size` rows, however many are decoded at once."""
+        self._forget()
+        records = Records()
+        if ordered:
+            rows = self.config.untimed_batch_size
+            records.note(self._decode(ordered, method, batch_size, rows=rows, records=records, watch=True)[0])
+        return records
 
     def answers(self, exchanges: Sequence[Exchange], records: Records) -> list[Answer]:
         """A method's answers, each held against its reference."""
@@ -217,15 +224,18 @@ class Bench:
             spent.draft_seconds += result.stats.draft_seconds
         spent.seconds += seconds
 
-    def _decode(self, asked: Sequence[Exchange], method: Method | None, batch_size: int, *, tokens: int | None = None,
-                records: Records | None = None, watch: bool = False) -> tuple[DecodeResult, float]:
+    def _decode(self, asked: Sequence[Exchange], method: Method | None, batch_size: int, *, rows: int | None = None,
+                tokens: int | None = None, records: Records | None = None,
+                watch: bool = False) -> tuple[DecodeResult, float]:
+        """Decode with the tree of `batch_size` rows, as many or `rows` at once; also the seconds it took."""
         requests = [Request(tokens=exchange.prompt, index=exchange.index, temperature=exchange.temperature,
                             max_new_tokens=tokens or self.config.max_new_tokens) for exchange in asked]
         drafter = method.drafter if method else None
+        policy = method.policy_for(batch_size) if method and method.policy_for else None
         with metered(drafter, records.meter if records else Meter()):
             started = clock(self.target)
-            result = decode(self.target, requests, self.config.settings(batch_size), drafter=drafter,
-                            policy=method.policy if method else None, on_tokens=self._on_tokens if watch else None)
+            result = decode(self.target, requests, self.config.settings(rows or batch_size), drafter=drafter,
+                            policy=policy, on_tokens=self._on_tokens if watch else None)
             return result, clock(self.target) - started
 
     def _on_tokens(self, _generation: Generation, _tokens: list[int], finished: bool) -> None:

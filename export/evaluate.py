@@ -35,7 +35,7 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
     _check(methods)
     entries = _entries(prompt_sets, config)
     groups = _groups(entries, config)
-    with tqdm(total=_work(entries, groups, len(methods), config), desc="evaluate", unit=" answers",
+    with tqdm(total=_work(entries, groups, methods, config), desc="evaluate", unit=" answers",
               disable=not progress) as bar:
         bench = Bench(target, methods, config, bar.update)
         found = [one for temperature in config.degrees for one in _measured(bench, entries, groups, temperature)]
@@ -53,12 +53,13 @@ def _measured(bench: Bench, entries: Sequence[Entry], groups: Groups, temperatur
     timed = {size: bench.time([[exchange for entry in group for exchange in exchanges if exchange.entry is entry]
                                for group in members], size) for size, members in groups.items()}
     always = set.intersection(*({entry.number for group in members for entry in group} for members in groups.values()))
-    # Their answers depend on no batch size: they are decoded once.
+    # Their answers depend on the tree, but on no batch size: they are decoded once for each tree.
     untimed = bench.finish([exchange for exchange in exchanges if exchange.entry.number not in always])
     trees = [_trees(bench, method, exchanges) for method in bench.methods]
     return [
-        _evaluation(bench, bench.methods[place], exchanges, records.beside(untimed[place]), size, trees[place])
-        for size, found in timed.items() for place, records in enumerate(found)
+        _evaluation(bench, method, exchanges, records.beside(untimed[place][method.nodes(size)]), size, trees[place])
+        for size, found in timed.items()
+        for place, (method, records) in enumerate(zip(bench.methods, found, strict=True))
     ]
 
 
@@ -76,7 +77,7 @@ def _evaluation(bench: Bench, method: Method, exchanges: Sequence[Exchange], rec
     turns = sorted({answer.turn for answer in answers})
     return Evaluation(
         name=method.name, family=method.family, target=bench.target.identity.name, batch_size=batch_size,
-        temperature=temperature, nodes=method.nodes, contended=False, target_calls=records.target_calls,
+        temperature=temperature, nodes=method.nodes(batch_size), contended=False, target_calls=records.target_calls,
         draft_share=share,
         predicted_speedup=None if temperature else method.predicted(batch_size),
         overall=measures(answers, records.timings),
@@ -142,13 +143,14 @@ def _groups(entries: Sequence[Entry], config: EvaluateConfig) -> Groups:
     return found
 
 
-def _work(entries: Sequence[Entry], groups: Groups, methods: int, config: EvaluateConfig) -> int:
+def _work(entries: Sequence[Entry], groups: Groups, methods: Sequence[Method], config: EvaluateConfig) -> int:
     """Answers to be decoded, those of the baselines included."""
     turns = {entry.number: entry.question.turns for entry in entries}
     timed = [{entry.number for group in members for entry in group} for members in groups.values()]
     untimed = [number for number in turns if not all(number in some for some in timed)]
-    once = sum(turns.values()) + methods * sum(turns[number] for number in untimed)
-    return len(config.degrees) * (once + (2 + methods) * sum(turns[number] for some in timed for number in some))
+    trees = sum(len(method.tree_sizes(config.batches)) for method in methods)
+    once = sum(turns.values()) + trees * sum(turns[number] for number in untimed)
+    return len(config.degrees) * (once + (2 + len(methods)) * sum(turns[number] for some in timed for number in some))
 
 
 def _spread(members: Sequence[T], count: int) -> list[T]:

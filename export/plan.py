@@ -1,6 +1,6 @@
 """What an evaluation is asked to do: its settings, the questions, and the methods that take part."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..modules import BASELINES, DecodeSettings, Policy, Proposer, Target, Topology, UserError, baseline
@@ -113,8 +113,9 @@ class Method:
     """Its family, such as medusa."""
     drafter: Proposer | None
     """What drafts; None decodes with the target alone."""
-    policy: Policy | None
-    """How the tree grows; None for the target alone."""
+    policy_for: Callable[[int], Policy] | None
+    """From the rows decoded at once to how their trees grow; None for the target alone. Where the largest tree of two
+    batch sizes is the same, so is the policy."""
     trees: Topology | None = None
     """A static tree, best node first, whose smaller and larger prefixes are compared too."""
     predicted_speedup: Callable[[int], float | None] | None = None
@@ -123,23 +124,37 @@ class Method:
 
     @classmethod
     def of(cls, artifact: Artifact, *, name: str | None = None, tree_size: int | None = None) -> "Method":
-        """The method an artifact stands for, with its tuned tree unless `tree_size` says otherwise."""
-        family, policy = artifact.drafter.family, artifact.policy(tree_size)
-        name = name or (family if artifact.adapter is None else f"{family} (changes the target)")
-        return cls(name=name, family=family, drafter=artifact.drafter, policy=policy, trees=artifact.topology,
-                   predicted_speedup=lambda rows: artifact.predicted_speedup(policy.max_size, batch_size=rows))
+        """The method an artifact stands for: at each batch size its tuned tree, or one of `tree_size` nodes at all.
+
+        Raises:
+            UserError: if the artifact's tree has fewer nodes than `tree_size`.
+        """
+        def policy_for(rows: int) -> Policy:
+            return artifact.policy(tree_size, batch_size=rows)
+
+        policy_for(1)
+        family = artifact.drafter.family
+        return cls(name=name or (family if artifact.adapter is None else f"{family} (changes the target)"),
+                   family=family, drafter=artifact.drafter, policy_for=policy_for, trees=artifact.topology,
+                   predicted_speedup=lambda rows: artifact.predicted_speedup(tree_size, batch_size=rows))
 
     @classmethod
     def of_baseline(cls, name: str, target: Target) -> "Method":
         """The drafter without training of this name, with nothing remembered."""
         drafter, policy = baseline(name, target)
-        return cls(name=name, family=drafter.family, drafter=drafter, policy=policy)
+        return cls(name=name, family=drafter.family, drafter=drafter, policy_for=lambda _rows: policy)
 
     def predicted(self, batch_size: int) -> float | None:
         """The speed-up to expect of so many greedy rows; None where nothing was measured."""
         return None if self.predicted_speedup is None else self.predicted_speedup(batch_size)
 
-    @property
-    def nodes(self) -> int:
-        """Most nodes that a pass verifies, the root included; 1 without drafts."""
-        return self.policy.max_size if self.policy is not None else 1
+    def nodes(self, batch_size: int) -> int:
+        """Most nodes of a row that a pass over so many rows verifies, the root included; 1 without drafts."""
+        return 1 if self.policy_for is None else self.policy_for(batch_size).max_size
+
+    def tree_sizes(self, batch_sizes: Iterable[int]) -> dict[int, int]:
+        """By the nodes that these batch sizes use, each once: the first batch size that uses them."""
+        found: dict[int, int] = {}
+        for batch_size in batch_sizes:
+            found.setdefault(self.nodes(batch_size), batch_size)
+        return found

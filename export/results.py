@@ -150,7 +150,7 @@ class Evaluation:
     temperature: float
     """0 is greedy."""
     nodes: int
-    """Most nodes that a pass verifies, the root included; 1 when nothing is drafted."""
+    """Most nodes of a row that a pass verifies at this batch size, the root included; 1 when nothing is drafted."""
     contended: bool
     """True when the machine was busy with something else: speeds are then not to be trusted."""
     target_calls: int

@@ -71,6 +71,11 @@ INTERVALS_NOTE = (
 """What the ranges and one of the columns are."""
 
 
+SHARED_NOTE = ("Answers that are not timed are decoded once for each tree size and count at every batch size that uses "
+               "it.")
+"""Said where batch sizes share answers."""
+
+
 def drafting_note(evaluation: Evaluation) -> str:
     """How large the trees are, and what drafting took."""
     overall = evaluation.overall
@@ -98,7 +103,7 @@ def verdicts(run: EvaluationRun) -> list[str]:
     if "drift" in run.header:
         found = [drift_note(run), *found]
     shared = len(run.batch_sizes) > 1 and run.header["timed_prompts"] < sum(run.header["prompt_sets"].values())
-    return [*found, "Answers that are not timed are decoded once and count at every batch size."] if shared else found
+    return [*found, SHARED_NOTE] if shared else found
 
 
 def drift_note(run: EvaluationRun) -> str:

@@ -1,0 +1,99 @@
+"""Evaluation at several batch sizes: each has its own tree, and all are timed on the same questions."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from draftsmith.export import Artifact, EvaluateConfig, Evaluation, Method, Question, Tuning, bench, evaluate
+from draftsmith.modules import (
+    CostModel,
+    DecodeSettings,
+    Medusa,
+    MedusaConfig,
+    Request,
+    Target,
+    Topology,
+    UserError,
+    decode,
+)
+from families import randomised
+
+TREE = Topology.from_paths([(0,), (1,), (0, 0), (2,), (3,), (0, 1), (1, 0)])
+SIZES = {1: 8, 2: 8, 4: 4, 16: 1}
+"""Nodes that pay, by batch size."""
+PROMPTS = [(5, 20 + place, 7) for place in range(19)]
+SETS = {"own": [Question.single(prompt) for prompt in PROMPTS]}
+TOKENS = 12
+
+
+def tuned(target: Target) -> Artifact:
+    """Some guesses come true; one row gets its tokens for next to nothing, sixteen pay for each."""
+    cost = CostModel(knots=(1, 16), pass_weights=(0.1, 0.0, 0.05, 0.0, 0.0), largest=8, context=32, pass_error=0.0,
+                     draft_weights=(0.001, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), draft_error=0.0)
+    drafter = randomised(Medusa.create(MedusaConfig(num_heads=2), target).to(target.dtype))
+    tuning = Tuning.of(target, 8, cost, (1.0, 1.5, 1.8, 2.0, 2.1, 2.15, 2.18, 2.2))
+    return Artifact(drafter=drafter, target=target, topology=TREE, identity=target.identity, provenance={},
+                    tuning=tuning)
+
+
+def accepted_length(artifact: Artifact, nodes: int) -> float:
+    """By decoding all prompts with a tree of this size."""
+    requests = [Request(prompt, index, TOKENS) for index, prompt in enumerate(PROMPTS)]
+    return decode(artifact.target, requests, DecodeSettings(), drafter=artifact.drafter,
+                  policy=artifact.policy(nodes)).accepted_length
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
+    """Answers of TOKENS tokens that a bench drafts from now on, by (rows at once, nodes)."""
+    counted: Counter[tuple[int, int]] = Counter()
+
+    def watch(target: Target, requests: list[Request], settings: DecodeSettings, *, policy: Any, **more: Any) -> Any:
+        if policy is not None:
+            asked = sum(request.max_new_tokens == TOKENS for request in requests)
+            counted.update({(settings.batch_size, policy.max_size): asked})
+        return decode(target, requests, settings, policy=policy, **more)
+
+    monkeypatch.setattr(bench, "decode", watch)
+    return counted
+
+
+def run(artifact: Artifact, config: EvaluateConfig, tree_size: int | None = None) -> dict[int, Evaluation]:
+    methods = [Method.of(artifact, tree_size=tree_size)]
+    found = evaluate(artifact.target, methods, SETS, config, progress=False).evaluations
+    return {one.batch_size: one for one in found}
+
+
+@pytest.mark.parametrize("speed_prompts", [0, 16])
+def test_each_batch_size_decodes_with_its_own_tree(tiny_target_f64: Target, speed_prompts: int) -> None:
+    artifact = tuned(tiny_target_f64)
+    assert {batch: artifact.size_for(batch) for batch in SIZES} == SIZES
+    lengths = {nodes: accepted_length(artifact, nodes) for nodes in set(SIZES.values())}
+    assert lengths[8] > lengths[4] > lengths[1] == 1.0
+    config = EvaluateConfig(max_new_tokens=TOKENS, speed_prompts=speed_prompts, batch_sizes=tuple(SIZES))
+    for batch, one in run(artifact, config).items():
+        assert one.nodes == SIZES[batch]
+        assert one.overall.accepted_length == pytest.approx(lengths[SIZES[batch]])
+        assert one.predicted_speedup == artifact.predicted_speedup(SIZES[batch], batch_size=batch)
+        assert one.overall.lossless.identical == len(PROMPTS)
+        assert (one.draft_share == 0) == (batch == 16)
+
+
+def test_a_size_that_was_asked_for_serves_every_batch(tiny_target_f64: Target) -> None:
+    artifact, config = tuned(tiny_target_f64), EvaluateConfig(max_new_tokens=TOKENS, speed_prompts=0,
+                                                              batch_sizes=tuple(SIZES))
+    found = run(artifact, config, tree_size=2)
+    assert {one.nodes for one in found.values()} == {2}
+    wanted = accepted_length(artifact, 2)
+    assert [one.overall.accepted_length for one in found.values()] == [pytest.approx(wanted)] * len(SIZES)
+    assert found[16].predicted_speedup == artifact.predicted_speedup(2, batch_size=16)
+    with pytest.raises(UserError, match="a tree of 9 nodes was asked for; this artifact's has 8"):
+        Method.of(artifact, tree_size=9)
+
+
+def test_answers_are_shared_between_batch_sizes_of_one_tree_alone(tiny_target_f64: Target,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = watched(monkeypatch)
+    config = EvaluateConfig(max_new_tokens=TOKENS, speed_prompts=16, batch_sizes=tuple(SIZES), untimed_batch_size=7)
+    run(tuned(tiny_target_f64), config)
+    counted = +counted  # without the answers that warm up
+    assert counted == {**dict.fromkeys(SIZES.items(), 16), (7, 8): 3, (7, 4): 3, (7, 1): 3}
