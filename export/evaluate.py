@@ -1,5 +1,6 @@
 """Measure drafts against the target alone: acceptance, speed, and whether a single word changed."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TypeVar
@@ -29,7 +30,7 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
 
     Raises:
         UserError: if there is no method or no prompt, two methods share a name, a prompt and its answer exceed the
-            target's context, or a prompt set has fewer prompts than a timed batch has rows.
+            target's context, or a prompt set has too few prompts for whole timed batches of every size.
     """
     methods = [*methods, *(Method.of_baseline(name, target) for name in config.baselines)]
     _check(methods)
@@ -41,7 +42,7 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
         found = [one for temperature in config.degrees for one in _measured(bench, entries, groups, temperature)]
     header = {**machine(target), "settings": asdict(config),
               "prompt_sets": {name: len(members) for name, members in by_prompt_set(entries).items()},
-              "timed_prompts": len({entry.number for timed in groups.values() for group in timed for entry in group}),
+              "timed_prompts": len(_timed(groups)),
               "contention": bench.probe.to_dict()}
     return EvaluationRun(header=header,
                          evaluations=tuple(replace(one, contended=bench.probe.contended) for one in found))
@@ -52,9 +53,9 @@ def _measured(bench: Bench, entries: Sequence[Entry], groups: Groups, temperatur
     exchanges = bench.refer(entries, temperature)
     timed = {size: bench.time([[exchange for entry in group for exchange in exchanges if exchange.entry is entry]
                                for group in members], size) for size, members in groups.items()}
-    always = set.intersection(*({entry.number for group in members for entry in group} for members in groups.values()))
+    apart = _timed(groups)
     # Their answers depend on the tree, but on no batch size: they are decoded once for each tree.
-    untimed = bench.finish([exchange for exchange in exchanges if exchange.entry.number not in always])
+    untimed = bench.finish([exchange for exchange in exchanges if exchange.entry.number not in apart])
     trees = [_trees(bench, method, exchanges) for method in bench.methods]
     return [
         _evaluation(bench, method, exchanges, records.beside(untimed[place][method.nodes(size)]), size, trees[place])
@@ -131,26 +132,38 @@ def _entries(prompt_sets: PromptSets, config: EvaluateConfig) -> list[Entry]:
 
 def _groups(entries: Sequence[Entry], config: EvaluateConfig) -> Groups:
     """What is timed together: the same questions at every batch size, spread over each set so that every category of
-    an ordered set has some, and full batches only."""
+    an ordered set has some, and full batches only.
+
+    Raises:
+        UserError: if a set has too few questions to fill whole batches of every size.
+    """
     found: Groups = {size: [] for size in config.batches}
     for name, members in by_prompt_set(entries).items():
-        chosen = _spread(members, config.timed)
+        chosen = _spread(members, config.timed(len(members)))
+        if config.speed_prompts and not chosen:
+            sizes = ", ".join(map(str, config.batches))
+            raise UserError(f"batches of {sizes} rows cannot be timed on the same prompts: the set "
+                            f"{name!r} has {len(members)}, whole batches of every size need at least "
+                            f"{math.lcm(*config.batches)}; give more prompts, choose smaller batch_sizes or "
+                            "ones that divide one another, or set speed_prompts to 0")
         for size, groups in found.items():
-            if chosen and len(chosen) < size:
-                raise UserError(f"a batch of {size} rows cannot be timed: the set {name!r} has {len(chosen)} prompts; "
-                                "give more, lower batch_sizes, or set speed_prompts to 0")
-            groups += [chosen[start : start + size] for start in range(0, len(chosen) - size + 1, size)]
+            groups += [chosen[start : start + size] for start in range(0, len(chosen), size)]
     return found
+
+
+def _timed(groups: Groups) -> set[int]:
+    """Numbers of the questions that are timed, the same at every batch size."""
+    return {entry.number for members in groups.values() for group in members for entry in group}
 
 
 def _work(entries: Sequence[Entry], groups: Groups, methods: Sequence[Method], config: EvaluateConfig) -> int:
     """Answers to be decoded, those of the baselines included."""
     turns = {entry.number: entry.question.turns for entry in entries}
-    timed = [{entry.number for group in members for entry in group} for members in groups.values()]
-    untimed = [number for number in turns if not all(number in some for some in timed)]
+    timed = sum(turns[number] for number in _timed(groups))
+    untimed = sum(turns.values()) - timed
     trees = sum(len(method.tree_sizes(config.batches)) for method in methods)
-    once = sum(turns.values()) + trees * sum(turns[number] for number in untimed)
-    return len(config.degrees) * (once + (2 + len(methods)) * sum(turns[number] for some in timed for number in some))
+    once = sum(turns.values()) + trees * untimed
+    return len(config.degrees) * (once + (2 + len(methods)) * len(groups) * timed)
 
 
 def _spread(members: Sequence[T], count: int) -> list[T]:

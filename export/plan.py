@@ -1,5 +1,6 @@
 """What an evaluation is asked to do: its settings, the questions, and the methods that take part."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,8 +29,9 @@ class EvaluateConfig:
     seed: int = 0
     """Seed of the random streams of the answers, and of the resampling behind the intervals."""
     speed_prompts: int = 8
-    """Prompts of each set whose decoding is timed, at least as many as the largest batch has rows (each by every
-    method, plainly and by `generate`); 0 times none."""
+    """Prompts of each set whose decoding is timed (each by every method, plainly and by `generate`); 0 times none. The
+    same fill whole batches of every size, so their number is rounded down to a multiple of all batch sizes, and is the
+    least such multiple where fewer are asked for."""
     tree_prompts: int = 0
     """Prompts of each set whose greedy answers are replayed through smaller and larger trees; 0 replays none."""
     limit: int | None = None
@@ -72,10 +74,12 @@ class EvaluateConfig:
         given = self.temperatures if isinstance(self.temperatures, tuple) else (self.temperatures,)
         return tuple(dict.fromkeys(given))
 
-    @property
-    def timed(self) -> int:
-        """Prompts of each set that are timed, as far as it has so many."""
-        return max(self.speed_prompts, *self.batches) if self.speed_prompts else 0
+    def timed(self, members: int) -> int:
+        """Prompts that are timed of a set of so many: they fill whole batches of every size; 0 where none can."""
+        if self.speed_prompts == 0:
+            return 0
+        least = math.lcm(*self.batches)
+        return min(max(self.speed_prompts, least), members) // least * least
 
     def settings(self, batch_size: int) -> DecodeSettings:
         """The decoding loop's settings for a batch of this many rows."""

@@ -97,3 +97,44 @@ def test_answers_are_shared_between_batch_sizes_of_one_tree_alone(tiny_target_f6
     run(tuned(tiny_target_f64), config)
     counted = +counted  # without the answers that warm up
     assert counted == {**dict.fromkeys(SIZES.items(), 16), (7, 8): 3, (7, 4): 3, (7, 1): 3}
+
+
+@pytest.mark.parametrize(("speed_prompts", "sizes", "members", "timed"), [
+    (8, (1, 3), 19, 6), (8, (1, 4), 19, 8), (5, (2, 4), 19, 4), (2, (3, 4), 19, 12), (8, (3, 4), 11, 0),
+    (8, (1, 2, 4), 7, 4), (8, 1, 5, 5), (0, (1, 3), 19, 0),
+])
+def test_timed_prompts_fill_whole_batches_of_every_size(speed_prompts: int, sizes: Any, members: int,
+                                                       timed: int) -> None:
+    assert EvaluateConfig(speed_prompts=speed_prompts, batch_sizes=sizes).timed(members) == timed
+
+
+def test_every_batch_size_times_the_same_questions(tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[int, list[int]] = {}
+    real = bench.Bench._time_group
+
+    def watch(self: bench.Bench, group: Any, batch_size: int, *rest: Any) -> None:
+        assert len(group) == batch_size
+        asked.setdefault(batch_size, []).extend(exchange.entry.number for exchange in group)
+        real(self, group, batch_size, *rest)
+
+    monkeypatch.setattr(bench.Bench, "_time_group", watch)
+    found = run(tuned(tiny_target_f64), EvaluateConfig(max_new_tokens=TOKENS, speed_prompts=8, batch_sizes=(1, 3)))
+    assert asked[1] == asked[3] == [0, 3, 6, 9, 12, 15]
+    assert {one.overall.prompts for one in found.values()} == {len(PROMPTS)}
+
+
+@pytest.mark.parametrize("speed_prompts", [2, 8])
+def test_no_call_counts_twice(tiny_target_f64: Target, speed_prompts: int) -> None:
+    """Row by row each pass of an answer is one call of the target, whether the answer is timed or not."""
+    config = EvaluateConfig(max_new_tokens=TOKENS, speed_prompts=speed_prompts, batch_sizes=(1, 3),
+                            untimed_batch_size=1)
+    alone = run(tuned(tiny_target_f64), config)[1]
+    assert alone.target_calls == alone.overall.target_passes
+
+
+def test_sets_without_whole_batches_of_every_size_are_named(tiny_target: Target) -> None:
+    config = EvaluateConfig(max_new_tokens=TOKENS, batch_sizes=(4, 5))
+    with pytest.raises(UserError, match=r"batches of 4, 5 rows cannot be timed on the same prompts: the set 'own' has "
+                                        r"19, whole batches of every size need at least 20; give more prompts, .*"
+                                        "speed_prompts to 0"):
+        run(tuned(tiny_target), config)

@@ -483,7 +483,7 @@ def test_only_full_batches_are_timed(tiny_target_f64: Target, monkeypatch: pytes
 
 def test_what_cannot_be_measured_is_named(tiny_target: Target) -> None:
     method = wide_draft(tiny_target)
-    with pytest.raises(UserError, match=r"batch of 8 rows cannot be timed: the set 'own' has 5 prompts; .*batch_sizes"):
+    with pytest.raises(UserError, match=r"batches of 1, 8 rows cannot be timed .* 'own' has 5, .* least 8; give more"):
         evaluate(tiny_target, [method], SETS, replace(CONFIG, batch_sizes=(1, 8)), progress=False)
     with pytest.raises(UserError, match="2 methods are called 'layers'; name each"):
         evaluate(tiny_target, [method, method], SETS, CONFIG, progress=False)
