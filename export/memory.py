@@ -4,12 +4,13 @@ Decoding few rows is bound by reading weights. With c the bytes that a draft ste
 gamma draft steps a pass and tau tokens a pass, drafting then gains tau / (c * gamma + 1) (arXiv:2411.11055).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
-from ..modules import Ensemble, Proposer, Target
+from torch import Tensor
+
+from ..modules import DraftState, Ensemble, Frontier, Observation, Proposer, Scores, Target
 
 
 @dataclass
@@ -17,7 +18,8 @@ class Meter:
     """Bytes of weights that a drafter has read so far."""
 
     drafted: int = 0
-    """By `expand` and `observe`, all parts of an ensemble together; embeddings that are looked up do not count."""
+    """By `expand` and by `observe` after a verifying pass, all parts of an ensemble together. Reading prompts does not
+    count, as the passes over prompts do not count for the target, nor do embeddings that are looked up."""
 
 
 @contextmanager
@@ -25,8 +27,8 @@ def metered(drafter: Proposer | None, meter: Meter) -> Iterator[None]:
     """Count inside the block what the drafter reads."""
     parts = _parts(drafter)
     for part in parts:
-        part.__dict__["expand"] = _counting(part.expand, part.expand_bytes(), meter)
-        part.__dict__["observe"] = _counting(part.observe, part.observe_bytes(), meter)
+        counter = _Counter(part, meter)
+        part.__dict__["expand"], part.__dict__["observe"] = counter.expand, counter.observe
     try:
         yield
     finally:
@@ -40,12 +42,24 @@ def _parts(drafter: Proposer | None) -> tuple[Proposer, ...]:
     return () if drafter is None else (drafter,)
 
 
-def _counting(call: Callable[..., Any], size: int, meter: Meter) -> Callable[..., Any]:
-    def counted(*given: Any, **named: Any) -> Any:
-        meter.drafted += size
-        return call(*given, **named)
+class _Counter:
+    """Stands before one drafter. A verifying pass is drafted before it is observed, a piece of a prompt is not."""
 
-    return counted
+    def __init__(self, part: Proposer, meter: Meter) -> None:
+        self._expand, self._observe = part.expand, part.observe
+        self._expand_bytes, self._observe_bytes = part.expand_bytes(), part.observe_bytes()
+        self._meter, self._drafted = meter, False
+
+    def expand(self, state: DraftState, frontier: Frontier) -> Scores:
+        self._meter.drafted += self._expand_bytes
+        self._drafted = True
+        return self._expand(state, frontier)
+
+    def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
+        if self._drafted:
+            self._meter.drafted += self._observe_bytes
+        self._drafted = False
+        self._observe(state, rows_R, observation)
 
 
 def target_bytes(target: Target) -> int:

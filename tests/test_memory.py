@@ -1,5 +1,7 @@
 """Memory-bound speed-up: the bytes that a drafter reads are counted call by call, borrowed weights included."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from draftsmith.export.memory import Meter, memory_bound_speedup, metered, target_bytes
@@ -7,6 +9,8 @@ from draftsmith.modules import (
     Chain,
     DecodeSettings,
     Ensemble,
+    Hydra,
+    HydraConfig,
     LayerDraft,
     Lookup,
     LookupConfig,
@@ -21,12 +25,15 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.tiny import tiny_model, tiny_tokenizer
 
+SHORT = Request((5, 9, 30), 0, 12)
 
-def read(target: Target, drafter: Proposer, policy: Policy) -> tuple[int, int]:
-    """(bytes that drafting read, verifying passes) of a short answer."""
-    meter = Meter()
+
+def read(target: Target, drafter: Proposer, policy: Policy, requests: Sequence[Request] = (SHORT,),
+         prefill_chunk: int = 512) -> tuple[int, int]:
+    """(bytes that drafting read, verifying passes) of short answers."""
+    meter, settings = Meter(), DecodeSettings(batch_size=2, prefill_chunk=prefill_chunk)
     with metered(drafter, meter):
-        stats = decode(target, [Request((5, 9, 30), 0, 12)], DecodeSettings(), drafter=drafter, policy=policy).stats
+        stats = decode(target, requests, settings, drafter=drafter, policy=policy).stats
     return meter.drafted, stats.target_calls
 
 
@@ -57,6 +64,17 @@ def test_copying_text_reads_no_weight_and_an_ensemble_reads_what_its_parts_read(
     layers = LayerDraft(tiny_target, range(1))
     drafted, passes = read(tiny_target, Ensemble([lookup, layers]), Union([Chain(3), Chain(3)], 8))
     assert drafted == 3 * passes * layers.expand_bytes() > 0
+
+
+@pytest.mark.parametrize("prefill_chunk", [2, 512])
+def test_a_prefix_layer_is_read_once_a_verifying_pass_and_prompts_do_not_count(tiny_target: Target,
+                                                                              prefill_chunk: int) -> None:
+    drafter = Hydra.create(HydraConfig(num_heads=2, num_layers=2, prefix=True), tiny_target)
+    # The third prompt is read between the passes of the others.
+    requests = [Request(tuple(range(5, 14 + place)), place, 6 + 3 * place) for place in range(3)]
+    drafted, passes = read(tiny_target, drafter, Chain(2), requests, prefill_chunk)
+    assert drafter.observe_bytes() > 0
+    assert drafted == passes * (2 * drafter.expand_bytes() + drafter.observe_bytes())
 
 
 def test_counting_ends_with_the_block(tiny_target: Target) -> None:
