@@ -18,6 +18,7 @@ from .outcome import observation, to_host, verified
 from .policies import Policy
 from .referee import Referee
 from .requests import DecodeResult, DecodeSettings, DecodeStats, Generation, Request
+from .stopwatch import Stopwatch
 from .target import PassOutput
 from .tree import TokenTree, Topology
 
@@ -117,7 +118,7 @@ class Loop:
         self.roots_B = torch.zeros(count, dtype=torch.long, device=target.device)
         self.referee = Referee(settings, count, places, target.vocab_size, sampled, target.device)
         self._count, self._read = count, 0
-        self._plain = Topology.chain(0)
+        self._plain, self._drafting = Topology.chain(0), Stopwatch(target.device)
 
     @torch.no_grad()
     def run(self, deadline: float | None = None) -> Iterator[tuple[Generation, list[int], bool]]:
@@ -142,6 +143,7 @@ class Loop:
                 break
             yield from self._pass()
             free = [row for row in range(len(self.slots)) if self._done(row)]
+        self.stats.draft_seconds += self._drafting.read()
         self.stats.seconds += time.perf_counter() - began
 
     def _assign(self, row: int) -> bool:
@@ -228,6 +230,7 @@ class Loop:
         output = self.rows.run(tree)
         accepted, faults_B = self.referee.verify(tree, output.logits_BMV, faults_B)
         emitted, counts, faults = to_host(tree, accepted, faults_B)
+        self.stats.draft_seconds += self._drafting.read()
         self.rows.commit(accepted.path_BK, accepted.counts_B, counts, moved=tree.size > 1)
         self.stats.target_seconds += time.perf_counter() - began
         self.roots_B = accepted.bonus_B
@@ -252,22 +255,20 @@ class Loop:
         roots = self._plain.plant(self.roots_B[:, None])
         if self.drafter is None or self.policy is None or self.state is None:
             return roots, torch.zeros_like(self.roots_B)
-        began = time.perf_counter()
-        try:
-            tree = self.policy.grow(self.drafter, self.state, self.roots_B, self.referee.draws)
-            screened = screen(tree, self.target.vocab_size)
-        except TreeError as error:
-            # Which nodes the other rows wanted is lost with the tree: this pass verifies their roots alone.
-            failed = torch.tensor(error.rows, device=self.target.device)
-            screened = roots, torch.zeros_like(self.roots_B).index_fill(0, failed, PARENT)
-        self.stats.draft_seconds += time.perf_counter() - began
+        with self._drafting.running():
+            try:
+                tree = self.policy.grow(self.drafter, self.state, self.roots_B, self.referee.draws)
+                screened = screen(tree, self.target.vocab_size)
+            except TreeError as error:
+                # Which nodes the other rows wanted is lost with the tree: this pass verifies their roots alone.
+                failed = torch.tensor(error.rows, device=self.target.device)
+                screened = roots, torch.zeros_like(self.roots_B).index_fill(0, failed, PARENT)
         return screened
 
     def _observe(self, rows_R: Tensor, observation: Observation) -> None:
         if self.drafter is not None and self.state is not None:
-            began = time.perf_counter()
-            self.drafter.observe(self.state, rows_R, observation)
-            self.stats.draft_seconds += time.perf_counter() - began
+            with self._drafting.running():
+                self.drafter.observe(self.state, rows_R, observation)
 
     def _shrink(self, finished: list[int]) -> None:
         """Close finished rows; the last rows move into their places, so that the others stay where they are."""

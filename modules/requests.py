@@ -125,7 +125,8 @@ class DecodeStats:
     prefill_seconds: float = 0.0
     """Of it, in passes over prompts."""
     draft_seconds: float = 0.0
-    """Of it, growing trees and observing passes."""
+    """Of it, growing trees and observing passes: on CUDA the device's time between the first launch of a piece and the
+    end of its work."""
     busy_slots: int = 0
     """Sum over passes of the rows that were decoding."""
     total_slots: int = 0
