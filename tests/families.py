@@ -97,6 +97,7 @@ def _draft_lm(config: DraftLMConfig, ids: torch.Tensor | None = None) -> Case:
 
 CASES: dict[str, Case] = {
     "medusa": _medusa(MedusaConfig(num_heads=3, num_layers=3)),
+    "medusa-copy": _medusa(MedusaConfig(num_heads=2, output="copy")),
     "medusa-copy-reduced": _medusa(MedusaConfig(num_heads=2, num_layers=2, output="copy", vocabulary_size=len(IDS)),
                                    IDS),
     "hydra": _hydra(HydraConfig(num_heads=3)),

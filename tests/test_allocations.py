@@ -7,8 +7,6 @@ from draftsmith.modules import (
     Chain,
     DecodeSettings,
     Loop,
-    Medusa,
-    MedusaConfig,
     Policy,
     Proposer,
     Request,
@@ -17,6 +15,7 @@ from draftsmith.modules import (
     baseline,
 )
 from draftsmith.modules.recycling import recycling_tree
+from families import CASES
 
 NODES = 4
 
@@ -24,8 +23,8 @@ NODES = 4
 def pair(target: Target, name: str) -> tuple[Proposer | None, Policy | None]:
     if name == "plain":
         return None, None
-    if name == "medusa":
-        return Medusa.create(MedusaConfig(num_heads=3), target).eval(), StaticTree(recycling_tree(NODES))
+    if name in CASES:
+        return CASES[name].make(target).eval(), StaticTree(recycling_tree(NODES))
     return baseline(name, target)[0], Chain(NODES - 1)
 
 
@@ -47,7 +46,7 @@ def steady(target: Target, name: str, context: int) -> tuple[int, int]:
     return tally.largest, rows * heads * context * dim * cache.storage.element_size()
 
 
-@pytest.mark.parametrize("name", ["plain", "medusa", "recycling", "first_layers"])
+@pytest.mark.parametrize("name", ["plain", *CASES, "recycling", "first_layers"])
 def test_no_pass_copies_the_cache(tiny_target: Target, name: str) -> None:
     (short, _), (long, keys) = steady(tiny_target, name, 30), steady(tiny_target, name, 400)
     # The mask: a number for each node and slot. Whatever else grows would be the size of a layer's keys.
@@ -72,7 +71,7 @@ def test_a_copy_of_the_cache_would_be_seen(tiny_target: Target) -> None:
             assert tally.live == 0
 
 
-@pytest.mark.parametrize("name", ["medusa", "recycling"])
+@pytest.mark.parametrize("name", [*CASES, "recycling"])
 def test_drafting_takes_little_more_than_plain_decoding(tiny_target: Target, name: str) -> None:
     plain = measured(tiny_target, 200, 20, 2, None, None)
     drafted = measured(tiny_target, 200, 20, 2, *pair(tiny_target, name))
