@@ -5,9 +5,20 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import Policy, Sampling, Target, TokenTree
+from draftsmith.modules import (
+    DraftState,
+    DySpecTree,
+    Observation,
+    Policy,
+    Sampling,
+    StaticTree,
+    Target,
+    TokenTree,
+    Topology,
+)
 from draftsmith.modules.cache import RowCache
 from draftsmith.modules.rules import Chances, exact_rule
+from families import CASES, randomised
 from test_policies import EVERY, draws_for, medusa
 from torch import Tensor
 
@@ -60,6 +71,28 @@ def test_expand_and_accept_are_one_graph_each(tiny_target: Target, policy: Polic
     wanted = accept(*given)
     torch.testing.assert_close(compiled(accept)(*given), wanted)
     assert int(wanted[1][0]) > 1
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.parametrize(("policy", "hot"), [(StaticTree(Topology((-1, 0, 0, 1, 2), (0, 0, 1, 0, 1))), False),
+                                            (DySpecTree(7, 2, 4), True)], ids=["static", "sampled"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_drafts_of_every_family_are_one_graph(tiny_target: Target, name: str, policy: Policy, hot: bool) -> None:
+    """Two tokens deep, which every case answers."""
+    drafter, roots = randomised(CASES[name].make(tiny_target)), torch.tensor([3, 4])
+    draws = draws_for(2) if hot else None
+    seen = Observation(tokens_BN=torch.tensor([[5, 9], [6, 0]]), counts_B=torch.tensor([2, 1]), taps={},
+                       final_BND=torch.randn(2, 2, tiny_target.hidden_size), roots_B=roots)
+
+    def started() -> DraftState:
+        state = drafter.start(2, 64)
+        drafter.observe(state, torch.arange(2), seen)
+        return state
+
+    def expand(roots_B: Tensor, state: DraftState) -> tuple[Tensor, ...]:
+        return described(policy.grow(drafter, state, roots_B, draws))
+
+    torch.testing.assert_close(compiled(expand)(roots, started()), expand(roots, started()))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
