@@ -285,7 +285,7 @@ def test_a_malformed_line_in_evaluation(finished: Path, capsys: pytest.CaptureFi
     (["--batch-sizes", "[1,many]"], "batch_sizes"),
     (["--temperatures", "[0,-1]"], "a temperature must be at least 0 and finite, got -1"),
     (["--baselines", "[lookup]"], "there is no baseline 'lookup'; choose from prompt_lookup"),
-    (["--batch-sizes", "2"], "a batch of 2 rows cannot be timed: the set 'mine' has 1 prompts"),
+    (["--batch-sizes", "2"], "batches of 2 rows cannot be timed on the same prompts: the set 'mine' has 1"),
     (["--prompts", "EMPTY"], "holds no prompt; write one JSON object a line"),
     (["--artifact", "[SAME,SAME]"], "2 methods are called"),
     (["--artifact", "[]"], "evaluate needs an artifact, or a target and baselines; give --artifact DIR"),

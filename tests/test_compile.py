@@ -81,8 +81,9 @@ def test_the_drafts_of_every_family_are_one_graph(tiny_target: Target, name: str
     """Two tokens deep, which every case answers."""
     drafter, roots = randomised(CASES[name].make(tiny_target)), torch.tensor([3, 4])
     draws = draws_for(2) if hot else None
-    seen = Observation(tokens_BN=torch.tensor([[5, 9], [6, 0]]), counts_B=torch.tensor([2, 1]), taps={},
-                       final_BND=torch.randn(2, 2, tiny_target.hidden_size), roots_B=roots)
+    states = torch.randn(2, 2, tiny_target.hidden_size)
+    seen = Observation(tokens_BN=torch.tensor([[5, 9], [6, 0]]), counts_B=torch.tensor([2, 1]), final_BND=states,
+                       taps=dict.fromkeys(drafter.taps, states), roots_B=roots)
 
     def started() -> DraftState:
         state = drafter.start(2, 64)

@@ -369,7 +369,8 @@ def test_an_unbound_drafter_refuses_to_run(name: str, tiny_target: Target) -> No
         assert torch.equal(other.eval()(features).hidden_BLKD, drafter(features).hidden_BLKD)
 
 
-COPYING = ("medusa-copy", "medusa-copy-reduced", "hydra-copy-reduced", "draft-lm-exits-reduced")
+COPYING = ("medusa-copy", "medusa-copy-reduced", "hydra-copy-reduced", "draft-lm-exits-reduced",
+           "eagle3", "eagle3-reduced")
 """Cases with weights that begin as copies of the target's."""
 
 

@@ -56,7 +56,7 @@ def test_a_line_separator_inside_a_text_does_not_end_the_line(tmp_path: Path) ->
         (" ", r"prompts.jsonl:2: the line is empty; delete it"),
         ('{"prompt": "a"', r"prompts.jsonl:2: not JSON \(.* at column"),
         ("[1]", "prompts.jsonl:2: expected a JSON object, got list"),
-        ('{"text": "a"}', r"prompts.jsonl:2: none of prompt, messages.*\['text'\]; rename one or set prompts.column"),
+        ('{"words": "a"}', r"prompts.jsonl:2: none of prompt, messages.*\['words'\]; rename one or set prompts.column"),
         ('{"prompt": " "}', "prompts.jsonl:2: prompt must be text that is not empty"),
         ('{"turns": []}', "prompts.jsonl:2: turns must be a list of texts"),
         ('{"turns": ["a", 3]}', "prompts.jsonl:2: turns must be text"),
@@ -152,7 +152,7 @@ def test_a_broken_dataset_is_one_sentence(tmp_path: Path, streaming: bool) -> No
     config = PromptConfig(source="dataset", name=str(tmp_path / "set"), streaming=streaming)
     with pytest.raises(UserError, match=r"cannot load the dataset .*check prompts.name"):
         list(load_prompts(config, 0))
-    (tmp_path / "set" / "rows.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "set" / "rows.jsonl").write_text('{"words": "a"}\n')
     with pytest.raises(UserError, match=r"set\[train\]:0: none of prompt, messages"):
         list(load_prompts(config, 0))
 
