@@ -20,12 +20,14 @@ from ..modules.drafter import Drafts
 from ..modules.errors import UserError
 from ..modules.features import Features
 from .metrics import COLUMNS, rank_hits, weighted_mean_loss
-from .objectives import Objective, Taught, log_alpha, wide
+from .objectives import Objective, Taught, wide
 
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
 """Logits alive at once, by kind of device: 32 MiB of float32 on a CPU, 256 MiB on a GPU; three to six more tensors of
 that size stand beside them, by objective. On a CPU smaller chunks read the output weight too often and larger ones gain
 nothing (`tests/benchmarks/vocabulary_loss.py --chunk`)."""
+ACCEPTANCE_ROWS = 32
+"""Tokens whose acceptance is computed at once."""
 TRAINED_FACTOR = 4
 """Larger chunks where the output weight is trained: each adds a gradient of the weight's size."""
 
@@ -210,11 +212,18 @@ class _Rows:
 
 
 def _acceptance(logits_NQ: Tensor, valid_N: Tensor, teaching: Taught | None) -> tuple[Tensor, Tensor]:
-    """(sum of alpha, count) at the valid tokens; nothing where the mass inside the draft vocabulary is unknown."""
+    """(sum of alpha, count) at the valid tokens; nothing where the mass inside the draft vocabulary is unknown.
+
+    A figure to look at, so it must cost little beside the loss: as probabilities and a few rows at a time.
+    """
     if teaching is None or teaching.log_mass_N is None:
         return valid_N.new_zeros(()), valid_N.new_zeros(())
-    alpha_N = log_alpha(wide(logits_NQ).log_softmax(-1), teaching).exp()
-    return torch.where(valid_N, alpha_N, 0.0).sum(), valid_N.sum()
+    mass_N1, found = teaching.log_mass_N.exp()[:, None], []
+    for first in range(0, len(valid_N), ACCEPTANCE_ROWS):
+        piece = slice(first, first + ACCEPTANCE_ROWS)
+        q_NQ = wide(logits_NQ[piece]).softmax(-1)
+        found.append(torch.minimum(q_NQ, teaching.p_NQ[piece] * mass_N1[piece], out=q_NQ).sum(-1))
+    return torch.where(valid_N, torch.cat(found), 0.0).sum(), valid_N.sum()
 
 
 class _ChunkedSum(torch.autograd.Function):
