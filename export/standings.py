@@ -111,7 +111,7 @@ def write_standings(out: Path, rows: Mapping[str, Path]) -> Path:
         rows: folder of each row by its name, in the table's order.
     """
     found = [standing for name, folder in rows.items() if (standing := read_standing(name, folder)) is not None]
-    header = _read(next(iter(rows[found[0].name].glob(JSON_NAME))))["header"] if found else {}
+    header = _read(rows[found[0].name] / JSON_NAME)["header"] if found else {}
     content = {"header": header, "rows": [asdict(standing) for standing in found]}
     write_file(out / STANDINGS_JSON, json.dumps(content, indent=2) + "\n")
     lengths = {one.name: (_best(one), one.speedup) for one in found}

@@ -77,7 +77,9 @@ def families(parsed: Parsed[FamiliesArguments]) -> None:
     files = {name: compose(name, recipes[name], parsed) for name in wanted if name in recipes}
     for file in files.values():
         workspace_of(file).rehearse()
-    distil_once(next(iter(files.values()), None), given.out)
+    # Whose recipe it is does not matter: what decides the data is the same for all rows.
+    source = next(iter(files.values()), None) or next((compose(*row, parsed) for row in recipes.items()), None)
+    distil_once(source, given.out)
     for number, name in enumerate(wanted, 1):
         print(f"\n== row {number}/{len(wanted)}: {name}", flush=True)
         if name in files:

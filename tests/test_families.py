@@ -66,6 +66,13 @@ def test_nothing_is_done_twice(recipe: Path, finished: Path, capfd: pytest.Captu
     assert {file: file.stat().st_mtime_ns for file in finished.rglob("*.safetensors")} == before
 
 
+def test_a_baseline_alone_has_the_data_distilled_for_it(recipe: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert main(["families", "--config", str(recipe), "--out", str(out), "--only", "prompt_lookup"]) == 0
+    assert (out / "data" / "manifest.json").is_file()
+    assert [row["name"] for row in json.loads((out / "families.json").read_text())["rows"]] == ["prompt_lookup"]
+
+
 @pytest.mark.parametrize(("words", "told"), [
     (["--only", "four"], "only names 'four'; choose one of prompt_lookup, two, three"),
     (["--minutes", "0"], "minutes must be above 0, got 0.0"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from cycle import CYCLE, CycleData, cycle_rows, cycle_target
+from draftsmith.export.standings import markdown, read_standing
 from draftsmith.modules import (
     DecodeSettings,
     Features,
@@ -331,6 +332,11 @@ def test_a_run_from_prompts_to_the_report_tells_how_far_the_target_moved(tmp_pat
     assert 0 <= drift["agreement"] <= 1
     assert drift["kl"] >= 0
     assert "changes the target" in (out / "report.md").read_text()
+    standing = read_standing("medusa2", out)
+    assert standing is not None
+    assert standing.changes_target
+    assert standing.drift_agreement == drift["agreement"]
+    assert "medusa2 (changes the target)" in markdown([standing])
     assert main(["generate", "--artifact", str(out / "artifact"), "--prompt", "hello", "--max_new_tokens", "4"]) == 0
     merged = out / "merged"
     assert main(["export", "--artifact", str(out / "artifact"), "--format", "merged", "--out", str(merged)]) == 0

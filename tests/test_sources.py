@@ -1,5 +1,6 @@
 """Who writes the train rows: the target, the given text, a draft, or a mix; and that a kill changes no byte."""
 
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -242,3 +243,18 @@ def test_the_manifest_hangs_on_sources_shares_and_the_artifact(tmp_path: Path, t
     elsewhere = replace(SMALL, source="draft", draft="elsewhere")
     moved = make(tiny_target, prompts, elsewhere, tmp_path / "4", draft(tiny_target))
     assert moved == Manifest.load(tmp_path / "4"), "the folder's name is no part of it"
+
+
+def test_texts_that_are_all_refused_end_no_mix(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard of a mix may hold very few of them; where there is nothing else, the template is at fault."""
+    refused = [UserError("this conversation cannot be rendered")]
+    monkeypatch.setattr(sys.modules[Distillation.__module__], "take_given", lambda *_given: ([], refused))
+    prompts = write_prompts(tmp_path, answered(26))
+    mixed = replace(SMALL, source="mix", mix={"target": 0.5, "text": 0.5})
+    manifest = make(tiny_target, prompts, mixed, tmp_path / "mix")
+    assert manifest.written("text") == 0
+    assert manifest.written("target") > 0
+    with pytest.raises(UserError, match="cannot be rendered"):
+        make(tiny_target, prompts, replace(SMALL, source="text"), tmp_path / "text")
