@@ -20,15 +20,18 @@ from torch import Tensor
 
 from ..modules import (
     DRAFTERS,
+    STATIC,
     Adapter,
     CostModel,
     Drafter,
-    StaticTree,
+    Policy,
     Target,
     TargetIdentity,
     Topology,
     UserError,
     choose_size,
+    parse_policy,
+    policy_named,
 )
 from ..modules.adapter import PREFIX
 from .files import whole_folder, write_file
@@ -96,11 +99,14 @@ class Artifact:
         """Nodes drafted by default for one row, root included: the tuned size, else the whole tree."""
         return self.size_for(1)
 
-    def predicted_speedup(self, size: int | None = None, *, batch_size: int = 1) -> float | None:
-        """What the cost fitted on this machine predicts for a tree of `size` nodes and greedy rows.
+    def predicted_speedup(self, name: str = STATIC, *, batch_size: int = 1) -> float | None:
+        """What the cost fitted on this machine predicts for greedy rows and the static tree that the policy names.
 
-        The size is `policy`'s by default. None where nothing was measured here, or no length was estimated for it.
+        None where nothing was measured here, no length was estimated for its size, or the tree is no static one.
         """
+        kind, size = parse_policy(name)
+        if kind != STATIC:
+            return None
         size = self.size_for(batch_size) if size is None else size
         if self.tuning is None or size > len(self.tuning.expected_accepted_length):
             return None
@@ -110,17 +116,18 @@ class Artifact:
         """Nodes drafted by default for so many rows at once, root included; 1 where drafting does not pay."""
         return self.topology.size if self.tuning is None else min(self.tuning.size_for(batch_size), self.topology.size)
 
-    def policy(self, size: int | None = None, *, batch_size: int = 1) -> StaticTree:
-        """How this artifact drafts: its tree, cut to `size` nodes (default: `size_for(batch_size)`).
+    def policy(self, name: str = STATIC, *, batch_size: int = 1) -> Policy:
+        """How this artifact drafts: by default its own tree, cut to `size_for(batch_size)` nodes.
+
+        Args:
+            name: one of `modules.POLICIES`, with a number of nodes or tokens where you like: static-16, chain-3.
+            batch_size: rows that are decoded at once.
 
         Raises:
-            UserError: if the tree has fewer nodes than `size`.
+            UserError: if there is no such policy, or it asks for more than the tree or the family has.
         """
-        size = self.size_for(batch_size) if size is None else size
-        if not 1 <= size <= self.topology.size:
-            raise UserError(f"a tree of {size} nodes was asked for; this artifact's has {self.topology.size}: choose "
-                            f"1 to {self.topology.size}")
-        return StaticTree(self.topology.prefix(size))
+        size = self.size_for(batch_size) if name == STATIC else None
+        return policy_named(f"{name}-{size}" if size else name, self.topology, self.drafter)
 
 
 def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, provenance: dict[str, Any],

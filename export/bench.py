@@ -8,6 +8,7 @@ from .lossless import compare, generate, greedy_judge, native_model, sampled_jud
 from .measure import ContentionProbe, clock, rotated
 from .memory import Meter, metered, target_bytes
 from .plan import Answered, EvaluateConfig, Method, Question
+from .references import References
 from .results import Answer, Comparison, Timing
 
 WARM_UP_TOKENS = 8
@@ -84,11 +85,13 @@ class Bench:
 
     Args:
         advance: told how many answers are done, for the progress bar.
+        references: what the target answered in other runs.
     """
 
     def __init__(self, target: Target, methods: Sequence[Method], config: EvaluateConfig,
-                 advance: Callable[[int], object]) -> None:
+                 advance: Callable[[int], object], references: References) -> None:
         self.target, self.methods, self.config, self.advance = target, methods, config, advance
+        self.references = references
         self.probe = ContentionProbe(target)
         self.target_bytes = target_bytes(target)
 
@@ -110,6 +113,7 @@ class Bench:
             for answered in self._answered(asked):
                 answers[answered.entry.number].append(answered.reference)
                 found.append(answered)
+        self.references.save()
         return sorted(found, key=lambda exchange: (exchange.entry.number, exchange.turn))
 
     def _ask(self, entry: Entry, turn: int, temperature: float, answers: Answered) -> Exchange:
@@ -125,13 +129,19 @@ class Bench:
         return Exchange(entry=entry, turn=turn, temperature=temperature, prompt=prompt)
 
     def _answered(self, asked: Sequence[Exchange]) -> Iterator[Exchange]:
-        for group in self._batches(asked):
+        known = {one.index: self.references.find(one.prompt, one.temperature, one.index) for one in asked}
+        for exchange in asked:
+            if (answer := known[exchange.index]) is not None:
+                self.advance(1)
+                yield replace(exchange, reference=answer)
+        for group in self._batches([exchange for exchange in asked if known[exchange.index] is None]):
             if group[0].temperature == 0:
                 answers = self._generate(group)[0]
             else:
                 answers = [one.tokens for one in self._decode(group, None, len(group))[0].generations]
             self.advance(len(group))
             for exchange, answer in zip(group, answers, strict=True):
+                self.references.note(exchange.prompt, exchange.temperature, exchange.index, tuple(answer))
                 yield replace(exchange, reference=tuple(answer))
 
     def _batches(self, exchanges: Sequence[Exchange]) -> list[list[Exchange]]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TypeVar
 
 from tqdm import tqdm
@@ -11,6 +12,7 @@ from ..modules import Drafter, Target, UserError
 from .bench import Bench, Entry, Exchange, Records, by_prompt_set
 from .measure import machine
 from .plan import EvaluateConfig, Method, PromptSets
+from .references import References
 from .results import Answer, Evaluation, EvaluationRun, Measures, Timing, summarise
 from .trees import accepted_length_by_tree_size
 
@@ -21,12 +23,20 @@ TreeLengths = dict[str, dict[str, float]]
 
 
 def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets, config: EvaluateConfig, *,
-             progress: bool = True) -> EvaluationRun:
+             references: Path | None = None, progress: bool = True) -> EvaluationRun:
     """Decode every question with every method and compare with the target alone.
 
     Greedy answers are compared with transformers' `generate`, sampled ones with this project's own loop under the same
     random stream (the two cannot share one with `generate`). A later turn's prompt holds the target's own answers to
     the turns before it, so that all methods see the same text.
+
+    Args:
+        target: the model that answers, and verifies.
+        methods: who drafts; `config.baselines` come behind them.
+        prompt_sets: the questions.
+        config: what is decoded and what is timed.
+        references: file of the target's own answers, read and added to: runs over the same prompts share them.
+        progress: whether a bar is shown.
 
     Raises:
         UserError: if there is no method or no prompt, two methods share a name, a prompt and its answer exceed the
@@ -38,7 +48,7 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
     groups = _groups(entries, config)
     with tqdm(total=_work(entries, groups, methods, config), desc="evaluate", unit=" answers",
               disable=not progress) as bar:
-        bench = Bench(target, methods, config, bar.update)
+        bench = Bench(target, methods, config, bar.update, References(references, target, config))
         found = [one for temperature in config.degrees for one in _measured(bench, entries, groups, temperature)]
     header = {**machine(target), "settings": asdict(config),
               "prompt_sets": {name: len(members) for name, members in by_prompt_set(entries).items()},

@@ -4,7 +4,18 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..modules import BASELINES, DecodeSettings, Policy, Proposer, Target, Topology, UserError, baseline
+from ..modules import (
+    BASELINES,
+    STATIC,
+    DecodeSettings,
+    Policy,
+    Proposer,
+    Target,
+    Topology,
+    UserError,
+    baseline,
+    parse_policy,
+)
 from .artifact import Artifact
 
 Answered = Sequence[Sequence[int]]
@@ -36,6 +47,9 @@ class EvaluateConfig:
     """Prompts of each set whose greedy answers are replayed through smaller and larger trees; 0 replays none."""
     limit: int | None = None
     """Use at most this many prompts of each set, spread over it; None uses all."""
+    policies: tuple[str, ...] = (STATIC,)
+    """How artifacts draft, each measured in turn: static (the tree tuned here), chain, sampled, sampled-chain, eagle2,
+    dyspec, stopping; with a number of nodes or tokens where you like, [static,chain-3,eagle2-32]."""
     baselines: tuple[str, ...] = ()
     """Drafters without training that are measured as well: prompt_lookup, suffix_match, recycling, ngrams, layer_skip,
     first_layers."""
@@ -52,6 +66,10 @@ class EvaluateConfig:
                 raise UserError(f"{name} must hold at least one number, got none")
         if self.limit is not None and self.limit < 1:
             raise UserError(f"limit must be at least 1, got {self.limit}; leave it out to use every prompt")
+        if not self.policies:
+            raise UserError("policies must hold at least one name, such as static")
+        for name in self.policies:
+            parse_policy(name)
         for name in self.baselines:
             if name not in BASELINES:
                 raise UserError(f"there is no baseline {name!r}; choose from {', '.join(BASELINES)}")
@@ -127,20 +145,27 @@ class Method:
     """
 
     @classmethod
-    def of(cls, artifact: Artifact, *, name: str | None = None, tree_size: int | None = None) -> "Method":
-        """The method an artifact stands for: at each batch size its tuned tree, or one of `tree_size` nodes at all.
+    def of(cls, artifact: Artifact, *, name: str | None = None, policy: str = STATIC) -> "Method":
+        """The method an artifact stands for.
+
+        Args:
+            artifact: what drafts.
+            name: how the report calls it; None takes the family's name.
+            policy: how it drafts; `static` takes at each batch size the tree tuned for it.
 
         Raises:
-            UserError: if the artifact's tree has fewer nodes than `tree_size`.
+            UserError: if there is no such policy, or it asks for more than the artifact has.
         """
         def policy_for(rows: int) -> Policy:
-            return artifact.policy(tree_size, batch_size=rows)
+            return artifact.policy(policy, batch_size=rows)
 
         policy_for(1)
         family = artifact.drafter.family
-        return cls(name=name or (family if artifact.adapter is None else f"{family} (changes the target)"),
-                   family=family, drafter=artifact.drafter, policy_for=policy_for, trees=artifact.topology,
-                   predicted_speedup=lambda rows: artifact.predicted_speedup(tree_size, batch_size=rows))
+        called = name or (family if artifact.adapter is None else f"{family} (changes the target)")
+        return cls(name=called if policy == STATIC else f"{called}, {policy}",
+                   family=family, drafter=artifact.drafter, policy_for=policy_for,
+                   trees=artifact.topology if policy == STATIC else None,
+                   predicted_speedup=lambda rows: artifact.predicted_speedup(policy, batch_size=rows))
 
     @classmethod
     def of_baseline(cls, name: str, target: Target) -> "Method":

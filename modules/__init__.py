@@ -8,6 +8,7 @@ from .cost import CostCurve, CostModel, Sample, TreeChoice, choose_size
 from .decode import Loop, decode, stream
 from .draft_lm import DraftLM, DraftLMConfig
 from .drafter import Drafter, Drafts, DraftState, Frontier, Observation, Proposer, Scores, Verified
+from .drafting import POLICIES, STATIC, parse_policy, policy_named
 from .dynamic import DySpecTree, Eagle2Tree
 from .eagle import Eagle, EagleConfig
 from .eagle3 import Eagle3, Eagle3Config
@@ -51,6 +52,8 @@ __all__ = [
     "BASELINES",
     "DEFAULT_NAME",
     "DRAFTERS",
+    "POLICIES",
+    "STATIC",
     "Acceptance",
     "Accepted",
     "Adapter",
@@ -135,6 +138,8 @@ __all__ = [
     "follow",
     "load_target",
     "measure_cost",
+    "parse_policy",
+    "policy_named",
     "rank_table",
     "recycling_tree",
     "repeats_itself",

@@ -27,7 +27,7 @@ from .features import Features
 from .identity import TargetIdentity
 from .layers import skipping
 from .masked import by_depth, conditional_drop, pack, useful, visible
-from .packing import PackedLinears, can_pack, packed_linear
+from .packing import DecodingLinears
 from .small import (
     chosen,
     config_of,
@@ -146,7 +146,7 @@ class DraftLM(CausalDraft, Drafter):
             nn.Linear(width, size, bias=output.bias is not None)
         self.mask_embedding = nn.Parameter(self._embedding().weight.detach().mean(0)) if config.depths > 1 else None
         self._embedding().weight.requires_grad_(not config.freeze_embedding)
-        self._packing, self._bound = _Packing(), False
+        self._packing, self._bound = DecodingLinears(), False
 
     def _layers(self) -> nn.ModuleList:
         return layer_list(self.decoder, self.architecture.num_hidden_layers)
@@ -318,16 +318,16 @@ class DraftLM(CausalDraft, Drafter):
 
     def project(self, hidden: Tensor, step: int) -> Tensor:
         """Draft logits [..., Q] for states [..., D], every step by the one output layer."""
-        weight_QD, bias_Q = self._output()
-        return self._post_process(functional.linear(hidden.to(weight_QD.dtype), weight_QD, bias_Q))
+        if self.head is None:
+            tied_VD = self._embedding().weight
+            return self._post_process(functional.linear(hidden.to(tied_VD.dtype), tied_VD))
+        return self._post_process(self.head(hidden.to(self.head.weight.dtype)))
 
     def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
         """The trained weights that `project` reads."""
         found = (self._embedding() if self.head is None else self.head).parameters()
         return tuple(parameter for parameter in found if parameter.requires_grad)
 
-    def _output(self) -> tuple[Tensor, Tensor | None]:
-        return (self._embedding().weight, None) if self.head is None else (self.head.weight, self.head.bias)
 
     def _post_process(self, logits: Tensor) -> Tensor:
         return post_process(logits, self.architecture, self.architecture)
@@ -364,7 +364,7 @@ class DraftLM(CausalDraft, Drafter):
     def expand_bytes(self) -> int:
         """The layers that run and the output layer; of the embedding a row a token."""
         layers = sum(parameter.nbytes for layer in self._layers()[: self.depth] for parameter in layer.parameters())
-        return layers + self._output()[0].nbytes
+        return layers + (self._embedding() if self.head is None else self.head).weight.nbytes
 
     @property
     def kept(self) -> range:
@@ -378,7 +378,7 @@ class DraftLM(CausalDraft, Drafter):
 
     def start(self, rows: int, capacity: int) -> CausalState:
         """An empty state; the linear layers are packed for it when they have changed."""
-        self._packing.refresh(self)
+        self._packing.refresh(self, self._embedding().weight if self.head is None else None)
         return super().start(rows, capacity)
 
     def run(self, tokens_BF: Tensor, sight: Sight, key_positions_BW: Tensor) -> Tensor:
@@ -389,44 +389,11 @@ class DraftLM(CausalDraft, Drafter):
 
     def read_out(self, final: Tensor) -> Scores:
         """By its own output layer."""
-        packed = self._packing.head
-        logits = self.project(final, 0) if packed is None else self._post_process(packed(final))
+        packed = self._packing.output
+        with self._packing.installed():
+            logits = self.project(final, 0) if packed is None else self._post_process(packed(final))
         wide = torch.promote_types(logits.dtype, torch.float32)
         return Scores(log_probs_BFHQ=logits.to(wide).log_softmax(-1), token_ids_Q=self.token_ids)
-
-
-class _Packing:
-    """Packed linear layers of a draft that may be trained on: packed again when a weight has changed, used in decoding
-    alone. A copy of its owner packs its own."""
-
-    def __init__(self) -> None:
-        self._stamp: tuple[tuple[int, float], ...] = ()
-        self._layers: PackedLinears | None = None
-        self.head: Any = None
-
-    def __deepcopy__(self, _memo: dict[int, Any]) -> "_Packing":
-        return _Packing()
-
-    def refresh(self, drafter: DraftLM) -> None:
-        """Pack where that pays, unless nothing has changed."""
-        if not can_pack(drafter):
-            self._stamp, self._layers, self.head = (), None, None
-            return
-        stamp = tuple((parameter.data_ptr(), _sample(parameter)) for parameter in drafter.parameters())
-        if stamp == self._stamp:
-            return
-        self._stamp, self._layers = stamp, PackedLinears(drafter.decoder)
-        self.head = packed_linear(*drafter._output())
-
-    def installed(self) -> Any:
-        """A block in which the packed form runs."""
-        return nullcontext() if self._layers is None else self._layers.installed()
-
-
-def _sample(parameter: nn.Parameter) -> float:
-    """A sum over some elements. A parameter's own count of changes would miss those made through `.data`."""
-    flat = parameter.detach().reshape(-1)
-    return float(flat[:: max(1, len(flat) // 256)].double().sum())
 
 
 def planned(config: DraftLMConfig, target: Target) -> Any:

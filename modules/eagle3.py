@@ -18,8 +18,8 @@ from .errors import UserError
 from .features import Features
 from .feedback import FeedbackDrafter, target_rope_base
 from .identity import TargetIdentity
-from .medusa import OwnOutput
 from .target import Target
+from .vocabulary import OwnOutput
 
 _PROBE = 64
 """Tokens of the pass that shows what the target's last norm does."""
@@ -204,11 +204,11 @@ class Eagle3(FeedbackDrafter):
         """Draft logits [..., Q] of finished states [..., D], by one output layer for every step."""
         if self.lm_head is None:
             return super().project(hidden, step)
-        return self._rows().read(hidden, self.lm_head.weight)
+        return self._rows().through(hidden, self.lm_head)
 
     def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
         """Its own output layer, when it has one."""
-        return () if self.lm_head is None else (self.lm_head.weight,)
+        return () if self.lm_head is None else tuple(self.lm_head.parameters())
 
     def expand_bytes(self) -> int:
         """The layer, which expanding runs without `fc`, and one output layer."""

@@ -20,6 +20,7 @@ from .blocks import BlockConfig, Sight
 from .drafter import Drafter, Drafts, DraftState, Frontier, Observation, Scores
 from .errors import UserError
 from .features import Features
+from .packing import DecodingLinears
 from .rollout import Rollout
 from .target import Target
 from .vocabulary import OutputRows
@@ -83,6 +84,7 @@ class FeedbackDrafter(Drafter):
         ids = None if vocabulary_size is None else torch.zeros(vocabulary_size, dtype=torch.long)
         self.register_buffer("token_ids", ids)
         self._borrowed: OutputRows | None = None
+        self._packing = DecodingLinears()
         self.register_load_state_dict_post_hook(_borrow_again)  # type: ignore[no-untyped-call]
 
     # What a member says ----------------------------------------------------------------------------------------------
@@ -204,7 +206,8 @@ class FeedbackDrafter(Drafter):
     # Decoding --------------------------------------------------------------------------------------------------------
 
     def start(self, rows: int, capacity: int) -> FeedbackState:
-        """A state in which no row has been observed yet."""
+        """A state in which no row has been observed yet; the linear layers are packed if they have changed."""
+        self._packing.refresh(self)
         own_RD = next(self.parameters()).new_zeros(rows, self.block.hidden_size)
         return FeedbackState(own_RD, BlockRows(1, rows, capacity, own_RD.device))
 
@@ -218,11 +221,11 @@ class FeedbackDrafter(Drafter):
         padding_RN1 = (order_N >= counts_R[:, None])[..., None]
         shifted_RN = torch.cat([tokens_RN[:, 1:], observation.roots_B[:, None]], dim=1)
         behind_RN = torch.where(order_N == counts_R[:, None] - 1, observation.roots_B[:, None], shifted_RN)
-        read_RND = self.fuse(
-            observation.final_BND.masked_fill(padding_RN1, 0),
-            {layer: states.masked_fill(padding_RN1, 0) for layer, states in observation.taps.items()},
-        )
-        own_RND = self.step(self._embed(behind_RN), read_RND, held.rows.read(rows_R.tolist(), tokens_RN.shape[1]))
+        final_RND = observation.final_BND.masked_fill(padding_RN1, 0)
+        taps = {layer: states.masked_fill(padding_RN1, 0) for layer, states in observation.taps.items()}
+        sight = held.rows.read(rows_R.tolist(), tokens_RN.shape[1])
+        with self._packing.installed():
+            own_RND = self.step(self._embed(behind_RN), self.fuse(final_RND, taps), sight)
         held.rows.commit(counts_R, counts_R.tolist())
         last_R = (counts_R - 1).clamp(min=0)
         newest_RD = own_RND[torch.arange(len(last_R), device=last_R.device), last_R]
@@ -239,12 +242,14 @@ class FeedbackDrafter(Drafter):
             held.rooted = True
             return self._scores(held.own_RD[: len(frontier.nodes_BF), None])
         embedded_BFD, read_BFD = self._embed(frontier.tokens_BF), self.feed(held.above(frontier))
-        own_BFD = self.step(embedded_BFD, read_BFD, held.rows.sprout(frontier))
+        with self._packing.installed():
+            own_BFD = self.step(embedded_BFD, read_BFD, held.rows.sprout(frontier))
         held.grow(frontier, own_BFD)
         return self._scores(own_BFD)
 
     def _scores(self, own_BFD: Tensor) -> Scores:
-        logits_BFQ = self.project(self.finish(own_BFD), 0)
+        with self._packing.installed():
+            logits_BFQ = self.project(self.finish(own_BFD), 0)
         wide = torch.promote_types(logits_BFQ.dtype, torch.float32)
         return Scores(log_probs_BFHQ=logits_BFQ.to(wide).log_softmax(-1)[:, :, None], token_ids_Q=self.token_ids)
 

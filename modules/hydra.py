@@ -19,9 +19,10 @@ from .drafter import Drafter, Drafts, DraftState, Frontier, Observation, Scores
 from .errors import UserError
 from .features import Features
 from .identity import TargetIdentity
-from .medusa import OwnOutput, ResidualBlock
+from .medusa import ResidualBlock
+from .packing import DecodingLinears
 from .target import Target
-from .vocabulary import OutputRows
+from .vocabulary import OutputRows, OwnOutput
 
 _PROBE = 64
 """Tokens of the pass that shows how large the target's final states are."""
@@ -132,14 +133,6 @@ class PrefixLayer(nn.Module):
         self.norm.weight.fill_(final_BLD.float().square().mean().sqrt())
 
 
-class BiasedOutput(OwnOutput):
-    """The output layer of one head, with a bias as the official code has it."""
-
-    def __init__(self, width: int, entries: int) -> None:
-        super().__init__(width, entries)
-        self.bias = nn.Parameter(torch.full((entries,), float("nan")))
-
-
 class HydraState(DraftState):
     """What the heads read next: one state a row, and the paths of the nodes that were expanded last."""
 
@@ -197,8 +190,10 @@ class Hydra(Drafter):
         size = config.vocabulary_size
         self.register_buffer("token_ids", None if size is None else torch.zeros(size, dtype=torch.long))
         copies = config.num_heads if config.output == "copy" else 0
-        self.outputs = nn.ModuleList(BiasedOutput(hidden_size, size or vocab_size) for _ in range(copies))
+        # With a bias, as the official code has it.
+        self.outputs = nn.ModuleList(OwnOutput(hidden_size, size or vocab_size, bias=True) for _ in range(copies))
         self._borrowed: OutputRows | None = None
+        self._packing = DecodingLinears()
         self.register_load_state_dict_post_hook(_borrow_again)  # type: ignore[no-untyped-call]
 
     @classmethod
@@ -349,8 +344,9 @@ class Hydra(Drafter):
         """Draft logits [..., Q] of head `step` for its states [..., D]."""
         if not self.outputs:
             return self._rows()(hidden)
-        weight_QD, bias_Q = self.output_parameters(step)
-        return self._rows().target.post_process(functional.linear(hidden.to(weight_QD.dtype), weight_QD, bias_Q))
+        layer = self.outputs[step]
+        assert isinstance(layer, OwnOutput)
+        return self._rows().through(hidden, layer)
 
     def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
         """The trained weights that `project` reads for head `step`; none when the output layer is shared."""
@@ -359,7 +355,8 @@ class Hydra(Drafter):
     # Decoding --------------------------------------------------------------------------------------------------------
 
     def start(self, rows: int, capacity: int) -> HydraState:
-        """A state in which no row has been observed yet."""
+        """A state in which no row has been observed yet; the linear layers are packed if they have changed."""
+        self._packing.refresh(self)
         context_RD = next(self.heads.parameters()).new_zeros(rows, self.hidden_size)
         read = None if self.prefix is None else BlockRows(1, rows, capacity, context_RD.device)
         return HydraState(context_RD, read)
@@ -377,7 +374,8 @@ class Hydra(Drafter):
         states_RND = observation.final_BND.to(self.dtype).masked_fill(padding_RN[..., None], 0)
         if self.prefix is not None and held.rows is not None:
             sight = held.rows.read(rows_R.tolist(), states_RND.shape[1])
-            states_RND = self.prefix(states_RND, sight)
+            with self._packing.installed():
+                states_RND = self.prefix(states_RND, sight)
             held.rows.commit(counts_R, counts_R.tolist())
         last_R = (counts_R - 1).clamp(min=0)
         newest_RD = states_RND[torch.arange(len(last_R), device=last_R.device), last_R]
@@ -399,8 +397,9 @@ class Hydra(Drafter):
         if (step := held.level) == self.config.num_heads:
             raise ValueError(f"level {step} of the tree was asked for, but there are {step} heads, one a level")
         _, head = self.steps()[step]
-        hidden_RFD = head.deepen(head.first(held.follow(frontier, self._embed(frontier.tokens_BF))))
-        logits_RFQ = self.project(hidden_RFD, step)
+        joined_RFZ = held.follow(frontier, self._embed(frontier.tokens_BF))
+        with self._packing.installed():
+            logits_RFQ = self.project(head.deepen(head.first(joined_RFZ)), step)
         wide = torch.promote_types(logits_RFQ.dtype, torch.float32)
         return Scores(log_probs_BFHQ=logits_RFQ.to(wide).log_softmax(-1)[:, :, None], token_ids_Q=self.token_ids)
 

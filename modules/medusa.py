@@ -15,8 +15,9 @@ from .drafter import Drafter, Drafts, DraftState, Frontier, Observation, Scores
 from .errors import UserError
 from .features import Features
 from .identity import TargetIdentity
+from .packing import DecodingLinears
 from .target import Target
-from .vocabulary import OutputRows
+from .vocabulary import OutputRows, OwnOutput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,14 +84,6 @@ class Head(nn.Sequential):
         return hidden
 
 
-class OwnOutput(nn.Module):
-    """The output layer of one head, NaN until it is loaded or copied, so that forgetting it shows at once."""
-
-    def __init__(self, width: int, entries: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((entries, width), float("nan")))
-
-
 class MedusaState(DraftState):
     """What the heads read next: the target's final state at the last token that went through it, one a row."""
 
@@ -118,6 +111,7 @@ class Medusa(Drafter):
         copies = config.num_heads if config.output == "copy" else 0
         self.outputs = nn.ModuleList(OwnOutput(hidden_size, size or vocab_size) for _ in range(copies))
         self._borrowed: OutputRows | None = None
+        self._packing = DecodingLinears()
         self.register_load_state_dict_post_hook(_borrow_again)  # type: ignore[no-untyped-call]
 
     @classmethod
@@ -211,15 +205,19 @@ class Medusa(Drafter):
     def project(self, hidden: Tensor, step: int) -> Tensor:
         """Draft logits [..., Q] of head `step` for its states [..., D]."""
         if self.outputs:
-            return self._rows().read(hidden, self.output_parameters(step)[0])
+            return self._rows().through(hidden, self._outputs()[step])
         return self._rows()(hidden)
+
+    def _outputs(self) -> list[OwnOutput]:
+        return [layer for layer in self.outputs if isinstance(layer, OwnOutput)]
 
     def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
         """The trained weights that `project` reads for head `step`; none when the output layer is shared."""
         return tuple(self.outputs[step].parameters()) if self.outputs else ()
 
     def start(self, rows: int, capacity: int) -> MedusaState:
-        """A state in which no row has been observed yet."""
+        """A state in which no row has been observed yet; the linear layers are packed if they have changed."""
+        self._packing.refresh(self)
         return MedusaState(next(self.heads.parameters()).new_zeros(rows, self.hidden_size))
 
     def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
@@ -242,14 +240,15 @@ class Medusa(Drafter):
             raise ValueError(
                 f"Medusa answers every depth from the root at once; ask for 1 node, got {frontier.nodes_BF.shape[1]}"
             )
-        hidden_RKD = self._states(_medusa(state).final_RD)
-        if self.outputs:
-            steps = range(self.config.num_heads)
-            logits_RKQ = torch.stack([self.project(hidden_RKD[:, step], step) for step in steps], dim=1)
-        else:
-            logits_RKQ = self._rows()(hidden_RKD)
+        with self._packing.installed():
+            logits_RKQ = self._logits(self._states(_medusa(state).final_RD))
         wide = torch.promote_types(logits_RKQ.dtype, torch.float32)
         return Scores(log_probs_BFHQ=logits_RKQ.to(wide).log_softmax(-1)[:, None], token_ids_Q=self.token_ids)
+
+    def _logits(self, hidden_RKD: Tensor) -> Tensor:
+        if not self.outputs:
+            return self._rows()(hidden_RKD)
+        return torch.stack([self.project(hidden_RKD[:, step], step) for step in range(self.config.num_heads)], dim=1)
 
     def expand_bytes(self) -> int:
         """The heads, and the target's output layer where they have none of their own."""

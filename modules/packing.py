@@ -4,8 +4,9 @@ only.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +17,14 @@ _TYPICAL_TOKENS = 8
 
 def can_pack(model: nn.Module) -> bool:
     """Whether this build has the packed product and the model is float32 on a CPU, where it pays."""
-    parameter = next(model.parameters())
+    return can_pack_weight(next(model.parameters()))
+
+
+def can_pack_weight(weight: Tensor) -> bool:
+    """The same of one weight."""
     return (
-        parameter.device.type == "cpu"
-        and parameter.dtype == torch.float32
+        weight.device.type == "cpu"
+        and weight.dtype == torch.float32
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -52,7 +57,7 @@ class PackedLinears:
         self.layers: dict[nn.Module, Callable[[Tensor], Tensor]] = {
             module: known.get(id(module.weight)) or packed_linear(module.weight, module.bias)
             for module in model.modules()
-            if type(module) is nn.Linear
+            if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
         }
 
     def install(self) -> None:
@@ -82,3 +87,41 @@ class PackedLinears:
             yield
         finally:
             self.install()
+
+
+class DecodingLinears:
+    """Packed linear layers of a model that may be trained on: packed again when a weight has changed, run in decoding
+    alone. A copy of its owner packs its own."""
+
+    def __init__(self) -> None:
+        self._stamp: tuple[tuple[int, float], ...] = ()
+        self._layers: PackedLinears | None = None
+        self.output: Callable[[Tensor], Tensor] | None = None
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "DecodingLinears":
+        return DecodingLinears()
+
+    def refresh(self, model: nn.Module, output_VD: Tensor | None = None) -> None:
+        """Pack where that pays, unless nothing has changed.
+
+        Args:
+            model: whose linear layers they are.
+            output_VD: a weight of it that is no linear layer's, but read as one: an embedding that is the output layer.
+        """
+        if not can_pack(model):
+            self._stamp, self._layers, self.output = (), None, None
+            return
+        stamp = tuple((parameter.data_ptr(), _sample(parameter)) for parameter in model.parameters())
+        if stamp != self._stamp:
+            self._stamp, self._layers = stamp, PackedLinears(model)
+            self.output = None if output_VD is None else packed_linear(output_VD, None)
+
+    def installed(self) -> AbstractContextManager[None]:
+        """A block in which the packed forms run."""
+        return nullcontext() if self._layers is None else self._layers.installed()
+
+
+def _sample(parameter: nn.Parameter) -> float:
+    """A sum over some elements. A parameter's own count of changes would miss those made through `.data`."""
+    flat = parameter.detach().reshape(-1)
+    return float(flat[:: max(1, len(flat) // 256)].double().sum())

@@ -3,14 +3,16 @@
 Shapes: V entries of the target's vocabulary, Q of the draft vocabulary, D hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from .errors import UserError
+from .packing import can_pack_weight, packed_linear
 from .target import Target
 
 
@@ -44,6 +46,24 @@ def draft_index(ids_Q: Tensor, vocab_size: int) -> Tensor:
     return index_V
 
 
+class OwnOutput(nn.Linear):
+    """A drafter's own output layer, NaN until it is loaded or copied, so that forgetting it shows at once.
+
+    Args:
+        width: of the states that it reads.
+        entries: of the draft vocabulary.
+        bias: whether it adds a bias of its own; without one, the target's is added.
+    """
+
+    def __init__(self, width: int, entries: int, *, bias: bool = False) -> None:
+        super().__init__(width, entries, bias=bias)
+
+    def reset_parameters(self) -> None:
+        """NaN everywhere; nothing is drawn."""
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, float("nan"))
+
+
 class OutputRows:
     """The target's output layer, whole or restricted to a draft vocabulary, borrowed by a drafter or a loss.
 
@@ -62,17 +82,27 @@ class OutputRows:
         self.weight_QD = weight_VD if ids_Q is None else weight_VD[ids_Q.to(weight_VD.device)]
         if ids_Q is not None and self.bias_Q is not None:
             self.bias_Q = self.bias_Q[ids_Q.to(weight_VD.device)]
+        self._selected = self._product()
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> "OutputRows":
         return self
 
     def __call__(self, final: Tensor) -> Tensor:
         """Logits [..., Q] of final states [..., D], as the target computes them; the gradient reaches the states."""
-        if self.ids_Q is None and not torch.is_grad_enabled():
-            return self.target.logits(final.to(self.weight_QD.dtype))
-        return self.read(final, self.weight_QD)
+        states = final.to(self.weight_QD.dtype)
+        if torch.is_grad_enabled():
+            return self.target.post_process(functional.linear(states, self.weight_QD, self.bias_Q))
+        return self.target.logits(states) if self.ids_Q is None else self.target.post_process(self._selected(states))
 
-    def read(self, states: Tensor, weight_QD: Tensor) -> Tensor:
-        """The same with another weight in the place of the target's: its bias, scaling and soft-capping stay."""
-        bias_Q = None if self.bias_Q is None else self.bias_Q.to(weight_QD.dtype)
-        return self.target.post_process(functional.linear(states.to(weight_QD.dtype), weight_QD, bias_Q))
+    def through(self, states: Tensor, layer: nn.Linear) -> Tensor:
+        """The same by another output layer: scaling and soft-capping stay, the bias where the layer has none."""
+        logits: Tensor = layer(states.to(layer.weight.dtype))
+        if layer.bias is None and self.bias_Q is not None:
+            logits = logits + self.bias_Q.to(logits.dtype)
+        return self.target.post_process(logits)
+
+    def _product(self) -> Callable[[Tensor], Tensor]:
+        """The selected rows' product; the target packs its whole layer itself."""
+        if self.ids_Q is not None and can_pack_weight(self.weight_QD):
+            return packed_linear(self.weight_QD, self.bias_Q)
+        return partial(functional.linear, weight=self.weight_QD, bias=self.bias_Q)

@@ -19,7 +19,7 @@ from ..export import (
     with_drift,
     write_report,
 )
-from ..modules import DecodeSettings, Request, Target, TargetConfig, UserError, load_target, stream
+from ..modules import STATIC, DecodeSettings, Request, Target, TargetConfig, UserError, load_target, stream
 from .parsing import Command, Parsed
 from .template import ARTIFACT_TARGET, TemplateConfig, artifact_target, handwritten_prompts, prompt_sets
 
@@ -64,7 +64,8 @@ def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
         changing = [str(folder) for folder, artifact in zip(folders, artifacts, strict=True) if artifact.adapter]
         raise UserError(f"{', '.join(changing)} changes the target, so that it has no baseline in common with the "
                         "others; evaluate each such artifact by itself")
-    methods = [Method.of(artifact, name=name) for artifact, name in zip(artifacts, names(folders), strict=True)]
+    methods = [Method.of(artifact, name=name, policy=policy)
+               for artifact, name in zip(artifacts, names(folders), strict=True) for policy in given.evaluate.policies]
     questions = prompt_sets(given.template.build(target), sets)
     changed = next((artifact.target for artifact in artifacts if artifact.adapter is not None), None)
     result = evaluate(changed or target, methods, questions, given.evaluate)
@@ -107,8 +108,9 @@ class GenerateArguments:
     """Seed of the sampled answer."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer."""
-    tree_size: int | None = None
-    """Nodes drafted in each pass, root included; None takes what was measured best on the machine that trained it."""
+    policy: str = STATIC
+    """How it drafts: static (the tree tuned on the machine that trained it), chain, eagle2, dyspec, ...; with a number
+    of nodes or tokens where you like, static-16, chain-3."""
     target: TargetConfig = field(default_factory=own_target)
     """The target; the one that the artifact names by default."""
     template: TemplateConfig = field(default_factory=TemplateConfig)
@@ -124,7 +126,7 @@ def generate(parsed: Parsed[GenerateArguments]) -> None:
     request = Request(tuple(tokens), 0, given.max_new_tokens, given.temperature)
     settings = DecodeSettings(top_k=given.top_k, top_p=given.top_p, seed=given.seed, stop=given.stop)
     passes = stream(artifact.target, request, settings, drafter=artifact.drafter,
-                    policy=artifact.policy(given.tree_size))
+                    policy=artifact.policy(given.policy))
     counts: list[int] = []
     began = time.perf_counter()
     for text in readable(target, count_into(passes, counts)):

@@ -12,6 +12,7 @@ import yaml
 from ..data import DistillConfig, PromptConfig
 from ..export import EvaluateConfig, evaluate, write_report
 from ..export.files import write_file
+from ..export.references import REFERENCES
 from ..export.standings import write_standings
 from ..modules import BASELINES, Target, TargetConfig, UserError
 from ..trainers import DraftModule
@@ -104,7 +105,8 @@ def compose(name: str, recipe: str, parsed: Parsed[FamiliesArguments]) -> Path:
     config |= {"max_minutes": parsed.values.minutes, "max_steps": ENDLESS}
     folder = parsed.values.out / name
     content |= {section: parsed.settings[section] for section in SHARED}
-    content |= {"out": str(folder), "data": str(parsed.values.out / "data")}
+    content |= {"out": str(folder), "data": str(parsed.values.out / "data"),
+                "references": str(parsed.values.out / REFERENCES)}
     return write_file(folder / RECIPE_FILE, yaml.safe_dump(content, sort_keys=False))
 
 
@@ -138,7 +140,8 @@ def measure_baseline(name: str, parsed: Parsed[FamiliesArguments]) -> None:
     """Decode the same prompts with a drafter that needs no training."""
     given = parsed.values
     recipe = Recipe(out=given.out / name, model=_untrained, target=given.target, template=given.template,
-                    evaluate=replace(given.evaluate, baselines=(name,)), data=given.out / "data")
+                    evaluate=replace(given.evaluate, baselines=(name,)), data=given.out / "data",
+                    references=given.out / REFERENCES)
     workspace = Workspace(recipe, parsed.settings)
     stage = Stage(name="evaluate", title="held-out prompts are decoded", sections=("target", "template", "evaluate"),
                   work=baseline_stage)
@@ -148,7 +151,7 @@ def measure_baseline(name: str, parsed: Parsed[FamiliesArguments]) -> None:
 def baseline_stage(workspace: Workspace) -> Sequence[Path]:
     """Evaluate the baselines of the recipe alone."""
     sets = prompt_sets(workspace.template, held_out_sets(workspace))
-    result = evaluate(workspace.target, [], sets, workspace.recipe.evaluate)
+    result = evaluate(workspace.target, [], sets, workspace.recipe.evaluate, references=workspace.recipe.references)
     return list(write_report(workspace.out, result).values())
 
 

@@ -41,7 +41,7 @@ from .template import handwritten_prompts, prompt_sets
 from .workspace import Stage, Workspace, run_stages
 from .writing import require_teacher, writer_digest, writer_of
 
-PLACES = ("out", "data", "evaluate")
+PLACES = ("out", "data", "references", "evaluate")
 """Recipe keys that say nothing about how an artifact was made."""
 RESULT_FILE, STATS_FILE = "result.json", "stats.json"
 SETTINGS_FILE, TEST_FILE = "settings.json", "test.jsonl"
@@ -173,7 +173,8 @@ def evaluate_stage(workspace: Workspace) -> Sequence[Path]:
     artifact = load_artifact(workspace.artifact, workspace.target)
     config = workspace.recipe.evaluate
     questions = prompt_sets(workspace.template, held_out_sets(workspace))
-    result = evaluate(artifact.target, [Method.of(artifact)], questions, config)
+    methods = [Method.of(artifact, policy=policy) for policy in config.policies]
+    result = evaluate(artifact.target, methods, questions, config, references=workspace.recipe.references)
     if artifact.adapter is not None:
         result = with_drift(result, workspace.target, artifact.target, questions, max_new_tokens=config.max_new_tokens)
     written = write_report(workspace.out, result, artifact)

@@ -51,6 +51,8 @@ class Recipe:
     """How much the target answers, and how."""
     data: Path | None = None
     """Folder of data that another run distilled; None distils into the folder of this run."""
+    references: Path | None = None
+    """File of the target's own answers to held-out prompts, read and added to; runs that share it answer them once."""
     batch: BatchConfig = field(default_factory=BatchConfig)
     """Training batches."""
     tree: TreeConfig = field(default_factory=TreeConfig)

@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from draftsmith.export import Artifact, Tuning, artifact, load_artifact, read_description, save_artifact, save_tuning
-from draftsmith.modules import CostModel, DecodeSettings, Request, Target, Topology, UserError, decode
+from draftsmith.modules import (
+    CostModel,
+    DecodeSettings,
+    Policy,
+    Request,
+    StaticTree,
+    Target,
+    Topology,
+    UserError,
+    decode,
+)
 from draftsmith.modules.medusa import Medusa, MedusaConfig
 from draftsmith.modules.tiny import tiny_model, tiny_tokenizer
 from safetensors import safe_open
@@ -209,18 +219,23 @@ def tuning(size: int = 4) -> Tuning:
                   expected_accepted_length=(1.0, 1.2, 1.3))
 
 
+def shape(policy: Policy) -> Topology:
+    assert isinstance(policy, StaticTree)
+    return policy.topology
+
+
 def test_tuning_comes_back_and_sets_the_tree(tmp_path: Path, tiny_target: Target) -> None:
     folder = save(tmp_path / "a", tiny_target)
     whole = load_artifact(folder, tiny_target)
     assert whole.tuning is None
-    assert whole.policy().topology == TREE
+    assert shape(whole.policy()) == TREE
     save_tuning(folder, tuning())
     tuned = load_artifact(folder, tiny_target)
     assert tuned.tuning == tuning()
-    assert tuned.policy().topology == TREE.prefix(4)
-    assert tuned.policy(6).topology == TREE.prefix(6)
+    assert shape(tuned.policy()) == TREE.prefix(4)
+    assert shape(tuned.policy("static-6")) == TREE.prefix(6)
     with pytest.raises(UserError, match="a tree of 9 nodes was asked for; this artifact's has 8"):
-        tuned.policy(9)
+        tuned.policy("static-9")
 
 
 def test_tuning_larger_than_the_tree_takes_the_whole_tree(tmp_path: Path, tiny_target: Target) -> None:
@@ -266,5 +281,5 @@ def test_each_batch_has_its_own_tree_unless_the_recipe_named_one(tmp_path: Path,
     for given, wanted in ((False, {1: 8, 4: 4, 16: 1}), (True, {1: 8, 4: 8, 16: 8})):
         save_tuning(folder, Tuning.of(tiny_target, 8, cost, expected, given=given))
         loaded = load_artifact(folder, tiny_target)
-        assert {batch: loaded.policy(batch_size=batch).topology.size for batch in wanted} == wanted
-    assert loaded.policy(2, batch_size=16).topology.size == 2
+        assert {batch: shape(loaded.policy(batch_size=batch)).size for batch in wanted} == wanted
+    assert shape(loaded.policy("static-2", batch_size=16)).size == 2

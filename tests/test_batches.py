@@ -40,7 +40,7 @@ def accepted_length(artifact: Artifact, nodes: int) -> float:
     """By decoding all prompts with a tree of this size."""
     requests = [Request(prompt, index, TOKENS) for index, prompt in enumerate(PROMPTS)]
     return decode(artifact.target, requests, DecodeSettings(), drafter=artifact.drafter,
-                  policy=artifact.policy(nodes)).accepted_length
+                  policy=artifact.policy(f"static-{nodes}")).accepted_length
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
@@ -57,8 +57,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
     return counted
 
 
-def run(artifact: Artifact, config: EvaluateConfig, tree_size: int | None = None) -> dict[int, Evaluation]:
-    methods = [Method.of(artifact, tree_size=tree_size)]
+def run(artifact: Artifact, config: EvaluateConfig, policy: str = "static") -> dict[int, Evaluation]:
+    methods = [Method.of(artifact, policy=policy)]
     found = evaluate(artifact.target, methods, SETS, config, progress=False).evaluations
     return {one.batch_size: one for one in found}
 
@@ -73,7 +73,7 @@ def test_each_batch_size_decodes_with_its_own_tree(tiny_target_f64: Target, spee
     for batch, one in run(artifact, config).items():
         assert one.nodes == SIZES[batch]
         assert one.overall.accepted_length == pytest.approx(lengths[SIZES[batch]])
-        assert one.predicted_speedup == artifact.predicted_speedup(SIZES[batch], batch_size=batch)
+        assert one.predicted_speedup == artifact.predicted_speedup(f"static-{SIZES[batch]}", batch_size=batch)
         assert one.overall.lossless.identical == len(PROMPTS)
         assert (one.draft_share == 0) == (batch == 16)
 
@@ -81,13 +81,13 @@ def test_each_batch_size_decodes_with_its_own_tree(tiny_target_f64: Target, spee
 def test_a_size_that_was_asked_for_serves_every_batch(tiny_target_f64: Target) -> None:
     artifact, config = tuned(tiny_target_f64), EvaluateConfig(max_new_tokens=TOKENS, speed_prompts=0,
                                                               batch_sizes=tuple(SIZES))
-    found = run(artifact, config, tree_size=2)
+    found = run(artifact, config, policy="static-2")
     assert {one.nodes for one in found.values()} == {2}
     wanted = accepted_length(artifact, 2)
     assert [one.overall.accepted_length for one in found.values()] == [pytest.approx(wanted)] * len(SIZES)
-    assert found[16].predicted_speedup == artifact.predicted_speedup(2, batch_size=16)
+    assert found[16].predicted_speedup == artifact.predicted_speedup("static-2", batch_size=16)
     with pytest.raises(UserError, match="a tree of 9 nodes was asked for; this artifact's has 8"):
-        Method.of(artifact, tree_size=9)
+        Method.of(artifact, policy="static-9")
 
 
 def test_answers_are_shared_between_batch_sizes_of_one_tree_alone(tiny_target_f64: Target,

@@ -48,13 +48,13 @@ def test_expand_and_accept_are_one_graph_each(tiny_target: Target, policy: Polic
     drafter, roots, draws = medusa(tiny_target), torch.tensor([3, 4]), draws_for(2) if hot else None
     final = torch.randn(2, tiny_target.hidden_size)
 
+    state = drafter.start(2, 64)
+
     def expand(final_RD: Tensor, roots_B: Tensor) -> tuple[Tensor, ...]:
-        state = drafter.start(2, 64)
         state.final_RD = final_RD
         return described(policy.grow(drafter, state, roots_B, draws))
 
     torch.testing.assert_close(compiled(expand)(final, roots), expand(final, roots))
-    state = drafter.start(2, 64)
     state.final_RD = final
     tree = policy.grow(drafter, state, roots, draws)
     sampling = Sampling(temperature_B=torch.full((2,), float(hot)), hot_rows=(0, 1) if hot else (), top_k=9, top_p=0.9)

@@ -213,7 +213,8 @@ def test_train_equals_decode_along_the_true_tokens(
         tokens = torch.stack([features.tokens_BL[row, last[row] + 1 + step] for row in range(3)])[:, None]
         scores = drafter.expand(state, level([step], [step - 1], tokens))
         expected = torch.stack([trained[row, last[row], step] for row in range(3)])
-        torch.testing.assert_close(scores.log_probs_BFHQ[:, 0, 0], expected, atol=1e-5, rtol=1e-5)
+        # Decoding packs its linear layers, which rounds otherwise.
+        torch.testing.assert_close(scores.log_probs_BFHQ[:, 0, 0], expected, atol=1e-5, rtol=3e-5)
         assert scores.token_ids_Q is None if ids is None else torch.equal(scores.token_ids_Q, ids)
 
 

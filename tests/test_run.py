@@ -104,7 +104,7 @@ def test_the_artifact_decodes_to_the_targets_own_words(finished: Path) -> None:
     target = load_target(TargetConfig(name="tiny-random"))
     artifact = load_artifact(finished / "artifact", target)
     requests = [Request(tuple(target.tokenizer(text).input_ids), index, 40) for index, text in enumerate(("a", "bc d"))]
-    drafted = decode(target, requests, DecodeSettings(), drafter=artifact.drafter, policy=artifact.policy(8))
+    drafted = decode(target, requests, DecodeSettings(), drafter=artifact.drafter, policy=artifact.policy("static-8"))
     plain = decode(target, requests, DecodeSettings())
     assert [one.tokens for one in drafted.generations] == [one.tokens for one in plain.generations]
 
