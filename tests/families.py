@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from draftsmith.modules import (
+    Adapter,
     Drafter,
     DraftLM,
     DraftLMConfig,
@@ -19,15 +20,22 @@ from draftsmith.modules import (
     MedusaConfig,
     Target,
 )
+from draftsmith.modules.adapter import LowRank, choose_layers
 from draftsmith.trainers import DraftModule
 from draftsmith.trainers.draft_lm import DraftLMModule, DraftLMTrainConfig
 from draftsmith.trainers.eagle import EagleModule, EagleTrainConfig
 from draftsmith.trainers.eagle3 import Eagle3Module, Eagle3TrainConfig
 from draftsmith.trainers.hydra import HydraModule, HydraTrainConfig
+from draftsmith.trainers.lora import LoraConfig
 from draftsmith.trainers.medusa import MedusaModule, MedusaTrainConfig
+from draftsmith.trainers.medusa2 import Medusa2Module, Medusa2TrainConfig
 
 IDS = torch.tensor([0, 1, 2, 5, 9, *range(28, 48), 60])
 """A reduced vocabulary that holds the cycle of tests/cycle.py."""
+
+
+def _unchanged(_target: Target) -> None:
+    """Most families leave the target alone."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +43,16 @@ class Case:
     """How tests make one kind of drafter beside a tiny target."""
 
     make: Callable[[Target], Drafter]
-    """A new drafter, bound."""
+    """A new drafter, bound to the target that verifies its drafts."""
     module: Callable[..., DraftModule]
     """Its LightningModule, from (target, **training settings)."""
+    change: Callable[[Target], Adapter | None] = _unchanged
+    """How its training might have changed the target, where the target learns too: the same every time."""
+
+    def judge(self, target: Target) -> Target:
+        """The target that verifies its drafts: the given one, or a changed copy of it."""
+        adapter = self.change(target)
+        return target if adapter is None else target.adapted(adapter)
 
 
 def randomised(drafter: Drafter) -> Drafter:
@@ -62,6 +77,25 @@ def _medusa(config: MedusaConfig, ids: torch.Tensor | None = None) -> Case:
         return MedusaModule(target, MedusaTrainConfig(drafter=config, **settings), token_counts=_counts(target, ids))
 
     return Case(make=lambda target: Medusa.create(config, target, ids), module=module)
+
+
+def _medusa2(config: MedusaConfig, lora: LoraConfig) -> Case:
+    def module(target: Target, **settings: Any) -> DraftModule:
+        # The cycle is not the original's own text: held to the original, the target would not learn it.
+        given = {"keep": "text", "first_stage": 0.25, "heads_weight": 1.0, "lora": lora} | settings
+        return Medusa2Module(target, Medusa2TrainConfig(drafter=config, **given))
+
+    def change(target: Target) -> Adapter:
+        generator = torch.Generator().manual_seed(4)
+        layers = {}
+        for name in choose_layers(target.model, lora.modules, without=target.head):
+            outputs, inputs = target.model.get_submodule(name).weight.shape
+            a_RI = torch.randn(lora.rank, inputs, generator=generator, dtype=torch.float64) / inputs**0.5
+            b_OR = 0.3 * torch.randn(outputs, lora.rank, generator=generator, dtype=torch.float64)
+            layers[name] = LowRank(a_RI=a_RI.to(target.dtype), b_OR=b_OR.to(target.dtype))
+        return Adapter(layers, lora.alpha / lora.rank)
+
+    return Case(make=lambda target: Medusa.create(config, target), module=module, change=change)
 
 
 def _hydra(config: HydraConfig, ids: torch.Tensor | None = None) -> Case:
@@ -100,6 +134,9 @@ CASES: dict[str, Case] = {
     "medusa-copy": _medusa(MedusaConfig(num_heads=2, output="copy")),
     "medusa-copy-reduced": _medusa(MedusaConfig(num_heads=2, num_layers=2, output="copy", vocabulary_size=len(IDS)),
                                    IDS),
+    "medusa-2": _medusa2(MedusaConfig(num_heads=3), LoraConfig(rank=4, alpha=8.0)),
+    "medusa-2-copy": _medusa2(MedusaConfig(num_heads=2, output="copy"),
+                              LoraConfig(rank=2, alpha=4.0, modules=("q_proj", "down_proj", "lm_head"))),
     "hydra": _hydra(HydraConfig(num_heads=3)),
     "hydra-copy-reduced": _hydra(HydraConfig(num_heads=2, num_layers=3, tie_blocks=False, output="copy",
                                              vocabulary_size=len(IDS)), IDS),

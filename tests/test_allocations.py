@@ -20,18 +20,20 @@ from families import CASES
 NODES = 4
 
 
-def pair(target: Target, name: str) -> tuple[Proposer | None, Policy | None]:
+def way(original: Target, name: str) -> tuple[Target, Proposer | None, Policy | None]:
+    """What verifies, drafts and grows."""
     if name == "plain":
-        return None, None
+        return original, None, None
     if name in CASES:
-        return CASES[name].make(target).eval(), StaticTree(recycling_tree(NODES))
-    return baseline(name, target)[0], Chain(NODES - 1)
+        target = CASES[name].judge(original)
+        return target, CASES[name].make(target).eval(), StaticTree(recycling_tree(NODES))
+    return original, baseline(name, original)[0], Chain(NODES - 1)
 
 
-def steady(target: Target, name: str, context: int) -> tuple[int, int]:
+def steady(original: Target, name: str, context: int) -> tuple[int, int]:
     """(largest allocation of later passes, keys of one layer that are in use), in bytes, two rows of that context."""
     requests = [Request(tuple((7 + row + place) % 90 + 4 for place in range(context)), row, 24) for row in range(2)]
-    drafter, policy = pair(target, name)
+    target, drafter, policy = way(original, name)
     loop = Loop(target, requests, DecodeSettings(batch_size=2, ignore_eos=True), drafter=drafter, policy=policy)
     passes = loop.run()
     for _ in range(4):
@@ -73,7 +75,8 @@ def test_a_copy_of_the_cache_would_be_seen(tiny_target: Target) -> None:
 
 @pytest.mark.parametrize("name", [*CASES, "recycling"])
 def test_drafting_takes_little_more_than_plain_decoding(tiny_target: Target, name: str) -> None:
-    plain = measured(tiny_target, 200, 20, 2, None, None)
-    drafted = measured(tiny_target, 200, 20, 2, *pair(tiny_target, name))
+    target, drafter, policy = way(tiny_target, name)
+    plain = measured(target, 200, 20, 2, None, None)
+    drafted = measured(target, 200, 20, 2, drafter, policy)
     assert plain.state == plain.weights == 0
     assert drafted.peak <= 1.10 * (plain.peak + drafted.state)

@@ -2,8 +2,10 @@
 
 import random
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +34,7 @@ from draftsmith.modules import (
 from draftsmith.trainers import DraftModule, fit
 from draftsmith.trainers.losses import supervise
 from families import CASES, randomised
+from safetensors.torch import load_file
 from torch import Tensor
 
 TREE = Topology((-1, 0, 0, 1, 1, 2), (0, 0, 1, 0, 1, 0))
@@ -44,8 +47,27 @@ def test_every_family_has_a_case(tiny_target: Target) -> None:
     assert {CASES[name].make(tiny_target).family for name in CASES} == {family.family for family in DRAFTERS}
 
 
-def made(name: str, target: Target) -> Drafter:
-    return randomised(CASES[name].make(target).to(target.dtype))
+@cache
+def judge(name: str, original: Target) -> Target:
+    """The target that verifies drafts, one object for all tests."""
+    return CASES[name].judge(original)
+
+
+def made(name: str, original: Target) -> tuple[Drafter, Target]:
+    """A drafter and the target that verifies its drafts: the original, unless that learns too."""
+    target = judge(name, original)
+    return randomised(CASES[name].make(target).to(target.dtype)), target
+
+
+def test_a_target_that_learns_too_is_another_one(tiny_target: Target) -> None:
+    """Else the rows of such a family would show nothing."""
+    features = Features.from_rows(conversations(tiny_target))
+    for name in CASES:
+        target = judge(name, tiny_target)
+        assert (target is not tiny_target) == CASES[name].module(tiny_target).changes_target, name
+        if target is not tiny_target:
+            ours, theirs = (one.logits(one.encode(features).final()).argmax(-1) for one in (target, tiny_target))
+            assert float((ours == theirs).float().mean()) < 0.9
 
 
 def conversations(target: Target, lengths: tuple[int, ...] = LENGTHS) -> list[tuple[list[int], list[bool]]]:
@@ -84,11 +106,11 @@ def starts(lengths: tuple[int, ...], left: int) -> list[int]:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("left", [0, 4])
 def test_strangers_in_a_row_and_padding_change_nothing(name: str, left: int, tiny_target: Target) -> None:
-    drafter, rows = made(name, tiny_target), conversations(tiny_target)
+    (drafter, target), rows = made(name, tiny_target), conversations(tiny_target)
     with torch.no_grad():
-        together = drafter(packed(tiny_target, drafter, rows, left=left)).hidden_BLKD[0]
+        together = drafter(packed(target, drafter, rows, left=left)).hidden_BLKD[0]
         for row, start in zip(rows, starts(LENGTHS, left), strict=True):
-            features = alone(tiny_target, drafter, row)
+            features = alone(target, drafter, row)
             drafts = drafter(features)
             for step, offset in enumerate(drafts.offsets):
                 places = features.labels(offset)[1][0].nonzero()[:, 0]
@@ -98,13 +120,13 @@ def test_strangers_in_a_row_and_padding_change_nothing(name: str, left: int, tin
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_guess_looks_at_the_token_it_guesses(name: str, tiny_target: Target) -> None:
-    drafter, row = made(name, tiny_target), conversations(tiny_target)[1]
+    (drafter, target), row = made(name, tiny_target), conversations(tiny_target)[1]
     with torch.no_grad():
-        before = drafter(alone(tiny_target, drafter, row))
+        before = drafter(alone(target, drafter, row))
         for changed in range(2, len(row[0])):
             tokens = list(row[0])
-            tokens[changed] = 4 + (tokens[changed] + 7) % (tiny_target.vocab_size - 4)
-            after = drafter(alone(tiny_target, drafter, (tokens, row[1])))
+            tokens[changed] = 4 + (tokens[changed] + 7) % (target.vocab_size - 4)
+            after = drafter(alone(target, drafter, (tokens, row[1])))
             for step, offset in enumerate(before.offsets):
                 known = max(0, changed - offset + 1)
                 torch.testing.assert_close(after.hidden_BLKD[0, :known, step], before.hidden_BLKD[0, :known, step],
@@ -113,32 +135,52 @@ def test_no_guess_looks_at_the_token_it_guesses(name: str, tiny_target: Target) 
                     assert not torch.allclose(after.hidden_BLKD[0, known:, step], before.hidden_BLKD[0, known:, step])
 
 
+def answers(name: str, original: Target, row: tuple[list[int], list[bool]]) -> list[tuple[int, Tensor, list[int]]]:
+    """All that the loss judges at a row, in its order: (offset, log-probabilities [L, Q], the tokens they are of).
+
+    These are the target's own next token, where the target learns too, and then every draft step.
+    """
+    drafter, target = made(name, original)
+    features = alone(target, drafter, row)
+    drafts, every = drafter(features), list(range(target.vocab_size))
+    entries = every if drafter.token_ids_Q is None else drafter.token_ids_Q.tolist()
+    own = [] if target is original else [(1, target.logits(features.final())[0].log_softmax(-1), every)]
+    return own + [(offset, drafter.project(drafts.hidden_BLKD[0, :, step], step).log_softmax(-1), entries)
+                  for step, offset in enumerate(drafts.offsets)]
+
+
+def placed(name: str, original: Target, **settings: Any) -> DraftModule:
+    """The module three quarters through a run, when everything learns, with the weights of `made`."""
+    module = CASES[name].module(original, max_minutes=1.0, **settings)
+    module.configure_model()
+    module.seconds = 45.0
+    adapter = CASES[name].change(original)
+    module.restore({**made(name, original)[0].state_dict(), **({} if adapter is None else adapter.tensors())})
+    return module.eval()
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_loss_is_that_of_every_label_by_hand(name: str, tiny_target: Target) -> None:
-    drafter, rows = made(name, tiny_target), conversations(tiny_target)
-    module = CASES[name].module(tiny_target, objective="hard")
-    module.drafter = drafter
-    ids = drafter.token_ids_Q
-    entries = None if ids is None else {token: entry for entry, token in enumerate(ids.tolist())}
+    rows, module = conversations(tiny_target), placed(name, tiny_target, objective="hard")
     expected, count = 0.0, 0
     with torch.no_grad():
-        total, sums_KC = module.loss(packed(tiny_target, drafter, rows, left=2))[:2]
+        total, sums_KC, weights, _ = module.loss(packed(tiny_target, module.drafter, rows, left=2))
         for tokens, flags in rows:
-            drafts = drafter(alone(tiny_target, drafter, (tokens, flags)))
-            for step, offset in enumerate(drafts.offsets):
+            for weight, (offset, log_probs_LQ, ids) in zip(weights, answers(name, tiny_target, (tokens, flags)),
+                                                          strict=True):
                 for place in range(len(tokens) - offset):
-                    label = tokens[place + offset] if entries is None else entries.get(tokens[place + offset])
-                    if flags[place + offset] and label is not None:
-                        logits_Q = drafter.project(drafts.hidden_BLKD[0, place, step], step)
-                        expected -= module.weights(len(drafts.offsets))[step] * float(logits_Q.log_softmax(-1)[label])
+                    if flags[place + offset] and tokens[place + offset] in ids:
+                        expected -= weight * float(log_probs_LQ[place, ids.index(tokens[place + offset])])
                         count += 1
+    assert all(weights)
+    assert weights == module.weights(len(weights))
     assert count == int(sums_KC[:, 0].sum())
     assert float(total) == pytest.approx(expected, rel=1e-4)
 
 
 def test_supervision_is_the_tokens_own_property(tiny_target: Target) -> None:
-    drafter, rows = made("medusa", tiny_target), conversations(tiny_target)
-    found = supervise(packed(tiny_target, drafter, rows), (1, 3))
+    (drafter, target), rows = made("medusa", tiny_target), conversations(tiny_target)
+    found = supervise(packed(target, drafter, rows), (1, 3))
     written = [token for tokens, flags in rows for place, token in enumerate(tokens) if flags[place] and place >= 1]
     assert sorted(found.labels_N.tolist()) == sorted(written)
 
@@ -183,10 +225,10 @@ def chain_scores(drafter: Drafter, features: Features, observations: list[tuple[
 
 @pytest.mark.parametrize("name", CASES)
 def test_train_equals_decode(name: str, tiny_target: Target) -> None:
-    drafter, depth = made(name, tiny_target), 2
-    rows = conversations(tiny_target, (16, 16, 16))
+    (drafter, target), depth = made(name, tiny_target), 2
+    rows = conversations(target, (16, 16, 16))
     with torch.no_grad():
-        features = tiny_target.encode(Features.from_rows(rows), drafter.taps)
+        features = target.encode(Features.from_rows(rows), drafter.taps)
         drafts = drafter(features)
         # All rows at once, two of them in another order, and one alone.
         seen = [([0, 1, 2], 0, [5, 2, 5]), ([2, 0], 5, [3, 1]), ([0], 6, [1])]
@@ -202,8 +244,8 @@ def test_train_equals_decode(name: str, tiny_target: Target) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_rows_are_cleared_moved_and_leave(name: str, tiny_target: Target) -> None:
-    drafter = made(name, tiny_target)
-    features = tiny_target.encode(Features.from_rows(conversations(tiny_target, (16, 16, 16))), drafter.taps)
+    drafter, target = made(name, tiny_target)
+    features = target.encode(Features.from_rows(conversations(target, (16, 16, 16))), drafter.taps)
     order = torch.tensor([2, 1])
     root = Frontier(nodes_BF=torch.zeros(2, 1, dtype=torch.long), parents_BF=torch.full((2, 1), -1),
                     tokens_BF=features.tokens_BL[[2, 1], [6, 4]][:, None])
@@ -236,13 +278,13 @@ def requests(target: Target, temperature: float = 0.0) -> list[Request]:
                     20 + rng.randrange(9), temperature) for index in range(7)]
 
 
-@pytest.fixture(scope="module")
-def reference(tiny_target_f64: Target) -> list[list[int]]:
-    """What transformers' own generate answers, in float64."""
+@cache
+def reference(target: Target) -> list[list[int]]:
+    """What transformers' own generate answers."""
     answers = []
-    for request in requests(tiny_target_f64):
+    for request in requests(target):
         prompt = torch.tensor([request.tokens])
-        with tiny_target_f64.native() as model:
+        with target.native() as model:
             out = model.generate(prompt, max_new_tokens=request.max_new_tokens, do_sample=False, pad_token_id=0,
                                  attention_mask=torch.ones_like(prompt), eos_token_id=None)
         answers.append(out[0, prompt.shape[1] :].tolist())
@@ -253,28 +295,27 @@ def reference(tiny_target_f64: Target) -> list[list[int]]:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_greedy_answers_are_those_of_generate(
-    name: str, policy: str, batch_size: int, tiny_target_f64: Target, reference: list[list[int]]
+    name: str, policy: str, batch_size: int, tiny_target_f64: Target
 ) -> None:
-    drafter = made(name, tiny_target_f64)
-    result = decode(tiny_target_f64, requests(tiny_target_f64), DecodeSettings(batch_size=batch_size, ignore_eos=True,
-                                                                               prefill_chunk=4),
+    drafter, target = made(name, tiny_target_f64)
+    result = decode(target, requests(target), DecodeSettings(batch_size=batch_size, ignore_eos=True, prefill_chunk=4),
                     drafter=drafter, policy=POLICIES[policy])
-    assert [generation.tokens for generation in result.generations] == reference
+    assert [generation.tokens for generation in result.generations] == reference(target)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_sampled_answers_are_those_of_the_target_alone(name: str, tiny_target_f64: Target) -> None:
-    settings = DecodeSettings(batch_size=3, ignore_eos=True, seed=4)
-    asked = requests(tiny_target_f64, temperature=0.9)
-    plain = decode(tiny_target_f64, asked, settings)
-    drafted = decode(tiny_target_f64, asked, settings, drafter=made(name, tiny_target_f64), policy=StaticTree(TREE))
+    settings, (drafter, target) = DecodeSettings(batch_size=3, ignore_eos=True, seed=4), made(name, tiny_target_f64)
+    asked = requests(target, temperature=0.9)
+    plain = decode(target, asked, settings)
+    drafted = decode(target, asked, settings, drafter=drafter, policy=StaticTree(TREE))
     assert [one.tokens for one in drafted.generations] == [one.tokens for one in plain.generations]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_target_sees_each_node_once(name: str, tiny_target: Target) -> None:
-    drafter, request = made(name, tiny_target), requests(tiny_target)[0]
-    seen: dict[int, int] = dict.fromkeys(range(tiny_target.num_layers), 0)
+    (drafter, target), request = made(name, tiny_target), requests(tiny_target)[0]
+    seen: dict[int, int] = dict.fromkeys(range(target.num_layers), 0)
 
     def count(layer: int) -> object:
         def hook(_module: object, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
@@ -282,8 +323,8 @@ def test_the_target_sees_each_node_once(name: str, tiny_target: Target) -> None:
         return hook
 
     handles = [block.register_forward_pre_hook(count(layer), with_kwargs=True)
-               for layer, block in enumerate(tiny_target.decoder.layers)]
-    result = decode(tiny_target, [request], DecodeSettings(ignore_eos=True), drafter=drafter, policy=StaticTree(TREE))
+               for layer, block in enumerate(target.decoder.layers)]
+    result = decode(target, [request], DecodeSettings(ignore_eos=True), drafter=drafter, policy=StaticTree(TREE))
     for handle in handles:
         handle.remove()
     nodes = len(request.tokens) + TREE.size * result.stats.target_calls
@@ -294,16 +335,17 @@ def test_the_target_sees_each_node_once(name: str, tiny_target: Target) -> None:
 # Learning -------------------------------------------------------------------------------------------------------------
 
 
-def trained(name: str, folder: Path) -> tuple[DraftModule, Target]:
-    target = cycle_target()
-    module = CASES[name].module(target, max_steps=STEPS, lr=1e-2, warmup_steps=2, validate_every=STEPS,
+def trained(name: str, folder: Path) -> DraftModule:
+    module = CASES[name].module(cycle_target(), max_steps=STEPS, lr=1e-2, warmup_steps=2, validate_every=STEPS,
                                 checkpoint_every=STEPS, validation_nodes=4, accelerator="cpu")
     fit(module, CycleData(), folder, progress=False)
-    return module, target
+    return module
 
 
-def accuracy(module: DraftModule, target: Target) -> float:
-    """Share of held-out tokens that are the first step's best guess."""
+def accuracy(module: DraftModule) -> float:
+    """Share of held-out tokens that are the first step's best guess, beside the target as it has become."""
+    target = module.target if module.adapter is None else module.target.adapted(module.adapter)
+    module.drafter.bind(target)
     rows = [target.encode(rows, module.drafter.taps) for rows in CycleData(held_out=6).validation_features()]
     return float((rank_table(module.drafter, rows)[:, 0] == 0).double().mean())
 
@@ -311,8 +353,9 @@ def accuracy(module: DraftModule, target: Target) -> float:
 @pytest.mark.parametrize("name", CASES)
 def test_what_follows_from_every_token_is_learnt(name: str, tmp_path: Path) -> None:
     before = cycle_target().identity.weights_hash
-    module, target = trained(name, tmp_path)
-    assert accuracy(module, target) > 0.95
+    module = trained(name, tmp_path)
+    target = module.target
+    assert accuracy(module) > 0.95
     assert Target(target.model, target.tokenizer, name="tiny-random").identity.weights_hash == before
 
 
@@ -323,7 +366,7 @@ def test_a_new_drafter_depends_on_the_seed_alone(name: str) -> None:
         torch.manual_seed(chance)
         module = CASES[name].module(target, seed=5)
         module.configure_model()
-        weights.append(module.drafter.state_dict())
+        weights.append(module.trained())
     assert all(torch.equal(weights[1][key], tensor) for key, tensor in weights[0].items())
 
 
@@ -340,8 +383,8 @@ def test_labels_one_place_off_teach_nothing_of_use(
 
     with monkeypatch.context() as wrong:
         wrong.setattr(family, "forward", off_by_one)
-        module, target = trained(name, tmp_path)
-    assert accuracy(module, target) < 0.5
+        module = trained(name, tmp_path)
+    assert accuracy(module) < 0.5
 
 
 # Borrowed parts and artifacts -----------------------------------------------------------------------------------------
@@ -349,27 +392,28 @@ def test_labels_one_place_off_teach_nothing_of_use(
 
 @pytest.mark.parametrize("name", CASES)
 def test_borrowed_weights_are_not_among_its_own(name: str, tiny_target: Target) -> None:
-    drafter = made(name, tiny_target)
-    theirs = {parameter.data_ptr() for parameter in tiny_target.model.parameters()}
+    (drafter, target), module = made(name, tiny_target), placed(name, tiny_target)
+    theirs = {parameter.data_ptr() for one in (tiny_target, target) for parameter in one.model.parameters()}
     own = [*drafter.parameters(), *drafter.state_dict().values()]
+    own += [*module.parameters(), *module.state_dict().values(), *module.trained().values()]
     assert not any(tensor.data_ptr() in theirs for tensor in own)
     assert set(drafter.state_dict()) >= {parameter for parameter, _ in drafter.named_parameters()}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_unbound_drafter_refuses_to_run(name: str, tiny_target: Target) -> None:
-    drafter = made(name, tiny_target)
-    other = type(drafter).rebuild(drafter.describe(), tiny_target.identity)
+    drafter, target = made(name, tiny_target)
+    other = type(drafter).rebuild(drafter.describe(), target.identity)
     other.load_state_dict(drafter.state_dict())
-    features = alone(tiny_target, drafter, conversations(tiny_target)[0])
+    features = alone(target, drafter, conversations(target)[0])
     with pytest.raises(RuntimeError, match="not bound to a target"):
         other(features)
-    other.bind(tiny_target)
+    other.bind(target)
     with torch.no_grad():
         assert torch.equal(other.eval()(features).hidden_BLKD, drafter(features).hidden_BLKD)
 
 
-COPYING = ("medusa-copy", "medusa-copy-reduced", "hydra-copy-reduced", "draft-lm-exits-reduced",
+COPYING = ("medusa-copy", "medusa-copy-reduced", "medusa-2-copy", "hydra-copy-reduced", "draft-lm-exits-reduced",
            "eagle3", "eagle3-reduced")
 """Cases with weights that begin as copies of the target's."""
 
@@ -387,30 +431,34 @@ def test_weights_that_were_never_loaded_are_not_numbers(name: str, tiny_target: 
     """Forgetting to load shows at once wherever a weight begins as a copy of the target's."""
     # Under the target's own seed a new model of its shape would begin as the target.
     torch.manual_seed(1)
-    drafter = CASES[name].make(tiny_target)
-    copied = copies(drafter, tiny_target)
+    target = judge(name, tiny_target)
+    drafter = CASES[name].make(target)
+    copied = copies(drafter, target)
     assert bool(copied) == (name in COPYING)
-    empty = type(drafter).rebuild(drafter.describe(), tiny_target.identity).state_dict()
+    empty = type(drafter).rebuild(drafter.describe(), target.identity).state_dict()
     assert [weight for weight in copied if not bool(empty[weight].isnan().all())] == []
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_artifact_says_the_same(name: str, tiny_target: Target, tmp_path: Path) -> None:
-    drafter = made(name, tiny_target)
-    save_artifact(tmp_path / "artifact", drafter, tiny_target.identity, {}, TREE)
+    (drafter, target), adapter = made(name, tiny_target), CASES[name].change(tiny_target)
+    save_artifact(tmp_path / "artifact", drafter, tiny_target.identity, {}, TREE, adapter)
     loaded = load_artifact(tmp_path / "artifact", tiny_target)
-    features = alone(tiny_target, drafter, conversations(tiny_target)[1])
+    row = conversations(tiny_target)[1]
     with torch.no_grad():
-        assert torch.equal(loaded.drafter(features).hidden_BLKD, drafter(features).hidden_BLKD)
+        theirs, ours = (one(alone(beside, drafter, row)).hidden_BLKD
+                        for one, beside in ((loaded.drafter, loaded.target), (drafter, target)))
+    assert torch.equal(theirs, ours)
+    assert load_file(tmp_path / "artifact" / "model.safetensors").keys() == placed(name, tiny_target).trained().keys()
     again = tmp_path / "again"
-    save_artifact(again, loaded.drafter, tiny_target.identity, {}, TREE)
+    save_artifact(again, loaded.drafter, tiny_target.identity, {}, TREE, loaded.adapter)
     for file in ("config.json", "model.safetensors"):
         assert (again / file).read_bytes() == (tmp_path / "artifact" / file).read_bytes()
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_tree_deeper_than_it_answers_is_refused(name: str, tiny_target: Target) -> None:
-    drafter = made(name, tiny_target)
+    drafter, _ = made(name, tiny_target)
     if drafter.reach is None:
         Chain(40).check(drafter)
         return
@@ -424,8 +472,8 @@ def test_guesses_do_not_depend_on_what_was_asked_before(name: str, tiny_target: 
 
     Between two trees stands an observation, here of nothing: the first call after it is about the root.
     """
-    drafter = made(name, tiny_target)
-    features = tiny_target.encode(Features.from_rows(conversations(tiny_target, (12,))), drafter.taps)
+    drafter, target = made(name, tiny_target)
+    features = target.encode(Features.from_rows(conversations(target, (12,))), drafter.taps)
     answers = []
     with torch.no_grad():
         for order in ((0, 1), (1, 0)):

@@ -12,20 +12,14 @@ import yaml
 from cycle import CYCLE, CycleData, cycle_rows, cycle_target
 from draftsmith.export.standings import markdown, read_standing
 from draftsmith.modules import (
-    DecodeSettings,
     Features,
-    Request,
-    StaticTree,
     Target,
-    Topology,
     UserError,
-    decode,
     rank_table,
 )
 from draftsmith.modules.answers import answered_anew
 from draftsmith.modules.identity import hash_weights
 from draftsmith.modules.medusa import MedusaConfig
-from draftsmith.modules.tiny import tiny_model, tiny_tokenizer
 from draftsmith.trainers import FitResult, Medusa2Module, Medusa2TrainConfig, fit
 from draftsmith.trainers.checkpoints import load_weights
 from draftsmith.trainers.lora import LoraConfig
@@ -215,30 +209,6 @@ def test_an_interrupted_run_ends_in_the_same_bits(target: Target, tmp_path: Path
     assert kept.keys() == module.trained().keys()
     assert all(torch.equal(kept[name], tensor) for name, tensor in module.trained().items())
     assert sum(name.startswith("adapter.") for name in kept) == 2 * len(module.learning.names)
-
-
-def double() -> Target:
-    return Target(tiny_model(dtype=torch.float64), tiny_tokenizer(), name="tiny-random")
-
-
-def test_decoding_gives_what_the_adapted_model_generates() -> None:
-    """Greedy identity with transformers' generate on the adapted model, in float64, chain and tree, ragged batch."""
-    module = changed(Medusa2Module(double(), config()), size=0.3)
-    for weight in module.drafter.parameters():
-        weight.data += 0.1 * torch.randn_like(weight)
-    adapted = module.target.adapted(module.adapter)
-    module.drafter.to(torch.float64).bind(adapted)
-    prompts = [(5, 9, 30), (44, 8), (60, 61, 62, 7, 7)]
-    requests = [Request(prompt, index, 20) for index, prompt in enumerate(prompts)]
-    with adapted.native() as model:
-        expected = [model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0, len(prompt):].tolist()
-                    for prompt in prompts]
-    plain = [one.tokens for one in decode(module.target, requests, DecodeSettings()).generations]
-    assert plain != expected, "the adapted target says something else"
-    for topology in (Topology.chain(2), Topology.from_paths([(0,), (1,), (0, 0), (0, 1)])):
-        found = decode(adapted, requests, DecodeSettings(batch_size=2), drafter=module.drafter,
-                       policy=StaticTree(topology))
-        assert [one.tokens for one in found.generations] == expected
 
 
 def test_answers_written_anew_are_the_adapted_targets_own(target: Target) -> None:
