@@ -5,9 +5,7 @@ Shapes: T tokens of all rows one after another, R rows, S = R + 1 borders of row
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from safetensors.torch import load, save, save_file
 from torch import Tensor
 
 from ..modules import TargetIdentity, UserError
+from ..modules.files import write_atomically
 from .sources import SOURCES, SourceName
 
 FORMAT_VERSION = 2
@@ -268,36 +267,9 @@ def corrupted(file: Path) -> str:
 
 def write_bytes(file: Path, data: bytes) -> None:
     """Write a file whole or not at all, whenever the process may be killed."""
-    _replace(file, lambda unfinished: unfinished.write_bytes(data))
+    write_atomically(file, lambda partial: partial.write_bytes(data))
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a safetensors file whole or not at all."""
-    _replace(file, lambda unfinished: save_file(dict(tensors), unfinished))
-
-
-def _replace(file: Path, write: Callable[[Path], object]) -> None:
-    unfinished = file.with_name(f".{file.name}.unfinished")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write(unfinished)
-        _sync(unfinished)
-        unfinished.replace(file)
-        _sync(file.parent)
-    except (OSError, SafetensorError) as error:
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UserError(
-            f"cannot write {file}: {reason}; make room or choose another folder, then start again: finished "
-            "work is kept"
-        ) from error
-
-
-def _sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    write_atomically(file, lambda partial: save_file(dict(tensors), partial))

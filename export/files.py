@@ -1,33 +1,23 @@
-"""Files that appear whole or not at all."""
+"""Files and folders that appear whole or not at all."""
 
-import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from ..modules import UserError
+from ..modules.files import cannot_write, to_disk, write_atomically
 
 
 def write_file(path: Path, content: str) -> Path:
-    """Write text to a temporary neighbour, force it to disk and rename it to `path`.
+    """Write text; see `write_atomically`. Returns the path.
 
     Raises:
         UserError: if the disk is full or the folder may not be written.
     """
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(content, encoding="utf-8")
-        _to_disk(partial)
-        partial.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise _cannot_write(path, error) from error
-    return path
+    return write_atomically(path, lambda partial: partial.write_text(content, encoding="utf-8"))
 
 
 @contextmanager
@@ -46,10 +36,10 @@ def whole_folder(folder: Path, owned: frozenset[str]) -> Iterator[Path]:
         partial.mkdir(parents=True)
         yield partial
         for path in partial.iterdir():
-            _to_disk(path)
+            to_disk(path)
         _swap(partial, folder)
     except (OSError, SafetensorError) as error:
-        raise _cannot_write(folder, error) from error
+        raise cannot_write(folder, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -69,18 +59,5 @@ def _swap(partial: Path, folder: Path) -> None:
     if folder.exists():
         folder.rename(former)
     partial.rename(folder)
-    _to_disk(folder.parent)
+    to_disk(folder.parent)
     shutil.rmtree(former, ignore_errors=True)
-
-
-def _to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _cannot_write(path: Path, error: OSError | SafetensorError) -> UserError:
-    reason = (isinstance(error, OSError) and error.strerror) or str(error)
-    return UserError(f"cannot write {path}: {reason}; free some space or choose another folder")

@@ -197,7 +197,7 @@ def test_a_failed_save_leaves_nothing_and_keeps_the_former(tmp_path: Path, tiny_
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(artifact, "save_file", full)
-    with pytest.raises(UserError, match=r"cannot write .*No space left on device; free some space"):
+    with pytest.raises(UserError, match=r"cannot write .*No space left on device; make room"):
         save(folder, tiny_target, heads(tiny_target, seed=5))
     assert digests(folder) == before
     assert [path.name for path in tmp_path.iterdir()] == ["a"]

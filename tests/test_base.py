@@ -340,7 +340,7 @@ def test_a_run_without_held_out_text_is_refused(target: Target, tmp_path: Path) 
 
 def test_a_folder_that_cannot_be_made_is_refused(target: Target, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"cannot write .*file/out: Not a directory; free space"):
+    with pytest.raises(UserError, match=r"cannot write .*file/out: Not a directory; make room"):
         train(target, tmp_path / "file" / "out")
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 import re
 import warnings
 from pathlib import Path
@@ -14,7 +13,7 @@ from cycle import CycleData, cycle_target
 from draftsmith.modules import Target, UserError
 from draftsmith.modules.medusa import MedusaConfig
 from draftsmith.trainers import MedusaModule, MedusaTrainConfig, fit, fitting
-from draftsmith.trainers.checkpoints import load_weights, save_weights, write_atomically
+from draftsmith.trainers.checkpoints import load_weights, save_weights
 from safetensors.torch import load_file
 
 SETTINGS = MedusaTrainConfig(max_steps=7, lr=1e-2, warmup_steps=1, validate_every=2, validation_nodes=4,
@@ -116,32 +115,6 @@ def test_tensorboard_gets_the_figures(target: Target, tmp_path: Path, monkeypatc
     assert measured == [(2, 1.1), (4, 1.4), (6, 1.4), (7, 1.2)]
     assert [event.step for event in events.Scalars("loss")] == list(range(1, 8))
     assert {"head1/top1", "head2/loss", "expected_accepted_length", "learning_rate"} <= set(events.Tags()["scalars"])
-
-
-def test_a_writer_that_dies_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_text("old")
-
-    def dies(partial: Path) -> None:
-        partial.write_text("ne")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_atomically(path, dies)
-    assert path.read_text() == "old"
-    write_atomically(path, lambda partial: partial.write_text("new"))
-    assert path.read_text() == "new"
-    assert os.listdir(tmp_path) == ["file"]
-
-
-def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path) -> None:
-    def fills(partial: Path) -> None:
-        partial.write_text("half")
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(UserError, match=r"cannot write .*: No space left on device; free space on that disk"):
-        write_atomically(tmp_path / "file", fills)
-    assert not os.listdir(tmp_path)
 
 
 def test_weights_are_the_same_bytes_each_time_and_damage_is_told(tmp_path: Path) -> None:

@@ -359,7 +359,7 @@ def test_a_full_disk_keeps_finished_work_and_leaves_nothing_half(
         patch.setattr(os, "fsync", full)
         with pytest.raises(UserError, match="No space left on device"):
             run(tiny_target, prompts, SMALL, out)
-    assert not [file for file in out.iterdir() if "unfinished" in file.name]
+    assert not [file for file in out.iterdir() if "partial" in file.name]
     assert len(Manifest.load(out).shards) >= 1
     assert run(tiny_target, prompts, SMALL, out).complete
 

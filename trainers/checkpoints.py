@@ -1,9 +1,8 @@
-"""Checkpoints that survive a kill at any moment: written beside their place, flushed, then renamed into it."""
+"""Checkpoints that survive a kill at any moment, and trained weights."""
 
 import io
-import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,46 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..modules.errors import UserError
-
-
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file that then becomes `path`; whoever reads `path` sees the old file or the whole new one.
-
-    Raises:
-        UserError: if the disk is full or the folder may not be written; nothing half-written stays.
-    """
-    partial = path.with_name(f".{path.name}.partial")
-    make_folder(path.parent)
-    try:
-        write(partial)
-        _flush(partial)
-        os.replace(partial, path)
-        _flush(path.parent)
-    except (OSError, SafetensorError) as error:
-        partial.unlink(missing_ok=True)
-        raise _unwritable(path, error) from error
-
-
-def make_folder(path: Path) -> None:
-    """Make a folder and those above it. Raises UserError where that is not allowed."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-def _unwritable(path: Path, error: OSError | SafetensorError) -> UserError:
-    reason = (isinstance(error, OSError) and error.strerror) or str(error)
-    return UserError(f"cannot write {path}: {reason}; free space on that disk, or choose another "
-                     "--out folder that you may write to")
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+from ..modules.files import write_atomically
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

@@ -16,10 +16,11 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from ..modules.calibration import decoded_acceptance
 from ..modules.drafter import Drafter
 from ..modules.features import Features
+from ..modules.files import make_folder
 from ..modules.target import Target
 from .base import DraftModule, TrainConfig
 from .callbacks import BEST, LAST, DecodedAcceptance, LastCheckpoint, ProgressLine, nothing_held_out
-from .checkpoints import AtomicCheckpointIO, load_weights, make_folder
+from .checkpoints import AtomicCheckpointIO, load_weights
 
 
 @dataclass(frozen=True, kw_only=True)
