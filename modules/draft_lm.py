@@ -40,6 +40,7 @@ from .small import (
     smaller,
 )
 from .target import Target, layer_list, post_process
+from .vocabulary import require_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,12 +173,7 @@ class DraftLM(CausalDraft, Drafter):
         Raises:
             UserError: if the layers, the folder or the ids do not fit.
         """
-        given = None if token_ids_Q is None else len(token_ids_Q)
-        if given != config.vocabulary_size:
-            raise UserError(
-                f"vocabulary_size is {config.vocabulary_size} but {given} token ids were given; "
-                "choose as many with draftsmith.modules.vocabulary.choose"
-            )
+        require_ids(config.vocabulary_size, token_ids_Q)
         model = _beginning(config, target)
         drafter = cls(config, model)
         # A sketch of a target has no values to begin with.

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 
 from .block_rows import BlockRows
 from .blocks import BlockConfig, Sight
-from .drafter import Drafter, Drafts, DraftState, Frontier, Observation, Scores
+from .borrowing import BorrowingDrafter
+from .drafter import Drafts, DraftState, Frontier, Observation, Scores
 from .errors import UserError
 from .features import Features
-from .packing import DecodingLinears
 from .rollout import Rollout
 from .target import Target
-from .vocabulary import OutputRows
 
 DEPTHS = 6
 """Draft steps that `forward` gives at least outside training: trees are fitted to them."""
@@ -61,7 +60,7 @@ class FeedbackState(DraftState):
         self.own_RMD = torch.cat([self.own_RMD[:rows], own_BFD], dim=1)
 
 
-class FeedbackDrafter(Drafter):
+class FeedbackDrafter(BorrowingDrafter):
     """What the members of the line share: alignment, the steps of training, cache and tree while decoding.
 
     A member says how many steps it trains (`trained_steps`), what it reads of the target (`fuse`), what its layer does
@@ -73,19 +72,12 @@ class FeedbackDrafter(Drafter):
         vocabulary_size: entries of a reduced draft vocabulary; None for the whole.
     """
 
-    token_ids: Tensor | None
-
     def __init__(self, block: BlockConfig, *, vocab_size: int, vocabulary_size: int | None) -> None:
-        super().__init__()
         if vocabulary_size is not None and vocabulary_size > vocab_size:
             raise UserError(f"vocabulary_size is {vocabulary_size}, but the target has {vocab_size} tokens; set it to "
                             f"at most {vocab_size}, or leave it out")
-        self.block, self.vocab_size = block, vocab_size
-        ids = None if vocabulary_size is None else torch.zeros(vocabulary_size, dtype=torch.long)
-        self.register_buffer("token_ids", ids)
-        self._borrowed: OutputRows | None = None
-        self._packing = DecodingLinears()
-        self.register_load_state_dict_post_hook(_borrow_again)  # type: ignore[no-untyped-call]
+        super().__init__(hidden_size=block.hidden_size, vocab_size=vocab_size, vocabulary_size=vocabulary_size)
+        self.block = block
 
     # What a member says ----------------------------------------------------------------------------------------------
 
@@ -104,49 +96,6 @@ class FeedbackDrafter(Drafter):
     def finish(self, own: Tensor) -> Tensor:
         """What the output layer reads."""
         return own
-
-    # Beginning -------------------------------------------------------------------------------------------------------
-
-    def begin(self, target: Target, token_ids_Q: Tensor | None) -> None:
-        """Take over the draft vocabulary, move to the target and borrow from it.
-
-        Raises:
-            UserError: if the ids do not agree with the configuration.
-        """
-        wanted = None if self.token_ids is None else len(self.token_ids)
-        given = None if token_ids_Q is None else len(token_ids_Q)
-        if given != wanted:
-            raise UserError(f"vocabulary_size is {wanted} but {given} token ids were given; choose as many with "
-                            "draftsmith.modules.vocabulary.choose")
-        if self.token_ids is not None and token_ids_Q is not None:
-            self.token_ids.copy_(token_ids_Q)
-        # Half precision would lose small updates: masters stay in float32.
-        self.to(device=target.device, dtype=torch.promote_types(target.dtype, torch.float32))
-        self.bind(target)
-
-    def bind(self, target: Target) -> None:
-        """Borrow the target's embedding and output layer; bind again after moving it to another device."""
-        if (target.hidden_size, target.vocab_size) != (self.block.hidden_size, self.vocab_size):
-            raise UserError(
-                f"this {self.family} drafter belongs to a target of width {self.block.hidden_size} and "
-                f"{self.vocab_size} tokens, but {target.identity.name} has width {target.hidden_size} and "
-                f"{target.vocab_size}; use the target it was trained for")
-        self._borrowed = OutputRows(target, self.token_ids)
-
-    def _rows(self) -> OutputRows:
-        if self._borrowed is None:
-            raise RuntimeError(f"this {self.family} drafter is not bound to a target; call bind(target) first")
-        return self._borrowed
-
-    @property
-    def token_ids_Q(self) -> Tensor | None:
-        """Target id of each entry of the reduced draft vocabulary; None for the whole vocabulary."""
-        return self.token_ids
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Floating-point type of the weights."""
-        return next(self.parameters()).dtype
 
     # Training --------------------------------------------------------------------------------------------------------
 
@@ -189,11 +138,6 @@ class FeedbackDrafter(Drafter):
         there_L = behind_L.clamp(max=length - 1)
         inside_BL = (behind_L < length) & (segments_BL[:, there_L] == segments_BL) & (segments_BL >= 0)
         return self._embed(features.tokens_BL[:, there_L]).masked_fill(~inside_BL[..., None], 0)
-
-    @torch.no_grad()
-    def _embed(self, tokens: Tensor) -> Tensor:
-        embedded: Tensor = self._rows().target.embed(tokens).to(self.dtype)
-        return embedded
 
     def project(self, hidden: Tensor, step: int) -> Tensor:
         """Draft logits [..., Q] of finished states [..., D] by the target's output layer, the same for every step."""
@@ -284,9 +228,3 @@ def _feedback(state: DraftState) -> FeedbackState:
     if not isinstance(state, FeedbackState):
         raise TypeError(f"the EAGLE line needs the state that its own start() made, got {type(state).__name__}")
     return state
-
-
-def _borrow_again(module: nn.Module, _incompatible: Any) -> None:
-    """Loaded token ids may differ from those the borrowed rows were selected by."""
-    if isinstance(module, FeedbackDrafter) and module._borrowed is not None:
-        module.bind(module._borrowed.target)

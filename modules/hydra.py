@@ -15,14 +15,14 @@ from torch.nn import functional
 
 from .block_rows import BlockRows
 from .blocks import BlockConfig, DecoderBlock, Sight
-from .drafter import Drafter, Drafts, DraftState, Frontier, Observation, Scores
+from .borrowing import BorrowingDrafter
+from .drafter import Drafts, DraftState, Frontier, Observation, Scores
 from .errors import UserError
 from .features import Features
 from .identity import TargetIdentity
 from .medusa import ResidualBlock
-from .packing import DecodingLinears
 from .target import Target
-from .vocabulary import OutputRows, OwnOutput
+from .vocabulary import OwnOutput
 
 _PROBE = 64
 """Tokens of the pass that shows how large the target's final states are."""
@@ -159,7 +159,7 @@ class HydraState(DraftState):
         return self.paths_RFZ
 
 
-class Hydra(Drafter):
+class Hydra(BorrowingDrafter):
     """K heads that draft one after another: head k reads the state and the k + 1 tokens behind it.
 
     Own weights: `heads.{k}.first.{linear,res_connection}.{weight,bias}`, `heads.{k}.blocks.{layer}.linear.*`, with
@@ -175,26 +175,19 @@ class Hydra(Drafter):
     """
 
     family = "hydra"
-    token_ids: Tensor | None
 
     def __init__(
         self, config: HydraConfig, *, hidden_size: int, vocab_size: int, block: BlockConfig | None = None
     ) -> None:
-        super().__init__()
         if config.prefix != (block is not None):
             raise UserError(f"prefix is {config.prefix}, so the shape of its layer must be {_expected(config)}")
+        super().__init__(hidden_size=hidden_size, vocab_size=vocab_size, vocabulary_size=config.vocabulary_size)
         self.config, self.block = config, block
-        self.hidden_size, self.vocab_size = hidden_size, vocab_size
         self.prefix = None if block is None else PrefixLayer(block)
         self.heads = nn.ModuleList(HydraHead(config, hidden_size, step) for step in range(config.num_heads))
-        size = config.vocabulary_size
-        self.register_buffer("token_ids", None if size is None else torch.zeros(size, dtype=torch.long))
-        copies = config.num_heads if config.output == "copy" else 0
+        copies, entries = config.num_heads if config.output == "copy" else 0, config.vocabulary_size or vocab_size
         # With a bias, as the official code has it.
-        self.outputs = nn.ModuleList(OwnOutput(hidden_size, size or vocab_size, bias=True) for _ in range(copies))
-        self._borrowed: OutputRows | None = None
-        self._packing = DecodingLinears()
-        self.register_load_state_dict_post_hook(_borrow_again)  # type: ignore[no-untyped-call]
+        self.outputs = nn.ModuleList(OwnOutput(hidden_size, entries, bias=True) for _ in range(copies))
 
     @classmethod
     def create(cls, config: HydraConfig, target: Target, token_ids_Q: Tensor | None = None) -> "Hydra":
@@ -208,22 +201,12 @@ class Hydra(Drafter):
         Raises:
             UserError: if the ids do not agree with the configuration.
         """
-        given = None if token_ids_Q is None else len(token_ids_Q)
-        if given != config.vocabulary_size:
-            raise UserError(
-                f"vocabulary_size is {config.vocabulary_size} but {given} token ids were given; "
-                "choose as many with draftsmith.modules.vocabulary.choose"
-            )
         block = BlockConfig.like(target) if config.prefix else None
         with target.device:
             drafter = cls(config, hidden_size=target.hidden_size, vocab_size=target.vocab_size, block=block)
-        if drafter.token_ids is not None and token_ids_Q is not None:
-            drafter.token_ids.copy_(token_ids_Q)
         if drafter.prefix is not None:
             drafter.prefix.fit(target)
-        # Half precision would lose small updates: masters stay in float32.
-        drafter.to(device=target.device, dtype=torch.promote_types(target.dtype, torch.float32))
-        drafter.bind(target)
+        drafter.begin(target, token_ids_Q)
         drafter._copy_output()
         return drafter
 
@@ -256,26 +239,6 @@ class Hydra(Drafter):
             block=None if block is None else BlockConfig.from_dict(block),
         )
 
-    def bind(self, target: Target) -> None:
-        """Borrow the target's embedding and output layer; bind again after moving it to another device."""
-        if (target.hidden_size, target.vocab_size) != (self.hidden_size, self.vocab_size):
-            raise UserError(
-                f"these Hydra heads belong to a target of width {self.hidden_size} and {self.vocab_size} tokens, but "
-                f"{target.identity.name} has width {target.hidden_size} and {target.vocab_size}; use the target they "
-                "were trained for"
-            )
-        self._borrowed = OutputRows(target, self.token_ids)
-
-    def _rows(self) -> OutputRows:
-        if self._borrowed is None:
-            raise RuntimeError("these Hydra heads are not bound to a target; call bind(target) first")
-        return self._borrowed
-
-    @property
-    def token_ids_Q(self) -> Tensor | None:
-        """Target id of each entry of the reduced draft vocabulary; None for the whole vocabulary."""
-        return self.token_ids
-
     @property
     def reach(self) -> int:
         """One depth a head."""
@@ -285,11 +248,6 @@ class Hydra(Drafter):
     def offsets(self) -> tuple[int, ...]:
         """Head k at index p guesses token p + 2 + k: the target's own output layer guesses p + 1."""
         return tuple(range(2, 2 + self.config.num_heads))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Floating-point type of the weights."""
-        return next(self.heads.parameters()).dtype
 
     # Training --------------------------------------------------------------------------------------------------------
 
@@ -327,11 +285,6 @@ class Hydra(Drafter):
     def steps(self) -> list[tuple[int, HydraHead]]:
         """The heads, numbered."""
         return [(step, head) for step, head in enumerate(self.heads) if isinstance(head, HydraHead)]
-
-    @torch.no_grad()
-    def _embed(self, tokens: Tensor) -> Tensor:
-        embedded: Tensor = self._rows().target.embed(tokens).to(self.dtype)
-        return embedded
 
     def _disturbed(self, states_BLD: Tensor) -> Tensor:
         if not (self.training and self.config.noise):
@@ -446,9 +399,3 @@ def _hydra(state: DraftState) -> HydraState:
 
 def _expected(config: HydraConfig) -> str:
     return "given" if config.prefix else "left out"
-
-
-def _borrow_again(module: nn.Module, _incompatible: Any) -> None:
-    """Loaded token ids may differ from those the borrowed rows were selected by."""
-    if isinstance(module, Hydra) and module._borrowed is not None:
-        module.bind(module._borrowed.target)

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .drafter import Drafter, Drafts, DraftState, Frontier, Observation, Scores
+from .borrowing import BorrowingDrafter
+from .drafter import Drafts, DraftState, Frontier, Observation, Scores
 from .errors import UserError
 from .features import Features
 from .identity import TargetIdentity
-from .packing import DecodingLinears
 from .target import Target
-from .vocabulary import OutputRows, OwnOutput
+from .vocabulary import OwnOutput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class MedusaState(DraftState):
         self.final_RD = final_RD
 
 
-class Medusa(Drafter):
+class Medusa(BorrowingDrafter):
     """K heads on one state of the target: all draft steps at once, none aware of what the others chose.
 
     Own weights: `heads.{k}.{layer}.linear.{weight,bias}` (layer 0 alone where blocks are tied), with `output="copy"`
@@ -100,19 +100,13 @@ class Medusa(Drafter):
     """
 
     family = "medusa"
-    token_ids: Tensor | None
 
     def __init__(self, config: MedusaConfig, *, hidden_size: int, vocab_size: int) -> None:
-        super().__init__()
-        self.config, self.hidden_size, self.vocab_size = config, hidden_size, vocab_size
+        super().__init__(hidden_size=hidden_size, vocab_size=vocab_size, vocabulary_size=config.vocabulary_size)
+        self.config = config
         self.heads = nn.ModuleList(Head(hidden_size, config) for _ in range(config.num_heads))
-        size = config.vocabulary_size
-        self.register_buffer("token_ids", None if size is None else torch.zeros(size, dtype=torch.long))
-        copies = config.num_heads if config.output == "copy" else 0
-        self.outputs = nn.ModuleList(OwnOutput(hidden_size, size or vocab_size) for _ in range(copies))
-        self._borrowed: OutputRows | None = None
-        self._packing = DecodingLinears()
-        self.register_load_state_dict_post_hook(_borrow_again)  # type: ignore[no-untyped-call]
+        copies, entries = config.num_heads if config.output == "copy" else 0, config.vocabulary_size or vocab_size
+        self.outputs = nn.ModuleList(OwnOutput(hidden_size, entries) for _ in range(copies))
 
     @classmethod
     def create(cls, config: MedusaConfig, target: Target, token_ids_Q: Tensor | None = None) -> "Medusa":
@@ -126,18 +120,8 @@ class Medusa(Drafter):
         Raises:
             UserError: if the ids do not agree with the configuration.
         """
-        given = None if token_ids_Q is None else len(token_ids_Q)
-        if given != config.vocabulary_size:
-            raise UserError(
-                f"vocabulary_size is {config.vocabulary_size} but {given} token ids were given; "
-                "choose as many with draftsmith.modules.vocabulary.choose"
-            )
         drafter = cls(config, hidden_size=target.hidden_size, vocab_size=target.vocab_size)
-        if drafter.token_ids is not None and token_ids_Q is not None:
-            drafter.token_ids.copy_(token_ids_Q)
-        # Half precision would lose small updates: masters stay in float32.
-        drafter.to(device=target.device, dtype=torch.promote_types(target.dtype, torch.float32))
-        drafter.bind(target)
+        drafter.begin(target, token_ids_Q)
         drafter._copy_output()
         return drafter
 
@@ -161,26 +145,6 @@ class Medusa(Drafter):
         config = MedusaConfig(**description)
         return cls(config, hidden_size=identity.hidden_size, vocab_size=identity.vocab_size)
 
-    def bind(self, target: Target) -> None:
-        """Borrow the target's output layer; bind again after moving the target to another device."""
-        if (target.hidden_size, target.vocab_size) != (self.hidden_size, self.vocab_size):
-            raise UserError(
-                f"these Medusa heads belong to a target of width {self.hidden_size} and {self.vocab_size} tokens, but "
-                f"{target.identity.name} has width {target.hidden_size} and {target.vocab_size}; use the target they "
-                "were trained for"
-            )
-        self._borrowed = OutputRows(target, self.token_ids)
-
-    def _rows(self) -> OutputRows:
-        if self._borrowed is None:
-            raise RuntimeError("these Medusa heads are not bound to a target; call bind(target) first")
-        return self._borrowed
-
-    @property
-    def token_ids_Q(self) -> Tensor | None:
-        """Target id of each entry of the reduced draft vocabulary; None for the whole vocabulary."""
-        return self.token_ids
-
     @property
     def reach(self) -> int:
         """One depth a head."""
@@ -199,7 +163,7 @@ class Medusa(Drafter):
     def _states(self, final: Tensor) -> Tensor:
         """Draft states [..., K, D] of the target's final states [..., D]."""
         self._rows()
-        final = final.to(next(self.heads.parameters()).dtype)
+        final = final.to(self.dtype)
         return torch.stack([head(final) for head in self.heads], dim=-2)
 
     def project(self, hidden: Tensor, step: int) -> Tensor:
@@ -270,9 +234,3 @@ def _medusa(state: DraftState) -> MedusaState:
     if not isinstance(state, MedusaState):
         raise TypeError(f"Medusa needs the state that its own start() made, got {type(state).__name__}")
     return state
-
-
-def _borrow_again(module: nn.Module, _incompatible: Any) -> None:
-    """Loaded token ids may differ from those the borrowed rows were selected by."""
-    if isinstance(module, Medusa) and module._borrowed is not None:
-        module.bind(module._borrowed.target)

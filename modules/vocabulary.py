@@ -39,6 +39,18 @@ def choose(counts_V: Tensor, size: int, *, always: Sequence[int] = ()) -> Tensor
     return order_V[:size].sort().values
 
 
+def require_ids(wanted: int | None, ids_Q: Tensor | None) -> None:
+    """Refuse ids of a draft vocabulary of another size than the wanted one; None stands for the whole vocabulary.
+
+    Raises:
+        UserError: if they do not agree.
+    """
+    given = None if ids_Q is None else len(ids_Q)
+    if given != wanted:
+        raise UserError(f"vocabulary_size is {wanted} but {given} token ids were given; choose as many with "
+                        "draftsmith.modules.vocabulary.choose")
+
+
 def draft_index(ids_Q: Tensor, vocab_size: int) -> Tensor:
     """The entry of the draft vocabulary that stands for each target token, [V] int64; -1 where none does."""
     index_V = torch.full((vocab_size,), -1, dtype=torch.long, device=ids_Q.device)
