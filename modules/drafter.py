@@ -253,6 +253,10 @@ class Drafter(nn.Module, Proposer):
     def project(self, hidden: Tensor, step: int) -> Tensor:
         """Draft logits [..., Q] of draft step `step` for hidden states [..., D]: the output layer of that step."""
 
+    def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
+        """The trained weights that `project` reads for draft step `step`; none where it borrows them."""
+        return ()
+
     @property
     def token_ids_Q(self) -> Tensor | None:
         """Target id of each entry of a reduced draft vocabulary; None for the whole vocabulary."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .block_rows import BlockRows
 from .blocks import BlockConfig, Sight
@@ -142,10 +142,6 @@ class FeedbackDrafter(BorrowingDrafter):
     def project(self, hidden: Tensor, step: int) -> Tensor:
         """Draft logits [..., Q] of finished states [..., D] by the target's output layer, the same for every step."""
         return self._rows()(hidden)
-
-    def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
-        """The trained weights that `project` reads."""
-        return ()
 
     # Decoding --------------------------------------------------------------------------------------------------------
 

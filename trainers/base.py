@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import lightning as L
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..modules.adapter import Adapter
 from ..modules.drafter import Drafter
@@ -121,11 +121,12 @@ class Learned(NamedTuple):
 class DraftModule(L.LightningModule):
     """Trains a drafter beside a frozen target, which stays outside the module tree.
 
-    A new family overrides `build_drafter`, and `output_parameters` if its output layer has trained weights. It may
-    override `weights` (of the draft steps; they may depend on `progress`), `objectives` (another judge for some draft
-    steps; then also `needs_teacher`) and `configure_optimizers`. Its drafter's `forward` says where the draft steps
-    predict, where they have a state at all and which of the target's states they estimate (`Drafts`); its property
-    `reads_states` spares a step the target's pass. Its config subclasses TrainConfig and names its own defaults.
+    A new family overrides `build_drafter`. It may override `weights` (of the draft steps; they may depend on
+    `progress`), `objectives` (another judge for some draft steps; then also `needs_teacher`) and
+    `configure_optimizers`. Its drafter's `forward` says where the draft steps predict, where they have a state at all
+    and which of the target's states they estimate (`Drafts`), its `output_parameters` which trained weights its output
+    layer reads; its property `reads_states` spares a step the target's pass. Its config subclasses TrainConfig and
+    names its own defaults.
 
     Args:
         target: the frozen model.
@@ -151,10 +152,6 @@ class DraftModule(L.LightningModule):
     def build_drafter(self) -> Drafter:
         """A new drafter, bound to the target."""
         raise NotImplementedError
-
-    def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
-        """The trained weights that `drafter.project` reads for one draft step; none where it borrows them."""
-        return ()
 
     def setup(self, stage: str) -> None:
         """Move the target, which Lightning does not know, and what the drafter borrows with it."""
@@ -242,7 +239,8 @@ class DraftModule(L.LightningModule):
             project=self.drafter.project,
             entries=entries if teacher is None else max(entries, teacher.entries),
             weights=weights,
-            parameters=tuple(dict.fromkeys(weight for step in steps for weight in self.output_parameters(step))),
+            parameters=tuple(dict.fromkeys(weight for step in steps
+                                           for weight in self.drafter.output_parameters(step))),
             objectives=objectives, teacher=teacher, feature_weight=self.config.feature_weight,
         )
 

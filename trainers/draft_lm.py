@@ -7,7 +7,7 @@ chain through `drafter.folder`: the folder that the last one exported.
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..modules.draft_lm import DraftLM, DraftLMConfig, planned
 from ..modules.errors import UserError
@@ -70,10 +70,6 @@ class DraftLMModule(DraftModule):
     def weights(self, steps: int) -> tuple[float, ...]:
         """Exits weigh the same, depths fade."""
         return (1.0,) * steps if self.config.drafter.exits else super().weights(steps)
-
-    def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
-        """Its own output layer, unless that is a frozen embedding."""
-        return self.drafter.output_parameters(step)
 
     def loss(self, features: Features) -> Learned:
         """What a batch teaches: its answers, or all of its text."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..modules.eagle3 import Eagle3, Eagle3Config, chosen_taps
 from ..modules.target import Target
@@ -49,7 +49,3 @@ class Eagle3Module(DraftModule):
     def build_drafter(self) -> Eagle3:
         """A new drafter, beginning as the highest tap."""
         return Eagle3.create(self.config.drafter, self.target, self._token_ids_Q)
-
-    def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
-        """The drafter's own output layer, when it has one."""
-        return self.drafter.output_parameters(step)

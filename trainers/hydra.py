@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..modules.hydra import Hydra, HydraConfig
 from ..modules.target import Target
@@ -47,7 +47,3 @@ class HydraModule(DraftModule):
     def build_drafter(self) -> Hydra:
         """New heads, each beginning as the target's output layer."""
         return Hydra.create(self.config.drafter, self.target, self._token_ids_Q)
-
-    def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
-        """The head's own output layer, when it has one."""
-        return self.drafter.output_parameters(step)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..modules.medusa import Medusa, MedusaConfig
 from ..modules.target import Target
@@ -45,7 +45,3 @@ class MedusaModule(DraftModule):
     def build_drafter(self) -> Medusa:
         """New heads, each beginning as the target's output layer."""
         return Medusa.create(self.config.drafter, self.target, self._token_ids_Q)
-
-    def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
-        """The head's own output layer, when it has one."""
-        return self.drafter.output_parameters(step)
