@@ -6,7 +6,8 @@ from .baselines import BASELINES, baseline
 from .calibration import Acceptance, decoded_acceptance, rank_table, replay, search_tree
 from .cost import CostCurve, CostModel, Sample, TreeChoice, choose_size
 from .decode import Loop, decode, stream
-from .draft_lm import DraftLM, DraftLMConfig
+from .draft_lm import DraftLM
+from .draft_lm_shape import DraftLMConfig
 from .drafter import Drafter, Drafts, DraftState, Frontier, Observation, Proposer, Scores, Verified
 from .drafting import POLICIES, STATIC, parse_policy, policy_named
 from .dynamic import DySpecTree, Eagle2Tree
@@ -16,7 +17,8 @@ from .ensemble import Ensemble, Union
 from .errors import TreeError, UserError
 from .faults import DecodeError
 from .features import Features
-from .hydra import Hydra, HydraConfig
+from .hydra import Hydra
+from .hydra_heads import HydraConfig
 from .identity import TargetIdentity
 from .layers import LayerDraft, search_layers
 from .loading import DEFAULT_NAME, TargetConfig, load_target

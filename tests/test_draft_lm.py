@@ -24,7 +24,8 @@ from draftsmith.modules import (
     measure_cost,
     rank_table,
 )
-from draftsmith.modules.draft_lm import as_model, planned
+from draftsmith.modules.draft_lm import as_model
+from draftsmith.modules.draft_lm_shape import planned
 from draftsmith.modules.masked import conditional_drop, pack, useful, visible
 from draftsmith.modules.tiny import tiny_tokenizer
 from draftsmith.trainers import DraftLMModule, DraftLMTrainConfig

@@ -25,7 +25,8 @@ from draftsmith.modules import (
     UserError,
     decode,
 )
-from draftsmith.modules.hydra import Hydra, HydraConfig, HydraState, PrefixLayer
+from draftsmith.modules.hydra import Hydra, HydraState
+from draftsmith.modules.hydra_heads import HydraConfig, PrefixLayer
 from references.hydra import hydra_state
 from torch import Tensor
 

@@ -9,7 +9,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from ..modules.draft_lm import DraftLM, DraftLMConfig, planned
+from ..modules.draft_lm import DraftLM
+from ..modules.draft_lm_shape import DraftLMConfig, planned
 from ..modules.errors import UserError
 from ..modules.features import Features
 from ..modules.target import Target

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..modules.hydra import Hydra, HydraConfig
+from ..modules.hydra import Hydra
+from ..modules.hydra_heads import HydraConfig
 from ..modules.target import Target
 from .base import DraftModule, TrainConfig
 from .objectives import ObjectiveName
