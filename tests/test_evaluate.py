@@ -1,6 +1,5 @@
 """Evaluation: the figures mean what they say, and a changed word is found."""
 
-import importlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,9 +9,7 @@ import pytest
 import torch
 from drafters import ScriptedDrafter
 from draftsmith.export import EvaluateConfig, Evaluation, Method, Question, bench, evaluate
-from draftsmith.export.lossless import compare, first_divergence, generate, greedy_judge, native_model, sampled_judge
-from draftsmith.export.measure import ContentionProbe, rotated
-from draftsmith.export.results import Answer, Comparison, Timing, acceptance_by_position, summarise
+from draftsmith.export.lossless import generate
 from draftsmith.modules import (
     Chain,
     DecodeSettings,
@@ -25,9 +22,7 @@ from draftsmith.modules import (
     Topology,
     UserError,
     decode,
-    repeats_itself,
 )
-from draftsmith.modules.tiny import tiny_model, tiny_tokenizer
 
 KEYS = {
     "family", "target", "prompts", "batch_size", "temperature", "new_tokens", "target_passes", "accepted_length",
@@ -162,156 +157,6 @@ def test_one_changed_word_is_found_and_no_near_tie(tiny_target_f64: Target, monk
     assert lossless.max_logit_gap_at_divergence > 1e-3
     assert found.by_prompt_set["own"].lossless.different == 1
     assert found.by_prompt_set["written"].lossless.different == 0
-
-
-def tied_target(dtype: torch.dtype) -> tuple[Target, tuple[int, ...], int, int]:
-    """(a target, a prompt, its next token, another token with exactly the same logit everywhere)."""
-    model = tiny_model(dtype=dtype)
-    prompt = (5, 9, 30)
-    best = int(model(torch.tensor([prompt])).logits[0, -1].argmax())
-    twin = best + 1
-    with torch.no_grad():
-        model.lm_head.weight[twin] = model.lm_head.weight[best]
-    return Target(model, tiny_tokenizer(), name="tied"), prompt, best, twin
-
-
-def test_a_tie_is_a_near_tie_and_a_third_token_is_not() -> None:
-    target, prompt, best, twin = tied_target(torch.float32)
-    third = next(token for token in range(target.vocab_size) if token not in (best, twin))
-    tie = compare(prompt, [best, 7], [twin, 7], greedy_judge(target))
-    assert (tie.divergence, tie.near_tie) == (0, True)
-    assert tie.gap == pytest.approx(0.0, abs=1e-6)
-    wrong = compare(prompt, [best, 7], [third, 7], greedy_judge(target))
-    assert not wrong.near_tie
-    assert wrong.gap is not None
-    assert wrong.gap > 1e-3
-
-
-def test_in_float64_nothing_is_a_near_tie() -> None:
-    target, prompt, best, twin = tied_target(torch.float64)
-    assert not compare(prompt, [best], [twin], greedy_judge(target)).near_tie
-
-
-def test_half_precision_allows_its_own_rounding() -> None:
-    target, prompt, best, twin = tied_target(torch.bfloat16)
-    assert compare(prompt, [best], [twin], greedy_judge(target)).near_tie
-
-
-def test_a_padded_reference_is_made_again_before_anything_is_blamed(tiny_target: Target) -> None:
-    judge = greedy_judge(tiny_target)
-    assert compare((5,), [1, 2], [1, 3], judge, again=lambda: [1, 2]).divergence is None
-    assert compare((5,), [1, 2], [1, 3], judge, again=lambda: [1, 3]).divergence == 1
-
-
-def test_stopping_early_is_never_a_near_tie(tiny_target: Target) -> None:
-    found = compare((5,), [1, 2], [1, 2, 3], greedy_judge(tiny_target))
-    assert (found.divergence, found.gap, found.near_tie) == (2, None, False)
-
-
-def test_a_draw_at_the_edge_of_two_shares_is_a_near_tie(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module(sampled_judge.__module__)
-    request = Request((5, 9), 0, 4, 1.0)
-    judge = sampled_judge(tiny_target, DecodeSettings(), request)
-    with tiny_target.native() as model:
-        shares_V = model(torch.tensor([[5, 9]])).logits[0, -1].double().softmax(-1)
-    edge = float(shares_V[:21].sum())
-    for uniform, near in ((edge, True), (edge + 1e-3, False)):
-        monkeypatch.setattr(module, "uniform_stream", lambda *_args, value=uniform: [value] * 4)
-        assert judge((5, 9), (20, 21)) == (None, near)
-
-
-def test_generate_in_a_padded_batch_equals_generate_alone(tiny_target_f64: Target) -> None:
-    prompts = [PROMPTS[0], PROMPTS[6], (5,)]
-    with native_model(tiny_target_f64) as model:
-        together = generate(model, tiny_target_f64, prompts, max_new_tokens=20)
-        alone = [generate(model, tiny_target_f64, [prompt], max_new_tokens=20)[0] for prompt in prompts]
-    assert together == alone
-
-
-def test_generate_forgets_the_habits_of_a_checkpoint_and_they_come_back() -> None:
-    target = Target(tiny_model(dtype=torch.float64), tiny_tokenizer(), name="tiny-random")
-    with native_model(target) as model:
-        expected = generate(model, target, PROMPTS, max_new_tokens=20)
-    habits = target.model.generation_config
-    habits.repetition_penalty, habits.no_repeat_ngram_size = 3.0, 2
-    with native_model(target) as model:
-        assert generate(model, target, PROMPTS, max_new_tokens=20) == expected
-    assert target.model.generation_config is habits
-    with target.native() as model:
-        row = model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=20, do_sample=False, pad_token_id=0)
-    assert row[0, len(PROMPTS[0]):].tolist() != expected[0]  # the habits do change the answer when they are kept
-
-
-@pytest.mark.parametrize(("answer", "reference", "place"), [
-    ([1, 2, 3], [1, 2, 3], None), ([1, 2, 3], [1, 5, 3], 1), ([1, 2], [1, 2, 3], 2), ([], [1], 0), ([], [], None),
-])
-def test_first_divergence(answer: list[int], reference: list[int], place: int | None) -> None:
-    assert first_divergence(answer, reference) == place
-
-
-def test_acceptance_by_position_sums_to_the_accepted_length() -> None:
-    emitted = [1, 3, 2, 1, 5, 3]
-    shares = acceptance_by_position(emitted)
-    assert shares == (4 / 6, 3 / 6, 1 / 6, 1 / 6)
-    assert 1 + sum(shares) == pytest.approx(sum(emitted) / 6)
-    assert acceptance_by_position([]) == ()
-
-
-def test_repetition_is_counted_on_4_grams() -> None:
-    assert not repeats_itself([])
-    assert not repeats_itself(range(40))
-    assert repeats_itself([1, 2, 3, 4] * 10)
-    # 10 grams, of which 3 occurred before: exactly 30 %, which is not over 30 %.
-    assert not repeats_itself([1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5, 6])
-
-
-def answer(emitted: tuple[int, ...], **changes: Any) -> Answer:
-    fields = {"question": 0, "turn": 1, "prompt_set": "own", "category": "", "tokens": (1,) * (1 + sum(emitted)),
-              "emitted": emitted, "truncated": False, "comparison": Comparison(divergence=None)}
-    return Answer(**(fields | changes))
-
-
-def timing(drafted: float, plain: float, generated: float) -> Timing:
-    return Timing(prompt_set="own", category="", drafted=drafted, plain=plain, generate=generated, seconds=2.0,
-                  draft_seconds=0.5)
-
-
-def test_accepted_length_is_a_ratio_of_sums_and_speed_a_median() -> None:
-    found = summarise([answer((4,)), answer((1, 1, 1, 1))], [timing(30, 10, 12), timing(20, 11, 15), timing(90, 9, 14)])
-    assert found.accepted_length == 8 / 5  # the mean over prompts would be 2.5
-    assert (found.tokens_per_second, found.plain_tokens_per_second, found.generate_tokens_per_second) == (30, 10, 14)
-    assert found.speedup == 30 / 14
-    assert found.draft_time_share == 0.25
-
-
-def test_an_answer_of_one_token_has_no_pass() -> None:
-    found = summarise([answer(())], [])
-    assert (found.new_tokens, found.target_passes, found.accepted_length) == (1, 0, 0.0)
-
-
-def test_the_probe_marks_a_busy_machine(tiny_target: Target) -> None:
-    probe = ContentionProbe(tiny_target)
-    assert not probe.contended
-    probe.samples = {1: [0.050, 0.055], 8: [0.060, 0.068]}
-    assert not probe.contended
-    probe.samples = {1: [0.050, 0.055], 8: [0.060, 0.070]}
-    assert probe.contended
-    assert probe.excess[8] == pytest.approx(1 / 6)
-
-
-def test_the_probe_measures_both_sizes_and_leaves_no_trace(tiny_target: Target) -> None:
-    probe = ContentionProbe(tiny_target)
-    before = list(probe.rows.cache.host_lengths)
-    probe.sample()
-    probe.sample()
-    assert {size: len(seconds) for size, seconds in probe.samples.items()} == {1: 2, 8: 2}
-    assert all(second > 0 for seconds in probe.samples.values() for second in seconds)
-    assert probe.rows.cache.host_lengths == before
-
-
-def test_every_way_gets_to_go_first() -> None:
-    assert [rotated("abc", turn)[0] for turn in range(4)] == ["a", "b", "c", "a"]
-    assert sorted(rotated("abc", 2)) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -490,18 +335,3 @@ def test_what_cannot_be_measured_is_named(tiny_target: Target) -> None:
     config = EvaluateConfig(max_new_tokens=260, speed_prompts=0)
     with pytest.raises(UserError, match=r"of the set 'talk' \(turn 2\) has \d+ tokens; with max_new_tokens 260"):
         evaluate(tiny_target, [method], {"talk": [talk(0)]}, config, progress=False)
-
-
-def test_intervals_are_over_questions_and_paired() -> None:
-    def two_turns(question: int, emitted: int) -> list[Answer]:
-        return [answer((emitted,) * 4, question=question, turn=turn) for turn in (1, 2)]
-
-    alike = [one for question in range(5) for one in two_turns(question, 3)]
-    assert summarise(alike, []).accepted_length_interval == (3.0, 3.0)
-    low, high = summarise([*two_turns(0, 1), *two_turns(1, 3)], []).accepted_length_interval or (0, 0)
-    assert (low, high) == (1.0, 3.0)
-    # Speeds differ from prompt to prompt a hundredfold, the ratio never: the interval of the ratio has no width.
-    ratios = summarise(alike, [timing(2 * speed, speed, speed / 2) for speed in (1.0, 10.0, 100.0)])
-    assert ratios.speedup_interval == (2.0, 2.0)
-    assert ratios.tokens_per_second_interval == (2.0, 200.0)
-    assert summarise(alike, [timing(2, 1, 1)]).speedup_interval is None
