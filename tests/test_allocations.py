@@ -73,6 +73,15 @@ def test_a_copy_of_the_cache_would_be_seen(tiny_target: Target) -> None:
             assert tally.live == 0
 
 
+def test_what_is_made_where_something_else_was_is_counted() -> None:
+    before = [torch.zeros(10) for _ in range(50)]
+    with Tally() as tally:
+        assert sum(int(tensor.view(-1).numel()) for tensor in before) == 500
+        before.clear()
+        made = [torch.zeros(10) for _ in range(50)]
+        assert tally.live == sum(tensor.nbytes for tensor in made)
+
+
 @pytest.mark.parametrize("name", [*CASES, "recycling"])
 def test_drafting_takes_little_more_than_plain_decoding(tiny_target: Target, name: str) -> None:
     target, drafter, policy = way(tiny_target, name)

@@ -50,7 +50,10 @@ class Tally(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # What comes in from outside was made before: a view of it is no allocation.
         for storage in _storages((args, kwargs)):
-            self._known.add(storage._cdata)
+            if (key := storage._cdata) not in self._known:
+                self._known.add(key)
+                # Another may be made in its place once it has gone.
+                weakref.finalize(storage, self._known.discard, key)
         answer = func(*args, **(kwargs or {}))
         for storage in _storages(answer):
             if storage._cdata not in self._known:
