@@ -1,8 +1,8 @@
 """EAGLE drafters in the layout of the official code (SafeAILab/EAGLE), written and read back.
 
 EAGLE-1: `fc`, `layers.0` without a norm in front of its attention, `embed_tokens`. EAGLE-3: `fc`, `midlayer`, `norm`,
-`lm_head` over the draft vocabulary, whose entry i stands for token i + d2t[i], and `t2d`, which marks those tokens. At
-position p both predict token p + 2.
+`lm_head` over the draft vocabulary, whose entry i stands for token i + d2t[i], and `t2d`, which marks those tokens;
+EAGLE-3.1 adds `fc_norm.{i}`, a norm for each tapped state. At position p all predict token p + 2.
 
 Shapes: V target vocabulary, Q entries of the draft vocabulary.
 """
@@ -30,8 +30,8 @@ _TAPS = "draftsmith_taps"
 """The tapped layers once more, counted from 0 by their outputs: the key that engines read means either."""
 _KNOWN: dict[str, tuple[Any, ...]] = {
     "num_hidden_layers": (1,), "hidden_act": ("silu",), "rope_scaling": (None,), "attention_bias": (None, False),
-    "mlp_bias": (None, False), "target_hidden_size": (None,), "fc_norm": (None, False),
-    "norm_before_fc": (None, False), "norm_before_residual": (None, False),
+    "mlp_bias": (None, False), "target_hidden_size": (None,), "norm_before_fc": (None, False),
+    "norm_before_residual": (None, False),
 }
 """What a configuration may say of things that are built in here."""
 
@@ -135,7 +135,7 @@ def _third(tensors: dict[str, Tensor], said: dict[str, Any], block: BlockConfig,
     if width != wanted:
         raise UserError(f"fc in {folder} reads {width} numbers, but the {len(read)} taps {list(read)} of "
                         f"{target.identity.name} are {wanted}; say which layers are read by taps")
-    config = Eagle3Config(taps=read, norm_output=bool(said.get("norm_output")),
+    config = Eagle3Config(taps=read, fc_norm=bool(said.get("fc_norm")), norm_output=bool(said.get("norm_output")),
                           vocabulary_size=None if offsets_Q is None else len(offsets_Q))
     return Eagle3(config, block, vocab_size=target.vocab_size)
 
@@ -196,7 +196,7 @@ def _config(drafter: Eagle | Eagle3, target: Target) -> dict[str, Any]:
     # By the inputs of layers, as the official code and its followers count.
     layers = {"eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in drafter.taps], "use_aux_hidden_state": True}
     return {**said, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": entries, "eagle_config": layers,
-            _TAPS: list(drafter.taps), "norm_output": drafter.config.norm_output}
+            _TAPS: list(drafter.taps), "fc_norm": drafter.config.fc_norm, "norm_output": drafter.config.norm_output}
 
 
 def _readme(drafter: Eagle | Eagle3, target: Target) -> str:

@@ -34,6 +34,9 @@ class Eagle3Config:
     official code does: 1, L/2 - 1 and L - 4 of L layers."""
     steps: int = 7
     """Draft steps of the training-time test, at every index."""
+    fc_norm: bool = False
+    """Whether each tapped state goes through an RMSNorm of its own before `fc` (EAGLE-3.1, arXiv:2605.09992), so that
+    the layers of the target count alike whatever the size of their states."""
     norm_output: bool = False
     """Whether the next step reads the state behind the norm in front of the output layer (EAGLE-3.1), not before it."""
     output: Literal["shared", "copy"] = "copy"
@@ -97,9 +100,9 @@ class WideBlock(nn.Module):
 class Eagle3(FeedbackDrafter):
     """fc over the target's tapped states, and behind it a layer that goes on with its own states while it drafts.
 
-    Own weights, named as in the official code: `fc.weight` [D, taps D], `midlayer.*`, `norm.weight`, with
-    `output="copy"` also `lm_head.weight` [Q, D], and with a reduced vocabulary its ids, `token_ids` [Q]. The target's
-    embedding is borrowed. Make a new one with `Eagle3.create`.
+    Own weights, named as in the official code: `fc.weight` [D, taps D], `midlayer.*`, `norm.weight`, with `fc_norm`
+    also `fc_norm.{tap}.weight` [D], with `output="copy"` `lm_head.weight` [Q, D], and with a reduced vocabulary its
+    ids, `token_ids` [Q]. The target's embedding is borrowed. Make a new one with `Eagle3.create`.
 
     Args:
         config: its settings, the taps named.
@@ -114,6 +117,9 @@ class Eagle3(FeedbackDrafter):
         if config.taps is None:
             raise UserError("the taps of an EAGLE-3 drafter must be named; use Eagle3.create, which chooses them")
         self.config, width = config, block.hidden_size
+        self.fc_norm = nn.ModuleList(
+            nn.RMSNorm(width, eps=block.norm_eps) for _ in (config.taps if config.fc_norm else ())
+        )
         self.fc = nn.Linear(len(config.taps) * width, width, bias=False)
         self.midlayer = WideBlock(block)
         self.norm = nn.RMSNorm(width, eps=block.norm_eps)
@@ -183,7 +189,10 @@ class Eagle3(FeedbackDrafter):
         """
         if missing := [layer for layer in self.taps if layer not in taps]:
             raise ValueError(f"the outputs of the target's layers {missing} are missing; encode with drafter.taps")
-        fused_BND: Tensor = self.fc(torch.cat([taps[layer].to(self.dtype) for layer in self.taps], dim=-1))
+        read = [taps[layer].to(self.dtype) for layer in self.taps]
+        if self.config.fc_norm:
+            read = [norm(state_BND) for norm, state_BND in zip(self.fc_norm, read, strict=True)]
+        fused_BND: Tensor = self.fc(torch.cat(read, dim=-1))
         return fused_BND
 
     def step(self, embedded_BND: Tensor, read_BND: Tensor, sight: Sight) -> Tensor:
@@ -211,8 +220,9 @@ class Eagle3(FeedbackDrafter):
         return () if self.lm_head is None else tuple(self.lm_head.parameters())
 
     def expand_bytes(self) -> int:
-        """The layer, which expanding runs without `fc`, and one output layer."""
-        own = sum(parameter.nbytes for parameter in self.parameters()) - self.fc.weight.nbytes
+        """The layer, which expanding runs without `fc` and what stands before it, and one output layer."""
+        fusing = sum(parameter.nbytes for part in (self.fc, self.fc_norm) for parameter in part.parameters())
+        own = sum(parameter.nbytes for parameter in self.parameters()) - fusing
         return own if self.lm_head is not None else own + self._rows().weight_QD.nbytes
 
 

@@ -194,6 +194,7 @@ MADE = {
     "eagle": lambda target: Eagle.create(EagleConfig(rope_base=500.0), target),
     "eagle-reduced": lambda target: Eagle.create(EagleConfig(bias=False, vocabulary_size=len(IDS)), target, IDS),
     "eagle3": lambda target: Eagle3.create(Eagle3Config(norm_output=True), target),
+    "eagle3.1": lambda target: Eagle3.create(Eagle3Config(fc_norm=True, norm_output=True), target),
     "eagle3-reduced": lambda target: Eagle3.create(Eagle3Config(taps=(1,), vocabulary_size=len(IDS)), target, IDS),
     "eagle3-shared": lambda target: Eagle3.create(
         Eagle3Config(taps=(0,), vocabulary_size=len(IDS), output="shared"), target, IDS),
@@ -214,6 +215,15 @@ def test_export_and_import_draft_the_same(tmp_path: Path, tiny_target: Target, n
     if drafter.token_ids_Q is not None and back.token_ids_Q is None:
         found = found[..., drafter.token_ids_Q]
     torch.testing.assert_close(found, logits, atol=1e-5, rtol=1e-5)
+
+
+def test_what_the_third_adds_stands_under_the_names_of_the_engines(tmp_path: Path, tiny_target: Target) -> None:
+    folder = written(randomised(MADE["eagle3.1"](tiny_target)), tiny_target, tmp_path / "out")
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["fc_norm"], config["norm_output"]) == (True, True)
+    tensors = load_file(folder / "model.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items() if name.startswith("fc")} == {
+        "fc.weight": (32, 64), "fc_norm.0.weight": (32,), "fc_norm.1.weight": (32,)}
 
 
 def test_foreign_mistakes_are_named(tmp_path: Path, tiny_target: Target) -> None:

@@ -308,9 +308,10 @@ def test_the_rotary_base_is_the_targets_unless_given(tiny_target: Target) -> Non
 # EAGLE-3 --------------------------------------------------------------------------------------------------------------
 
 
-def test_it_begins_as_the_last_layer_when_that_is_its_tap(tiny_target: Target) -> None:
+@pytest.mark.parametrize("normed", [False, True])
+def test_it_begins_as_the_last_layer_when_that_is_its_tap(normed: bool, tiny_target: Target) -> None:
     """With the target's own last norm and output layer behind it: it repeats the target's guess of the token before."""
-    drafter = Eagle3.create(Eagle3Config(taps=(0, 1)), tiny_target)
+    drafter = Eagle3.create(Eagle3Config(taps=(0, 1), fc_norm=normed), tiny_target)
     features = text(tiny_target, drafter, list(range(20, 30)))
     with torch.no_grad():
         hidden = drafter(features).hidden_BLKD[:, :, 0]
@@ -356,6 +357,18 @@ def test_the_state_behind_the_norm_is_fed_back_when_asked_for(tiny_target: Targe
     own = torch.randn(1, 4, 32)
     assert torch.equal(plain.feed(own), own)
     torch.testing.assert_close(normed.feed(own), torch.nn.functional.rms_norm(own, (32,), normed.norm.weight, 1e-6))
+
+
+def test_every_tapped_state_goes_through_a_norm_of_its_own_when_asked_for(tiny_target: Target) -> None:
+    drafter = randomised(Eagle3.create(Eagle3Config(fc_norm=True), tiny_target))
+    assert isinstance(drafter, Eagle3)
+    features = text(tiny_target, drafter, list(range(20, 30)))
+    normed = [weight * state / torch.sqrt(state.square().mean(-1, keepdim=True) + drafter.block.norm_eps)
+              for weight, state in zip([drafter.get_parameter(f"fc_norm.{tap}.weight") for tap in (0, 1)],
+                                       [features.taps[layer] for layer in (0, 1)], strict=True)]
+    with torch.no_grad():
+        torch.testing.assert_close(drafter.fuse(features.final(), features.taps),
+                                   torch.cat(normed, dim=-1) @ drafter.fc.weight.mT, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("config", "told"), [
