@@ -2,7 +2,9 @@
 
 EAGLE-1: `fc`, `layers.0` without a norm in front of its attention, `embed_tokens`. EAGLE-3: `fc`, `midlayer`, `norm`,
 `lm_head` over the draft vocabulary, whose entry i stands for token i + d2t[i], and `t2d`, which marks those tokens;
-EAGLE-3.1 adds `fc_norm.{i}`, a norm for each tapped state. At position p all predict token p + 2.
+EAGLE-3.1 adds `fc_norm.{i}`, a norm for each tapped state. At position p all predict token p + 2. Of several layers
+the first is `layers.0` instead of `midlayer`, the others `layers.1` and on, ordinary Llama layers: so the speculators
+library names them and vLLM reads them; the official code and SGLang know one layer.
 
 Shapes: V target vocabulary, Q entries of the draft vocabulary.
 """
@@ -26,10 +28,11 @@ EAGLE_FILE = "model.safetensors"
 """Official checkpoints hold the same tensors in pytorch_model.bin or here."""
 _OWNED = frozenset({"config.json", EAGLE_FILE, "README.md"})
 _EMBEDDING = "embed_tokens.weight"
+_MIDLAYER, _FIRST = "midlayer.", "layers.0."
 _TAPS = "draftsmith_taps"
 """The tapped layers once more, counted from 0 by their outputs: the key that engines read means either."""
 _KNOWN: dict[str, tuple[Any, ...]] = {
-    "num_hidden_layers": (1,), "hidden_act": ("silu",), "rope_scaling": (None,), "attention_bias": (None, False),
+    "hidden_act": ("silu",), "rope_scaling": (None,), "attention_bias": (None, False),
     "mlp_bias": (None, False), "target_hidden_size": (None,), "norm_before_fc": (None, False),
     "norm_before_residual": (None, False),
 }
@@ -66,8 +69,14 @@ def eagle_tensors(drafter: Eagle | Eagle3, target: Target) -> dict[str, Tensor]:
     if isinstance(drafter, Eagle3):
         tensors |= _output(drafter, target)
         whole = {} if ids_Q is None else _vocabulary(ids_Q.cpu(), target.vocab_size)
+    if drafter.num_layers > 1:
+        tensors = {_renamed(name, _MIDLAYER, _FIRST): tensor for name, tensor in tensors.items()}
     own = {name: tensor.detach().to("cpu", torch.float32, copy=True).contiguous() for name, tensor in tensors.items()}
     return own | whole
+
+
+def _renamed(name: str, former: str, prefix: str) -> str:
+    return prefix + name.removeprefix(former) if name.startswith(former) else name
 
 
 def _output(drafter: Eagle3, target: Target) -> dict[str, Tensor]:
@@ -104,8 +113,11 @@ def import_eagle(
     tensors, said = read_tensors(folder, EAGLE_FILE), _read_config(folder)
     check_embedding(tensors.pop(_EMBEDDING, None), target, folder)
     block = _block(said, target, rope_base)
-    drafter = _third(tensors, said, block, target, taps, folder) if "norm.weight" in tensors else Eagle(
-        EagleConfig(bias="fc.bias" in tensors), block, vocab_size=target.vocab_size)
+    if "norm.weight" in tensors:
+        tensors = {_renamed(name, _FIRST, _MIDLAYER): tensor for name, tensor in tensors.items()}
+        drafter: Eagle | Eagle3 = _third(tensors, said, block, target, taps, folder)
+    else:
+        drafter = _first(tensors, said, block, target, folder)
     try:
         drafter.load_state_dict(tensors)
     except RuntimeError as error:
@@ -115,6 +127,13 @@ def import_eagle(
     drafter.to(device=target.device, dtype=torch.promote_types(target.dtype, torch.float32))
     drafter.bind(target)
     return drafter.eval()
+
+
+def _first(tensors: dict[str, Tensor], said: dict[str, Any], block: BlockConfig, target: Target, folder: Path) -> Eagle:
+    """An EAGLE-1 drafter of these shapes."""
+    if (layers := said.get("num_hidden_layers", 1)) != 1:
+        raise UserError(f"{folder / 'config.json'} says num_hidden_layers: {layers}; EAGLE-1 has 1")
+    return Eagle(EagleConfig(bias="fc.bias" in tensors), block, vocab_size=target.vocab_size)
 
 
 def _third(tensors: dict[str, Tensor], said: dict[str, Any], block: BlockConfig, target: Target,
@@ -136,6 +155,7 @@ def _third(tensors: dict[str, Tensor], said: dict[str, Any], block: BlockConfig,
         raise UserError(f"fc in {folder} reads {width} numbers, but the {len(read)} taps {list(read)} of "
                         f"{target.identity.name} are {wanted}; say which layers are read by taps")
     config = Eagle3Config(taps=read, fc_norm=bool(said.get("fc_norm")), norm_output=bool(said.get("norm_output")),
+                          num_layers=said.get("num_hidden_layers", 1),
                           vocabulary_size=None if offsets_Q is None else len(offsets_Q))
     return Eagle3(config, block, vocab_size=target.vocab_size)
 
@@ -184,7 +204,8 @@ def _block(said: dict[str, Any], target: Target, rope_base: float | None) -> Blo
 def _config(drafter: Eagle | Eagle3, target: Target) -> dict[str, Any]:
     block = drafter.block
     said = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "num_hidden_layers": 1,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+        "num_hidden_layers": drafter.num_layers,
         "hidden_size": block.hidden_size, "intermediate_size": block.intermediate_size,
         "num_attention_heads": block.num_heads, "num_key_value_heads": block.num_kv_heads, "head_dim": block.head_dim,
         "rms_norm_eps": block.norm_eps, "rope_theta": block.rope_base, "vocab_size": drafter.vocab_size,
@@ -201,7 +222,11 @@ def _config(drafter: Eagle | Eagle3, target: Target) -> dict[str, Any]:
 
 def _readme(drafter: Eagle | Eagle3, target: Target) -> str:
     name = "EAGLE-1" if isinstance(drafter, Eagle) else "EAGLE-3"
+    layout = "In the layout of SafeAILab/EAGLE, which vLLM and SGLang read too."
+    if drafter.num_layers > 1:
+        layout = (f"Its {drafter.num_layers} layers are named as the speculators library does, which vLLM reads; "
+                  "SafeAILab/EAGLE and SGLang know one layer.")
     return (
-        f"# {name} drafter for {portable(target.identity.name)}\n\n"
-        "In the layout of SafeAILab/EAGLE, which vLLM and SGLang read too. The artifact's tree is not part of it.\n"
+        f"# {name} drafter for {portable(target.identity.name)}\n\n{layout} "
+        "The artifact's tree is not part of it.\n"
     )

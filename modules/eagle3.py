@@ -1,5 +1,5 @@
-"""EAGLE-3: one decoder layer over several of the target's states, trained on its own ones as it drafts
-(arXiv:2503.01840).
+"""EAGLE-3: a decoder layer over several of the target's states, trained on its own ones as it drafts
+(arXiv:2503.01840); with EAGLE-3.1's norms (arXiv:2605.09992), and with more layers behind the first.
 
 Shapes: B rows, N positions, D hidden size, V target vocabulary, Q entries of the draft vocabulary.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .blocks import OFFICIAL_ROPE_BASE, Attention, BlockConfig, GatedMLP, Sight
+from .blocks import OFFICIAL_ROPE_BASE, Attention, BlockConfig, DecoderBlock, GatedMLP, Sight
 from .eagle import check_sizes, settings_of
 from .errors import UserError
 from .features import Features
@@ -34,6 +34,9 @@ class Eagle3Config:
     official code does: 1, L/2 - 1 and L - 4 of L layers."""
     steps: int = 7
     """Draft steps of the training-time test, at every index."""
+    num_layers: int = 1
+    """Decoder layers; the first reads token and state, the others go on from it as ordinary ones do. The paper's is
+    1, and so is the only one that the official code and SGLang run."""
     fc_norm: bool = False
     """Whether each tapped state goes through an RMSNorm of its own before `fc` (EAGLE-3.1, arXiv:2605.09992), so that
     the layers of the target count alike whatever the size of their states."""
@@ -47,7 +50,7 @@ class Eagle3Config:
     """Entries of a reduced draft vocabulary, the most frequent tokens of the training data; None keeps them all."""
 
     def __post_init__(self) -> None:
-        check_sizes(steps=self.steps, vocabulary_size=self.vocabulary_size)
+        check_sizes(steps=self.steps, num_layers=self.num_layers, vocabulary_size=self.vocabulary_size)
         if self.taps is not None and (not self.taps or list(self.taps) != sorted(set(self.taps))):
             raise UserError(f"taps must be ascending numbers of layers, at least one, got {list(self.taps)}")
         if self.output not in ("shared", "copy"):
@@ -98,11 +101,12 @@ class WideBlock(nn.Module):
 
 
 class Eagle3(FeedbackDrafter):
-    """fc over the target's tapped states, and behind it a layer that goes on with its own states while it drafts.
+    """fc over the target's tapped states, and behind it layers that go on with their own states while they draft.
 
     Own weights, named as in the official code: `fc.weight` [D, taps D], `midlayer.*`, `norm.weight`, with `fc_norm`
-    also `fc_norm.{tap}.weight` [D], with `output="copy"` `lm_head.weight` [Q, D], and with a reduced vocabulary its
-    ids, `token_ids` [Q]. The target's embedding is borrowed. Make a new one with `Eagle3.create`.
+    also `fc_norm.{tap}.weight` [D], with more layers `layers.{1...}.*`, with `output="copy"` `lm_head.weight` [Q, D],
+    and with a reduced vocabulary its ids, `token_ids` [Q]. The target's embedding is borrowed. Make a new one with
+    `Eagle3.create`.
 
     Args:
         config: its settings, the taps named.
@@ -122,6 +126,7 @@ class Eagle3(FeedbackDrafter):
         )
         self.fc = nn.Linear(len(config.taps) * width, width, bias=False)
         self.midlayer = WideBlock(block)
+        self.layers = nn.ModuleDict({str(layer): DecoderBlock(block, layer) for layer in range(1, config.num_layers)})
         self.norm = nn.RMSNorm(width, eps=block.norm_eps)
         entries = config.vocabulary_size or vocab_size
         self.lm_head = OwnOutput(width, entries) if config.output == "copy" else None
@@ -154,6 +159,8 @@ class Eagle3(FeedbackDrafter):
         self.fc.weight.zero_()
         self.fc.weight[:, -width:] = torch.eye(width, device=self.fc.weight.device)
         self.midlayer.silence()
+        for layer in self._further():
+            layer.silence()
         if self.lm_head is not None:
             self.lm_head.weight.copy_(self._rows().weight_QD)
         if target.device.type != "meta":
@@ -177,6 +184,11 @@ class Eagle3(FeedbackDrafter):
         return self.config.taps or ()
 
     @property
+    def num_layers(self) -> int:
+        """Decoder layers, the first among them."""
+        return self.config.num_layers
+
+    @property
     def trained_steps(self) -> int:
         """Those of the training-time test."""
         return self.config.steps
@@ -196,9 +208,15 @@ class Eagle3(FeedbackDrafter):
         return fused_BND
 
     def step(self, embedded_BND: Tensor, read_BND: Tensor, sight: Sight) -> Tensor:
-        """The layer's states, [B, N, D], before the norm."""
+        """The last layer's states, [B, N, D], before the norm."""
         passed_BND: Tensor = self.midlayer(embedded_BND, read_BND, sight)
+        for layer in self._further():
+            passed_BND = layer(passed_BND, sight)
         return passed_BND
+
+    def _further(self) -> list[DecoderBlock]:
+        """The layers behind the first."""
+        return [layer for layer in self.layers.values() if isinstance(layer, DecoderBlock)]
 
     def feed(self, own: Tensor) -> Tensor:
         """The state itself, the gradient with it, so that a step learns what serves the next ones."""
@@ -220,7 +238,7 @@ class Eagle3(FeedbackDrafter):
         return () if self.lm_head is None else tuple(self.lm_head.parameters())
 
     def expand_bytes(self) -> int:
-        """The layer, which expanding runs without `fc` and what stands before it, and one output layer."""
+        """The layers, which expanding runs without `fc` and what stands before it, and one output layer."""
         fusing = sum(parameter.nbytes for part in (self.fc, self.fc_norm) for parameter in part.parameters())
         own = sum(parameter.nbytes for parameter in self.parameters()) - fusing
         return own if self.lm_head is not None else own + self._rows().weight_QD.nbytes

@@ -139,6 +139,11 @@ class FeedbackDrafter(Drafter):
         return self._borrowed
 
     @property
+    def num_layers(self) -> int:
+        """Decoder layers that write keys; one unless a member says otherwise."""
+        return 1
+
+    @property
     def token_ids_Q(self) -> Tensor | None:
         """Target id of each entry of the reduced draft vocabulary; None for the whole vocabulary."""
         return self.token_ids
@@ -209,7 +214,7 @@ class FeedbackDrafter(Drafter):
         """A state in which no row has been observed yet; the linear layers are packed if they have changed."""
         self._packing.refresh(self)
         own_RD = next(self.parameters()).new_zeros(rows, self.block.hidden_size)
-        return FeedbackState(own_RD, BlockRows(1, rows, capacity, own_RD.device))
+        return FeedbackState(own_RD, BlockRows(self.num_layers, rows, capacity, own_RD.device))
 
     @torch.no_grad()
     def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:

@@ -33,6 +33,7 @@ MAKERS: dict[str, Callable[[Target], FeedbackDrafter]] = {
     "eagle": lambda target: Eagle.create(EagleConfig(), target),
     "eagle3": lambda target: Eagle3.create(Eagle3Config(), target),
     "eagle3-norm": lambda target: Eagle3.create(Eagle3Config(taps=(1,), norm_output=True), target),
+    "eagle3-layers": lambda target: Eagle3.create(Eagle3Config(num_layers=3), target),
 }
 
 
@@ -388,6 +389,7 @@ def test_what_is_no_layer_is_not_tapped(config: Eagle3Config, told: str, tiny_ta
     ({"taps": ()}, r"taps must be ascending numbers of layers, at least one, got \[\]"),
     ({"taps": (2, 1)}, r"taps must be ascending .* got \[2, 1\]"),
     ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
+    ({"num_layers": 0}, "num_layers must be a whole number of at least 1, got 0"),
     ({"output": "own"}, "output must be 'shared' or 'copy', got 'own'"),
 ])
 def test_impossible_settings_of_the_third_are_refused(settings: dict[str, object], told: str) -> None:
