@@ -126,9 +126,9 @@ class FeedbackDrafter(Drafter):
 
     def bind(self, target: Target) -> None:
         """Borrow the target's embedding and output layer; bind again after moving it to another device."""
-        if (target.hidden_size, target.vocab_size) != (self.block.hidden_size, self.vocab_size):
+        if (target.hidden_size, target.vocab_size) != (self.target_width, self.vocab_size):
             raise UserError(
-                f"this {self.family} drafter belongs to a target of width {self.block.hidden_size} and "
+                f"this {self.family} drafter belongs to a target of width {self.target_width} and "
                 f"{self.vocab_size} tokens, but {target.identity.name} has width {target.hidden_size} and "
                 f"{target.vocab_size}; use the target it was trained for")
         self._borrowed = OutputRows(target, self.token_ids)
@@ -137,6 +137,11 @@ class FeedbackDrafter(Drafter):
         if self._borrowed is None:
             raise RuntimeError(f"this {self.family} drafter is not bound to a target; call bind(target) first")
         return self._borrowed
+
+    @property
+    def target_width(self) -> int:
+        """Width of the target's states; that of its own layer unless a member says otherwise."""
+        return self.block.hidden_size
 
     @property
     def num_layers(self) -> int:

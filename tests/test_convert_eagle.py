@@ -197,6 +197,8 @@ MADE = {
     "eagle3.1": lambda target: Eagle3.create(Eagle3Config(fc_norm=True, norm_output=True), target),
     "eagle3-layers": lambda target: Eagle3.create(
         Eagle3Config(num_layers=3, vocabulary_size=len(IDS)), target, IDS),
+    "eagle3-wide": lambda target: Eagle3.create(
+        Eagle3Config(hidden_size=48, target_hidden_size=32, fc_norm=True), target),
     "eagle3-reduced": lambda target: Eagle3.create(Eagle3Config(taps=(1,), vocabulary_size=len(IDS)), target, IDS),
     "eagle3-shared": lambda target: Eagle3.create(
         Eagle3Config(taps=(0,), vocabulary_size=len(IDS), output="shared"), target, IDS),
@@ -235,6 +237,29 @@ def test_several_layers_stand_under_the_names_that_engines_know(tmp_path: Path, 
     assert not [name for name in shapes if name.startswith("midlayer")]
     assert [shapes[f"layers.{layer}.self_attn.q_proj.weight"] for layer in range(3)] == [(32, 64), (32, 32), (32, 32)]
     assert "SafeAILab/EAGLE and SGLang know one layer" in (folder / "README.md").read_text()
+
+
+def test_another_width_is_told_and_checked(tmp_path: Path, tiny_target: Target) -> None:
+    folder = written(randomised(MADE["eagle3-wide"](tiny_target)), tiny_target, tmp_path / "out")
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["hidden_size"], config["target_hidden_size"]) == (48, 32)
+    shapes = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
+    assert (shapes["embed_tokens.weight"], shapes["lm_head.weight"]) == ((100, 48), (100, 48))
+    assert (shapes["fc.weight"], shapes["fc_norm.0.weight"]) == ((48, 64), (32,))
+
+    def refused(match: str, **keys: object) -> None:
+        (folder / "config.json").write_text(json.dumps(config | keys))
+        with pytest.raises(UserError, match=match):
+            import_eagle(folder, tiny_target)
+
+    refused(r"reads states 48 wide \(hidden_size, without a target_hidden_size\), but those of tiny-random are 32 wide",
+            target_hidden_size=None)
+    refused(r"reads states 64 wide \(target_hidden_size\), but those of tiny-random are 32", target_hidden_size=64)
+    first = written(randomised(MADE["eagle"](tiny_target)), tiny_target, tmp_path / "first")
+    said = json.loads((first / "config.json").read_text()) | {"hidden_size": 48, "target_hidden_size": 32}
+    (first / "config.json").write_text(json.dumps(said))
+    with pytest.raises(UserError, match="target_hidden_size: 32 beside hidden_size: 48; EAGLE-1 is as wide as its"):
+        import_eagle(first, tiny_target)
 
 
 def test_the_first_has_one_layer(tmp_path: Path, tiny_target: Target) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from ..modules.eagle3 import Eagle3, Eagle3Config, chosen_taps
+from ..modules.eagle3 import Eagle3, Eagle3Config, chosen_taps, chosen_width
 from ..modules.target import Target
 from .base import DraftModule, TrainConfig
 from .objectives import ObjectiveName
@@ -33,7 +33,8 @@ class Eagle3Module(DraftModule):
         token_counts: how often each token is a label, [V]; a reduced draft vocabulary is chosen by it.
 
     Raises:
-        UserError: if a tap is no layer of the target, or a reduced vocabulary does not fit.
+        UserError: if a tap is no layer of the target, the widths do not go together, or a reduced vocabulary does not
+            fit.
     """
 
     config: Eagle3TrainConfig
@@ -44,6 +45,7 @@ class Eagle3Module(DraftModule):
     ) -> None:
         super().__init__(target, config or Eagle3TrainConfig(), token_counts=token_counts)
         chosen_taps(self.config.drafter.taps, target)
+        chosen_width(self.config.drafter, target)
         self._token_ids_Q = reduced_vocabulary(self.config.drafter.vocabulary_size, token_counts, target)
 
     def build_drafter(self) -> Eagle3:
