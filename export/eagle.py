@@ -1,8 +1,12 @@
 """EAGLE drafters in the layout of the official code (SafeAILab/EAGLE), written and read back.
 
 EAGLE-1: `fc`, `layers.0` without a norm in front of its attention, `embed_tokens`. EAGLE-3: `fc`, `midlayer`, `norm`,
-`lm_head` over the draft vocabulary, whose entry i stands for token i + d2t[i], and `t2d`, which marks those tokens. At
-position p both predict token p + 2.
+`lm_head` over the draft vocabulary, whose entry i stands for token i + d2t[i], and `t2d`, which marks those tokens;
+EAGLE-3.1 adds `fc_norm.{i}`, a norm for each tapped state. At position p all predict token p + 2.
+
+Layers of another width than the target's say `target_hidden_size` and have an `embed_tokens` of their own. Of several
+layers the first is `layers.0` instead of `midlayer`, the others `layers.1` and on, ordinary Llama layers: so the
+speculators library names them and vLLM reads them; the official code and SGLang know one layer.
 
 Shapes: V target vocabulary, Q entries of the draft vocabulary.
 """
@@ -26,12 +30,12 @@ EAGLE_FILE = "model.safetensors"
 """Official checkpoints hold the same tensors in pytorch_model.bin or here."""
 _OWNED = frozenset({"config.json", EAGLE_FILE, "README.md"})
 _EMBEDDING = "embed_tokens.weight"
+_MIDLAYER, _FIRST = "midlayer.", "layers.0."
 _TAPS = "draftsmith_taps"
 """The tapped layers once more, counted from 0 by their outputs: the key that engines read means either."""
 _KNOWN: dict[str, tuple[Any, ...]] = {
-    "num_hidden_layers": (1,), "hidden_act": ("silu",), "rope_scaling": (None,), "attention_bias": (None, False),
-    "mlp_bias": (None, False), "target_hidden_size": (None,), "fc_norm": (None, False),
-    "norm_before_fc": (None, False), "norm_before_residual": (None, False),
+    "hidden_act": ("silu",), "rope_scaling": (None,), "attention_bias": (None, False),
+    "mlp_bias": (None, False), "norm_before_fc": (None, False), "norm_before_residual": (None, False),
 }
 """What a configuration may say of things that are built in here."""
 
@@ -66,8 +70,14 @@ def eagle_tensors(drafter: Eagle | Eagle3, target: Target) -> dict[str, Tensor]:
     if isinstance(drafter, Eagle3):
         tensors |= _output(drafter, target)
         whole = {} if ids_Q is None else _vocabulary(ids_Q.cpu(), target.vocab_size)
+    if drafter.num_layers > 1:
+        tensors = {_renamed(name, _MIDLAYER, _FIRST): tensor for name, tensor in tensors.items()}
     own = {name: tensor.detach().to("cpu", torch.float32, copy=True).contiguous() for name, tensor in tensors.items()}
     return own | whole
+
+
+def _renamed(name: str, former: str, prefix: str) -> str:
+    return prefix + name.removeprefix(former) if name.startswith(former) else name
 
 
 def _output(drafter: Eagle3, target: Target) -> dict[str, Tensor]:
@@ -102,10 +112,14 @@ def import_eagle(
             not the target's, or the taps cannot be told.
     """
     tensors, said = read_tensors(folder, EAGLE_FILE), _read_config(folder)
-    check_embedding(tensors.pop(_EMBEDDING, None), target, folder)
     block = _block(said, target, rope_base)
-    drafter = _third(tensors, said, block, target, taps, folder) if "norm.weight" in tensors else Eagle(
-        EagleConfig(bias="fc.bias" in tensors), block, vocab_size=target.vocab_size)
+    if block.hidden_size == target.hidden_size:
+        check_embedding(tensors.pop(_EMBEDDING, None), target, folder)
+    if "norm.weight" in tensors:
+        tensors = {_renamed(name, _FIRST, _MIDLAYER): tensor for name, tensor in tensors.items()}
+        drafter: Eagle | Eagle3 = _third(tensors, said, block, target, taps, folder)
+    else:
+        drafter = _first(tensors, said, block, target, folder)
     try:
         drafter.load_state_dict(tensors)
     except RuntimeError as error:
@@ -115,6 +129,16 @@ def import_eagle(
     drafter.to(device=target.device, dtype=torch.promote_types(target.dtype, torch.float32))
     drafter.bind(target)
     return drafter.eval()
+
+
+def _first(tensors: dict[str, Tensor], said: dict[str, Any], block: BlockConfig, target: Target, folder: Path) -> Eagle:
+    """An EAGLE-1 drafter of these shapes."""
+    if (layers := said.get("num_hidden_layers") or 1) != 1:
+        raise UserError(f"{folder / 'config.json'} says num_hidden_layers: {layers}; EAGLE-1 has 1")
+    if block.hidden_size != target.hidden_size:
+        raise UserError(f"{folder / 'config.json'} says target_hidden_size: {said['target_hidden_size']} beside "
+                        f"hidden_size: {block.hidden_size}; EAGLE-1 is as wide as its target")
+    return Eagle(EagleConfig(bias="fc.bias" in tensors), block, vocab_size=target.vocab_size)
 
 
 def _third(tensors: dict[str, Tensor], said: dict[str, Any], block: BlockConfig, target: Target,
@@ -131,11 +155,13 @@ def _third(tensors: dict[str, Tensor], said: dict[str, Any], block: BlockConfig,
                             "entry i being i + d2t[i]")
         tensors["token_ids"] = ids_Q
     read = chosen_taps(_taps(said, folder) if taps is None else taps, target)
-    width, wanted = tensors["fc.weight"].shape[1] if "fc.weight" in tensors else 0, len(read) * block.hidden_size
+    width, wanted = tensors["fc.weight"].shape[1] if "fc.weight" in tensors else 0, len(read) * target.hidden_size
     if width != wanted:
         raise UserError(f"fc in {folder} reads {width} numbers, but the {len(read)} taps {list(read)} of "
                         f"{target.identity.name} are {wanted}; say which layers are read by taps")
-    config = Eagle3Config(taps=read, norm_output=bool(said.get("norm_output")),
+    config = Eagle3Config(taps=read, fc_norm=bool(said.get("fc_norm")), norm_output=bool(said.get("norm_output")),
+                          num_layers=said.get("num_hidden_layers") or 1, hidden_size=said["hidden_size"],
+                          target_hidden_size=said.get("target_hidden_size"),
                           vocabulary_size=None if offsets_Q is None else len(offsets_Q))
     return Eagle3(config, block, vocab_size=target.vocab_size)
 
@@ -166,14 +192,23 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _block(said: dict[str, Any], target: Target, rope_base: float | None) -> BlockConfig:
-    """The shape of the layer, by the configuration."""
+    """The shape of the layers, by the configuration.
+
+    Raises:
+        UserError: if it says too little, or the states it reads are not as wide as the target's.
+    """
     missing = [key for key in ("hidden_size", "intermediate_size", "num_attention_heads") if key not in said]
     if missing:
         raise UserError(f"config.json says nothing of {', '.join(missing)}; copy it again")
+    states = said.get("target_hidden_size") or said["hidden_size"]
+    if states != target.hidden_size:
+        told = "target_hidden_size" if said.get("target_hidden_size") else "hidden_size, without a target_hidden_size"
+        raise UserError(f"the EAGLE drafter reads states {states} wide ({told}), but those of {target.identity.name} "
+                        f"are {target.hidden_size} wide; load the target it was trained for")
     heads = said["num_attention_heads"]
     named = said.get("rope_theta") or (said.get("rope_parameters") or {}).get("rope_theta")
     return BlockConfig(
-        hidden_size=target.hidden_size, intermediate_size=said["intermediate_size"], num_heads=heads,
+        hidden_size=said["hidden_size"], intermediate_size=said["intermediate_size"], num_heads=heads,
         num_kv_heads=said.get("num_key_value_heads") or heads,
         head_dim=said.get("head_dim") or said["hidden_size"] // heads,
         norm_eps=said.get("rms_norm_eps", BlockConfig.norm_eps),
@@ -184,7 +219,8 @@ def _block(said: dict[str, Any], target: Target, rope_base: float | None) -> Blo
 def _config(drafter: Eagle | Eagle3, target: Target) -> dict[str, Any]:
     block = drafter.block
     said = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "num_hidden_layers": 1,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+        "num_hidden_layers": drafter.num_layers,
         "hidden_size": block.hidden_size, "intermediate_size": block.intermediate_size,
         "num_attention_heads": block.num_heads, "num_key_value_heads": block.num_kv_heads, "head_dim": block.head_dim,
         "rms_norm_eps": block.norm_eps, "rope_theta": block.rope_base, "vocab_size": drafter.vocab_size,
@@ -195,13 +231,19 @@ def _config(drafter: Eagle | Eagle3, target: Target) -> dict[str, Any]:
     entries = drafter.vocab_size if drafter.token_ids_Q is None else len(drafter.token_ids_Q)
     # By the inputs of layers, as the official code and its followers count.
     layers = {"eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in drafter.taps], "use_aux_hidden_state": True}
+    if drafter.hidden_size != block.hidden_size:
+        said["target_hidden_size"] = drafter.hidden_size
     return {**said, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": entries, "eagle_config": layers,
-            _TAPS: list(drafter.taps), "norm_output": drafter.config.norm_output}
+            _TAPS: list(drafter.taps), "fc_norm": drafter.config.fc_norm, "norm_output": drafter.config.norm_output}
 
 
 def _readme(drafter: Eagle | Eagle3, target: Target) -> str:
     name = "EAGLE-1" if isinstance(drafter, Eagle) else "EAGLE-3"
+    layout = "In the layout of SafeAILab/EAGLE, which vLLM and SGLang read too."
+    if drafter.num_layers > 1:
+        layout = (f"Its {drafter.num_layers} layers are named as the speculators library does, which vLLM reads; "
+                  "SafeAILab/EAGLE and SGLang know one layer.")
     return (
-        f"# {name} drafter for {portable(target.identity.name)}\n\n"
-        "In the layout of SafeAILab/EAGLE, which vLLM and SGLang read too. The artifact's tree is not part of it.\n"
+        f"# {name} drafter for {portable(target.identity.name)}\n\n{layout} "
+        "The artifact's tree is not part of it.\n"
     )

@@ -70,13 +70,17 @@ class FeedbackDrafter(BorrowingDrafter):
         block: the shape of its layer.
         vocab_size: the target's vocabulary.
         vocabulary_size: entries of a reduced draft vocabulary; None for the whole.
+        target_width: of the target's states; None where it is the layer's.
     """
 
-    def __init__(self, block: BlockConfig, *, vocab_size: int, vocabulary_size: int | None) -> None:
+    def __init__(
+        self, block: BlockConfig, *, vocab_size: int, vocabulary_size: int | None, target_width: int | None = None
+    ) -> None:
         if vocabulary_size is not None and vocabulary_size > vocab_size:
             raise UserError(f"vocabulary_size is {vocabulary_size}, but the target has {vocab_size} tokens; set it to "
                             f"at most {vocab_size}, or leave it out")
-        super().__init__(hidden_size=block.hidden_size, vocab_size=vocab_size, vocabulary_size=vocabulary_size)
+        super().__init__(hidden_size=target_width or block.hidden_size, vocab_size=vocab_size,
+                         vocabulary_size=vocabulary_size)
         self.block = block
 
     # What a member says ----------------------------------------------------------------------------------------------
@@ -96,6 +100,11 @@ class FeedbackDrafter(BorrowingDrafter):
     def finish(self, own: Tensor) -> Tensor:
         """What the output layer reads."""
         return own
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers that write keys; one unless a member says otherwise."""
+        return 1
 
     # Training --------------------------------------------------------------------------------------------------------
 
@@ -149,7 +158,7 @@ class FeedbackDrafter(BorrowingDrafter):
         """A state in which no row has been observed yet; the linear layers are packed if they have changed."""
         self._packing.refresh(self)
         own_RD = next(self.parameters()).new_zeros(rows, self.block.hidden_size)
-        return FeedbackState(own_RD, BlockRows(1, rows, capacity, own_RD.device))
+        return FeedbackState(own_RD, BlockRows(self.num_layers, rows, capacity, own_RD.device))
 
     @torch.no_grad()
     def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:

@@ -4,6 +4,9 @@ Step j of index p attends to step 0's keys at its segment's indices up to p and 
 to j (training-time test, arXiv:2503.01840, section 3.2; the streams of HASS, arXiv:2408.15766, section 3.2, seen from
 where a draft begins). That is what a draft j tokens deep reads from its cache.
 
+With several layers each does so with its own keys: a draft reads in every layer what that layer wrote of the target's
+states up to p, and of the draft itself; the states that a layer reads at step j are those of the layer below at step j.
+
 No score of step j is formed against another index's keys of the steps before: the attention over step 0 is joined with
 the few diagonal scores by their log-sum-exp, and memory grows with J, not with J times the length squared.
 
@@ -46,11 +49,18 @@ class StepSight(Sight):
     def mix(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:
         """What the heads take from step 0 and from their own index, [B, H, L, E]."""
         if self.step == 0:
-            self.keys[layer] = _with_room(key_BGNE, value_BGNE, self.visible_BNW)
+            below = next(iter(self.keys.values()), None)
+            mask = self._additive(key_BGNE.dtype) if below is None else below.mask_B1LL
+            self.keys[layer] = _Keys(_with_room(key_BGNE, value_BGNE), mask)
             return super().mix(layer, query_BHNE, key_BGNE, value_BGNE)
         held = self.keys[layer]
         held.own.append((key_BGNE, value_BGNE))
         return _joined(query_BHNE, held)
+
+    def _additive(self, dtype: torch.dtype) -> Tensor:
+        """What is visible, and one more key for every index, as numbers to be added to the scores: a boolean mask would
+        be turned into that by each step, which would keep its own for backward. All layers share it."""
+        return additive(functional.pad(self.visible_BNW, (0, 1), value=True)[:, None], dtype)
 
 
 class Rollout:
@@ -67,7 +77,7 @@ class Rollout:
         )
 
 
-def _with_room(key_BGLE: Tensor, value_BGLE: Tensor, visible_BLL: Tensor) -> _Keys:
+def _with_room(key_BGLE: Tensor, value_BGLE: Tensor) -> tuple[Tensor, Tensor]:
     """One more key, which every index sees: its score is what a query says of its diagonal, its value marks the share.
 
     The score of that key is the sum of the query's two added components, the second holding what rounding took from
@@ -79,9 +89,7 @@ def _with_room(key_BGLE: Tensor, value_BGLE: Tensor, visible_BLL: Tensor) -> _Ke
     marks = torch.zeros_like(diagonal_X)
     diagonal_X[size : size + 2], marks[size] = 1, 1
     last_L1 = torch.arange(keys.shape[2], device=keys.device)[:, None] == keys.shape[2] - 1
-    past = (torch.where(last_L1, diagonal_X, keys), torch.where(last_L1, marks, values))
-    # Added to the scores, not boolean: each step would turn it into that, and keep its own for backward.
-    return _Keys(past, additive(functional.pad(visible_BLL, (0, 1), value=True)[:, None], keys.dtype))
+    return torch.where(last_L1, diagonal_X, keys), torch.where(last_L1, marks, values)
 
 
 def _joined(query_BHLE: Tensor, held: _Keys) -> Tensor:

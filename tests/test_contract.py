@@ -414,7 +414,7 @@ def test_an_unbound_drafter_refuses_to_run(name: str, tiny_target: Target) -> No
 
 
 COPYING = ("medusa-copy", "medusa-copy-reduced", "medusa-2-copy", "hydra-copy-reduced", "draft-lm-exits-reduced",
-           "eagle3", "eagle3-reduced")
+           "eagle3", "eagle3.1", "eagle3-layers", "eagle3-reduced")
 """Cases with weights that begin as copies of the target's."""
 
 

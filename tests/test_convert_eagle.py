@@ -194,6 +194,11 @@ MADE = {
     "eagle": lambda target: Eagle.create(EagleConfig(rope_base=500.0), target),
     "eagle-reduced": lambda target: Eagle.create(EagleConfig(bias=False, vocabulary_size=len(IDS)), target, IDS),
     "eagle3": lambda target: Eagle3.create(Eagle3Config(norm_output=True), target),
+    "eagle3.1": lambda target: Eagle3.create(Eagle3Config(fc_norm=True, norm_output=True), target),
+    "eagle3-layers": lambda target: Eagle3.create(
+        Eagle3Config(num_layers=3, vocabulary_size=len(IDS)), target, IDS),
+    "eagle3-wide": lambda target: Eagle3.create(
+        Eagle3Config(hidden_size=48, target_hidden_size=32, fc_norm=True), target),
     "eagle3-reduced": lambda target: Eagle3.create(Eagle3Config(taps=(1,), vocabulary_size=len(IDS)), target, IDS),
     "eagle3-shared": lambda target: Eagle3.create(
         Eagle3Config(taps=(0,), vocabulary_size=len(IDS), output="shared"), target, IDS),
@@ -216,6 +221,55 @@ def test_export_and_import_draft_the_same(tmp_path: Path, tiny_target: Target, n
     torch.testing.assert_close(found, logits, atol=1e-5, rtol=1e-5)
 
 
+def test_what_the_third_adds_stands_under_the_names_of_the_engines(tmp_path: Path, tiny_target: Target) -> None:
+    folder = written(randomised(MADE["eagle3.1"](tiny_target)), tiny_target, tmp_path / "out")
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["fc_norm"], config["norm_output"]) == (True, True)
+    tensors = load_file(folder / "model.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items() if name.startswith("fc")} == {
+        "fc.weight": (32, 64), "fc_norm.0.weight": (32,), "fc_norm.1.weight": (32,)}
+
+
+def test_several_layers_stand_under_the_names_that_engines_know(tmp_path: Path, tiny_target: Target) -> None:
+    folder = written(randomised(MADE["eagle3-layers"](tiny_target)), tiny_target, tmp_path / "out")
+    assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 3
+    shapes = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
+    assert not [name for name in shapes if name.startswith("midlayer")]
+    assert [shapes[f"layers.{layer}.self_attn.q_proj.weight"] for layer in range(3)] == [(32, 64), (32, 32), (32, 32)]
+    assert "SafeAILab/EAGLE and SGLang know one layer" in (folder / "README.md").read_text()
+
+
+def test_another_width_is_told_and_checked(tmp_path: Path, tiny_target: Target) -> None:
+    folder = written(randomised(MADE["eagle3-wide"](tiny_target)), tiny_target, tmp_path / "out")
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["hidden_size"], config["target_hidden_size"]) == (48, 32)
+    shapes = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
+    assert (shapes["embed_tokens.weight"], shapes["lm_head.weight"]) == ((100, 48), (100, 48))
+    assert (shapes["fc.weight"], shapes["fc_norm.0.weight"]) == ((48, 64), (32,))
+
+    def refused(match: str, **keys: object) -> None:
+        (folder / "config.json").write_text(json.dumps(config | keys))
+        with pytest.raises(UserError, match=match):
+            import_eagle(folder, tiny_target)
+
+    refused(r"reads states 48 wide \(hidden_size, without a target_hidden_size\), but those of tiny-random are 32 wide",
+            target_hidden_size=None)
+    refused(r"reads states 64 wide \(target_hidden_size\), but those of tiny-random are 32", target_hidden_size=64)
+    first = written(randomised(MADE["eagle"](tiny_target)), tiny_target, tmp_path / "first")
+    said = json.loads((first / "config.json").read_text()) | {"hidden_size": 48, "target_hidden_size": 32}
+    (first / "config.json").write_text(json.dumps(said))
+    with pytest.raises(UserError, match="target_hidden_size: 32 beside hidden_size: 48; EAGLE-1 is as wide as its"):
+        import_eagle(first, tiny_target)
+
+
+def test_the_first_has_one_layer(tmp_path: Path, tiny_target: Target) -> None:
+    folder = written(randomised(MADE["eagle"](tiny_target)), tiny_target, tmp_path / "out")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    with pytest.raises(UserError, match="says num_hidden_layers: 2; EAGLE-1 has 1"):
+        import_eagle(folder, tiny_target)
+
+
 def test_foreign_mistakes_are_named(tmp_path: Path, tiny_target: Target) -> None:
     folder = written(randomised(MADE["eagle3-reduced"](tiny_target)), tiny_target, tmp_path / "out")
     path, tensors = folder / "model.safetensors", load_file(folder / "model.safetensors")
@@ -228,7 +282,7 @@ def test_foreign_mistakes_are_named(tmp_path: Path, tiny_target: Target) -> None
             import_eagle(folder, tiny_target)
 
     refused(r"says rope_scaling: \{\"factor\": 8\}; only null can be imported", rope_scaling={"factor": 8})
-    refused("says num_hidden_layers: 2; only 1 can be imported", num_hidden_layers=2)
+    refused(r"does not fit its configuration .*Missing key.*layers\.1\.self_attn", num_hidden_layers=2)
     refused("fc in .* reads 32 numbers, but the 2 taps .* are 64; say which layers are read", draftsmith_taps=[0, 1])
     refused("tap 2 would be the state behind the last norm of tiny-random", draftsmith_taps=[2])
     refused("names the token 200, but tiny-random has 100", {"d2t": tensors["d2t"] + 140})

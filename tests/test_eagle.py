@@ -33,6 +33,7 @@ MAKERS: dict[str, Callable[[Target], FeedbackDrafter]] = {
     "eagle": lambda target: Eagle.create(EagleConfig(), target),
     "eagle3": lambda target: Eagle3.create(Eagle3Config(), target),
     "eagle3-norm": lambda target: Eagle3.create(Eagle3Config(taps=(1,), norm_output=True), target),
+    "eagle3-layers": lambda target: Eagle3.create(Eagle3Config(num_layers=3), target),
 }
 
 
@@ -308,9 +309,10 @@ def test_the_rotary_base_is_the_targets_unless_given(tiny_target: Target) -> Non
 # EAGLE-3 --------------------------------------------------------------------------------------------------------------
 
 
-def test_it_begins_as_the_last_layer_when_that_is_its_tap(tiny_target: Target) -> None:
+@pytest.mark.parametrize("normed", [False, True])
+def test_it_begins_as_the_last_layer_when_that_is_its_tap(normed: bool, tiny_target: Target) -> None:
     """With the target's own last norm and output layer behind it: it repeats the target's guess of the token before."""
-    drafter = Eagle3.create(Eagle3Config(taps=(0, 1)), tiny_target)
+    drafter = Eagle3.create(Eagle3Config(taps=(0, 1), fc_norm=normed), tiny_target)
     features = text(tiny_target, drafter, list(range(20, 30)))
     with torch.no_grad():
         hidden = drafter(features).hidden_BLKD[:, :, 0]
@@ -358,6 +360,68 @@ def test_the_state_behind_the_norm_is_fed_back_when_asked_for(tiny_target: Targe
     torch.testing.assert_close(normed.feed(own), torch.nn.functional.rms_norm(own, (32,), normed.norm.weight, 1e-6))
 
 
+def test_every_tapped_state_goes_through_a_norm_of_its_own_when_asked_for(tiny_target: Target) -> None:
+    drafter = randomised(Eagle3.create(Eagle3Config(fc_norm=True), tiny_target))
+    assert isinstance(drafter, Eagle3)
+    features = text(tiny_target, drafter, list(range(20, 30)))
+    normed = [weight * state / torch.sqrt(state.square().mean(-1, keepdim=True) + drafter.block.norm_eps)
+              for weight, state in zip([drafter.get_parameter(f"fc_norm.{tap}.weight") for tap in (0, 1)],
+                                       [features.taps[layer] for layer in (0, 1)], strict=True)]
+    with torch.no_grad():
+        torch.testing.assert_close(drafter.fuse(features.final(), features.taps),
+                                   torch.cat(normed, dim=-1) @ drafter.fc.weight.mT, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_wider_layers_begin_as_the_last_layer_too(normed: bool, tiny_target: Target) -> None:
+    """All of the target's states have room in them; only the shape of what is said differs."""
+    drafter = Eagle3.create(Eagle3Config(hidden_size=48, target_hidden_size=32, fc_norm=normed), tiny_target)
+    assert (drafter.block.num_heads, drafter.block.num_kv_heads, drafter.block.head_dim) == (6, 3, 8)
+    features = text(tiny_target, drafter, list(range(20, 30)))
+    with torch.no_grad():
+        found = drafter.project(drafter(features).hidden_BLKD[:, :, 0], 0)
+        torch.testing.assert_close(found, tiny_target.logits(features.final()), atol=2e-3, rtol=1e-3)
+
+
+def test_narrower_layers_begin_with_what_tells_tokens_apart_most(tiny_target: Target) -> None:
+    drafter = Eagle3.create(Eagle3Config(hidden_size=24, target_hidden_size=32), tiny_target)
+    features = text(tiny_target, drafter, list(range(20, 44)))
+    with torch.no_grad():
+        found = drafter.project(drafter(features).hidden_BLKD[:, :, 0], 0).flatten()
+        wanted = tiny_target.logits(features.final()).flatten()
+    assert float(torch.corrcoef(torch.stack([found, wanted]))[0, 1]) > 0.8
+
+
+def test_an_embedding_of_its_own_is_learnt(tiny_target: Target) -> None:
+    drafter = randomised(Eagle3.create(Eagle3Config(steps=2, hidden_size=24, target_hidden_size=32), tiny_target))
+    assert isinstance(drafter, Eagle3)
+    features = text(tiny_target, drafter, [20, 21, 22, 23])
+    drafter.rollout(features, 2, Rollout(features))[1].sum().backward()
+    table_VD = drafter.get_parameter("embed_tokens.weight")
+    assert table_VD.grad is not None
+    assert table_VD.grad.abs().sum(-1).nonzero()[:, 0].tolist() == [21, 22, 23]
+    whole = sum(parameter.nbytes for parameter in drafter.parameters())
+    output, fc = (drafter.get_parameter(f"{name}.weight").nbytes for name in ("lm_head", "fc"))
+    assert drafter.observe_bytes() == whole - table_VD.nbytes - output
+    assert drafter.expand_bytes() == whole - table_VD.nbytes - fc
+
+
+@pytest.mark.parametrize(("config", "told"), [
+    (Eagle3Config(hidden_size=24), "hidden_size is 24, but the states of tiny-random are 32 wide; set "
+                                   "target_hidden_size to 32"),
+    (Eagle3Config(hidden_size=24, target_hidden_size=64), "target_hidden_size is 64, but the states of tiny-random are "
+                                                          "32 wide; set it to 32"),
+    (Eagle3Config(target_hidden_size=64), "target_hidden_size is 64, but the states of tiny-random are 32 wide"),
+    (Eagle3Config(hidden_size=24, target_hidden_size=32, output="shared"),
+     "output is 'shared', but the output layer of tiny-random reads states 32 wide, not of hidden_size 24; set output"),
+])
+def test_widths_that_do_not_go_together_are_refused(config: Eagle3Config, told: str, tiny_target: Target) -> None:
+    with pytest.raises(UserError, match=told):
+        Eagle3.create(config, tiny_target)
+    with pytest.raises(UserError, match=told):
+        Eagle3Module(tiny_target, Eagle3TrainConfig(drafter=config))
+
+
 @pytest.mark.parametrize(("config", "told"), [
     (Eagle3Config(taps=(0, 3)), "tap 3 is not a layer of tiny-random; choose from 0 to 1"),
     (Eagle3Config(taps=(-1, 0)), "tap -1 is not a layer of tiny-random; choose from 0 to 1"),
@@ -375,6 +439,8 @@ def test_what_is_no_layer_is_not_tapped(config: Eagle3Config, told: str, tiny_ta
     ({"taps": ()}, r"taps must be ascending numbers of layers, at least one, got \[\]"),
     ({"taps": (2, 1)}, r"taps must be ascending .* got \[2, 1\]"),
     ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
+    ({"hidden_size": 0}, "hidden_size must be a whole number of at least 1, got 0"),
+    ({"num_layers": 0}, "num_layers must be a whole number of at least 1, got 0"),
     ({"output": "own"}, "output must be 'shared' or 'copy', got 'own'"),
 ])
 def test_impossible_settings_of_the_third_are_refused(settings: dict[str, object], told: str) -> None:

@@ -23,6 +23,14 @@ CONFIG = "--model.init_args.config"
      "40 draft steps need rows of at least 42 tokens, but batch.row_length is 41; raise it, or train fewer steps"),
     (["--model", "draftsmith.trainers.EagleModule", f"{CONFIG}.drafter.vocabulary_size", "101"],
      "between 1 and 100 entries"),
+    (["--model", "draftsmith.trainers.Eagle3Module", f"{CONFIG}.drafter.taps", "[0, 5]"],
+     "tap 5 is not a layer of tiny-random; choose from 0 to 1"),
+    (["--model", "draftsmith.trainers.Eagle3Module", f"{CONFIG}.drafter.vocabulary_size", "101"],
+     "between 1 and 100 entries (the target's vocabulary), got 101; set vocabulary_size within these bounds"),
+    (["--model", "draftsmith.trainers.Eagle3Module", f"{CONFIG}.drafter.hidden_size", "24"],
+     "hidden_size is 24, but the states of tiny-random are 32 wide; set target_hidden_size to 32"),
+    (["--model", "draftsmith.trainers.Eagle3Module", f"{CONFIG}.positions.offset", "600"],
+     "positions.offset is 600, but the context of tiny-random ends at 512 tokens; lower it, or set it to max"),
 ])
 def test_a_run_that_cannot_work_leaves_nothing(
     words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

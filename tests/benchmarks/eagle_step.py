@@ -1,9 +1,13 @@
 """Time and peak memory of EAGLE-3's training steps: scores joined by log-sum-exp, against one softmax over all keys.
 
     python tests/benchmarks/eagle_step.py --lengths 512 1024 --steps 3 7
+
+What would need more memory than is free (or than --memory GiB) is left out, with the reason in its row: the textbook's
+scores of 4096 tokens and 7 steps alone take some 25 GiB.
 """
 
 import argparse
+import os
 import resource
 import subprocess
 import sys
@@ -21,14 +25,45 @@ from draftsmith.modules.rollout import Rollout
 from references.eagle import PlainRollout
 
 WAYS = {"joined": Rollout, "textbook": PlainRollout}
+HEAD = 64
+"""Components of a head."""
+RESERVE = 0.8
+"""Share of the free memory that a process may be expected to take."""
+
+
+def textbook_bytes(length: int, steps: int, width: int) -> int:
+    """What the textbook's attention holds at its peak: every step keeps its weights over all keys there are and their
+    mask, and the last one has its scores before and behind the mask beside them."""
+    seen = [length * length * (step + 1) for step in range(steps)]
+    heads = width // HEAD
+    return sum(seen) * (4 * heads + 1) + 2 * 4 * heads * seen[-1]
+
+
+def free_bytes(device: str) -> int:
+    """Memory that nobody uses."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    told = Path("/proc/meminfo")
+    for line in told.read_text(encoding="utf-8").splitlines() if told.is_file() else ():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def too_large(way: str, length: int, steps: int, width: int, room: float) -> str | None:
+    """Why this is not tried; None where it fits."""
+    needed = textbook_bytes(length, steps, width) if way == "textbook" else 0
+    if needed <= room:
+        return None
+    return f"left out: would need {needed / 2**30:.2f} GiB, {room / 2**30:.2f} may be taken"
 
 
 def once(way: str, length: int, steps: int, width: int) -> tuple[float, float]:
     """(seconds, MiB at the peak above what stood there before) of forward and backward of one row."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    heads = width // 64
+    heads = width // HEAD
     block = WideBlock(BlockConfig(hidden_size=width, intermediate_size=2 * width, num_heads=heads,
-                                  num_kv_heads=max(1, heads // 3), head_dim=64)).to(device)
+                                  num_kv_heads=max(1, heads // 3), head_dim=HEAD)).to(device)
     features = Features.from_rows([([1] * length, [True] * length)]).to(device)
     read, embedded = torch.randn(2, 1, length, width, device=device)
     sights, before, began = WAYS[way](features), peak(device), time.perf_counter()
@@ -55,16 +90,22 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     parser.add_argument("--steps", type=int, nargs="+", default=[3, 7])
     parser.add_argument("--width", type=int, default=576)
-    parser.add_argument("--way", choices=[*WAYS])
+    parser.add_argument("--memory", type=float, help="GiB that a process may take; 0.8 of what is free by default")
+    parser.add_argument("--way", choices=[*WAYS], help="measure this one alone, here, without a table")
     given = parser.parse_args()
     if given.way:
         once(given.way, 64, given.steps[0], given.width)
         print(*once(given.way, given.lengths[0], given.steps[0], given.width))
         return
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     print("| way | tokens | steps | seconds | MiB |\n|---|---|---|---|---|")
     for length in given.lengths:
         for steps in given.steps:
             for way in WAYS:
+                room = RESERVE * free_bytes(device) if given.memory is None else given.memory * 2**30
+                if (reason := too_large(way, length, steps, given.width, room)) is not None:
+                    print(f"| {way} | {length} | {steps} | {reason} | |", flush=True)
+                    continue
                 words = [sys.executable, __file__, "--way", way, "--lengths", str(length), "--steps", str(steps),
                          "--width", str(given.width)]
                 answer = subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()

@@ -10,7 +10,7 @@ class PlainRollout:
     """The sights of successive steps: T x (T J) scores, step 0 causal, all later steps on the diagonal alone."""
 
     def __init__(self, features: Features) -> None:
-        self.first, self.keys, self.values = Sight.training(features), list[Tensor](), list[Tensor]()
+        self.first, self.held = Sight.training(features), dict[int, list[tuple[Tensor, Tensor]]]()
 
     def __call__(self, step: int) -> Sight:
         sight = PlainSight(positions_BN=self.first.positions_BN + step, visible_BNW=self.first.visible_BNW)
@@ -22,13 +22,13 @@ class PlainSight(Sight):
     rollout: PlainRollout
 
     def mix(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:
-        groups = query_BHNE.shape[1] // key_BGNE.shape[1]
-        self.rollout.keys.append(key_BGNE.repeat_interleave(groups, 1))
-        self.rollout.values.append(value_BGNE.repeat_interleave(groups, 1))
+        groups, held = query_BHNE.shape[1] // key_BGNE.shape[1], self.rollout.held.setdefault(layer, [])
+        held.append((key_BGNE.repeat_interleave(groups, 1), value_BGNE.repeat_interleave(groups, 1)))
+        keys, values = (torch.cat(parts, 2) for parts in zip(*held, strict=True))
         diagonal = torch.eye(query_BHNE.shape[2], dtype=torch.bool).expand_as(self.visible_BNW)
-        mask = torch.cat([self.visible_BNW, *[diagonal] * (len(self.rollout.keys) - 1)], dim=2)[:, None]
-        scores = query_BHNE @ torch.cat(self.rollout.keys, 2).mT / query_BHNE.shape[-1] ** 0.5
-        return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ torch.cat(self.rollout.values, 2)
+        mask = torch.cat([self.visible_BNW, *[diagonal] * (len(held) - 1)], dim=2)[:, None]
+        scores = query_BHNE @ keys.mT / query_BHNE.shape[-1] ** 0.5
+        return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ values
 
 
 def harmonised(drafter: Eagle, final_LD: Tensor, embedded_LD: Tensor, passes: int) -> list[Tensor]:
