@@ -146,7 +146,7 @@ def validation(workspace: Workspace, module: DraftModule) -> list[Features]:
     """Held-out conversations with the target's states, on its device."""
     target = workspace.target
     moved = [batch.to(target.device) for batch in batches_for(workspace, module).validation_features()]
-    return [batch if batch.final_BLD is not None else target.encode(batch, module.drafter.taps) for batch in moved]
+    return [batch if batch.encoded else target.encode(batch, module.drafter.taps) for batch in moved]
 
 
 def held_out_tree(workspace: Workspace, drafter: Drafter,
