@@ -51,13 +51,17 @@ class Workspace:
 
     @cached_property
     def decisive(self) -> dict[str, Any]:
-        """The settings that decide what stages leave; where a draft begins with the model in a folder, that model
-        decides too: another one may have been put there since.
+        """The settings that decide what stages leave.
+
+        A limit of the batches that is not set decides nothing. Where a draft begins with the model in a folder, that
+        model decides: another one may have been put there since.
         """
-        folder = beginning(self.settings)
-        if folder is None:
-            return self.settings
-        return {**self.settings, "model": {**self.settings["model"], "model_in_folder": folder_digest(folder)}}
+        found, folder = {**self.settings}, beginning(self.settings)
+        if "batch" in found:
+            found["batch"] = {name: value for name, value in found["batch"].items() if value is not None}
+        if folder is not None:
+            found["model"] = {**found["model"], "model_in_folder": folder_digest(folder)}
+        return found
 
     def manifest(self) -> Manifest:
         """The manifest of finished data.

@@ -17,7 +17,7 @@ from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.parsing import Parsed
 from draftsmith.recipes.pipeline import COMMANDS
 from draftsmith.recipes.plan import plan_recipe
-from draftsmith.recipes.workspace import sketched
+from draftsmith.recipes.workspace import Workspace, sketched
 from draftsmith.trainers import fit
 from draftsmith.trainers.medusa import MedusaModule, MedusaTrainConfig
 
@@ -206,6 +206,15 @@ def test_a_recipe_stores_what_has_room_and_trains(tmp_path: Path, capsys: pytest
     capsys.readouterr()
     assert main(["train", *words]) == 0
     assert capsys.readouterr().out.count("already complete, skipped") == 3
+
+
+def test_a_limit_that_is_not_set_decides_nothing(tmp_path: Path) -> None:
+    """Runs that were begun before there was one go on."""
+    known = {"row_length": 128, "rows_per_batch": 4, "seed": 0, "source": "features"}
+    for words, batch in (([], known), (["--batch.source", "mixed", "--batch.store_gib", "2"],
+                                       known | {"source": "mixed", "store_gib": 2.0})):
+        given = parsed("--out", str(tmp_path), *words)
+        assert Workspace(given.values, given.settings).decisive["batch"] == batch
 
 
 def test_the_plan_counts_what_has_room(tmp_path: Path) -> None:
