@@ -86,13 +86,14 @@ def pack(rows: Sequence[Sequence[Piece]], row_length: int | None = None) -> Feat
         supervised_BL[row, start:stop] = piece.supervised_N
         segments_BL[row, start:stop] = segment
         positions_BL[row, start:stop] = torch.arange(piece.first, piece.first + stop - start)
-    final_BLD, taps = _pack_states(rows, shape)
+    final_BLD, taps, missing_BL = _pack_states(rows, shape)
     return Features(
         tokens_BL=tokens_BL,
         supervised_BL=supervised_BL,
         segments_BL=segments_BL,
         positions_BL=positions_BL,
         final_BLD=final_BLD,
+        missing_BL=missing_BL,
         taps=taps,
     )
 
@@ -113,18 +114,26 @@ def _places(rows: Sequence[Sequence[Piece]]) -> list[tuple[int, int, int, Piece]
     return places
 
 
-def _pack_states(rows: Sequence[Sequence[Piece]], shape: tuple[int, int]) -> tuple[Tensor | None, dict[int, Tensor]]:
-    """Final states and taps in the places of their tokens, zero on padding; None when no piece brings states."""
+def _pack_states(
+    rows: Sequence[Sequence[Piece]], shape: tuple[int, int]
+) -> tuple[Tensor | None, dict[int, Tensor], Tensor | None]:
+    """(final states, taps, where states are missing) in the places of their tokens, zero elsewhere.
+
+    The first is None when no piece brings states, the last when all do.
+    """
     places = _places(rows)
-    if not places or places[0][3].final_ND is None:
-        return None, {}
-    final_BLD = torch.zeros(*shape, places[0][3].final_ND.shape[1], dtype=places[0][3].final_ND.dtype)
-    taps = {layer: torch.zeros(*shape, state.shape[1], dtype=state.dtype) for layer, state in places[0][3].taps.items()}
+    like = next((piece for *_, piece in places if piece.final_ND is not None), None)
+    if like is None or like.final_ND is None:
+        return None, {}, None
+    final_BLD = torch.zeros(*shape, like.final_ND.shape[1], dtype=like.final_ND.dtype)
+    taps = {layer: torch.zeros(*shape, state.shape[1], dtype=state.dtype) for layer, state in like.taps.items()}
+    missing_BL = torch.zeros(shape, dtype=torch.bool)
     for row, start, _, piece in places:
         stop = start + len(piece.tokens_N)
         if piece.final_ND is None:
-            raise ValueError("some pieces of a batch have target states and some have none; encode all or none")
+            missing_BL[row, start:stop] = True
+            continue
         final_BLD[row, start:stop] = piece.final_ND
         for layer, state in taps.items():
             state[row, start:stop] = piece.taps[layer]
-    return final_BLD, taps
+    return final_BLD, taps, missing_BL if bool(missing_BL.any()) else None

@@ -4,6 +4,7 @@ Shapes: B packed rows, L tokens of a row, N tokens of a piece, V vocabulary.
 """
 
 import hashlib
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..modules import Features, UserError
 from .collate import Piece, pack, pad, plan_bins
-from .states import FeatureShard, open_features
-from .store import Manifest, TokenShard
+from .states import GIB, FeatureShard, affordable, open_features, stored_dtype
+from .store import Manifest, ShardRecord, TokenShard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +33,30 @@ class BatchConfig:
     """Packed rows of one micro-batch on one device."""
     seed: int = 0
     """Of the order of the conversations."""
-    source: Literal["features", "tokens"] = "features"
-    """features: states stored beforehand (`encode`); tokens: the target computes them in the step."""
+    source: Literal["features", "tokens", "mixed"] = "features"
+    """features: states stored beforehand (`encode`); tokens: the target computes them in the step; mixed: those of the
+    first shards are stored, as many as `store_gib` has room for, and the target computes the others. Batches of mixed
+    hold what those of tokens do, in the same order."""
+    store_gib: float | None = None
+    """GiB on disk for stored states, with `mixed`. Shards are stored in their order, each whole."""
 
     def __post_init__(self) -> None:
+        if self.source not in ("features", "tokens", "mixed"):
+            raise UserError(f"batch.source must be features, tokens or mixed, got {self.source!r}")
+        if self.source == "mixed" and not 0 < (self.store_gib or 0) < math.inf:
+            raise UserError(f"batch.store_gib must be above 0 with batch.source mixed, got {self.store_gib}; say how "
+                            "many GiB of states may be stored, or set batch.source: tokens")
+        if self.source != "mixed" and self.store_gib is not None:
+            raise UserError(f"batch.store_gib {self.store_gib} means nothing with batch.source {self.source}; set "
+                            "batch.source: mixed, or leave it out")
         for name, least in (("row_length", 2), ("rows_per_batch", 1)):
             if getattr(self, name) < least:
                 raise UserError(f"batch.{name} must be at least {least}, got {getattr(self, name)}")
+
+    @property
+    def store_bytes(self) -> int | None:
+        """Bytes that stored states may take; None for no limit."""
+        return None if self.store_gib is None else int(self.store_gib * GIB)
 
 
 @dataclass(frozen=True)
@@ -62,37 +80,42 @@ class Split:
     Args:
         folder: of `distill`.
         name: train or validation.
-        source: where states come from.
+        config: says where states come from.
         taps: tapped layers whose stored states are wanted too.
 
     Raises:
         UserError: if a shard or its states are missing or corrupted.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, name: str, source: str, taps: tuple[int, ...]) -> None:
+    def __init__(
+        self, folder: Path, manifest: Manifest, name: str, config: BatchConfig, taps: tuple[int, ...]
+    ) -> None:
         records = manifest.split(name)
         self.shards = [TokenShard.read(folder / record.file, record.sha256) for record in records]
-        self.states: list[FeatureShard] | None = open_features(folder, records, taps) if source == "features" else None
+        self.all_stored = config.source == "features"
+        stored = [record for record in _stored(folder, manifest, config, taps) if record.split == name]
+        opened = dict(zip(stored, open_features(folder, stored, taps), strict=True))
+        self.states: list[FeatureShard | None] = [opened.get(record) for record in records]
 
     def windows(self, length: int | None = None) -> list[Window]:
         """All rows, cut into windows of `length` tokens; windows in which nothing is supervised are left out.
 
-        Without stored states only the first window of a row can be used: the target would not see what stands before
-        the others.
+        Unless all states are stored, only the first window of a row can be used: the target would not see what stands
+        before the others.
         """
         found = []
         for number, shard in enumerate(self.shards):
             for row in range(shard.num_rows):
                 start, stop = shard.span(row)
                 step = length or max(1, stop - start)
-                stop = stop if self.states is not None else min(stop, start + step)
+                stop = stop if self.all_stored else min(stop, start + step)
                 found += [Window(number, at, min(stop, at + step), at - start) for at in range(start, stop, step)]
         return [one for one in found if bool(self.shards[one.shard].supervised_T[one.start : one.stop].any())]
 
     def piece(self, window: Window) -> Piece:
-        """Tokens, mask and states of a window."""
+        """Tokens, mask and, where they are stored, states of a window."""
         shard, place = self.shards[window.shard], slice(window.start, window.stop)
-        states = None if self.states is None else self.states[window.shard]
+        states = self.states[window.shard]
         return Piece(
             tokens_N=shard.tokens_T[place],
             supervised_N=shard.supervised_T[place],
@@ -100,6 +123,15 @@ class Split:
             final_ND=None if states is None else states.final(window.start, window.stop),
             taps={} if states is None else states.taps(window.start, window.stop),
         )
+
+
+def _stored(folder: Path, manifest: Manifest, config: BatchConfig, taps: tuple[int, ...]) -> tuple[ShardRecord, ...]:
+    """The shards whose states are read from disk."""
+    if config.source == "tokens":
+        return ()
+    if config.source == "features":
+        return manifest.shards
+    return affordable(manifest, taps, stored_dtype(folder), config.store_bytes)
 
 
 class BatchPlan:
@@ -171,8 +203,8 @@ class DraftDataModule(lightning.LightningDataModule):
         self.manifest = Manifest.load(folder)
         if not self.manifest.complete:
             raise UserError(f"the data in {folder} is not complete; finish it with draftsmith distill")
-        self.train = Split(self.folder, self.manifest, "train", config.source, taps)
-        self.validation = Split(self.folder, self.manifest, "validation", config.source, taps)
+        self.train = Split(self.folder, self.manifest, "train", config, taps)
+        self.validation = Split(self.folder, self.manifest, "validation", config, taps)
         self.windows = self.train.windows(config.row_length)
         if not self.windows:
             raise UserError(

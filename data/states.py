@@ -7,6 +7,7 @@ Shapes: B rows of a pass, N tokens of a slice, D hidden size of the target.
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ FINAL, STATES = "final", "states"
 """The states after the last norm; the one tensor of each file."""
 PASS_TOKENS = 1024
 """Tokens of one pass of the target, padding included; a longer row is a pass of its own."""
+GIB = 2**30
+"""Bytes of a GiB."""
 REMEDY = "run draftsmith distill with the same recipe, which makes it again"
 
 
@@ -67,8 +70,40 @@ def state_names(taps: Sequence[int]) -> tuple[str, ...]:
     return (FINAL, *(tap(layer) for layer in sorted(set(taps))))
 
 
+def affordable(
+    manifest: Manifest, taps: Sequence[int], dtype: torch.dtype, room: int | None
+) -> tuple[ShardRecord, ...]:
+    """The first shards of the data, as many as have room on disk for the states that a drafter reads.
+
+    They follow from the data alone, not from what else is stored: a resumed run reads the same states from disk.
+
+    Args:
+        taps: layers whose outputs the drafter reads.
+        dtype: of the stored states.
+        room: bytes; None for no limit.
+
+    Raises:
+        UserError: if there is no room for the first one.
+    """
+    if room is None:
+        return manifest.shards
+    width = len(state_names(taps)) * manifest.target.hidden_size * dtype.itemsize
+    ends = list(accumulate(record.tokens * width for record in manifest.shards))
+    found = tuple(record for record, end in zip(manifest.shards, ends, strict=True) if end <= room)
+    if not found:
+        raise UserError(f"batch.store_gib {room / GIB:.3g} has no room for the states of the first shard, which take "
+                        f"{ends[0] / GIB:.3g} GiB; raise it, or set batch.source: tokens")
+    return found
+
+
 def encode(
-    target: Target, folder: str | Path, taps: tuple[int, ...] = (), *, dtype: str = "auto", progress: bool = True
+    target: Target,
+    folder: str | Path,
+    taps: tuple[int, ...] = (),
+    *,
+    dtype: str = "auto",
+    room: int | None = None,
+    progress: bool = True,
 ) -> list[Path]:
     """Store the target's final states (and taps) at every token beside the token shards, skipping what is there.
 
@@ -79,13 +114,14 @@ def encode(
         folder: of `distill`.
         taps: layers whose outputs are stored too.
         dtype: of the stored states, such as float16; auto keeps the target's.
+        room: bytes that the states of this drafter may take: the first shards that fit are stored; None stores all.
         progress: show a progress bar.
 
     Returns:
         The files that hold them.
 
     Raises:
-        UserError: if the target is another, a shard is corrupted, or the disk is full.
+        UserError: if the target is another, a shard is corrupted, the disk is full, or there is no room for one shard.
     """
     folder = Path(folder)
     manifest = Manifest.load(folder)
@@ -96,9 +132,9 @@ def encode(
         "target": target.identity.weights_hash,
         "dtype": str(stored).removeprefix("torch."),
     }
-    done = _known_features(folder, key)
+    done, records = _known_features(folder, key), affordable(manifest, taps, stored, room)
     wanted = {record: [name for name in state_names(taps) if not _is_encoded(folder, record, name, done)]
-              for record in manifest.shards}
+              for record in records}
     missing = {record: names for record, names in wanted.items() if names}
     with tqdm(total=sum(r.tokens for r in missing), desc="target states", unit="tok", disable=not progress) as bar:
         for record, names in missing.items():
@@ -108,7 +144,7 @@ def encode(
                 write_tensors(file, {STATES: states})
                 done[file.name] = {"tokens": record.sha256, "sha256": hash_file(file)}
             write_bytes(folder / FEATURES, json.dumps({**key, "files": done}, indent=2, sort_keys=True).encode())
-    return [folder / state_file(record, name) for record in manifest.shards for name in state_names(taps)]
+    return [folder / state_file(record, name) for record in records for name in state_names(taps)]
 
 
 def open_features(folder: Path, records: Sequence[ShardRecord], taps: Sequence[int]) -> list[FeatureShard]:
@@ -129,6 +165,18 @@ def open_features(folder: Path, records: Sequence[ShardRecord], taps: Sequence[i
             if hash_file(file) != entry["sha256"]:
                 raise UserError(f"{file} is corrupted (its content is not what was written); {REMEDY}")
     return [FeatureShard(folder, record, taps) for record in records]
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """Number format of the states in a folder.
+
+    Raises:
+        UserError: if it holds none.
+    """
+    content = _read_features(folder)
+    if "dtype" not in content:
+        raise UserError(f"{folder} holds no states; {REMEDY}, or train with batch.source: tokens")
+    return _dtype(content["dtype"])
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -14,12 +14,11 @@ from .measure import machine
 from .plan import EvaluateConfig, Method, PromptSets
 from .references import References
 from .results import Answer, Evaluation, EvaluationRun, Measures, Timing, summarise
-from .trees import accepted_length_by_tree_size
+from .trees import Replays, replay_trees
 
 T = TypeVar("T")
 Groups = dict[int, list[list[Entry]]]
 """What is timed together, by batch size."""
-TreeLengths = dict[str, dict[str, float]]
 
 
 def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets, config: EvaluateConfig, *,
@@ -75,7 +74,7 @@ def _measured(bench: Bench, entries: Sequence[Entry], groups: Groups, temperatur
 
 
 def _evaluation(bench: Bench, method: Method, exchanges: Sequence[Exchange], records: Records, batch_size: int,
-                trees: TreeLengths) -> Evaluation:
+                trees: Replays) -> Evaluation:
     """Compare every answer with its reference and summarise."""
     answers, temperature = bench.answers(exchanges, records), exchanges[0].temperature
     share, seed = bench.draft_share(records), bench.config.seed
@@ -92,7 +91,8 @@ def _evaluation(bench: Bench, method: Method, exchanges: Sequence[Exchange], rec
         draft_share=share,
         predicted_speedup=None if temperature else method.predicted(batch_size),
         overall=measures(answers, records.timings),
-        accepted_length_by_tree_size=trees,
+        accepted_length_by_tree_size=trees.accepted_lengths,
+        confidence=trees.confidence,
         by_prompt_set={name: measures([answer for answer in answers if answer.prompt_set == name],
                                       [timing for timing in records.timings if timing.prompt_set == name])
                        for name in sets},
@@ -105,16 +105,16 @@ def _evaluation(bench: Bench, method: Method, exchanges: Sequence[Exchange], rec
     )
 
 
-def _trees(bench: Bench, method: Method, exchanges: Sequence[Exchange]) -> TreeLengths:
+def _trees(bench: Bench, method: Method, exchanges: Sequence[Exchange]) -> Replays:
     """Replay some greedy answers of each prompt set through prefixes of the method's tree."""
     if not isinstance(method.drafter, Drafter) or method.trees is None or exchanges[0].temperature > 0:
-        return {}
+        return Replays()
     rows: dict[str, list[tuple[Sequence[int], Sequence[int]]]] = {}
     for exchange in exchanges:
         rows.setdefault(exchange.entry.prompt_set, []).append((exchange.prompt, exchange.reference))
     chosen = {name: _spread(members, bench.config.tree_prompts) for name, members in rows.items()}
-    return accepted_length_by_tree_size(bench.target, method.drafter, method.trees,
-                                        {name: members for name, members in chosen.items() if members})
+    return replay_trees(bench.target, method.drafter, method.trees,
+                        {name: members for name, members in chosen.items() if members})
 
 
 def _check(methods: Sequence[Method]) -> None:

@@ -8,9 +8,12 @@ from typing import Any
 from . import plots
 from .artifact import Artifact
 from .results import Evaluation, EvaluationRun, Lossless, Measures
-from .tables import Table, in_detail, side_by_side
+from .tables import Table, confidence_table, in_detail, side_by_side
 from .wording import (
+    CONFIDENCE_NOTE,
+    CONFIDENCE_OF,
     INTERVALS_NOTE,
+    confidence_note,
     contention_note,
     drafting_note,
     how_measured,
@@ -152,7 +155,8 @@ def _comparison(run: EvaluationRun) -> str:
 
 
 def _figures(run: EvaluationRun, firsts: Sequence[Evaluation], artifact: Artifact | None) -> str:
-    drawn = [_acceptance(firsts), _speed(run, firsts), _by_category(firsts), _by_temperature(run), _cost(artifact)]
+    drawn = [_acceptance(firsts), _confidence(firsts), _speed(run, firsts), _by_category(firsts), _by_temperature(run),
+             _cost(artifact)]
     return ('<h2>How far the guesses reach, and what that is worth</h2>'
             f'<div class="pair">{"".join(drawn)}</div>{_tree_sizes(firsts)}')
 
@@ -163,6 +167,18 @@ def _acceptance(firsts: Sequence[Evaluation]) -> str:
               {name: measures.acceptance_by_position for name, measures in sets.items()})
     return _figure(plots.acceptance_by_position(curves),
                    "A curve ends where the tree ends. Accepted length is one more than the sum of its points.")
+
+
+def _confidence(firsts: Sequence[Evaluation]) -> str:
+    """Of a token and of a path, or, where several methods know theirs, of each one's tokens."""
+    known = [one for one in firsts if one.confidence]
+    if not known:
+        return ""
+    shares = next(iter(known[0].confidence.values()))
+    curves = ({CONFIDENCE_OF[name]: curve for name, curve in known[0].confidence.items()} if len(known) == 1 else
+              {one.name: one.confidence["token"] for one in known})
+    said = f"How sure the draft was, and how often the target agreed; bars of {known[0].name}. {CONFIDENCE_NOTE}"
+    return _figure(plots.confidence(curves, shares), said)
 
 
 def _speed(run: EvaluationRun, firsts: Sequence[Evaluation]) -> str:
@@ -228,8 +244,10 @@ def _figure(svg: str, caption: str, kind: str = "") -> str:
 def _details(run: EvaluationRun, evaluation: Evaluation) -> str:
     heading = "All figures" if len(run.evaluations) == 1 else label(run, evaluation)
     notes = [drafting_note(evaluation), prediction_note(evaluation), "" if len(run.evaluations) > 1 else INTERVALS_NOTE]
+    table = confidence_table(evaluation)
+    sure = f'<p class="muted">{escape(confidence_note(evaluation))}</p>{_grid(table)}' if table is not None else ""
     return (f"<h2>{escape(heading)}</h2>{_grid(in_detail(evaluation))}"
-            f'<p class="muted">{escape(" ".join(note for note in notes if note))}</p>')
+            f'<p class="muted">{escape(" ".join(note for note in notes if note))}</p>{sure}')
 
 
 def _grid(table: Table) -> str:

@@ -4,7 +4,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..modules import CostCurve, Topology, UserError
+from ..modules import ConfidenceCurve, CostCurve, Topology, UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,6 +94,25 @@ def with_ranges(lines: Mapping[str, Sequence[Point]], axis: str, places: Sequenc
                  xlim=(-0.4, len(places) - 0.6))
         plot.legend_above(len(lines))
     return plot.svg(name)
+
+
+def confidence(curves: Mapping[str, ConfidenceCurve], shares: ConfidenceCurve) -> str:
+    """Acceptance by confidence, a line each beside the diagonal on which a draft knows its chances; the bars tell which
+    share of the guesses of `shares` lies in each bin.
+    """
+    with _Plot(4.9, 3.4) as (axes, plot):
+        width, heights = 100 / len(shares.bins), [100 * one.guesses / shares.guesses for one in shares.bins]
+        axes.bar([width * (place + 0.5) for place in range(len(heights))], heights, width=0.92 * width, color=GRID,
+                 zorder=0.5)
+        axes.plot([0, 100], [0, 100], "--", color=MUTED, linewidth=1)
+        for (name, curve), color in zip(curves.items(), _cycle(len(curves)), strict=True):
+            points = [(100 * one.mean_confidence, 100 * one.acceptance_rate) for one in curve.bins
+                      if one.mean_confidence is not None and one.acceptance_rate is not None]
+            axes.plot(*zip(*points, strict=True), "o-", color=color, label=name, markersize=4)
+        axes.set(xlabel="confidence of the draft, %", ylabel="accepted, %; bars: share of guesses", xlim=(0, 100),
+                 ylim=(0, 100))
+        plot.legend_above(len(curves))
+    return plot.svg("confidence")
 
 
 def speeds(groups: Mapping[str, tuple[float, float, float]]) -> str:

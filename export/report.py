@@ -9,9 +9,11 @@ from .artifact import Artifact
 from .files import write_file
 from .page import page
 from .results import Evaluation, EvaluationRun, Measures
-from .tables import Table, in_detail, side_by_side
+from .tables import Table, confidence_table, in_detail, side_by_side
 from .wording import (
+    CONFIDENCE_NOTE,
     INTERVALS_NOTE,
+    confidence_note,
     contention_note,
     drafting_note,
     how_measured,
@@ -95,6 +97,7 @@ def markdown(run: EvaluationRun) -> str:
         lines += [f"## {label(run, evaluation)}", "", drafting_note(evaluation), "", *_pipes(in_detail(evaluation)),
                   "", "Accepted by position: " + _positions(evaluation.overall), "", *_predicted(evaluation)]
         lines += [line for text in _trees(evaluation) for line in (text, "")]
+        lines += _confidence(evaluation)
     return "\n".join(lines)
 
 
@@ -112,6 +115,11 @@ def _pipes(table: Table) -> list[str]:
 def _predicted(evaluation: Evaluation) -> list[str]:
     note = prediction_note(evaluation)
     return [note, ""] if note else []
+
+
+def _confidence(evaluation: Evaluation) -> list[str]:
+    table = confidence_table(evaluation)
+    return [] if table is None else [confidence_note(evaluation), "", *_pipes(table), "", CONFIDENCE_NOTE, ""]
 
 
 def _trees(evaluation: Evaluation) -> list[str]:

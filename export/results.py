@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..modules import repeats_itself
+from ..modules import ConfidenceCurve, repeats_itself
 from .bootstrap import Draws, Floats, Interval, interval
 from .memory import memory_bound_speedup
 
@@ -163,6 +163,9 @@ class Evaluation:
     """All questions."""
     accepted_length_by_tree_size: dict[str, dict[str, float]]
     """Exact accepted length of smaller and larger trees on replayed answers, by prompt set and nodes; may be empty."""
+    confidence: dict[str, ConfidenceCurve]
+    """The draft's confidence against acceptance on the same answers: that of a "token" given right guesses before it,
+    and that of a whole "path"; may be empty."""
     by_prompt_set: dict[str, Measures]
     """Each prompt set."""
     by_category: dict[str, Measures]
@@ -177,6 +180,7 @@ class Evaluation:
             "target_calls": self.target_calls,
             **asdict(self.overall),
             "accepted_length_by_tree_size": self.accepted_length_by_tree_size,
+            "confidence": {name: asdict(curve) for name, curve in self.confidence.items()},
             **{f"by_{name}": {key: asdict(measures) for key, measures in groups.items()}
                for name, groups in self._groups().items()},
         }

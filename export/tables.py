@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from ..modules import ConfidenceBin, ConfidenceCurve
 from .results import Evaluation, EvaluationRun, Measures
-from .wording import number, span, times
+from .wording import CONFIDENCE_OF, number, percent, span, times
 
 FIGURES = ("answers", "tokens per pass", "tokens/s", "plain tokens/s", "generate tokens/s", "speed-up",
            "memory-bound speed-up", "identical")
@@ -66,6 +67,22 @@ def in_detail(evaluation: Evaluation) -> Table:
         rows.append((Cell(heading),))
         rows += [(Cell(name), *figures(measures)) for name, measures in groups.items()]
     return Table(("", *FIGURES), tuple(rows))
+
+
+def confidence_table(evaluation: Evaluation) -> Table | None:
+    """Guesses, their mean confidence and the share accepted, bin by bin; None where nothing was counted."""
+    if not evaluation.confidence:
+        return None
+    rows: list[tuple[Cell, ...]] = []
+    for name, curve in evaluation.confidence.items():
+        groups: tuple[ConfidenceCurve | ConfidenceBin, ...] = (curve, *curve.bins)
+        rows += [(Cell(CONFIDENCE_OF[name]),),
+                 (Cell("guesses"), *(Cell(f"{one.guesses:,}") for one in groups)),
+                 (Cell("mean confidence"), *(Cell(percent(one.mean_confidence)) for one in groups)),
+                 (Cell("accepted"), *(Cell(percent(one.acceptance_rate)) for one in groups))]
+    count = len(next(iter(evaluation.confidence.values())).bins)
+    edges = [f"{100 * place // count}–{100 * (place + 1) // count} %" for place in range(count)]
+    return Table(("", "all", *edges), tuple(rows))
 
 
 def groups_of(evaluation: Evaluation) -> Iterator[tuple[str, dict[str, Measures]]]:

@@ -1,12 +1,14 @@
-"""How the accepted length grows with the draft tree, by replaying answers: no further pass of the target is needed.
+"""How the accepted length grows with the draft tree, and how well the draft knows its chances, by replaying answers: no
+further pass of the target is needed.
 
 Greedy decoding emits the same answer through any tree, so once an answer is known, the exact accepted length of every
 other tree follows from the states at its tokens (`draftsmith.modules.replay`).
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from ..modules import Drafter, Features, Target, Topology, replay
+from ..modules import Confidence, ConfidenceCurve, Drafter, Features, Target, Topology, replay, replay_noting
 
 SIZES = (16, 32, 64)
 """Nodes of the trees that are replayed, root included."""
@@ -14,10 +16,20 @@ Answered = tuple[Sequence[int], Sequence[int]]
 """Tokens of a prompt and of its greedy answer."""
 
 
-def accepted_length_by_tree_size(
+@dataclass(frozen=True)
+class Replays:
+    """What was found without a further pass of the target."""
+
+    accepted_lengths: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By prompt set and number of nodes."""
+    confidence: dict[str, ConfidenceCurve] = field(default_factory=dict)
+    """How far the draft's confidence can be trusted, over all prompt sets: that of a token, and that of a path."""
+
+
+def replay_trees(
     target: Target, drafter: Drafter, topology: Topology, answers: Mapping[str, Sequence[Answered]]
-) -> dict[str, dict[str, float]]:
-    """Accepted length of the prefixes of a best-first tree, by prompt set and number of nodes.
+) -> Replays:
+    """Accepted length of the prefixes of a best-first tree, and the confidence in all guesses of the largest.
 
     Args:
         target: wrote the answers.
@@ -25,16 +37,17 @@ def accepted_length_by_tree_size(
         topology: the tree, best node first.
         answers: prompts with their greedy answers, by prompt set.
     """
-    found = {}
+    found: dict[str, dict[str, float]] = {}
+    confidence = Confidence()
+    *smaller, largest = sorted({min(size, topology.size) for size in SIZES})
     for name, rows in answers.items():
         features = [_encoded(target, drafter, row) for row in rows]
-        sizes = sorted({min(size, topology.size) for size in SIZES})
-        found[name] = {
-            # One row at a time: the replayed logits of a row take nodes x vocabulary floats.
-            str(size): replay(drafter, target, features, topology.prefix(size), batch_size=1).accepted_length
-            for size in sizes
-        }
-    return found
+        # One row at a time: the replayed logits of a row take nodes x vocabulary floats.
+        found[name] = {str(size): replay(drafter, target, features, topology.prefix(size), batch_size=1).accepted_length
+                       for size in smaller}
+        noted = replay_noting(drafter, target, features, topology.prefix(largest), confidence)
+        found[name][str(largest)] = noted.accepted_length
+    return Replays(found, confidence.curves())
 
 
 def _encoded(target: Target, drafter: Drafter, row: Answered) -> Features:

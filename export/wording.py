@@ -97,6 +97,33 @@ def prediction_note(evaluation: Evaluation) -> str:
             f"measured: {measured}.")
 
 
+CONFIDENCE_OF = {"token": "a token, given the guesses before it", "path": "a whole path down to a node"}
+"""What a confidence is the confidence of, by its name in the JSON."""
+CONFIDENCE_NOTE = (
+    "Points under the diagonal are over-confident: the target accepts fewer of these guesses than the draft promises, "
+    "and a tree that follows the draft's confidence (EAGLE-2) wastes nodes on them. Points above it are "
+    "under-confident: such a tree leaves out guesses that would have come true."
+)
+"""How the curve of confidence is read."""
+CALIBRATED = 0.02
+"""Mean confidence and acceptance that lie nearer than this are called equal."""
+
+
+def confidence_note(evaluation: Evaluation) -> str:
+    """What the draft promised of its guesses and what came of it; empty where nothing was counted."""
+    if "token" not in evaluation.confidence:
+        return ""
+    curve = evaluation.confidence["token"]
+    excess = curve.mean_confidence - curve.acceptance_rate
+    kind = ("over-confident" if excess > CALIBRATED else "under-confident" if excess < -CALIBRATED else
+            "about as sure as it may be")
+    return (f"Confidence: of {curve.guesses:,} guesses behind right ones the draft expected "
+            f"{curve.mean_confidence:.1%} to be accepted, {curve.acceptance_rate:.1%} were: on average it is {kind}. "
+            f"Expected calibration error {curve.expected_calibration_error:.3f}"
+            + (f", of whole paths {evaluation.confidence['path'].expected_calibration_error:.3f}."
+               if "path" in evaluation.confidence else "."))
+
+
 def verdicts(run: EvaluationRun) -> list[str]:
     """What the comparison with the references found, a sentence or two for each temperature."""
     found = [lossless_verdict(run, run.at(temperature=temperature)) for temperature in run.temperatures]

@@ -4,6 +4,7 @@ from .acceptance import Accepted, Sampling, choose, follow
 from .adapter import Adapter
 from .baselines import BASELINES, baseline
 from .calibration import Acceptance, decoded_acceptance, rank_table, replay, search_tree
+from .confidence import Confidence, ConfidenceBin, ConfidenceCurve, replay_noting
 from .cost import CostCurve, CostModel, Sample, TreeChoice, choose_size
 from .decode import Loop, decode, stream
 from .draft_lm import DraftLM
@@ -63,6 +64,9 @@ __all__ = [
     "Chain",
     "ChainRejection",
     "Chances",
+    "Confidence",
+    "ConfidenceBin",
+    "ConfidenceCurve",
     "CostCurve",
     "CostModel",
     "DecodeError",
@@ -146,6 +150,7 @@ __all__ = [
     "recycling_tree",
     "repeats_itself",
     "replay",
+    "replay_noting",
     "search_layers",
     "search_tree",
     "stream",

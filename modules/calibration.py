@@ -17,7 +17,7 @@ from .drafter import Drafter
 from .features import Features
 from .policies import StaticTree
 from .replay import Replay
-from .requests import DecodeSettings
+from .requests import DecodeResult, DecodeSettings
 from .target import Target
 from .tree import Topology
 
@@ -197,11 +197,15 @@ def replay(
     result = decode(
         source, source.requests, DecodeSettings(batch_size=batch_size), drafter=drafter, policy=StaticTree(topology)
     )
+    return acceptance_of(result, topology.depth)
+
+
+def acceptance_of(result: DecodeResult, depth: int) -> Acceptance:
+    """How much was accepted of drafts of at most `depth` tokens."""
     emitted = [count for generation in result.generations for count in generation.emitted]
     passes = len(emitted)
-    reached = tuple(
-        sum(count > depth for count in emitted) / passes if passes else 0.0 for depth in range(1, topology.depth + 1)
-    )
+    reached = tuple(sum(count > least for count in emitted) / passes if passes else 0.0
+                    for least in range(1, depth + 1))
     return Acceptance(
         accepted_length=sum(emitted) / passes if passes else 0.0,
         by_position=reached,

@@ -91,11 +91,13 @@ class Scores:
             top = self.log_probs_BFHQ.topk(min(width, entries), dim=-1)
             missing = (0, width - top.indices.shape[-1])
             tokens = nn.functional.pad(self.candidates_BFHQ.gather(-1, top.indices), missing)
-            return Proposals(tokens, nn.functional.pad(top.values > -torch.inf, missing))
+            log_probs = nn.functional.pad(top.values, missing, value=-torch.inf)
+            return Proposals(tokens, log_probs > -torch.inf, log_probs)
         if width > entries:
             raise ValueError(f"the tree uses the {width} best proposals of a node, the draft vocabulary has {entries}")
-        indices = self.log_probs_BFHQ.topk(width, dim=-1).indices
-        return Proposals(indices if self.token_ids_Q is None else self.token_ids_Q[indices], None)
+        top = self.log_probs_BFHQ.topk(width, dim=-1)
+        tokens = top.indices if self.token_ids_Q is None else self.token_ids_Q[top.indices]
+        return Proposals(tokens, None, top.values)
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,8 @@ class Proposals:
     """Target-vocabulary ids; any id where there is no guess."""
     guessed_BFHR: Tensor | None
     """Where the drafter has a guess at all; None when it has one everywhere."""
+    log_probs_BFHR: Tensor
+    """Their draft log-probabilities."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """What a drafter trains on: tokens, who wrote them, and the states the frozen target had there.
 
-Shapes: B rows, L positions in a row, D hidden size of the target.
+Shapes: B rows, L positions in a row, M positions of a row without states, D hidden size of the target.
 """
 
 from collections.abc import Sequence
@@ -29,6 +29,9 @@ class Features:
     """Position id of the token inside its own segment, int64."""
     final_BLD: Tensor | None = None
     """The target's final hidden state after its last norm: what its output layer reads. None until encoded."""
+    missing_BL: Tensor | None = None
+    """True at tokens of whole segments whose states are not there yet, though those of others are: `final_BLD` and
+    `taps` hold anything there. None when all states are there, or none."""
     taps: dict[int, Tensor] = field(default_factory=dict)
     """Residual-stream output of the target's layer i, before the final norm, by layer index; each [B, L, D]."""
 
@@ -39,6 +42,11 @@ class Features:
                 raise ValueError(
                     f"{name} must have the shape of tokens_BL {tuple(shape)}, got {tuple(getattr(self, name).shape)}"
                 )
+
+    @property
+    def encoded(self) -> bool:
+        """Whether the target's states are there at every token."""
+        return self.final_BLD is not None and self.missing_BL is None
 
     def labels(self, offset: int) -> tuple[Tensor, Tensor]:
         """Return (labels_BL, valid_BL): the token `offset` places after each index, and whether it is a label.
@@ -68,11 +76,55 @@ class Features:
         """The final states, [B, L, D].
 
         Raises:
-            ValueError: if the batch has not been encoded by the target yet.
+            ValueError: if the batch has not been encoded by the target yet, or only in part.
         """
-        if self.final_BLD is None:
-            raise ValueError("these features hold no target states; encode them with Target.encode first")
+        if self.final_BLD is None or self.missing_BL is not None:
+            held = "no" if self.final_BLD is None else "only some"
+            raise ValueError(f"these features hold {held} target states; encode them with Target.encode first")
         return self.final_BLD
+
+    def unread(self) -> "Features":
+        """The tokens without states, pushed together within each row, [B, M]: what is left for the target to read.
+
+        Every token sees what it would see in its place, since segments are isolated and lack their states as a whole.
+
+        Raises:
+            ValueError: if no states are missing.
+        """
+        if self.missing_BL is None:
+            raise ValueError("no states of these features are missing in part")
+        width = int(self.missing_BL.sum(1).max())
+        places_BM = (~self.missing_BL).byte().sort(dim=1, stable=True).indices[:, :width]
+        here_BM = self.missing_BL.gather(1, places_BM)
+        return Features(
+            tokens_BL=self.tokens_BL.gather(1, places_BM),
+            supervised_BL=self.supervised_BL.gather(1, places_BM),
+            segments_BL=torch.where(here_BM, self.segments_BL.gather(1, places_BM), -1),
+            positions_BL=self.positions_BL.gather(1, places_BM),
+        )
+
+    def completed(self, read: "Features") -> "Features":
+        """These features with the states of `read`, the encoded `unread()`, in their places, all in its number format.
+
+        Args:
+            read: with those taps that are wanted; all of them must be stored here.
+
+        Raises:
+            ValueError: if no states are missing.
+        """
+        if self.missing_BL is None or self.final_BLD is None:
+            raise ValueError("no states of these features are missing in part")
+        missing_BL1, real_BM = self.missing_BL[..., None], read.segments_BL >= 0
+
+        def whole(stored_BLD: Tensor, computed_BMD: Tensor) -> Tensor:
+            return stored_BLD.to(computed_BMD.dtype).masked_scatter(missing_BL1, computed_BMD[real_BM])
+
+        return replace(
+            self,
+            final_BLD=whole(self.final_BLD, read.final()),
+            taps={layer: whole(self.taps[layer], states) for layer, states in read.taps.items()},
+            missing_BL=None,
+        )
 
     def to(self, device: torch.device | str) -> "Features":
         """The same batch on another device."""
@@ -83,6 +135,7 @@ class Features:
             segments_BL=self.segments_BL.to(device),
             positions_BL=self.positions_BL.to(device),
             final_BLD=None if self.final_BLD is None else self.final_BLD.to(device),
+            missing_BL=None if self.missing_BL is None else self.missing_BL.to(device),
             taps={layer: state.to(device) for layer, state in self.taps.items()},
         )
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .acceptance import Accepted
-from .drafter import DraftState, Frontier, Proposer
+from .drafter import DraftState, Frontier, Proposals, Proposer
 from .errors import UserError
 from .streams import Draws
 from .tree import TokenTree, Topology
@@ -90,6 +90,7 @@ class StaticTree(Policy):
             until = min(depth + answered.tokens_BFHR.shape[2], self.topology.depth)
             span = _span(self.topology, depth, until, tokens_BN.device)
             tokens_BN[:, span.children_C] = span.of(answered.tokens_BFHR)
+            self.note(span, answered)
             if answered.guessed_BFHR is not None:
                 guessed_BN = torch.ones_like(tokens_BN, dtype=torch.bool) if guessed_BN is None else guessed_BN
                 guessed_BN[:, span.children_C] = span.of(answered.guessed_BFHR)
@@ -100,6 +101,9 @@ class StaticTree(Policy):
         real_BN = ~(tree.ancestors_BNN & ~guessed_BN[:, None]).any(-1)
         return trimmed(replace(tree, real_BN=real_BN))
 
+    def note(self, span: "Span", proposals: Proposals) -> None:
+        """For trees that keep what was proposed, and how sure the drafter was; nothing by default."""
+
     def _frontier(self, level: Level, tokens_BN: Tensor) -> Frontier:
         batch = tokens_BN.shape[0]
         nodes_F, parents_F = _inner(self.topology, level.parents, tokens_BN.device)
@@ -108,7 +112,7 @@ class StaticTree(Policy):
 
 
 @dataclass(frozen=True)
-class _Span:
+class Span:
     """Where the nodes of some levels stand in one answer of the drafter: the same in every pass."""
 
     children_C: Tensor
@@ -126,14 +130,14 @@ class _Span:
 
 
 @lru_cache(maxsize=256)
-def _span(topology: Topology, depth: int, until: int, device: torch.device) -> _Span:
+def _span(topology: Topology, depth: int, until: int, device: torch.device) -> Span:
     """The nodes more than `depth` and at most `until` deep, when the inner nodes of `depth` were asked about."""
     asked = _level(topology, depth).parents
     children = [node for node in range(topology.size) if depth < topology.depths[node] <= until]
     columns = [asked.index(topology.ancestor(node, depth)) for node in children]
     levels = [topology.depths[node] - depth - 1 for node in children]
     ranks = [topology.ranks[node] for node in children]
-    return _Span(*(torch.tensor(numbers, device=device) for numbers in (children, columns, levels, ranks)))
+    return Span(*(torch.tensor(numbers, device=device) for numbers in (children, columns, levels, ranks)))
 
 
 @lru_cache(maxsize=256)

@@ -4,6 +4,7 @@ an ordinary Hugging Face folder.
 Shapes: V vocabulary, D hidden size.
 """
 
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ from .target import Target, layer_list
 
 _FALLBACK_FIELDS = ("rms_norm_eps", "initializer_range", "rope_parameters", "bos_token_id", "eos_token_id",
                     "pad_token_id", "max_position_embeddings", "hidden_act")
+_MODEL_FILES = ("config.json", "*.safetensors", "*.bin", "*.index.json")
+"""What decides the model in a Hugging Face folder; the tokenizer only decides whether it fits."""
 _MACHINE_FIELDS = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
 
 
@@ -184,6 +187,25 @@ def read_model(folder: Path, target: Target) -> Any:
     return model
 
 
+def folder_digest(folder: Path) -> str:
+    """Hash of the model in a Hugging Face folder: of the names, sizes and contents of its configuration and weights.
+
+    Where the folder lies, and when it was written, does not matter; a missing one has the hash of an empty one.
+
+    Raises:
+        UserError: if a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    for file in sorted({file for pattern in _MODEL_FILES for file in folder.glob(pattern)}):
+        try:
+            with file.open("rb") as stream:
+                content = hashlib.file_digest(stream, "sha256").hexdigest()
+        except OSError as error:
+            raise _unreadable(folder, error) from error
+        digest.update(json.dumps([file.name, file.stat().st_size, content]).encode())
+    return digest.hexdigest()
+
+
 def _unreadable(folder: Path, error: Exception) -> UserError:
     reason = " ".join(str(error).split()) or type(error).__name__
     return UserError(f"the model in {folder} cannot be read ({reason}); copy or export it again")
@@ -202,10 +224,13 @@ def require_vocabulary(size: int, target: Target, name: str) -> None:
 
 
 def _require_tokenizer(folder: Path, target: Target) -> None:
-    """Where the folder brings a tokenizer, its ids must mean what the target's mean."""
+    """Where the folder brings a tokenizer, its ids must mean what the target's mean.
+
+    The sketch of a target has no tokenizer: beside it there is nothing to compare yet.
+    """
     from transformers import AutoTokenizer
 
-    if not (folder / "tokenizer.json").is_file():
+    if target.tokenizer is None or not (folder / "tokenizer.json").is_file():
         return
     theirs, ours = AutoTokenizer.from_pretrained(folder).get_vocab(), target.tokenizer.get_vocab()
     if theirs != ours:

@@ -209,8 +209,14 @@ class Target:
 
     @torch.no_grad()
     def encode(self, features: Features, taps: Sequence[int] = ()) -> Features:
-        """Run whole rows through the target, segments isolated, and fill in final states and taps."""
-        return self.trace(features, taps)
+        """Run whole rows through the target, segments isolated, and fill in final states and taps.
+
+        Where some tokens have their states already, only the others are read.
+        """
+        if features.missing_BL is None:
+            return self.trace(features, taps)
+        batch = features.to(self.device)
+        return batch.completed(self.trace(batch.unread(), taps))
 
     def trace(self, features: Features, taps: Sequence[int] = ()) -> Features:
         """The same with a graph behind the states, for a target of which something is trained."""

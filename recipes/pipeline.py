@@ -67,14 +67,14 @@ def encode_stage(workspace: Workspace) -> Sequence[Path]:
     if not module.needs_states:
         print("     nothing to store: training reads tokens alone", flush=True)
         return []
-    return encode(workspace.target, workspace.data, module.drafter.taps)
+    return encode(workspace.target, workspace.data, module.drafter.taps, room=workspace.recipe.batch.store_bytes)
 
 
 def batches_for(workspace: Workspace, module: DraftModule) -> DraftDataModule:
     """The batches that a module trains on; without stored states where its training reads none."""
     config = workspace.recipe.batch
     if not module.needs_states:
-        config = replace(config, source="tokens")
+        config = replace(config, source="tokens", store_gib=None)
     return DraftDataModule(workspace.data, config, module.drafter.taps)
 
 
@@ -103,7 +103,7 @@ def claim_settings(workspace: Workspace) -> None:
         UserError: if the folder was begun with other settings or data.
     """
     file = workspace.training / SETTINGS_FILE
-    sections = {name: workspace.settings[name] for name in ("model", "batch")}
+    sections = {name: workspace.decisive[name] for name in ("model", "batch")}
     content = json.dumps({**sections, "data": workspace.manifest().hash}, indent=2, sort_keys=True) + "\n"
     if not file.is_file():
         write_file(file, content)
@@ -146,7 +146,7 @@ def validation(workspace: Workspace, module: DraftModule) -> list[Features]:
     """Held-out conversations with the target's states, on its device."""
     target = workspace.target
     moved = [batch.to(target.device) for batch in batches_for(workspace, module).validation_features()]
-    return [batch if batch.final_BLD is not None else target.encode(batch, module.drafter.taps) for batch in moved]
+    return [batch if batch.encoded else target.encode(batch, module.drafter.taps) for batch in moved]
 
 
 def held_out_tree(workspace: Workspace, drafter: Drafter,

@@ -39,7 +39,7 @@ class Plan:
     distill_cache: int
     """Keys and values of the answers generated at once, in bytes."""
     stored_states: int
-    """Target states on disk, in bytes; 0 where they are computed in the step, or the budget is in minutes."""
+    """Target states on disk, in bytes; 0 where they are computed in the step, or the budget is in minutes alone."""
 
     @property
     def training(self) -> int:
@@ -62,7 +62,6 @@ def plan_recipe(recipe: Recipe, target: Target) -> Plan:
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     tokens, states = batch.rows_per_batch * batch.row_length, 1 + len(drafter.taps)
     width = target.hidden_size * target.dtype.itemsize
-    stored = (recipe.distill.budget_tokens or 0) if batch.source == "features" else 0
     return Plan(
         target_parameters=sum(parameter.numel() for parameter in target.model.parameters()),
         target=sum(parameter.numel() for parameter in target.model.parameters()) * target.dtype.itemsize,
@@ -71,8 +70,17 @@ def plan_recipe(recipe: Recipe, target: Target) -> Plan:
         batch_states=tokens * states * width,
         batch_drafts=(2 * tokens * drafter.trained_steps * target.hidden_size + 4 * _logits(target, drafter)) * WIDE,
         distill_cache=recipe.distill.slots * recipe.distill.max_new_tokens * cache_bytes(target),
-        stored_states=stored * states * width,
+        stored_states=_stored(recipe, states * width),
     )
+
+
+def _stored(recipe: Recipe, width: int) -> int:
+    """Bytes of stored states at `width` bytes a token."""
+    every = (recipe.distill.budget_tokens or 0) * width
+    room = recipe.batch.store_bytes
+    if recipe.batch.source == "tokens":
+        return 0
+    return every if room is None else min(every or room, room)
 
 
 def _logits(target: Target, drafter: Drafter) -> int:

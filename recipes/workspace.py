@@ -18,6 +18,7 @@ from ..data.datamodule import count_tokens
 from ..export.files import write_file
 from ..modules import Target, UserError, load_target
 from ..modules.loading import sketch_target
+from ..modules.small import folder_digest
 from ..trainers import DraftModule
 from .recipe import Recipe
 
@@ -47,6 +48,20 @@ class Workspace:
     def token_counts(self) -> Tensor:
         """How often each token of the vocabulary is a label in the data, [V]."""
         return count_tokens(self.data)
+
+    @cached_property
+    def decisive(self) -> dict[str, Any]:
+        """The settings that decide what stages leave.
+
+        A limit of the batches that is not set decides nothing. Where a draft begins with the model in a folder, that
+        model decides: another one may have been put there since.
+        """
+        found, folder = {**self.settings}, beginning(self.settings)
+        if "batch" in found:
+            found["batch"] = {name: value for name, value in found["batch"].items() if value is not None}
+        if folder is not None:
+            found["model"] = {**found["model"], "model_in_folder": folder_digest(folder)}
+        return found
 
     def manifest(self) -> Manifest:
         """The manifest of finished data.
@@ -90,6 +105,14 @@ class Workspace:
         """A fresh LightningModule of the recipe's family, its drafter not built yet."""
         family: Callable[..., DraftModule] = self.recipe.model
         return family(self.target, token_counts=self.token_counts)
+
+
+def beginning(settings: dict[str, Any]) -> Path | None:
+    """The folder whose model the recipe's draft begins with; None where it begins otherwise, or nothing is trained."""
+    given = settings.get("model")
+    for name in ("init_args", "config", "drafter", "folder"):
+        given = given.get(name) if isinstance(given, dict) else None
+    return None if given is None else Path(given)
 
 
 def sketched(recipe: Recipe, target: Target) -> DraftModule:
@@ -141,7 +164,7 @@ def run_stages(workspace: Workspace, stages: Sequence[Stage], chosen: Sequence[s
     """
     finished = read_finished(workspace.out)
     for number, stage in enumerate(stages, 1):
-        key = stage_key(stage, workspace.settings, before)
+        key = stage_key(stage, workspace.decisive, before)
         label = f"[{number}/{len(stages)}] {stage.title}"
         record = finished.get(stage.name)
         if record is None or record["key"] != key or not intact(workspace.out, record["files"]):

@@ -56,9 +56,27 @@ def test_states_follow_their_tokens() -> None:
     assert not batch.final()[1, 4:].any()
 
 
-def test_mixed_and_oversized_pieces_are_refused() -> None:
-    with pytest.raises(ValueError, match="encode all or none"):
-        pack([[piece(3, states=True), piece(3)]])
+def test_states_that_some_pieces_lack_are_marked() -> None:
+    held = piece(3, states=True)
+    batch = pack([[held, piece(2)], [piece(4)]], 6)
+    assert batch.missing_BL is not None
+    assert batch.missing_BL.long().tolist() == [[0, 0, 0, 1, 1, 0], [1, 1, 1, 1, 0, 0]]
+    assert batch.final_BLD is not None
+    assert held.final_ND is not None
+    assert torch.equal(batch.final_BLD[0, :3], held.final_ND)
+    assert not batch.encoded
+    with pytest.raises(ValueError, match="hold only some target states; encode them"):
+        batch.final()
+    left = batch.unread()
+    assert left.tokens_BL.tolist() == [[*batch.tokens_BL[0, 3:5].tolist(), *left.tokens_BL[0, 2:].tolist()],
+                                       batch.tokens_BL[1, :4].tolist()]
+    assert left.segments_BL.tolist() == [[1, 1, -1, -1], [0, 0, 0, 0]]
+    assert left.positions_BL[1].tolist() == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="no states of these features are missing in part"):
+        pack([[held]]).unread()
+
+
+def test_oversized_pieces_are_refused() -> None:
     with pytest.raises(UserError, match="row_length 4 is shorter than a row of 5 tokens"):
         pack([[piece(5)]], 4)
     with pytest.raises(UserError, match="row_length 4 is shorter than a piece of 5 tokens"):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from draftsmith.modules import (
     Observation,
     StaticTree,
     Target,
+    TargetConfig,
     Topology,
     UserError,
     decode,
@@ -26,7 +28,9 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.draft_lm import as_model
 from draftsmith.modules.draft_lm_shape import planned
+from draftsmith.modules.loading import sketch_target
 from draftsmith.modules.masked import conditional_drop, pack, useful, visible
+from draftsmith.modules.small import folder_digest
 from draftsmith.modules.tiny import tiny_tokenizer
 from draftsmith.trainers import DraftLMModule, DraftLMTrainConfig
 from families import randomised
@@ -367,6 +371,47 @@ def test_stages_chain_through_the_folder(tiny_target: Target, tmp_path: Path) ->
     assert second.head is not None
     assert first.head is not None
     assert torch.equal(second.head.weight, first.head.weight[IDS])
+
+
+def test_a_folder_is_planned_beside_the_sketch_of_a_target(tiny_target: Target, tmp_path: Path) -> None:
+    """The sketch has neither weights nor a tokenizer."""
+    first = made(DraftLMConfig(num_layers=1, hidden_size=16), tiny_target)
+    config = DraftLMConfig(folder=str(exported(first, tiny_target, tmp_path / "draft")))
+    assert planned(config, sketch_target(TargetConfig(name="tiny-random"))).hidden_size == 16
+    config = DraftLMConfig(folder=str(foreign(tmp_path / "other", 90)))
+    with pytest.raises(UserError, match="vocabulary of 90 tokens"):
+        planned(config, sketch_target(TargetConfig(name="tiny-random")))
+
+
+def test_a_folder_is_known_by_its_model_alone(tiny_target: Target, tmp_path: Path) -> None:
+    config = DraftLMConfig(num_layers=1, hidden_size=16)
+    folder = exported(made(config, tiny_target), tiny_target, tmp_path / "draft")
+    known = folder_digest(folder)
+    assert folder_digest(Path(shutil.copytree(folder, tmp_path / "elsewhere"))) == known
+    (folder / "README.md").write_text("changed")
+    assert folder_digest(folder) == known
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    other = folder_digest(folder)
+    weights.rename(folder / "model-00001.safetensors")
+    renamed = folder_digest(folder)
+    (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
+    assert len({known, other, renamed, folder_digest(folder), folder_digest(tmp_path / "none")}) == 5
+
+
+def test_a_checkpoint_of_another_model_in_the_folder_is_refused(tiny_target: Target, tmp_path: Path) -> None:
+    """The same settings, the same folder, another model in it."""
+    config, checkpoint = DraftLMConfig(num_layers=1, hidden_size=16), dict[str, Any]()
+    settings = DraftLMTrainConfig(drafter=DraftLMConfig(folder=str(tmp_path / "draft")))
+    for model in (made(config, tiny_target), DraftLM.create(config, tiny_target)):
+        exported(model, tiny_target, tmp_path / "draft")
+        module = DraftLMModule(tiny_target, settings)
+        module.configure_model()
+        if checkpoint:
+            with pytest.raises(UserError, match=r"other settings \(model_in_folder is '\w{64}', was '\w{64}'\)"):
+                module.on_load_checkpoint(checkpoint)
+        module.on_save_checkpoint(checkpoint)
+        module.on_load_checkpoint(checkpoint)
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------

@@ -222,6 +222,11 @@ def test_trees_of_other_sizes_are_replayed_exactly(tiny_target_f64: Target) -> N
     found = evaluate(target, [method], prompts, config, progress=False).evaluations[0]
     assert found.accepted_length_by_tree_size == {"own": {"7": pytest.approx(found.overall.accepted_length)}}
     assert found.overall.accepted_length > 1
+    assert set(found.confidence) == {"token", "path"}
+    # Six nodes a pass, but for those beyond the end of an answer.
+    assert 5 * found.overall.target_passes < found.confidence["path"].guesses < 6 * found.overall.target_passes
+    again = evaluate(target, [method], prompts, config, progress=False).evaluations[0]
+    assert again.confidence == found.confidence
 
 
 # Several turns, batch sizes and temperatures -------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from draftsmith.export import (
     Artifact,
     EvaluateConfig,
@@ -20,7 +21,8 @@ from draftsmith.export import (
     write_report,
 )
 from draftsmith.export.wording import lossless_verdict
-from draftsmith.modules import CostCurve, TargetIdentity, Topology, UserError
+from draftsmith.modules import ConfidenceCurve, CostCurve, TargetIdentity, Topology, UserError
+from draftsmith.modules.confidence import ConfidenceTally
 from test_artifact import TREE, tuning
 
 
@@ -40,7 +42,7 @@ def an_evaluation(name: str, **changes: Any) -> Evaluation:
     fields: dict[str, Any] = {
         "name": name, "family": "medusa", "target": "a <small> target", "batch_size": 1, "temperature": 0.0, "nodes": 6,
         "contended": False, "target_calls": 600, "draft_share": 0.1, "predicted_speedup": None, "overall": measures(),
-        "accepted_length_by_tree_size": {"own": {"16": 1.9, "64": 2.15}},
+        "accepted_length_by_tree_size": {"own": {"16": 1.9, "64": 2.15}}, "confidence": {},
         "by_prompt_set": {"own": measures(), "handwritten": measures(accepted_length=1.71)},
         "by_category": {"math": measures(accepted_length=2.05), "writing": measures(accepted_length=1.52)},
         "by_turn": {},
@@ -166,6 +168,44 @@ def test_predicted_stands_beside_measured(tmp_path: Path) -> None:
     paths = write_report(tmp_path, a_run(of={"predicted_speedup": 1.61}))
     for file in (paths["html"], paths["markdown"]):
         assert "Predicted speed-up over this loop without drafts: 1.61×, measured: 1.43×." in file.read_text()
+
+
+def a_curve(confidence: float, rate: float) -> ConfidenceCurve:
+    """1,234 guesses in the fourth bin, two in the last, none elsewhere."""
+    tally = ConfidenceTally()
+    right = torch.arange(1234) < round(rate * 1234)
+    tally.add(torch.full((1234,), confidence).log(), right)
+    tally.add(torch.zeros(2), torch.tensor([True, False]))
+    curve = tally.curve()
+    assert curve is not None
+    return curve
+
+
+@pytest.mark.parametrize(("rate", "words"), [(0.2, "over-confident"), (0.35, "about as sure as it may be"),
+                                             (0.6, "under-confident")])
+def test_confidence_is_drawn_told_and_kept(rate: float, words: str, tmp_path: Path) -> None:
+    found = {"token": a_curve(0.35, rate), "path": a_curve(0.32, rate)}
+    paths = write_report(tmp_path, a_run(of={"confidence": found}), an_artifact())
+    page, text = paths["html"].read_text(), paths["markdown"].read_text()
+    assert page.count("<svg") == 6
+    for told in (page, text):
+        assert f"on average it is {words}" in told
+        assert f"Expected calibration error {found['token'].expected_calibration_error:.3f}" in told
+        assert "wastes nodes on them" in told
+        assert "1,234" in told
+    assert f"| accepted | {found['token'].acceptance_rate:.0%} | – | – | – | {rate:.0%} |" in text
+    kept = json.loads(paths["json"].read_text())["confidence"]
+    assert kept["token"]["bins"][3]["guesses"] == 1234
+    assert kept["token"]["bins"][0] == {"guesses": 0, "mean_confidence": None, "acceptance_rate": None}
+    assert sum(one["guesses"] for one in kept["path"]["bins"]) == kept["path"]["guesses"] == 1236
+
+
+def test_the_confidence_of_several_methods_is_compared(tmp_path: Path) -> None:
+    of = {"confidence": {"token": a_curve(0.35, 0.2), "path": a_curve(0.32, 0.2)}}
+    page = write_report(tmp_path, a_run(names=("medusa", "hydra"), of=of))["html"].read_text()
+    drawing, = (one for one in re.findall(r"<svg.*?</svg>", page, re.S) if "confidence of the draft" in one)
+    assert "medusa" in drawing
+    assert "hydra" in drawing
 
 
 def test_turns_have_rows_of_their_own(tmp_path: Path) -> None:

@@ -9,9 +9,20 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 from draftsmith.data import Manifest
-from draftsmith.export import load_artifact
-from draftsmith.modules import DecodeSettings, Request, TargetConfig, decode, load_target
+from draftsmith.export import Artifact, export_artifact, load_artifact
+from draftsmith.modules import (
+    DecodeSettings,
+    DraftLM,
+    DraftLMConfig,
+    Request,
+    Target,
+    TargetConfig,
+    Topology,
+    decode,
+    load_target,
+)
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.pipeline import STAGES
 
@@ -249,3 +260,34 @@ def test_data_of_another_run_must_be_there(
     assert "none, which is no folder; give the data folder of a finished run" in capsys.readouterr().err
     assert main(["distill", *words, "--data", str(finished / "data")]) == 2
     assert "already distilled; leave data out" in capsys.readouterr().err
+
+
+def beginning_with(folder: Path, target: Target, layers: tuple[int, ...], out: Path) -> list[str]:
+    """Put these layers of the target into a folder as a model, and train on from there: words of `train`."""
+    drafter = DraftLM.create(DraftLMConfig(layers=layers), target)
+    export_artifact(Artifact(drafter=drafter, target=target, topology=Topology.chain(2), identity=target.identity,
+                             provenance={}), target, "huggingface", folder)
+    content = yaml.safe_load(TINY.read_text())
+    config = {"max_steps": 2, "warmup_steps": 1, "checkpoint_every": 1, "drafter": {"folder": str(folder)}}
+    content["model"] = {"class_path": "draftsmith.trainers.DraftLMModule", "init_args": {"config": config}}
+    out.mkdir(exist_ok=True)
+    (out / "recipe.yaml").write_text(yaml.safe_dump(content))
+    return ["--config", str(out / "recipe.yaml"), "--out", str(out)]
+
+
+def test_another_model_in_the_same_folder_is_noticed(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, data = load_target(TargetConfig(name="tiny-random")), ["--data", str(finished / "data")]
+    words = beginning_with(tmp_path / "draft", target, (0,), tmp_path / "out") + data
+    assert main(["train", *words]) == 0
+    weights = (tmp_path / "out" / "artifact" / "model.safetensors").read_bytes()
+    capsys.readouterr()
+    assert main(["train", *words]) == 0
+    assert capsys.readouterr().out.count("already complete, skipped") == 3
+    beginning_with(tmp_path / "draft", target, (1,), tmp_path / "out")
+    assert main(["train", *words]) == 2
+    assert 'was begun with "model_in_folder": ' in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "out" / "train")
+    assert main(["train", *words]) == 0
+    assert (tmp_path / "out" / "artifact" / "model.safetensors").read_bytes() != weights

@@ -214,8 +214,8 @@ class DraftModule(L.LightningModule):
         return self.drafter.reads_states or self.needs_teacher or self.config.feature_weight > 0
 
     def encoded(self, features: Features) -> Features:
-        """The batch with the target's states: stored ones, or computed now in the target's own precision."""
-        if features.final_BLD is not None:
+        """The batch with the target's states: stored ones, others computed now in the target's own precision."""
+        if features.encoded:
             return features
         with torch.autocast(self.target.device.type, enabled=False):
             return self.target.encode(features, self.drafter.taps)

@@ -5,7 +5,8 @@ chain through `drafter.folder`: the folder that the last one exported.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from ..modules.draft_lm import DraftLM
 from ..modules.draft_lm_shape import DraftLMConfig, planned
 from ..modules.errors import UserError
 from ..modules.features import Features
+from ..modules.small import folder_digest
 from ..modules.target import Target
 from .base import DraftModule, Learned, TrainConfig
 from .vocabulary import reduced_vocabulary
@@ -66,11 +68,18 @@ class DraftLMModule(DraftModule):
 
     def build_drafter(self) -> DraftLM:
         """The model as it begins."""
+        if self.config.drafter.folder is not None:
+            self._begun_with = folder_digest(Path(self.config.drafter.folder))
         return DraftLM.create(self.config.drafter, self.target, self._token_ids_Q)
 
     def weights(self, steps: int) -> tuple[float, ...]:
         """Exits weigh the same, depths fade."""
         return (1.0,) * steps if self.config.drafter.exits else super().weights(steps)
+
+    def recipe(self) -> dict[str, Any]:
+        """Also which model stood in the folder: a run does not go on from the checkpoint of another one."""
+        begun = {} if self.config.drafter.folder is None else {"model_in_folder": self._begun_with}
+        return {**super().recipe(), **begun}
 
     def loss(self, features: Features) -> Learned:
         """What a batch teaches: its answers, or all of its text."""
