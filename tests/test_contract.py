@@ -120,17 +120,23 @@ def test_the_loss_is_that_of_every_label_by_hand(name: str, tiny_target: Target)
     module.drafter = drafter
     ids = drafter.token_ids_Q
     entries = None if ids is None else {token: entry for entry, token in enumerate(ids.tolist())}
-    expected, count = 0.0, 0
+    expected, count, apart = 0.0, 0, torch.nn.functional.smooth_l1_loss
     with torch.no_grad():
         total, sums_KC = module.loss(packed(tiny_target, drafter, rows, left=2))[:2]
         for tokens, flags in rows:
-            drafts = drafter(alone(tiny_target, drafter, (tokens, flags)))
+            features = alone(tiny_target, drafter, (tokens, flags))
+            drafts = drafter(features)
+            held = drafts.hidden_BLKD if drafts.estimated_BLKD is None else drafts.estimated_BLKD
             for step, offset in enumerate(drafts.offsets):
                 for place in range(len(tokens) - offset):
                     label = tokens[place + offset] if entries is None else entries.get(tokens[place + offset])
                     if flags[place + offset] and label is not None:
                         logits_Q = drafter.project(drafts.hidden_BLKD[0, place, step], step)
-                        expected -= module.weights(len(drafts.offsets))[step] * float(logits_Q.log_softmax(-1)[label])
+                        loss = -float(logits_Q.log_softmax(-1)[label])
+                        if module.config.feature_weight and drafts.estimates is not None:
+                            state = features.final()[0, place + drafts.estimates[step]]
+                            loss += module.config.feature_weight * float(apart(held[0, place, step], state))
+                        expected += module.weights(len(drafts.offsets))[step] * loss
                         count += 1
     assert count == int(sums_KC[:, 0].sum())
     assert float(total) == pytest.approx(expected, rel=1e-4)
