@@ -47,15 +47,26 @@ def export_eagle(drafter: Drafter, target: Target, out: Path) -> None:
     shared one is written out.
 
     Raises:
-        UserError: if the drafter is no EAGLE, or the target's output layer has a bias and would be written.
+        UserError: if the drafter is no EAGLE or has FSPAD's changes, or the target's output layer has a bias and would
+            be written.
     """
     if not isinstance(drafter, Eagle | Eagle3):
         raise UserError(f"the format eagle holds EAGLE drafters, this artifact is {drafter.family}; export that family "
                         "in its own format")
+    if isinstance(drafter, Eagle) and (changed := _changes(drafter)):
+        raise UserError(f"this drafter has {' and '.join(changed)}, which the format eagle has no place for and no "
+                        "serving engine runs; train without to export")
     with whole_folder(out, _OWNED) as partial:
         save_file(eagle_tensors(drafter, target), partial / EAGLE_FILE, metadata={"format": "pt"})
         write_file(partial / "config.json", json.dumps(_config(drafter, target), indent=2) + "\n")
         write_file(partial / "README.md", _readme(drafter, target))
+
+
+def _changes(drafter: Eagle) -> list[str]:
+    """FSPAD's settings that the drafter was made with."""
+    settings = {"feature_sampling": drafter.config.feature_sampling,
+                "partial_alignment": drafter.config.partial_alignment}
+    return [name for name, chosen in settings.items() if chosen]
 
 
 def eagle_tensors(drafter: Eagle | Eagle3, target: Target) -> dict[str, Tensor]:

@@ -142,16 +142,22 @@ class Attention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(SiLU(gate(x)) * up(x)) (SwiGLU, arXiv:2002.05202)."""
+    """down(SiLU(gate(x)) * up(x)) (SwiGLU, arXiv:2002.05202).
 
-    def __init__(self, width: int, intermediate_size: int) -> None:
+    Args:
+        width: of what it reads.
+        intermediate_size: of what is gated.
+        output_size: width of what it adds, where that is not `width`.
+    """
+
+    def __init__(self, width: int, intermediate_size: int, *, output_size: int | None = None) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(width, intermediate_size, bias=False)
         self.up_proj = nn.Linear(width, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, width, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, width if output_size is None else output_size, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """What is added to the states, [..., D] like `hidden`."""
+        """What is added to the states, [..., D] of states [..., D]; [..., output_size] where that was given."""
         added: Tensor = self.down_proj(functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
         return added
 

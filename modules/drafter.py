@@ -37,12 +37,18 @@ class Drafts:
     estimates: tuple[int, ...] | None = None
     """How far ahead of its index the target's final state lies that each of the K states resembles, when the family
     says so; the output layer of the target then predicts from it the token at `offsets`."""
+    estimated_BLKD: Tensor | None = None
+    """The states that resemble the target's, where a family keeps them apart from those that the output layer reads;
+    None when they are `hidden_BLKD`."""
 
     def __post_init__(self) -> None:
         shape = self.hidden_BLKD.shape
         if self.valid_BLK is not None and self.valid_BLK.shape != shape[:3]:
             raise ValueError(f"valid_BLK must have the shape {tuple(shape[:3])} of the draft states, got "
                              f"{tuple(self.valid_BLK.shape)}")
+        if self.estimated_BLKD is not None and (self.estimates is None or self.estimated_BLKD.shape[:3] != shape[:3]):
+            raise ValueError(f"estimated_BLKD needs estimates and the shape {tuple(shape[:3])} of the draft states, "
+                             f"got {self.estimates} and {tuple(self.estimated_BLKD.shape)}")
         for name, ahead in (("offsets", self.offsets), ("estimates", self.estimates)):
             if ahead is not None and len(ahead) != shape[2]:
                 raise ValueError(f"{name} must have one entry for each of the {shape[2]} draft steps, got {ahead}")

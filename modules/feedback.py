@@ -102,6 +102,11 @@ class FeedbackDrafter(BorrowingDrafter):
         return own
 
     @property
+    def state_size(self) -> int:
+        """Width of the layer's states; the block's unless a member says otherwise."""
+        return self.block.hidden_size
+
+    @property
     def num_layers(self) -> int:
         """Decoder layers that write keys; one unless a member says otherwise."""
         return 1
@@ -121,10 +126,15 @@ class FeedbackDrafter(BorrowingDrafter):
                             "steps or raise row_length")
         own = self.rollout(features, steps, Rollout(features))
         return Drafts(hidden_BLKD=torch.stack([self.finish(state) for state in own], dim=2),
-                      offsets=tuple(range(_FIRST, _FIRST + steps)), estimates=self.estimates(steps))
+                      offsets=tuple(range(_FIRST, _FIRST + steps)), estimates=self.estimates(steps),
+                      estimated_BLKD=self.estimated(own))
 
     def estimates(self, steps: int) -> tuple[int, ...] | None:
         """Which of the target's final states each step estimates; none unless a member says so."""
+        return None
+
+    def estimated(self, own: list[Tensor]) -> Tensor | None:
+        """The estimates themselves, [B, L, K, D]; None where they are what the output layer reads."""
         return None
 
     def rollout(self, features: Features, steps: int, sights: Callable[[int], Sight]) -> list[Tensor]:
@@ -157,7 +167,7 @@ class FeedbackDrafter(BorrowingDrafter):
     def start(self, rows: int, capacity: int) -> FeedbackState:
         """A state in which no row has been observed yet; the linear layers are packed if they have changed."""
         self._packing.refresh(self)
-        own_RD = next(self.parameters()).new_zeros(rows, self.block.hidden_size)
+        own_RD = next(self.parameters()).new_zeros(rows, self.state_size)
         return FeedbackState(own_RD, BlockRows(self.num_layers, rows, capacity, own_RD.device))
 
     @torch.no_grad()

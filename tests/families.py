@@ -107,8 +107,9 @@ def _hydra(config: HydraConfig, ids: torch.Tensor | None = None) -> Case:
 
 def _eagle(config: EagleConfig, ids: torch.Tensor | None = None) -> Case:
     def module(target: Target, **settings: Any) -> DraftModule:
-        # The cycle is not the target's own text: its distributions and states are no help.
-        given = {"objective": "hard", "feature_weight": 0.0} | settings
+        # The cycle is not the target's own text: its distributions and states are no help. Where a state is kept for
+        # them alone they are no hindrance.
+        given = {"objective": "hard", "feature_weight": float(config.partial_alignment)} | settings
         return EagleModule(target, EagleTrainConfig(drafter=config, **given), token_counts=_counts(target, ids))
 
     return Case(make=lambda target: Eagle.create(config, target, ids), module=module)
@@ -143,6 +144,10 @@ CASES: dict[str, Case] = {
     "hydra++": _hydra(HydraConfig(num_heads=3, num_layers=4, prefix=True, dropout=0.1)),
     "eagle": _eagle(EagleConfig()),
     "eagle-hass-reduced": _eagle(EagleConfig(steps=3, bias=False, noise=0.1, vocabulary_size=len(IDS)), IDS),
+    "eagle-sampling": _eagle(EagleConfig(feature_sampling=True)),
+    "eagle-partial": _eagle(EagleConfig(partial_alignment=True, steps=2)),
+    "eagle-fspad-reduced": _eagle(EagleConfig(feature_sampling=True, partial_alignment=True,
+                                              vocabulary_size=len(IDS)), IDS),
     "eagle3": _eagle3(Eagle3Config(steps=3)),
     "eagle3-shared": _eagle3(Eagle3Config(steps=2, taps=(1,), output="shared", norm_output=True)),
     "eagle3.1": _eagle3(Eagle3Config(steps=3, fc_norm=True, norm_output=True)),

@@ -135,18 +135,29 @@ def test_no_guess_looks_at_the_token_it_guesses(name: str, tiny_target: Target) 
                     assert not torch.allclose(after.hidden_BLKD[0, known:, step], before.hidden_BLKD[0, known:, step])
 
 
-def answers(name: str, original: Target, row: tuple[list[int], list[bool]]) -> list[tuple[int, Tensor, list[int]]]:
-    """All that the loss judges at a row, in its order: (offset, log-probabilities [L, Q], the tokens they are of).
+Answer = tuple[int, Tensor, list[int], Tensor]
+"""An offset, log-probabilities [L, Q], the tokens they are of, and the distance [L] from the target's state, if any."""
 
-    These are the target's own next token, where the target learns too, and then every draft step.
-    """
+
+def answers(name: str, original: Target, row: tuple[list[int], list[bool]]) -> list[Answer]:
+    """All that the loss judges at a row, in its order: the target's own next token, where the target learns too, and
+    then every draft step."""
     drafter, target = made(name, original)
     features = alone(target, drafter, row)
     drafts, every = drafter(features), list(range(target.vocab_size))
     entries = every if drafter.token_ids_Q is None else drafter.token_ids_Q.tolist()
-    own = [] if target is original else [(1, target.logits(features.final())[0].log_softmax(-1), every)]
-    return own + [(offset, drafter.project(drafts.hidden_BLKD[0, :, step], step).log_softmax(-1), entries)
-                  for step, offset in enumerate(drafts.offsets)]
+    final_LD, none_L = features.final()[0], torch.zeros(len(row[0]))
+    own = [] if target is original else [(1, target.logits(final_LD).log_softmax(-1), every, none_L)]
+    held = drafts.hidden_BLKD if drafts.estimated_BLKD is None else drafts.estimated_BLKD
+    found = []
+    for step, offset in enumerate(drafts.offsets):
+        apart_L = none_L.clone()
+        if drafts.estimates is not None:
+            known = max(0, len(row[0]) - drafts.estimates[step])
+            states = held[0, :known, step], final_LD[drafts.estimates[step] :]
+            apart_L[:known] = torch.nn.functional.smooth_l1_loss(*states, reduction="none").mean(-1)
+        found.append((offset, drafter.project(drafts.hidden_BLKD[0, :, step], step).log_softmax(-1), entries, apart_L))
+    return own + found
 
 
 def placed(name: str, original: Target, **settings: Any) -> DraftModule:
@@ -166,11 +177,12 @@ def test_the_loss_is_that_of_every_label_by_hand(name: str, tiny_target: Target)
     with torch.no_grad():
         total, sums_KC, weights, _ = module.loss(packed(tiny_target, module.drafter, rows, left=2))
         for tokens, flags in rows:
-            for weight, (offset, log_probs_LQ, ids) in zip(weights, answers(name, tiny_target, (tokens, flags)),
-                                                          strict=True):
+            given = answers(name, tiny_target, (tokens, flags))
+            for weight, (offset, log_probs_LQ, ids, apart_L) in zip(weights, given, strict=True):
                 for place in range(len(tokens) - offset):
                     if flags[place + offset] and tokens[place + offset] in ids:
                         expected -= weight * float(log_probs_LQ[place, ids.index(tokens[place + offset])])
+                        expected += weight * module.config.feature_weight * float(apart_L[place])
                         count += 1
     assert all(weights)
     assert weights == module.weights(len(weights))

@@ -270,6 +270,21 @@ def test_the_first_has_one_layer(tmp_path: Path, tiny_target: Target) -> None:
         import_eagle(folder, tiny_target)
 
 
+@pytest.mark.parametrize(("settings", "told"), [
+    ({"feature_sampling": True}, "this drafter has feature_sampling, which"),
+    ({"partial_alignment": True}, "this drafter has partial_alignment, which"),
+    ({"feature_sampling": True, "partial_alignment": True}, "this drafter has feature_sampling and partial_alignment, "
+                                                            "which the format eagle has no place for and no serving "
+                                                            "engine runs; train without to export"),
+])
+def test_what_no_engine_runs_is_not_written(
+    tmp_path: Path, tiny_target: Target, settings: dict[str, bool], told: str
+) -> None:
+    with pytest.raises(UserError, match=told):
+        written(Eagle.create(EagleConfig(**settings), tiny_target), tiny_target, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_foreign_mistakes_are_named(tmp_path: Path, tiny_target: Target) -> None:
     folder = written(randomised(MADE["eagle3-reduced"](tiny_target)), tiny_target, tmp_path / "out")
     path, tensors = folder / "model.safetensors", load_file(folder / "model.safetensors")

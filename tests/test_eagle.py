@@ -18,6 +18,7 @@ from draftsmith.modules import (
     Target,
     UserError,
 )
+from draftsmith.modules.blocks import Sight
 from draftsmith.modules.eagle3 import chosen_taps
 from draftsmith.modules.feedback import FeedbackDrafter, FeedbackState
 from draftsmith.modules.rollout import Rollout
@@ -25,12 +26,14 @@ from draftsmith.modules.tiny import tiny_model, tiny_tokenizer
 from draftsmith.trainers.eagle import EagleModule, EagleTrainConfig
 from draftsmith.trainers.eagle3 import Eagle3Module, Eagle3TrainConfig
 from families import randomised
-from references.eagle import PlainRollout, harmonised
+from references.eagle import PlainRollout, fspad, harmonised
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+FSPAD = EagleConfig(feature_sampling=True, partial_alignment=True, steps=2)
 MAKERS: dict[str, Callable[[Target], FeedbackDrafter]] = {
     "eagle": lambda target: Eagle.create(EagleConfig(), target),
+    "eagle-fspad": lambda target: Eagle.create(FSPAD, target),
     "eagle3": lambda target: Eagle3.create(Eagle3Config(), target),
     "eagle3-norm": lambda target: Eagle3.create(Eagle3Config(taps=(1,), norm_output=True), target),
     "eagle3-layers": lambda target: Eagle3.create(Eagle3Config(num_layers=3), target),
@@ -304,6 +307,114 @@ def test_the_rotary_base_is_the_targets_unless_given(tiny_target: Target) -> Non
     assert Eagle.create(EagleConfig(), other).block.rope_base == 5e5
     assert Eagle.create(EagleConfig(rope_base=1e4), other).block.rope_base == 1e4
     assert Eagle.create(EagleConfig(), tiny_target).block.rope_base == 1e4
+
+
+# FSPAD ----------------------------------------------------------------------------------------------------------------
+
+
+def halved(target: Target) -> tuple[EagleModule, Features]:
+    """A drafter with both changes in training, and a batch."""
+    module = EagleModule(target, EagleTrainConfig(drafter=FSPAD))
+    drafter = module.drafter = Eagle.create(FSPAD, target)
+    randomised(drafter).train()
+    return module, packed(target, drafter)
+
+
+def test_two_states_are_computed_and_the_second_is_fed_back(tiny_target_f64: Target) -> None:
+    drafter = made("eagle-fspad", tiny_target_f64)
+    features = text(tiny_target_f64, drafter, list(range(20, 30)))
+    itself = Sight(positions_BN=features.positions_BL, visible_BNW=torch.eye(10, dtype=torch.bool)[None])
+    group = drafter.block.num_heads // drafter.block.num_kv_heads
+    with torch.no_grad():
+        steps = drafter.rollout(features, 3, lambda _step: itself)
+        for place in range(7):
+            read = features.final()[0, place]
+            for step, own in enumerate(steps):
+                embedded = drafter.following(features, 1 + step)[0, place]
+                logit, read = fspad(drafter.state_dict(), embedded, read, group)
+                torch.testing.assert_close(drafter.finish(own)[0, place], logit, atol=1e-10, rtol=1e-10)
+                torch.testing.assert_close(drafter.feed(own)[0, place], read, atol=1e-10, rtol=1e-10)
+                assert not torch.allclose(logit, read)
+
+
+def test_the_output_layer_reads_the_first_state_alone_in_training_and_while_decoding(tiny_target: Target) -> None:
+    drafter = made("eagle-fspad", tiny_target)
+    features = text(tiny_target, drafter, list(range(20, 34)))
+    with torch.no_grad():
+        steps, drafts = drafter.rollout(features, 6, Rollout(features)), drafter(features)
+        state = read(drafter, features, 7)
+        assert drafts.estimated_BLKD is not None
+        for step, own in enumerate(steps):
+            torch.testing.assert_close(drafts.hidden_BLKD[:, :, step], own[..., :32])
+            torch.testing.assert_close(drafts.estimated_BLKD[:, :, step], own[..., 32:])
+            told = drafter.expand(state, level([step], [step - 1], features.tokens_BL[0, 7 + step : 8 + step].tolist()))
+            expected = tiny_target.logits(own[0, 6, :32]).log_softmax(-1)
+            torch.testing.assert_close(told.log_probs_BFHQ[0, 0, 0], expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("kept", "taught", "untouched"), [("feature", slice(32, 64), slice(0, 32)),
+                                                         ("token", slice(0, 32), slice(32, 64))])
+def test_neither_loss_reaches_the_state_of_the_other(
+    kept: str, taught: slice, untouched: slice, tiny_target: Target
+) -> None:
+    """The rows of `down_proj` that lead to one state get no gradient of the other's loss, at any step."""
+    module, features = halved(tiny_target)
+    drafts = module.drafter(features)
+    assert drafts.estimated_BLKD is not None
+    if kept == "feature":
+        drafts = dataclasses.replace(drafts, hidden_BLKD=drafts.hidden_BLKD.detach())
+    else:
+        drafts = dataclasses.replace(drafts, estimated_BLKD=drafts.estimated_BLKD.detach())
+    total, _ = module._judge(module.weights(2), None)(drafts, features)
+    total.backward()
+    gradient = module.drafter.get_parameter("layers.0.mlp.down_proj.weight").grad
+    assert gradient is not None
+    assert float(gradient[untouched].abs().max()) == 0
+    assert float(gradient[taught].abs().min(dim=0).values.max()) > 0
+
+
+def test_both_states_begin_as_the_targets_and_every_new_weight_is_reached(tiny_target: Target) -> None:
+    module = EagleModule(tiny_target, EagleTrainConfig(drafter=FSPAD))
+    drafter = module.drafter = Eagle.create(FSPAD, tiny_target)
+    features = text(tiny_target, drafter, list(range(20, 30)))
+    plain = Eagle.create(EagleConfig(steps=2), tiny_target)
+    plain.fc.load_state_dict(drafter.fc.state_dict())
+    with torch.no_grad():
+        drafts, expected = drafter(features), plain(features).hidden_BLKD
+        assert drafts.estimated_BLKD is not None
+        assert torch.equal(drafts.hidden_BLKD, expected)
+        assert torch.equal(drafts.estimated_BLKD, expected)
+        drafter.fc.weight[:, :32], drafter.fc.bias[:] = 0, 0
+        torch.testing.assert_close(drafter(features).hidden_BLKD[:, :, 0], features.final())
+    optimizer = torch.optim.SGD(drafter.train().parameters(), lr=1e-2)
+    for _ in range(2):
+        optimizer.zero_grad()
+        module.loss(features).total.backward()
+        optimizer.step()
+    unreached = [name for name, weight in drafter.named_parameters()
+                 if weight.grad is None or not float(weight.grad.abs().sum()) > 0]
+    assert unreached == []
+
+
+@pytest.mark.parametrize("sampling", [False, True])
+@pytest.mark.parametrize("partial", [False, True])
+def test_what_the_changes_weigh(sampling: bool, partial: bool, tiny_target: Target) -> None:
+    """Of width 32, with a gated MLP of 64: three matrices and a norm, and half a matrix more."""
+    plain = Eagle.create(EagleConfig(), tiny_target)
+    drafter = Eagle.create(EagleConfig(feature_sampling=sampling, partial_alignment=partial), tiny_target)
+    more = 4 * ((3 * 32 * 64 + 32) * sampling + 32 * 64 * partial)
+    assert drafter.block.intermediate_size == 64
+    assert drafter.observe_bytes() == plain.observe_bytes() + more
+    assert drafter.expand_bytes() == plain.expand_bytes() + more
+    own = set(drafter.state_dict()) - set(plain.state_dict())
+    assert own == {f"sampling.{part}.weight" for part in ("norm", "gate_proj", "up_proj", "down_proj") if sampling}
+
+
+def test_a_state_that_nothing_teaches_is_refused() -> None:
+    with pytest.raises(UserError, match=r"partial_alignment keeps a state that feature_weight alone teaches, got "
+                                        r"feature_weight 0.0; set it above 0 .*, or partial_alignment to false"):
+        EagleTrainConfig(drafter=EagleConfig(partial_alignment=True), feature_weight=0.0)
+    EagleTrainConfig(drafter=EagleConfig(feature_sampling=True), feature_weight=0.0)
 
 
 # EAGLE-3 --------------------------------------------------------------------------------------------------------------

@@ -128,6 +128,17 @@ def test_feature_loss_equals_the_plain_twin(ids: Tensor | None, tiny_target_f64:
     assert not torch.allclose(other[1], found[1]), "another state must show"
 
 
+def test_states_kept_for_the_target_alone_are_held_to_it(tiny_target_f64: Target) -> None:
+    """And what the output layer reads is not."""
+    features, drafter = ragged(tiny_target_f64), heads(tiny_target_f64)
+    kept = torch.randn(3, 12, 3, 32, dtype=torch.float64, requires_grad=True)
+    apart = lambda drafts: dataclasses.replace(drafts, estimates=(1, 2, 3), estimated_BLKD=kept)  # noqa: E731
+    found = run(drafter, tiny_target_f64, features, "hard", 200, apart, feature_weight=10.0)
+    compare(drafter, tiny_target_f64, features, "hard", found, apart, feature_weight=10.0)
+    assert kept.grad is not None
+    assert float(kept.grad.abs().sum()) > 0
+
+
 def test_features_are_refused_where_the_states_estimate_none(tiny_target: Target) -> None:
     features, drafter = ragged(tiny_target), heads(tiny_target)
     with pytest.raises(UserError, match="feature_weight is above 0, but the states of this drafter estimate none"):
@@ -140,6 +151,8 @@ def test_features_are_refused_where_the_states_estimate_none(tiny_target: Target
     ({"estimates": (1,)}, "estimates must have one entry"),
     ({"estimates": (2, 2, 3)}, "predicts 2 tokens ahead cannot resemble the target's state 2 ahead"),
     ({"valid_BLK": torch.ones(3, 12, 2, dtype=torch.bool)}, "valid_BLK must have the shape"),
+    ({"estimated_BLKD": torch.ones(3, 12, 2, 32)}, r"needs estimates and the shape \(3, 12, 3\) .* \(3, 12, 2, 32\)"),
+    ({"estimated_BLKD": torch.ones(3, 12, 3, 32), "estimates": None}, "estimated_BLKD needs estimates .* got None"),
 ])
 def test_impossible_drafts_are_refused(changes: dict[str, Any], told: str, tiny_target: Target) -> None:
     drafts = heads(tiny_target)(ragged(tiny_target))

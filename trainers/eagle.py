@@ -1,11 +1,12 @@
-"""Training an EAGLE-1 drafter on the target's states and distributions (arXiv:2401.15077, section 4.1), or by HASS's
-harmonised passes (arXiv:2408.15766)."""
+"""Training an EAGLE-1 drafter on the target's states and distributions (arXiv:2401.15077, section 4.1), also by HASS's
+harmonised passes (arXiv:2408.15766) or with FSPAD's two states (arXiv:2408.15562)."""
 
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from ..modules.eagle import Eagle, EagleConfig
+from ..modules.errors import UserError
 from ..modules.target import Target
 from .base import DraftModule, TrainConfig
 from .objectives import Objective, ObjectiveName
@@ -29,6 +30,13 @@ class EagleTrainConfig(TrainConfig):
     """How many tokens those are."""
     drafter: EagleConfig = field(default_factory=EagleConfig)
     """The drafter."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.drafter.partial_alignment and not self.feature_weight:
+            raise UserError("partial_alignment keeps a state that feature_weight alone teaches, got feature_weight "
+                            f"{self.feature_weight}; set it above 0 (the paper's weights make it 10), or "
+                            "partial_alignment to false")
 
     def judge(self) -> Objective:
         """The objective, with HASS's over the likeliest tokens."""

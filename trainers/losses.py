@@ -47,6 +47,11 @@ class Supervision:
     missed_K: Tensor
     """Labels of each draft step that lie outside the draft vocabulary: they are not learned."""
 
+    def sources(self, states_BLKD: Tensor) -> Tensor:
+        """The draft steps' states at the indices that predict the tokens, [N, K, D]."""
+        steps_K = torch.arange(states_BLKD.shape[2], device=states_BLKD.device)
+        return states_BLKD.flatten(0, 1)[self.sources_NK, steps_K]
+
 
 def supervise(
     features: Features, offsets: Sequence[int], index_V: Tensor | None = None, valid_BLK: Tensor | None = None
@@ -117,14 +122,14 @@ class VocabularyLoss:
         right token cannot be drafted, and the target's renormalised distribution teaches another one.
         """
         supervision = supervise(features, drafts.offsets, index_V, drafts.valid_BLK)
-        flat_MKD = drafts.hidden_BLKD.flatten(0, 1)
-        steps_K = torch.arange(len(drafts.offsets), device=flat_MKD.device)
-        hidden_NKD = flat_MKD[supervision.sources_NK, steps_K]
+        hidden_NKD = supervision.sources(drafts.hidden_BLKD)
         states_ND = None if self.teacher is None else features.final().flatten(0, 1)[supervision.teachers_N]
         total, sums_KC = self._vocabulary(_Rows(self, supervision, states_ND), hidden_NKD)
         if not self.feature_weight:
             return total, sums_KC
-        return self._with_features(total, sums_KC, feature_loss(hidden_NKD, supervision, drafts, features))
+        apart = drafts.estimated_BLKD
+        estimated_NKD = hidden_NKD if apart is None else supervision.sources(apart)
+        return self._with_features(total, sums_KC, feature_loss(estimated_NKD, supervision, drafts, features))
 
     def _vocabulary(self, rows: "_Rows", hidden_NKD: Tensor) -> tuple[Tensor, Tensor]:
         if not torch.is_grad_enabled():
@@ -140,7 +145,7 @@ class VocabularyLoss:
         return total + self.feature_weight * (weights_K * feature_K).sum(), sums_KC + added_KC
 
 
-def feature_loss(hidden_NKD: Tensor, supervision: Supervision, drafts: Drafts, features: Features) -> Tensor:
+def feature_loss(estimated_NKD: Tensor, supervision: Supervision, drafts: Drafts, features: Features) -> Tensor:
     """Smooth L1 between each draft state and the target's final state that it estimates; sums over tokens, [K].
 
     A token counts the mean over its D components, as in arXiv:2401.15077, section 4.1 (there weighted 1.0 beside
@@ -150,13 +155,13 @@ def feature_loss(hidden_NKD: Tensor, supervision: Supervision, drafts: Drafts, f
         UserError: if the drafter's states estimate none of the target's.
     """
     final_MD = features.final().flatten(0, 1)
-    if drafts.estimates is None or final_MD.shape[-1] != hidden_NKD.shape[-1]:
+    if drafts.estimates is None or final_MD.shape[-1] != estimated_NKD.shape[-1]:
         raise UserError("feature_weight is above 0, but the states of this drafter estimate none of the target's; set "
                         "feature_weight to 0")
     estimates_K = torch.tensor(drafts.estimates, device=final_MD.device)
     # Where a step is not valid its source is any index: what lies beyond the batch is not read.
     places_NK = (supervision.sources_NK + estimates_K).clamp(max=len(final_MD) - 1)
-    apart_NKD = functional.smooth_l1_loss(wide(hidden_NKD), wide(final_MD[places_NK]), reduction="none")
+    apart_NKD = functional.smooth_l1_loss(wide(estimated_NKD), wide(final_MD[places_NK]), reduction="none")
     return torch.where(supervision.valid_NK, apart_NKD.mean(-1), 0.0).sum(0)
 
 

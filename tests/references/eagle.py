@@ -1,4 +1,5 @@
-"""The steps of training in the plainest form: one softmax over all keys there are, under a written-out mask."""
+"""The steps of training in the plainest form: one softmax over all keys there are, under a written-out mask; FSPAD's
+changes at one index."""
 
 import torch
 from draftsmith.modules import Eagle, Features
@@ -56,3 +57,24 @@ def harmonised(drafter: Eagle, final_LD: Tensor, embedded_LD: Tensor, passes: in
         outputs.append(hidden + block.mlp(block.post_attention_layernorm(hidden)))
         streams.append(torch.cat([final_LD[:1], outputs[-1][:-1]]).detach())
     return outputs
+
+
+def fspad(own: dict[str, Tensor], embedded_D: Tensor, read_D: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """(logit half, fed half) of an index that attends to itself alone, so that attention gives back its value
+    (arXiv:2408.15562)."""
+    def normed(state: Tensor, weight: Tensor) -> Tensor:
+        return weight * state / (state.square().mean() + 1e-6).sqrt()
+
+    def gated(gate: Tensor, up: Tensor) -> Tensor:
+        return gate / (1 + (-gate).exp()) * up
+
+    state = own["fc.weight"] @ torch.cat([embedded_D, read_D]) + own["fc.bias"]
+    up = own["sampling.up_proj.weight"] @ normed(state, own["sampling.norm.weight"])
+    state = state + own["sampling.down_proj.weight"] @ gated(own["sampling.gate_proj.weight"] @ embedded_D, up)
+    layer = {name.removeprefix("layers.0."): weight for name, weight in own.items()}
+    value = (layer["self_attn.v_proj.weight"] @ state).view(-1, 8).repeat_interleave(group, 0).flatten()
+    state = state + layer["self_attn.o_proj.weight"] @ value
+    read = normed(state, layer["post_attention_layernorm.weight"])
+    added = gated(layer["mlp.gate_proj.weight"] @ read, layer["mlp.up_proj.weight"] @ read)
+    first, second = (layer["mlp.down_proj.weight"] @ added).view(2, -1)
+    return state + first, state + second

@@ -30,7 +30,8 @@ def plain_loss(
             p = target.logits(features.final()[row, index + offset - 1]).softmax(-1)
             loss = objectives.loss(objective, p, project(state, step).softmax(-1), ids, ids.index(label))
             if feature_weight:
-                loss = loss + feature_weight * smooth_l1(state, features.final()[row, index + drafts.estimates[step]])
+                held = state if drafts.estimated_BLKD is None else drafts.estimated_BLKD[row, index, step]
+                loss = loss + feature_weight * smooth_l1(held, features.final()[row, index + drafts.estimates[step]])
             total, count = total + weights[step] * loss, count + weights[step]
     return total, count
 
