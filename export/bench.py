@@ -131,9 +131,9 @@ class Bench:
     def _answered(self, asked: Sequence[Exchange]) -> Iterator[Exchange]:
         known = {one.index: self.references.find(one.prompt, one.temperature, one.index) for one in asked}
         for exchange in asked:
-            if (answer := known[exchange.index]) is not None:
+            if (found := known[exchange.index]) is not None:
                 self.advance(1)
-                yield replace(exchange, reference=answer)
+                yield replace(exchange, reference=found)
         for group in self._batches([exchange for exchange in asked if known[exchange.index] is None]):
             if group[0].temperature == 0:
                 answers = self._generate(group)[0]
