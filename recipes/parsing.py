@@ -12,7 +12,8 @@ from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 from ..modules import UserError
 
 T = TypeVar("T")
-SECTIONS = ("out", "target", "template", "prompts", "distill", "data", "batch", "model", "tree", "evaluate")
+SECTIONS = ("out", "target", "template", "prompts", "distill", "data", "references", "batch", "model", "tree",
+            "evaluate")
 """Top-level keys of a recipe. A command that has no use for one accepts it in a recipe all the same."""
 HIDDEN = "==SUPPRESS=="
 
