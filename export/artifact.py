@@ -117,7 +117,8 @@ class Artifact:
         return self.topology.size if self.tuning is None else min(self.tuning.size_for(batch_size), self.topology.size)
 
     def policy(self, name: str = STATIC, *, batch_size: int = 1) -> Policy:
-        """How this artifact drafts: by default its own tree, cut to `size_for(batch_size)` nodes.
+        """How this artifact drafts: by default its own tree, cut to `size_for(batch_size)` nodes; other policies, too,
+        take that many nodes, or that tree's depth, unless their name says how many.
 
         Args:
             name: one of `modules.POLICIES`, with a number of nodes or tokens where you like: static-16, chain-3.
@@ -126,8 +127,9 @@ class Artifact:
         Raises:
             UserError: if there is no such policy, or it asks for more than the tree or the family has.
         """
-        size = self.size_for(batch_size) if name == STATIC else None
-        return policy_named(f"{name}-{size}" if size else name, self.topology, self.drafter)
+        _, number = parse_policy(name)
+        tree = self.topology if number is not None else self.topology.prefix(self.size_for(batch_size))
+        return policy_named(name, tree, self.drafter)
 
 
 def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, provenance: dict[str, Any],

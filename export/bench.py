@@ -113,7 +113,7 @@ class Bench:
             for answered in self._answered(asked):
                 answers[answered.entry.number].append(answered.reference)
                 found.append(answered)
-        self.references.save()
+            self.references.save()
         return sorted(found, key=lambda exchange: (exchange.entry.number, exchange.turn))
 
     def _ask(self, entry: Entry, turn: int, temperature: float, answers: Answered) -> Exchange:
@@ -181,9 +181,9 @@ class Bench:
             records.note(self._decode(ordered, method, batch_size, rows=rows, records=records, watch=True)[0])
         return records
 
-    def answers(self, exchanges: Sequence[Exchange], records: Records) -> list[Answer]:
-        """A method's answers, each held against its reference."""
-        return [self._answer(exchange, records.generations[exchange.index]) for exchange in exchanges]
+    def answers(self, exchanges: Sequence[Exchange], records: Records, *, compared: bool) -> list[Answer]:
+        """A method's answers, each held against its reference where they can be compared."""
+        return [self._answer(exchange, records.generations[exchange.index], compared) for exchange in exchanges]
 
     def draft_share(self, records: Records) -> float:
         """Bytes of weights that drafting read for each byte that the target's verifying passes read."""
@@ -260,12 +260,12 @@ class Bench:
                                temperature=asked[0].temperature, top_k=self.config.top_k, top_p=self.config.top_p)
             return answers, clock(self.target) - started
 
-    def _answer(self, exchange: Exchange, generation: Generation) -> Answer:
+    def _answer(self, exchange: Exchange, generation: Generation, compared: bool) -> Answer:
         entry = exchange.entry
         return Answer(question=entry.number, turn=exchange.turn, prompt_set=entry.prompt_set,
                       category=entry.question.category, tokens=tuple(generation.tokens),
                       emitted=tuple(generation.emitted), truncated=generation.finish == "length",
-                      comparison=self._compare(exchange, generation))
+                      comparison=self._compare(exchange, generation) if compared else None)
 
     def _compare(self, exchange: Exchange, generation: Generation) -> Comparison:
         if exchange.temperature > 0:

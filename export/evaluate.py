@@ -76,7 +76,8 @@ def _measured(bench: Bench, entries: Sequence[Entry], groups: Groups, temperatur
 def _evaluation(bench: Bench, method: Method, exchanges: Sequence[Exchange], records: Records, batch_size: int,
                 trees: Replays) -> Evaluation:
     """Compare every answer with its reference and summarise."""
-    answers, temperature = bench.answers(exchanges, records), exchanges[0].temperature
+    temperature = exchanges[0].temperature
+    answers = bench.answers(exchanges, records, compared=method.comparable(temperature, batch_size))
     share, seed = bench.draft_share(records), bench.config.seed
 
     def measures(mine: Sequence[Answer], timings: Sequence[Timing]) -> Measures:

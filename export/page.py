@@ -17,6 +17,7 @@ from .wording import (
     contention_note,
     drafting_note,
     how_measured,
+    identical,
     label,
     number,
     percent,
@@ -112,7 +113,7 @@ def _cards(run: EvaluationRun, evaluation: Evaluation) -> str:
         ("good", f"{measures.accepted_length:.2f}", measures.accepted_length_interval,
          "tokens per target pass, bonus included"),
         ("good" if faster else "", times(measures.speedup), measures.speedup_interval, speed),
-        ("bad" if lossless.different else "good", f"{lossless.identical}/{lossless.prompts}", None,
+        ("bad" if lossless.different else "good", identical(lossless), None,
          "answers identical to the target's own"),
         ("", percent(measures.draft_time_share), None, "of the time spent drafting"),
     ]
@@ -264,7 +265,7 @@ def _cost(artifact: Artifact | None) -> str:
     tuning = artifact.tuning
     curve = plots.cost_curve(tuning.cost.curve(), artifact.tree_size, tuning.expected_accepted_length)
     return _figure(curve, f"What a larger tree costs, measured on {tuning.device}, {tuning.dtype}. The vertical line "
-                   f"is the size in use, {artifact.tree_size} nodes.")
+                   f"is the size tuned here, {artifact.tree_size} nodes.")
 
 
 def _tree(artifact: Artifact | None) -> str:

@@ -44,7 +44,8 @@ class EvaluateConfig:
     same fill whole batches of every size, so their number is rounded down to a multiple of all batch sizes, and is the
     least such multiple where fewer are asked for."""
     tree_prompts: int = 0
-    """Prompts of each set whose greedy answers are replayed through smaller and larger trees; 0 replays none."""
+    """Prompts of each set whose greedy answers are replayed through smaller and larger trees, which also tells how far
+    the draft's confidence can be trusted; 0 replays none."""
     limit: int | None = None
     """Use at most this many prompts of each set, spread over it; None uses all."""
     policies: tuple[str, ...] = (STATIC,)
@@ -180,6 +181,10 @@ class Method:
     def nodes(self, batch_size: int) -> int:
         """Most nodes of a row that a pass over so many rows verifies, the root included; 1 without drafts."""
         return 1 if self.policy_for is None else self.policy_for(batch_size).max_size
+
+    def comparable(self, temperature: float, batch_size: int) -> bool:
+        """Whether its answers must be the reference's, token by token, and not only equal in distribution."""
+        return temperature == 0 or self.policy_for is None or not self.policy_for(batch_size).samples
 
     def tree_sizes(self, batch_sizes: Iterable[int]) -> dict[int, int]:
         """By the nodes that these batch sizes use, each once: the first batch size that uses them."""

@@ -2,17 +2,17 @@
 
 import hashlib
 import json
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ..modules import Target
+from ..modules import Target, UserError
+from ..modules.small import fields_of
 from .files import write_file
+from .measure import machine
 from .plan import EvaluateConfig
 
 REFERENCES = "references.json"
+_FORMAT = "draftsmith references"
 
 
 class References:
@@ -22,14 +22,17 @@ class References:
         file: where they are kept; None keeps nothing.
         target: who answers.
         config: how.
+
+    Raises:
+        UserError: if the file holds something else.
     """
 
     def __init__(self, file: Path | None, target: Target, config: EvaluateConfig) -> None:
         self.file = file
-        self._known: dict[str, list[int]] = _read(file)
-        self._common = [target.identity.weights_hash, str(target.dtype), target.device.type, config.max_new_tokens,
-                        config.top_k, config.top_p, version("torch"), version("transformers"),
-                        torch.get_num_threads()]
+        self._known = _read(file)
+        where = machine(target)
+        self._common = [target.identity.weights_hash, fields_of(target.config), target.eos_ids, where,
+                        target.packed is not None, config.max_new_tokens, config.top_k, config.top_p]
         self._seed = config.seed
 
     def find(self, prompt: tuple[int, ...], temperature: float, index: int) -> tuple[int, ...] | None:
@@ -48,9 +51,11 @@ class References:
         self._known[self._key(prompt, temperature, index)] = list(answer)
 
     def save(self) -> None:
-        """Write what is known, for runs to come."""
+        """Write what is known, beside what others have written meanwhile, for runs to come."""
         if self.file is not None:
-            write_file(self.file, json.dumps(self._known, sort_keys=True) + "\n")
+            self._known = {**_read(self.file), **self._known}
+            content = {"format": _FORMAT, "answers": self._known}
+            write_file(self.file, json.dumps(content, sort_keys=True) + "\n")
 
     def _key(self, prompt: tuple[int, ...], temperature: float, index: int) -> str:
         stream = [self._seed, index] if temperature > 0 else []
@@ -58,9 +63,18 @@ class References:
 
 
 def _read(file: Path | None) -> dict[str, list[int]]:
-    """What a file holds; a lost or damaged one only costs the time to answer again."""
-    try:
-        content: Any = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    """What a file holds; nothing where there is none yet.
+
+    Raises:
+        UserError: if it holds something else: it is not ours to write over.
+    """
+    if file is None or not file.exists():
         return {}
-    return content if isinstance(content, dict) else {}
+    try:
+        content: Any = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        content = None
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise UserError(f"references names {file}, which holds no references; choose another file, or delete it")
+    answers: dict[str, list[int]] = content["answers"]
+    return answers

@@ -17,6 +17,7 @@ from .wording import (
     contention_note,
     drafting_note,
     how_measured,
+    identical,
     label,
     number,
     percent,
@@ -81,7 +82,7 @@ def _firsts(run: EvaluationRun) -> tuple[Evaluation, ...]:
 def _cells(measures: Measures) -> tuple[str, ...]:
     return (f"{measures.prompts}", f"{measures.accepted_length:.2f}", number(measures.tokens_per_second, 1),
             number(measures.plain_tokens_per_second, 1), number(measures.generate_tokens_per_second, 1),
-            times(measures.speedup), f"{measures.lossless.identical}/{measures.lossless.prompts}")
+            times(measures.speedup), identical(measures.lossless))
 
 
 def markdown(run: EvaluationRun) -> str:

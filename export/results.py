@@ -41,8 +41,8 @@ class Answer:
     """Tokens emitted by each target pass after the prompt's."""
     truncated: bool
     """Whether the length limit cut it."""
-    comparison: Comparison
-    """How it compares with the reference."""
+    comparison: Comparison | None
+    """How it compares with the reference; None where only the distribution is the reference's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class Lossless:
     """How the drafted answers compare with the reference."""
 
     prompts: int
-    """Answers compared."""
+    """Answers compared; none where drafts were sampled, which keeps the distribution, not the tokens."""
     identical: int
     """Answers equal token by token."""
     near_tie_divergences: int
@@ -267,7 +267,7 @@ def summarise(answers: Sequence[Answer], timings: Sequence[Timing], *, draft_sha
         draft_time_share=sum(timing.draft_seconds for timing in timings) / seconds if seconds else None,
         repetition_rate=sum(repeats_itself(answer.tokens) for answer in answers) / max(1, len(answers)),
         truncation_rate=sum(answer.truncated for answer in answers) / max(1, len(answers)),
-        lossless=_lossless([answer.comparison for answer in answers]),
+        lossless=_lossless([answer.comparison for answer in answers if answer.comparison is not None]),
     )
 
 

@@ -74,7 +74,9 @@ def read_standing(name: str, folder: Path) -> Standing | None:
     training: dict[str, Any] = {}
     for file in (folder / "train" / name for name in TRAINING):
         training |= _read(file) if file.is_file() else {}
-    whole = [record for record in content["measurements"] if _whole(record)]
+    # Where an artifact drafted in several ways, the row is about the first of them.
+    measurements = [record for record in content["measurements"] if record["method"] == content["method"]]
+    whole = [record for record in measurements if _whole(record)]
     greedy, sampled = _at(whole, GREEDY), _at(whole, SAMPLED)
     lossless = [record["lossless"] for record in whole]
     drift = content["header"].get("drift", {})
@@ -85,7 +87,7 @@ def read_standing(name: str, folder: Path) -> Standing | None:
         training_steps=training.get("steps"),
         peak_memory_bytes=training.get("peak_memory_bytes"),
         untrained_accepted_length=training.get("untrained_accepted_length"),
-        accepted_length=_lengths(content["measurements"]),
+        accepted_length=_lengths(measurements),
         best_tree={name: max(sizes.values()) for name, sizes in content["accepted_length_by_tree_size"].items()},
         nodes=content["nodes"],
         acceptance_by_position=tuple(content["acceptance_by_position"]),

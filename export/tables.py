@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ..modules import ConfidenceBin, ConfidenceCurve
 from .results import Evaluation, EvaluationRun, Measures
-from .wording import CONFIDENCE_OF, number, percent, span, times
+from .wording import CONFIDENCE_OF, identical, number, percent, span, times
 
 FIGURES = ("answers", "tokens per pass", "tokens/s", "plain tokens/s", "generate tokens/s", "speed-up",
            "memory-bound speed-up", "identical")
@@ -38,7 +38,7 @@ def figures(measures: Measures) -> tuple[Cell, ...]:
         Cell(number(measures.generate_tokens_per_second, 1)),
         Cell(times(measures.speedup), span(measures.speedup_interval, 2)),
         Cell(times(measures.memory_bound_speedup)),
-        Cell(f"{measures.lossless.identical}/{measures.lossless.prompts}"),
+        Cell(identical(measures.lossless)),
     )
 
 

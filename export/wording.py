@@ -141,8 +141,23 @@ def drift_note(run: EvaluationRun) -> str:
             f"{drift['kl']:.3g} nats a token, and it would have chosen {drift['agreement']:.1%} of them as well.")
 
 
+def identical(found: Lossless) -> str:
+    """Answers equal to the reference, of those compared."""
+    return f"{found.identical}/{found.prompts}" if found.prompts else "sampled"
+
+
 def lossless_verdict(run: EvaluationRun, evaluations: Sequence[Evaluation]) -> str:
     """The same of some evaluations at one temperature."""
+    temperature = evaluations[0].temperature
+    drawn = [evaluation.name for evaluation in evaluations if not evaluation.overall.lossless.prompts]
+    evaluations = [evaluation for evaluation in evaluations if evaluation.overall.lossless.prompts]
+    apart = (f"{', '.join(dict.fromkeys(drawn))}: drafts were sampled, so that answers at temperature "
+             f"{temperature:g} have the target's distribution, not its tokens, and are not compared.") if drawn else ""
+    return " ".join(filter(None, [_compared(run, evaluations) if evaluations else "", apart]))
+
+
+def _compared(run: EvaluationRun, evaluations: Sequence[Evaluation]) -> str:
+    """The same of methods whose answers must be the reference's."""
     found = Lossless.joined(evaluation.overall.lossless for evaluation in evaluations)
     tokens = sum(evaluation.overall.new_tokens for evaluation in evaluations)
     greedy = evaluations[0].temperature == 0

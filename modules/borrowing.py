@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from .drafter import Drafter
 from .errors import UserError
-from .packing import DecodingLinears
 from .target import Target
 from .vocabulary import OutputRows, require_ids
 
@@ -35,7 +34,6 @@ class BorrowingDrafter(Drafter):
         ids = None if vocabulary_size is None else torch.zeros(vocabulary_size, dtype=torch.long)
         self.register_buffer("token_ids", ids)
         self._borrowed: OutputRows | None = None
-        self._packing = DecodingLinears()
         self.register_load_state_dict_post_hook(_borrow_again)  # type: ignore[no-untyped-call]
 
     def begin(self, target: Target, token_ids_Q: Tensor | None) -> None:
@@ -59,6 +57,13 @@ class BorrowingDrafter(Drafter):
                 f"tokens, but {target.identity.name} has width {target.hidden_size} and {target.vocab_size}; use the "
                 "target it was trained for")
         self._borrowed = OutputRows(target, self.token_ids)
+
+    def lay_out(self) -> None:
+        """Pack what decoding multiplies with, where the target is packed, too."""
+        wanted = self._borrowed is not None and self._borrowed.target.packed is not None
+        self._packing.refresh(self, wanted=wanted)
+        if self._borrowed is not None and wanted and not self.output_parameters(0):
+            self._borrowed.pack()
 
     def _rows(self) -> OutputRows:
         if self._borrowed is None:

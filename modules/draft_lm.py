@@ -10,7 +10,7 @@ draft, V target vocabulary, Q entries of the draft vocabulary.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any, cast
 
 import torch
@@ -27,7 +27,7 @@ from .features import Features
 from .identity import TargetIdentity
 from .layers import skipping
 from .masked import by_depth, conditional_drop, pack, useful, visible
-from .packing import DecodingLinears
+from .settings import settings_of
 from .small import config_of, fields_of, new_model, require_vocabulary
 from .target import Target, layer_list, post_process
 from .vocabulary import require_ids
@@ -62,7 +62,7 @@ class DraftLM(CausalDraft, Drafter):
             nn.Linear(width, size, bias=output.bias is not None)
         self.mask_embedding = nn.Parameter(self._embedding().weight.detach().mean(0)) if config.depths > 1 else None
         self._embedding().weight.requires_grad_(not config.freeze_embedding)
-        self._packing, self._bound = DecodingLinears(), False
+        self._bound = self._packs = False
 
     def _layers(self) -> nn.ModuleList:
         return layer_list(self.decoder, self.architecture.num_hidden_layers)
@@ -116,11 +116,7 @@ class DraftLM(CausalDraft, Drafter):
     @classmethod
     def rebuild(cls, description: dict[str, Any], identity: TargetIdentity) -> "DraftLM":
         """An equal drafter, NaN until its weights are loaded. Raises UserError on an unknown description."""
-        known = {field.name for field in fields(DraftLMConfig)} | {"model"}
-        if set(description) != known:
-            raise UserError(f"a draft language model is described by {sorted(known)}, got {sorted(description)}; "
-                            "use the version of draftsmith that wrote the artifact")
-        given: dict[str, Any] = {**description}
+        given = settings_of(description, DraftLMConfig, "a draft language model is", "model")
         model = new_model(config_of(given.pop("model")))
         lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
         drafter = cls(DraftLMConfig(**given | lists), model)
@@ -132,7 +128,7 @@ class DraftLM(CausalDraft, Drafter):
     def bind(self, target: Target) -> None:
         """Nothing is borrowed, but the vocabularies must have been compared before it runs."""
         require_vocabulary(self.vocab_size, target, "at hand")
-        self._bound = True
+        self._bound, self._packs = True, target.packed is not None
 
     def _apply(self, fn: Any, recurse: bool = True) -> "DraftLM":
         """Move or cast the weights. Rotary frequencies are moved only: rounded ones would be other positions."""
@@ -239,7 +235,6 @@ class DraftLM(CausalDraft, Drafter):
         found = (self._embedding() if self.head is None else self.head).parameters()
         return tuple(parameter for parameter in found if parameter.requires_grad)
 
-
     def _post_process(self, logits: Tensor) -> Tensor:
         return post_process(logits, self.architecture, self.architecture)
 
@@ -289,7 +284,8 @@ class DraftLM(CausalDraft, Drafter):
 
     def start(self, rows: int, capacity: int) -> CausalState:
         """An empty state; the linear layers are packed for it when they have changed."""
-        self._packing.refresh(self, self._embedding().weight if self.head is None else None)
+        tied_VD = self._embedding().weight if self.head is None else None
+        self._packing.refresh(self, wanted=self._packs, output_VD=tied_VD)
         return super().start(rows, capacity)
 
     def run(self, tokens_BF: Tensor, sight: Sight, key_positions_BW: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import UserError
+from .settings import check_sizes
 from .small import chosen, copy_layers, new_model, read_config, read_model, smaller
 from .target import Target
 
@@ -53,10 +54,9 @@ class DraftLMConfig:
     """A reserved token in whose place the mask token is exported; None exports without."""
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "intermediate_size", "vocabulary_size",
-                     "depths"):
-            if (value := getattr(self, name)) is not None and (not isinstance(value, int) or value < 1):
-                raise UserError(f"{name} must be a whole number of at least 1, got {value!r}")
+        check_sizes(num_layers=self.num_layers, hidden_size=self.hidden_size, num_heads=self.num_heads,
+                    num_kv_heads=self.num_kv_heads, intermediate_size=self.intermediate_size,
+                    vocabulary_size=self.vocabulary_size, depths=self.depths)
         self._check_source()
         self._check_exits()
         if not 0 < self.keep_least <= self.keep_rate <= 1:

@@ -8,13 +8,14 @@ Q entries of the draft vocabulary or candidates of a node, R ranks used, M nodes
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from .features import Features
 from .identity import TargetIdentity
+from .packing import DecodingLinears
 from .target import Target
 from .vocabulary import OutputRows
 
@@ -221,6 +222,16 @@ class Drafter(nn.Module, Proposer):
     Borrowed parts of the target (embedding, output layer, first layers) are attached by `bind` and never saved,
     trained or moved by this module.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._packing = DecodingLinears()
+
+    def train(self, mode: bool = True) -> Self:
+        """Training runs the plain layers: it gives back the memory of those packed for decoding."""
+        if mode:
+            self._packing.release()
+        return super().train(mode)
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 A name is a kind, with a number behind a hyphen where it takes one: `static`, `static-16`, `chain-3`, `eagle2-32`.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -41,7 +42,7 @@ def _static(topology: Topology, size: int, _reach: int) -> Policy:
 
 
 def _sampled(topology: Topology, size: int, _reach: int) -> Policy:
-    return SampledTree(_prefix(topology, size))
+    return SampledTree(_in_drawing_order(_prefix(topology, size)))
 
 
 def _eagle2(_topology: Topology, nodes: int, reach: int) -> Policy:
@@ -75,7 +76,7 @@ def _length(topology: Topology) -> int:
 _KINDS: dict[str, _Kind] = {
     STATIC: _Kind(_static, _nodes, 1),
     "chain": _Kind(_chain, _length, 1),
-    "sampled": _Kind(_sampled, _nodes, 2),
+    "sampled": _Kind(_sampled, _nodes, 1),
     "sampled-chain": _Kind(_sampled_chain, _length, 1),
     "eagle2": _Kind(_eagle2, _nodes, 2),
     "dyspec": _Kind(_dyspec, _nodes, 2),
@@ -93,11 +94,11 @@ def parse_policy(name: str) -> tuple[str, int | None]:
     Raises:
         UserError: if there is no such kind, or the number is none or too small.
     """
-    kind, _, number = name.rpartition("-") if name not in _KINDS else (name, "", "")
+    kind, hyphen, number = name.rpartition("-") if name not in _KINDS else (name, "", "")
     if kind not in _KINDS:
         raise UserError(f"there is no policy {name!r}; choose from {', '.join(POLICIES)}, with a number of nodes or "
                         "tokens behind a hyphen where you like, such as chain-3 or eagle2-32")
-    if not number:
+    if not hyphen:
         return kind, None
     if not number.isdecimal() or int(number) < _KINDS[kind].least:
         raise UserError(f"the policy {name!r} ends in {number!r}; {kind} wants a whole number of at least "
@@ -129,3 +130,13 @@ def _prefix(topology: Topology, size: int) -> Topology:
         raise UserError(f"a tree of {size} nodes was asked for; this artifact's has {topology.size}: choose 1 to "
                         f"{topology.size}")
     return topology.prefix(size)
+
+
+def _in_drawing_order(topology: Topology) -> Topology:
+    """The same shape with siblings numbered as they come: a search may have found the sixth guess before the fifth."""
+    drawn: Counter[int] = Counter()
+    ranks = [0]
+    for parent in topology.parents[1:]:
+        ranks.append(drawn[parent])
+        drawn[parent] += 1
+    return Topology(topology.parents, tuple(ranks))

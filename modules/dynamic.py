@@ -170,6 +170,10 @@ class DySpecTree(Eagle2Tree):
         check_temperature(temperature)
         self.temperature = temperature
 
+    @property
+    def samples(self) -> bool:
+        return True
+
     def _tempered(self, log_probs_BOQ: Tensor, draws: Draws | None) -> Tensor:
         if draws is None:
             return super()._tempered(log_probs_BOQ, draws)

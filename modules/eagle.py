@@ -5,7 +5,7 @@ with FSPAD's changes (arXiv:2408.15562).
 Shapes: B rows, N positions, D hidden size.
 """
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from .blocks import OFFICIAL_ROPE_BASE, Attention, BlockConfig, GatedMLP, Sight
 from .errors import UserError
 from .feedback import FeedbackDrafter, target_rope_base
 from .identity import TargetIdentity
+from .settings import check_sizes, settings_of
 from .target import Target
 
 
@@ -44,13 +45,6 @@ class EagleConfig:
         check_sizes(steps=self.steps, vocabulary_size=self.vocabulary_size)
         if not self.noise >= 0:
             raise UserError(f"noise must not be negative, got {self.noise!r}")
-
-
-def check_sizes(**sizes: int | None) -> None:
-    """Refuse what is no whole number of at least 1. Raises UserError."""
-    for name, value in sizes.items():
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise UserError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
 class FeatureSampling(nn.Module):
@@ -167,7 +161,7 @@ class Eagle(FeedbackDrafter):
     @classmethod
     def rebuild(cls, description: dict[str, Any], identity: TargetIdentity) -> "Eagle":
         """An equal drafter whose weights are still to be loaded. Raises UserError on an unknown description."""
-        given = settings_of(description, EagleConfig, "an EAGLE drafter")
+        given = settings_of(description, EagleConfig, "an EAGLE drafter is", "block")
         block = BlockConfig.from_dict(given.pop("block"))
         return cls(EagleConfig(**given), block, vocab_size=identity.vocab_size)
 
@@ -219,11 +213,3 @@ class Eagle(FeedbackDrafter):
             return own, own
         read, estimated = own.chunk(2, dim=-1)
         return read, estimated
-
-
-def settings_of(description: dict[str, Any], config: type, told: str) -> dict[str, Any]:
-    """A copy of the description, once its keys are those of the config and of its block. Raises UserError."""
-    if set(description) != (known := {"block", *(field.name for field in fields(config))}):
-        raise UserError(f"{told} is described by {sorted(known)}, got {sorted(description)}; use the version of "
-                        "draftsmith that wrote the artifact")
-    return {**description}

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .blocks import OFFICIAL_ROPE_BASE, Attention, BlockConfig, DecoderBlock, GatedMLP, Sight
-from .eagle import check_sizes, settings_of
 from .errors import UserError
 from .features import Features
 from .feedback import FeedbackDrafter, target_rope_base
 from .identity import TargetIdentity
+from .settings import check_sizes, settings_of
 from .target import Target
 from .vocabulary import OwnOutput
 
@@ -232,7 +232,7 @@ class Eagle3(FeedbackDrafter):
     @classmethod
     def rebuild(cls, description: dict[str, Any], identity: TargetIdentity) -> "Eagle3":
         """An equal drafter whose weights are still to be loaded. Raises UserError on an unknown description."""
-        given = settings_of(description, Eagle3Config, "an EAGLE-3 drafter")
+        given = settings_of(description, Eagle3Config, "an EAGLE-3 drafter is", "block")
         block, taps = BlockConfig.from_dict(given.pop("block")), tuple(given.pop("taps"))
         return cls(Eagle3Config(**given, taps=taps), block, vocab_size=identity.vocab_size)
 

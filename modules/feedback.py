@@ -166,7 +166,7 @@ class FeedbackDrafter(BorrowingDrafter):
 
     def start(self, rows: int, capacity: int) -> FeedbackState:
         """A state in which no row has been observed yet; the linear layers are packed if they have changed."""
-        self._packing.refresh(self)
+        self.lay_out()
         own_RD = next(self.parameters()).new_zeros(rows, self.state_size)
         return FeedbackState(own_RD, BlockRows(self.num_layers, rows, capacity, own_RD.device))
 

@@ -6,7 +6,7 @@ draft vocabulary, R rows of a decoding state, F frontier nodes.
 """
 
 import math
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from .errors import UserError
 from .features import Features
 from .hydra_heads import HydraConfig, HydraHead, PrefixLayer
 from .identity import TargetIdentity
+from .settings import settings_of
 from .target import Target
 from .vocabulary import OwnOutput
 
@@ -117,12 +118,7 @@ class Hydra(BorrowingDrafter):
     @classmethod
     def rebuild(cls, description: dict[str, Any], identity: TargetIdentity) -> "Hydra":
         """An equal drafter whose weights are still to be loaded. Raises UserError on an unknown description."""
-        if set(description) != (known := {"block", *(field.name for field in fields(HydraConfig))}):
-            raise UserError(
-                f"Hydra heads are described by {sorted(known)}, got {sorted(description)}; "
-                "use the version of draftsmith that wrote the artifact"
-            )
-        shape = {**description}
+        shape = settings_of(description, HydraConfig, "Hydra heads are", "block")
         block = shape.pop("block")
         return cls(
             HydraConfig(**shape),
@@ -189,9 +185,10 @@ class Hydra(BorrowingDrafter):
         """Draft logits [..., Q] of head `step` for its states [..., D]."""
         if not self.outputs:
             return self._rows()(hidden)
-        layer = self.outputs[step]
-        assert isinstance(layer, OwnOutput)
-        return self._rows().through(hidden, layer)
+        return self._rows().through(hidden, self._outputs()[step])
+
+    def _outputs(self) -> list[OwnOutput]:
+        return [layer for layer in self.outputs if isinstance(layer, OwnOutput)]
 
     def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
         """The trained weights that `project` reads for head `step`; none when the output layer is shared."""
@@ -201,7 +198,7 @@ class Hydra(BorrowingDrafter):
 
     def start(self, rows: int, capacity: int) -> HydraState:
         """A state in which no row has been observed yet; the linear layers are packed if they have changed."""
-        self._packing.refresh(self)
+        self.lay_out()
         context_RD = next(self.heads.parameters()).new_zeros(rows, self.hidden_size)
         read = None if self.prefix is None else BlockRows(1, rows, capacity, context_RD.device)
         return HydraState(context_RD, read)

@@ -15,6 +15,7 @@ from .blocks import BlockConfig, DecoderBlock, Sight
 from .errors import UserError
 from .features import Features
 from .medusa import ResidualBlock
+from .settings import check_sizes
 from .target import Target
 
 _PROBE = 64
@@ -44,9 +45,7 @@ class HydraConfig:
     """Entries of a reduced draft vocabulary, the most frequent tokens of the training data; None keeps them all."""
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "num_layers", "vocabulary_size"):
-            if (value := getattr(self, name)) is not None and (not isinstance(value, int) or value < 1):
-                raise UserError(f"{name} must be a whole number of at least 1, got {value!r}")
+        check_sizes(num_heads=self.num_heads, num_layers=self.num_layers, vocabulary_size=self.vocabulary_size)
         if not 0 <= self.dropout < 1:
             raise UserError(f"dropout must be at least 0 and below 1, got {self.dropout!r}")
         if not self.noise >= 0:

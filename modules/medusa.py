@@ -4,7 +4,7 @@ Shapes: B rows, L positions, N new positions, K heads, D hidden size, V target v
 vocabulary, R rows of a decoding state, F frontier nodes.
 """
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
@@ -16,6 +16,7 @@ from .drafter import Drafts, DraftState, Frontier, Observation, Scores
 from .errors import UserError
 from .features import Features
 from .identity import TargetIdentity
+from .settings import check_sizes, settings_of
 from .target import Target
 from .vocabulary import OwnOutput
 
@@ -43,9 +44,7 @@ class MedusaConfig:
     """Entries of a reduced draft vocabulary, the most frequent tokens of the training data; None keeps them all."""
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "num_layers", "vocabulary_size"):
-            if (value := getattr(self, name)) is not None and (not isinstance(value, int) or value < 1):
-                raise UserError(f"{name} must be a whole number of at least 1, got {value!r}")
+        check_sizes(num_heads=self.num_heads, num_layers=self.num_layers, vocabulary_size=self.vocabulary_size)
         if self.output not in ("shared", "copy"):
             raise UserError(f"output must be 'shared' or 'copy', got {self.output!r}")
 
@@ -137,12 +136,7 @@ class Medusa(BorrowingDrafter):
     @classmethod
     def rebuild(cls, description: dict[str, Any], identity: TargetIdentity) -> "Medusa":
         """An equal drafter whose weights are still to be loaded. Raises UserError on an unknown description."""
-        if set(description) != (known := {field.name for field in fields(MedusaConfig)}):
-            raise UserError(
-                f"Medusa heads are described by {sorted(known)}, got {sorted(description)}; "
-                "use the version of draftsmith that wrote the artifact"
-            )
-        config = MedusaConfig(**description)
+        config = MedusaConfig(**settings_of(description, MedusaConfig, "Medusa heads are"))
         return cls(config, hidden_size=identity.hidden_size, vocab_size=identity.vocab_size)
 
     @property
@@ -181,7 +175,7 @@ class Medusa(BorrowingDrafter):
 
     def start(self, rows: int, capacity: int) -> MedusaState:
         """A state in which no row has been observed yet; the linear layers are packed if they have changed."""
-        self._packing.refresh(self)
+        self.lay_out()
         return MedusaState(next(self.heads.parameters()).new_zeros(rows, self.hidden_size))
 
     def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 # The op wants a token count to choose a layout for; one layout serves every count.
 _TYPICAL_TOKENS = 8
+_Stamp = tuple[int, int, float]
 
 
 def can_pack(model: nn.Module) -> bool:
@@ -91,37 +92,44 @@ class PackedLinears:
 
 class DecodingLinears:
     """Packed linear layers of a model that may be trained on: packed again when a weight has changed, run in decoding
-    alone. A copy of its owner packs its own."""
+    alone. A copy of its owner packs its own. Packing cannot be compiled: it belongs in front of a graph."""
 
     def __init__(self) -> None:
-        self._stamp: tuple[tuple[int, float], ...] = ()
+        self._stamp: tuple[_Stamp, ...] = ()
         self._layers: PackedLinears | None = None
         self.output: Callable[[Tensor], Tensor] | None = None
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> "DecodingLinears":
         return DecodingLinears()
 
-    def refresh(self, model: nn.Module, output_VD: Tensor | None = None) -> None:
+    def refresh(self, model: nn.Module, *, wanted: bool, output_VD: Tensor | None = None) -> None:
         """Pack where that pays, unless nothing has changed.
 
         Args:
             model: whose linear layers they are.
+            wanted: whether its target is packed, too.
             output_VD: a weight of it that is no linear layer's, but read as one: an embedding that is the output layer.
         """
-        if not can_pack(model):
-            self._stamp, self._layers, self.output = (), None, None
+        stamp = tuple(map(_stamp, model.parameters())) if wanted and can_pack(model) else ()
+        if stamp == self._stamp:
             return
-        stamp = tuple((parameter.data_ptr(), _sample(parameter)) for parameter in model.parameters())
-        if stamp != self._stamp:
+        self.release()
+        if stamp:
             self._stamp, self._layers = stamp, PackedLinears(model)
             self.output = None if output_VD is None else packed_linear(output_VD, None)
+
+    def release(self) -> None:
+        """Give the memory of the packed forms back."""
+        self._stamp, self._layers, self.output = (), None, None
 
     def installed(self) -> AbstractContextManager[None]:
         """A block in which the packed forms run."""
         return nullcontext() if self._layers is None else self._layers.installed()
 
 
-def _sample(parameter: nn.Parameter) -> float:
-    """A sum over some elements. A parameter's own count of changes would miss those made through `.data`."""
+def _stamp(parameter: nn.Parameter) -> _Stamp:
+    """What tells that a parameter has changed: its own count of changes, which misses those made through `.data`, and a
+    sum over some elements, which misses small ones."""
     flat = parameter.detach().reshape(-1)
-    return float(flat[:: max(1, len(flat) // 256)].double().sum())
+    changes = 0 if parameter.is_inference() else parameter._version
+    return parameter.data_ptr(), changes, float(flat[:: max(1, len(flat) // 256)].double().sum())

@@ -28,6 +28,12 @@ class Policy(ABC):
     def max_size(self) -> int:
         """Most nodes of a tree, the root included: cache slots a pass may need."""
 
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn from the draft: sampled answers then have the target's distribution, but are not
+        the plain loop's under the same random numbers."""
+        return False
+
     @abstractmethod
     def grow(self, drafter: Proposer, state: DraftState, roots_B: Tensor, draws: Draws | None = None) -> TokenTree:
         """Build one tree a row below its root. It may look at nothing but what the drafter knows so far.

@@ -40,6 +40,10 @@ class SampledTree(StaticTree):
         check_temperature(temperature)
         self.temperature = temperature
 
+    @property
+    def samples(self) -> bool:
+        return True
+
     @classmethod
     def branching(cls, *widths: int, temperature: float | None = None) -> "SampledTree":
         """The tree in which every node of depth d has `widths[d]` children."""

@@ -258,6 +258,10 @@ class SampledChain(StoppedChain):
         check_temperature(temperature)
         self.temperature = temperature
 
+    @property
+    def samples(self) -> bool:
+        return True
+
     def _pick(self, log_probs_BQ: Tensor, place: int, draws: Draws | None) -> tuple[Tensor, Tensor]:
         if draws is None:
             return super()._pick(log_probs_BQ, place, draws)

@@ -4,7 +4,6 @@ Shapes: V entries of the target's vocabulary, Q of the draft vocabulary, D hidde
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -94,7 +93,7 @@ class OutputRows:
         self.weight_QD = weight_VD if ids_Q is None else weight_VD[ids_Q.to(weight_VD.device)]
         if ids_Q is not None and self.bias_Q is not None:
             self.bias_Q = self.bias_Q[ids_Q.to(weight_VD.device)]
-        self._selected = self._product()
+        self._packed: Callable[[Tensor], Tensor] | None = None
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> "OutputRows":
         return self
@@ -103,8 +102,10 @@ class OutputRows:
         """Logits [..., Q] of final states [..., D], as the target computes them; the gradient reaches the states."""
         states = final.to(self.weight_QD.dtype)
         if torch.is_grad_enabled():
-            return self.target.post_process(functional.linear(states, self.weight_QD, self.bias_Q))
-        return self.target.logits(states) if self.ids_Q is None else self.target.post_process(self._selected(states))
+            return self.target.post_process(self._plain(states))
+        if self.ids_Q is None:
+            return self.target.logits(states)
+        return self.target.post_process(self._plain(states) if self._packed is None else self._packed(states))
 
     def through(self, states: Tensor, layer: nn.Linear) -> Tensor:
         """The same by another output layer: scaling and soft-capping stay, the bias where the layer has none."""
@@ -113,8 +114,10 @@ class OutputRows:
             logits = logits + self.bias_Q.to(logits.dtype)
         return self.target.post_process(logits)
 
-    def _product(self) -> Callable[[Tensor], Tensor]:
-        """The selected rows' product; the target packs its whole layer itself."""
-        if self.ids_Q is not None and can_pack_weight(self.weight_QD):
-            return packed_linear(self.weight_QD, self.bias_Q)
-        return partial(functional.linear, weight=self.weight_QD, bias=self.bias_Q)
+    def pack(self) -> None:
+        """Lay the selected rows out for decoding, once; the target packs its whole layer itself."""
+        if self._packed is None and self.ids_Q is not None and can_pack_weight(self.weight_QD):
+            self._packed = packed_linear(self.weight_QD, self.bias_Q)
+
+    def _plain(self, states: Tensor) -> Tensor:
+        return functional.linear(states, self.weight_QD, self.bias_Q)

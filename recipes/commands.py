@@ -43,6 +43,8 @@ class EvaluateArguments:
     """The target; the one that the artifact names by default."""
     template: TemplateConfig = field(default_factory=TemplateConfig)
     """Settings of its chat template."""
+    references: Path | None = None
+    """File of the target's own answers to prompts, read and added to; evaluations that share it answer them once."""
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     """What is decoded and what is timed."""
 
@@ -68,7 +70,7 @@ def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
                for artifact, name in zip(artifacts, names(folders), strict=True) for policy in given.evaluate.policies]
     questions = prompt_sets(given.template.build(target), sets)
     changed = next((artifact.target for artifact in artifacts if artifact.adapter is not None), None)
-    result = evaluate(changed or target, methods, questions, given.evaluate)
+    result = evaluate(changed or target, methods, questions, given.evaluate, references=given.references)
     if changed is not None:
         result = with_drift(result, target, changed, questions, max_new_tokens=given.evaluate.max_new_tokens)
     written = write_report(given.out, result, artifacts[0] if artifacts else None)

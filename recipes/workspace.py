@@ -16,7 +16,7 @@ from torch import Tensor
 from ..data import ChatTemplate, Manifest
 from ..data.datamodule import count_tokens
 from ..export.files import write_file
-from ..modules import Target, UserError, load_target
+from ..modules import Target, Topology, UserError, load_target, policy_named
 from ..modules.loading import sketch_target
 from ..modules.small import folder_digest
 from ..trainers import DraftModule
@@ -120,7 +120,7 @@ def sketched(recipe: Recipe, target: Target) -> DraftModule:
 
     Raises:
         UserError: if the family or its settings do not fit the target, rows or the tree have no room for its guesses,
-            or states are to be stored that training changes.
+            a policy asks for more than the family answers, or states are to be stored that training changes.
     """
     family: Callable[..., DraftModule] = recipe.model
     module = family(target, token_counts=torch.ones(target.vocab_size))
@@ -136,6 +136,9 @@ def sketched(recipe: Recipe, target: Target) -> DraftModule:
     if reach is not None and reach >= nodes:
         raise UserError(f"a tree of tree.max_nodes {nodes} is at most {nodes - 1} tokens deep, but this drafter "
                         f"guesses {reach}; raise tree.max_nodes to at least {reach + 1}, or guess fewer tokens")
+    widest = Topology.from_paths([(), *((rank,) for rank in range(nodes - 1))])
+    for name in recipe.evaluate.policies:
+        policy_named(name, widest, module.drafter)
     return module
 
 

@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import pytest
-from draftsmith.export import EvaluateConfig, Method, Question, evaluate, save_artifact
+from draftsmith.export import EvaluateConfig, Method, Question, Tuning, evaluate, save_artifact, save_tuning
 from draftsmith.export import load_artifact as load
+from draftsmith.export.wording import verdicts
 from draftsmith.modules import (
     POLICIES,
+    CostModel,
     DecodeSettings,
     DySpecTree,
     Eagle2Tree,
@@ -40,7 +42,8 @@ def test_a_name_becomes_its_policy(tiny_target: Target, name: str, kind: type[Po
 
 @pytest.mark.parametrize(("name", "told"), [
     ("tree", "there is no policy 'tree'; choose from static, chain"), ("", "there is no policy ''"),
-    ("eagle-3", "there is no policy 'eagle-3'"), ("chain-0", "'chain-0' ends in '0'; chain wants a whole number of at"),
+    ("eagle-3", "there is no policy 'eagle-3'"), ("chain-", "'chain-' ends in ''; chain wants a whole number"),
+    ("chain-0", "'chain-0' ends in '0'; chain wants a whole number of at"),
     ("eagle2-1", "eagle2 wants a whole number of at least 2"), ("static-x", "static wants a whole number"),
 ])
 def test_other_names_are_refused(name: str, told: str) -> None:
@@ -76,6 +79,41 @@ def test_no_policy_changes_an_answer(tiny_target_f64: Target, name: str, family:
     plain = decode(target, requests, DecodeSettings())
     drafted = decode(target, requests, DecodeSettings(), drafter=drafter, policy=policy_named(name, tree, drafter))
     assert [one.tokens for one in drafted.generations] == [one.tokens for one in plain.generations]
+
+
+def test_a_tree_is_drawn_in_whatever_order_it_was_found(tiny_target: Target) -> None:
+    """A search may find the fifth guess of a node before its second."""
+    found = Topology((-1, 0, 0, 1, 0), (0, 0, 4, 1, 1))
+    policy = policy_named("sampled", found, CASES["eagle"].make(tiny_target))
+    assert isinstance(policy, SampledTree)
+    assert policy.topology == Topology((-1, 0, 0, 1, 0), (0, 0, 1, 0, 2))
+
+
+def test_a_bare_name_takes_the_size_tuned_here(tmp_path: Path, tiny_target: Target) -> None:
+    save_artifact(tmp_path / "a", CASES["eagle"].make(tiny_target), tiny_target.identity, {}, TREE)
+    cost = CostModel(knots=(1, 8), pass_weights=(0.1, 0.01, 0.05, 0.0, 0.0), largest=8, context=32, pass_error=0.01,
+                     draft_weights=(0.01, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), draft_error=0.02)
+    save_tuning(tmp_path / "a", Tuning.of(tiny_target, 4, cost))
+    artifact = load(tmp_path / "a", tiny_target)
+    sizes = {name: artifact.policy(name).max_size for name in ("static", "sampled", "eagle2", "dyspec", "chain")}
+    assert sizes == {"static": 4, "sampled": 4, "eagle2": 4, "dyspec": 4, "chain": 1 + TREE.prefix(4).depth}
+    assert artifact.policy("eagle2-6").max_size == 6
+
+
+def test_sampled_drafts_are_not_held_against_the_plain_tokens(tmp_path: Path, tiny_target_f64: Target) -> None:
+    drafter = randomised(CASES["eagle"].make(tiny_target_f64))
+    save_artifact(tmp_path / "a", drafter, tiny_target_f64.identity, {}, TREE)
+    artifact = load(tmp_path / "a", tiny_target_f64)
+    config = EvaluateConfig(max_new_tokens=8, speed_prompts=0, temperatures=(0.0, 1.0))
+    methods = [Method.of(artifact, policy=policy) for policy in ("static", "sampled", "dyspec")]
+    run = evaluate(tiny_target_f64, methods, {"one": [Question.single([1, 2, 3])]}, config, progress=False)
+    compared = {(one.name, one.temperature): one.overall.lossless.prompts for one in run.evaluations}
+    assert compared == {**{(method.name, 0.0): 1 for method in methods}, ("eagle", 1.0): 1, ("eagle, sampled", 1.0): 0,
+                        ("eagle, dyspec", 1.0): 0}
+    assert all(one.overall.lossless.different == 0 for one in run.evaluations)
+    said = " ".join(verdicts(run))
+    assert "fault" not in said
+    assert "eagle, sampled, eagle, dyspec: drafts were sampled, so that answers at temperature 1 have the" in said
 
 
 def test_an_evaluation_measures_every_policy(tmp_path: Path, tiny_target_f64: Target) -> None:

@@ -39,7 +39,7 @@ def test_the_table_has_a_row_for_each(finished: Path) -> None:
     assert [row["name"] for row in (lookup, two, three)] == ["prompt_lookup", "two", "three"]
     assert lookup["parameters"] is None
     # The target answered once for all rows: at most each prompt at each temperature.
-    assert 0 < len(json.loads((finished / "references.json").read_text())) <= lookup["answers"]
+    assert 0 < len(json.loads((finished / "references.json").read_text())["answers"]) <= lookup["answers"]
     assert 2 * three["parameters"] == 3 * two["parameters"]
     for row in (two, three):
         assert 0 < row["training_seconds"] < 30

@@ -9,6 +9,7 @@ import torch
 from cycle import CycleData, cycle_target
 from draftsmith.modules import Eagle3Config, Features, Target, UserError
 from draftsmith.trainers import fit
+from draftsmith.trainers.eagle import EagleModule, EagleTrainConfig
 from draftsmith.trainers.eagle3 import Eagle3Module, Eagle3TrainConfig
 from draftsmith.trainers.positions import PositionConfig, moved
 from torch import Tensor
@@ -83,6 +84,20 @@ def test_nothing_but_positions_changes_and_the_target_reads_its_own(tiny_target:
     for name in ("tokens_BL", "supervised_BL", "segments_BL", "final_BLD"):
         assert torch.equal(getattr(far, name), getattr(plain, name))
     assert all(torch.equal(far.taps[layer], states) for layer, states in plain.taps.items())
+
+
+def test_the_first_of_the_line_is_moved_alike(tiny_target: Target) -> None:
+    class First(EagleModule):
+        def loss(self, features: Features) -> Any:
+            seen.append(features)
+            raise Seen
+
+    seen: list[Features] = []
+    module = First(tiny_target, EagleTrainConfig(positions=PositionConfig(offset=300)))
+    module.configure_model()
+    with pytest.raises(Seen):
+        module.training_step(rows(), 0)
+    assert int((seen[0].positions_BL - rows().positions_BL).max()) > 0
 
 
 def test_the_highest_position_of_the_last_step_lies_inside_the_context(tiny_target: Target) -> None:

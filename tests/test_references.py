@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from draftsmith.export import EvaluateConfig, Evaluation, Question, bench, evaluate
 from draftsmith.export.references import REFERENCES, References
-from draftsmith.modules import Target, TargetConfig, load_target
+from draftsmith.modules import Target, TargetConfig, UserError, load_target
 
 SETS = {"one": [Question.single([1, 2, 3]), Question.single([4, 5]), Question.single([9, 9, 30, 7])]}
 CONFIG = EvaluateConfig(max_new_tokens=8, speed_prompts=0, temperatures=(0.0, 1.0), baselines=("prompt_lookup",))
@@ -80,10 +80,35 @@ def test_another_target_has_answers_of_its_own(tmp_path: Path, tiny_target: Targ
     assert References(tmp_path / REFERENCES, other, CONFIG).find((1, 2), 0.0, 0) is None
 
 
-@pytest.mark.parametrize("content", ["", "[1]", "{"])
-def test_a_damaged_file_costs_time_alone(tmp_path: Path, tiny_target_f64: Target, content: str) -> None:
+def test_what_ends_an_answer_and_how_passes_round_are_part_of_the_key(tmp_path: Path, tiny_target: Target,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    known = References(tmp_path / REFERENCES, tiny_target, CONFIG)
+    known.note((1, 2), 0.0, 0, (6,))
+    known.save()
+    assert References(tmp_path / REFERENCES, tiny_target, CONFIG).find((1, 2), 0.0, 0) == (6,)
+    other = load_target(TargetConfig(name="tiny-random", pack=False))
+    assert (other.packed is None) != (tiny_target.packed is None)
+    assert References(tmp_path / REFERENCES, other, CONFIG).find((1, 2), 0.0, 0) is None
+    monkeypatch.setattr(Target, "eos_ids", (1, 77))
+    assert References(tmp_path / REFERENCES, tiny_target, CONFIG).find((1, 2), 0.0, 0) is None
+
+
+def test_two_runs_lose_nothing_of_one_another(tmp_path: Path, tiny_target: Target) -> None:
+    one, two = (References(tmp_path / REFERENCES, tiny_target, CONFIG) for _ in range(2))
+    one.note((1, 2), 0.0, 0, (6,))
+    two.note((3,), 0.0, 1, (7,))
+    one.save()
+    two.save()
+    both = References(tmp_path / REFERENCES, tiny_target, CONFIG)
+    assert (both.find((1, 2), 0.0, 0), both.find((3,), 0.0, 1)) == ((6,), (7,))
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{", '{"prompt": "hello"}'])
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path, tiny_target_f64: Target, generated: list[int],
+                                                content: str) -> None:
     file = tmp_path / REFERENCES
     file.write_text(content)
-    first = run(tiny_target_f64, file)
-    assert first[0].overall.lossless.identical == len(SETS["one"])
-    assert len(file.read_text()) > len(content)
+    with pytest.raises(UserError, match=r"references names .*, which holds no references; choose another file, or del"):
+        run(tiny_target_f64, file)
+    assert file.read_text() == content
+    assert not generated

@@ -12,6 +12,9 @@ CONFIG = "--model.init_args.config"
 @pytest.mark.parametrize(("words", "told"), [
     (["--tree.max_nodes", "3", "--tree.size", "2"],
      "a tree of tree.max_nodes 3 is at most 2 tokens deep, but this drafter guesses 3; raise tree.max_nodes to at"),
+    (["--evaluate.policies", "[static, chain-8]"],
+     "the tree is 8 tokens deep, but this medusa drafter answers 3; choose a tree of at most that depth"),
+    (["--evaluate.policies", "[static-64]"], "a tree of 64 nodes was asked for; this artifact's has"),
     (["--model", "draftsmith.trainers.Medusa2Module"], "batch.source is 'features', but Medusa2Module trains the"),
     (["--model", "draftsmith.trainers.Medusa2Module", "--batch.source", "tokens", f"{CONFIG}.lora.modules",
       "[c_attn]"], "c_attn"),

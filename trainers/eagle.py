@@ -8,17 +8,14 @@ from torch import Tensor
 from ..modules.eagle import Eagle, EagleConfig
 from ..modules.errors import UserError
 from ..modules.target import Target
-from .base import DraftModule, TrainConfig
-from .objectives import Objective, ObjectiveName
-from .vocabulary import reduced_vocabulary
+from .feedback import FeedbackModule, FeedbackTrainConfig
+from .objectives import Objective
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleTrainConfig(TrainConfig):
+class EagleTrainConfig(FeedbackTrainConfig):
     """How an EAGLE-1 drafter is shaped and trained."""
 
-    objective: ObjectiveName = "soft"
-    """See TrainConfig; the paper's is `soft`, the target as teacher."""
     feature_weight: float = 10.0
     """See TrainConfig; the paper weighs states 1.0 beside 0.1 for the objective."""
     decay: float = 1.0
@@ -43,7 +40,7 @@ class EagleTrainConfig(TrainConfig):
         return replace(super().judge(), top_weight=self.top_weight, top_k=self.top_k)
 
 
-class EagleModule(DraftModule):
+class EagleModule(FeedbackModule):
     """An EAGLE-1 drafter in training: at index p it learns the target's state of p + 1 and the token at p + 2.
 
     Args:
@@ -52,7 +49,7 @@ class EagleModule(DraftModule):
         token_counts: how often each token is a label, [V]; a reduced draft vocabulary is chosen by it.
 
     Raises:
-        UserError: if a reduced vocabulary is asked for without counts, or with a size that does not fit them.
+        UserError: if positions would leave the target's context, or a reduced vocabulary does not fit.
     """
 
     config: EagleTrainConfig
@@ -62,7 +59,6 @@ class EagleModule(DraftModule):
         self, target: Target, config: EagleTrainConfig | None = None, *, token_counts: Tensor | None = None
     ) -> None:
         super().__init__(target, config or EagleTrainConfig(), token_counts=token_counts)
-        self._token_ids_Q = reduced_vocabulary(self.config.drafter.vocabulary_size, token_counts, target)
 
     def build_drafter(self) -> Eagle:
         """A new drafter, beginning with the target's state unchanged."""

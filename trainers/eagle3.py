@@ -5,27 +5,19 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ..modules.eagle3 import Eagle3, Eagle3Config, chosen_taps, chosen_width
-from ..modules.features import Features
 from ..modules.target import Target
-from .base import DraftModule, TrainConfig
-from .objectives import ObjectiveName
-from .positions import PositionConfig, moved
-from .vocabulary import reduced_vocabulary
+from .feedback import FeedbackModule, FeedbackTrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3TrainConfig(TrainConfig):
+class Eagle3TrainConfig(FeedbackTrainConfig):
     """How an EAGLE-3 drafter is shaped and trained."""
 
-    objective: ObjectiveName = "soft"
-    """See TrainConfig; the paper's is `soft`, the target as teacher."""
-    positions: PositionConfig = field(default_factory=PositionConfig)
-    """Where the drafter believes the tokens to stand; by default where they do."""
     drafter: Eagle3Config = field(default_factory=Eagle3Config)
     """The drafter."""
 
 
-class Eagle3Module(DraftModule):
+class Eagle3Module(FeedbackModule):
     """An EAGLE-3 drafter in training: step k at index p learns the token at p + 2 + k, on its own states before it.
 
     Tokens are always the true ones, since with its own guesses in their place a drafter is known to learn less. No
@@ -50,18 +42,7 @@ class Eagle3Module(DraftModule):
         super().__init__(target, config or Eagle3TrainConfig(), token_counts=token_counts)
         chosen_taps(self.config.drafter.taps, target)
         chosen_width(self.config.drafter, target)
-        self._largest_offset = self.config.positions.limit(target)
-        self._token_ids_Q = reduced_vocabulary(self.config.drafter.vocabulary_size, token_counts, target)
 
     def build_drafter(self) -> Eagle3:
         """A new drafter, beginning as the highest tap."""
         return Eagle3.create(self.config.drafter, self.target, self._token_ids_Q)
-
-    def training_step(self, batch: Features, batch_idx: int) -> Tensor:
-        """The target reads the batch where it stands; the drafter, in training alone, where it may be moved to."""
-        batch = self.encoded(batch)
-        if self._largest_offset:
-            # The last step of the last index draws on the highest position.
-            highest = self.target.context_length - self.config.drafter.steps
-            batch = moved(batch, anchors=self.config.positions.anchors, limit=self._largest_offset, highest=highest)
-        return super().training_step(batch, batch_idx)

@@ -31,7 +31,9 @@ class PositionConfig:
     def __post_init__(self) -> None:
         if self.anchors < 0:
             raise UserError(f"positions.anchors must not be negative, got {self.anchors}")
-        if self.offset not in (None, "max") and not (isinstance(self.offset, int) and self.offset >= 1):
+        if self.offset not in (None, "max") and not (
+            isinstance(self.offset, int) and not isinstance(self.offset, bool) and self.offset >= 1
+        ):
             raise UserError(f"positions.offset must be 'max' or a whole number of at least 1, got {self.offset!r}; "
                             "leave it out to move nothing")
 
