@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..modules import Drafter, Medusa, MedusaConfig, Target, UserError
+from ..modules import Drafter, Falcon, Medusa, MedusaConfig, Target, UserError
 from .artifact import Artifact, portable
 from .eagle import export_eagle
 from .files import whole_folder, write_file
@@ -41,6 +41,9 @@ def export_artifact(artifact: Artifact, target: Target, format_name: str, out: P
         raise ValueError("an artifact that changes its target is exported by draftsmith.export.merged")
     if format_name not in EXPORTERS:
         raise UserError(f"unknown export format {format_name!r}; choose one of {', '.join(FORMATS)}")
+    if isinstance(artifact.drafter, Falcon):
+        raise UserError("no serving engine runs a Falcon drafter, and its official code does not run as released: "
+                        "there is no layout to write; decode the artifact with draftsmith")
     EXPORTERS[format_name](artifact.drafter, target, out)
     return out
 

@@ -16,6 +16,7 @@ from .eagle import Eagle, EagleConfig
 from .eagle3 import Eagle3, Eagle3Config
 from .ensemble import Ensemble, Union
 from .errors import TreeError, UserError
+from .falcon import Falcon, FalconConfig
 from .faults import DecodeError
 from .features import Features
 from .hydra import Hydra
@@ -48,7 +49,7 @@ from .target import PassOutput, Target, TargetRows
 from .timing import measure_cost
 from .tree import Drawn, TokenTree, Topology
 
-DRAFTERS: tuple[type[Drafter], ...] = (Medusa, Hydra, Eagle, Eagle3, DraftLM)
+DRAFTERS: tuple[type[Drafter], ...] = (Medusa, Hydra, Eagle, Eagle3, Falcon, DraftLM)
 """Every drafter family; contract, losslessness, artifact and recipe tests run over this tuple."""
 
 __all__ = [
@@ -90,6 +91,8 @@ __all__ = [
     "EarlyExit",
     "Ensemble",
     "Equality",
+    "Falcon",
+    "FalconConfig",
     "Features",
     "FixedLength",
     "Frontier",

@@ -3,7 +3,8 @@
 The keys stand in a `RowCache`: the committed positions of each row first, then the nodes of the growing tree in the
 order in which they were asked for. Nodes are never committed; the next reading writes over them.
 
-Shapes: B rows, N new positions, F new nodes, M nodes in the cache, W cache slots in use.
+Shapes: B rows, N new positions, J positions asked again, F new nodes, P slots of a node, M nodes in the cache, W cache
+slots in use.
 """
 
 import torch
@@ -50,18 +51,45 @@ class BlockRows:
             positions_BN=window.slots_BN, visible_BNW=slots_W <= window.slots_BN[..., None], cache=self.cache
         )
 
+    def reread(self, rows: list[int], size: int, counts_B: Tensor, again: int) -> Sight:
+        """What the `size` new positions see, as in `read`, and behind them the `again` ones before each row's last.
+
+        Those are asked a second time, now that they may see all up to the last one; the keys that they write in doing
+        so stand behind the new ones, nobody sees them, and they are not to be committed.
+
+        Args:
+            counts_B: how many of the new positions are real.
+        """
+        self.uproot()
+        window = self._open(rows, size + again, behind=0)
+        new_BN = window.slots_BN[:, :size]
+        last_B1 = new_BN[:, :1] + counts_B[:, None] - 1
+        again_BJ = last_B1 - torch.arange(again, 0, -1, device=last_B1.device)
+        # A row without any position sees one all the same: a softmax of nothing is NaN.
+        until_BN = torch.cat([new_BN, last_B1.clamp(min=0).expand(-1, again)], dim=1)
+        slots_W = torch.arange(window.width, device=new_BN.device)
+        return Sight(
+            positions_BN=torch.cat([new_BN, again_BJ], dim=1),
+            visible_BNW=slots_W <= until_BN[..., None],
+            cache=self.cache,
+        )
+
     def commit(self, counts_B: Tensor, host_counts: list[int]) -> None:
         """Keep the first counts_B[b] positions of the last reading in each of its rows."""
         self.cache.commit(counts_B[:, None], counts_B, host_counts, moved=False)
 
-    def sprout(self, frontier: Frontier) -> Sight:
+    def sprout(self, frontier: Frontier, places: int = 1) -> Sight:
         """What new nodes of the tree see: all committed positions, their ancestors in the cache and themselves.
 
         A node whose parent is not in the cache, such as the root, stands right behind the committed positions.
+
+        Args:
+            places: neighbouring slots and positions that each node takes; they see each other. The same for all nodes
+                of a tree.
         """
         batch, width = frontier.nodes_BF.shape
         held = self.nodes_BM.shape[1]
-        window = self._open(list(range(batch)), width, behind=held)
+        window = self._open(list(range(batch)), width * places, behind=held * places)
         parent_BFM = frontier.parents_BF[:, :, None] == self.nodes_BM[:batch, None]
         inherited_BFM = (parent_BFM.float() @ self.above_BMM[:batch].float()) > 0
         itself_BFF = torch.eye(width, dtype=torch.bool, device=parent_BFM.device).expand(batch, -1, -1)
@@ -70,17 +98,24 @@ class BlockRows:
         self.nodes_BM = torch.cat([self.nodes_BM[:batch], frontier.nodes_BF], dim=1)
         lengths_B1 = self.cache.lengths_B[:batch, None]
         behind_BW = torch.arange(window.width, device=lengths_B1.device) - lengths_B1
-        column_BW = behind_BW.clamp(0, held + width - 1)
-        inside_BW = (behind_BW >= 0) & (behind_BW < held + width)
+        node_BW = behind_BW if places == 1 else behind_BW.div(places, rounding_mode="floor")
+        column_BW = node_BW.clamp(0, held + width - 1)
+        inside_BW = (node_BW >= 0) & (node_BW < held + width)
         drafted_BFW = seen_BFM.gather(2, column_BW[:, None].expand(-1, width, -1)) & inside_BW[:, None]
+        visible_BFW = (behind_BW < 0)[:, None] | drafted_BFW
+        above_BF = inherited_BFM.sum(-1)
+        if places == 1:
+            return Sight(positions_BN=lengths_B1 + above_BF, visible_BNW=visible_BFW, cache=self.cache)
+        order_P = torch.arange(places, device=lengths_B1.device)
         return Sight(
-            positions_BN=lengths_B1 + inherited_BFM.sum(-1),
-            visible_BNW=(behind_BW < 0)[:, None] | drafted_BFW,
+            positions_BN=lengths_B1 + (above_BF[..., None] * places + order_P).flatten(1),
+            visible_BNW=visible_BFW.repeat_interleave(places, dim=1),
             cache=self.cache,
         )
 
     def key_positions(self) -> Tensor:
-        """Position id of every slot of the running pass, [B, W]: for sliding windows, which follow positions.
+        """Position id of every slot of the running pass, [B, W]: for sliding windows, which follow positions. For trees
+        of one slot a node.
 
         Raises:
             ValueError: if no pass is running.

@@ -1,6 +1,6 @@
 """What drafters have in common that read the target's embedding and output layer.
 
-Shapes: Q entries of the draft vocabulary, D hidden size.
+Shapes: B rows, L positions, Q entries of the draft vocabulary, D hidden size.
 """
 
 from typing import Any
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .drafter import Drafter
 from .errors import UserError
+from .features import Features
 from .target import Target
 from .vocabulary import OutputRows, require_ids
 
@@ -74,6 +75,14 @@ class BorrowingDrafter(Drafter):
     def _embed(self, tokens: Tensor) -> Tensor:
         embedded: Tensor = self._rows().target.embed(tokens).to(self.dtype)
         return embedded
+
+    def following(self, features: Features, places: int) -> Tensor:
+        """Embeddings of the tokens `places` behind each index, [B, L, D]; zero beyond its segment."""
+        segments_BL, length = features.segments_BL, features.tokens_BL.shape[1]
+        behind_L = torch.arange(places, places + length, device=segments_BL.device)
+        there_L = behind_L.clamp(max=length - 1)
+        inside_BL = (behind_L < length) & (segments_BL[:, there_L] == segments_BL) & (segments_BL >= 0)
+        return self._embed(features.tokens_BL[:, there_L]).masked_fill(~inside_BL[..., None], 0)
 
     @property
     def token_ids_Q(self) -> Tensor | None:

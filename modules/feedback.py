@@ -150,14 +150,6 @@ class FeedbackDrafter(BorrowingDrafter):
             read_BLD = self.feed(states[-1])
         return states
 
-    def following(self, features: Features, places: int) -> Tensor:
-        """Embeddings of the tokens `places` behind each index, [B, L, D]; zero beyond its segment."""
-        segments_BL, length = features.segments_BL, features.tokens_BL.shape[1]
-        behind_L = torch.arange(places, places + length, device=segments_BL.device)
-        there_L = behind_L.clamp(max=length - 1)
-        inside_BL = (behind_L < length) & (segments_BL[:, there_L] == segments_BL) & (segments_BL >= 0)
-        return self._embed(features.tokens_BL[:, there_L]).masked_fill(~inside_BL[..., None], 0)
-
     def project(self, hidden: Tensor, step: int) -> Tensor:
         """Draft logits [..., Q] of finished states [..., D] by the target's output layer, the same for every step."""
         return self._rows()(hidden)

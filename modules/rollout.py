@@ -10,8 +10,11 @@ states up to p, and of the draft itself; the states that a layer reads at step j
 No score of step j is formed against another index's keys of the steps before: the attention over step 0 is joined with
 the few diagonal scores by their log-sum-exp, and memory grows with J, not with J times the length squared.
 
-Shapes: B rows, L positions, H query heads, G key-value heads, R query heads of a key-value head, E head dimension,
-J steps, X head dimension with room for the diagonal.
+A drafter of blocks (Falcon, arXiv:2412.12639) takes several indices at a step: those of a block see each other, the
+blocks before it and the text up to where it began.
+
+Shapes: B rows, L positions, K indices of a block, H query heads, G key-value heads, R query heads of a key-value head,
+E head dimension, J steps, X head dimension with room for the diagonal.
 """
 
 from dataclasses import dataclass, field
@@ -74,6 +77,58 @@ class Rollout:
         """What step `step` sees; ask for the steps in order."""
         return StepSight(
             positions_BN=self.first.positions_BN + step, visible_BNW=self.first.visible_BNW, step=step, keys=self.keys
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSight(Sight):
+    """What one block behind every index sees; the queries of its K indices stand one after the other, [K * L]."""
+
+    block: int
+    """Block 0 reads the target's states, every later one the estimates of the one before it."""
+    size: int
+    """Indices of a block, K."""
+    written: dict[int, tuple[Tensor, Tensor]]
+    """Keys and values of the text, by layer; block 0 writes them."""
+    keys: dict[int, _Keys]
+    """The same with room for the diagonal, and the blocks behind them; block 1 makes them."""
+
+    def mix(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:
+        """What the heads take from the text and from the blocks behind their own index, [B, H, K * L, E]."""
+        keys, values = key_BGNE.chunk(self.size, dim=2), value_BGNE.chunk(self.size, dim=2)
+        if self.block == 0:
+            # The last query of a block stands at its index itself; the others are asked again, their keys known.
+            self.written[layer] = keys[-1], values[-1]
+            return super().mix(layer, query_BHNE, keys[-1], values[-1])
+        if layer not in self.keys:
+            visible_BLX = functional.pad(self.visible_BNW, (0, 1), value=True)
+            self.keys[layer] = _Keys(_with_room(*self.written[layer]), additive(visible_BLX[:, None], key_BGNE.dtype))
+        held = self.keys[layer]
+        held.own += zip(keys, values, strict=True)
+        return torch.cat([_joined(query_BHLE, held) for query_BHLE in query_BHNE.chunk(self.size, dim=2)], dim=2)
+
+
+class BlockRollout:
+    """The sights of successive blocks over a batch, each begun behind every index.
+
+    Args:
+        features: the batch.
+        size: indices of a block.
+    """
+
+    def __init__(self, features: Features, size: int) -> None:
+        self.first, self.size = Sight.training(features), size
+        self.written: dict[int, tuple[Tensor, Tensor]] = {}
+        self.keys: dict[int, _Keys] = {}
+
+    def __call__(self, block: int) -> Sight:
+        """What block `block` sees; ask in order. Block 0 ends at its index, block b ends b K behind it."""
+        first, visible_BLL = self.size * (block - 1) + 1, self.first.visible_BNW
+        positions = [self.first.positions_BN + first + place for place in range(self.size)]
+        return BlockSight(
+            positions_BN=torch.cat(positions, dim=1),
+            visible_BNW=visible_BLL if block else visible_BLL.repeat(1, self.size, 1),
+            block=block, size=self.size, written=self.written, keys=self.keys,
         )
 
 

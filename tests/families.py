@@ -14,6 +14,8 @@ from draftsmith.modules import (
     Eagle3,
     Eagle3Config,
     EagleConfig,
+    Falcon,
+    FalconConfig,
     Hydra,
     HydraConfig,
     Medusa,
@@ -25,6 +27,7 @@ from draftsmith.trainers import DraftModule
 from draftsmith.trainers.draft_lm import DraftLMModule, DraftLMTrainConfig
 from draftsmith.trainers.eagle import EagleModule, EagleTrainConfig
 from draftsmith.trainers.eagle3 import Eagle3Module, Eagle3TrainConfig
+from draftsmith.trainers.falcon import FalconModule, FalconTrainConfig
 from draftsmith.trainers.hydra import HydraModule, HydraTrainConfig
 from draftsmith.trainers.lora import LoraConfig
 from draftsmith.trainers.medusa import MedusaModule, MedusaTrainConfig
@@ -123,6 +126,15 @@ def _eagle3(config: Eagle3Config, ids: torch.Tensor | None = None) -> Case:
     return Case(make=lambda target: Eagle3.create(config, target, ids), module=module)
 
 
+def _falcon(config: FalconConfig, ids: torch.Tensor | None = None) -> Case:
+    def module(target: Target, **settings: Any) -> DraftModule:
+        # See _eagle.
+        given = {"objective": "hard", "feature_weight": 0.0} | settings
+        return FalconModule(target, FalconTrainConfig(drafter=config, **given), token_counts=_counts(target, ids))
+
+    return Case(make=lambda target: Falcon.create(config, target, ids), module=module)
+
+
 def _draft_lm(config: DraftLMConfig, ids: torch.Tensor | None = None) -> Case:
     def module(target: Target, **settings: Any) -> DraftModule:
         return DraftLMModule(target, DraftLMTrainConfig(drafter=config, **settings), token_counts=_counts(target, ids))
@@ -154,6 +166,9 @@ CASES: dict[str, Case] = {
     "eagle3-layers": _eagle3(Eagle3Config(steps=3, num_layers=2, vocabulary_size=len(IDS)), IDS),
     "eagle3-narrow": _eagle3(Eagle3Config(steps=3, fc_norm=True, hidden_size=24, target_hidden_size=32)),
     "eagle3-reduced": _eagle3(Eagle3Config(steps=4, vocabulary_size=len(IDS)), IDS),
+    "falcon": _falcon(FalconConfig()),
+    "falcon-blocks-reduced": _falcon(FalconConfig(block_size=3, blocks=2, noise=0.1, vocabulary_size=len(IDS)), IDS),
+    "falcon-official": _falcon(FalconConfig(block_size=4, skip=False, rope_base=10_000.0)),
     "draft-lm": _draft_lm(DraftLMConfig(num_layers=2, hidden_size=24)),
     "draft-lm-exits-reduced": _draft_lm(DraftLMConfig(layers=(0, 1), exits=(1, 2), vocabulary_size=len(IDS),
                                                       freeze_embedding=True), IDS),

@@ -6,6 +6,7 @@ from benchmarks.memory import Tally, measured
 from draftsmith.modules import (
     Chain,
     DecodeSettings,
+    Falcon,
     Loop,
     Policy,
     Proposer,
@@ -93,8 +94,9 @@ def test_drafting_takes_little_more_than_plain_decoding(tiny_target: Target, nam
 
 
 def keys_of(drafter: Proposer, rows: int, length: int) -> int:
-    """Bytes of what the blocks of an EAGLE keep of the text: as much as as many layers of the target, a state of its
-    own that grows with the text."""
-    if not isinstance(drafter, FeedbackDrafter):
+    """Bytes of what the blocks of an EAGLE or a Falcon keep of the text: as much as as many layers of the target, a
+    state of its own that grows with the text."""
+    if not isinstance(drafter, FeedbackDrafter | Falcon):
         return 0
-    return 2 * drafter.num_layers * drafter.block.num_kv_heads * drafter.block.head_dim * rows * length * 4
+    layers = 1 if isinstance(drafter, Falcon) else drafter.num_layers
+    return 2 * layers * drafter.block.num_kv_heads * drafter.block.head_dim * rows * length * 4

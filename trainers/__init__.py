@@ -4,11 +4,12 @@ from .base import DraftModule, TrainConfig
 from .draft_lm import DraftLMModule, DraftLMTrainConfig
 from .eagle import EagleModule, EagleTrainConfig
 from .eagle3 import Eagle3Module, Eagle3TrainConfig
+from .falcon import FalconModule, FalconTrainConfig
 from .fitting import FitResult, fit
 from .hydra import HydraModule, HydraTrainConfig
 from .medusa import MedusaModule, MedusaTrainConfig
 from .medusa2 import Medusa2Module, Medusa2TrainConfig
 
 __all__ = ["DraftLMModule", "DraftLMTrainConfig", "DraftModule", "Eagle3Module", "Eagle3TrainConfig", "EagleModule",
-           "EagleTrainConfig", "FitResult", "HydraModule", "HydraTrainConfig", "Medusa2Module", "Medusa2TrainConfig",
-           "MedusaModule", "MedusaTrainConfig", "TrainConfig", "fit"]
+           "EagleTrainConfig", "FalconModule", "FalconTrainConfig", "FitResult", "HydraModule", "HydraTrainConfig",
+           "Medusa2Module", "Medusa2TrainConfig", "MedusaModule", "MedusaTrainConfig", "TrainConfig", "fit"]
