@@ -145,7 +145,7 @@ class Hydra(BorrowingDrafter):
 
     def forward(self, features: Features) -> Drafts:
         """All heads at all positions, each on the true tokens before the one that it guesses."""
-        hidden_BLKD = self._states(self.context(features), self.following(features))
+        hidden_BLKD = self._states(self.context(features), self.paths(features))
         return Drafts(
             hidden_BLKD=hidden_BLKD, offsets=self.offsets, estimates=tuple(offset - 1 for offset in self.offsets)
         )
@@ -155,7 +155,7 @@ class Hydra(BorrowingDrafter):
         final_BLD = self._disturbed(features.final().to(self.dtype))
         return final_BLD if self.prefix is None else self.prefix(final_BLD, Sight.training(features))
 
-    def following(self, features: Features) -> list[Tensor]:
+    def paths(self, features: Features) -> list[Tensor]:
         """Embeddings of the 1, 2, ... K tokens behind each position, [B, L, D] each; zero beyond its segment."""
         embedded_BLD = self._disturbed(self._embed(features.tokens_BL))
         segments_BL, length = features.segments_BL, features.tokens_BL.shape[1]
