@@ -1,6 +1,6 @@
 # make quickstart   set up, then the whole main job on the embedded model: runs/quickstart/report.html
 # make families     set up, then every family on equal terms (hours): runs/families/families.md; FAMILY=hydra does one
-# make test         set up, then every test that this machine can run
+# make test         set up, then every test that this machine can run; PYTEST='-k eagle' picks some
 # make check        set up, then ruff and mypy --strict
 
 SHELL := /bin/bash
@@ -18,6 +18,8 @@ PYTEST ?=
 # More threads than cores make every pass several times slower; beyond eight a small model gains nothing.
 CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 export OMP_NUM_THREADS ?= $(shell [ $(CORES) -gt 8 ] && echo 8 || echo $(CORES))
+# Tests run in so many processes, and the cores are shared out among them: tiny models gain nothing from a second thread.
+WORKERS ?= $(shell [ $(CORES) -gt 4 ] && echo 4 || echo $(CORES))
 export TOKENIZERS_PARALLELISM ?= false
 export PYTHONUNBUFFERED := 1
 PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt
@@ -53,9 +55,10 @@ families: $(STAMP)
 test: export HF_HUB_OFFLINE := 1
 # Threads that spin at barriers make a run several times slower as soon as something else needs a core.
 test: export OMP_WAIT_POLICY ?= PASSIVE
+test: export OMP_NUM_THREADS := $(shell echo $$(( $(CORES) / $(WORKERS) > 0 ? $(CORES) / $(WORKERS) : 1 )))
 test: $(STAMP)
-	@echo "== Tests, $(OMP_NUM_THREADS) threads"
-	@$(VENV)/bin/python -m pytest -q --durations=10 $(PYTEST)
+	@echo "== Tests, $(WORKERS) processes, threads of each: $(OMP_NUM_THREADS)"
+	@$(VENV)/bin/python -m pytest -q --durations=10 --numprocesses $(WORKERS) --dist loadfile $(PYTEST)
 
 check: $(STAMP)
 	@echo "== ruff"

@@ -30,6 +30,8 @@ class Standing:
     """Seconds of training, validation not counted."""
     training_steps: int | None
     """Optimizer steps that fitted into them."""
+    precision: str | None
+    """Arithmetic of the training, by Lightning's name."""
     peak_memory_bytes: int | None
     """Largest memory of the training process."""
     untrained_accepted_length: float | None
@@ -85,6 +87,7 @@ def read_standing(name: str, folder: Path) -> Standing | None:
         parameters=training.get("parameters"),
         training_seconds=training.get("seconds"),
         training_steps=training.get("steps"),
+        precision=training.get("precision"),
         peak_memory_bytes=training.get("peak_memory_bytes"),
         untrained_accepted_length=training.get("untrained_accepted_length"),
         accepted_length=_lengths(measurements),
@@ -128,6 +131,7 @@ def markdown(standings: Sequence[Standing]) -> str:
         ("trained parameters", lambda one: "-" if one.parameters is None else f"{one.parameters / 1e6:.1f} M"),
         ("training, s", lambda one: number(one.training_seconds, 0)),
         ("steps", lambda one: number(one.training_steps, 0)),
+        ("arithmetic", lambda one: one.precision or "-"),
         ("peak memory, GiB", lambda one: number(_gib(one.peak_memory_bytes), 1)),
         ("untrained", lambda one: number(one.untrained_accepted_length, 2)),
         *((f"{name}, {kind}", _length_of(name, temperature)) for name in _sets(standings)

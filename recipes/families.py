@@ -15,7 +15,7 @@ from ..export.files import write_file
 from ..export.references import REFERENCES
 from ..export.standings import write_standings
 from ..modules import BASELINES, Target, TargetConfig, UserError
-from ..trainers import DraftModule
+from ..trainers import DraftModule, Precision
 from .parsing import Command, Parsed, recipe_path
 from .pipeline import COMMANDS as PIPELINE
 from .pipeline import STAGES, held_out_sets
@@ -41,6 +41,8 @@ class FamiliesArguments:
     """Recipes (shipped ones by name, others by path) and training-free baselines by name, in the table's order."""
     minutes: float = 15.0
     """Training minutes of each row, validation not counted."""
+    precision: Precision = "auto"
+    """Arithmetic of each row's training, whatever its own recipe says: what is faster would else learn from more."""
     only: str | None = None
     """Bring this row up to date alone; the table keeps what the others have."""
     target: TargetConfig = field(default_factory=TargetConfig)
@@ -102,11 +104,11 @@ def compose(name: str, recipe: str, parsed: Parsed[FamiliesArguments]) -> Path:
         config = content["model"]["init_args"].setdefault("config", {})
     except (KeyError, TypeError) as error:
         raise UserError(f"{recipe} has no model.init_args and cannot be a row; give a training recipe") from error
-    config |= {"max_minutes": parsed.values.minutes, "max_steps": ENDLESS}
-    folder = parsed.values.out / name
+    given = parsed.values
+    config |= {"max_minutes": given.minutes, "max_steps": ENDLESS, "precision": given.precision}
+    folder = given.out / name
     content |= {section: parsed.settings[section] for section in SHARED}
-    content |= {"out": str(folder), "data": str(parsed.values.out / "data"),
-                "references": str(parsed.values.out / REFERENCES)}
+    content |= {"out": str(folder), "data": str(given.out / "data"), "references": str(given.out / REFERENCES)}
     return write_file(folder / RECIPE_FILE, yaml.safe_dump(content, sort_keys=False))
 
 

@@ -90,7 +90,7 @@ def train_stage(workspace: Workspace) -> Sequence[Path]:
         raise SystemExit(0)
     content = {**asdict(result), "checkpoint": str(result.checkpoint.relative_to(workspace.training))}
     # What the machine decides stays out of what later stages depend on.
-    stats = {name: content.pop(name) for name in ("seconds", "peak_memory_bytes")}
+    stats = {name: content.pop(name) for name in ("precision", "seconds", "peak_memory_bytes")}
     write_file(workspace.training / STATS_FILE, json.dumps(stats, indent=2) + "\n")
     write_file(workspace.training / RESULT_FILE, json.dumps(content, indent=2) + "\n")
     return [workspace.training / RESULT_FILE, result.checkpoint]

@@ -360,3 +360,28 @@ def test_a_reduced_vocabulary_needs_counts(target: Target) -> None:
 def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError, match=told):
         config(**settings)
+
+
+@pytest.mark.parametrize(("instructions", "accelerator", "expected"), [
+    ({"avx512_bf16": True}, "auto", "bf16-mixed"),
+    ({"amx_bf16": True, "avx512_bf16": False}, "cpu", "bf16-mixed"),
+    ({"avx512_bf16": False, "avx512_f": True}, "cpu", "32-true"),
+    ({}, "auto", "32-true"),
+])
+def test_the_machine_chooses_the_arithmetic(
+    instructions: dict[str, bool], accelerator: str, expected: str, monkeypatch: pytest.MonkeyPatch, target: Target,
+    tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
+    seen = []
+
+    class Watched(MedusaModule):
+        def training_step(self, batch: Features, batch_idx: int) -> Tensor:
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return super().training_step(batch, batch_idx)
+
+    settings = config(precision="auto", accelerator=accelerator, max_steps=1)
+    _, result = train(target, tmp_path, settings, kind=Watched)
+    assert result.precision == expected
+    assert seen == [expected == "bf16-mixed"]

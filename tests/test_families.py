@@ -15,11 +15,12 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two Medusa rows and a baseline on the tiny target."""
     folder = tmp_path_factory.mktemp("families")
     tiny = yaml.safe_load((ROOT / "recipes" / "tiny.yaml").read_text())
+    tiny["model"]["init_args"]["config"]["precision"] = "32-true"
     for name, heads in (("two", 2), ("three", 3)):
         tiny["model"]["init_args"]["config"]["drafter"]["num_heads"] = heads
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(tiny))
     shared = {name: tiny[name] for name in ("target", "prompts", "distill", "tree")}
-    content = {"out": str(folder / "out"), "minutes": 0.02, **shared,
+    content = {"out": str(folder / "out"), "minutes": 0.02, "precision": "bf16-mixed", **shared,
                "rows": ["prompt_lookup", str(folder / "two.yaml"), str(folder / "three.yaml")],
                "evaluate": {"max_new_tokens": 12, "temperatures": [0.0, 1.0], "speed_prompts": 1, "limit": 2,
                             "tree_prompts": 2}}
@@ -44,6 +45,7 @@ def test_the_table_has_a_row_for_each(finished: Path) -> None:
     for row in (two, three):
         assert 0 < row["training_seconds"] < 30
         assert row["peak_memory_bytes"] > 2**25
+        assert row["precision"] == "bf16-mixed", "what the comparison asks for goes before what the row's recipe does"
         assert row["untrained_accepted_length"] >= 1.0
         assert set(row["accepted_length"]) == {"own, 0", "own, 1", "handwritten, 0", "handwritten, 1"}
         assert set(row["best_tree"]) == {"own", "handwritten"}

@@ -1,6 +1,6 @@
 """Training of drafters: losses, schedules, checkpoints chosen by decoded acceptance."""
 
-from .base import DraftModule, TrainConfig
+from .base import DraftModule, Precision, TrainConfig
 from .draft_lm import DraftLMModule, DraftLMTrainConfig
 from .eagle import EagleModule, EagleTrainConfig
 from .eagle3 import Eagle3Module, Eagle3TrainConfig
@@ -12,4 +12,5 @@ from .medusa2 import Medusa2Module, Medusa2TrainConfig
 
 __all__ = ["DraftLMModule", "DraftLMTrainConfig", "DraftModule", "Eagle3Module", "Eagle3TrainConfig", "EagleModule",
            "EagleTrainConfig", "FalconModule", "FalconTrainConfig", "FitResult", "HydraModule", "HydraTrainConfig",
-           "Medusa2Module", "Medusa2TrainConfig", "MedusaModule", "MedusaTrainConfig", "TrainConfig", "fit"]
+           "Medusa2Module", "Medusa2TrainConfig", "MedusaModule", "MedusaTrainConfig", "Precision",
+           "TrainConfig", "fit"]

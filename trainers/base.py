@@ -30,6 +30,8 @@ from .metrics import describe, weighted_mean_loss
 from .objectives import Objective, ObjectiveName, Teacher
 from .schedules import warmup_cosine
 
+Precision = Literal["auto", "32-true", "bf16-mixed"]
+"""Lightning's names of arithmetic, and the machine's choice."""
 PATIENCE = 8
 """Optimizer steps without one supervised token after which a run stops: long prompts may fill a step, not eight."""
 
@@ -72,8 +74,9 @@ class TrainConfig:
     """Largest number of nodes, root included, of the draft tree that validation decodes with."""
     checkpoint_every: int = 25
     """Optimizer steps between two checkpoints; an interrupted run loses at most these."""
-    precision: Literal["auto", "32-true", "bf16-mixed", "64-true"] = "auto"
-    """Precision of the drafter's arithmetic; `auto` is bf16-mixed on CUDA and 32-true elsewhere."""
+    precision: Precision = "auto"
+    """Precision of the drafter's arithmetic in training. Its weights stay float32. `auto` is bf16-mixed on CUDA and on
+    CPUs with instructions for it (AVX512-BF16, AMX), 32-true elsewhere."""
     accelerator: str = "auto"
     """Lightning's name of the device kind: auto, cpu, gpu."""
     devices: int = 1

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -21,6 +21,9 @@ from ..modules.target import Target
 from .base import DraftModule, TrainConfig
 from .callbacks import BEST, LAST, DecodedAcceptance, LastCheckpoint, ProgressLine, nothing_held_out
 from .checkpoints import AtomicCheckpointIO, load_weights
+
+BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")
+"""Capabilities of an x86 CPU, each of which multiplies bfloat16 matrices faster than float32 ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,8 @@ class FitResult:
     """That optimizer step."""
     steps: int
     """Optimizer steps of the whole run."""
+    precision: str
+    """Arithmetic of the training: `TrainConfig.precision`, or what `auto` chose."""
     seconds: float
     """Seconds of training, those of interrupted runs that it went on from included; no validation, no checkpoints."""
     peak_memory_bytes: int
@@ -77,7 +82,8 @@ def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, pr
     trained = [parameter.numel() for parameter in module.parameters() if parameter.requires_grad]
     return FitResult(checkpoint=out / BEST, accepted_length=best["accepted_length"],
                      by_position=tuple(best["by_position"]), untrained_accepted_length=acceptance.untrained or 1.0,
-                     parameters=sum(trained), step=best["step"], steps=trainer.global_step, seconds=module.seconds,
+                     parameters=sum(trained), step=best["step"], steps=trainer.global_step,
+                     precision=_precision(module.config), seconds=module.seconds,
                      peak_memory_bytes=module.peak_memory_bytes)
 
 
@@ -110,11 +116,14 @@ def _logger(out: Path) -> TensorBoardLogger:
     return TensorBoardLogger(save_dir=out, name="tensorboard", version="")
 
 
-def _precision(config: TrainConfig) -> Any:
+def _precision(config: TrainConfig) -> Literal["32-true", "bf16-mixed"]:
+    """Mixed precision where the machine multiplies bfloat16 itself; where it does not, that would be slower."""
     if config.precision != "auto":
         return config.precision
-    on_cuda = config.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
-    return "bf16-mixed" if on_cuda else "32-true"
+    if config.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():
+        return "bf16-mixed"
+    multiplies = any(torch.cpu.get_capabilities().get(name) for name in BF16_INSTRUCTIONS)
+    return "bf16-mixed" if multiplies and config.accelerator in ("auto", "cpu") else "32-true"
 
 
 @contextmanager
