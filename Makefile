@@ -18,7 +18,7 @@ PYTEST ?=
 # More threads than cores make every pass several times slower; beyond eight a small model gains nothing.
 CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 export OMP_NUM_THREADS ?= $(shell [ $(CORES) -gt 8 ] && echo 8 || echo $(CORES))
-# Tests run in so many processes, and the cores are shared out among them: tiny models gain nothing from a second thread.
+# Tests run in so many processes, which share out the cores; 0 runs them in one, as a debugger needs it.
 WORKERS ?= $(shell [ $(CORES) -gt 4 ] && echo 4 || echo $(CORES))
 export TOKENIZERS_PARALLELISM ?= false
 export PYTHONUNBUFFERED := 1
@@ -55,10 +55,11 @@ families: $(STAMP)
 test: export HF_HUB_OFFLINE := 1
 # Threads that spin at barriers make a run several times slower as soon as something else needs a core.
 test: export OMP_WAIT_POLICY ?= PASSIVE
-test: export OMP_NUM_THREADS := $(shell echo $$(( $(CORES) / $(WORKERS) > 0 ? $(CORES) / $(WORKERS) : 1 )))
 test: $(STAMP)
-	@echo "== Tests, $(WORKERS) processes, threads of each: $(OMP_NUM_THREADS)"
-	@$(VENV)/bin/python -m pytest -q --durations=10 --numprocesses $(WORKERS) --dist loadfile $(PYTEST)
+	@workers=$(WORKERS); threads=$$(( $(CORES) / (workers > 0 ? workers : 1) )); \
+	export OMP_NUM_THREADS=$$(( threads > 0 ? threads : 1 )); \
+	echo "== Tests, $$workers processes beside this one, threads of each: $$OMP_NUM_THREADS"; \
+	$(VENV)/bin/python -m pytest -q --durations=10 --numprocesses $$workers --dist loadfile $(PYTEST)
 
 check: $(STAMP)
 	@echo "== ruff"

@@ -52,11 +52,13 @@ class Tuning:
     dtype: str
     """Number format of the target, such as float32."""
     tree_size: int
-    """Nodes of the tree that decode one row fastest here, root included; a prefix of the artifact's tree."""
+    """Nodes of the tree that decode one greedy row fastest here, root included; a prefix of the artifact's tree."""
     cost: CostModel
     """Seconds of target passes and of drafting, by the size of the tree, the batch and the context."""
     expected_accepted_length: tuple[float, ...] = ()
-    """Estimated tokens per pass for a tree of 1, 2, 3 ... nodes; empty when it was not computed."""
+    """Estimated tokens per pass for a tree of 1, 2, 3 ... nodes, greedy; empty when it was not computed."""
+    expected_sampled: tuple[float, ...] = ()
+    """The same at temperature 1."""
     given: bool = False
     """Whether the recipe named the size: it then serves every batch, otherwise each has its own."""
 
@@ -68,11 +70,18 @@ class Tuning:
         return cls(device=f"{target.device.type}{threads}", dtype=str(target.dtype).removeprefix("torch."),
                    tree_size=tree_size, cost=cost, expected_accepted_length=tuple(expected), given=given)
 
-    def size_for(self, batch_size: int) -> int:
+    def lengths(self, temperature: float) -> tuple[float, ...]:
+        """Estimated tokens per pass for a tree of 1, 2, 3 ... nodes; what is known of temperature 1 serves all above
+        0, where less is accepted than of greedy rows."""
+        return self.expected_sampled if temperature > 0 else self.expected_accepted_length
+
+    def size_for(self, batch_size: int, temperature: float = 0.0) -> int:
         """Nodes of the tree that decode `batch_size` rows fastest: 1 where drafting does not pay."""
-        if self.given or batch_size == 1 or not self.expected_accepted_length:
+        lengths = self.lengths(temperature) or self.expected_accepted_length
+        greedy = lengths is self.expected_accepted_length
+        if self.given or not lengths or (greedy and batch_size == 1):
             return self.tree_size
-        return choose_size(self.expected_accepted_length, self.cost.curve(batch_size)).size
+        return choose_size(lengths, self.cost.curve(batch_size)).size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,39 +105,41 @@ class Artifact:
 
     @property
     def tree_size(self) -> int:
-        """Nodes drafted by default for one row, root included: the tuned size, else the whole tree."""
+        """Nodes drafted by default for one greedy row, root included: the tuned size, else the whole tree."""
         return self.size_for(1)
 
-    def predicted_speedup(self, name: str = STATIC, *, batch_size: int = 1) -> float | None:
-        """What the cost fitted on this machine predicts for greedy rows and the static tree that the policy names.
+    def predicted_speedup(self, name: str = STATIC, *, batch_size: int = 1, temperature: float = 0.0) -> float | None:
+        """What the cost fitted on this machine predicts for the static tree that the policy names.
 
-        None where nothing was measured here, no length was estimated for its size, or the tree is no static one.
+        None where nothing was measured here, no length was estimated for its size or this temperature (0 and 1 are),
+        or the tree is no static one.
         """
         kind, size = parse_policy(name)
-        if kind != STATIC:
+        if kind != STATIC or self.tuning is None or temperature not in (0.0, 1.0):
             return None
-        size = self.size_for(batch_size) if size is None else size
-        if self.tuning is None or size > len(self.tuning.expected_accepted_length):
-            return None
-        return self.tuning.cost.predict(self.tuning.expected_accepted_length[size - 1], size, batch_size)
+        size = self.size_for(batch_size, temperature) if size is None else size
+        lengths = self.tuning.lengths(temperature)
+        return None if size > len(lengths) else self.tuning.cost.predict(lengths[size - 1], size, batch_size)
 
-    def size_for(self, batch_size: int) -> int:
+    def size_for(self, batch_size: int, temperature: float = 0.0) -> int:
         """Nodes drafted by default for so many rows at once, root included; 1 where drafting does not pay."""
-        return self.topology.size if self.tuning is None else min(self.tuning.size_for(batch_size), self.topology.size)
+        whole = self.topology.size
+        return whole if self.tuning is None else min(self.tuning.size_for(batch_size, temperature), whole)
 
-    def policy(self, name: str = STATIC, *, batch_size: int = 1) -> Policy:
-        """How this artifact drafts: by default its own tree, cut to `size_for(batch_size)` nodes; other policies, too,
-        take that many nodes, or that tree's depth, unless their name says how many.
+    def policy(self, name: str = STATIC, *, batch_size: int = 1, temperature: float = 0.0) -> Policy:
+        """How this artifact drafts: by default its own tree, cut to `size_for(batch_size, temperature)` nodes; other
+        policies, too, take that many nodes, or that tree's depth, unless their name says how many.
 
         Args:
             name: one of `modules.POLICIES`, with a number of nodes or tokens where you like: static-16, chain-3.
             batch_size: rows that are decoded at once.
+            temperature: theirs; less is accepted where the target samples, and smaller trees pay.
 
         Raises:
             UserError: if there is no such policy, or it asks for more than the tree or the family has.
         """
         _, number = parse_policy(name)
-        tree = self.topology if number is not None else self.topology.prefix(self.size_for(batch_size))
+        tree = self.topology if number is not None else self.topology.prefix(self.size_for(batch_size, temperature))
         return policy_named(name, tree, self.drafter)
 
 
@@ -231,7 +242,8 @@ def read_tuning(folder: Path) -> Tuning | None:
     raw = _read_json(path)
     try:
         return Tuning(**{**raw, "cost": CostModel.from_dict(raw["cost"]),
-                         "expected_accepted_length": tuple(raw["expected_accepted_length"])})
+                         "expected_accepted_length": tuple(raw["expected_accepted_length"]),
+                         "expected_sampled": tuple(raw.get("expected_sampled", ()))})
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is damaged ({error}); delete it, it will be measured again") from error
 

@@ -163,14 +163,15 @@ class Bench:
             self.probe.sample()
         return found
 
-    def finish(self, exchanges: Sequence[Exchange]) -> list[dict[int, Records]]:
+    def finish(self, exchanges: Sequence[Exchange], temperature: float) -> list[dict[int, Records]]:
         """Decode what is not timed, many at once: records of each method, by the nodes of the tree it drafted.
 
         Batch sizes with the same tree share them: how many rows are decoded at once changes no answer.
         """
         ordered = [exchange for group in self._batches(exchanges) for exchange in group]
         return [{nodes: self._finish(ordered, method, batch_size)
-                 for nodes, batch_size in method.tree_sizes(self.config.batches).items()} for method in self.methods]
+                 for nodes, batch_size in method.tree_sizes(self.config.batches, temperature).items()}
+                for method in self.methods]
 
     def _finish(self, ordered: Sequence[Exchange], method: Method, batch_size: int) -> Records:
         """Decode with the tree of `batch_size` rows, however many are decoded at once."""
@@ -241,7 +242,7 @@ class Bench:
         requests = [Request(tokens=exchange.prompt, index=exchange.index, temperature=exchange.temperature,
                             max_new_tokens=tokens or self.config.max_new_tokens) for exchange in asked]
         drafter = method.drafter if method else None
-        policy = method.policy_for(batch_size) if method and method.policy_for else None
+        policy = method.policy_for(batch_size, asked[0].temperature) if method and method.policy_for else None
         with metered(drafter, records.meter if records else Meter()):
             started = clock(self.target)
             result = decode(self.target, requests, self.config.settings(rows or batch_size), drafter=drafter,

@@ -64,10 +64,11 @@ def _measured(bench: Bench, entries: Sequence[Entry], groups: Groups, temperatur
                                for group in members], size) for size, members in groups.items()}
     apart = _timed(groups)
     # Their answers depend on the tree, but on no batch size: they are decoded once for each tree.
-    untimed = bench.finish([exchange for exchange in exchanges if exchange.entry.number not in apart])
+    untimed = bench.finish([exchange for exchange in exchanges if exchange.entry.number not in apart], temperature)
     trees = [_trees(bench, method, exchanges) for method in bench.methods]
     return [
-        _evaluation(bench, method, exchanges, records.beside(untimed[place][method.nodes(size)]), size, trees[place])
+        _evaluation(bench, method, exchanges, records.beside(untimed[place][method.nodes(size, temperature)]), size,
+                    trees[place])
         for size, found in timed.items()
         for place, (method, records) in enumerate(zip(bench.methods, found, strict=True))
     ]
@@ -77,7 +78,7 @@ def _evaluation(bench: Bench, method: Method, exchanges: Sequence[Exchange], rec
                 trees: Replays) -> Evaluation:
     """Compare every answer with its reference and summarise."""
     temperature = exchanges[0].temperature
-    answers = bench.answers(exchanges, records, compared=method.comparable(temperature, batch_size))
+    answers = bench.answers(exchanges, records, compared=method.comparable(batch_size, temperature))
     share, seed = bench.draft_share(records), bench.config.seed
 
     def measures(mine: Sequence[Answer], timings: Sequence[Timing]) -> Measures:
@@ -88,9 +89,10 @@ def _evaluation(bench: Bench, method: Method, exchanges: Sequence[Exchange], rec
     turns = sorted({answer.turn for answer in answers})
     return Evaluation(
         name=method.name, family=method.family, target=bench.target.identity.name, batch_size=batch_size,
-        temperature=temperature, nodes=method.nodes(batch_size), contended=False, target_calls=records.target_calls,
+        temperature=temperature, nodes=method.nodes(batch_size, temperature), contended=False,
+        target_calls=records.target_calls,
         draft_share=share,
-        predicted_speedup=None if temperature else method.predicted(batch_size),
+        predicted_speedup=None if temperature and bench.config.truncates else method.predicted(batch_size, temperature),
         overall=measures(answers, records.timings),
         accepted_length_by_tree_size=trees.accepted_lengths,
         confidence=trees.confidence,
@@ -172,9 +174,10 @@ def _work(entries: Sequence[Entry], groups: Groups, methods: Sequence[Method], c
     turns = {entry.number: entry.question.turns for entry in entries}
     timed = sum(turns[number] for number in _timed(groups))
     untimed = sum(turns.values()) - timed
-    trees = sum(len(method.tree_sizes(config.batches)) for method in methods)
-    once = sum(turns.values()) + trees * untimed
-    return len(config.degrees) * (once + (2 + len(methods)) * len(groups) * timed)
+    trees = sum(len(method.tree_sizes(config.batches, temperature)) for method in methods
+                for temperature in config.degrees)
+    once = sum(turns.values()) + (2 + len(methods)) * len(groups) * timed
+    return len(config.degrees) * once + trees * untimed
 
 
 def _spread(members: Sequence[T], count: int) -> list[T]:

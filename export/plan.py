@@ -93,6 +93,11 @@ class EvaluateConfig:
         given = self.temperatures if isinstance(self.temperatures, tuple) else (self.temperatures,)
         return tuple(dict.fromkeys(given))
 
+    @property
+    def truncates(self) -> bool:
+        """Whether a sampling target leaves out tokens that it could have said."""
+        return self.top_k > 0 or self.top_p < 1
+
     def timed(self, members: int) -> int:
         """Prompts that are timed of a set of so many: they fill whole batches of every size; 0 where none can."""
         if self.speed_prompts == 0:
@@ -136,14 +141,14 @@ class Method:
     """Its family, such as medusa."""
     drafter: Proposer | None
     """What drafts; None decodes with the target alone."""
-    policy_for: Callable[[int], Policy] | None
-    """From the rows decoded at once to how their trees grow; None for the target alone. Where the largest tree of two
-    batch sizes is the same, so is the policy."""
+    policy_for: Callable[[int, float], Policy] | None
+    """From the rows decoded at once and their temperature to how their trees grow; None for the target alone. Where the
+    largest tree of two batch sizes is the same, so is the policy."""
     trees: Topology | None = None
     """A static tree, best node first, whose smaller and larger prefixes are compared too."""
-    predicted_speedup: Callable[[int], float | None] | None = None
-    """What the cost fitted on this machine predicts for so many greedy rows at once; None where nothing was measured.
-    """
+    predicted_speedup: Callable[[int, float], float | None] | None = None
+    """What the cost fitted on this machine predicts for so many rows at once and their temperature; None where nothing
+    was measured."""
 
     @classmethod
     def of(cls, artifact: Artifact, *, name: str | None = None, policy: str = STATIC) -> "Method":
@@ -157,38 +162,41 @@ class Method:
         Raises:
             UserError: if there is no such policy, or it asks for more than the artifact has.
         """
-        def policy_for(rows: int) -> Policy:
-            return artifact.policy(policy, batch_size=rows)
+        def policy_for(rows: int, temperature: float) -> Policy:
+            return artifact.policy(policy, batch_size=rows, temperature=temperature)
 
-        policy_for(1)
+        def predicted_speedup(rows: int, temperature: float) -> float | None:
+            return artifact.predicted_speedup(policy, batch_size=rows, temperature=temperature)
+
+        policy_for(1, 0.0)
         family = artifact.drafter.family
         called = name or (family if artifact.adapter is None else f"{family} (changes the target)")
         return cls(name=called if policy == STATIC else f"{called}, {policy}",
                    family=family, drafter=artifact.drafter, policy_for=policy_for,
                    trees=artifact.topology if policy == STATIC else None,
-                   predicted_speedup=lambda rows: artifact.predicted_speedup(policy, batch_size=rows))
+                   predicted_speedup=predicted_speedup)
 
     @classmethod
     def of_baseline(cls, name: str, target: Target) -> "Method":
         """The drafter without training of this name, with nothing remembered."""
         drafter, policy = baseline(name, target)
-        return cls(name=name, family=drafter.family, drafter=drafter, policy_for=lambda _rows: policy)
+        return cls(name=name, family=drafter.family, drafter=drafter, policy_for=lambda _rows, _temperature: policy)
 
-    def predicted(self, batch_size: int) -> float | None:
-        """The speed-up to expect of so many greedy rows; None where nothing was measured."""
-        return None if self.predicted_speedup is None else self.predicted_speedup(batch_size)
+    def predicted(self, batch_size: int, temperature: float) -> float | None:
+        """The speed-up to expect of so many rows; None where nothing was measured."""
+        return None if self.predicted_speedup is None else self.predicted_speedup(batch_size, temperature)
 
-    def nodes(self, batch_size: int) -> int:
+    def nodes(self, batch_size: int, temperature: float) -> int:
         """Most nodes of a row that a pass over so many rows verifies, the root included; 1 without drafts."""
-        return 1 if self.policy_for is None else self.policy_for(batch_size).max_size
+        return 1 if self.policy_for is None else self.policy_for(batch_size, temperature).max_size
 
-    def comparable(self, temperature: float, batch_size: int) -> bool:
+    def comparable(self, batch_size: int, temperature: float) -> bool:
         """Whether its answers must be the reference's, token by token, and not only equal in distribution."""
-        return temperature == 0 or self.policy_for is None or not self.policy_for(batch_size).samples
+        return temperature == 0 or self.policy_for is None or not self.policy_for(batch_size, temperature).samples
 
-    def tree_sizes(self, batch_sizes: Iterable[int]) -> dict[int, int]:
+    def tree_sizes(self, batch_sizes: Iterable[int], temperature: float) -> dict[int, int]:
         """By the nodes that these batch sizes use, each once: the first batch size that uses them."""
         found: dict[int, int] = {}
         for batch_size in batch_sizes:
-            found.setdefault(self.nodes(batch_size), batch_size)
+            found.setdefault(self.nodes(batch_size, temperature), batch_size)
         return found

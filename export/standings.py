@@ -41,7 +41,9 @@ class Standing:
     best_tree: dict[str, float]
     """Greedy tokens per target pass with the best tree of any size, by prompt set."""
     nodes: int
-    """Nodes of the tree in use, root included."""
+    """Nodes of the tree in use for greedy rows, root included."""
+    nodes_sampled: int | None
+    """The same at temperature 1; None without it."""
     acceptance_by_position: tuple[float, ...]
     """Share of greedy passes that accept at least 1, 2, 3 ... drafted tokens, all prompts."""
     draft_time_share: float | None
@@ -93,6 +95,7 @@ def read_standing(name: str, folder: Path) -> Standing | None:
         accepted_length=_lengths(measurements),
         best_tree={name: max(sizes.values()) for name, sizes in content["accepted_length_by_tree_size"].items()},
         nodes=content["nodes"],
+        nodes_sampled=sampled.get("nodes"),
         acceptance_by_position=tuple(content["acceptance_by_position"]),
         draft_time_share=greedy.get("draft_time_share"),
         tokens_per_second=greedy.get("tokens_per_second"),
@@ -137,7 +140,8 @@ def markdown(standings: Sequence[Standing]) -> str:
         *((f"{name}, {kind}", _length_of(name, temperature)) for name in _sets(standings)
           for kind, temperature in (("greedy", GREEDY), ("sampled", SAMPLED))),
         *((f"{name}, best tree", _best_of(name)) for name in _sets(standings)),
-        ("nodes", lambda one: str(one.nodes)),
+        ("nodes, greedy", lambda one: str(one.nodes)),
+        ("nodes, sampled", lambda one: number(one.nodes_sampled, 0)),
         ("accepted by position", lambda one: " ".join(percent(share) for share in one.acceptance_by_position[:4])),
         ("draft time", lambda one: percent(one.draft_time_share)),
         ("tokens/s", lambda one: number(one.tokens_per_second, 1)),

@@ -3,7 +3,7 @@
 from .acceptance import Accepted, Sampling, choose, follow
 from .adapter import Adapter
 from .baselines import BASELINES, baseline
-from .calibration import Acceptance, decoded_acceptance, rank_table, replay, search_tree
+from .calibration import Acceptance, decoded_acceptance, expected_lengths, replay, search_tree
 from .confidence import Confidence, ConfidenceBin, ConfidenceCurve, replay_noting
 from .cost import CostCurve, CostModel, Sample, TreeChoice, choose_size
 from .decode import Loop, decode, stream
@@ -28,6 +28,7 @@ from .lookup import Lookup, LookupConfig
 from .medusa import Medusa, MedusaConfig
 from .ngram import NgramConfig, Ngrams
 from .policies import Chain, Policy, StaticTree
+from .proposals import chance_table, rank_table
 from .recycling import Recycling, recycling_tree
 from .replay import Replay
 from .requests import DecodeResult, DecodeSettings, DecodeStats, Generation, Request, repeats_itself
@@ -139,11 +140,13 @@ __all__ = [
     "UserError",
     "Verified",
     "baseline",
+    "chance_table",
     "choose",
     "choose_size",
     "decode",
     "decoded_acceptance",
     "exact_rule",
+    "expected_lengths",
     "follow",
     "load_target",
     "measure_cost",

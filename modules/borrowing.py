@@ -25,11 +25,17 @@ class BorrowingDrafter(Drafter):
         hidden_size: the target's width.
         vocab_size: the target's vocabulary.
         vocabulary_size: entries of a reduced draft vocabulary; None for the whole.
+
+    Raises:
+        UserError: if the draft vocabulary is larger than the target's.
     """
 
     token_ids: Tensor | None
 
     def __init__(self, *, hidden_size: int, vocab_size: int, vocabulary_size: int | None) -> None:
+        if vocabulary_size is not None and vocabulary_size > vocab_size:
+            raise UserError(f"vocabulary_size is {vocabulary_size}, but the target has {vocab_size} tokens; set it to "
+                            f"at most {vocab_size}, or leave it out")
         super().__init__()
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
         ids = None if vocabulary_size is None else torch.zeros(vocabulary_size, dtype=torch.long)
@@ -83,6 +89,12 @@ class BorrowingDrafter(Drafter):
         there_L = behind_L.clamp(max=length - 1)
         inside_BL = (behind_L < length) & (segments_BL[:, there_L] == segments_BL) & (segments_BL >= 0)
         return self._embed(features.tokens_BL[:, there_L]).masked_fill(~inside_BL[..., None], 0)
+
+    def disturbed(self, states: Tensor, noise: float) -> Tensor:
+        """The target's states with uniform noise between -noise and noise in training."""
+        if not (self.training and noise):
+            return states
+        return states + (2 * torch.rand_like(states) - 1) * noise
 
     @property
     def token_ids_Q(self) -> Tensor | None:

@@ -1,6 +1,6 @@
-"""How good a drafter is on held-out text: ranks of the true tokens, the best static tree, the decoded accepted length.
+"""How good a drafter is on held-out text: the best static tree, what it should accept, the decoded accepted length.
 
-Shapes: B rows, L positions, K draft steps, P places where a draft starts, Q draft vocabulary.
+Shapes: K draft steps, P places where a draft starts, R proposals of a step.
 """
 
 from collections import Counter
@@ -10,25 +10,19 @@ from heapq import heappop, heappush
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from .decode import decode
 from .drafter import Drafter
 from .features import Features
 from .policies import StaticTree
+from .proposals import MAX_RANK, rank_table
 from .replay import Replay
 from .requests import DecodeResult, DecodeSettings
 from .target import Target
 from .tree import Topology
 
-MAX_RANK = 10
-"""Proposals of one node that a tree may use."""
 _SHRINKAGE = 20.0
 """Observations that the independent estimate of a path is worth beside the counted ones."""
-UNROLLED = 8
-"""Depths of a tree that is fitted to a drafter which can draft as deep as anyone likes."""
-_CHUNK = 512
-"""Positions whose draft logits are formed at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,62 +37,6 @@ class Acceptance:
     """Tokens decoded."""
     passes: int
     """Passes made."""
-
-
-@torch.no_grad()
-def rank_table(drafter: Drafter, features: Sequence[Features], max_rank: int = MAX_RANK) -> Tensor:
-    """Rank of the true token among each step's proposals, [P, K], int64; `max_rank` stands for "not among the first".
-
-    A place is counted when its first step has a label; where a later step has none, the rank is `max_rank`: such a
-    guess falls behind the end of the answer. A drafter that asks itself again answers step k of a place at the k-th
-    index behind it: while the guesses before were right, that is what it has read when it drafts.
-    """
-    tables = []
-    for batch in features:
-        table = _step_ranks if drafter.unrolls is None else _unrolled_ranks
-        tables.append(table(drafter, batch, max_rank).cpu())
-    return torch.cat(tables) if tables else torch.zeros(0, 1, dtype=torch.long)
-
-
-def _step_ranks(drafter: Drafter, batch: Features, max_rank: int) -> Tensor:
-    """Ranks of K draft steps that were trained as such, [P, K]."""
-    drafts = drafter(batch)
-    steps = [batch.labels(offset) for offset in drafts.offsets]
-    here_BL = steps[0][1]
-    columns = []
-    for step, (labels_BL, valid_BL) in enumerate(steps):
-        hidden_PD = drafts.hidden_BLKD[:, :, step][here_BL]
-        ranks_P = _ranks(drafter, hidden_PD, labels_BL[here_BL], step, max_rank)
-        columns.append(torch.where(valid_BL[here_BL], ranks_P, max_rank))
-    return torch.stack(columns, dim=1)
-
-
-def _unrolled_ranks(drafter: Drafter, batch: Features, max_rank: int) -> Tensor:
-    """Ranks of one step at `UNROLLED` successive indices, [P, K]."""
-    drafts, step = drafter(batch), drafter.unrolls or 0
-    labels_BL, valid_BL = batch.labels(drafts.offsets[step])
-    ranks_BL = torch.full_like(labels_BL, max_rank)
-    ranks_BL[valid_BL] = _ranks(drafter, drafts.hidden_BLKD[:, :, step][valid_BL], labels_BL[valid_BL], step, max_rank)
-    behind_BL = functional.pad(ranks_BL, (0, UNROLLED - 1), value=max_rank)
-    segments_BL = functional.pad(batch.segments_BL, (0, UNROLLED - 1), value=-1)
-    columns = []
-    for later in range(UNROLLED):
-        places = slice(later, later + labels_BL.shape[1])
-        same_BL = segments_BL[:, places] == batch.segments_BL
-        columns.append(torch.where(same_BL, behind_BL[:, places], max_rank)[valid_BL])
-    return torch.stack(columns, dim=1)
-
-
-def _ranks(drafter: Drafter, hidden_PD: Tensor, labels_P: Tensor, step: int, max_rank: int) -> Tensor:
-    ids_Q = drafter.token_ids_Q
-    found = []
-    for start in range(0, len(labels_P), _CHUNK):
-        hidden, labels = hidden_PD[start : start + _CHUNK], labels_P[start : start + _CHUNK]
-        logits = drafter.project(hidden, step)
-        indices = logits.topk(min(max_rank, logits.shape[-1]), dim=-1).indices
-        hits = (indices if ids_Q is None else ids_Q[indices]) == labels[:, None]
-        found.append(torch.where(hits.any(-1), hits.long().argmax(-1), max_rank))
-    return torch.cat(found) if found else labels_P.new_zeros(0)
 
 
 class PathEstimate:
@@ -172,6 +110,23 @@ def search_tree(table_PK: Tensor, max_nodes: int, max_rank: int = MAX_RANK) -> t
         expected.append(expected[-1] - chance)
         offer(path, -chance)
     return Topology.from_paths(paths), tuple(expected)
+
+
+def expected_lengths(table_PKR: Tensor, topology: Topology) -> tuple[float, ...]:
+    """Tokens that a pass emits under a sampling target, the bonus included, for each prefix of a static tree: from one
+    node, the root, up to all.
+
+    Args:
+        table_PKR: of `chance_table`.
+        topology: the tree; a node deeper than K steps, or of a rank beyond R, is never accepted.
+    """
+    places, steps, ranks = table_PKR.shape
+    chances_P, expected = [torch.ones(places)], [1.0]
+    for parent, rank, depth in list(zip(topology.parents, topology.ranks, topology.depths, strict=True))[1:]:
+        inside = depth <= steps and rank < ranks
+        chances_P.append(chances_P[parent] * table_PKR[:, depth - 1, rank] if inside else torch.zeros(places))
+        expected.append(expected[-1] + (float(chances_P[-1].mean()) if places else 0.0))
+    return tuple(expected)
 
 
 def replay(

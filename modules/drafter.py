@@ -155,6 +155,19 @@ class Observation:
     """The target's logits, for drafters with `reads_logits`: at all nodes of a pass, at the last token of a prompt
     chunk."""
 
+    @property
+    def real_BN(self) -> Tensor:
+        """Where a token is real and no padding."""
+        return torch.arange(self.tokens_BN.shape[1], device=self.counts_B.device) < self.counts_B[:, None]
+
+    @property
+    def behind_BN(self) -> Tensor:
+        """The token behind each one, int64; behind the last real one it is the root. Behind padding it is any."""
+        shifted_BN = torch.cat([self.tokens_BN[:, 1:], self.roots_B[:, None]], dim=1)
+        last_B1 = self.counts_B[:, None] - 1
+        here_N = torch.arange(self.tokens_BN.shape[1], device=self.counts_B.device)
+        return torch.where(here_N == last_B1, self.roots_B[:, None], shifted_BN)
+
 
 class DraftState:
     """Sequence state of a batch of rows; each family keeps its own kind."""

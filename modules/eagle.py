@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .blocks import OFFICIAL_ROPE_BASE, Attention, BlockConfig, GatedMLP, Sight
+from .blocks import Attention, BlockConfig, GatedMLP, Sight
 from .errors import UserError
-from .feedback import FeedbackDrafter, target_rope_base
+from .feedback import FeedbackDrafter, block_beside
 from .identity import TargetIdentity
 from .settings import check_sizes, settings_of
 from .target import Target
@@ -134,9 +134,8 @@ class Eagle(FeedbackDrafter):
         Raises:
             UserError: if the ids do not agree with the configuration.
         """
-        base = config.rope_base or target_rope_base(target) or OFFICIAL_ROPE_BASE
         with target.device:
-            drafter = cls(config, BlockConfig.like(target, rope_base=base), vocab_size=target.vocab_size)
+            drafter = cls(config, block_beside(target, config.rope_base), vocab_size=target.vocab_size)
         drafter._pass_the_state()
         drafter.begin(target, token_ids_Q)
         return drafter
@@ -185,10 +184,7 @@ class Eagle(FeedbackDrafter):
 
     def fuse(self, final_BND: Tensor, taps: dict[int, Tensor]) -> Tensor:
         """The target's final states, with noise in training."""
-        final_BND = final_BND.to(self.dtype)
-        if not (self.training and self.config.noise):
-            return final_BND
-        return final_BND + (2 * torch.rand_like(final_BND) - 1) * self.config.noise
+        return self.disturbed(final_BND.to(self.dtype), self.config.noise)
 
     def step(self, embedded_BND: Tensor, read_BND: Tensor, sight: Sight) -> Tensor:
         """Estimates of the target's next states, [B, N, D]; behind those for the output layer if they are apart."""

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .blocks import OFFICIAL_ROPE_BASE, Attention, BlockConfig, DecoderBlock, GatedMLP, Sight
+from .blocks import Attention, BlockConfig, DecoderBlock, GatedMLP, Sight
 from .errors import UserError
 from .features import Features
-from .feedback import FeedbackDrafter, target_rope_base
+from .feedback import FeedbackDrafter, block_beside
 from .identity import TargetIdentity
 from .settings import check_sizes, settings_of
 from .target import Target
@@ -181,9 +181,8 @@ class Eagle3(FeedbackDrafter):
                 with the configuration.
         """
         config, width = replace(config, taps=chosen_taps(config.taps, target)), chosen_width(config, target)
-        base = config.rope_base or target_rope_base(target) or OFFICIAL_ROPE_BASE
         with target.device:
-            block = _of_width(BlockConfig.like(target, rope_base=base), width)
+            block = _of_width(block_beside(target, config.rope_base), width)
             drafter = cls(config, block, vocab_size=target.vocab_size)
         drafter.begin(target, token_ids_Q)
         drafter._begin_as_the_highest_tap(target)

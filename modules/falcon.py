@@ -23,14 +23,14 @@ from torch.nn import functional
 
 from .asking import spread
 from .block_rows import BlockRows
-from .blocks import OFFICIAL_ROPE_BASE, BlockConfig, Sight
+from .blocks import BlockConfig, Sight
 from .borrowing import BorrowingDrafter
 from .drafter import Drafts, DraftState, Frontier, Observation, Scores
 from .eagle import BareBlock
 from .errors import UserError
 from .falcon_state import FalconState, columns
 from .features import Features
-from .feedback import DEPTHS, target_rope_base
+from .feedback import DEPTHS, block_beside
 from .identity import TargetIdentity
 from .recurrence import LSTM, Memory
 from .rollout import BlockRollout
@@ -85,9 +85,6 @@ class Falcon(BorrowingDrafter):
     family = "falcon"
 
     def __init__(self, config: FalconConfig, block: BlockConfig, *, vocab_size: int) -> None:
-        if config.vocabulary_size is not None and config.vocabulary_size > vocab_size:
-            raise UserError(f"vocabulary_size is {config.vocabulary_size}, but the target has {vocab_size} tokens; set "
-                            f"it to at most {vocab_size}, or leave it out")
         super().__init__(hidden_size=block.hidden_size, vocab_size=vocab_size, vocabulary_size=config.vocabulary_size)
         self.config, self.block = config, block
         self.lstm = LSTM(2 * block.hidden_size, block.hidden_size, _RECURRENT_LAYERS)
@@ -103,9 +100,8 @@ class Falcon(BorrowingDrafter):
         Raises:
             UserError: if the ids do not agree with the configuration.
         """
-        base = config.rope_base or target_rope_base(target) or OFFICIAL_ROPE_BASE
         with target.device:
-            drafter = cls(config, BlockConfig.like(target, rope_base=base), vocab_size=target.vocab_size)
+            drafter = cls(config, block_beside(target, config.rope_base), vocab_size=target.vocab_size)
         if config.skip:
             # Each estimate begins as the state of its query; the official code begins at random.
             drafter.lstm.silence()
@@ -155,7 +151,7 @@ class Falcon(BorrowingDrafter):
     def rollout(self, features: Features, blocks: int) -> list[Tensor]:
         """The estimates of so many blocks behind every index, [B, L, D] each, nearest first."""
         sights = BlockRollout(features, self.config.block_size)
-        final_BLD = self._disturbed(features.final().to(self.dtype))
+        final_BLD = self.disturbed(features.final().to(self.dtype), self.config.noise)
         read_BLZ = torch.cat([self.following(features, 1), final_BLD], dim=-1)
         memory = self.lstm(read_BLZ, self.lstm.blank(len(final_BLD)), _going(features))
         states_BLD = self._skipped(memory, final_BLD)
@@ -185,11 +181,6 @@ class Falcon(BorrowingDrafter):
         said = memory[0][-1]
         return said + read if self.config.skip else said
 
-    def _disturbed(self, final_BLD: Tensor) -> Tensor:
-        if not (self.training and self.config.noise):
-            return final_BLD
-        return final_BLD + (2 * torch.rand_like(final_BLD) - 1) * self.config.noise
-
     def project(self, hidden: Tensor, step: int) -> Tensor:
         """Draft logits [..., Q] of estimates [..., D] by the target's output layer, the same for every step."""
         return self._rows()(hidden)
@@ -210,9 +201,9 @@ class Falcon(BorrowingDrafter):
         held, counts_R = _falcon(state), observation.counts_B
         held.uproot()
         again, width = self.config.block_size - 1, observation.tokens_BN.shape[1]
-        real_RN = torch.arange(width, device=counts_R.device) < counts_R[:, None]
+        real_RN = observation.real_BN
         final_RND = observation.final_BND.to(self.dtype).masked_fill(~real_RN[..., None], 0)
-        read_RNZ = torch.cat([self._embed(_behind(observation)), final_RND], dim=-1)
+        read_RNZ = torch.cat([self._embed(observation.behind_BN), final_RND], dim=-1)
         before = held.said_MRD[:, rows_R], held.kept_MRD[:, rows_R]
         with self._packing.installed():
             memory = self.lstm(read_RNZ, before, torch.ones_like(real_RN))
@@ -287,14 +278,6 @@ def _before(states_BLD: Tensor, features: Features, places: int) -> Tensor:
         return states_BLD
     same_BL = functional.pad(segments_BL[:, places:] == segments_BL[:, :-places], (places, 0), value=False)
     return functional.pad(states_BLD[:, :-places], (0, 0, places, 0)).masked_fill(~same_BL[..., None], 0)
-
-
-def _behind(observation: Observation) -> Tensor:
-    """The token behind each new position, [B, N]; that behind the last one is the root, decided already."""
-    counts_B1, tokens_BN = observation.counts_B[:, None], observation.tokens_BN
-    shifted_BN = functional.pad(tokens_BN[:, 1:], (0, 1))
-    last_BN = torch.arange(tokens_BN.shape[1], device=counts_B1.device) == counts_B1 - 1
-    return torch.where(last_BN, observation.roots_B[:, None], shifted_BN)
 
 
 def _falcon(state: DraftState) -> FalconState:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .block_rows import BlockRows
-from .blocks import BlockConfig, Sight
+from .blocks import OFFICIAL_ROPE_BASE, BlockConfig, Sight
 from .borrowing import BorrowingDrafter
 from .drafter import Drafts, DraftState, Frontier, Observation, Scores
 from .errors import UserError
@@ -76,9 +76,6 @@ class FeedbackDrafter(BorrowingDrafter):
     def __init__(
         self, block: BlockConfig, *, vocab_size: int, vocabulary_size: int | None, target_width: int | None = None
     ) -> None:
-        if vocabulary_size is not None and vocabulary_size > vocab_size:
-            raise UserError(f"vocabulary_size is {vocabulary_size}, but the target has {vocab_size} tokens; set it to "
-                            f"at most {vocab_size}, or leave it out")
         super().__init__(hidden_size=target_width or block.hidden_size, vocab_size=vocab_size,
                          vocabulary_size=vocabulary_size)
         self.block = block
@@ -167,16 +164,12 @@ class FeedbackDrafter(BorrowingDrafter):
         """Read the new positions, each with the token behind it; the last one's is the root, decided already."""
         held, counts_R = _feedback(state), observation.counts_B
         held.uproot()
-        tokens_RN = observation.tokens_BN
-        order_N = torch.arange(tokens_RN.shape[1], device=counts_R.device)
-        padding_RN1 = (order_N >= counts_R[:, None])[..., None]
-        shifted_RN = torch.cat([tokens_RN[:, 1:], observation.roots_B[:, None]], dim=1)
-        behind_RN = torch.where(order_N == counts_R[:, None] - 1, observation.roots_B[:, None], shifted_RN)
+        padding_RN1 = ~observation.real_BN[..., None]
         final_RND = observation.final_BND.masked_fill(padding_RN1, 0)
         taps = {layer: states.masked_fill(padding_RN1, 0) for layer, states in observation.taps.items()}
-        sight = held.rows.read(rows_R.tolist(), tokens_RN.shape[1])
+        sight = held.rows.read(rows_R.tolist(), observation.tokens_BN.shape[1])
         with self._packing.installed():
-            own_RND = self.step(self._embed(behind_RN), self.fuse(final_RND, taps), sight)
+            own_RND = self.step(self._embed(observation.behind_BN), self.fuse(final_RND, taps), sight)
         held.rows.commit(counts_R, counts_R.tolist())
         last_R = (counts_R - 1).clamp(min=0)
         newest_RD = own_RND[torch.arange(len(last_R), device=last_R.device), last_R]
@@ -224,11 +217,16 @@ class FeedbackDrafter(BorrowingDrafter):
         held.uproot()
 
 
-def target_rope_base(target: Target) -> float | None:
-    """Base of the target's rotary embedding; None where its configuration names none."""
+def block_beside(target: Target, rope_base: float | None = None) -> BlockConfig:
+    """The shape of the target's own layers.
+
+    Args:
+        rope_base: base of the rotary embedding; None takes the target's, or where its configuration names none the
+            official code's.
+    """
     said: dict[str, Any] = target.config.to_dict()
-    base = (said.get("rope_parameters") or {}).get("rope_theta") or said.get("rope_theta")
-    return None if base is None else float(base)
+    own = (said.get("rope_parameters") or {}).get("rope_theta") or said.get("rope_theta")
+    return BlockConfig.like(target, rope_base=float(rope_base or own or OFFICIAL_ROPE_BASE))
 
 
 def _feedback(state: DraftState) -> FeedbackState:

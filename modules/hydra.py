@@ -148,12 +148,12 @@ class Hydra(BorrowingDrafter):
 
     def context(self, features: Features) -> Tensor:
         """What the heads read of the text, [B, L, D]: the target's final states, or the prefix layer's."""
-        final_BLD = self._disturbed(features.final().to(self.dtype))
+        final_BLD = self._noisy(features.final().to(self.dtype))
         return final_BLD if self.prefix is None else self.prefix(final_BLD, Sight.training(features))
 
     def behind(self, features: Features) -> list[Tensor]:
         """Embeddings of the 1, 2, ... K tokens behind each position, [B, L, D] each; zero beyond its segment."""
-        embedded_BLD = self._disturbed(self._embed(features.tokens_BL))
+        embedded_BLD = self._noisy(self._embed(features.tokens_BL))
         segments_BL, length = features.segments_BL, features.tokens_BL.shape[1]
         following = []
         for ahead in range(1, 1 + self.config.num_heads):
@@ -174,12 +174,9 @@ class Hydra(BorrowingDrafter):
         """The heads, numbered."""
         return [(step, head) for step, head in enumerate(self.heads) if isinstance(head, HydraHead)]
 
-    def _disturbed(self, states_BLD: Tensor) -> Tensor:
-        if not (self.training and self.config.noise):
-            return states_BLD
+    def _noisy(self, states_BLD: Tensor) -> Tensor:
         _, length, width = states_BLD.shape
-        scale = self.config.noise / math.sqrt(length * width)
-        return states_BLD + (2 * torch.rand_like(states_BLD) - 1) * scale
+        return self.disturbed(states_BLD, self.config.noise / math.sqrt(length * width))
 
     def project(self, hidden: Tensor, step: int) -> Tensor:
         """Draft logits [..., Q] of head `step` for its states [..., D]."""

@@ -128,7 +128,7 @@ def generate(parsed: Parsed[GenerateArguments]) -> None:
     request = Request(tuple(tokens), 0, given.max_new_tokens, given.temperature)
     settings = DecodeSettings(top_k=given.top_k, top_p=given.top_p, seed=given.seed, stop=given.stop)
     passes = stream(artifact.target, request, settings, drafter=artifact.drafter,
-                    policy=artifact.policy(given.policy))
+                    policy=artifact.policy(given.policy, temperature=given.temperature))
     counts: list[int] = []
     began = time.perf_counter()
     for text in readable(target, count_into(passes, counts)):

@@ -3,7 +3,7 @@
 import copy
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,9 @@ from ..modules import (
     Features,
     Topology,
     UserError,
+    chance_table,
     choose_size,
+    expected_lengths,
     measure_cost,
     rank_table,
     search_tree,
@@ -136,10 +138,20 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
     cost = measure_cost(target, drafter, topology)
     given = workspace.recipe.tree.size
     size = min(given or choose_size(expected, cost.curve()).size, topology.size)
-    save_tuning(workspace.artifact, Tuning.of(target, size, cost, expected, given=given is not None))
-    gain = f"{expected[size - 1]:.2f} tokens per pass expected" if size > 1 else "drafting does not pay here"
-    print(f"     tree of {topology.size} nodes, {size} of them used on this machine: {gain}", flush=True)
+    tuning = replace(Tuning.of(target, size, cost, expected, given=given is not None),
+                     expected_sampled=expected_lengths(chance_table(drafter, target, held_out), topology))
+    save_tuning(workspace.artifact, tuning)
+    print(f"     tree of {topology.size} nodes; used on this machine: {_use(tuning, 0.0)}; at temperature 1 "
+          f"{_use(tuning, 1.0)}", flush=True)
     return [workspace.artifact / name for name in ("config.json", "model.safetensors", "README.md", "tuning.json")]
+
+
+def _use(tuning: Tuning, temperature: float) -> str:
+    """How much of the tree one row takes, for people."""
+    size = tuning.size_for(1, temperature)
+    if size == 1:
+        return "none, drafting does not pay"
+    return f"{size}, {tuning.lengths(temperature)[size - 1]:.2f} tokens per pass expected"
 
 
 def validation(workspace: Workspace, module: DraftModule) -> list[Features]:
@@ -199,6 +211,9 @@ def fit_result(workspace: Workspace) -> FitResult:
     if not all(file.is_file() for file in files):
         raise UserError(f"{workspace.training} holds no finished training; run draftsmith train with this recipe first")
     content = {name: value for file in files for name, value in json.loads(file.read_text(encoding="utf-8")).items()}
+    if apart := sorted({one.name for one in fields(FitResult)} ^ content.keys()):
+        raise UserError(f"{workspace.training} was left by another version of draftsmith (its results differ in "
+                        f"{', '.join(apart)}); delete it to train anew, or choose another --out")
     content |= {"checkpoint": workspace.training / content["checkpoint"], "by_position": tuple(content["by_position"])}
     return FitResult(**content)
 

@@ -238,6 +238,26 @@ def test_tuning_comes_back_and_sets_the_tree(tmp_path: Path, tiny_target: Target
         tuned.policy("static-9")
 
 
+def test_a_sampling_target_has_a_tree_of_its_own_size(tmp_path: Path, tiny_target: Target) -> None:
+    """A fourth node pays for greedy rows alone."""
+    folder = save(tmp_path / "a", tiny_target)
+    greedy = dataclasses.replace(tuning(), expected_accepted_length=(1.0, 1.7, 1.9, 2.9))
+    save_tuning(folder, dataclasses.replace(greedy, expected_sampled=(1.0, 1.6, 1.61, 1.62)))
+    artifact = load_artifact(folder, tiny_target)
+    assert artifact.tuning is not None
+    assert [artifact.size_for(1, degree) for degree in (0.0, 0.4, 1.0)] == [4, 2, 2]
+    assert shape(artifact.policy(temperature=0.7)) == TREE.prefix(2)
+    assert shape(artifact.policy("static-6", temperature=0.7)) == TREE.prefix(6)
+    assert artifact.predicted_speedup(temperature=1.0) == artifact.tuning.cost.predict(1.6, 2, 1)
+    assert artifact.predicted_speedup() == artifact.tuning.cost.predict(2.9, 4, 1)
+    assert artifact.predicted_speedup(temperature=0.7) is None
+    named = dataclasses.replace(artifact, tuning=dataclasses.replace(artifact.tuning, given=True))
+    unknown = dataclasses.replace(artifact, tuning=greedy)
+    assert [one.size_for(1, 1.0) for one in (named, unknown)] == [4, 4]
+    assert unknown.size_for(64, 1.0) == unknown.size_for(64) < 4
+    assert unknown.predicted_speedup(temperature=1.0) is None
+
+
 def test_tuning_larger_than_the_tree_takes_the_whole_tree(tmp_path: Path, tiny_target: Target) -> None:
     folder = save(tmp_path / "a", tiny_target)
     save_tuning(folder, tuning(64))

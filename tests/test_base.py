@@ -373,6 +373,7 @@ def test_the_machine_chooses_the_arithmetic(
     tmp_path: Path
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
     seen = []
 

@@ -1,6 +1,7 @@
 """Evaluation at several batch sizes: each has its own tree, and all are timed on the same questions."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -138,3 +139,21 @@ def test_sets_without_whole_batches_of_every_size_are_named(tiny_target: Target)
                                         r"19, whole batches of every size need at least 20; give more prompts, .*"
                                         "speed_prompts to 0"):
         run(tuned(tiny_target), config)
+
+
+def test_a_sampling_target_is_drafted_for_by_its_own_tree(tiny_target_f64: Target) -> None:
+    artifact = tuned(tiny_target_f64)
+    assert artifact.tuning is not None
+    lengths = (1.0, 1.2, 1.3, *[1.3] * 5)
+    artifact = replace(artifact, tuning=replace(artifact.tuning, expected_sampled=lengths))
+    assert 1 < artifact.size_for(1, 1.0) == artifact.size_for(2, 1.0) < 8
+    assert artifact.size_for(16, 1.0) == 1
+    config = EvaluateConfig(max_new_tokens=TOKENS, speed_prompts=0, batch_sizes=(1, 16), temperatures=(0.0, 1.0))
+    found = evaluate(artifact.target, [Method.of(artifact)], SETS, config, progress=False).evaluations
+    nodes = {(one.batch_size, one.temperature): one.nodes for one in found}
+    assert nodes == {(1, 0.0): 8, (16, 0.0): 1, (1, 1.0): artifact.size_for(1, 1.0), (16, 1.0): 1}
+    sampled = [one for one in found if one.temperature == 1.0]
+    assert [one.overall.accepted_length > 1.0 for one in sampled] == [True, False]
+    assert [one.predicted_speedup for one in sampled] == [
+        artifact.predicted_speedup(batch_size=batch, temperature=1.0) for batch in (1, 16)]
+    assert all(one.overall.lossless.identical == len(PROMPTS) for one in found)

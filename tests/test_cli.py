@@ -243,7 +243,8 @@ def test_training_before_distilling(capsys: pytest.CaptureFixture[str], tmp_path
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of the tiny recipe, never changed: tests copy it. Shared with test_run.py: the second run skips all."""
+    """A run of the tiny recipe, never changed: tests copy it. Shared with test_run.py where one process
+    runs both: the second run skips all."""
     out = tmp_path_factory.getbasetemp() / "finished"
     assert main(["run", "--config", str(TINY), "--out", str(out)]) == 0
     return out

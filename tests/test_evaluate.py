@@ -44,7 +44,7 @@ def scripted(target: Target, mode: str, policy: Any = None, **request: Any) -> M
     answers = decode(target, requests, DecodeSettings(batch_size=8, ignore_eos=True)).generations
     texts = [[*tokens, *answer.tokens] for tokens, answer in zip(PROMPTS, answers, strict=True)]
     return Method(name=mode, family="scripted", drafter=ScriptedDrafter(target.vocab_size, texts, mode),
-                  policy_for=lambda _: policy or Chain(4))
+                  policy_for=lambda _, __: policy or Chain(4))
 
 
 def run(target: Target, method: Method, config: EvaluateConfig = CONFIG) -> Evaluation:
@@ -217,7 +217,7 @@ def test_trees_of_other_sizes_are_replayed_exactly(tiny_target_f64: Target) -> N
     topology = Topology.from_paths([(0,), (1,), (0, 0), (2,), (0, 1), (1, 0)])
     prompts = {"own": [Question.single((5, 20 + index, 7)) for index in range(5)]}
     config = EvaluateConfig(max_new_tokens=20, speed_prompts=0, tree_prompts=5)
-    method = Method(name="heads", family="medusa", drafter=drafter, policy_for=lambda _: StaticTree(topology),
+    method = Method(name="heads", family="medusa", drafter=drafter, policy_for=lambda _, __: StaticTree(topology),
                     trees=topology)
     found = evaluate(target, [method], prompts, config, progress=False).evaluations[0]
     assert found.accepted_length_by_tree_size == {"own": {"7": pytest.approx(found.overall.accepted_length)}}
@@ -245,7 +245,7 @@ def talk(place: int, asked: list[Any] | None = None) -> Question:
 def wide_draft(target: Target) -> Method:
     """Guesses often right: without its last layer the target mostly says the same."""
     return Method(name="layers", family="layers", drafter=LayerDraft(target, range(target.num_layers - 1)),
-                  policy_for=lambda _: Chain(2))
+                  policy_for=lambda _, __: Chain(2))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

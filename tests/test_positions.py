@@ -8,9 +8,11 @@ import pytest
 import torch
 from cycle import CycleData, cycle_target
 from draftsmith.modules import Eagle3Config, Features, Target, UserError
+from draftsmith.modules.falcon import FalconConfig
 from draftsmith.trainers import fit
 from draftsmith.trainers.eagle import EagleModule, EagleTrainConfig
 from draftsmith.trainers.eagle3 import Eagle3Module, Eagle3TrainConfig
+from draftsmith.trainers.falcon import FalconModule, FalconTrainConfig
 from draftsmith.trainers.positions import PositionConfig, moved
 from torch import Tensor
 
@@ -86,14 +88,17 @@ def test_nothing_but_positions_changes_and_the_target_reads_its_own(tiny_target:
     assert all(torch.equal(far.taps[layer], states) for layer, states in plain.taps.items())
 
 
-def test_the_first_of_the_line_is_moved_alike(tiny_target: Target) -> None:
-    class First(EagleModule):
-        def loss(self, features: Features) -> Any:
-            seen.append(features)
-            raise Seen
+@pytest.mark.parametrize(("kind", "config"), [(EagleModule, EagleTrainConfig), (FalconModule, FalconTrainConfig)])
+def test_the_others_of_the_line_are_moved_alike(
+    kind: Any, config: Any, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loss(self: Any, features: Features) -> Any:
+        seen.append(features)
+        raise Seen
 
     seen: list[Features] = []
-    module = First(tiny_target, EagleTrainConfig(positions=PositionConfig(offset=300)))
+    monkeypatch.setattr(kind, "loss", loss)
+    module = kind(tiny_target, config(positions=PositionConfig(offset=300)))
     module.configure_model()
     with pytest.raises(Seen):
         module.training_step(rows(), 0)
@@ -105,6 +110,25 @@ def test_the_highest_position_of_the_last_step_lies_inside_the_context(tiny_targ
                   for _ in range(200))
     reached = highest + SMALL.drafter.steps - 1
     assert tiny_target.context_length - 12 < reached < tiny_target.context_length
+
+
+def test_the_last_position_of_the_last_block_lies_inside_the_context(tiny_target: Target) -> None:
+    """A Falcon drafter of two blocks of two reads its own estimates three places behind an index."""
+    highest = 0
+    config = FalconTrainConfig(positions=PositionConfig(offset="max"), drafter=FalconConfig(block_size=2, blocks=2))
+
+    class Far(FalconModule):
+        def loss(self, features: Features) -> Any:
+            nonlocal highest
+            highest = max(highest, int(features.positions_BL.max()))
+            raise Seen
+
+    for _ in range(200):
+        module = Far(tiny_target, config)
+        module.configure_model()
+        with pytest.raises(Seen):
+            module.training_step(rows(), 0)
+    assert tiny_target.context_length - 12 < highest + 3 < tiny_target.context_length
 
 
 class Power(Exception):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import yaml
@@ -22,6 +23,7 @@ from draftsmith.modules import (
     Topology,
     decode,
     load_target,
+    stream,
 )
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.pipeline import STAGES
@@ -138,6 +140,27 @@ def test_generate_streams_the_plain_answer(finished: Path, capsys: pytest.Captur
     plain, = decode(target, [Request(tuple(tokens), 0, 30)], DecodeSettings()).generations
     assert told.out.rstrip("\n") == target.tokenizer.decode(plain.tokens, skip_special_tokens=True).rstrip("\n")
     assert "tokens per pass" in told.err
+
+
+def test_a_sampled_answer_is_drafted_by_the_tree_for_it(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(finished / "artifact", tmp_path / "artifact")
+    file = tmp_path / "artifact" / "tuning.json"
+    # Nothing is accepted of a sampling target: it is not drafted for at all.
+    tuning = json.loads(file.read_text()) | {"tree_size": 4, "expected_sampled": [1.0] * 8}
+    file.write_text(json.dumps(tuning))
+    sizes = []
+
+    def watched(*given: Any, policy: Any, **more: Any) -> Any:
+        sizes.append(policy.max_size)
+        return stream(*given, policy=policy, **more)
+
+    monkeypatch.setattr("draftsmith.recipes.commands.stream", watched)
+    for degree in ("0", "0.8"):
+        assert main(["generate", "--artifact", str(tmp_path / "artifact"), "--prompt", "hello", "--max-new-tokens", "5",
+                     "--temperature", degree]) == 0
+    assert sizes == [4, 1]
 
 
 @pytest.mark.parametrize("words", [["generate", "--prompt", "hello", "--max-new-tokens", "8"],

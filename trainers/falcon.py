@@ -6,13 +6,12 @@ from torch import Tensor
 
 from ..modules.falcon import Falcon, FalconConfig
 from ..modules.target import Target
-from .base import DraftModule, TrainConfig
+from .feedback import FeedbackModule, FeedbackTrainConfig
 from .objectives import ObjectiveName
-from .vocabulary import reduced_vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
-class FalconTrainConfig(TrainConfig):
+class FalconTrainConfig(FeedbackTrainConfig):
     """How a Falcon drafter is shaped and trained."""
 
     objective: ObjectiveName = "soft"
@@ -26,7 +25,7 @@ class FalconTrainConfig(TrainConfig):
     """The drafter."""
 
 
-class FalconModule(DraftModule):
+class FalconModule(FeedbackModule):
     """A Falcon drafter in training: a block that ends at p learns the target's states of p + 1 to p + K and the tokens
     behind them. Every index is such an end.
 
@@ -39,7 +38,7 @@ class FalconModule(DraftModule):
         token_counts: how often each token is a label, [V]; a reduced draft vocabulary is chosen by it.
 
     Raises:
-        UserError: if a reduced vocabulary is asked for without counts, or with a size that does not fit them.
+        UserError: if positions would leave the target's context, or a reduced vocabulary does not fit.
     """
 
     config: FalconTrainConfig
@@ -49,7 +48,6 @@ class FalconModule(DraftModule):
         self, target: Target, config: FalconTrainConfig | None = None, *, token_counts: Tensor | None = None
     ) -> None:
         super().__init__(target, config or FalconTrainConfig(), token_counts=token_counts)
-        self._token_ids_Q = reduced_vocabulary(self.config.drafter.vocabulary_size, token_counts, target)
 
     def build_drafter(self) -> Falcon:
         """A new drafter, beginning with the target's states unchanged."""

@@ -1,12 +1,13 @@
-"""What the training of the whole EAGLE line shares: its labels' default judge, its vocabulary, and where the drafter
-believes the tokens to stand."""
+"""What the training of the EAGLE line and of Falcon shares: the labels' default judge, the draft vocabulary, and where
+the drafter believes the tokens to stand."""
 
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..modules.eagle import EagleConfig
-from ..modules.eagle3 import Eagle3Config
+from ..modules.eagle import Eagle, EagleConfig
+from ..modules.eagle3 import Eagle3, Eagle3Config
+from ..modules.falcon import Falcon, FalconConfig
 from ..modules.features import Features
 from ..modules.target import Target
 from .base import DraftModule, TrainConfig
@@ -17,18 +18,18 @@ from .vocabulary import reduced_vocabulary
 
 @dataclass(frozen=True, kw_only=True)
 class FeedbackTrainConfig(TrainConfig):
-    """What all members of the line are told."""
+    """What they are all told."""
 
     objective: ObjectiveName = "soft"
-    """See TrainConfig; the papers' is `soft`, the target as teacher."""
+    """See TrainConfig; that of EAGLE's papers is `soft`, the target as teacher."""
     positions: PositionConfig = field(default_factory=PositionConfig)
     """Where the drafter believes the tokens to stand; by default where they do."""
-    drafter: EagleConfig | Eagle3Config = field(default_factory=Eagle3Config)
+    drafter: EagleConfig | Eagle3Config | FalconConfig = field(default_factory=Eagle3Config)
     """The drafter."""
 
 
 class FeedbackModule(DraftModule):
-    """A drafter of the EAGLE line in training.
+    """A drafter in training that reads the target's states, and behind them its own.
 
     Args:
         target: the frozen model.
@@ -40,6 +41,7 @@ class FeedbackModule(DraftModule):
     """
 
     config: FeedbackTrainConfig
+    drafter: Eagle | Eagle3 | Falcon
 
     def __init__(self, target: Target, config: FeedbackTrainConfig, *, token_counts: Tensor | None = None) -> None:
         super().__init__(target, config, token_counts=token_counts)
@@ -51,6 +53,6 @@ class FeedbackModule(DraftModule):
         batch = self.encoded(batch)
         if self._largest_offset:
             # The last step of the last index draws on the highest position.
-            highest = self.target.context_length - self.config.drafter.steps
+            highest = self.target.context_length - self.drafter.trained_steps
             batch = moved(batch, anchors=self.config.positions.anchors, limit=self._largest_offset, highest=highest)
         return super().training_step(batch, batch_idx)
