@@ -97,6 +97,11 @@ class BorrowingDrafter(Drafter):
         return states + (2 * torch.rand_like(states) - 1) * noise
 
     @property
+    def state_size(self) -> int:
+        """The target's width, unless a family says otherwise."""
+        return self.hidden_size
+
+    @property
     def token_ids_Q(self) -> Tensor | None:
         """Target id of each entry of the reduced draft vocabulary; None for the whole vocabulary."""
         return self.token_ids

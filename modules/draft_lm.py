@@ -109,6 +109,11 @@ class DraftLM(CausalDraft, Drafter):
         if self.mask_embedding is not None and self.config.mask_token_id is not None:
             self.mask_embedding.copy_(self._embedding().weight[self.config.mask_token_id])
 
+    @property
+    def state_size(self) -> int:
+        """The width of its own layers."""
+        return self.embedding_weight().shape[1]
+
     def describe(self) -> dict[str, Any]:
         """The settings and the model's configuration, JSON-ready; not the folder it began with."""
         return {**asdict(self.config), "folder": None, "model": fields_of(self.architecture)}

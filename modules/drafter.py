@@ -275,6 +275,12 @@ class Drafter(nn.Module, Proposer):
         return None
 
     @property
+    @abstractmethod
+    def state_size(self) -> int:
+        """Components of what `forward` gives at one index and step: the state that the output layer reads, and beside
+        it the estimate of the target's where that is another."""
+
+    @property
     def trained_steps(self) -> int:
         """Draft steps that training forms at every index: rows must be longer than they reach."""
         return self.reach or 1

@@ -100,7 +100,7 @@ class FeedbackDrafter(BorrowingDrafter):
 
     @property
     def state_size(self) -> int:
-        """Width of the layer's states; the block's unless a member says otherwise."""
+        """Width of the layer's states, which go on from step to step; the block's unless a member says otherwise."""
         return self.block.hidden_size
 
     @property

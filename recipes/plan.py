@@ -68,7 +68,7 @@ def plan_recipe(recipe: Recipe, target: Target) -> Plan:
         drafter_parameters=trained,
         drafter=trained * ADAM_BYTES,
         batch_states=tokens * states * width,
-        batch_drafts=(2 * tokens * drafter.trained_steps * target.hidden_size + 4 * _logits(target, drafter)) * WIDE,
+        batch_drafts=(2 * tokens * drafter.trained_steps * drafter.state_size + 4 * _logits(target, drafter)) * WIDE,
         distill_cache=recipe.distill.slots * recipe.distill.max_new_tokens * cache_bytes(target),
         stored_states=_stored(recipe, states * width),
     )

@@ -50,6 +50,10 @@ class ScriptedDrafter(Drafter):
     def bind(self, target: Target) -> None:
         pass
 
+    @property
+    def state_size(self) -> int:
+        raise NotImplementedError
+
     def forward(self, features: Features) -> Drafts:
         raise NotImplementedError
 

@@ -37,6 +37,10 @@ class TableDrafter(Drafter):
     def bind(self, target: Target) -> None:
         pass
 
+    @property
+    def state_size(self) -> int:
+        raise NotImplementedError
+
     def forward(self, features: Features) -> Drafts:
         raise NotImplementedError
 

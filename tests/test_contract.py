@@ -47,6 +47,14 @@ def test_every_family_has_a_case(tiny_target: Target) -> None:
     assert {CASES[name].make(tiny_target).family for name in CASES} == {family.family for family in DRAFTERS}
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_states_are_as_wide_as_plans_count_them(name: str, tiny_target: Target) -> None:
+    drafter, target = made(name, tiny_target)
+    drafts = drafter(target.encode(Features.from_rows(conversations(target)), drafter.taps))
+    found = [states.shape[-1] for states in (drafts.hidden_BLKD, drafts.estimated_BLKD) if states is not None]
+    assert sum(found) == drafter.state_size
+
+
 @cache
 def judge(name: str, original: Target) -> Target:
     """The target that verifies drafts, one object for all tests."""
