@@ -148,7 +148,7 @@ def test_a_sampled_answer_is_drafted_by_the_tree_for_it(
     shutil.copytree(finished / "artifact", tmp_path / "artifact")
     file = tmp_path / "artifact" / "tuning.json"
     # Nothing is accepted of a sampling target: it is not drafted for at all.
-    tuning = json.loads(file.read_text()) | {"tree_size": 4, "expected_sampled": [1.0] * 8}
+    tuning = json.loads(file.read_text()) | {"tree_size": 4, "given": False, "expected_sampled": [1.0] * 8}
     file.write_text(json.dumps(tuning))
     sizes = []
 
