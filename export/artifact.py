@@ -111,11 +111,11 @@ class Artifact:
     def predicted_speedup(self, name: str = STATIC, *, batch_size: int = 1, temperature: float = 0.0) -> float | None:
         """What the cost fitted on this machine predicts for the static tree that the policy names.
 
-        None where nothing was measured here, no length was estimated for its size or this temperature (0 and 1 are),
-        or the tree is no static one.
+        None where nothing was measured here, no length was estimated for its size, the tree is no static one, or the
+        target samples: the lengths that size its tree are estimated along greedy text, and promise too much.
         """
         kind, size = parse_policy(name)
-        if kind != STATIC or self.tuning is None or temperature not in (0.0, 1.0):
+        if kind != STATIC or self.tuning is None or temperature > 0:
             return None
         size = self.size_for(batch_size, temperature) if size is None else size
         lengths = self.tuning.lengths(temperature)
