@@ -58,7 +58,7 @@ class Tuning:
     expected_accepted_length: tuple[float, ...] = ()
     """Estimated tokens per pass for a tree of 1, 2, 3 ... nodes, greedy; empty when it was not computed."""
     expected_sampled: tuple[float, ...] = ()
-    """The same at temperature 1."""
+    """The same at temperature 1; what is known of it serves all temperatures above 0."""
     given: bool = False
     """Whether the recipe named the size: it then serves every batch, otherwise each has its own."""
 
@@ -70,16 +70,11 @@ class Tuning:
         return cls(device=f"{target.device.type}{threads}", dtype=str(target.dtype).removeprefix("torch."),
                    tree_size=tree_size, cost=cost, expected_accepted_length=tuple(expected), given=given)
 
-    def lengths(self, temperature: float) -> tuple[float, ...]:
-        """Estimated tokens per pass for a tree of 1, 2, 3 ... nodes; what is known of temperature 1 serves all above
-        0, where less is accepted than of greedy rows."""
-        return self.expected_sampled if temperature > 0 else self.expected_accepted_length
-
     def size_for(self, batch_size: int, temperature: float = 0.0) -> int:
         """Nodes of the tree that decode `batch_size` rows fastest: 1 where drafting does not pay."""
-        lengths = self.lengths(temperature) or self.expected_accepted_length
-        greedy = lengths is self.expected_accepted_length
-        if self.given or not lengths or (greedy and batch_size == 1):
+        sampled = self.expected_sampled if temperature > 0 else ()
+        lengths = sampled or self.expected_accepted_length
+        if self.given or not lengths or (batch_size == 1 and not sampled):
             return self.tree_size
         return choose_size(lengths, self.cost.curve(batch_size)).size
 
@@ -108,17 +103,16 @@ class Artifact:
         """Nodes drafted by default for one greedy row, root included: the tuned size, else the whole tree."""
         return self.size_for(1)
 
-    def predicted_speedup(self, name: str = STATIC, *, batch_size: int = 1, temperature: float = 0.0) -> float | None:
-        """What the cost fitted on this machine predicts for the static tree that the policy names.
+    def predicted_speedup(self, name: str = STATIC, *, batch_size: int = 1) -> float | None:
+        """What the cost fitted on this machine predicts for greedy rows and the static tree that the policy names.
 
-        None where nothing was measured here, no length was estimated for its size, the tree is no static one, or the
-        target samples: the lengths that size its tree are estimated along greedy text, and promise too much.
+        None where nothing was measured here, no length was estimated for its size, or the tree is no static one.
         """
         kind, size = parse_policy(name)
-        if kind != STATIC or self.tuning is None or temperature > 0:
+        if kind != STATIC or self.tuning is None:
             return None
-        size = self.size_for(batch_size, temperature) if size is None else size
-        lengths = self.tuning.lengths(temperature)
+        size = self.size_for(batch_size) if size is None else size
+        lengths = self.tuning.expected_accepted_length
         return None if size > len(lengths) else self.tuning.cost.predict(lengths[size - 1], size, batch_size)
 
     def size_for(self, batch_size: int, temperature: float = 0.0) -> int:

@@ -90,9 +90,8 @@ def _evaluation(bench: Bench, method: Method, exchanges: Sequence[Exchange], rec
     return Evaluation(
         name=method.name, family=method.family, target=bench.target.identity.name, batch_size=batch_size,
         temperature=temperature, nodes=method.nodes(batch_size, temperature), contended=False,
-        target_calls=records.target_calls,
-        draft_share=share,
-        predicted_speedup=None if temperature and bench.config.truncates else method.predicted(batch_size, temperature),
+        target_calls=records.target_calls, draft_share=share,
+        predicted_speedup=None if temperature else method.predicted(batch_size),
         overall=measures(answers, records.timings),
         accepted_length_by_tree_size=trees.accepted_lengths,
         confidence=trees.confidence,

@@ -93,11 +93,6 @@ class EvaluateConfig:
         given = self.temperatures if isinstance(self.temperatures, tuple) else (self.temperatures,)
         return tuple(dict.fromkeys(given))
 
-    @property
-    def truncates(self) -> bool:
-        """Whether a sampling target leaves out tokens that it could have said."""
-        return self.top_k > 0 or self.top_p < 1
-
     def timed(self, members: int) -> int:
         """Prompts that are timed of a set of so many: they fill whole batches of every size; 0 where none can."""
         if self.speed_prompts == 0:
@@ -146,9 +141,9 @@ class Method:
     largest tree of two batch sizes is the same, so is the policy."""
     trees: Topology | None = None
     """A static tree, best node first, whose smaller and larger prefixes are compared too."""
-    predicted_speedup: Callable[[int, float], float | None] | None = None
-    """What the cost fitted on this machine predicts for so many rows at once and their temperature; None where nothing
-    was measured."""
+    predicted_speedup: Callable[[int], float | None] | None = None
+    """What the cost fitted on this machine predicts for so many greedy rows at once; None where nothing was measured.
+    """
 
     @classmethod
     def of(cls, artifact: Artifact, *, name: str | None = None, policy: str = STATIC) -> "Method":
@@ -165,16 +160,13 @@ class Method:
         def policy_for(rows: int, temperature: float) -> Policy:
             return artifact.policy(policy, batch_size=rows, temperature=temperature)
 
-        def predicted_speedup(rows: int, temperature: float) -> float | None:
-            return artifact.predicted_speedup(policy, batch_size=rows, temperature=temperature)
-
         policy_for(1, 0.0)
         family = artifact.drafter.family
         called = name or (family if artifact.adapter is None else f"{family} (changes the target)")
         return cls(name=called if policy == STATIC else f"{called}, {policy}",
                    family=family, drafter=artifact.drafter, policy_for=policy_for,
                    trees=artifact.topology if policy == STATIC else None,
-                   predicted_speedup=predicted_speedup)
+                   predicted_speedup=lambda rows: artifact.predicted_speedup(policy, batch_size=rows))
 
     @classmethod
     def of_baseline(cls, name: str, target: Target) -> "Method":
@@ -182,9 +174,9 @@ class Method:
         drafter, policy = baseline(name, target)
         return cls(name=name, family=drafter.family, drafter=drafter, policy_for=lambda _rows, _temperature: policy)
 
-    def predicted(self, batch_size: int, temperature: float) -> float | None:
-        """The speed-up to expect of so many rows; None where nothing was measured."""
-        return None if self.predicted_speedup is None else self.predicted_speedup(batch_size, temperature)
+    def predicted(self, batch_size: int) -> float | None:
+        """The speed-up to expect of so many greedy rows; None where nothing was measured."""
+        return None if self.predicted_speedup is None else self.predicted_speedup(batch_size)
 
     def nodes(self, batch_size: int, temperature: float) -> int:
         """Most nodes of a row that a pass over so many rows verifies, the root included; 1 without drafts."""

@@ -158,7 +158,7 @@ class Evaluation:
     draft_share: float
     """Bytes of weights that drafting reads for each byte that the target reads."""
     predicted_speedup: float | None
-    """What the cost that was fitted on this machine predicts; None where nothing was."""
+    """What the cost that was fitted on this machine predicts for greedy rows; None elsewhere."""
     overall: Measures
     """All questions."""
     accepted_length_by_tree_size: dict[str, dict[str, float]]

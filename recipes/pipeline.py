@@ -151,7 +151,8 @@ def _use(tuning: Tuning, temperature: float) -> str:
     size = tuning.size_for(1, temperature)
     if size == 1:
         return "none, drafting does not pay"
-    return f"{size}, {tuning.lengths(temperature)[size - 1]:.2f} tokens per pass expected"
+    lengths = tuning.expected_sampled if temperature else tuning.expected_accepted_length
+    return f"{size}, {lengths[size - 1]:.2f} tokens per pass expected"
 
 
 def validation(workspace: Workspace, module: DraftModule) -> list[Features]:

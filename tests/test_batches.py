@@ -154,6 +154,5 @@ def test_a_sampling_target_is_drafted_for_by_its_own_tree(tiny_target_f64: Targe
     assert nodes == {(1, 0.0): 8, (16, 0.0): 1, (1, 1.0): artifact.size_for(1, 1.0), (16, 1.0): 1}
     sampled = [one for one in found if one.temperature == 1.0]
     assert [one.overall.accepted_length > 1.0 for one in sampled] == [True, False]
-    assert [one.predicted_speedup for one in sampled] == [
-        artifact.predicted_speedup(batch_size=batch, temperature=1.0) for batch in (1, 16)]
+    assert [one.predicted_speedup for one in sampled] == [None, None]
     assert all(one.overall.lossless.identical == len(PROMPTS) for one in found)
