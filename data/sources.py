@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..modules import DecodeSettings, Drafter, UserError
-from ..modules.policies import Policy
-from ..modules.requests import uniform_stream
-from ..modules.rules import AcceptAll
-from ..modules.sampled import SampledTree
-from ..modules.tree import Topology
+from ..modules.decoding.requests import uniform_stream
+from ..modules.policies.base import Policy
+from ..modules.policies.sampled_tree import SampledTree
+from ..modules.token_tree import Topology
+from ..modules.verification.acceptance_rules import AcceptAll
 
 SourceName = Literal["target", "text", "draft"]
 SOURCES: tuple[SourceName, ...] = ("target", "text", "draft")

@@ -18,7 +18,16 @@ from tqdm import tqdm
 
 from ..modules import Target, UserError
 from .collate import Piece, pad
-from .store import FORMAT_VERSION, Manifest, ShardRecord, TokenShard, hash_file, read_bytes, write_bytes, write_tensors
+from .store import (
+    FORMAT_VERSION,
+    Manifest,
+    ShardRecord,
+    TokenShard,
+    hash_file,
+    read_bytes,
+    write_bytes,
+    write_tensors,
+)
 
 FEATURES = "features.json"
 FINAL, STATES = "final", "states"

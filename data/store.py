@@ -16,7 +16,7 @@ from safetensors.torch import load, save, save_file
 from torch import Tensor
 
 from ..modules import TargetIdentity, UserError
-from ..modules.files import write_atomically
+from ..modules.atomic_files import write_atomically
 from .sources import SOURCES, SourceName
 
 FORMAT_VERSION = 2

@@ -33,7 +33,7 @@ from ..modules import (
     parse_policy,
     policy_named,
 )
-from ..modules.adapter import PREFIX
+from ..modules.target.adapter import PREFIX
 from .files import whole_folder, write_file
 
 FORMAT_VERSION = 1

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..modules import DecodeResult, Generation, Request, Target, UserError, decode
+from ..modules import DecodeResult, Generation, Request, Target, UserError
+from ..modules.decoding import loop as decode
 from .lossless import compare, generate, greedy_judge, native_model, sampled_judge
 from .measure import ContentionProbe, clock, rotated
 from .memory import Meter, metered, target_bytes

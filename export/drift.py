@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ..modules import DecodeSettings, Features, Request, Target, UserError, decode
+from ..modules import DecodeSettings, Features, Request, Target, UserError
+from ..modules.decoding import loop as decode
 from .plan import PromptSets
 from .results import EvaluationRun
 

@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..modules import Drafter, Eagle, Eagle3, Eagle3Config, EagleConfig, Target, UserError
-from ..modules.blocks import OFFICIAL_ROPE_BASE, BlockConfig
-from ..modules.eagle3 import chosen_taps
+from ..modules.drafters.eagle3 import chosen_taps
+from ..modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
 from .artifact import portable
 from .files import whole_folder, write_file
 from .foreign import check_embedding, read_tensors

@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from ..modules import UserError
-from ..modules.files import cannot_write, to_disk, write_atomically
+from ..modules.atomic_files import cannot_write, to_disk, write_atomically
 
 
 def write_file(path: Path, content: str) -> Path:

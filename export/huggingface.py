@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..modules import Drafter, DraftLM, Target, UserError
-from ..modules.draft_lm import as_model
+from ..modules.drafters.draft_lm import as_model
 from .artifact import portable
 from .files import whole_folder, write_file
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..modules import Drafter, Hydra, HydraConfig, Target, UserError
-from ..modules.blocks import OFFICIAL_ROPE_BASE, BlockConfig
+from ..modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
 from .artifact import portable
 from .files import whole_folder, write_file
 from .foreign import check_embedding, read_tensors

@@ -5,7 +5,7 @@ from html import escape
 from string import Template
 from typing import Any
 
-from . import plots
+from ..export import plots
 from .artifact import Artifact
 from .results import Evaluation, EvaluationRun, Lossless, Measures
 from .tables import Table, confidence_table, in_detail, side_by_side

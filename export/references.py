@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..modules import Target, UserError
-from ..modules.small import fields_of
+from ..modules.target.submodel import fields_of
 from .files import write_file
 from .measure import machine
 from .plan import EvaluateConfig

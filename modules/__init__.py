@@ -1,54 +1,57 @@
 """Frozen targets, drafters and the one decoding loop."""
 
-from .acceptance import Accepted, Sampling, choose, follow
-from .adapter import Adapter
-from .baselines import BASELINES, baseline
-from .calibration import Acceptance, decoded_acceptance, expected_lengths, replay, search_tree
-from .confidence import Confidence, ConfidenceBin, ConfidenceCurve, replay_noting
-from .cost import CostCurve, CostModel, Sample, TreeChoice, choose_size
-from .decode import Loop, decode, stream
-from .draft_lm import DraftLM
-from .draft_lm_shape import DraftLMConfig
-from .drafter import Drafter, Drafts, DraftState, Frontier, Observation, Proposer, Scores, Verified
-from .drafting import POLICIES, STATIC, parse_policy, policy_named
-from .dynamic import DySpecTree, Eagle2Tree
-from .eagle import Eagle, EagleConfig
-from .eagle3 import Eagle3, Eagle3Config
-from .ensemble import Ensemble, Union
+from .baselines.ngram import NgramConfig, Ngrams
+from .baselines.prompt_lookup import Lookup, LookupConfig
+from .baselines.registry import BASELINES, baseline
+from .baselines.self_speculation import LayerDraft, search_layers
+from .baselines.token_recycling import Recycling, recycling_tree
+from .decoding.loop import Loop, decode, stream
+from .decoding.requests import DecodeResult, DecodeSettings, DecodeStats, Generation, Request, repeats_itself
+from .decoding.row_errors import DecodeError
+from .drafters.draft_lm import DraftLM
+from .drafters.draft_lm_config import DraftLMConfig
+from .drafters.eagle import Eagle, EagleConfig
+from .drafters.eagle3 import Eagle3, Eagle3Config
+from .drafters.falcon import Falcon, FalconConfig
+from .drafters.hydra import Hydra
+from .drafters.hydra_heads import HydraConfig
+from .drafters.medusa import Medusa, MedusaConfig
 from .errors import TreeError, UserError
-from .falcon import Falcon, FalconConfig
-from .faults import DecodeError
 from .features import Features
-from .hydra import Hydra
-from .hydra_heads import HydraConfig
-from .identity import TargetIdentity
-from .layers import LayerDraft, search_layers
-from .loading import DEFAULT_NAME, TargetConfig, load_target
-from .lookup import Lookup, LookupConfig
-from .medusa import Medusa, MedusaConfig
-from .ngram import NgramConfig, Ngrams
-from .policies import Chain, Policy, StaticTree
-from .proposals import chance_table, rank_table
-from .recycling import Recycling, recycling_tree
-from .replay import Replay
-from .requests import DecodeResult, DecodeSettings, DecodeStats, Generation, Request, repeats_itself
-from .rules import ChainRejection, Chances, Equality, Rejection, Rule, Typical, exact_rule
-from .sampled import SampledTree
-from .stopped import (
+from .interfaces.drafter import Drafter, Drafts
+from .interfaces.proposer import DraftState, Frontier, Observation, Proposer, Scores, Verified
+from .policies.base import Policy
+from .policies.dynamic_trees import DySpecTree, Eagle2Tree
+from .policies.ensemble import Ensemble, Union
+from .policies.registry import POLICIES, STATIC, parse_policy, policy_named
+from .policies.sampled_tree import SampledTree
+from .policies.static_tree import Chain, StaticTree
+from .policies.stopping_chains import SampledChain, StoppedChain
+from .policies.stopping_rules import (
     AdaptiveThreshold,
     Drafted,
     EarlyExit,
     FixedLength,
     MaxProbability,
     PathProbability,
-    SampledChain,
-    StoppedChain,
     StoppingRule,
 )
-from .streams import Draws
-from .target import PassOutput, Target, TargetRows
-from .timing import measure_cost
-from .tree import Drawn, TokenTree, Topology
+from .random_streams import Draws
+from .target.adapter import Adapter
+from .target.identity import TargetIdentity
+from .target.loading import DEFAULT_NAME, TargetConfig, load_target
+from .target.model import PassOutput, Target, TargetRows
+from .token_tree import Drawn, TokenTree, Topology
+from .tuning.confidence_calibration import Confidence, ConfidenceBin, ConfidenceCurve, replay_noting
+from .tuning.cost_model import CostCurve, CostModel, Sample, TreeChoice, choose_size
+from .tuning.held_out_ranks import chance_table, rank_table
+from .tuning.replay_acceptance import Acceptance, decoded_acceptance, replay
+from .tuning.replay_target import Replay
+from .tuning.step_timing import measure_cost
+from .tuning.tree_search import expected_lengths, search_tree
+from .verification.acceptance_rules import ChainRejection, Chances, Equality, Rejection, Rule, Typical, exact_rule
+from .verification.sampling import Sampling, choose
+from .verification.tree_walk import Accepted, follow
 
 DRAFTERS: tuple[type[Drafter], ...] = (Medusa, Hydra, Eagle, Eagle3, Falcon, DraftLM)
 """Every drafter family; contract, losslessness, artifact and recipe tests run over this tuple."""

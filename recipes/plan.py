@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..modules import Drafter, Target
-from ..modules.loading import sketch_target
+from ..modules.target.loading import sketch_target
 from ..trainers.losses import CHUNK_ELEMENTS
 from .parsing import Command, Parsed
 from .recipe import Recipe

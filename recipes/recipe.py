@@ -8,7 +8,7 @@ from ..data import DistillConfig, PromptConfig
 from ..data.datamodule import BatchConfig
 from ..export import EvaluateConfig
 from ..modules import Target, TargetConfig, UserError
-from ..modules.proposals import MAX_RANK
+from ..modules.tuning.held_out_ranks import MAX_RANK
 from ..trainers import DraftModule
 from .template import TemplateConfig
 

@@ -2,7 +2,7 @@
 
 import torch
 from draftsmith.modules import Frontier, Observation, Proposer, Verified
-from draftsmith.modules.drafter import DraftState
+from draftsmith.modules.interfaces.proposer import DraftState
 from torch import Tensor
 
 ROOT = Frontier(nodes_BF=torch.tensor([[0]]), parents_BF=torch.tensor([[-1]]), tokens_BF=torch.tensor([[0]]))

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from draftsmith.modules import Sampling, TokenTree, Topology, choose, follow
-from draftsmith.modules.acceptance import argmax, draw, probabilities
+from draftsmith.modules.verification.sampling import argmax, draw, probabilities
 from references.walk import walk
 
 P = torch.tensor([0.4, 0.25, 0.2, 0.1, 0.05], dtype=torch.float64)

@@ -15,8 +15,8 @@ from draftsmith.modules import (
     Target,
     baseline,
 )
-from draftsmith.modules.feedback import FeedbackDrafter
-from draftsmith.modules.recycling import recycling_tree
+from draftsmith.modules.baselines.registry.token_recycling import recycling_tree
+from draftsmith.modules.drafters.eagle_base import FeedbackDrafter
 from families import CASES
 
 NODES = 4

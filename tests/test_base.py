@@ -8,9 +8,9 @@ import pytest
 import torch
 from cycle import CYCLE, CycleData, cycle_rows, cycle_target
 from draftsmith.modules import Features, Target, UserError
-from draftsmith.modules.drafter import Drafts
-from draftsmith.modules.identity import hash_weights
-from draftsmith.modules.medusa import Medusa, MedusaConfig
+from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
+from draftsmith.modules.interfaces.drafter import Drafts
+from draftsmith.modules.target.model.identity import hash_weights
 from draftsmith.trainers import FitResult, MedusaModule, MedusaTrainConfig, fit
 from draftsmith.trainers.metrics import weighted_mean_loss
 from torch import Tensor

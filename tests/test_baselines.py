@@ -14,9 +14,9 @@ from draftsmith.modules import (
     UserError,
     Verified,
     baseline,
-    decode,
 )
-from draftsmith.modules.drafter import DraftState
+from draftsmith.modules.decoding import loop as decode
+from draftsmith.modules.interfaces.proposer import DraftState
 from observations import frontier, observation
 from test_lossless import native_greedy, requests_for
 from torch import Tensor

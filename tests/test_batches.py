@@ -6,17 +6,8 @@ from typing import Any
 
 import pytest
 from draftsmith.export import Artifact, EvaluateConfig, Evaluation, Method, Question, Tuning, bench, evaluate
-from draftsmith.modules import (
-    CostModel,
-    DecodeSettings,
-    Medusa,
-    MedusaConfig,
-    Request,
-    Target,
-    Topology,
-    UserError,
-    decode,
-)
+from draftsmith.modules import CostModel, DecodeSettings, Medusa, MedusaConfig, Request, Target, Topology, UserError
+from draftsmith.modules.decoding import loop as decode
 from families import randomised
 
 TREE = Topology.from_paths([(0,), (1,), (0, 0), (2,), (3,), (0, 1), (1, 0)])

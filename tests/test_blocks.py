@@ -3,8 +3,8 @@
 import pytest
 import torch
 from draftsmith.modules import Features, Frontier, Target, UserError
-from draftsmith.modules.block_rows import BlockRows
-from draftsmith.modules.blocks import BlockConfig, DecoderBlock, Sight
+from draftsmith.modules.drafters.parts.block_cache import BlockRows
+from draftsmith.modules.drafters.parts.decoder_block import BlockConfig, DecoderBlock, Sight
 from references.decoder_block import block as plain_block
 from torch import Tensor
 from transformers import LlamaConfig

@@ -15,15 +15,15 @@ from draftsmith.modules import (
     Target,
     Topology,
     chance_table,
-    decode,
     expected_lengths,
     rank_table,
     search_tree,
 )
-from draftsmith.modules.calibration import PathEstimate
-from draftsmith.modules.draft_lm import DraftLM
-from draftsmith.modules.draft_lm_shape import DraftLMConfig
-from draftsmith.modules.medusa import Medusa, MedusaConfig
+from draftsmith.modules.decoding import loop as decode
+from draftsmith.modules.drafters.draft_lm import DraftLM
+from draftsmith.modules.drafters.draft_lm_config import DraftLMConfig
+from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
+from draftsmith.modules.tuning.tree_search import PathEstimate
 from references.trees import best_expected_length
 
 
@@ -43,7 +43,7 @@ def test_search_equals_brute_force(nodes: int) -> None:
 
 
 def test_without_shrinkage_the_expected_length_is_the_measured_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftsmith.modules.calibration._SHRINKAGE", 1e-9)
+    monkeypatch.setattr("draftsmith.modules.tuning.tree_search._SHRINKAGE", 1e-9)
     table = torch.randint(0, 4, (500, 2))
     tree, expected = search_tree(table, 6, 3)
     accepted = [sum(tuple(row[:depth]) in tree.paths for depth in (1, 2)) for row in table.tolist()]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cycle import CycleData, cycle_target
 from draftsmith.modules import Features
-from draftsmith.modules.medusa import MedusaConfig
+from draftsmith.modules.drafters.medusa import MedusaConfig
 from draftsmith.trainers import FitResult, MedusaModule, MedusaTrainConfig, clock, fit, fitting
 from torch import Tensor
 
@@ -63,7 +63,6 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> Ticking:
 
     monkeypatch.setattr(fitting, "decoded_acceptance", slow)
     return Timed.time
-
 
 
 @pytest.mark.usefixtures("ticking")

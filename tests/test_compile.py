@@ -16,8 +16,8 @@ from draftsmith.modules import (
     TokenTree,
     Topology,
 )
-from draftsmith.modules.cache import RowCache
-from draftsmith.modules.rules import Chances, exact_rule
+from draftsmith.modules.target.model.kv_cache import RowCache
+from draftsmith.modules.verification.acceptance_rules import Chances, exact_rule
 from families import CASES, randomised
 from test_policies import EVERY, draws_for, medusa
 from torch import Tensor

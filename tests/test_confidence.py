@@ -14,10 +14,10 @@ from draftsmith.modules import (
     Request,
     Target,
     Topology,
-    replay,
     replay_noting,
 )
-from draftsmith.modules.confidence import BINS, ConfidenceTally
+from draftsmith.modules.tuning import replay_target as replay
+from draftsmith.modules.tuning.confidence_calibration import BINS, ConfidenceTally
 from families import CASES, randomised
 from references.confidence import Judged, judged
 from tables import CandidateDrafter, DepthDrafter, TableDrafter

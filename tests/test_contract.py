@@ -28,9 +28,9 @@ from draftsmith.modules import (
     Target,
     Topology,
     UserError,
-    decode,
     rank_table,
 )
+from draftsmith.modules.decoding import loop as decode
 from draftsmith.trainers import DraftModule, fit
 from draftsmith.trainers.losses import supervise
 from families import CASES, randomised

@@ -21,11 +21,11 @@ from draftsmith.modules import (
     Topology,
     UserError,
 )
-from draftsmith.modules.blocks import BlockConfig
-from draftsmith.modules.eagle3 import WideBlock
-from draftsmith.modules.feedback import FeedbackDrafter
-from draftsmith.modules.rollout import Rollout
-from draftsmith.modules.tiny import tiny_tokenizer
+from draftsmith.modules.drafters.eagle3 import WideBlock
+from draftsmith.modules.drafters.eagle_base import FeedbackDrafter
+from draftsmith.modules.drafters.parts.decoder_block import BlockConfig
+from draftsmith.modules.drafters.parts.training_time_test import Rollout
+from draftsmith.modules.target.model.tiny_model import tiny_tokenizer
 from families import IDS, randomised
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file

@@ -19,10 +19,10 @@ from draftsmith.modules import (
     Topology,
     baseline,
     choose_size,
-    decode,
     measure_cost,
 )
-from draftsmith.modules.cost import least_squares
+from draftsmith.modules.decoding import loop as decode
+from draftsmith.modules.tuning.cost_model import least_squares
 from scipy.optimize import nnls
 
 Law = Callable[[int, int, int], float]

@@ -5,8 +5,9 @@ import time
 import pytest
 import torch
 from drafters import ScriptedDrafter
-from draftsmith.modules import Chain, DecodeSettings, Generation, Request, Target, UserError, decode, stream
-from draftsmith.modules.decode import shared_prefix
+from draftsmith.modules import Chain, DecodeSettings, Generation, Request, Target, UserError, stream
+from draftsmith.modules.decoding import loop as decode
+from draftsmith.modules.decoding.loop import shared_prefix
 
 
 def some_requests(count: int, new_tokens: int = 12) -> list[Request]:

@@ -20,8 +20,9 @@ from draftsmith.data import (
     read_prompts,
 )
 from draftsmith.data.answers import Answerer, take_given
-from draftsmith.modules import DecodeSettings, Request, Target, UserError, decode
-from draftsmith.modules.tiny import tiny_model, tiny_tokenizer
+from draftsmith.modules import DecodeSettings, Request, Target, UserError
+from draftsmith.modules.decoding import loop as decode
+from draftsmith.modules.target.model.tiny_model import tiny_model, tiny_tokenizer
 
 from .chats import THINKING
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from draftsmith.export.lossless import compare, first_divergence, generate, greedy_judge, native_model, sampled_judge
 from draftsmith.modules import DecodeSettings, Request, Target
-from draftsmith.modules.tiny import tiny_model, tiny_tokenizer
+from draftsmith.modules.target.model.tiny_model import tiny_model, tiny_tokenizer
 
 PROMPTS = [*((1, 5 + place, 40, 9) for place in range(5)), *((1, 30 + place, 8) for place in range(3))]
 

@@ -20,10 +20,10 @@ from draftsmith.modules import (
     Target,
     Topology,
     UserError,
-    decode,
     parse_policy,
     policy_named,
 )
+from draftsmith.modules.decoding import loop as decode
 from families import CASES, randomised
 
 TREE = Topology((-1, 0, 0, 1, 1, 3), (0, 0, 1, 0, 1, 0))

@@ -20,7 +20,8 @@ from draftsmith.export import (
     terminal_table,
     with_drift,
 )
-from draftsmith.modules import DecodeSettings, Request, Target, UserError, decode
+from draftsmith.modules import DecodeSettings, Request, Target, UserError
+from draftsmith.modules.decoding import loop as decode
 from safetensors.torch import load_file
 from test_adapter import random_adapter, tied_target
 from test_artifact import TREE, edit, heads

@@ -22,10 +22,10 @@ from draftsmith.modules import (
     Topology,
     Union,
     baseline,
-    decode,
 )
-from draftsmith.modules.ensemble import joined
+from draftsmith.modules.decoding import loop as decode
 from draftsmith.modules.errors import UserError
+from draftsmith.modules.policies.base.ensemble import joined
 from observations import ROOT, observe
 from test_lossless import native_greedy, requests_for
 from torch import Tensor

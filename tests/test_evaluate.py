@@ -21,8 +21,8 @@ from draftsmith.modules import (
     Target,
     Topology,
     UserError,
-    decode,
 )
+from draftsmith.modules.decoding import loop as decode
 
 KEYS = {
     "family", "target", "prompts", "batch_size", "temperature", "new_tokens", "target_passes", "accepted_length",

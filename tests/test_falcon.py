@@ -20,8 +20,8 @@ from draftsmith.modules import (
     UserError,
     rank_table,
 )
-from draftsmith.modules.falcon_state import FalconState
-from draftsmith.modules.recurrence import LSTM
+from draftsmith.modules.drafters.falcon_state import FalconState
+from draftsmith.modules.drafters.parts.lstm import LSTM
 from draftsmith.trainers import FalconModule, FalconTrainConfig
 from families import randomised
 from references.falcon import told, torch_lstm

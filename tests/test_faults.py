@@ -21,9 +21,9 @@ from draftsmith.modules import (
     TokenTree,
     Topology,
     UserError,
-    decode,
     stream,
 )
+from draftsmith.modules.decoding import loop as decode
 from tables import TableDrafter, random_log_probs
 from torch import Tensor
 

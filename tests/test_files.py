@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from draftsmith.modules import UserError
-from draftsmith.modules.files import make_folder, write_atomically
+from draftsmith.modules.atomic_files import make_folder, write_atomically
 
 
 def test_a_writer_that_dies_leaves_the_old_file(tmp_path: Path) -> None:

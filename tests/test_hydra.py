@@ -23,10 +23,10 @@ from draftsmith.modules import (
     Target,
     Topology,
     UserError,
-    decode,
 )
-from draftsmith.modules.hydra import Hydra, HydraState
-from draftsmith.modules.hydra_heads import HydraConfig, PrefixLayer
+from draftsmith.modules.decoding import loop as decode
+from draftsmith.modules.drafters.hydra import Hydra, HydraState
+from draftsmith.modules.drafters.hydra_heads import HydraConfig, PrefixLayer
 from references.hydra import hydra_state
 from torch import Tensor
 

@@ -34,12 +34,12 @@ from draftsmith.modules import (
     Typical,
     baseline,
     choose,
-    decode,
     follow,
-    referee,
-    rules,
 )
-from draftsmith.modules.acceptance import probabilities
+from draftsmith.modules.decoding import batch_verifier as referee
+from draftsmith.modules.decoding import loop as decode
+from draftsmith.modules.verification import acceptance_rules as rules
+from draftsmith.modules.verification.sampling import probabilities
 from scipy.stats import chi2
 from tables import DepthDrafter, TableDrafter, random_log_probs
 from torch import Tensor

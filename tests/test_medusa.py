@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from draftsmith.modules import Features, Target, UserError
-from draftsmith.modules.drafter import Frontier, Observation
-from draftsmith.modules.medusa import Medusa, MedusaConfig
-from draftsmith.modules.vocabulary import OutputRows
+from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
+from draftsmith.modules.interfaces.proposer import Frontier, Observation
+from draftsmith.modules.target.model.draft_vocabulary import OutputRows
 from safetensors import safe_open
 
 FIXTURES = Path(__file__).resolve().parents[2] / "shared" / "fixtures"

@@ -11,15 +11,10 @@ import torch
 import yaml
 from cycle import CYCLE, CycleData, cycle_rows, cycle_target
 from draftsmith.export.standings import markdown, read_standing
-from draftsmith.modules import (
-    Features,
-    Target,
-    UserError,
-    rank_table,
-)
-from draftsmith.modules.answers import answered_anew
-from draftsmith.modules.identity import hash_weights
-from draftsmith.modules.medusa import MedusaConfig
+from draftsmith.modules import Features, Target, UserError, rank_table
+from draftsmith.modules.drafters.medusa import MedusaConfig
+from draftsmith.modules.target.model.identity import hash_weights
+from draftsmith.modules.tuning.replay_acceptance import answered_anew
 from draftsmith.trainers import FitResult, Medusa2Module, Medusa2TrainConfig, fit
 from draftsmith.trainers.checkpoints import load_weights
 from draftsmith.trainers.lora import LoraConfig

@@ -21,9 +21,9 @@ from draftsmith.modules import (
     Request,
     Target,
     Union,
-    decode,
 )
-from draftsmith.modules.tiny import tiny_model, tiny_tokenizer
+from draftsmith.modules.decoding import loop as decode
+from draftsmith.modules.target.model.tiny_model import tiny_model, tiny_tokenizer
 
 SHORT = Request((5, 9, 30), 0, 12)
 

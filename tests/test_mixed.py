@@ -12,7 +12,7 @@ from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig,
 from draftsmith.data.datamodule import BatchConfig, DraftDataModule
 from draftsmith.data.states import GIB, affordable, state_names
 from draftsmith.modules import Features, MedusaConfig, Target, TargetConfig, UserError
-from draftsmith.modules.loading import sketch_target
+from draftsmith.modules.target.model.loading import sketch_target
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.parsing import Parsed
 from draftsmith.recipes.pipeline import COMMANDS

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from draftsmith.modules import NgramConfig, Ngrams, StaticTree, Topology, UserError, Verified
-from draftsmith.modules.drafter import DraftState
+from draftsmith.modules.interfaces.proposer import DraftState
 from observations import ROOT, frontier, logits_of, observation
 
 CPU = torch.device("cpu")

@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
-from draftsmith.modules import DecodeSettings, Drafter, Request, StaticTree, Target, Topology, decode
-from draftsmith.modules.packing import can_pack
+from draftsmith.modules import DecodeSettings, Drafter, Request, StaticTree, Target, Topology
+from draftsmith.modules.decoding import loop as decode
+from draftsmith.modules.target.model.packed_linear import can_pack
 from families import CASES, randomised
 from torch import nn
 

@@ -28,12 +28,12 @@ from draftsmith.modules import (
     UserError,
     exact_rule,
 )
-from draftsmith.modules.asking import sample
-from draftsmith.modules.cache import RowCache
-from draftsmith.modules.faults import examine, outside, pruned
-from draftsmith.modules.hydra import HydraState
-from draftsmith.modules.policies import _inner, _span
-from draftsmith.modules.tree import _constants
+from draftsmith.modules.decoding.row_errors import examine, outside, pruned
+from draftsmith.modules.drafters.hydra import HydraState
+from draftsmith.modules.policies.base.level_queries import sample
+from draftsmith.modules.policies.base.static_tree import _inner, _span
+from draftsmith.modules.target.model.kv_cache import RowCache
+from draftsmith.modules.token_tree import _constants
 from references.dynamic import best_sum, candidates
 from tables import CandidateDrafter, DepthDrafter, TableDrafter, draws_for, random_log_probs
 from test_rules import chi2_bound, g_statistic

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cycle import CycleData, cycle_target
 from draftsmith.modules import Eagle3Config, Features, Target, UserError
-from draftsmith.modules.falcon import FalconConfig
+from draftsmith.modules.drafters.falcon import FalconConfig
 from draftsmith.trainers import fit
 from draftsmith.trainers.eagle import EagleModule, EagleTrainConfig
 from draftsmith.trainers.eagle3 import Eagle3Module, Eagle3TrainConfig

@@ -22,7 +22,7 @@ from draftsmith.export import (
 )
 from draftsmith.export.wording import lossless_verdict
 from draftsmith.modules import ConfidenceCurve, CostCurve, TargetIdentity, Topology, UserError
-from draftsmith.modules.confidence import ConfidenceTally
+from draftsmith.modules.tuning.confidence_calibration import ConfidenceTally
 from test_artifact import TREE, tuning
 
 

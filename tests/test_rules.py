@@ -20,8 +20,8 @@ from draftsmith.modules import (
     UserError,
     exact_rule,
 )
-from draftsmith.modules.acceptance import draw, penalise
-from draftsmith.modules.rules import judge, normalised
+from draftsmith.modules.verification.acceptance_rules import judge, normalised
+from draftsmith.modules.verification.sampling import draw, penalise
 from references import wrong_rules
 from references.rejection import pair_law, walk
 from tables import TableDrafter, draws_for, random_log_probs

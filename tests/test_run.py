@@ -21,10 +21,10 @@ from draftsmith.modules import (
     Target,
     TargetConfig,
     Topology,
-    decode,
     load_target,
     stream,
 )
+from draftsmith.modules.decoding import loop as decode
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.pipeline import STAGES
 

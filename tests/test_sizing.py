@@ -4,7 +4,13 @@ import random
 
 import pytest
 from draftsmith.modules import DraftLM, DraftLMConfig, Target, UserError
-from draftsmith.modules.sizing import Shape, best_length, block_efficiency, memory_bound_speedup, rank_shapes
+from draftsmith.modules.tuning.draft_model_sizing import (
+    Shape,
+    best_length,
+    block_efficiency,
+    memory_bound_speedup,
+    rank_shapes,
+)
 
 WIDE = Shape(layers=2, hidden=64, heads=4, kv_heads=2, intermediate=128, outputs=100)
 DEEP = Shape(layers=8, hidden=32, heads=4, kv_heads=2, intermediate=64, outputs=100)

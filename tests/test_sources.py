@@ -11,11 +11,12 @@ import torch
 from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, TokenShard, Writer, distill
 from draftsmith.data.distill import Distillation
 from draftsmith.data.sources import SOURCES, source_of
-from draftsmith.modules import DecodeSettings, Request, Target, UserError, decode
-from draftsmith.modules.medusa import Medusa, MedusaConfig
-from draftsmith.modules.policies import Chain, StaticTree
-from draftsmith.modules.rules import AcceptAll
-from draftsmith.modules.tree import Topology
+from draftsmith.modules import DecodeSettings, Request, Target, UserError
+from draftsmith.modules.decoding import loop as decode
+from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
+from draftsmith.modules.policies.base.static_tree import Chain, StaticTree
+from draftsmith.modules.token_tree import Topology
+from draftsmith.modules.verification.acceptance_rules import AcceptAll
 from draftsmith.recipes.writing import require_teacher
 from draftsmith.trainers import MedusaModule, MedusaTrainConfig
 

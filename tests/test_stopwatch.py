@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import Chain, DecodeSettings, LayerDraft, Request, Target, decode, stopwatch
-from draftsmith.modules.stopwatch import Stopwatch
+from draftsmith.modules import Chain, DecodeSettings, LayerDraft, Request, Target
+from draftsmith.modules.decoding import device_timer as stopwatch
+from draftsmith.modules.decoding import loop as decode
+from draftsmith.modules.decoding.device_timer import Stopwatch
 
 
 class Device:

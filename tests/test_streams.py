@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from draftsmith.modules.streams import philox
+from draftsmith.modules.random_streams import philox
 from tables import draws_for
 
 

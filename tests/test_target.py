@@ -13,10 +13,10 @@ from draftsmith.modules import (
     TargetConfig,
     TokenTree,
     UserError,
-    decode,
     load_target,
 )
-from draftsmith.modules.tiny import tiny_model, tiny_tokenizer
+from draftsmith.modules.decoding import loop as decode
+from draftsmith.modules.target.model.tiny_model import tiny_model, tiny_tokenizer
 
 COMMON = {
     "vocab_size": 100,

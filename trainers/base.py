@@ -18,12 +18,12 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 
-from ..modules.adapter import Adapter
-from ..modules.drafter import Drafter
 from ..modules.errors import UserError
 from ..modules.features import Features
-from ..modules.target import Target
-from ..modules.vocabulary import draft_index
+from ..modules.interfaces.drafter import Drafter
+from ..modules.target.adapter import Adapter
+from ..modules.target.draft_vocabulary import draft_index
+from ..modules.target.model import Target
 from .clock import Clock, peak_memory_bytes
 from .losses import VocabularyLoss
 from .metrics import describe, weighted_mean_loss

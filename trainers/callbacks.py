@@ -9,10 +9,10 @@ import lightning as L
 import torch
 from tqdm import tqdm
 
-from ..modules.drafter import Drafter
 from ..modules.errors import UserError
 from ..modules.features import Features
-from ..modules.target import Target
+from ..modules.interfaces.drafter import Drafter
+from ..modules.target.model import Target
 from .base import DraftModule
 from .checkpoints import save_weights
 
@@ -22,7 +22,7 @@ LAST, BEST = "last.ckpt", "best.safetensors"
 
 
 class Measured(Protocol):
-    """What decoding held-out text told, as `draftsmith.modules.calibration.decoded_acceptance` gives it."""
+    """What decoding held-out text told, as `draftsmith.modules.tuning.tree_search.decoded_acceptance` gives it."""
 
     accepted_length: float
     by_position: tuple[float, ...]

@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ..modules.atomic_files import write_atomically
 from ..modules.errors import UserError
-from ..modules.files import write_atomically
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

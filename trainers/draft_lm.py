@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from ..modules.draft_lm import DraftLM
-from ..modules.draft_lm_shape import DraftLMConfig, planned
+from ..modules.drafters.draft_lm import DraftLM
+from ..modules.drafters.draft_lm_config import DraftLMConfig, planned
 from ..modules.errors import UserError
 from ..modules.features import Features
-from ..modules.small import folder_digest
-from ..modules.target import Target
+from ..modules.target.hf_folder import folder_digest
+from ..modules.target.model import Target
 from .base import DraftModule, Learned, TrainConfig
 from .vocabulary import reduced_vocabulary
 

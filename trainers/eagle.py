@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from ..modules.eagle import Eagle, EagleConfig
+from ..modules.drafters.eagle import Eagle, EagleConfig
 from ..modules.errors import UserError
-from ..modules.target import Target
+from ..modules.target.model import Target
 from .feedback import FeedbackModule, FeedbackTrainConfig
 from .objectives import Objective
 

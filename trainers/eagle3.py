@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..modules.eagle3 import Eagle3, Eagle3Config, chosen_taps, chosen_width
-from ..modules.target import Target
+from ..modules.drafters.eagle3 import Eagle3, Eagle3Config, chosen_taps, chosen_width
+from ..modules.target.model import Target
 from .feedback import FeedbackModule, FeedbackTrainConfig
 
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..modules.falcon import Falcon, FalconConfig
-from ..modules.target import Target
+from ..modules.drafters.falcon import Falcon, FalconConfig
+from ..modules.target.model import Target
 from .feedback import FeedbackModule, FeedbackTrainConfig
 from .objectives import ObjectiveName
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..modules.eagle import Eagle, EagleConfig
-from ..modules.eagle3 import Eagle3, Eagle3Config
-from ..modules.falcon import Falcon, FalconConfig
+from ..modules.drafters.eagle import Eagle, EagleConfig
+from ..modules.drafters.eagle3 import Eagle3, Eagle3Config
+from ..modules.drafters.falcon import Falcon, FalconConfig
 from ..modules.features import Features
-from ..modules.target import Target
+from ..modules.target.model import Target
 from .base import DraftModule, TrainConfig
 from .objectives import ObjectiveName
 from .positions import PositionConfig, moved

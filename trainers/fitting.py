@@ -13,11 +13,11 @@ import lightning as L
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from ..modules.calibration import decoded_acceptance
-from ..modules.drafter import Drafter
+from ..modules.atomic_files import make_folder
 from ..modules.features import Features
-from ..modules.files import make_folder
-from ..modules.target import Target
+from ..modules.interfaces.drafter import Drafter
+from ..modules.target.model import Target
+from ..modules.tuning.replay_acceptance import decoded_acceptance
 from .base import DraftModule, TrainConfig
 from .callbacks import BEST, LAST, DecodedAcceptance, LastCheckpoint, ProgressLine, nothing_held_out
 from .checkpoints import AtomicCheckpointIO, load_weights

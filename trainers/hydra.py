@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..modules.hydra import Hydra
-from ..modules.hydra_heads import HydraConfig
-from ..modules.target import Target
+from ..modules.drafters.hydra import Hydra
+from ..modules.drafters.hydra_heads import HydraConfig
+from ..modules.target.model import Target
 from .base import DraftModule, TrainConfig
 from .objectives import ObjectiveName
 from .vocabulary import reduced_vocabulary

@@ -12,9 +12,9 @@ from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from ..modules.adapter import Adapter, LowRank, choose_layers
 from ..modules.errors import UserError
-from ..modules.target import Target
+from ..modules.target.adapter import Adapter, LowRank, choose_layers
+from ..modules.target.model import Target
 
 _NAME = "default"
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ..modules.drafter import Drafts
 from ..modules.errors import UserError
 from ..modules.features import Features
+from ..modules.interfaces.drafter import Drafts
 from .metrics import COLUMNS, rank_hits, weighted_mean_loss
 from .objectives import Objective, Taught, wide
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..modules.medusa import Medusa, MedusaConfig
-from ..modules.target import Target
+from ..modules.drafters.medusa import Medusa, MedusaConfig
+from ..modules.target.model import Target
 from .base import DraftModule, TrainConfig
 from .objectives import ObjectiveName
 from .vocabulary import reduced_vocabulary

@@ -16,13 +16,13 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 
-from ..modules.adapter import PREFIX, Adapter, choose_layers
-from ..modules.answers import answered_anew
-from ..modules.drafter import Drafts
 from ..modules.errors import UserError
 from ..modules.features import Features
-from ..modules.target import Target
-from ..modules.vocabulary import draft_index
+from ..modules.interfaces.drafter import Drafts
+from ..modules.target.adapter import PREFIX, Adapter, choose_layers
+from ..modules.target.draft_vocabulary import draft_index
+from ..modules.target.model import Target
+from ..modules.tuning.replay_acceptance import answered_anew
 from .base import Learned
 from .lora import LearningTarget, LoraConfig
 from .losses import VocabularyLoss

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..modules.errors import UserError
-from ..modules.target import Target
-from ..modules.vocabulary import OutputRows
+from ..modules.target.draft_vocabulary import OutputRows
+from ..modules.target.model import Target
 
 ObjectiveName = Literal["hard", "soft", "reverse_kl", "jsd", "tvd", "lk_alpha", "lk_hybrid"]
 """What a recipe can choose from; each is a function of this file."""

@@ -11,7 +11,7 @@ import torch
 
 from ..modules.errors import UserError
 from ..modules.features import Features
-from ..modules.target import Target
+from ..modules.target.model import Target
 
 _UNKNOWN = 1 << 30
 """Context length of a target whose configuration names none."""

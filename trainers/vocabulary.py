@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from ..modules.errors import UserError
-from ..modules.target import Target
-from ..modules.vocabulary import choose
+from ..modules.target.draft_vocabulary import choose
+from ..modules.target.model import Target
 
 
 def reduced_vocabulary(size: int | None, counts_V: Tensor | None, target: Target) -> Tensor | None:

@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 from draftsmith.modules import DraftLM, DraftLMConfig, Target, TargetConfig, Topology, load_target, measure_cost
-from draftsmith.modules.sizing import Shape, rank_shapes
+from draftsmith.modules.tuning.draft_model_sizing import Shape, rank_shapes
 
 ACCEPTANCE = 0.5
 OUTPUTS = 4096

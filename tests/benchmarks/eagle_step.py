@@ -19,9 +19,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from draftsmith.modules import Features
-from draftsmith.modules.blocks import BlockConfig
-from draftsmith.modules.eagle3 import WideBlock
-from draftsmith.modules.rollout import Rollout
+from draftsmith.modules.drafters.eagle3 import WideBlock
+from draftsmith.modules.drafters.parts.decoder_block import BlockConfig
+from draftsmith.modules.drafters.parts.training_time_test import Rollout
 from references.eagle import PlainRollout
 
 WAYS = {"joined": Rollout, "textbook": PlainRollout}

@@ -36,7 +36,7 @@ def measure(variant: str, options: argparse.Namespace) -> dict[str, float]:
         return functional.linear(hidden, owned[step] if owned else weight)
 
     def chunked(states, final, features):
-        from draftsmith.modules.drafter import Drafts
+        from draftsmith.modules.interfaces.drafter import Drafts
         from draftsmith.trainers.losses import VocabularyLoss
         from draftsmith.trainers.objectives import Objective, taught
 

@@ -3,7 +3,7 @@ changes at one index."""
 
 import torch
 from draftsmith.modules import Eagle, Features
-from draftsmith.modules.blocks import Sight, rotate
+from draftsmith.modules.drafters.parts.decoder_block import Sight, rotate
 from torch import Tensor
 
 

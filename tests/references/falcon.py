@@ -3,8 +3,8 @@ softmax over all of its states."""
 
 import torch
 from draftsmith.modules import Falcon
-from draftsmith.modules.blocks import Sight
-from draftsmith.modules.recurrence import LSTM
+from draftsmith.modules.drafters.parts.decoder_block import Sight
+from draftsmith.modules.drafters.parts.lstm import LSTM
 from torch import Tensor, nn
 
 

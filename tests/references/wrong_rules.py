@@ -1,7 +1,7 @@
 """Rules that are in circulation and are not exact: the tests of the exact ones must fail on each."""
 
 import torch
-from draftsmith.modules.rules import Verdict, judge, normalised
+from draftsmith.modules.verification.acceptance_rules import Verdict, judge, normalised
 
 
 def unchanged_q(target, draft, tokens, real, sampled):

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from draftsmith.export import load_artifact, read_description
-from draftsmith.modules import DecodeSettings, Request, TargetConfig, decode, load_target
+from draftsmith.modules import DecodeSettings, Request, TargetConfig, load_target
+from draftsmith.modules.decoding import loop as decode
 
 EXTRAS = ("lightning", "datasets", "peft", "tensorboard", "matplotlib", "deepspeed")
 

@@ -1,0 +1,170 @@
+"""N-grams with the distributions the target had behind them (ADED arXiv:2407.12021, STAND arXiv:2506.04708).
+
+Shapes: B rows, F frontier nodes, M nodes of a pass, G tokens of a context, P entries of the memory, C candidates of an
+entry, W entries averaged, Q = W * C.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..drafters.parts.row_text import Text
+from ..errors import UserError
+from ..interfaces.proposer import DraftState, Frontier, Observation, Proposer, Scores
+from .token_recycling import required
+
+
+@dataclass(frozen=True, kw_only=True)
+class NgramConfig:
+    """What is remembered and how much of it is asked."""
+
+    longest: int = 4
+    """Contexts are compared up to so many tokens."""
+    candidates: int = 4
+    """Likeliest tokens remembered behind a context, with their log-probabilities."""
+    averaged: int = 4
+    """At most so many of the latest entries with the longest match are averaged."""
+    memory: int = 4096
+    """Contexts remembered, of all rows and requests together; the oldest is overwritten."""
+
+    def __post_init__(self) -> None:
+        for name in ("longest", "candidates", "averaged", "memory"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.averaged > self.memory:
+            raise UserError(f"averaged must be at most memory ({self.memory}), got {self.averaged}")
+
+
+class NgramState(Text):
+    """The texts, and the context of each node of the tree that is being grown."""
+
+    def __init__(self, rows: int, capacity: int, margin: int, device: torch.device) -> None:
+        super().__init__(rows, capacity, margin, device)
+        self.nodes_BM: Tensor | None = None
+        self.contexts_BMG: Tensor | None = None
+
+
+class Ngrams(Proposer):
+    """Proposes the averaged distribution of the latest earlier places with the longest common context.
+
+    The memory is shared by all rows and outlives requests, so that several answers to one prompt help each other, as in
+    STAND; there every n-gram has one running average and is found by a hash table, here the latest few entries are
+    averaged and found by comparing tokens, on the device and for all nodes at once. Only accepted tokens are
+    remembered.
+    """
+
+    family = "ngrams"
+
+    def __init__(self, config: NgramConfig, vocab_size: int, device: torch.device) -> None:
+        self.config, self.device = config, device
+        entries, kept = config.memory, min(config.candidates, vocab_size)
+        # The last entry is written by nodes that must teach nothing, and never read.
+        self.contexts_PG = torch.full((entries + 1, config.longest), -1, device=device)
+        self.ids_PC = torch.zeros(entries + 1, kept, dtype=torch.long, device=device)
+        self.log_probs_PC = torch.full((entries + 1, kept), -torch.inf, device=device)
+        self.written = torch.zeros((), dtype=torch.long, device=device)
+
+    @property
+    def reads_logits(self) -> bool:
+        """The distributions come from the logits of accepted nodes."""
+        return True
+
+    def start(self, rows: int, capacity: int) -> NgramState:
+        """Empty texts."""
+        return NgramState(rows, capacity, self.config.longest, self.device)
+
+    def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
+        """Remember the context and the likeliest successors of every accepted node."""
+        held, verified = _ngrams(state), required(observation, self.family)
+        held.nodes_BM = held.contexts_BMG = None
+        places_RN = held.append(rows_R, observation)
+        accepted_BM = verified.places_BM >= 0
+        contexts_BMG = held.endings(rows_R, places_RN.gather(1, verified.places_BM.clamp(min=0)), self.config.longest)
+        wide = verified.logits_BMV.to(torch.promote_types(verified.logits_BMV.dtype, torch.float32))
+        top = wide.topk(self.ids_PC.shape[1], dim=-1)
+        log_probs_BMC = top.values - wide.logsumexp(-1, keepdim=True)
+        slots_E = self._slots(accepted_BM.flatten())
+        self.contexts_PG[slots_E] = contexts_BMG.flatten(0, 1)
+        self.ids_PC[slots_E] = top.indices.flatten(0, 1)
+        self.log_probs_PC[slots_E] = log_probs_BMC.flatten(0, 1).float()
+
+    def _slots(self, taken_E: Tensor) -> Tensor:
+        """Where each entry goes: the next places of the ring, or the unread one for entries not taken."""
+        memory, order_E = self.config.memory, taken_E.long().cumsum(0)
+        # More than the memory holds at once: only the last of them, so that no place is written twice.
+        taken_E = taken_E & (order_E > order_E[-1] - memory)
+        slots_E = torch.where(taken_E, (self.written + order_E - 1) % memory, memory)
+        self.written += order_E[-1]
+        return slots_E
+
+    def expand(self, state: DraftState, frontier: Frontier) -> Scores:
+        """Averaged distributions behind the context of each node."""
+        contexts_BFG = self._contexts(_ngrams(state), frontier)
+        matched_BFP = self._matched(contexts_BFG)
+        slots_P = torch.arange(self.config.memory, device=self.device)
+        age_P = (self.written - 1 - slots_P) % self.config.memory
+        ranks_BFP = (matched_BFP + 1) * self.config.memory - age_P
+        chosen_BFW = ranks_BFP.topk(self.config.averaged, dim=-1).indices
+        lengths_BFW = matched_BFP.gather(-1, chosen_BFW)
+        alike_BFW = (lengths_BFW == lengths_BFW[..., :1]) & (lengths_BFW > 0)
+        weights_BFW = alike_BFW / alike_BFW.sum(-1, keepdim=True).clamp(min=1)
+        probs_BFQ = (self.log_probs_PC[chosen_BFW].exp() * weights_BFW[..., None]).flatten(-2)
+        ids_BFQ = self.ids_PC[chosen_BFW].flatten(-2)
+        return Scores(log_probs_BFHQ=_summed(ids_BFQ, probs_BFQ).log()[:, :, None], candidates_BFHQ=ids_BFQ[:, :, None])
+
+    def _contexts(self, held: NgramState, frontier: Frontier) -> Tensor:
+        """The last tokens of the path to each frontier node; remembered for its children."""
+        if held.nodes_BM is None or held.contexts_BMG is None:
+            rows_B = torch.arange(frontier.nodes_BF.shape[0], device=self.device)
+            contexts_BFG = held.endings(rows_B, held.roots_S[:, None], self.config.longest)
+            held.nodes_BM, held.contexts_BMG = frontier.nodes_BF, contexts_BFG
+            return contexts_BFG
+        above_BF = (frontier.parents_BF[:, :, None] == held.nodes_BM[:, None]).long().argmax(-1)
+        parents_BFG = held.contexts_BMG.gather(1, above_BF[..., None].expand(-1, -1, self.config.longest))
+        contexts_BFG = torch.cat([parents_BFG[..., 1:], frontier.tokens_BF[..., None]], dim=-1)
+        held.nodes_BM = torch.cat([held.nodes_BM, frontier.nodes_BF], dim=1)
+        held.contexts_BMG = torch.cat([held.contexts_BMG, contexts_BFG], dim=1)
+        return contexts_BFG
+
+    def _matched(self, contexts_BFG: Tensor) -> Tensor:
+        """Tokens that each entry's context has in common with each node's, counted from the end, [B, F, P]."""
+        same_BFP = torch.ones((), dtype=torch.bool, device=self.device)
+        matched_BFP = torch.zeros((), dtype=torch.long, device=self.device)
+        for back in range(1, self.config.longest + 1):
+            node_BF1 = contexts_BFG[..., -back, None]
+            same_BFP = same_BFP & (node_BF1 == self.contexts_PG[:-1, -back]) & (node_BF1 >= 0)
+            matched_BFP = matched_BFP + same_BFP
+        return matched_BFP
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.contexts_PG.fill_(-1)
+        self.written.zero_()
+
+    def clear(self, state: DraftState, rows_R: Tensor) -> None:
+        """Forget the rows' texts; the memory stays."""
+        held = _ngrams(state)
+        held.nodes_BM = held.contexts_BMG = None
+        held.clear(rows_R)
+
+    def keep(self, state: DraftState, rows_R: Tensor) -> None:
+        """Let row r be the former row rows_R[r]."""
+        held = _ngrams(state)
+        held.nodes_BM = held.contexts_BMG = None
+        held.keep(rows_R)
+
+
+def _summed(ids_BFQ: Tensor, probs_BFQ: Tensor) -> Tensor:
+    """Probabilities with those of equal ids added up at the first of them and zero at the others."""
+    equal_BFQQ = ids_BFQ[..., :, None] == ids_BFQ[..., None, :]
+    total_BFQ = (equal_BFQQ * probs_BFQ[..., None, :]).sum(-1)
+    order_Q = torch.arange(ids_BFQ.shape[-1], device=ids_BFQ.device)
+    repeated_BFQ = (equal_BFQQ & (order_Q < order_Q[:, None])).any(-1)
+    return torch.where(repeated_BFQ, 0.0, total_BFQ)
+
+
+def _ngrams(state: DraftState) -> NgramState:
+    if not isinstance(state, NgramState):
+        raise TypeError(f"Ngrams needs the state that its own start() made, got {type(state).__name__}")
+    return state

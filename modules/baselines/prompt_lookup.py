@@ -1,0 +1,99 @@
+"""Drafting by copying: the text so far has said it before (prompt lookup, CopySpec arXiv:2503.08643).
+
+Shapes: B rows of a frontier, R rows that change, S rows of a state, L places of the text buffer, N new positions,
+G tokens of the longest suffix compared, H tokens copied.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..drafters.parts.row_text import Text, text_of
+from ..errors import UserError
+from ..interfaces.proposer import DraftState, Frontier, Observation, Proposer, Scores
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookupConfig:
+    """When a text is copied, and how much of it."""
+
+    shortest: int = 1
+    """A suffix of at least so many tokens must have occurred before."""
+    longest: int = 3
+    """Suffixes are compared up to so many tokens; of several occurrences the longest match wins, then the latest."""
+    copied: int = 7
+    """Tokens copied from behind the occurrence."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.shortest <= self.longest:
+            raise UserError(f"shortest must be between 1 and longest ({self.longest}), got {self.shortest}")
+        if self.copied < 1:
+            raise UserError(f"copied must be at least 1, got {self.copied}")
+
+
+class Lookup(Proposer):
+    """Copies what followed the latest of the longest earlier occurrences of the text's last tokens.
+
+    With a short suffix this is prompt lookup decoding, with a long one CopySpec; both originals take the first
+    occurrence, and prompt lookup only where a whole continuation follows. Here a copy that reaches the end of the text
+    goes on with what it has copied, as LZ77 does, so that a short cycle is continued to any length. Tokens are compared
+    themselves, not by a hash.
+    """
+
+    family = "lookup"
+
+    def __init__(self, config: LookupConfig, device: torch.device) -> None:
+        self.config, self.device = config, device
+
+    @property
+    def reach(self) -> int:
+        """The tokens that one copy has."""
+        return self.config.copied
+
+    def start(self, rows: int, capacity: int) -> Text:
+        """Empty texts."""
+        return Text(rows, capacity, self.config.longest, self.device)
+
+    def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
+        """Append the new tokens."""
+        text_of(state).append(rows_R, observation)
+
+    def expand(self, state: DraftState, frontier: Frontier) -> Scores:
+        """The copied tokens, one a depth, each the only child; no guess in rows whose last tokens are new.
+
+        Raises:
+            ValueError: if the frontier is not the root alone.
+        """
+        if frontier.nodes_BF.shape[1] != 1:
+            raise ValueError(f"a lookup answers at the root only; ask for 1 node, got {frontier.nodes_BF.shape[1]}")
+        text = text_of(state)
+        ends_B, found_B = self._occurrence(text)
+        distance_B1 = (text.roots_S - ends_B)[:, None].clamp(min=1)
+        copied_H = torch.arange(self.config.copied, device=self.device)
+        tokens_BH = text.tokens_SL.gather(1, ends_B[:, None] + 1 + copied_H % distance_B1)
+        scores_BH = torch.where(found_B[:, None], 0.0, -torch.inf).expand_as(tokens_BH)
+        candidates_BH = tokens_BH.clamp(min=0)
+        return Scores(log_probs_BFHQ=scores_BH[:, None, :, None], candidates_BFHQ=candidates_BH[:, None, :, None])
+
+    def _occurrence(self, text: Text) -> tuple[Tensor, Tensor]:
+        """(place of the last token of the occurrence to copy from, whether there is one), each [B]."""
+        length, roots_B1 = self.config.longest, text.roots_S[:, None]
+        tail_B1G = text.endings(torch.arange(len(roots_B1), device=self.device), roots_B1, length)
+        # Places before the text must not equal each other.
+        tail_B1G = torch.where(tail_B1G < 0, -2, tail_B1G)
+        equal_BLG = text.tokens_SL.unfold(1, length, 1)[:, 1:] == tail_B1G
+        matched_BL = equal_BLG.flip(-1).long().cumprod(-1).sum(-1)
+        places_L = torch.arange(length, text.tokens_SL.shape[1], device=self.device)
+        allowed_BL = (matched_BL >= self.config.shortest) & (places_L < roots_B1)
+        ranks_BL = torch.where(allowed_BL, matched_BL * text.tokens_SL.shape[1] + places_L, -1)
+        best = ranks_BL.max(-1)
+        return torch.where(best.values >= 0, places_L[best.indices], length), best.values >= 0
+
+    def clear(self, state: DraftState, rows_R: Tensor) -> None:
+        """Forget the rows' texts."""
+        text_of(state).clear(rows_R)
+
+    def keep(self, state: DraftState, rows_R: Tensor) -> None:
+        """Let row r be the former row rows_R[r]."""
+        text_of(state).keep(rows_R)

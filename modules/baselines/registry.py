@@ -1,0 +1,67 @@
+"""Drafters that need no training, by name: every evaluation can be told to measure them beside what was trained.
+
+The policies are small enough to pay on a CPU, where the time of a pass grows with its tokens.
+"""
+
+from collections.abc import Callable
+
+from ..errors import UserError
+from ..interfaces.proposer import Proposer
+from ..policies.base import Policy
+from ..policies.static_tree import Chain, StaticTree
+from ..target.model import Target
+from .ngram import NgramConfig, Ngrams
+from .prompt_lookup import Lookup, LookupConfig
+from .self_speculation import every_other_layer, first_layers
+from .token_recycling import Recycling, recycling_tree
+
+Baseline = tuple[Proposer, Policy]
+"""A drafter and how its trees grow."""
+
+
+def _prompt_lookup(target: Target) -> Baseline:
+    config = LookupConfig(shortest=1, longest=3, copied=7)
+    return Lookup(config, target.device), Chain(config.copied)
+
+
+def _suffix_match(target: Target) -> Baseline:
+    config = LookupConfig(shortest=3, longest=16, copied=10)
+    return Lookup(config, target.device), Chain(config.copied)
+
+
+def _recycling(target: Target) -> Baseline:
+    return Recycling(target.vocab_size, target.device), StaticTree(recycling_tree(16))
+
+
+def _ngrams(target: Target) -> Baseline:
+    return Ngrams(NgramConfig(), target.vocab_size, target.device), StaticTree(recycling_tree(8))
+
+
+def _skipped_layers(target: Target) -> Baseline:
+    return every_other_layer(target), Chain(3)
+
+
+def _first_layers(target: Target) -> Baseline:
+    return first_layers(target), Chain(3)
+
+
+BASELINES: dict[str, Callable[[Target], Baseline]] = {
+    "prompt_lookup": _prompt_lookup,
+    "suffix_match": _suffix_match,
+    "recycling": _recycling,
+    "ngrams": _ngrams,
+    "layer_skip": _skipped_layers,
+    "first_layers": _first_layers,
+}
+"""Prompt lookup, CopySpec, Token Recycling, ADED/STAND, SWIFT without its search, and the target's first quarter."""
+
+
+def baseline(name: str, target: Target) -> Baseline:
+    """A new baseline beside `target`, with nothing remembered.
+
+    Raises:
+        UserError: if there is none of that name.
+    """
+    if name not in BASELINES:
+        raise UserError(f"there is no baseline {name!r}; choose from {', '.join(BASELINES)}")
+    return BASELINES[name](target)

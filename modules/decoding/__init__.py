@@ -1,0 +1,1 @@
+"""The exact decoding loop: propose, verify, commit."""

@@ -1,0 +1,392 @@
+"""The one decoding loop: draft, verify, commit, for any drafter, policy and batch, and without a drafter.
+
+Shapes: B active rows, N nodes of a tree, K nodes of a path, T places of an answer, C prompt tokens of a pass.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import TreeError
+from ..interfaces.proposer import DraftState, Observation, Proposer, Verified
+from ..policies.base import Policy
+from ..target.model import PassOutput
+from ..token_tree import TokenTree, Topology
+from .batch_verifier import Referee
+from .device_timer import Stopwatch
+from .pass_outcome import observation, to_host, verified
+from .requests import DecodeResult, DecodeSettings, DecodeStats, Generation, Request
+from .row_errors import PARENT, DecodeError, message, screen
+
+_SHORTEST_PREFIX = 8
+"""Tokens that prompts must share before it pays to keep them in a row of their own."""
+
+
+class Rows(Protocol):
+    """A batch of sequences inside something that answers tree passes: `TargetRows`, or stored text."""
+
+    def run(self, tree: TokenTree, rows: list[int] | None = None, select_BM: Tensor | None = None) -> PassOutput: ...
+
+    def commit(self, path_BK: Tensor, counts_B: Tensor, host_counts: list[int], *, moved: bool = True) -> None: ...
+
+    def open(self, row: int, index: int) -> int: ...
+
+    def wipe(self, row: int) -> None: ...
+
+    def keep(self, order: list[int]) -> None: ...
+
+
+class Verifier(Protocol):
+    """What the loop asks of a target."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def context_length(self) -> int: ...
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    def start(self, rows: int, capacity: int, taps: Sequence[int] = (), prefix: Sequence[int] = ()) -> Rows: ...
+
+
+class Loop:
+    """Decodes a queue of requests in a fixed number of slots.
+
+    A finished row is replaced by the next request at once; when none waits, the batch shrinks. Sampled tokens depend on
+    (seed, request index, place) alone, so batch and order of the queue change no token, nor does a drafter of point
+    masses. A wrong request, or a row that goes wrong, ends with `finish` "error"; the others go on.
+
+    Args:
+        target: the verifier.
+        requests: what to continue.
+        settings: what the requests share.
+        drafter: proposes; None decodes plainly.
+        policy: how its trees grow; needed with a drafter.
+
+    Raises:
+        UserError: if the policy makes no sense with the drafter.
+    """
+
+    def __init__(
+        self,
+        target: Verifier,
+        requests: Iterable[Request],
+        settings: DecodeSettings,
+        *,
+        drafter: Proposer | None = None,
+        policy: Policy | None = None,
+    ) -> None:
+        if (drafter is None) != (policy is None):
+            raise ValueError("a drafter needs a policy and a policy needs a drafter; give both or neither")
+        if drafter is not None and policy is not None:
+            policy.check(drafter)
+            if policy.max_size == 1:
+                # Nothing but a root: the drafter need not even look.
+                drafter = policy = None
+        self.target, self.settings, self.drafter, self.policy = target, settings, drafter, policy
+        self.waiting: deque[Request] = deque()
+        self.refused: list[Generation] = []
+        for request in requests:
+            if error := request.fault(target.context_length, target.vocab_size):
+                self.refused.append(Generation(request, finish="error", error=error))
+            else:
+                self.waiting.append(request)
+        self.stats = DecodeStats(lossless=settings.lossy is None)
+        self.slots: list[Generation] = []
+        size = policy.max_size if policy is not None else 1
+        longest = max((len(r.tokens) + r.max_new_tokens for r in self.waiting), default=0)
+        places = max((r.max_new_tokens for r in self.waiting), default=0) + size
+        sampled = any(request.temperature > 0 for request in self.waiting)
+        count = min(settings.batch_size, len(self.waiting))
+        # A drafter must see every prompt token, so only plain decoding reads a common beginning once.
+        prefix = shared_prefix([r.tokens for r in self.waiting], settings.prefill_chunk) if drafter is None else ()
+        self.rows = target.start(count, longest + size, drafter.taps if drafter else (), prefix)
+        self.state: DraftState | None = drafter.start(count, longest + size) if drafter is not None else None
+        self._reads_logits = drafter is not None and drafter.reads_logits
+        self.roots_B = torch.zeros(count, dtype=torch.long, device=target.device)
+        self.referee = Referee(settings, count, places, target.vocab_size, sampled, target.device)
+        self._count, self._read = count, 0
+        self._plain, self._drafting = Topology.chain(0), Stopwatch(target.device)
+
+    @torch.no_grad()
+    def run(self, deadline: float | None = None) -> Iterator[tuple[Generation, list[int], bool]]:
+        """Yield (generation, its new tokens, whether it is finished) after every pass, row by row.
+
+        Args:
+            deadline: value of `time.monotonic()` after which no waiting request is started.
+        """
+        for generation in self.refused:
+            yield generation, [], True
+        began = time.perf_counter()
+        free = list(range(self._count))
+        while True:
+            if deadline is not None and time.monotonic() >= deadline:
+                self.waiting.clear()
+            while free and self.waiting:
+                started = [row for row in free if self._assign(row)]
+                yield from self._prefill(started)
+                free = [row for row in free if row not in started or self._done(row)]
+            self._shrink([row for row in free if row < len(self.slots)])
+            if not self.slots:
+                break
+            yield from self._pass()
+            free = [row for row in range(len(self.slots)) if self._done(row)]
+        self.stats.draft_seconds += self._drafting.read()
+        self.stats.seconds += time.perf_counter() - began
+
+    def _assign(self, row: int) -> bool:
+        """Put the next request into a row; False when none waits."""
+        if not self.waiting:
+            return False
+        request = self.waiting.popleft()
+        self.slots[row : row + 1] = [Generation(request)]
+        self.referee.open(row, request)
+        self._read = self.rows.open(row, request.index)
+        if self.drafter is not None and self.state is not None:
+            self.drafter.clear(self.state, torch.tensor([row], device=self.target.device))
+        return True
+
+    def _done(self, row: int) -> bool:
+        generation = self.slots[row]
+        return generation.finish != "length" or len(generation.tokens) >= generation.request.max_new_tokens
+
+    # Prompts ---------------------------------------------------------------------------------------------------------
+
+    def _prefill(self, rows: list[int]) -> Iterator[tuple[Generation, list[int], bool]]:
+        """Read the prompts of `rows`, in chunks, and take the first token of each answer."""
+        began = time.perf_counter()
+        device, chunk = self.target.device, self.settings.prefill_chunk
+        prompts = [self.slots[row].request.tokens for row in rows]
+        longest = max(map(len, prompts))
+        rows_R = torch.tensor(rows, device=device)
+        faults_R = torch.zeros_like(rows_R)
+        for offset in range(self._read, longest, chunk):
+            here = [index for index, prompt in enumerate(prompts) if len(prompt) > offset]
+            faults_R[here] = self._prefill_chunk([rows[i] for i in here], [prompts[i] for i in here], offset)
+        found = torch.stack([self.roots_B[rows_R], faults_R], dim=1).tolist()
+        self.stats.prefill_seconds += time.perf_counter() - began
+        for row, (token, fault) in zip(rows, found, strict=True):
+            yield self.slots[row], self._take(row, [token], fault), self._done(row)
+
+    def _prefill_chunk(self, rows: list[int], prompts: Sequence[tuple[int, ...]], offset: int) -> Tensor:
+        """Read the pieces of the prompts that begin at `offset`; returns the fault of each row."""
+        device = self.target.device
+        parts = [prompt[offset : offset + self.settings.prefill_chunk] for prompt in prompts]
+        counts, width = [len(part) for part in parts], max(map(len, parts))
+        tokens_BC = torch.tensor([(*part, *([0] * (width - len(part)))) for part in parts], device=device)
+        counts_B, rows_R = torch.tensor(counts, device=device), torch.tensor(rows, device=device)
+        output = self.rows.run(TokenTree.prompts(tokens_BC, counts_B), rows, select_BM=(counts_B - 1)[:, None])
+        self.stats.prefill_calls += 1
+        path_BC = torch.arange(width, device=device).expand(len(rows), -1)
+        self.rows.commit(path_BC, counts_B, counts, moved=False)
+        chosen_B, faults_B = self.referee.begin(rows, rows_R, output.logits_BMV)
+        following = [
+            prompt[offset + len(part)] if offset + len(part) < len(prompt) else -1
+            for prompt, part in zip(prompts, parts, strict=True)
+        ]
+        following_B = torch.tensor(following, device=device)
+        roots_B = torch.where(following_B >= 0, following_B, chosen_B)
+        self.roots_B[rows_R] = roots_B
+        verified = None
+        if self._reads_logits:
+            last_B1 = counts_B[:, None] - 1
+            verified = Verified(
+                tokens_BM=tokens_BC.gather(1, last_B1),
+                real_BM=torch.ones_like(last_B1, dtype=torch.bool),
+                logits_BMV=output.logits_BMV,
+                places_BM=last_B1,
+            )
+        self._observe(
+            rows_R,
+            Observation(
+                tokens_BN=tokens_BC,
+                counts_B=counts_B,
+                final_BND=output.final_BND,
+                taps=output.taps,
+                roots_B=roots_B,
+                verified=verified,
+            ),
+        )
+        return faults_B
+
+    # Passes ----------------------------------------------------------------------------------------------------------
+
+    def _pass(self) -> Iterator[tuple[Generation, list[int], bool]]:
+        """Draft, verify and commit once for all active rows."""
+        tree, faults_B = self._draft()
+        began = time.perf_counter()
+        output = self.rows.run(tree)
+        accepted, faults_B = self.referee.verify(tree, output.logits_BMV, faults_B)
+        emitted, counts, faults = to_host(tree, accepted, faults_B)
+        self.stats.draft_seconds += self._drafting.read()
+        self.rows.commit(accepted.path_BK, accepted.counts_B, counts, moved=tree.size > 1)
+        self.stats.target_seconds += time.perf_counter() - began
+        self.roots_B = accepted.bonus_B
+        answers = verified(tree, accepted, output) if self._reads_logits else None
+        self._observe(
+            torch.arange(len(emitted), device=self.target.device), observation(tree, accepted, output, answers)
+        )
+        if self.policy is not None:
+            self.policy.learn(tree, accepted)
+        self.stats.target_calls += 1
+        self.stats.busy_slots += len(emitted)
+        self.stats.total_slots += self._count
+        for row, (tokens, fault) in enumerate(zip(emitted, faults, strict=True)):
+            generation = self.slots[row]
+            kept = self._take(row, tokens, fault)
+            if not fault:
+                generation.emitted.append(len(kept))
+            yield generation, kept, self._done(row)
+
+    def _draft(self) -> tuple[TokenTree, Tensor]:
+        """(the trees to verify, the fault of each row)."""
+        roots = self._plain.plant(self.roots_B[:, None])
+        if self.drafter is None or self.policy is None or self.state is None:
+            return roots, torch.zeros_like(self.roots_B)
+        with self._drafting.running():
+            try:
+                tree = self.policy.grow(self.drafter, self.state, self.roots_B, self.referee.draws)
+                screened = screen(tree, self.target.vocab_size)
+            except TreeError as error:
+                # Which nodes the other rows wanted is lost with the tree: this pass verifies their roots alone.
+                failed = torch.tensor(error.rows, device=self.target.device)
+                screened = roots, torch.zeros_like(self.roots_B).index_fill(0, failed, PARENT)
+        return screened
+
+    def _observe(self, rows_R: Tensor, observation: Observation) -> None:
+        if self.drafter is not None and self.state is not None:
+            with self._drafting.running():
+                self.drafter.observe(self.state, rows_R, observation)
+
+    def _shrink(self, finished: list[int]) -> None:
+        """Close finished rows; the last rows move into their places, so that the others stay where they are."""
+        if not finished:
+            return
+        staying = [row for row in range(len(self.slots)) if row not in set(finished)]
+        order = list(range(len(staying)))
+        late = [row for row in staying if row >= len(staying)]
+        for hole, row in zip((row for row in finished if row < len(staying)), late, strict=True):
+            order[hole] = row
+        order_R = torch.tensor(order, dtype=torch.long, device=self.target.device)
+        self.rows.keep(order)
+        self.slots = [self.slots[row] for row in order]
+        self.roots_B = self.roots_B[order_R]
+        self.referee.keep(order, order_R)
+        if self.drafter is not None and self.state is not None:
+            self.drafter.keep(self.state, order_R)
+
+    def _take(self, row: int, tokens: list[int], fault: int) -> list[int]:
+        """Append a pass's tokens to the answer of a row, or end it with its error; returns what was appended."""
+        generation = self.slots[row]
+        if not fault:
+            return self._extend(generation, tokens)
+        generation.finish, generation.error = "error", message(fault, generation, self.target.vocab_size)
+        # NaN keys and values would reach the next sequence of this row even through a mask: 0 * NaN is NaN.
+        self.rows.wipe(row)
+        return []
+
+    def _extend(self, generation: Generation, tokens: list[int]) -> list[int]:
+        """Append what still belongs to the answer: up to its limit, its end token or its stop text."""
+        kept = tokens[: generation.request.max_new_tokens - len(generation.tokens)]
+        if not self.settings.ignore_eos:
+            ends = [place for place, token in enumerate(kept) if token in self.target.eos_ids]
+            if ends:
+                kept, generation.finish = kept[: ends[0] + 1], "eos"
+        if self.settings.stop:
+            cut = first_stop(self.target.tokenizer, generation.tokens, kept, self.settings.stop)
+            if cut is not None:
+                kept, generation.finish = kept[:cut], "stop"
+        generation.tokens.extend(kept)
+        return kept
+
+
+def decode(
+    target: Verifier,
+    requests: Sequence[Request],
+    settings: DecodeSettings,
+    *,
+    drafter: Proposer | None = None,
+    policy: Policy | None = None,
+    on_tokens: Callable[[Generation, list[int], bool], None] | None = None,
+    deadline: float | None = None,
+) -> DecodeResult:
+    """Continue all requests.
+
+    Args:
+        target: a `Target`, or a `Replay` of stored text.
+        requests: prompts with their limits; their indices must differ.
+        settings: batch size, sampling filters, stop texts.
+        drafter: proposes tokens; None decodes plainly.
+        policy: how its trees grow.
+        on_tokens: called with (generation, its new tokens, whether it finished) after every pass.
+        deadline: value of `time.monotonic()` after which no waiting request is started.
+
+    Raises:
+        DecodeError: if a request is wrong (an empty prompt, one that does not fit the target's context, a negative
+            temperature), or a row went wrong on the way (NaN logits, a token or tree that cannot be verified). It is
+            raised when all other rows have finished; its `result` holds every generation.
+    """
+    finished: dict[int, Generation] = {}
+    loop = Loop(target, requests, settings, drafter=drafter, policy=policy)
+    for generation, tokens, done in loop.run(deadline):
+        if on_tokens is not None:
+            on_tokens(generation, tokens, done)
+        if done:
+            finished[generation.request.index] = generation
+    ordered = [finished[request.index] for request in requests if request.index in finished]
+    result = DecodeResult(ordered, loop.stats)
+    if any(generation.finish == "error" for generation in ordered):
+        raise DecodeError(result)
+    return result
+
+
+def stream(
+    target: Verifier,
+    request: Request,
+    settings: DecodeSettings,
+    *,
+    drafter: Proposer | None = None,
+    policy: Policy | None = None,
+) -> Iterator[list[int]]:
+    """Continue one request and yield its new tokens pass by pass.
+
+    Raises:
+        DecodeError: as `decode` does, behind the tokens that came before the fault.
+    """
+    loop = Loop(target, [request], settings, drafter=drafter, policy=policy)
+    for generation, tokens, _done in loop.run():
+        if generation.finish == "error":
+            raise DecodeError(DecodeResult([generation], loop.stats))
+        yield tokens
+
+
+def shared_prefix(prompts: Sequence[tuple[int, ...]], limit: int) -> tuple[int, ...]:
+    """What all prompts begin with, without any prompt's last token; nothing where that saves next to nothing."""
+    if len(prompts) < 2:
+        return ()
+    # Every prompt lies between the least and the greatest, so what these two share all share.
+    low, high = min(prompts), max(prompts)
+    room = min(limit, min(map(len, prompts)) - 1)
+    count = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
+    return low[: min(count, room)] if min(count, room) >= _SHORTEST_PREFIX else ()
+
+
+def first_stop(tokenizer: Any, before: Sequence[int], new: Sequence[int], stops: Sequence[str]) -> int | None:
+    """How many of the new tokens complete the first stop text, or None."""
+    for count in range(1, len(new) + 1):
+        text = tokenizer.decode([*before, *new[:count]], skip_special_tokens=False)
+        if any(stop in text for stop in stops):
+            return count
+    return None

@@ -1,0 +1,51 @@
+"""What a verified pass leaves: tokens for the host, an observation for the drafter.
+
+Shapes: B rows, N nodes, K nodes of a path, D hidden size.
+"""
+
+import torch
+from torch import Tensor
+
+from ..interfaces.proposer import Observation, Verified
+from ..target.model import PassOutput
+from ..token_tree import TokenTree
+from ..verification.tree_walk import Accepted
+
+
+def to_host(tree: TokenTree, accepted: Accepted, faults_B: Tensor) -> tuple[list[list[int]], list[int], list[int]]:
+    """(new tokens of each row: accepted nodes below the root and the bonus, nodes on each path, faults), in one
+    transfer."""
+    path_tokens_BK = tree.tokens_BN.gather(1, accepted.path_BK)
+    columns = [accepted.counts_B[:, None], faults_B[:, None], accepted.bonus_B[:, None], path_tokens_BK]
+    together = torch.cat(columns, dim=1).tolist()
+    emitted = [[*row[4 : 3 + row[0]], row[2]] for row in together]
+    return emitted, [row[0] for row in together], [row[1] for row in together]
+
+
+def observation(
+    tree: TokenTree, accepted: Accepted, output: PassOutput, answers: Verified | None = None
+) -> Observation:
+    """What the drafter may look at: tokens and states of the accepted path, the target's answers if it reads them."""
+    path_BK = accepted.path_BK
+
+    def along(states_BND: Tensor) -> Tensor:
+        return states_BND.gather(1, path_BK[..., None].expand(-1, -1, states_BND.shape[-1]))
+
+    return Observation(
+        tokens_BN=tree.tokens_BN.gather(1, path_BK),
+        counts_B=accepted.counts_B,
+        final_BND=along(output.final_BND),
+        taps={layer: along(states) for layer, states in output.taps.items()},
+        roots_B=accepted.bonus_B,
+        verified=answers,
+    )
+
+
+def verified(tree: TokenTree, accepted: Accepted, output: PassOutput) -> Verified:
+    """The target's logits at every node, and where on the accepted path the node stands."""
+    width = accepted.path_BK.shape[1]
+    columns_K = torch.arange(width, device=tree.tokens_BN.device)
+    places_BK = torch.where(columns_K < accepted.counts_B[:, None], columns_K, -1)
+    # Padding columns of a path hold their own index, which may be a node that is on it: the larger place is right.
+    places_BN = torch.full_like(tree.tokens_BN, -1).scatter_reduce(1, accepted.path_BK, places_BK, "amax")
+    return Verified(tokens_BM=tree.tokens_BN, real_BM=tree.real_BN, logits_BMV=output.logits_BMV, places_BM=places_BN)

@@ -1,0 +1,175 @@
+"""What goes into the decoding loop and what comes out of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from ..errors import UserError
+from ..verification.acceptance_rules import Rule
+
+REPEATED_SHARE = 0.3
+"""A text with a larger share of repeated 4-grams repeats itself."""
+Finish = Literal["eos", "length", "stop", "error"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to be continued. Decoding checks it, so that a wrong one does not keep others from being answered."""
+
+    tokens: tuple[int, ...]
+    """The prompt's token ids."""
+    index: int
+    """Names the request in results and keys its stream of random numbers."""
+    max_new_tokens: int
+    """Most tokens to emit."""
+    temperature: float = 0.0
+    """0 is greedy."""
+
+    def fault(self, context_length: int, vocab_size: int) -> str:
+        """What is wrong with this request, in a sentence that names it; empty when nothing is."""
+        total = len(self.tokens) + self.max_new_tokens
+        if not self.tokens:
+            return f"prompt {self.index} is empty; give at least one token"
+        if self.max_new_tokens < 1:
+            return f"prompt {self.index}: max_new_tokens must be at least 1, got {self.max_new_tokens}"
+        if not 0 <= self.temperature < float("inf"):
+            return f"prompt {self.index}: temperature must be at least 0 and finite, got {self.temperature}"
+        if not 0 <= min(self.tokens) <= max(self.tokens) < vocab_size:
+            outside = next(token for token in self.tokens if not 0 <= token < vocab_size)
+            return f"prompt {self.index} has token {outside}; the target's ids are 0 to {vocab_size - 1}"
+        if total > context_length:
+            return (
+                f"prompt {self.index} has {len(self.tokens)} tokens and asks for {self.max_new_tokens} more, but "
+                f"the target's context holds {context_length}; shorten the prompt or lower max_new_tokens"
+            )
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeSettings:
+    """What all requests of a run share.
+
+    Raises:
+        UserError: if a number is out of its range.
+    """
+
+    batch_size: int = 1
+    """Sequences decoded at the same time; a finished one makes room for the next at once."""
+    top_k: int = 0
+    """When sampling, keep the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """When sampling, keep the likeliest tokens whose probabilities reach this sum."""
+    seed: int = 0
+    """Together with a request's index, the key of its random numbers."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer; the token that completes one is the last."""
+    ignore_eos: bool = False
+    """Go on after an end token, up to `max_new_tokens`."""
+    prefill_chunk: int = 512
+    """Most prompt tokens of a row in one pass."""
+    repetition_penalty: float = 1.0
+    """Divide positive logits of tokens that occurred, prompt included, by this and multiply negative ones, as
+    transformers does; 1.0 changes nothing."""
+    lossy: Rule | None = None
+    """Accept by this rule, which changes the distribution of sampled answers; None verifies exactly."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "prefill_chunk"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.top_k < 0:
+            raise UserError(f"top_k must be at least 0, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise UserError(f"repetition_penalty must be above 0 and finite, got {self.repetition_penalty}")
+
+
+@dataclass
+class Generation:
+    """The continuation of one request.
+
+    The first token comes from the prompt's own pass; `emitted` says how many each later pass added, the bonus included.
+    """
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    """New tokens, the end token included."""
+    emitted: list[int] = field(default_factory=list)
+    """Tokens added by each pass after the prompt's, cut where the answer ended."""
+    finish: Finish = "length"
+    """Why it ended: an end token, the length limit, a stop text, or an error."""
+    error: str = ""
+    """What went wrong, in a sentence that names the request; empty unless `finish` is "error"."""
+
+    @property
+    def passes(self) -> int:
+        """Target passes after the prompt's."""
+        return len(self.emitted)
+
+
+@dataclass
+class DecodeStats:
+    """Counts and times of a run."""
+
+    target_calls: int = 0
+    """Verifying passes of the whole batch."""
+    prefill_calls: int = 0
+    """Passes over prompts."""
+    seconds: float = 0.0
+    """Wall-clock time of the run."""
+    target_seconds: float = 0.0
+    """Of it, in verifying passes."""
+    prefill_seconds: float = 0.0
+    """Of it, in passes over prompts."""
+    draft_seconds: float = 0.0
+    """Of it, growing trees and observing passes: on CUDA the device's time between the first launch of a piece and the
+    end of its work."""
+    busy_slots: int = 0
+    """Sum over passes of the rows that were decoding."""
+    total_slots: int = 0
+    """Passes times the batch size."""
+    lossless: bool = True
+    """Whether every pass was verified exactly; False under a `lossy` setting."""
+
+    def amounts(self) -> dict[str, float]:
+        """All counts and times by name."""
+        return {name: value for name, value in vars(self).items() if name != "lossless"}
+
+    def add(self, more: "DecodeStats") -> None:
+        """Take in another run: counts and times add up, and both must have been lossless for the sum to be."""
+        for name, value in more.amounts().items():
+            setattr(self, name, getattr(self, name) + value)
+        self.lossless = self.lossless and more.lossless
+
+    @property
+    def busy_share(self) -> float:
+        """Share of slots that were decoding; 1 for an empty run."""
+        return self.busy_slots / self.total_slots if self.total_slots else 1.0
+
+
+@dataclass
+class DecodeResult:
+    """The generations in the order of the requests (those not started before a deadline are absent), and the counts."""
+
+    generations: list[Generation]
+    stats: DecodeStats
+
+    @property
+    def accepted_length(self) -> float:
+        """Tokens emitted per pass and row, the bonus included, over all passes after the prompts'."""
+        passes = sum(generation.passes for generation in self.generations)
+        return sum(sum(generation.emitted) for generation in self.generations) / passes if passes else 0.0
+
+
+def uniform_stream(seed: int, index: int, count: int) -> Any:
+    """`count` uniform numbers in [0, 1) for one request, float64; the same whatever the batch and the drafter."""
+    return np.random.Generator(np.random.Philox(key=[seed % 2**64, index % 2**64])).random(count)
+
+
+def repeats_itself(tokens: Sequence[int]) -> bool:
+    """Whether over 30 % of the 4-grams of a text occurred earlier in it."""
+    grams = list(zip(tokens, tokens[1:], tokens[2:], tokens[3:], strict=False))
+    return len(grams) - len(set(grams)) > REPEATED_SHARE * len(grams)

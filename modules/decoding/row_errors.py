@@ -1,0 +1,101 @@
+"""What can be wrong with one row of a batch, found on the device, so that the others finish.
+
+Codes travel with the accepted tokens in the one transfer of a pass; words are made on the host.
+
+Shapes: B rows, N nodes, M nodes with logits, V vocabulary.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..errors import UserError
+from ..token_tree import TokenTree
+from ..verification.tree_walk import Accepted
+from .requests import DecodeResult, Generation
+
+SOUND, LOGITS, TOKEN, PARENT, DRAFT = range(5)
+_MESSAGES = {
+    LOGITS: "the target's logits are NaN or infinite behind token {place} of the answer; run the target in a wider "
+    "number type, or check its weights",
+    TOKEN: "the drafter proposed a token outside the target's vocabulary (ids 0 to {last}) behind token {place} of the "
+    "answer; check the ids of its draft vocabulary",
+    PARENT: "the draft tree behind token {place} of the answer has a node whose parent does not come before it; a "
+    "policy must list parents first",
+    DRAFT: "the drafter's probabilities are NaN or infinite behind token {place} of the answer; check its weights",
+}
+
+
+class DecodeError(UserError):
+    """Some rows of a batch failed; all the others were finished and are in `result`."""
+
+    def __init__(self, result: DecodeResult) -> None:
+        failed = [generation for generation in result.generations if generation.finish == "error"]
+        others = len(result.generations) - len(failed)
+        text = "; ".join(generation.error for generation in failed)
+        super().__init__(text if not others else f"{text} ({others} other answers are in this error's result)")
+        self.result = result
+        """Every generation; those that failed have `finish` "error", their tokens so far and their `error`."""
+
+
+def message(code: int, generation: Generation, vocab_size: int) -> str:
+    """The sentence for a fault of one row, which names its request."""
+    text = _MESSAGES[code].format(place=len(generation.tokens), last=vocab_size - 1)
+    return f"prompt {generation.request.index}: {text}"
+
+
+def screen(tree: TokenTree, vocab_size: int) -> tuple[TokenTree, Tensor]:
+    """(the tree, with nothing but a root in faulty rows; the fault of each row, [B], int64)."""
+    outside_BN = outside(tree, vocab_size)
+    faults_B = examine(tree, outside_BN)
+    # A tree on the CPU tells at once that nothing is wrong with it; to ask an accelerator would be to wait for it.
+    sound = faults_B.device.type == "cpu" and not bool(outside_BN.any() | faults_B.any())
+    return (tree if sound else pruned(tree, faults_B, outside_BN)), faults_B
+
+
+def outside(tree: TokenTree, vocab_size: int) -> Tensor:
+    """True at nodes, padding included, whose token the target does not know, [B, N]."""
+    return (tree.tokens_BN < 0) | (tree.tokens_BN >= vocab_size)
+
+
+def examine(tree: TokenTree, outside_BN: Tensor) -> Tensor:
+    """The fault of each row's tree, [B], int64."""
+    columns_N = torch.arange(tree.size, device=tree.tokens_BN.device)
+    late_BN = ((tree.parents_BN >= columns_N) | (tree.parents_BN < 0)) & (columns_N > 0)
+    faults_B = torch.where((outside_BN & tree.real_BN).any(-1), TOKEN, SOUND)
+    faults_B = torch.where((late_BN & tree.real_BN).any(-1), PARENT, faults_B)
+    if tree.drawn is not None:
+        infinite_B = ~tree.drawn.probs_BIQ.sum((1, 2)).isfinite()
+        faults_B = torch.where(infinite_B, DRAFT, faults_B)
+    return faults_B
+
+
+def pruned(tree: TokenTree, faults_B: Tensor, outside_BN: Tensor) -> TokenTree:
+    """The tree with nothing but a root in faulty rows, and with ids that the target knows everywhere."""
+    columns_N = torch.arange(tree.size, device=faults_B.device)
+    faulty_B1 = (faults_B > 0)[:, None]
+    itself_NN = columns_N[:, None] == columns_N
+    return replace(
+        tree,
+        tokens_BN=tree.tokens_BN.masked_fill(outside_BN, 0),
+        parents_BN=torch.where(faulty_B1, columns_N - 1, tree.parents_BN),
+        depths_BN=torch.where(faulty_B1, 0, tree.depths_BN),
+        ancestors_BNN=torch.where(faulty_B1[..., None], itself_NN, tree.ancestors_BNN),
+        real_BN=tree.real_BN & (~faulty_B1 | (columns_N == 0)),
+    )
+
+
+def unreadable(logits_BMV: Tensor) -> Tensor:
+    """True at nodes whose logits hold NaN or +inf, or nothing but -inf, [B, M].
+
+    A single -inf is no fault: some models forbid tokens that way.
+    """
+    return ~logits_BMV.amax(-1).isfinite()
+
+
+def along(marks_BN: Tensor, accepted: Accepted) -> Tensor:
+    """Whether any node of the accepted path is marked, [B]. Other nodes have no part in what is emitted."""
+    width = accepted.path_BK.shape[1]
+    real_BK = torch.arange(width, device=marks_BN.device) < accepted.counts_B[:, None]
+    return (marks_BN.gather(1, accepted.path_BK) & real_BK).any(-1)

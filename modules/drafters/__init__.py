@@ -1,0 +1,1 @@
+"""The trained drafter families, one file each."""

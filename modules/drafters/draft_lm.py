@@ -1,0 +1,362 @@
+"""A small language model of the target's vocabulary that reads the text by itself and drafts token by token (FastDraft,
+arXiv:2411.11055), or several tokens a pass through mask tokens (PARD, arXiv:2504.18583).
+
+It reads tokens alone. Its state at index p predicts the token at p + 1: while decoding, every token up to the root has
+been read, and the root's own state scores the root's children.
+
+Shapes: B rows, L positions, F nodes of a draft pass, H depths answered at once, K draft steps, D hidden size of the
+draft, V target vocabulary, Q entries of the draft vocabulary.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..config_checks import settings_of
+from ..errors import UserError
+from ..features import Features
+from ..interfaces.drafter import Drafter, Drafts
+from ..interfaces.proposer import Scores
+from ..target.draft_vocabulary import require_ids
+from ..target.hf_folder import require_vocabulary
+from ..target.identity import TargetIdentity
+from ..target.kv_cache import RowCache
+from ..target.layer_skipping import skipping
+from ..target.model import Target, layer_list, post_process
+from ..target.submodel import config_of, fields_of, new_model
+from .draft_lm_config import DraftLMConfig, beginning, check_fit
+from .parts.causal_drafter import SLOT, CausalDraft, CausalState
+from .parts.decoder_block import Sight
+from .parts.mask_tokens import by_depth, conditional_drop, pack, useful, visible
+
+
+class DraftLM(CausalDraft, Drafter):
+    """A causal language model of transformers as a drafter; all its weights are its own.
+
+    Own weights: `decoder.*` under transformers' names, `head.weight` unless the output layer is the embedding,
+    `mask_embedding` with several depths, `token_ids` with a reduced vocabulary. Make a new one with `DraftLM.create`.
+
+    Args:
+        config: its settings.
+        model: a causal language model of transformers with the attention function of this package.
+    """
+
+    family = "draft_lm"
+    token_ids: Tensor | None
+    mask_embedding: nn.Parameter | None
+
+    def __init__(self, config: DraftLMConfig, model: Any) -> None:
+        super().__init__()
+        self.config, self.architecture = config, model.config
+        self.decoder: nn.Module = model.get_decoder()
+        output = model.get_output_embeddings()
+        self.vocab_size, width = output.weight.shape
+        check_fit(config, len(self._layers()), self.vocab_size)
+        tied = output.weight is self._embedding().weight
+        size = config.vocabulary_size
+        self.register_buffer("token_ids", None if size is None else torch.zeros(size, dtype=torch.long))
+        self.head = None if tied and size is None else output if size is None else \
+            nn.Linear(width, size, bias=output.bias is not None)
+        self.mask_embedding = nn.Parameter(self._embedding().weight.detach().mean(0)) if config.depths > 1 else None
+        self._embedding().weight.requires_grad_(not config.freeze_embedding)
+        self._bound = self._packs = False
+
+    def _layers(self) -> nn.ModuleList:
+        return layer_list(self.decoder, self.architecture.num_hidden_layers)
+
+    def embedding_weight(self) -> Tensor:
+        """The embedding's weight, [V, D]."""
+        return self._embedding().weight.detach()
+
+    def _embedding(self) -> nn.Embedding:
+        return cast(nn.Embedding, self.decoder.get_input_embeddings())  # type: ignore[operator]
+
+    # Making one ------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def create(cls, config: DraftLMConfig, target: Target, token_ids_Q: Tensor | None = None) -> "DraftLM":
+        """A new draft beside `target`.
+
+        Args:
+            config: what it begins with.
+            target: the model it drafts for.
+            token_ids_Q: ids of the reduced draft vocabulary, when `config.vocabulary_size` asks for one.
+
+        Raises:
+            UserError: if the layers, the folder or the ids do not fit.
+        """
+        require_ids(config.vocabulary_size, token_ids_Q)
+        model = beginning(config, target)
+        drafter = cls(config, model)
+        # A sketch of a target has no values to begin with.
+        if target.device.type != "meta":
+            drafter._begin(model.get_output_embeddings(), token_ids_Q)
+        # Half precision would lose small updates: masters stay in float32.
+        drafter.to(device=target.device, dtype=torch.promote_types(target.dtype, torch.float32))
+        drafter.bind(target)
+        return drafter
+
+    @torch.no_grad()
+    def _begin(self, output: nn.Linear, token_ids_Q: Tensor | None) -> None:
+        """Begin the reduced output layer with the rows of a whole one, the mask token as the token in its place."""
+        if self.token_ids is not None and self.head is not None and token_ids_Q is not None:
+            self.token_ids.copy_(token_ids_Q)
+            for name, parameter in self.head.named_parameters():
+                parameter.copy_(getattr(output, name)[token_ids_Q])
+        if self.mask_embedding is not None and self.config.mask_token_id is not None:
+            self.mask_embedding.copy_(self._embedding().weight[self.config.mask_token_id])
+
+    @property
+    def state_size(self) -> int:
+        """The width of its own layers."""
+        return self.embedding_weight().shape[1]
+
+    def describe(self) -> dict[str, Any]:
+        """The settings and the model's configuration, JSON-ready; not the folder it began with."""
+        return {**asdict(self.config), "folder": None, "model": fields_of(self.architecture)}
+
+    @classmethod
+    def rebuild(cls, description: dict[str, Any], identity: TargetIdentity) -> "DraftLM":
+        """An equal drafter, NaN until its weights are loaded. Raises UserError on an unknown description."""
+        given = settings_of(description, DraftLMConfig, "a draft language model is", "model")
+        model = new_model(config_of(given.pop("model")))
+        lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+        drafter = cls(DraftLMConfig(**given | lists), model)
+        with torch.no_grad():
+            for parameter in drafter.parameters():
+                parameter.fill_(torch.nan)
+        return drafter
+
+    def bind(self, target: Target) -> None:
+        """Nothing is borrowed, but the vocabularies must have been compared before it runs."""
+        require_vocabulary(self.vocab_size, target, "at hand")
+        self._bound, self._packs = True, target.packed is not None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "DraftLM":
+        """Move or cast the weights. Rotary frequencies are moved only: rounded ones would be other positions."""
+        kept = {name: buffer for name, buffer in self.decoder.named_buffers() if buffer.is_floating_point()}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in kept.items():
+            owner, _, last = name.rpartition(".")
+            setattr(self.decoder.get_submodule(owner), last, buffer.to(self.device))
+        return self
+
+    # What the contract asks ------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return self._embedding().weight.device
+
+    @property
+    def reads_states(self) -> bool:
+        """It reads tokens alone."""
+        return False
+
+    @property
+    def token_ids_Q(self) -> Tensor | None:
+        """Target id of each entry of the reduced draft vocabulary; None for the whole vocabulary."""
+        return self.token_ids
+
+    @property
+    def reach(self) -> int | None:
+        """With mask tokens the depths of one pass; else as deep as anyone likes."""
+        return self.config.depths if self.slots else None
+
+    @property
+    def unrolls(self) -> int | None:
+        """Without mask tokens: the exit that drafts, again and again."""
+        if self.slots:
+            return None
+        return self.config.exits.index(self.depth) if self.config.exits else 0
+
+    @property
+    def depth(self) -> int:
+        """Layers that run while decoding."""
+        return self.config.decode_exit or len(self._layers())
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Every exit predicts the next token, mask token k the one k places further."""
+        if self.slots:
+            return tuple(range(1, self.config.depths + 1))
+        return (1,) * max(1, len(self.config.exits))
+
+    # Training --------------------------------------------------------------------------------------------------------
+
+    def forward(self, features: Features) -> Drafts:
+        """States at all positions, segments isolated: of every exit, or of every depth."""
+        if self.slots:
+            return self._forward_depths(features)
+        positions_BL = features.positions_BL
+        with self._leaving() as states:
+            final_BLD = self._states(self.embed(features.tokens_BL), features.visible(), positions_BL, positions_BL)
+        norm = _last_norm(self.decoder) if states else None
+        exits = [norm(state) for state in states] if norm is not None else []
+        return Drafts(hidden_BLKD=torch.stack([*exits, final_BLD], dim=2), offsets=self.offsets)
+
+    def _forward_depths(self, features: Features) -> Drafts:
+        """One pass over the texts and the mask tokens kept; while evaluating, all are."""
+        kept_BLK = torch.ones(*features.tokens_BL.shape, self.config.depths, dtype=torch.bool, device=self.device)
+        if self.training:
+            kept_BLK = conditional_drop(useful(features, self.config.depths), self.config.keep_rate,
+                                        self.config.keep_least)
+        slots = pack(kept_BLK)
+        masks_BS = torch.full_like(slots.anchors_BS, SLOT)
+        behind_BS = features.positions_BL.gather(1, slots.anchors_BS) + slots.depths_BS
+        positions_BM = torch.cat([features.positions_BL, behind_BS], dim=1).clamp(max=self.positions - 1)
+        embedded_BMD = self.embed(torch.cat([features.tokens_BL, masks_BS], dim=1))
+        states_BMD = self._states(embedded_BMD, visible(features, slots), positions_BM, positions_BM)
+        hidden_BLKD = by_depth(states_BMD, slots, kept_BLK.shape[1], self.config.depths)
+        return Drafts(hidden_BLKD=hidden_BLKD, offsets=self.offsets, valid_BLK=kept_BLK if self.training else None)
+
+    @contextmanager
+    def _leaving(self) -> Iterator[list[Tensor]]:
+        """Collect the outputs of the layers before each exit but the last."""
+        states: list[Tensor] = []
+
+        def keep(_module: nn.Module, _args: Any, output: Any) -> None:
+            states.append(output[0] if isinstance(output, tuple) else output)
+
+        handles = [self._layers()[exit - 1].register_forward_hook(keep) for exit in self.config.exits[:-1]]
+        try:
+            yield states
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def project(self, hidden: Tensor, step: int) -> Tensor:
+        """Draft logits [..., Q] for states [..., D], every step by the one output layer."""
+        if self.head is None:
+            tied_VD = self._embedding().weight
+            return self._post_process(functional.linear(hidden.to(tied_VD.dtype), tied_VD))
+        return self._post_process(self.head(hidden.to(self.head.weight.dtype)))
+
+    def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
+        """The trained weights that `project` reads."""
+        found = (self._embedding() if self.head is None else self.head).parameters()
+        return tuple(parameter for parameter in found if parameter.requires_grad)
+
+    def _post_process(self, logits: Tensor) -> Tensor:
+        return post_process(logits, self.architecture, self.architecture)
+
+    # Passes ----------------------------------------------------------------------------------------------------------
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings [..., D] of token ids, the learned one where a mask token stands."""
+        if self.mask_embedding is None:
+            return cast(Tensor, self._embedding()(tokens))
+        found = self._embedding()(tokens.clamp(min=0))
+        return torch.where((tokens == SLOT)[..., None], self.mask_embedding.to(found.dtype), found)
+
+    def _states(self, embedded_BFD: Tensor, mask_BFW: Tensor, positions_BF: Tensor, key_positions_BW: Tensor,
+                cache: RowCache | None = None) -> Tensor:
+        """Final states of one pass, [B, F, D]."""
+        if not self._bound:
+            raise RuntimeError("this draft language model is not bound to a target; call bind(target) first")
+        return cast(Tensor, self.decoder(
+            inputs_embeds=embedded_BFD, attention_mask=mask_BFW[:, None], position_ids=positions_BF,
+            past_key_values=cache, use_cache=cache is not None, key_positions=key_positions_BW,
+        ).last_hidden_state)
+
+    @property
+    def positions(self) -> int:
+        """Its own context length."""
+        return int(getattr(self.architecture, "max_position_embeddings", 1 << 30))
+
+    @property
+    def slots(self) -> int:
+        """One mask token for each depth beyond the first."""
+        return self.config.depths - 1
+
+    def expand_bytes(self) -> int:
+        """The layers that run and the output layer; of the embedding a row a token."""
+        layers = sum(parameter.nbytes for layer in self._layers()[: self.depth] for parameter in layer.parameters())
+        return layers + (self._embedding() if self.head is None else self.head).weight.nbytes
+
+    @property
+    def kept(self) -> range:
+        """The layers up to the exit."""
+        return range(self.depth)
+
+    @property
+    def num_layers(self) -> int:
+        """All of them."""
+        return len(self._layers())
+
+    def start(self, rows: int, capacity: int) -> CausalState:
+        """An empty state; the linear layers are packed for it when they have changed."""
+        tied_VD = self._embedding().weight if self.head is None else None
+        self._packing.refresh(self, wanted=self._packs, output_VD=tied_VD)
+        return super().start(rows, capacity)
+
+    def run(self, tokens_BF: Tensor, sight: Sight, key_positions_BW: Tensor) -> Tensor:
+        """One pass of the layers up to the exit."""
+        positions_BF = sight.positions_BN.clamp(max=self.positions - 1)
+        with self._packing.installed(), skipping(self._layers(), self.kept):
+            return self._states(self.embed(tokens_BF), sight.visible_BNW, positions_BF, key_positions_BW, sight.cache)
+
+    def read_out(self, final: Tensor) -> Scores:
+        """By its own output layer."""
+        packed = self._packing.output
+        with self._packing.installed():
+            logits = self.project(final, 0) if packed is None else self._post_process(packed(final))
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        return Scores(log_probs_BFHQ=logits.to(wide).log_softmax(-1), token_ids_Q=self.token_ids)
+
+
+def _last_norm(decoder: nn.Module) -> nn.Module:
+    """The norm behind the last layer."""
+    norms = [module for module in decoder.children() if "norm" in type(module).__name__.lower()]
+    if not norms:
+        raise UserError(f"{type(decoder).__name__} has no norm behind its layers that an early exit could share; leave "
+                        "exits out")
+    return norms[-1]
+
+
+@torch.no_grad()
+def as_model(drafter: DraftLM, target: Target) -> Any:
+    """The draft as a causal language model of transformers, over the whole vocabulary, up to the exit that drafts.
+
+    A reduced output layer becomes a whole one: the trained rows, and for all other tokens the embedding's where the
+    two are tied, the target's where the draft began as layers of the target.
+
+    Raises:
+        UserError: if a reduced output layer began with rows that nobody has any more.
+    """
+    output = _whole_output(drafter, target)
+    given = fields_of(drafter.architecture)
+    given |= {"num_hidden_layers": drafter.depth, "tie_word_embeddings": output is None}
+    if given.get("layer_types"):
+        given["layer_types"] = given["layer_types"][: drafter.depth]
+    model = new_model(config_of(given))
+    own = drafter.decoder.state_dict()
+    model.get_decoder().load_state_dict({name: own[name] for name in model.get_decoder().state_dict()})
+    for name, tensor in (output or {}).items():
+        getattr(model.get_output_embeddings(), name).copy_(tensor)
+    if drafter.mask_embedding is not None and drafter.config.mask_token_id is not None:
+        model.get_input_embeddings().weight[drafter.config.mask_token_id] = drafter.mask_embedding
+    return model.to(drafter.embedding_weight().dtype).eval()
+
+
+def _whole_output(drafter: DraftLM, target: Target) -> dict[str, Tensor] | None:
+    """The output layer over the whole vocabulary; None where it is the embedding."""
+    if drafter.head is None:
+        return None
+    weights = {name: parameter.detach() for name, parameter in drafter.head.named_parameters()}
+    if drafter.token_ids is None:
+        return weights
+    tied = drafter.architecture.tie_word_embeddings
+    if not (tied or drafter.config.layers) or "bias" in weights:
+        raise UserError(f"this draft answers {len(drafter.token_ids)} tokens and has no rows for the others; train "
+                        "with layers of the target, with tied: true or with vocabulary_size: null for a whole output "
+                        "layer")
+    base_VD = drafter.embedding_weight() if tied else target.output_weight()
+    whole_VD = base_VD.to(weights["weight"]).clone()
+    whole_VD[drafter.token_ids] = weights["weight"]
+    return {"weight": whole_VD}

@@ -1,0 +1,346 @@
+"""EAGLE-3: a decoder layer over several of the target's states, trained on its own ones as it drafts
+(arXiv:2503.01840); with EAGLE-3.1's norms (arXiv:2605.09992), and with more layers behind the first.
+
+Shapes: B rows, N positions, D hidden size, V target vocabulary, Q entries of the draft vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..config_checks import check_sizes, settings_of
+from ..errors import UserError
+from ..features import Features
+from ..target.draft_vocabulary import OwnOutput
+from ..target.identity import TargetIdentity
+from ..target.model import Target
+from .eagle_base import FeedbackDrafter, block_beside
+from .parts.decoder_block import Attention, BlockConfig, DecoderBlock, GatedMLP, Sight
+
+_PROBE = 64
+"""Tokens of the pass that shows what the target's last norm does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config:
+    """The shape of an EAGLE-3 drafter."""
+
+    taps: tuple[int, ...] | None = None
+    """Layers of the target, from 0, whose outputs are read, ascending; None takes a low, a middle and a high one as the
+    official code does: 1, L/2 - 1 and L - 4 of L layers."""
+    steps: int = 7
+    """Draft steps of the training-time test, at every index."""
+    num_layers: int = 1
+    """Decoder layers; the first reads token and state, the others go on from it as ordinary ones do. The paper's is
+    1, and so is the only one that the official code and SGLang run."""
+    hidden_size: int | None = None
+    """Width of its layers; None takes the target's. Another one needs `target_hidden_size`."""
+    target_hidden_size: int | None = None
+    """Width of the target's states. Naming it allows `hidden_size` to be another one: neither the target's embedding
+    nor its output layer fits then, and the drafter trains both of its own."""
+    fc_norm: bool = False
+    """Whether each tapped state goes through an RMSNorm of its own before `fc` (EAGLE-3.1, arXiv:2605.09992), so that
+    the layers of the target count alike whatever the size of their states."""
+    norm_output: bool = False
+    """Whether the next step reads the state behind the norm in front of the output layer (EAGLE-3.1), not before it."""
+    output: Literal["shared", "copy"] = "copy"
+    """`copy` trains an output layer of its own, `shared` reads the target's and adds no weights."""
+    rope_base: float | None = None
+    """Base of the rotary embedding; None takes the target's. The official trainer's is always 10000."""
+    vocabulary_size: int | None = None
+    """Entries of a reduced draft vocabulary, the most frequent tokens of the training data; None keeps them all."""
+
+    def __post_init__(self) -> None:
+        check_sizes(steps=self.steps, num_layers=self.num_layers, vocabulary_size=self.vocabulary_size,
+                    hidden_size=self.hidden_size, target_hidden_size=self.target_hidden_size)
+        if self.taps is not None and (not self.taps or list(self.taps) != sorted(set(self.taps))):
+            raise UserError(f"taps must be ascending numbers of layers, at least one, got {list(self.taps)}")
+        if self.output not in ("shared", "copy"):
+            raise UserError(f"output must be 'shared' or 'copy', got {self.output!r}")
+
+
+def chosen_taps(taps: Sequence[int] | None, target: Target) -> tuple[int, ...]:
+    """The layers that are read of this target.
+
+    Raises:
+        UserError: if one is not a layer of it.
+    """
+    layers, last = target.num_layers, target.num_layers - 1
+    if taps is None:
+        return tuple(sorted({min(1, last), max(0, layers // 2 - 1), max(0, layers - 4)}))
+    for tap in taps:
+        if tap == layers:
+            raise UserError(f"tap {tap} would be the state behind the last norm of {target.identity.name}, which is no "
+                            f"layer's output; its last layer is {last}")
+        if not 0 <= tap < layers:
+            raise UserError(f"tap {tap} is not a layer of {target.identity.name}; choose from 0 to {last}")
+    return tuple(taps)
+
+
+def chosen_width(config: Eagle3Config, target: Target) -> int:
+    """The width of the layers beside this target.
+
+    Raises:
+        UserError: if it is not the target's and nothing says that it may be, or the target's is said to be another.
+    """
+    name, states = target.identity.name, target.hidden_size
+    width = config.hidden_size or states
+    if config.target_hidden_size not in (None, states):
+        raise UserError(f"target_hidden_size is {config.target_hidden_size}, but the states of {name} are {states} "
+                        f"wide; set it to {states}, or leave it out with hidden_size")
+    if width != states and config.target_hidden_size is None:
+        raise UserError(f"hidden_size is {width}, but the states of {name} are {states} wide; set target_hidden_size "
+                        f"to {states} for a drafter with an embedding and an output layer of its own, or leave "
+                        "hidden_size out")
+    if width != states and config.output == "shared":
+        raise UserError(f"output is 'shared', but the output layer of {name} reads states {states} wide, not of "
+                        f"hidden_size {width}; set output to copy, or leave hidden_size out")
+    return width
+
+
+class OwnEmbedding(nn.Embedding):
+    """The embedding of a drafter of another width than its target, NaN until it is begun or loaded."""
+
+    def reset_parameters(self) -> None:
+        """NaN everywhere; nothing is drawn."""
+        nn.init.constant_(self.weight, float("nan"))
+
+
+class WideBlock(nn.Module):
+    """EAGLE-3's layer: attention reads token and state side by side, each behind a norm; the residual is the state."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.self_attn = Attention(config, input_size=2 * config.hidden_size)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+
+    def forward(self, embedded_BND: Tensor, read_BND: Tensor, sight: Sight) -> Tensor:
+        """The states behind the layer, [B, N, D]."""
+        joined = torch.cat([self.input_layernorm(embedded_BND), self.hidden_norm(read_BND)], dim=-1)
+        hidden_BND = read_BND + self.self_attn(joined, sight)
+        passed_BND: Tensor = hidden_BND + self.mlp(self.post_attention_layernorm(hidden_BND))
+        return passed_BND
+
+    @torch.no_grad()
+    def silence(self) -> None:
+        """Let the layer add nothing at the start."""
+        self.self_attn.o_proj.weight.zero_()
+        self.mlp.down_proj.weight.zero_()
+
+
+class Eagle3(FeedbackDrafter):
+    """fc over the target's tapped states, and behind it layers that go on with their own states while they draft.
+
+    Own weights, named as in the official code: `fc.weight` [D, taps D], `midlayer.*`, `norm.weight`, with `fc_norm`
+    also `fc_norm.{tap}.weight` [D], with more layers `layers.{1...}.*`, with `output="copy"` `lm_head.weight` [Q, D],
+    and with a reduced vocabulary its ids, `token_ids` [Q]. The target's embedding is borrowed, but for layers of
+    another width than the target's, which have `embed_tokens.weight` [V, D]; `fc` and `fc_norm` then read the target's
+    width. Make a new one with `Eagle3.create`.
+
+    Args:
+        config: its settings, the taps named.
+        block: the shape of its layer.
+        vocab_size: the target's vocabulary.
+    """
+
+    family = "eagle3"
+
+    def __init__(self, config: Eagle3Config, block: BlockConfig, *, vocab_size: int) -> None:
+        super().__init__(block, vocab_size=vocab_size, vocabulary_size=config.vocabulary_size,
+                         target_width=config.target_hidden_size)
+        if config.taps is None:
+            raise UserError("the taps of an EAGLE-3 drafter must be named; use Eagle3.create, which chooses them")
+        self.config, width = config, block.hidden_size
+        self.embed_tokens = None if self.hidden_size == width else OwnEmbedding(vocab_size, width)
+        self.fc_norm = nn.ModuleList(
+            nn.RMSNorm(self.hidden_size, eps=block.norm_eps) for _ in (config.taps if config.fc_norm else ())
+        )
+        self.fc = nn.Linear(len(config.taps) * self.hidden_size, width, bias=False)
+        self.midlayer = WideBlock(block)
+        self.layers = nn.ModuleDict({str(layer): DecoderBlock(block, layer) for layer in range(1, config.num_layers)})
+        self.norm = nn.RMSNorm(width, eps=block.norm_eps)
+        entries = config.vocabulary_size or vocab_size
+        self.lm_head = OwnOutput(width, entries) if config.output == "copy" else None
+
+    @classmethod
+    def create(cls, config: Eagle3Config, target: Target, token_ids_Q: Tensor | None = None) -> "Eagle3":
+        """A new drafter beside `target`, bound to it, whose layers have the shape of the target's.
+
+        Args:
+            token_ids_Q: ids of the reduced draft vocabulary, when `config.vocabulary_size` asks for one.
+
+        Raises:
+            UserError: if a tap is not a layer of the target, the widths do not go together, or the ids do not agree
+                with the configuration.
+        """
+        config, width = replace(config, taps=chosen_taps(config.taps, target)), chosen_width(config, target)
+        with target.device:
+            block = _of_width(block_beside(target, config.rope_base), width)
+            drafter = cls(config, block, vocab_size=target.vocab_size)
+        drafter.begin(target, token_ids_Q)
+        drafter._begin_as_the_highest_tap(target)
+        return drafter
+
+    @torch.no_grad()
+    def _begin_as_the_highest_tap(self, target: Target) -> None:
+        """Let the highest tap come through unchanged at first, and be read as the target reads its last layer.
+
+        The official code begins at random and trains for days.
+        """
+        self.fc.weight.zero_()
+        self.midlayer.silence()
+        for layer in self._further():
+            layer.silence()
+        if target.device.type == "meta":
+            # A sketch of a target, to plan with, has no values.
+            return
+        norm_D = _last_norm(target, self.block.norm_eps)
+        if self.embed_tokens is not None:
+            self._begin_in_principal_directions(target, norm_D, self.embed_tokens)
+            return
+        self.fc.weight[:, -len(norm_D) :] = torch.eye(len(norm_D), device=norm_D.device)
+        self.norm.weight.copy_(norm_D)
+        if self.lm_head is not None:
+            self.lm_head.weight.copy_(self._rows().weight_QD)
+
+    def _begin_in_principal_directions(self, target: Target, norm_D: Tensor, embedding: OwnEmbedding) -> None:
+        """The same in as many directions of the target's states as there is room for: those in which its output layer
+        tells tokens apart most. The embedding is seen likewise, in its own."""
+        width, wide = self.block.hidden_size, len(norm_D)
+        read_QD = self._rows().weight_QD.to(norm_D.dtype) * norm_D
+        axes_DE = _principal(read_QD, width)
+        self.fc.weight[:, -wide:] = axes_DE.mT
+        # A state of as large a norm in E components instead of D has a larger root mean square.
+        self.norm.weight.fill_((wide / width) ** 0.5)
+        if self.lm_head is not None:
+            self.lm_head.weight.copy_(read_QD @ axes_DE)
+        table_VD = target.model.get_input_embeddings().weight.to(norm_D.dtype)
+        embedding.weight.copy_(table_VD @ _principal(table_VD, width))
+
+    def describe(self) -> dict[str, Any]:
+        """The configuration, JSON-ready."""
+        return {**asdict(self.config), "taps": list(self.taps), "block": asdict(self.block)}
+
+    @classmethod
+    def rebuild(cls, description: dict[str, Any], identity: TargetIdentity) -> "Eagle3":
+        """An equal drafter whose weights are still to be loaded. Raises UserError on an unknown description."""
+        given = settings_of(description, Eagle3Config, "an EAGLE-3 drafter is", "block")
+        block, taps = BlockConfig.from_dict(given.pop("block")), tuple(given.pop("taps"))
+        return cls(Eagle3Config(**given, taps=taps), block, vocab_size=identity.vocab_size)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers whose outputs it reads, low to high."""
+        return self.config.taps or ()
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers, the first among them."""
+        return self.config.num_layers
+
+    @property
+    def trained_steps(self) -> int:
+        """Those of the training-time test."""
+        return self.config.steps
+
+    def fuse(self, final_BND: Tensor, taps: dict[int, Tensor]) -> Tensor:
+        """One state of the tapped ones, low to high side by side.
+
+        Raises:
+            ValueError: if a tap is missing.
+        """
+        if missing := [layer for layer in self.taps if layer not in taps]:
+            raise ValueError(f"the outputs of the target's layers {missing} are missing; encode with drafter.taps")
+        read = [taps[layer].to(self.dtype) for layer in self.taps]
+        if self.config.fc_norm:
+            read = [norm(state_BND) for norm, state_BND in zip(self.fc_norm, read, strict=True)]
+        fused_BND: Tensor = self.fc(torch.cat(read, dim=-1))
+        return fused_BND
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        self._rows()  # Unbound, it refuses to run even where it would need nothing of the target.
+        if self.embed_tokens is None:
+            return super()._embed(tokens)
+        embedded: Tensor = self.embed_tokens(tokens)
+        return embedded
+
+    def step(self, embedded_BND: Tensor, read_BND: Tensor, sight: Sight) -> Tensor:
+        """The last layer's states, [B, N, D], before the norm."""
+        passed_BND: Tensor = self.midlayer(embedded_BND, read_BND, sight)
+        for layer in self._further():
+            passed_BND = layer(passed_BND, sight)
+        return passed_BND
+
+    def _further(self) -> list[DecoderBlock]:
+        """The layers behind the first."""
+        return [layer for layer in self.layers.values() if isinstance(layer, DecoderBlock)]
+
+    def feed(self, own: Tensor) -> Tensor:
+        """The state itself, the gradient with it, so that a step learns what serves the next ones."""
+        return self.finish(own) if self.config.norm_output else own
+
+    def finish(self, own: Tensor) -> Tensor:
+        """The state behind the norm."""
+        finished: Tensor = self.norm(own)
+        return finished
+
+    def project(self, hidden: Tensor, step: int) -> Tensor:
+        """Draft logits [..., Q] of finished states [..., D], by one output layer for every step."""
+        if self.lm_head is None:
+            return super().project(hidden, step)
+        return self._rows().through(hidden, self.lm_head)
+
+    def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
+        """Its own output layer, when it has one."""
+        return () if self.lm_head is None else tuple(self.lm_head.parameters())
+
+    def expand_bytes(self) -> int:
+        """The layers, which expanding runs without `fc` and what stands before it, and one output layer."""
+        fusing = sum(parameter.nbytes for part in (self.fc, self.fc_norm) for parameter in part.parameters())
+        own = sum(parameter.nbytes for parameter in self.parameters()) - fusing - self._table_bytes()
+        return own if self.lm_head is not None else own + self._rows().weight_QD.nbytes
+
+    def observe_bytes(self) -> int:
+        """Everything but the output layer and the embedding, of which rows are looked up."""
+        return super().observe_bytes() - self._table_bytes()
+
+    def _table_bytes(self) -> int:
+        return 0 if self.embed_tokens is None else self.embed_tokens.weight.nbytes
+
+
+def _of_width(block: BlockConfig, width: int) -> BlockConfig:
+    """The block at another width in the same proportions, its heads as wide as before."""
+    heads = max(1, round(block.num_heads * width / block.hidden_size))
+    shared = max(1, heads * block.num_kv_heads // block.num_heads)
+    while heads % shared:
+        shared -= 1
+    return replace(block, hidden_size=width, num_heads=heads, num_kv_heads=shared,
+                   intermediate_size=max(1, round(block.intermediate_size * width / block.hidden_size)))
+
+
+def _principal(rows_ND: Tensor, size: int) -> Tensor:
+    """The orthonormal directions [D, size] in which the rows are largest, largest first; zero beyond D of them."""
+    axes_DD = torch.linalg.eigh(rows_ND.mT @ rows_ND).eigenvectors.flip(-1)[:, :size]
+    return functional.pad(axes_DD, (0, size - axes_DD.shape[1]))
+
+
+@torch.no_grad()
+def _last_norm(target: Target, eps: float) -> Tensor:
+    """The weight [D] by which RMSNorm of the last layer's output comes nearest to the target's final states.
+
+    Exactly the target's own where its last norm is an RMSNorm, however it writes its weight.
+    """
+    last = target.num_layers - 1
+    tokens = [place % target.vocab_size for place in range(min(_PROBE, target.context_length))]
+    encoded = target.encode(Features.from_rows([(tokens, [True] * len(tokens))]), (last,))
+    wide = torch.promote_types(target.dtype, torch.float32)
+    final_ND, last_ND = encoded.final()[0].to(wide), encoded.taps[last][0].to(wide)
+    normed_ND = functional.rms_norm(last_ND, last_ND.shape[-1:], eps=eps)
+    return (final_ND * normed_ND).sum(0) / normed_ND.square().sum(0)

@@ -1,0 +1,279 @@
+"""Hydra: heads that also read the tokens guessed before them; Hydra++: deeper ones, behind a layer that reads the whole
+text (arXiv:2402.05109).
+
+Shapes: B rows, L positions, N new positions, K heads, D hidden size, Z width of what a head reads, Q entries of the
+draft vocabulary, R rows of a decoding state, F frontier nodes.
+"""
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..config_checks import settings_of
+from ..errors import UserError
+from ..features import Features
+from ..interfaces.drafter import Drafts
+from ..interfaces.proposer import DraftState, Frontier, Observation, Scores
+from ..target.draft_vocabulary import OwnOutput
+from ..target.identity import TargetIdentity
+from ..target.model import Target
+from .hydra_heads import HydraConfig, HydraHead, PrefixLayer
+from .parts.block_cache import BlockRows
+from .parts.decoder_block import BlockConfig, Sight
+from .parts.shared_embeddings import BorrowingDrafter
+
+
+class HydraState(DraftState):
+    """What the heads read next: one state a row, and the paths of the nodes that were expanded last."""
+
+    def __init__(self, context_RD: Tensor, rows: BlockRows | None) -> None:
+        self.context_RD, self.rows = context_RD, rows
+        self.uproot()
+
+    def uproot(self) -> None:
+        """Forget the tree."""
+        self.level = 0
+        self.nodes_RF = torch.empty(0)
+        self.paths_RFZ = torch.empty(0)
+
+    def follow(self, frontier: Frontier, embedded_RFD: Tensor) -> Tensor:
+        """Take in the next level: the state and the embeddings of each node's path, side by side, [R, F, Z]."""
+        rows, width, _ = embedded_RFD.shape
+        if self.level == 0:
+            above_RFZ = self.context_RD[:rows, None].expand(-1, width, -1)
+        else:
+            columns_RF = (frontier.parents_BF[:, :, None] == self.nodes_RF[:, None]).long().argmax(-1)
+            above_RFZ = self.paths_RFZ.gather(1, columns_RF[..., None].expand(-1, -1, self.paths_RFZ.shape[-1]))
+        self.level += 1
+        self.nodes_RF, self.paths_RFZ = frontier.nodes_BF, torch.cat([above_RFZ, embedded_RFD], dim=-1)
+        return self.paths_RFZ
+
+
+class Hydra(BorrowingDrafter):
+    """K heads that draft one after another: head k reads the state and the k + 1 tokens behind it.
+
+    Own weights: `heads.{k}.first.{linear,res_connection}.{weight,bias}`, `heads.{k}.blocks.{layer}.linear.*`, with
+    `output="copy"` also `outputs.{k}.{weight,bias}`, with `prefix` also `prefix.block.*` and `prefix.norm.weight`, and
+    with a reduced vocabulary its ids, `token_ids` [Q]. The target's embedding and output layer are borrowed. Make a new
+    one with `Hydra.create`.
+
+    Args:
+        config: the shape of the heads.
+        hidden_size: the target's width.
+        vocab_size: the target's vocabulary.
+        block: the shape of the prefix layer; None without one.
+    """
+
+    family = "hydra"
+
+    def __init__(
+        self, config: HydraConfig, *, hidden_size: int, vocab_size: int, block: BlockConfig | None = None
+    ) -> None:
+        if config.prefix != (block is not None):
+            raise UserError(f"prefix is {config.prefix}, so the shape of its layer must be {_expected(config)}")
+        super().__init__(hidden_size=hidden_size, vocab_size=vocab_size, vocabulary_size=config.vocabulary_size)
+        self.config, self.block = config, block
+        self.prefix = None if block is None else PrefixLayer(block)
+        self.heads = nn.ModuleList(HydraHead(config, hidden_size, step) for step in range(config.num_heads))
+        copies, entries = config.num_heads if config.output == "copy" else 0, config.vocabulary_size or vocab_size
+        # With a bias, as the official code has it.
+        self.outputs = nn.ModuleList(OwnOutput(hidden_size, entries, bias=True) for _ in range(copies))
+
+    @classmethod
+    def create(cls, config: HydraConfig, target: Target, token_ids_Q: Tensor | None = None) -> "Hydra":
+        """New heads beside `target`, bound to it, that all begin as its output layer.
+
+        Args:
+            config: their shape; the prefix layer has that of the target's layers.
+            target: the model they draft for.
+            token_ids_Q: ids of the reduced draft vocabulary, when `config.vocabulary_size` asks for one.
+
+        Raises:
+            UserError: if the ids do not agree with the configuration.
+        """
+        block = BlockConfig.like(target) if config.prefix else None
+        with target.device:
+            drafter = cls(config, hidden_size=target.hidden_size, vocab_size=target.vocab_size, block=block)
+        if drafter.prefix is not None:
+            drafter.prefix.fit(target)
+        drafter.begin(target, token_ids_Q)
+        drafter._copy_output()
+        return drafter
+
+    @torch.no_grad()
+    def _copy_output(self) -> None:
+        borrowed = self._rows()
+        for step in range(len(self.outputs)):
+            weight_QD, bias_Q = self.output_parameters(step)
+            weight_QD.copy_(borrowed.weight_QD)
+            bias_Q.copy_(torch.zeros_like(bias_Q) if borrowed.bias_Q is None else borrowed.bias_Q)
+
+    def describe(self) -> dict[str, Any]:
+        """The configuration, JSON-ready."""
+        return {**asdict(self.config), "block": None if self.block is None else asdict(self.block)}
+
+    @classmethod
+    def rebuild(cls, description: dict[str, Any], identity: TargetIdentity) -> "Hydra":
+        """An equal drafter whose weights are still to be loaded. Raises UserError on an unknown description."""
+        shape = settings_of(description, HydraConfig, "Hydra heads are", "block")
+        block = shape.pop("block")
+        return cls(
+            HydraConfig(**shape),
+            hidden_size=identity.hidden_size,
+            vocab_size=identity.vocab_size,
+            block=None if block is None else BlockConfig.from_dict(block),
+        )
+
+    @property
+    def reach(self) -> int:
+        """One depth a head."""
+        return self.config.num_heads
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Head k at index p guesses token p + 2 + k: the target's own output layer guesses p + 1."""
+        return tuple(range(2, 2 + self.config.num_heads))
+
+    # Training --------------------------------------------------------------------------------------------------------
+
+    def forward(self, features: Features) -> Drafts:
+        """All heads at all positions, each on the true tokens before the one that it guesses."""
+        hidden_BLKD = self._states(self.context(features), self.behind(features))
+        return Drafts(
+            hidden_BLKD=hidden_BLKD, offsets=self.offsets, estimates=tuple(offset - 1 for offset in self.offsets)
+        )
+
+    def context(self, features: Features) -> Tensor:
+        """What the heads read of the text, [B, L, D]: the target's final states, or the prefix layer's."""
+        final_BLD = self._noisy(features.final().to(self.dtype))
+        return final_BLD if self.prefix is None else self.prefix(final_BLD, Sight.training(features))
+
+    def behind(self, features: Features) -> list[Tensor]:
+        """Embeddings of the 1, 2, ... K tokens behind each position, [B, L, D] each; zero beyond its segment."""
+        embedded_BLD = self._noisy(self._embed(features.tokens_BL))
+        segments_BL, length = features.segments_BL, features.tokens_BL.shape[1]
+        following = []
+        for ahead in range(1, 1 + self.config.num_heads):
+            shifted_BLD = torch.zeros_like(embedded_BLD)
+            if ahead < length:
+                inside_BL = (segments_BL[:, :-ahead] == segments_BL[:, ahead:]) & (segments_BL[:, ahead:] >= 0)
+                shifted_BLD[:, :-ahead] = embedded_BLD[:, ahead:].masked_fill(~inside_BL[..., None], 0)
+            following.append(shifted_BLD)
+        return following
+
+    def _states(self, context_BLD: Tensor, following: list[Tensor]) -> Tensor:
+        """Draft states [B, L, K, D]. Dropout is drawn once for all heads: own draws would keep a copy for each."""
+        share = self.config.dropout
+        parts = [functional.dropout(part, share, self.training) for part in (context_BLD, *following)]
+        return torch.stack([head.deepen(head.first.split(parts[: step + 2])) for step, head in self.steps()], dim=-2)
+
+    def steps(self) -> list[tuple[int, HydraHead]]:
+        """The heads, numbered."""
+        return [(step, head) for step, head in enumerate(self.heads) if isinstance(head, HydraHead)]
+
+    def _noisy(self, states_BLD: Tensor) -> Tensor:
+        _, length, width = states_BLD.shape
+        return self.disturbed(states_BLD, self.config.noise / math.sqrt(length * width))
+
+    def project(self, hidden: Tensor, step: int) -> Tensor:
+        """Draft logits [..., Q] of head `step` for its states [..., D]."""
+        if not self.outputs:
+            return self._rows()(hidden)
+        return self._rows().through(hidden, self._outputs()[step])
+
+    def _outputs(self) -> list[OwnOutput]:
+        return [layer for layer in self.outputs if isinstance(layer, OwnOutput)]
+
+    def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
+        """The trained weights that `project` reads for head `step`; none when the output layer is shared."""
+        return tuple(self.outputs[step].parameters()) if self.outputs else ()
+
+    # Decoding --------------------------------------------------------------------------------------------------------
+
+    def start(self, rows: int, capacity: int) -> HydraState:
+        """A state in which no row has been observed yet; the linear layers are packed if they have changed."""
+        self.lay_out()
+        context_RD = next(self.heads.parameters()).new_zeros(rows, self.hidden_size)
+        read = None if self.prefix is None else BlockRows(1, rows, capacity, context_RD.device)
+        return HydraState(context_RD, read)
+
+    @torch.no_grad()
+    def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
+        """Keep what the heads read at each row's last real position; a row without one keeps what it had.
+
+        The prefix layer reads accepted positions only: nothing it wrote has ever to be taken back.
+        """
+        held, counts_R = _hydra(state), observation.counts_B
+        held.uproot()
+        order_N = torch.arange(observation.final_BND.shape[1], device=counts_R.device)
+        padding_RN = order_N >= counts_R[:, None]
+        states_RND = observation.final_BND.to(self.dtype).masked_fill(padding_RN[..., None], 0)
+        if self.prefix is not None and held.rows is not None:
+            sight = held.rows.read(rows_R.tolist(), states_RND.shape[1])
+            with self._packing.installed():
+                states_RND = self.prefix(states_RND, sight)
+            held.rows.commit(counts_R, counts_R.tolist())
+        last_R = (counts_R - 1).clamp(min=0)
+        newest_RD = states_RND[torch.arange(len(last_R), device=last_R.device), last_R]
+        newest_RD = torch.where((counts_R > 0)[:, None], newest_RD, held.context_RD[rows_R])
+        # Not in place: the state may have been made inside torch.inference_mode and written outside it.
+        held.context_RD = held.context_RD.index_copy(0, rows_R, newest_RD)
+
+    @torch.no_grad()
+    def expand(self, state: DraftState, frontier: Frontier) -> Scores:
+        """Scores of the children of one level of the tree, which its own head answers.
+
+        The whole path of a node is read at once: sums of products kept for each node would cost less arithmetic, but
+        the same reading of weights, which is what counts for a few nodes.
+
+        Raises:
+            ValueError: if the level has no head.
+        """
+        held = _hydra(state)
+        if (step := held.level) == self.config.num_heads:
+            raise ValueError(f"level {step} of the tree was asked for, but there are {step} heads, one a level")
+        _, head = self.steps()[step]
+        joined_RFZ = held.follow(frontier, self._embed(frontier.tokens_BF))
+        with self._packing.installed():
+            logits_RFQ = self.project(head.deepen(head.first(joined_RFZ)), step)
+        wide = torch.promote_types(logits_RFQ.dtype, torch.float32)
+        return Scores(log_probs_BFHQ=logits_RFQ.to(wide).log_softmax(-1)[:, :, None], token_ids_Q=self.token_ids)
+
+    def expand_bytes(self) -> int:
+        """One head, of the mean size, with its output layer: each level of a tree is asked of its own."""
+        heads = sum(weight.nbytes for part in (self.heads, self.outputs) for weight in part.parameters())
+        return heads // self.config.num_heads + (0 if self.outputs else self._rows().weight_QD.nbytes)
+
+    def observe_bytes(self) -> int:
+        """The prefix layer."""
+        return 0 if self.prefix is None else sum(weight.nbytes for weight in self.prefix.parameters())
+
+    def clear(self, state: DraftState, rows_R: Tensor) -> None:
+        """Forget these rows, and what the prefix layer read of them."""
+        held = _hydra(state)
+        held.uproot()
+        held.context_RD = held.context_RD.index_fill(0, rows_R, 0)
+        if held.rows is not None:
+            held.rows.clear(rows_R.tolist())
+
+    def keep(self, state: DraftState, rows_R: Tensor) -> None:
+        """Let row r be the former row rows_R[r]."""
+        held = _hydra(state)
+        held.uproot()
+        held.context_RD = held.context_RD[rows_R]
+        if held.rows is not None:
+            held.rows.keep(rows_R.tolist())
+
+
+def _hydra(state: DraftState) -> HydraState:
+    if not isinstance(state, HydraState):
+        raise TypeError(f"Hydra needs the state that its own start() made, got {type(state).__name__}")
+    return state
+
+
+def _expected(config: HydraConfig) -> str:
+    return "given" if config.prefix else "left out"

@@ -1,0 +1,1 @@
+"""Layers, caches and states that several drafter families share."""

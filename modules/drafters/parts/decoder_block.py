@@ -1,0 +1,185 @@
+"""Decoder blocks of a drafter's own: normalisation, rotary embedding, grouped-query attention and a gated MLP.
+
+They are Llama's, with Llama's parameter names, so that official checkpoints map one to one. Every pass brings an
+explicit boolean mask: training rows, chunks of a prompt and tree nodes differ in it alone (`block_rows.py`).
+
+Shapes: B rows, N tokens of a pass, W keys they may see, D hidden size, H heads, G key-value heads, E head dimension.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ...errors import UserError
+from ...features import Features
+from ...target.kv_cache import RowCache
+from ...target.model import Target
+
+OFFICIAL_ROPE_BASE = 10_000.0
+"""Base of the rotary embedding in the official Hydra, EAGLE-1 and Kangaroo code, whatever their target's is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig:
+    """The shape of a decoder block."""
+
+    hidden_size: int
+    """Width D of the residual stream."""
+    intermediate_size: int
+    """Width of the gated MLP."""
+    num_heads: int
+    """Query heads."""
+    num_kv_heads: int
+    """Key-value heads; a divisor of `num_heads`."""
+    head_dim: int
+    """Width E of a head; even, since the rotary embedding turns pairs."""
+    norm_eps: float = 1e-6
+    """Added to the mean square inside RMSNorm."""
+    rope_base: float = OFFICIAL_ROPE_BASE
+    """Base of the rotary embedding's frequencies."""
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
+            if (value := getattr(self, name)) < 1:
+                raise UserError(f"{name} must be at least 1, got {value}")
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(f"num_kv_heads must divide num_heads ({self.num_heads}), got {self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise UserError(f"head_dim must be even for the rotary embedding, got {self.head_dim}")
+        if not (self.norm_eps > 0 and self.rope_base > 0):
+            raise UserError(f"norm_eps and rope_base must be above 0, got {self.norm_eps} and {self.rope_base}")
+
+    @classmethod
+    def like(cls, target: Target, *, rope_base: float = OFFICIAL_ROPE_BASE) -> "BlockConfig":
+        """The shape of the target's own layers; what its configuration does not say is as in Llama."""
+        said: dict[str, Any] = {**target.config.to_dict(), "num_heads": target.config.num_attention_heads}
+        heads = int(said["num_heads"])
+        return cls(
+            hidden_size=target.hidden_size,
+            intermediate_size=int(said.get("intermediate_size") or 4 * target.hidden_size),
+            num_heads=heads,
+            num_kv_heads=int(said.get("num_key_value_heads") or heads),
+            head_dim=int(said.get("head_dim") or target.hidden_size // heads),
+            norm_eps=float(said.get("rms_norm_eps") or cls.norm_eps),
+            rope_base=rope_base,
+        )
+
+    @classmethod
+    def from_dict(cls, description: dict[str, Any]) -> "BlockConfig":
+        """Read what `dataclasses.asdict` gave. Raises UserError if a field is missing or unknown."""
+        if set(description) != (known := {field.name for field in fields(cls)}):
+            raise UserError(f"a decoder block is described by {sorted(known)}, got {sorted(description)}")
+        return cls(**description)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sight:
+    """Where the tokens of a pass stand and what they see."""
+
+    positions_BN: Tensor
+    """Position id of each token, int64."""
+    visible_BNW: Tensor
+    """True where a token sees a key. Every token must see one, itself at least."""
+    cache: RowCache | None = None
+    """Where keys and values are written and read; None when the pass sees its own tokens only."""
+
+    @classmethod
+    def training(cls, features: Features) -> "Sight":
+        """Each token of a packed row sees its own segment up to itself."""
+        return cls(positions_BN=features.positions_BL, visible_BNW=features.visible())
+
+    def mix(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:
+        """What the heads of a layer take from the keys they see, [B, H, N, E]; new keys enter the cache."""
+        if self.cache is not None:
+            key_BGNE, value_BGNE = self.cache.write(layer, key_BGNE, value_BGNE)
+        grouped = query_BHNE.shape[1] != key_BGNE.shape[1]
+        return functional.scaled_dot_product_attention(
+            query_BHNE, key_BGNE, value_BGNE, attn_mask=self.visible_BNW[:, None], enable_gqa=grouped
+        )
+
+
+def rotate(heads_BHNE: Tensor, positions_BN: Tensor, base: float) -> Tensor:
+    """Rotary position embedding (arXiv:2104.09864, eq. 34): element j turns with element j + E/2, angles in float32."""
+    half = heads_BHNE.shape[-1] // 2
+    order = torch.arange(half, device=positions_BN.device, dtype=torch.float32)
+    angles_B1NE = (positions_BN[:, None, :, None].float() * base ** (-order / half)).repeat(1, 1, 1, 2)
+    turned = torch.cat([-heads_BHNE[..., half:], heads_BHNE[..., :half]], dim=-1)
+    return (heads_BHNE * angles_B1NE.cos() + turned * angles_B1NE.sin()).to(heads_BHNE.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions and a boolean mask.
+
+    Args:
+        config: the block it belongs to.
+        layer: which layer of the cache is its own.
+        input_size: width of what it reads, where that is not the block's (EAGLE-3 reads two states side by side).
+    """
+
+    def __init__(self, config: BlockConfig, layer: int = 0, *, input_size: int | None = None) -> None:
+        super().__init__()
+        self.config, self.layer = config, layer
+        width = config.hidden_size if input_size is None else input_size
+        self.q_proj = nn.Linear(width, config.num_heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
+
+    def forward(self, hidden_BND: Tensor, sight: Sight) -> Tensor:
+        """What the tokens take from those they see, [B, N, D]."""
+        base = self.config.rope_base
+        query = rotate(self._heads(self.q_proj(hidden_BND)), sight.positions_BN, base)
+        key = rotate(self._heads(self.k_proj(hidden_BND)), sight.positions_BN, base)
+        mixed_BHNE = sight.mix(self.layer, query, key, self._heads(self.v_proj(hidden_BND)))
+        mixed_BND: Tensor = self.o_proj(mixed_BHNE.transpose(1, 2).flatten(2))
+        return mixed_BND
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        return projected.view(*projected.shape[:2], -1, self.config.head_dim).transpose(1, 2)
+
+
+class GatedMLP(nn.Module):
+    """down(SiLU(gate(x)) * up(x)) (SwiGLU, arXiv:2002.05202).
+
+    Args:
+        width: of what it reads.
+        intermediate_size: of what is gated.
+        output_size: width of what it adds, where that is not `width`.
+    """
+
+    def __init__(self, width: int, intermediate_size: int, *, output_size: int | None = None) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(width, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, width if output_size is None else output_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """What is added to the states, [..., D] of states [..., D]; [..., output_size] where that was given."""
+        added: Tensor = self.down_proj(functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        return added
+
+
+class DecoderBlock(nn.Module):
+    """A Llama layer: what attention and the MLP find is added to the residual stream."""
+
+    def __init__(self, config: BlockConfig, layer: int = 0) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+
+    def forward(self, hidden_BND: Tensor, sight: Sight) -> Tensor:
+        """The residual stream behind the block, [B, N, D]."""
+        hidden_BND = hidden_BND + self.self_attn(self.input_layernorm(hidden_BND), sight)
+        passed_BND: Tensor = hidden_BND + self.mlp(self.post_attention_layernorm(hidden_BND))
+        return passed_BND
+
+    @torch.no_grad()
+    def silence(self) -> None:
+        """Let the block add nothing at the start: the residual stream passes it unchanged, gradients do not."""
+        self.self_attn.o_proj.weight.zero_()
+        self.mlp.down_proj.weight.zero_()

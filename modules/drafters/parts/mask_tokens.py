@@ -1,0 +1,87 @@
+"""Training a language model to answer several tokens at once through mask tokens (PARD, arXiv:2504.18583).
+
+Behind a text that ends at its token p, K - 1 mask tokens stand at the positions p + 1, p + 2, ...: the k-th of them
+predicts the token at p + k + 1. In training every index p of a text is such an end, an *anchor*. All texts and all
+their mask tokens share one pass: mask token k of anchor p sees the text up to p and the anchor's own mask tokens up to
+itself, and no token sees a mask token. Running all of them would make a pass K times as long, so only a falling share
+of the anchors keeps its k-th one (conditional drop, section 3.3): share r ** k, at least r_min.
+
+Shapes: B rows, L positions, K depths, S mask tokens of a row.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...features import Features
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slots:
+    """The mask tokens that are run, packed to the left; a row with fewer of them is padded."""
+
+    anchors_BS: Tensor
+    """Index of the text's last token."""
+    depths_BS: Tensor
+    """Which mask token behind it, from 1."""
+    real_BS: Tensor
+    """False at padding."""
+
+
+def useful(features: Features, depths: int) -> Tensor:
+    """Which depths have something to learn at each index, bool [B, L, K]: every label up to there exists.
+
+    An index without a label of its own never ends a draft's text, and a guess needs those before it.
+    """
+    valid_BLK = torch.stack([features.labels(depth + 1)[1] for depth in range(depths)], dim=-1)
+    return valid_BLK.long().cumprod(-1).bool()
+
+
+def conditional_drop(useful_BLK: Tensor, rate: float, least: float) -> Tensor:
+    """Which mask tokens are kept, a random choice; bool [B, L, K], depth 0 (the token itself) as it was.
+
+    Anchors are ranked once by chance, so that an anchor which keeps mask token k keeps all those before it: they are
+    what it sees.
+    """
+    anchors_BL = useful_BLK[..., 0]
+    chance_BL = torch.rand(anchors_BL.shape, device=anchors_BL.device).masked_fill(~anchors_BL, 2.0)
+    ranks_BL = chance_BL.argsort(-1).argsort(-1)
+    shares = [1.0, *(max(rate**depth, least) for depth in range(1, useful_BLK.shape[-1]))]
+    counts_BK = (anchors_BL.sum(-1, keepdim=True) * torch.tensor(shares, device=anchors_BL.device)).floor()
+    return useful_BLK & (ranks_BL[..., None] < counts_BK[:, None])
+
+
+def pack(kept_BLK: Tensor) -> Slots:
+    """The kept mask tokens of each row in the order of their anchors."""
+    behind = kept_BLK.shape[-1] - 1
+    flat_BM = kept_BLK[..., 1:].flatten(1)
+    width = int(flat_BM.sum(-1).max())
+    order_BS = flat_BM.byte().argsort(dim=-1, descending=True, stable=True)[:, :width]
+    return Slots(anchors_BS=order_BS // behind, depths_BS=order_BS % behind + 1, real_BS=flat_BM.gather(1, order_BS))
+
+
+def visible(features: Features, slots: Slots) -> Tensor:
+    """Who sees whom among the tokens of a row and the mask tokens behind them, bool [B, L + S, L + S]."""
+    text_BLL = features.visible()
+    anchors_BS, depths_BS = slots.anchors_BS, slots.depths_BS
+    length = text_BLL.shape[1]
+    own_BSL = text_BLL.gather(1, anchors_BS[..., None].expand(-1, -1, length))
+    chain_BSS = (
+        (anchors_BS[:, :, None] == anchors_BS[:, None])
+        & (depths_BS[:, :, None] >= depths_BS[:, None])
+        & slots.real_BS[:, None]
+    )
+    unseen_BLS = text_BLL.new_zeros(text_BLL.shape[0], length, anchors_BS.shape[1])
+    return torch.cat([torch.cat([text_BLL, unseen_BLS], dim=2), torch.cat([own_BSL, chain_BSS], dim=2)], dim=1)
+
+
+def by_depth(states_BMD: Tensor, slots: Slots, length: int, depths: int) -> Tensor:
+    """States of tokens and mask tokens as [B, L, K, D]: depth k of index p; zero where no mask token was run."""
+    batch, _, width = states_BMD.shape
+    result = states_BMD.new_zeros(batch, length, depths, width)
+    rows_BS = torch.arange(batch, device=states_BMD.device)[:, None].expand_as(slots.anchors_BS)
+    real = slots.real_BS
+    places = (rows_BS[real], slots.anchors_BS[real], slots.depths_BS[real])
+    result = result.index_put(places, states_BMD[:, length:][real])
+    return torch.cat([states_BMD[:, :length, None], result[:, :, 1:]], dim=2)

@@ -1,0 +1,118 @@
+"""What drafters have in common that read the target's embedding and output layer.
+
+Shapes: B rows, L positions, Q entries of the draft vocabulary, D hidden size.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import UserError
+from ...features import Features
+from ...interfaces.drafter import Drafter
+from ...target.draft_vocabulary import OutputRows, require_ids
+from ...target.model import Target
+
+
+class BorrowingDrafter(Drafter):
+    """A drafter that borrows the target's embedding and its output layer, whole or over a reduced draft vocabulary.
+
+    The ids of such a vocabulary, `token_ids` [Q], are saved with its own weights; nothing borrowed is. While decoding,
+    its own linear layers run packed.
+
+    Args:
+        hidden_size: the target's width.
+        vocab_size: the target's vocabulary.
+        vocabulary_size: entries of a reduced draft vocabulary; None for the whole.
+
+    Raises:
+        UserError: if the draft vocabulary is larger than the target's.
+    """
+
+    token_ids: Tensor | None
+
+    def __init__(self, *, hidden_size: int, vocab_size: int, vocabulary_size: int | None) -> None:
+        if vocabulary_size is not None and vocabulary_size > vocab_size:
+            raise UserError(f"vocabulary_size is {vocabulary_size}, but the target has {vocab_size} tokens; set it to "
+                            f"at most {vocab_size}, or leave it out")
+        super().__init__()
+        self.hidden_size, self.vocab_size = hidden_size, vocab_size
+        ids = None if vocabulary_size is None else torch.zeros(vocabulary_size, dtype=torch.long)
+        self.register_buffer("token_ids", ids)
+        self._borrowed: OutputRows | None = None
+        self.register_load_state_dict_post_hook(_borrow_again)  # type: ignore[no-untyped-call]
+
+    def begin(self, target: Target, token_ids_Q: Tensor | None) -> None:
+        """Take over the draft vocabulary, move to the target and borrow from it.
+
+        Raises:
+            UserError: if the ids do not agree with the configuration.
+        """
+        require_ids(None if self.token_ids is None else len(self.token_ids), token_ids_Q)
+        if self.token_ids is not None and token_ids_Q is not None:
+            self.token_ids.copy_(token_ids_Q)
+        # Half precision would lose small updates: masters stay in float32.
+        self.to(device=target.device, dtype=torch.promote_types(target.dtype, torch.float32))
+        self.bind(target)
+
+    def bind(self, target: Target) -> None:
+        """Borrow the target's embedding and output layer; bind again after moving it to another device."""
+        if (target.hidden_size, target.vocab_size) != (self.hidden_size, self.vocab_size):
+            raise UserError(
+                f"this {self.family} drafter belongs to a target of width {self.hidden_size} and {self.vocab_size} "
+                f"tokens, but {target.identity.name} has width {target.hidden_size} and {target.vocab_size}; use the "
+                "target it was trained for")
+        self._borrowed = OutputRows(target, self.token_ids)
+
+    def lay_out(self) -> None:
+        """Pack what decoding multiplies with, where the target is packed, too."""
+        wanted = self._borrowed is not None and self._borrowed.target.packed is not None
+        self._packing.refresh(self, wanted=wanted)
+        if self._borrowed is not None and wanted and not self.output_parameters(0):
+            self._borrowed.pack()
+
+    def _rows(self) -> OutputRows:
+        if self._borrowed is None:
+            raise RuntimeError(f"this {self.family} drafter is not bound to a target; call bind(target) first")
+        return self._borrowed
+
+    @torch.no_grad()
+    def _embed(self, tokens: Tensor) -> Tensor:
+        embedded: Tensor = self._rows().target.embed(tokens).to(self.dtype)
+        return embedded
+
+    def following(self, features: Features, places: int) -> Tensor:
+        """Embeddings of the tokens `places` behind each index, [B, L, D]; zero beyond its segment."""
+        segments_BL, length = features.segments_BL, features.tokens_BL.shape[1]
+        behind_L = torch.arange(places, places + length, device=segments_BL.device)
+        there_L = behind_L.clamp(max=length - 1)
+        inside_BL = (behind_L < length) & (segments_BL[:, there_L] == segments_BL) & (segments_BL >= 0)
+        return self._embed(features.tokens_BL[:, there_L]).masked_fill(~inside_BL[..., None], 0)
+
+    def disturbed(self, states: Tensor, noise: float) -> Tensor:
+        """The target's states with uniform noise between -noise and noise in training."""
+        if not (self.training and noise):
+            return states
+        return states + (2 * torch.rand_like(states) - 1) * noise
+
+    @property
+    def state_size(self) -> int:
+        """The target's width, unless a family says otherwise."""
+        return self.hidden_size
+
+    @property
+    def token_ids_Q(self) -> Tensor | None:
+        """Target id of each entry of the reduced draft vocabulary; None for the whole vocabulary."""
+        return self.token_ids
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating-point type of the weights."""
+        return next(self.parameters()).dtype
+
+
+def _borrow_again(module: nn.Module, _incompatible: Any) -> None:
+    """Loaded token ids may differ from those the borrowed rows were selected by."""
+    if isinstance(module, BorrowingDrafter) and module._borrowed is not None:
+        module.bind(module._borrowed.target)

@@ -1,0 +1,1 @@
+"""The interfaces of drafters: `Proposer` for decoding, `Drafter` for trained families."""

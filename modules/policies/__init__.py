@@ -1,0 +1,1 @@
+"""Policies that turn a drafter's scores into a token tree."""

@@ -1,0 +1,58 @@
+"""The interface of policies: how a token tree grows from a drafter's scores, written once for every family.
+
+Shapes: B rows, N nodes.
+"""
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from ..interfaces.proposer import DraftState, Proposer
+from ..random_streams import Draws
+from ..token_tree import TokenTree
+from ..verification.tree_walk import Accepted
+
+
+class Policy(ABC):
+    """Decides which guesses of a drafter are verified."""
+
+    @property
+    @abstractmethod
+    def max_size(self) -> int:
+        """Most nodes of a tree, the root included: cache slots a pass may need."""
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn from the draft: sampled answers then have the target's distribution, but are not
+        the plain loop's under the same random numbers."""
+        return False
+
+    @abstractmethod
+    def grow(self, drafter: Proposer, state: DraftState, roots_B: Tensor, draws: Draws | None = None) -> TokenTree:
+        """Build one tree a row below its root. It may look at nothing but what the drafter knows so far.
+
+        Args:
+            drafter: asked for scores, level by level.
+            state: what it knows about the rows.
+            roots_B: the last token of each row.
+            draws: random numbers for policies that sample; None when every row is greedy.
+        """
+
+    def check(self, drafter: Proposer) -> None:  # noqa: B027
+        """Raise UserError when the policy makes no sense with a family; most serve all, recurrent or one-shot."""
+
+    def learn(self, tree: TokenTree, accepted: Accepted) -> None:  # noqa: B027
+        """What the target accepted of the last tree, for policies that adapt; nothing by default."""
+
+
+def trimmed(tree: TokenTree) -> TokenTree:
+    """The tree without the padding that no row needs; down to the root where nobody has a guess.
+
+    On a CPU the time of a pass grows with its nodes and its size is known at once. On an accelerator a small pass costs
+    what a pass of one token does, while asking for the size would wait for the device and another shape would need
+    another graph: there the padding stays.
+    """
+    if tree.real_BN.device.type != "cpu":
+        return tree
+    size = int(tree.real_BN.sum(-1).max())
+    return tree if size == tree.size else tree.packed(size)

@@ -1,0 +1,105 @@
+"""What policies do with a drafter's answers: look them up by level, temper them, sample from them.
+
+Shapes: B rows, F nodes of a level, K children of one node, O nodes the drafter was asked about, H depths answered at
+once, Q entries of the draft vocabulary or candidates of a node.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..interfaces.proposer import DraftState, Frontier, Proposer, spread
+from ..random_streams import Draws
+
+
+class Asker:
+    """Puts a level of a tree to a drafter; what a one-shot family has answered already is looked up.
+
+    A one-shot family scores a depth whatever the path, so the nodes of a level share the scores of the node that it was
+    asked about.
+
+    Args:
+        drafter: asked.
+        state: what it knows about the rows.
+        least: entries that a node must have; a drafter that names its candidates may have fewer, the rest is padding.
+    """
+
+    def __init__(self, drafter: Proposer, state: DraftState, least: int = 1) -> None:
+        self.drafter, self.state, self.least = drafter, state, least
+        self.token_ids_Q: Tensor | None = None
+        self._answered: Tensor | None = None
+        self._candidates: Tensor | None = None
+        self._origin_BF = torch.zeros(0)
+        self._used = 0
+
+    def ask(self, frontier: Frontier, above_BF: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(log-probabilities [B, O, Q], float32 or wider; for each frontier node the one that is its own, [B, F]).
+
+        Args:
+            frontier: the nodes of one level.
+            above_BF: column of each node's parent in the previous level's frontier; None for the root.
+        """
+        if self._answered is None or above_BF is None or self._used == self._answered.shape[2]:
+            self._answered = self._expand(frontier)
+            columns = torch.arange(frontier.nodes_BF.shape[1], device=frontier.nodes_BF.device)
+            self._origin_BF = columns.expand_as(frontier.nodes_BF)
+        else:
+            self._origin_BF = self._origin_BF.gather(1, above_BF)
+        self._used += 1
+        log_probs_BOQ = self._answered[:, :, self._used - 1]
+        return log_probs_BOQ.to(torch.promote_types(log_probs_BOQ.dtype, torch.float32)), self._origin_BF
+
+    def _expand(self, frontier: Frontier) -> Tensor:
+        scores = self.drafter.expand(self.state, frontier)
+        self.token_ids_Q, self._candidates, self._used = scores.token_ids_Q, scores.candidates_BFHQ, 0
+        missing = self.least - scores.log_probs_BFHQ.shape[-1]
+        if missing <= 0:
+            return scores.log_probs_BFHQ
+        if self._candidates is None:
+            raise ValueError(
+                f"the tree uses the {self.least} best proposals of a node, the draft vocabulary has "
+                f"{self.least - missing}"
+            )
+        self._candidates = pad(self._candidates, (0, missing))
+        return pad(scores.log_probs_BFHQ, (0, missing), value=-torch.inf)
+
+    @property
+    def candidates_BOQ(self) -> Tensor | None:
+        """Ids of the entries answered last, where they differ from node to node."""
+        return None if self._candidates is None else self._candidates[:, :, self._used - 1]
+
+    def tokens(self, entries_BFK: Tensor) -> Tensor:
+        """Target-vocabulary ids of entries that were answered last, [B, F, K]."""
+        if (candidates_BOQ := self.candidates_BOQ) is not None:
+            return spread(candidates_BOQ, self._origin_BF).gather(2, entries_BFK)
+        return entries_BFK if self.token_ids_Q is None else self.token_ids_Q[entries_BFK]
+
+
+def within_reach(depth: int, drafter: Proposer) -> int:
+    """A depth, cut to what a one-shot family can answer."""
+    return depth if drafter.reach is None else min(depth, drafter.reach)
+
+
+def tempered(log_probs_BOQ: Tensor, temperature: float | None, draws: Draws) -> Tensor:
+    """log q as it is drawn from, [B, O, Q]: at `temperature`, or each row's own; greedy rows as they are."""
+    own_B = draws.temperature_B if temperature is None else torch.full_like(draws.temperature_B, temperature)
+    divisor_B = torch.where(draws.hot_B, own_B, 1.0)
+    log_q_BOQ = (log_probs_BOQ / divisor_B[:, None, None]).log_softmax(-1)
+    # A node without any guess has no q; the softmax of nothing would be NaN.
+    nothing_BO1 = log_probs_BOQ.amax(-1, keepdim=True) == -torch.inf
+    return log_q_BOQ.masked_fill(nothing_BO1, -torch.inf)
+
+
+def sample(log_q_BFQ: Tensor, nodes_BF: Tensor, width: int, draws: Draws) -> Tensor:
+    """Entries of `width` children of each node in the order drawn, [B, F, width].
+
+    Gumbel-top-k draws without replacement (arXiv:1903.06059); greedy rows take the likeliest instead.
+    """
+    noise_BFQ = draws.gumbels(nodes_BF, log_q_BFQ.shape[-1]) * draws.hot_B[:, None, None]
+    return (log_q_BFQ + noise_BFQ).topk(width, dim=-1).indices
+
+
+def check_temperature(temperature: float | None) -> None:
+    """Raise ValueError for a draft temperature that is not above 0."""
+    if temperature is not None and not temperature > 0:
+        raise ValueError(f"temperature must be above 0, got {temperature}")

@@ -1,0 +1,117 @@
+"""Trees of fixed shape whose nodes are sampled from the drafter's q, which they carry to the verification.
+
+Shapes: B rows, N nodes, F nodes of a level, K children of one node, O nodes the drafter was asked about, Q entries of
+the draft vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..interfaces.proposer import DraftState, Proposer, spread
+from ..random_streams import Draws
+from ..token_tree import Drawn, TokenTree, Topology
+from .level_queries import Asker, check_temperature, sample, tempered
+from .static_tree import Level, StaticTree
+
+
+class SampledTree(StaticTree):
+    """A tree of fixed shape whose children are sampled without replacement (RSD-C, arXiv:2402.14160).
+
+    Rank r of the topology is the r-th child drawn. Without random numbers, when every row is greedy, it is the static
+    tree of the likeliest children.
+
+    Args:
+        topology: its shape; the ranks of siblings must be 0, 1, … in the order of their indices.
+        temperature: the draft's; None takes each row's own.
+
+    Raises:
+        ValueError: if ranks are missing or out of order, or the temperature is not above 0.
+    """
+
+    def __init__(self, topology: Topology, temperature: float | None = None) -> None:
+        super().__init__(topology)
+        for node in range(topology.size):
+            ranks = [rank for parent, rank in zip(topology.parents, topology.ranks, strict=True) if parent == node]
+            if ranks != list(range(len(ranks))):
+                raise ValueError(f"the children of node {node} must have the ranks 0, 1, … in order, got {ranks}")
+        check_temperature(temperature)
+        self.temperature = temperature
+
+    @property
+    def samples(self) -> bool:
+        return True
+
+    @classmethod
+    def branching(cls, *widths: int, temperature: float | None = None) -> "SampledTree":
+        """The tree in which every node of depth d has `widths[d]` children."""
+        paths: list[tuple[int, ...]] = [()]
+        for depth, width in enumerate(widths):
+            paths += [(*path, rank) for path in paths if len(path) == depth for rank in range(width)]
+        return cls(Topology.from_paths(paths), temperature)
+
+    def grow(self, drafter: Proposer, state: DraftState, roots_B: Tensor, draws: Draws | None = None) -> TokenTree:
+        if draws is None:
+            return super().grow(drafter, state, roots_B)
+        growing = _Growing(self.topology, roots_B)
+        asker = Asker(drafter, state, least=self.topology.width)
+        above: Level | None = None
+        for level in self._levels:
+            frontier = self._frontier(level, growing.tokens_BN)
+            log_probs_BOQ, origin_BF = asker.ask(frontier, self._columns(above, level, roots_B))
+            log_q_BOQ = tempered(log_probs_BOQ, self.temperature, draws)
+            log_q_BFQ = spread(log_q_BOQ, origin_BF)
+            drawn_BFK = sample(log_q_BFQ, frontier.nodes_BF, max(level.child_ranks) + 1, draws)
+            growing.fill(level, asker.tokens(drawn_BFK), log_q_BFQ.gather(2, drawn_BFK) > -torch.inf)
+            growing.carry(level, log_q_BOQ, origin_BF, asker.candidates_BOQ)
+            above = level
+        return growing.tree(asker, draws)
+
+    def _columns(self, above: Level | None, level: Level, like_B: Tensor) -> Tensor | None:
+        """Column of each inner node's parent among the inner nodes of the level above."""
+        if above is None:
+            return None
+        columns = [above.parents.index(self.topology.parents[node]) for node in level.parents]
+        return torch.tensor(columns, device=like_B.device).expand(len(like_B), -1)
+
+
+class _Growing:
+    """A tree of known shape that is filled in level by level."""
+
+    def __init__(self, topology: Topology, roots_B: Tensor) -> None:
+        self.topology = topology
+        self.tokens_BN = roots_B[:, None].repeat(1, topology.size)
+        self.inner_BN = torch.zeros_like(self.tokens_BN)
+        self.real_BN = torch.ones_like(self.tokens_BN, dtype=torch.bool)
+        self.probs: list[Tensor] = []
+        self.candidates: list[Tensor] = []
+
+    def fill(self, level: Level, tokens_BFK: Tensor, possible_BFK: Tensor) -> None:
+        """Set the children of a level; one that could not be drawn, and all below it, is padding."""
+        columns = [level.parents.index(parent) for parent in level.child_parents]
+        ranks: Sequence[int] = list(level.child_ranks)
+        self.tokens_BN[:, level.children] = tokens_BFK[:, columns, ranks]
+        self.real_BN[:, level.children] = possible_BFK[:, columns, ranks] & self.real_BN[:, level.child_parents]
+
+    def carry(self, level: Level, log_q_BOQ: Tensor, origin_BF: Tensor, candidates_BOQ: Tensor | None) -> None:
+        """Remember what the children of a level were drawn from."""
+        self.inner_BN[:, level.parents] = origin_BF + sum(part.shape[1] for part in self.probs)
+        self.probs.append(log_q_BOQ.exp())
+        if candidates_BOQ is not None:
+            self.candidates.append(candidates_BOQ)
+
+    def tree(self, asker: Asker, draws: Draws) -> TokenTree:
+        """The finished tree."""
+        planted = self.topology.plant(self.tokens_BN)
+        if not self.probs:
+            return planted
+        drawn = Drawn(
+            probs_BIQ=torch.cat(self.probs, dim=1),
+            inner_BN=self.inner_BN,
+            sampled_BN=draws.hot_B[:, None].expand_as(self.real_BN),
+            token_ids_Q=asker.token_ids_Q,
+            candidates_BIQ=torch.cat(self.candidates, dim=1) if self.candidates else None,
+        )
+        return replace(planted, real_BN=self.real_BN, drawn=drawn)

@@ -1,0 +1,137 @@
+"""Trees of a fixed shape: the same topology in every pass.
+
+Shapes: B rows, N nodes, F frontier nodes, C nodes read from one answer, H depths answered at once, R ranks used.
+"""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..errors import UserError
+from ..interfaces.proposer import DraftState, Frontier, Proposals, Proposer
+from ..random_streams import Draws
+from ..token_tree import TokenTree, Topology
+from .base import Policy, trimmed
+
+
+@dataclass(frozen=True)
+class Level:
+    """The nodes of one depth of a static tree that have children, and what is needed to fill those children in."""
+
+    parents: tuple[int, ...]
+    children: tuple[int, ...]
+    child_parents: tuple[int, ...]
+    child_ranks: tuple[int, ...]
+
+
+class StaticTree(Policy):
+    """The same tree in every pass; each node takes its parent's proposal of its rank (arXiv:2401.10774, 2.3.3).
+
+    Where the drafter has no guess, the node and all below it are padding.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self._levels = [_level(topology, depth) for depth in range(topology.depth)]
+        # Derived now: Python 3.11 derives a cached property under a lock, which no compiled graph can take.
+        self._derived = topology.ancestors_NN, topology.most_children
+
+    @property
+    def max_size(self) -> int:
+        return self.topology.size
+
+    def check(self, drafter: Proposer) -> None:
+        """Refuse a tree deeper than a one-shot family answers."""
+        if drafter.reach is not None and self.topology.depth > drafter.reach:
+            raise UserError(
+                f"the tree is {self.topology.depth} tokens deep, but this {drafter.family} drafter answers "
+                f"{drafter.reach}; choose a tree of at most that depth"
+            )
+
+    def grow(self, drafter: Proposer, state: DraftState, roots_B: Tensor, draws: Draws | None = None) -> TokenTree:
+        tokens_BN = roots_B[:, None].repeat(1, self.topology.size)
+        guessed_BN: Tensor | None = None
+        depth = 0
+        while depth < self.topology.depth:
+            asked = self._frontier(self._levels[depth], tokens_BN)
+            answered = drafter.expand(state, asked).best(self.topology.width)
+            until = min(depth + answered.tokens_BFHR.shape[2], self.topology.depth)
+            span = _span(self.topology, depth, until, tokens_BN.device)
+            tokens_BN[:, span.children_C] = span.of(answered.tokens_BFHR)
+            self.note(span, answered)
+            if answered.guessed_BFHR is not None:
+                guessed_BN = torch.ones_like(tokens_BN, dtype=torch.bool) if guessed_BN is None else guessed_BN
+                guessed_BN[:, span.children_C] = span.of(answered.guessed_BFHR)
+            depth = until
+        tree = self.topology.plant(tokens_BN)
+        if guessed_BN is None:
+            return tree
+        real_BN = ~(tree.ancestors_BNN & ~guessed_BN[:, None]).any(-1)
+        return trimmed(replace(tree, real_BN=real_BN))
+
+    def note(self, span: "Span", proposals: Proposals) -> None:
+        """For trees that keep what was proposed, and how sure the drafter was; nothing by default."""
+
+    def _frontier(self, level: Level, tokens_BN: Tensor) -> Frontier:
+        batch = tokens_BN.shape[0]
+        nodes_F, parents_F = _inner(self.topology, level.parents, tokens_BN.device)
+        nodes_BF = nodes_F.expand(batch, -1)
+        return Frontier(nodes_BF=nodes_BF, parents_BF=parents_F.expand(batch, -1), tokens_BF=tokens_BN[:, nodes_F])
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where the nodes of some levels stand in one answer of the drafter: the same in every pass."""
+
+    children_C: Tensor
+    """The nodes."""
+    columns_C: Tensor
+    """Column of the node's ancestor in the frontier that was asked about."""
+    levels_C: Tensor
+    """Which of the depths answered."""
+    ranks_C: Tensor
+    """Which of the proposals."""
+
+    def of(self, answers_BFHR: Tensor) -> Tensor:
+        """The nodes' entries of an answer, [B, C]."""
+        return answers_BFHR[:, self.columns_C, self.levels_C, self.ranks_C]
+
+
+@lru_cache(maxsize=256)
+def _span(topology: Topology, depth: int, until: int, device: torch.device) -> Span:
+    """The nodes more than `depth` and at most `until` deep, when the inner nodes of `depth` were asked about."""
+    asked = _level(topology, depth).parents
+    children = [node for node in range(topology.size) if depth < topology.depths[node] <= until]
+    columns = [asked.index(topology.ancestor(node, depth)) for node in children]
+    levels = [topology.depths[node] - depth - 1 for node in children]
+    ranks = [topology.ranks[node] for node in children]
+    return Span(*(torch.tensor(numbers, device=device) for numbers in (children, columns, levels, ranks)))
+
+
+@lru_cache(maxsize=256)
+def _inner(topology: Topology, nodes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """(nodes, their parents) as tensors."""
+    above = [topology.parents[node] for node in nodes]
+    return torch.tensor(nodes, device=device), torch.tensor(above, device=device)
+
+
+class Chain(StaticTree):
+    """A fixed number of tokens in a row, each the drafter's likeliest."""
+
+    def __init__(self, length: int) -> None:
+        if length < 1:
+            raise ValueError(f"a chain needs at least 1 drafted token, got {length}")
+        super().__init__(Topology.chain(length))
+
+
+def _level(topology: Topology, depth: int) -> Level:
+    children = tuple(node for node in range(topology.size) if topology.depths[node] == depth + 1)
+    child_parents = tuple(topology.parents[node] for node in children)
+    return Level(
+        parents=tuple(sorted(set(child_parents))),
+        children=children,
+        child_parents=child_parents,
+        child_ranks=tuple(topology.ranks[node] for node in children),
+    )

@@ -1,0 +1,153 @@
+"""Rules that end a draft early, behind one interface.
+
+A rule sees what has been drafted and nothing later. Dropping a sampled token because of its own probability would bias
+the output (arXiv:2607.05147); so a rule stops either before a token is drawn, knowing its distribution only, or after
+a token that stays in the draft.
+
+Shapes: B rows, T tokens drafted so far.
+"""
+
+from dataclasses import dataclass, field
+from math import log
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafted:
+    """The tokens drafted so far. Probabilities are the drafter's own, as it was trained, before any temperature."""
+
+    log_probs_BT: Tensor
+    """log-probability of each token."""
+    peaks_BT: Tensor
+    """log-probability of the likeliest token at the same places."""
+
+    @property
+    def length(self) -> int:
+        """Tokens drafted so far."""
+        return self.log_probs_BT.shape[1]
+
+
+class StoppingRule:
+    """Says which rows draft no further. A rule may stop before a token, behind it, or both."""
+
+    def before(self, drafted: Drafted, peak_B: Tensor) -> Tensor | None:
+        """Rows that do not draft the next token, whose distribution has the peak `peak_B` (log); None for no row."""
+        return None
+
+    def after(self, drafted: Drafted) -> Tensor | None:
+        """Rows that keep what they drafted, at least one token, and stop behind it; None for no row."""
+        return None
+
+    def learn(self, accepted_B: Tensor, drafted_B: Tensor, length: int) -> None:
+        """How much of the last drafts, of at most `length` tokens, the target accepted; nothing by default."""
+
+
+def _check_share(name: str, value: float) -> None:
+    if not 0 < value < 1:
+        raise ValueError(f"{name} must be above 0 and below 1, got {value}")
+
+
+@dataclass(frozen=True)
+class FixedLength(StoppingRule):
+    """Always the same number of tokens, 0 included: no drafting."""
+
+    length: int
+    """Tokens."""
+
+    def __post_init__(self) -> None:
+        if self.length < 0:
+            raise ValueError(f"length must be at least 0, got {self.length}")
+
+    def before(self, drafted: Drafted, peak_B: Tensor) -> Tensor | None:
+        return torch.full_like(peak_B, drafted.length >= self.length, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class MaxProbability(StoppingRule):
+    """Draft nothing where the drafter's best guess has less than this probability."""
+
+    threshold: float
+    """Probability."""
+
+    def __post_init__(self) -> None:
+        _check_share("threshold", self.threshold)
+
+    def before(self, drafted: Drafted, peak_B: Tensor) -> Tensor | None:
+        return peak_B < log(self.threshold)
+
+
+@dataclass(frozen=True)
+class PathProbability(StoppingRule):
+    """Stop behind the token at which the product of the drafted tokens' probabilities falls below this."""
+
+    threshold: float
+    """Probability of the whole draft."""
+
+    def __post_init__(self) -> None:
+        _check_share("threshold", self.threshold)
+
+    def after(self, drafted: Drafted) -> Tensor | None:
+        return drafted.log_probs_BT.sum(-1) < log(self.threshold)
+
+
+@dataclass(frozen=True)
+class EarlyExit(StoppingRule):
+    """Kangaroo's second exit (arXiv:2404.18911): stop behind the first token whose distribution peaks below eta.
+
+    The token that says so is kept and verified.
+    """
+
+    eta: float = 0.6
+    """Probability."""
+
+    def __post_init__(self) -> None:
+        _check_share("eta", self.eta)
+
+    def after(self, drafted: Drafted) -> Tensor | None:
+        return drafted.peaks_BT[:, -1] < log(self.eta)
+
+
+@dataclass
+class AdaptiveThreshold(StoppingRule):
+    """Draft & Verify's threshold (arXiv:2309.08168): stop behind a token less likely than a threshold that adapts.
+
+    After every pass, with m the running accepted share: m <- m / 2 + share / 2; th' = th + step while m is below
+    `wanted`, th - step above it unless every draft ran to its full length; th <- 0.9 th + 0.1 th'. The share is that of
+    all rows together, the threshold one for all: what a row drafts may depend on its neighbours, what point masses emit
+    does not. Kept on the device, where nothing waits for it.
+    """
+
+    threshold: float = 0.6
+    """The first one, a probability."""
+    wanted: float = 0.9
+    """Accepted share of drafted tokens to aim at."""
+    step: float = 0.01
+    """How far a pass pulls the threshold, before smoothing."""
+    _now: Tensor = field(init=False, repr=False)
+    _share: Tensor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _check_share("threshold", self.threshold)
+        _check_share("wanted", self.wanted)
+        self._now = torch.tensor(self.threshold, dtype=torch.float64)
+        self._share = torch.tensor(self.wanted, dtype=torch.float64)
+
+    def after(self, drafted: Drafted) -> Tensor | None:
+        self._follow(drafted.log_probs_BT)
+        return drafted.log_probs_BT[:, -1] < self._now.log()
+
+    def learn(self, accepted_B: Tensor, drafted_B: Tensor, length: int) -> None:
+        self._follow(accepted_B)
+        total = drafted_B.sum()
+        share = torch.where(total > 0, 0.5 * self._share + 0.5 * accepted_B.sum() / total.clamp(min=1), self._share)
+        full = (drafted_B >= length).all()
+        pulled = torch.where(
+            share < self.wanted, self._now + self.step, torch.where(full, self._now, self._now - self.step)
+        )
+        smoothed = (0.9 * self._now + 0.1 * pulled).clamp(1e-6, 1.0)
+        self._now, self._share = torch.where(total > 0, smoothed, self._now), share
+
+    def _follow(self, like: Tensor) -> None:
+        self._now, self._share = self._now.to(like.device), self._share.to(like.device)

@@ -1,0 +1,124 @@
+"""A low-rank change of a target's linear layers, W' = W + scale · B A (arXiv:2106.09685, eq. 3).
+
+Whatever trained it, an adapter is plain tensors here: it is merged into copies of the layers that it changes, with
+torch alone. The unmerged form exists only in training.
+
+Shapes: R rank, I inputs of a layer, O its outputs.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UserError
+
+PREFIX = "adapter."
+"""Tensors of an adapter begin with this wherever they are stored beside others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRank:
+    """The change of one layer."""
+
+    a_RI: Tensor
+    """What it reads from the layer's input."""
+    b_OR: Tensor
+    """What it adds to the layer's output."""
+
+
+class Adapter:
+    """Low-rank changes of some linear layers of one target.
+
+    Args:
+        layers: the change of each layer, by the layer's name inside the model.
+        scale: factor of all of them, alpha / rank.
+    """
+
+    def __init__(self, layers: Mapping[str, LowRank], scale: float) -> None:
+        self.layers, self.scale = dict(layers), scale
+
+    def describe(self) -> dict[str, Any]:
+        """Names and scale, JSON-ready; the weights are `tensors()`."""
+        return {"layers": sorted(self.layers), "scale": self.scale}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The weights: `adapter.{layer}.a` [R, I] and `adapter.{layer}.b` [O, R]."""
+        named: dict[str, Tensor] = {}
+        for name, change in self.layers.items():
+            named |= {f"{PREFIX}{name}.a": change.a_RI, f"{PREFIX}{name}.b": change.b_OR}
+        return named
+
+    @classmethod
+    def rebuild(cls, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "Adapter":
+        """The adapter that `describe()` and `tensors()` came from.
+
+        Raises:
+            UserError: if a described weight is missing, or one is there that is not described.
+        """
+        names = [f"{PREFIX}{layer}.{part}" for layer in description["layers"] for part in ("a", "b")]
+        if wrong := sorted(set(names) ^ set(tensors)):
+            raise UserError(f"the adapter's description and its weights do not agree about {', '.join(wrong[:3])}; "
+                            "copy or train the artifact again")
+        return cls({layer: LowRank(a_RI=tensors[f"{PREFIX}{layer}.a"], b_OR=tensors[f"{PREFIX}{layer}.b"])
+                    for layer in description["layers"]}, float(description["scale"]))
+
+    @torch.no_grad()
+    def merge_into(self, model: nn.Module) -> None:
+        """Give each changed layer of `model` a weight of its own, W + scale · B A; the tensor W stays as it was.
+
+        The product is formed in float32 or wider and rounded once, to the layer's number format. An output layer that
+        shared its weight with the embedding does so no longer.
+
+        Raises:
+            UserError: if the model lacks a layer, or has it in another shape.
+        """
+        linears = linear_layers(model)
+        for name, change in self.layers.items():
+            expected = (change.b_OR.shape[0], change.a_RI.shape[1])
+            if name not in linears or tuple(linears[name].weight.shape) != expected:
+                found = f"in shape {tuple(linears[name].weight.shape)}" if name in linears else "not at all"
+                raise UserError(f"the adapter changes {name} of shape {expected}, which this target has {found}; use "
+                                "the target that it was trained for")
+            weight = linears[name].weight
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            product = change.b_OR.to(weight.device, wide) @ change.a_RI.to(weight.device, wide)
+            merged = (weight.to(wide) + self.scale * product).to(weight.dtype)
+            linears[name].weight = nn.Parameter(merged, requires_grad=False)
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers of a model by name: all that an adapter can change."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+
+
+def choose_layers(model: nn.Module, wanted: Sequence[str], *, without: nn.Module) -> list[str]:
+    """Names of the linear layers that `wanted` stands for.
+
+    Args:
+        wanted: full names, or last parts of names such as `q_proj`; none stands for all layers but `without`.
+        without: the output layer, which has to be named to be changed.
+
+    Raises:
+        UserError: if one of them stands for no layer; it lists the kinds of linear layers that there are.
+    """
+    linears = linear_layers(model)
+    if not wanted:
+        return [name for name, module in linears.items() if module is not without]
+    for word in wanted:
+        if not any(_means(word, name) for name in linears):
+            kinds = ", ".join(_kinds(linears)) or "none"
+            raise UserError(f"the target has no linear layer {word!r}; it has {kinds}: name some of these, or leave "
+                            "the list empty for all but the output layer")
+    return [name for name in linears if any(_means(word, name) for word in wanted)]
+
+
+def _means(word: str, name: str) -> bool:
+    return name == word or name.endswith(f".{word}")
+
+
+def _kinds(names: Iterable[str]) -> list[str]:
+    """The last parts of names, each once, in order."""
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in names))

@@ -1,0 +1,123 @@
+"""A reduced draft vocabulary: which tokens a drafter may propose, and the target's output layer restricted to them.
+
+Shapes: V entries of the target's vocabulary, Q of the draft vocabulary, D hidden size.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..errors import UserError
+from .model import Target
+from .packed_linear import can_pack_weight, packed_linear
+
+
+def choose(counts_V: Tensor, size: int, *, always: Sequence[int] = ()) -> Tensor:
+    """The `size` most frequent token ids in ascending order, [Q] int64; equal counts go to the lower id.
+
+    Args:
+        counts_V: how often each token of the target's vocabulary is a label in the training data.
+        size: number of entries Q of the draft vocabulary.
+        always: ids that belong to it whatever their count, such as the end of a turn.
+
+    Raises:
+        UserError: if `size` does not lie between the number of distinct `always` ids (at least 1) and V.
+    """
+    least = max(1, len(set(always)))
+    if not least <= size <= len(counts_V):
+        raise UserError(
+            f"the draft vocabulary must have between {least} and {len(counts_V)} entries (the target's vocabulary), "
+            f"got {size}; set vocabulary_size within these bounds or leave it out"
+        )
+    ranking_V = counts_V.detach().cpu().to(torch.float64).clone()
+    ranking_V[list(always)] = float("inf")
+    order_V = torch.argsort(ranking_V, descending=True, stable=True)
+    return order_V[:size].sort().values
+
+
+def require_ids(wanted: int | None, ids_Q: Tensor | None) -> None:
+    """Refuse ids of a draft vocabulary of another size than the wanted one; None stands for the whole vocabulary.
+
+    Raises:
+        UserError: if they do not agree.
+    """
+    given = None if ids_Q is None else len(ids_Q)
+    if given != wanted:
+        raise UserError(f"vocabulary_size is {wanted} but {given} token ids were given; choose as many with "
+                        "draftsmith.modules.target.draft_vocabulary.choose")
+
+
+def draft_index(ids_Q: Tensor, vocab_size: int) -> Tensor:
+    """The entry of the draft vocabulary that stands for each target token, [V] int64; -1 where none does."""
+    index_V = torch.full((vocab_size,), -1, dtype=torch.long, device=ids_Q.device)
+    index_V[ids_Q] = torch.arange(len(ids_Q), device=ids_Q.device)
+    return index_V
+
+
+class OwnOutput(nn.Linear):
+    """A drafter's own output layer, NaN until it is loaded or copied, so that forgetting it shows at once.
+
+    Args:
+        width: of the states that it reads.
+        entries: of the draft vocabulary.
+        bias: whether it adds a bias of its own; without one, the target's is added.
+    """
+
+    def __init__(self, width: int, entries: int, *, bias: bool = False) -> None:
+        super().__init__(width, entries, bias=bias)
+
+    def reset_parameters(self) -> None:
+        """NaN everywhere; nothing is drawn."""
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, float("nan"))
+
+
+class OutputRows:
+    """The target's output layer, whole or restricted to a draft vocabulary, borrowed by a drafter or a loss.
+
+    It is no `nn.Module` and holds no parameter, so whoever keeps it neither saves, trains nor moves it, and a copy of
+    its owner shares it. The rows are selected once, here.
+
+    Args:
+        target: whose output layer it is.
+        ids_Q: the tokens of the draft vocabulary; None for all of them.
+    """
+
+    def __init__(self, target: Target, ids_Q: Tensor | None = None) -> None:
+        self.target, self.ids_Q = target, ids_Q
+        weight_VD, bias_V = target.output_weight(), target.head.bias
+        self.bias_Q = bias_V.detach() if isinstance(bias_V, Tensor) else None
+        self.weight_QD = weight_VD if ids_Q is None else weight_VD[ids_Q.to(weight_VD.device)]
+        if ids_Q is not None and self.bias_Q is not None:
+            self.bias_Q = self.bias_Q[ids_Q.to(weight_VD.device)]
+        self._packed: Callable[[Tensor], Tensor] | None = None
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "OutputRows":
+        return self
+
+    def __call__(self, final: Tensor) -> Tensor:
+        """Logits [..., Q] of final states [..., D], as the target computes them; the gradient reaches the states."""
+        states = final.to(self.weight_QD.dtype)
+        if torch.is_grad_enabled():
+            return self.target.post_process(self._plain(states))
+        if self.ids_Q is None:
+            return self.target.logits(states)
+        return self.target.post_process(self._plain(states) if self._packed is None else self._packed(states))
+
+    def through(self, states: Tensor, layer: nn.Linear) -> Tensor:
+        """The same by another output layer: scaling and soft-capping stay, the bias where the layer has none."""
+        logits: Tensor = layer(states.to(layer.weight.dtype))
+        if layer.bias is None and self.bias_Q is not None:
+            logits = logits + self.bias_Q.to(logits.dtype)
+        return self.target.post_process(logits)
+
+    def pack(self) -> None:
+        """Lay the selected rows out for decoding, once; the target packs its whole layer itself."""
+        if self._packed is None and self.ids_Q is not None and can_pack_weight(self.weight_QD):
+            self._packed = packed_linear(self.weight_QD, self.bias_Q)
+
+    def _plain(self, states: Tensor) -> Tensor:
+        return functional.linear(states, self.weight_QD, self.bias_Q)

@@ -1,0 +1,80 @@
+"""Who a target is, so that a draft made for one is not used beside another."""
+
+import hashlib
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import UserError
+
+SAMPLES_PER_TENSOR = 4096
+"""Evenly spaced elements of each tensor that enter the hash."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetIdentity:
+    """What must agree between the target a draft was trained for and the one it is used with."""
+
+    name: str
+    """Where the target came from; for people, not compared."""
+    architecture: str
+    """Class of the model."""
+    vocab_size: int
+    """Rows of the output layer."""
+    hidden_size: int
+    """Width of the hidden states."""
+    num_layers: int
+    """Number of decoder layers."""
+    weights_hash: str
+    """Hash of the weights, see `hash_weights`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, ready for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "TargetIdentity":
+        """Read what `to_dict` wrote.
+
+        Raises:
+            UserError: if a field is missing or unknown.
+        """
+        names = set(cls.__dataclass_fields__)
+        if set(fields) != names:
+            raise UserError(
+                f"a target identity has the fields {', '.join(sorted(names))}; got "
+                f"{', '.join(sorted(map(str, fields))) or 'none'}"
+            )
+        return cls(**fields)
+
+    def require_same(self, other: "TargetIdentity") -> None:
+        """Refuse another target.
+
+        Raises:
+            UserError: naming the first field that differs.
+        """
+        for name in ("vocab_size", "hidden_size", "num_layers", "weights_hash"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                raise UserError(
+                    f"this was made for the target {self.name} with {name} {mine}, but the target here, "
+                    f"{other.name}, has {theirs}; load the target it was made for"
+                )
+
+
+def hash_weights(model: nn.Module) -> str:
+    """SHA-256 over names, shapes and evenly spaced elements of all parameters, each rounded to bfloat16.
+
+    The rounding makes a model loaded in float32 and in bfloat16 the same; the spacing keeps it to a moment for models
+    of any size, and training of any kind moves elements in every tensor it touches.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
+        flat = parameter.detach().reshape(-1)
+        step = max(1, -(-flat.numel() // SAMPLES_PER_TENSOR))
+        sample = flat[::step].to(torch.bfloat16).contiguous().cpu()
+        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+        digest.update(sample.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:32]

@@ -1,0 +1,220 @@
+"""The key-value cache of the target: one storage, a length per row, commit in place.
+
+Shapes: B rows, H key-value heads, S slots of a row, W slots in use, N new tokens, K nodes of a path, E head dimension.
+A tree pass writes node n of row b at slot lengths[b] + n; `commit` moves the accepted ones to the front of the free
+part. Slots and position ids are different things: a node's position is its row's length plus its depth.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ..errors import UserError
+
+
+@dataclass
+class Window:
+    """The rows and slots that the running pass writes."""
+
+    rows: slice | Tensor
+    """Rows of the storage, as a slice (read through a view) or an index tensor (read through a copy)."""
+    rows_B1: Tensor
+    """The same rows as a column of indices."""
+    host_rows: list[int]
+    """The same rows on the host."""
+    slots_BN: Tensor
+    """Slot of every new token."""
+    width: int
+    """Slots up to the last one in use."""
+    start: int | None
+    """First slot of the new tokens where it is the same in all rows, which are neighbours: they are then copied as one
+    block, in half the time."""
+
+
+class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """What transformers sees of the cache in one layer: `update` is the only method its models call."""
+
+    is_sliding = False
+
+    def __init__(self, owner: "RowCache", index: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.owner, self.index = owner, index
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self.owner.write(self.index, key_states, value_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: the owner allocates at the first write."""
+
+    def get_seq_length(self) -> int:
+        return self.owner.width
+
+    def get_max_length(self) -> int:
+        return self.owner.capacity
+
+    def get_max_cache_shape(self) -> int:
+        return self.owner.capacity
+
+    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        return self.owner.width, 0
+
+
+class RowCache(Cache):
+    """Keys and values of a batch of rows that grow and finish at their own pace.
+
+    Args:
+        num_layers: layers of the target.
+        rows: how many sequences it holds.
+        capacity: slots of a row: the longest sequence plus the largest tree, in tokens.
+        device: where the lengths live; the storage follows the first keys written.
+    """
+
+    def __init__(self, num_layers: int, rows: int, capacity: int, device: torch.device) -> None:
+        super().__init__(layers=[_Layer(self, index) for index in range(num_layers)])
+        self.num_layers, self.rows, self.capacity = num_layers, rows, capacity
+        self.lengths_B = torch.zeros(rows, dtype=torch.long, device=device)
+        self.host_lengths = [0] * rows
+        self.storage: Tensor | None = None
+        self.window: Window | None = None
+
+    @property
+    def width(self) -> int:
+        """Slots in use in the running pass."""
+        return self.window.width if self.window is not None else max(self.host_lengths)
+
+    def open(self, rows: slice | list[int], size: int, *, behind: int = 0) -> Window:
+        """Announce a pass of `size` tokens in `rows`.
+
+        Args:
+            behind: slots between a row's last token and the new ones, taken by nodes that will not be committed.
+
+        Raises:
+            ValueError: if a row has no room for them.
+        """
+        index = list(range(self.rows))[rows] if isinstance(rows, slice) else rows
+        width = max(self.host_lengths[row] for row in index) + behind + size
+        if width > self.capacity:
+            raise ValueError(f"a row would need {width} cache slots, it has {self.capacity}; ask for a larger capacity")
+        device = self.lengths_B.device
+        rows_B = torch.tensor(index, device=device)
+        slots_BN = self.lengths_B[rows_B][:, None] + torch.arange(behind, behind + size, device=device)
+        level = isinstance(rows, slice) and len({self.host_lengths[row] for row in index}) == 1
+        self.window = Window(
+            rows=rows if isinstance(rows, slice) else rows_B,
+            rows_B1=rows_B[:, None],
+            host_rows=index,
+            slots_BN=slots_BN,
+            width=width,
+            start=width - size if level else None,
+        )
+        return self.window
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for at least `capacity` slots in every row; where there are fewer, what is there is copied once."""
+        if capacity <= self.capacity:
+            return
+        # A quarter more than asked for: a draft that outgrows the rows does so level by level.
+        capacity += capacity // 4
+        if self.storage is not None:
+            self.storage = torch.nn.functional.pad(self.storage, (0, 0, 0, capacity - self.capacity))
+        self.capacity = capacity
+
+    def write(self, layer: int, keys_BHNE: Tensor, values_BHNE: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the new keys and values of a layer and return all those in use, [B, H, W, E] each."""
+        if self.window is None:
+            raise ValueError("the cache was written outside a pass; call open first")
+        if values_BHNE.shape != keys_BHNE.shape:
+            raise UserError(
+                f"this target has values of shape {tuple(values_BHNE.shape[1:])} beside keys of "
+                f"{tuple(keys_BHNE.shape[1:])}; choose a target with keys and values of one shape"
+            )
+        storage, window = self._storage(keys_BHNE), self.window
+        answer = []
+        for place, new in ((2 * layer, keys_BHNE), (2 * layer + 1, values_BHNE)):
+            held = storage[place]
+            if window.start is None:
+                held[window.rows_B1, :, window.slots_BN] = new.transpose(1, 2)
+            else:
+                held[window.rows, :, window.start : window.width] = new
+            answer.append(held[window.rows, :, : window.width])
+        return answer[0], answer[1]
+
+    def _storage(self, keys_BHNE: Tensor) -> Tensor:
+        heads, dim = keys_BHNE.shape[1], keys_BHNE.shape[3]
+        if self.storage is None:
+            # Zeros, not empty: a NaN in a masked slot leaks through the attention kernel.
+            self.storage = torch.zeros(
+                2 * self.num_layers,
+                self.rows,
+                heads,
+                self.capacity,
+                dim,
+                dtype=keys_BHNE.dtype,
+                device=keys_BHNE.device,
+            )
+        if self.storage.shape[2] != heads or self.storage.shape[4] != dim:
+            raise UserError(
+                f"all layers must have keys of one shape; got {heads} heads of {dim} after "
+                f"{self.storage.shape[2]} heads of {self.storage.shape[4]}; choose another target"
+            )
+        return self.storage
+
+    def commit(self, path_BK: Tensor, counts_B: Tensor, host_counts: list[int], *, moved: bool = True) -> None:
+        """Keep the path of each row of the last pass: its nodes become the row's next tokens, the rest is forgotten.
+
+        Args:
+            path_BK: ascending node indices, each padding column holding its own index.
+            counts_B: how many of them are real.
+            host_counts: the same numbers on the host.
+            moved: False when every path is the first nodes in order, so that nothing has to be copied.
+        """
+        window = self.window
+        if window is None or self.storage is None:
+            raise ValueError("there is no pass to commit")
+        if moved:
+            base_B1 = self.lengths_B[window.rows_B1]
+            target_BK = base_B1 + torch.arange(path_BK.shape[1], device=path_BK.device)
+            # The gather on the right completes before the scatter on the left, so overlapping moves are safe.
+            self.storage[:, window.rows_B1, :, target_BK] = self.storage[:, window.rows_B1, :, base_B1 + path_BK]
+        self.lengths_B[window.rows_B1[:, 0]] += counts_B
+        for row, count in zip(window.host_rows, host_counts, strict=True):
+            self.host_lengths[row] += count
+        self.window = None
+
+    def rewind(self, rows: int, count: int) -> None:
+        """Forget the last `count` tokens of each of the first `rows` rows."""
+        self.lengths_B[:rows] -= count
+        for row in range(rows):
+            self.host_lengths[row] -= count
+
+    def assume(self, length: int) -> None:
+        """Let every row begin with `length` blank tokens that nothing computed: for measuring what a pass costs."""
+        self.lengths_B.fill_(length)
+        self.host_lengths = [length] * self.rows
+
+    def clear(self, row: int) -> None:
+        """Forget a row; another sequence may start there."""
+        self.lengths_B[row] = 0
+        self.host_lengths[row] = 0
+
+    @torch.no_grad()
+    def wipe(self, row: int) -> None:
+        """Forget a row and zero its slots: a NaN in a masked slot leaks through the attention kernel."""
+        self.clear(row)
+        if self.storage is not None:
+            self.storage[:, row] = 0
+
+    def copy(self, source: int, destination: int, length: int) -> None:
+        """Let a row begin with the first `length` tokens of another."""
+        if self.storage is not None:
+            self.storage[:, destination, :, :length] = self.storage[:, source, :, :length]
+        self.lengths_B[destination] = length
+        self.host_lengths[destination] = length
+
+    def move(self, source: int, destination: int) -> None:
+        """Copy the used slots of one row over another; the source is then cleared."""
+        self.copy(source, destination, self.host_lengths[source])
+        self.clear(source)

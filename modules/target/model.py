@@ -1,0 +1,417 @@
+"""The frozen target: a causal language model whose every word is kept.
+
+Shapes: B rows, N tokens of a pass, L positions, D hidden size, V vocabulary, W cache slots in use.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UserError
+from ..features import Features
+from ..token_tree import TokenTree
+from .adapter import Adapter
+from .identity import TargetIdentity, hash_weights
+from .kv_cache import RowCache
+from .packed_linear import PackedLinears, can_pack
+from .tree_attention import NAME, additive, register
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassOutput:
+    """What one pass of the target gives."""
+
+    logits_BMV: Tensor
+    """Next-token logits at the selected nodes (all of them unless the caller chose)."""
+    final_BND: Tensor
+    """Final hidden states, after the last norm, at every node."""
+    taps: dict[int, Tensor] = field(default_factory=dict)
+    """Outputs of the tapped layers at every node, each [B, N, D]."""
+
+
+class Target:
+    """A Hugging Face causal language model, frozen, with the few operations the loop and the trainers need.
+
+    It is no `nn.Module`: a trainer that holds it neither saves, moves, casts nor wraps it.
+
+    Args:
+        model: any causal language model of transformers whose attention takes a mask.
+        tokenizer: its tokenizer.
+        name: what reports call it. A model on torch's meta device has a shape and no values: it is not checked.
+        pack: lay the linear layers out for oneDNN where that pays (float32 on a CPU); doubles their memory.
+        beside: a target of which this model is a copy; packed layers with the very same weight are shared with it.
+
+    Raises:
+        UserError: if the architecture keeps a recurrent state, or the self-check finds that the passes of this class do
+            not equal the model's own.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, *, name: str, pack: bool = True, beside: "Target | None" = None
+    ) -> None:
+        _refuse_unverifiable(model)
+        register()
+        model.eval().requires_grad_(False)
+        self.model, self.tokenizer = model, tokenizer
+        self.config = model.config.get_text_config()
+        self.decoder: nn.Module = model.get_decoder()
+        self.head: nn.Module = model.get_output_embeddings()
+        self.layers = layer_list(self.decoder, self.config.num_hidden_layers)
+        self.packed: PackedLinears | None = None
+        sketched = self.device.type == "meta"
+        self.identity = TargetIdentity(
+            name=name,
+            architecture=type(model).__name__,
+            vocab_size=int(model.get_output_embeddings().weight.shape[0]),
+            hidden_size=int(self.config.hidden_size),
+            num_layers=int(self.config.num_hidden_layers),
+            weights_hash="" if sketched else hash_weights(model),
+        )
+        self.native_attention: str = self.config._attn_implementation
+        if sketched:
+            return
+        probe = torch.arange(8, device=self.device)[None] % self.vocab_size
+        with torch.no_grad():
+            expected = model(input_ids=probe, use_cache=False).logits
+        model.set_attn_implementation(NAME)
+        if pack and can_pack(model):
+            self.packed = PackedLinears(model, None if beside is None else beside.packed)
+            self.packed.install()
+        self._self_check(probe, expected)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the embeddings live: inputs go there."""
+        return self.model.get_input_embeddings().weight.device  # type: ignore[no-any-return]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating-point type of the hidden states."""
+        return self.model.dtype  # type: ignore[no-any-return]
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output layer."""
+        return self.identity.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states."""
+        return self.identity.hidden_size
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return self.identity.num_layers
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of a sequence, prompt and answer together."""
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope":
+            # Its frequencies change with the longest position of a pass: a draft or a neighbouring row would change
+            # them. Up to here they are those of short texts for all.
+            return int(rope["original_max_position_embeddings"])
+        return int(getattr(self.config, "max_position_embeddings", 1 << 30))
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer: the generation config's, and the tokenizer's."""
+        declared = self.model.generation_config.eos_token_id if self.model.generation_config is not None else None
+        found = declared if isinstance(declared, list) else [declared]
+        own = getattr(self.tokenizer, "eos_token_id", None)
+        return tuple(sorted({int(token) for token in (*found, own) if token is not None}))
+
+    def to(self, device: torch.device | str) -> "Target":
+        """Move the model; packed layers exist on the CPU only."""
+        if torch.device(device).type != "cpu" and self.packed is not None:
+            self.packed.remove()
+            self.packed = None
+        self.model.to(device)
+        return self
+
+    @contextmanager
+    def native(self) -> Iterator[Any]:
+        """The model as transformers made it, own attention and plain linear layers: the reference for `generate`."""
+        self.model.set_attn_implementation(self.native_attention)
+        if self.packed is not None:
+            self.packed.remove()
+        try:
+            yield self.model
+        finally:
+            self.model.set_attn_implementation(NAME)
+            if self.packed is not None:
+                self.packed.install()
+
+    # Changed copies --------------------------------------------------------------------------------------------------
+
+    def copy_model(self) -> Any:
+        """The model once more, as transformers made it, around the very same weights: only its modules are copies.
+
+        A layer of the copy can be replaced or given another weight without this target noticing.
+        """
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        with self.native() as model:
+            return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+    def adapted(self, adapter: Adapter) -> "Target":
+        """This target with an adapter merged into it: another target, beside this one, which stays what it is.
+
+        Memory: the adapted layers stand there twice (and packed twice, where layers are packed); embeddings, norms and
+        all other layers are shared.
+
+        Raises:
+            UserError: if the adapter does not fit.
+        """
+        model = self.copy_model()
+        adapter.merge_into(model)
+        if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+            # Saved as it is now: with the tie declared, the adapted output layer would be left out.
+            model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = False
+        return Target(model, self.tokenizer, name=f"{self.identity.name}, adapted", pack=self.packed is not None,
+                      beside=self)
+
+    # The output layer ------------------------------------------------------------------------------------------------
+
+    def output_weight(self) -> Tensor:
+        """The output layer's weight, [V, D]; borrowed, never to be trained or saved."""
+        return self.head.weight.detach()  # type: ignore[operator]
+
+    def post_process(self, logits: Tensor) -> Tensor:
+        """The scaling and soft-capping that the model applies to the product with its output weight."""
+        return post_process(logits, self.model, self.config)
+
+    def logits(self, final: Tensor) -> Tensor:
+        """Next-token logits [..., V] of final states [..., D], exactly as the model computes them."""
+        return self.post_process(self.head(final))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Input embeddings [..., D] of token ids [...]."""
+        return self.model.get_input_embeddings()(tokens)  # type: ignore[no-any-return]
+
+    # Passes ----------------------------------------------------------------------------------------------------------
+
+    def start(self, rows: int, capacity: int, taps: Sequence[int] = (), prefix: Sequence[int] = ()) -> "TargetRows":
+        """Open an empty batch of rows.
+
+        Args:
+            rows: sequences of the batch.
+            capacity: most tokens of a sequence, the largest tree included.
+            taps: layers whose outputs the passes give.
+            prefix: tokens that every sequence begins with; they are read once and copied from row to row.
+        """
+        return TargetRows(self, rows, capacity, self._checked(taps), prefix)
+
+    @torch.no_grad()
+    def encode(self, features: Features, taps: Sequence[int] = ()) -> Features:
+        """Run whole rows through the target, segments isolated, and fill in final states and taps.
+
+        Where some tokens have their states already, only the others are read.
+        """
+        if features.missing_BL is None:
+            return self.trace(features, taps)
+        batch = features.to(self.device)
+        return batch.completed(self.trace(batch.unread(), taps))
+
+    def trace(self, features: Features, taps: Sequence[int] = ()) -> Features:
+        """The same with a graph behind the states, for a target of which something is trained."""
+        batch = features.to(self.device)
+        positions_BL = batch.positions_BL
+        with self.tapping(self._checked(taps)) as states:
+            final_BLD = self.decoder(
+                inputs_embeds=self.embed(batch.tokens_BL),
+                attention_mask=batch.visible()[:, None],
+                position_ids=positions_BL,
+                key_positions=positions_BL,
+                use_cache=False,
+            ).last_hidden_state
+        return replace(batch, final_BLD=final_BLD, taps=dict(states))
+
+    @contextmanager
+    def tapping(self, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """Collect the outputs of the layers `taps` of the passes inside the block: the residual stream, pre-norm."""
+        states: dict[int, Tensor] = {}
+
+        def keep(layer: int) -> Any:
+            def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+                states[layer] = output[0] if isinstance(output, tuple) else output
+
+            return hook
+
+        handles = [self.layers[layer].register_forward_hook(keep(layer)) for layer in taps]
+        try:
+            yield states
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _checked(self, taps: Sequence[int]) -> tuple[int, ...]:
+        for layer in taps:
+            if not 0 <= layer < self.num_layers:
+                raise UserError(
+                    f"tap {layer} is not a layer of {self.identity.name}; choose from 0 to {self.num_layers - 1}"
+                )
+        return tuple(taps)
+
+    def _self_check(self, probe: Tensor, expected: Tensor) -> None:
+        """Compare a prefill and a branching tree of this class with the model's own pass over the same tokens."""
+        rows = self.start(1, 32)
+        with torch.no_grad():
+            prompt = rows.run(TokenTree.prompts(probe[:, :4], torch.tensor([4], device=self.device)))
+            rows.commit(
+                torch.arange(4, device=self.device)[None], torch.tensor([4], device=self.device), [4], moved=False
+            )
+            # The second child of the root repeats the first token: a pass that sees its sibling differs.
+            tokens = torch.cat([probe[:, 4:6], probe[:, :1], probe[:, 6:]], dim=1)
+            parents = torch.tensor([[-1, 0, 0, 1, 3]], device=self.device)
+            answer = rows.run(TokenTree.from_parents(tokens, parents))
+        found = torch.cat([prompt.logits_BMV, answer.logits_BMV[:, [0, 1, 3, 4]]], dim=1)
+        bound = {torch.float64: 1e-6, torch.float32: 1e-3}.get(self.dtype, 0.1) * float(
+            expected.abs().max().clamp(min=1)
+        )
+        gap = float((found - expected).abs().max())
+        if not gap <= bound:
+            raise UserError(
+                f"{self.identity.architecture} does not decode token trees exactly here: its logits differ by "
+                f"{gap:.2g} from its own forward pass (bound {bound:.2g}). Choose another target; this architecture "
+                "needs attention that this version does not know"
+            )
+
+
+class TargetRows:
+    """A batch of sequences inside the target: what it has read, and the passes that extend it.
+
+    Rows `[0, active)` are in use. A pass writes its nodes behind each row; `commit` keeps a path of them.
+    """
+
+    def __init__(
+        self, target: Target, rows: int, capacity: int, taps: tuple[int, ...], prefix: Sequence[int] = ()
+    ) -> None:
+        self.target, self.taps, self.active = target, taps, rows
+        self.cache = RowCache(target.num_layers, rows + bool(prefix), capacity, target.device)
+        self.calls = 0
+        self.spare = self._read_prefix(prefix) if prefix else None
+
+    @torch.no_grad()
+    def run(self, tree: TokenTree, rows: list[int] | None = None, select_BM: Tensor | None = None) -> PassOutput:
+        """Send a tree through the target behind what each row has committed.
+
+        Args:
+            tree: one tree a row.
+            rows: which rows; the active ones by default.
+            select_BM: the nodes whose logits are wanted; all by default.
+        """
+        target = self.target
+        window = self.cache.open(slice(0, self.active) if rows is None else rows, tree.size)
+        lengths_B1 = window.slots_BN[:, :1]
+        limit = target.context_length - 1
+        positions_BN = (lengths_B1 + tree.depths_BN).clamp(max=limit)
+        mask_BNW, key_positions_BW = _visible(tree, lengths_B1, positions_BN, window.width)
+        embedded = target.embed(tree.tokens_BN)
+        if tree.virtual_BMD is not None:
+            embedded[:, -tree.virtual_BMD.shape[1] :] = tree.virtual_BMD
+        with target.tapping(self.taps) as states:
+            final_BND = target.decoder(
+                inputs_embeds=embedded,
+                attention_mask=additive(mask_BNW[:, None], target.dtype),
+                position_ids=positions_BN,
+                past_key_values=self.cache,
+                use_cache=True,
+                key_positions=key_positions_BW,
+            ).last_hidden_state
+        self.calls += 1
+        wanted = (
+            final_BND
+            if select_BM is None
+            else final_BND.gather(1, select_BM[..., None].expand(-1, -1, final_BND.shape[-1]))
+        )
+        return PassOutput(logits_BMV=target.logits(wanted), final_BND=final_BND, taps=dict(states))
+
+    @torch.no_grad()
+    def commit(self, path_BK: Tensor, counts_B: Tensor, host_counts: list[int], *, moved: bool = True) -> None:
+        """Keep a path of the last pass in each of its rows; see `RowCache.commit`."""
+        self.cache.commit(path_BK, counts_B, host_counts, moved=moved)
+
+    @torch.no_grad()
+    def open(self, row: int, index: int) -> int:
+        """Empty a row for the request numbered `index`; it begins with the shared prefix, whose length is returned."""
+        self.cache.clear(row)
+        if self.spare is None:
+            return 0
+        length = self.cache.host_lengths[self.spare]
+        self.cache.copy(self.spare, row, length)
+        return length
+
+    def _read_prefix(self, prefix: Sequence[int]) -> int:
+        """Read what all rows begin with, once, into a spare row behind the others."""
+        device, count, spare = self.target.device, len(prefix), self.active
+        counts_B = torch.tensor([count], device=device)
+        tree = TokenTree.prompts(torch.tensor([list(prefix)], device=device), counts_B)
+        self.run(tree, [spare], counts_B[:, None] - 1)
+        self.commit(torch.arange(count, device=device)[None], counts_B, [count], moved=False)
+        return spare
+
+    def wipe(self, row: int) -> None:
+        """Zero what a row that went wrong left in the cache."""
+        self.cache.wipe(row)
+
+    def keep(self, order: list[int]) -> None:
+        """Make row order[r] the row r and drop the rest; an order may only pull later rows forward."""
+        with torch.no_grad():
+            for destination, source in enumerate(order):
+                if source != destination:
+                    self.cache.move(source, destination)
+        self.active = len(order)
+
+
+def _visible(tree: TokenTree, lengths_B1: Tensor, positions_BN: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """(mask_BNW, key_positions_BW): committed slots and ancestors are visible; a slot's position is its node's."""
+    slots_W = torch.arange(width, device=lengths_B1.device)
+    node_BW = slots_W - lengths_B1
+    inside_BW = (node_BW >= 0) & (node_BW < tree.size)
+    node_BW = node_BW.clamp(0, tree.size - 1)
+    ancestor_BNW = tree.ancestors_BNN.gather(2, node_BW[:, None, :].expand(-1, tree.size, -1))
+    mask_BNW = (slots_W < lengths_B1)[:, None, :] | (inside_BW[:, None, :] & ancestor_BNW)
+    key_positions_BW = torch.where(inside_BW, positions_BN.gather(1, node_BW), slots_W)
+    return mask_BNW, key_positions_BW
+
+
+def post_process(logits: Tensor, model: Any, config: Any) -> Tensor:
+    """The scaling and soft-capping that a model with this text config applies behind its output layer."""
+    if (scale := getattr(model, "logit_scale", None)) is not None:
+        logits = logits * scale
+    if (divisor := getattr(config, "logits_scaling", None)) is not None:
+        logits = logits / divisor
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
+        logits = cap * torch.tanh(logits / cap)
+    return logits
+
+
+def layer_list(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
+    """The decoder's list of layers. Raises UserError when it has none of that length."""
+    for module in decoder.children():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return module
+    raise UserError(f"{type(decoder).__name__} has no list of {num_layers} layers to tap; choose another target")
+
+
+def _refuse_unverifiable(model: Any) -> None:
+    """State-space and hybrid models cannot take back a token, nor branch; chunked attention has no mask here."""
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    unknown = kinds - {"full_attention", "sliding_attention", "attention"}
+    if getattr(model, "_is_stateful", False):
+        found = f" ({', '.join(sorted(unknown))})" if unknown else ""
+        raise UserError(
+            f"{type(model).__name__} keeps a recurrent state{found}: rejected tokens could not be taken back, so "
+            "no draft can be verified exactly. Choose a target whose layers all use attention"
+        )
+    if unknown:
+        raise UserError(
+            f"{type(model).__name__} has layers of the kind {', '.join(sorted(unknown))}, which this version cannot "
+            "verify exactly. Choose a target with full or sliding attention"
+        )

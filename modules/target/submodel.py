@@ -1,0 +1,142 @@
+"""Small models of a target's own kind: its configuration with fewer layers or less width, some of its layers copied, or
+an ordinary Hugging Face folder.
+
+Shapes: V vocabulary, D hidden size.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import UserError
+from .model import Target, layer_list
+from .tree_attention import NAME, register
+
+_FALLBACK_FIELDS = ("rms_norm_eps", "initializer_range", "rope_parameters", "bos_token_id", "eos_token_id",
+                    "pad_token_id", "max_position_embeddings", "hidden_act")
+_MACHINE_FIELDS = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
+
+
+def smaller(target: Target, *, num_layers: int, hidden_size: int | None = None, num_heads: int | None = None,
+            num_kv_heads: int | None = None, intermediate_size: int | None = None, tied: bool | None = None) -> Any:
+    """The target's configuration with fewer layers and another width; what is left out keeps the target's proportions.
+
+    A configuration that is no plain causal language model's becomes a Llama's of the same numbers.
+
+    Raises:
+        UserError: if the width and the heads do not divide.
+    """
+    own = target.config
+    width = hidden_size or own.hidden_size
+    ratio = own.num_attention_heads / (getattr(own, "num_key_value_heads", None) or own.num_attention_heads)
+    head_dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
+    if num_heads is not None:
+        if width % num_heads or (width // num_heads) % 2:
+            raise UserError(f"hidden_size {width} does not divide into {num_heads} heads of an even width; choose "
+                            "another num_heads or hidden_size")
+        head_dim = width // num_heads
+    heads = num_heads or max(1, width // head_dim)
+    shared = num_kv_heads or max(1, int(heads / ratio))
+    while num_kv_heads is None and heads % shared:
+        shared -= 1
+    if heads % shared:
+        raise UserError(f"num_kv_heads {shared} does not divide num_heads {heads}; choose a divisor of it")
+    wide = intermediate_size or round(width * own.intermediate_size / own.hidden_size)
+    fields = {"num_hidden_layers": num_layers, "hidden_size": width, "num_attention_heads": heads,
+              "num_key_value_heads": shared, "head_dim": head_dim, "intermediate_size": wide,
+              "vocab_size": target.vocab_size}
+    if tied is not None:
+        fields["tie_word_embeddings"] = tied
+    return _changed(own, fields, range(num_layers))
+
+
+def chosen(target: Target, layers: Sequence[int], *, tied: bool | None = None) -> Any:
+    """The target's configuration with some of its layers only.
+
+    Raises:
+        UserError: if a layer is not one of the target's, or they are not ascending.
+    """
+    last = target.num_layers - 1
+    if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] > last:
+        raise UserError(f"layers must be ascending numbers from 0 to {last}, the layers of {target.identity.name}, at "
+                        f"least one; got {list(layers)}")
+    if not is_causal_lm(target.config):
+        raise UserError(f"the layers of {target.identity.architecture} make no causal language model of their own; "
+                        "leave layers out and give num_layers and hidden_size")
+    fields: dict[str, Any] = {"num_hidden_layers": len(layers), "vocab_size": target.vocab_size}
+    if tied is not None:
+        fields["tie_word_embeddings"] = tied
+    return _changed(target.config, fields, layers)
+
+
+def _changed(own: Any, fields: dict[str, Any], layers: Sequence[int]) -> Any:
+    from transformers import LlamaConfig
+
+    given = own.to_dict()
+    if not is_causal_lm(own):
+        kept = {name: given[name] for name in _FALLBACK_FIELDS if given.get(name) is not None}
+        return LlamaConfig(**{"tie_word_embeddings": bool(given.get("tie_word_embeddings")), **kept, **fields})
+    known = {name: value for name, value in fields.items() if name in given}
+    if given.get("layer_types"):
+        known["layer_types"] = [given["layer_types"][layer % len(given["layer_types"])] for layer in layers]
+    return config_of({**given, **known})
+
+
+def is_causal_lm(config: Any) -> bool:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def config_of(fields: dict[str, Any]) -> Any:
+    """A configuration from `fields_of`'s answer.
+
+    Raises:
+        UserError: if it is no model that transformers knows.
+    """
+    from transformers import AutoConfig
+
+    plain = {name: value for name, value in fields.items() if name not in _MACHINE_FIELDS}
+    try:
+        return AutoConfig.for_model(**plain)
+    except (TypeError, ValueError, KeyError) as error:
+        raise UserError(f"transformers cannot make the model of this draft ({error}); use the version that trained "
+                        "it") from error
+
+
+def fields_of(config: Any) -> dict[str, Any]:
+    """A configuration as JSON gives it back, without what tells of this machine or its versions."""
+    fields = {name: value for name, value in config.to_dict().items() if name not in _MACHINE_FIELDS}
+    found: dict[str, Any] = json.loads(json.dumps(fields))
+    return found
+
+
+def new_model(config: Any) -> Any:
+    """A random causal language model in float32, with the one attention function of this package."""
+    from transformers import AutoModelForCausalLM
+
+    register()
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    model.set_attn_implementation(NAME)
+    return model
+
+
+@torch.no_grad()
+def copy_layers(model: Any, target: Target, layers: Sequence[int]) -> None:
+    """Give a model of `chosen`'s configuration the target's layers, embedding, last norm and output layer."""
+    own = layer_list(model.get_decoder(), len(layers))
+    numbers = {id(layer): place for place, layer in enumerate(own)}
+    sources = dict(target.decoder.named_parameters())
+    prefix = next(name for name, module in model.get_decoder().named_modules() if id(module) in numbers)
+    prefix = prefix.rsplit(".", 1)[0]
+    for name, parameter in model.get_decoder().named_parameters():
+        if name.startswith(f"{prefix}."):
+            place, rest = name.removeprefix(f"{prefix}.").split(".", 1)
+            name = f"{prefix}.{layers[int(place)]}.{rest}"
+        parameter.copy_(sources[name])
+    head = model.get_output_embeddings()
+    if head.weight is not model.get_input_embeddings().weight:
+        for name, parameter in target.head.named_parameters():
+            getattr(head, name).data.copy_(parameter)

@@ -1,0 +1,88 @@
+"""One attention function for every target: the same mask for all layers and families.
+
+transformers hands the mask over unchanged when it is four-dimensional, but each of its implementations reads it in
+another way and sliding windows need a second one. This function takes one mask for all layers and applies the window
+by position ids.
+
+Shapes: B rows, H heads, N queries, W keys, E head dimension.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from ..errors import UserError
+
+NAME = "draftsmith"
+"""Name of the attention implementation in transformers' registry."""
+
+
+def tree_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    position_ids: Tensor | None = None,
+    key_positions: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attend with a mask [B, 1, N, W]; `key_positions` [B, W] lets a sliding window follow positions, not slots.
+
+    The mask is boolean or `additive`: a boolean one is made additive by every layer anew. The signature is the one
+    transformers' attention modules call.
+
+    Raises:
+        UserError: for attention sinks, which this function would silently leave out.
+    """
+    if s_aux is not None:
+        raise UserError("this target has attention sinks, which would be left out in silence; choose another target")
+    mask, queries = attention_mask, query.shape[2]
+    if sliding_window is not None and key_positions is not None and position_ids is not None and mask is not None:
+        near = position_ids[:, None, :, None] - key_positions[:, None, None, :] < sliding_window
+        mask = mask & near if mask.dtype is torch.bool else mask.masked_fill(~near, -torch.inf)
+    if mask is not None and mask.dtype is not torch.bool:
+        mask = mask.to(query.dtype)
+    grouped = query.shape[1] != key.shape[1]
+    if softcap is None:
+        out = scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scaling, is_causal=mask is None and queries > 1, enable_gqa=grouped
+        )
+    else:
+        out = _soft_capped(query, key, value, mask, scaling, softcap)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _soft_capped(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, softcap: float
+) -> Tensor:
+    """Attention whose scores are squashed to (-softcap, softcap) before the mask, as Gemma 2 does."""
+    if query.shape[1] != key.shape[1]:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = torch.tanh(scores / softcap) * softcap
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(key.shape[2] - query.shape[2])
+    hidden = ~mask if mask.dtype is torch.bool else mask == -torch.inf
+    return scores.masked_fill(hidden, torch.finfo(scores.dtype).min).softmax(-1) @ value
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A boolean mask as numbers to be added to the scores: 0 where it is True, minus infinity elsewhere."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+
+
+def register() -> None:
+    """Make the function known to transformers; without the mask entry a padding mask would be dropped in silence."""
+    AttentionInterface.register(NAME, tree_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)

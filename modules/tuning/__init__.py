@@ -1,0 +1,1 @@
+"""Fitting of the draft tree: held-out acceptance, cost model, tree size."""

@@ -1,0 +1,178 @@
+"""How far a draft's own confidence can be trusted: the probability it gave each guess against whether it came true.
+
+A tree that follows the draft's confidence (EAGLE-2, arXiv:2406.16858, sections 3.2 and 4) is as good as that confidence
+is calibrated. Stored greedy answers tell of every guess of a pass whether it was right, the rejected ones included, so
+the curve costs nothing beyond a replay that is made anyway.
+
+Shapes: N nodes of a tree, A tokens of an answer left to draft, C bins of confidence.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..decoding.loop import decode
+from ..decoding.requests import DecodeSettings, Generation
+from ..features import Features
+from ..interfaces.drafter import Drafter
+from ..interfaces.proposer import DraftState, Proposals, Proposer
+from ..policies.static_tree import Span, StaticTree
+from ..random_streams import Draws
+from ..target.model import Target
+from ..token_tree import TokenTree, Topology
+from .replay_acceptance import Acceptance, acceptance_of
+from .replay_target import Replay
+
+BINS = 10
+"""Equal bins of confidence between 0 and 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfidenceBin:
+    """Guesses of like confidence."""
+
+    guesses: int
+    """How many."""
+    mean_confidence: float | None
+    """Probability that the draft gave them on average; None without any."""
+    acceptance_rate: float | None
+    """Share of them that the target agreed with; None without any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfidenceCurve:
+    """Confidence against acceptance."""
+
+    guesses: int
+    """Of all bins."""
+    mean_confidence: float
+    """Probability that the draft gave them on average."""
+    acceptance_rate: float
+    """Share of them that the target agreed with."""
+    expected_calibration_error: float
+    """Distance between confidence and acceptance of a bin, averaged over guesses (arXiv:1706.04599, eq. 3)."""
+    bins: tuple[ConfidenceBin, ...]
+    """Equal bins from 0 to 1, the last with 1 itself."""
+
+
+class ConfidenceTally:
+    """Sums over the guesses of each bin: how many, their confidence, how many were right."""
+
+    def __init__(self) -> None:
+        self.sums_C3 = torch.zeros(BINS, 3, dtype=torch.float64)
+
+    def add(self, log_probs_N: Tensor, right_N: Tensor) -> None:
+        """Count guesses by the probabilities whose logarithms are given."""
+        confidence_N = log_probs_N.double().exp().clamp(max=1)
+        bins_N = (confidence_N * BINS).long().clamp(max=BINS - 1)
+        self.sums_C3.index_add_(0, bins_N, torch.stack([torch.ones_like(confidence_N), confidence_N, right_N.double()],
+                                                       dim=1))
+
+    def curve(self) -> ConfidenceCurve | None:
+        """The means; None when nothing was counted."""
+        count, confidence, right = self.sums_C3.sum(0).tolist()
+        if not count:
+            return None
+        gaps_C = (self.sums_C3[:, 1] - self.sums_C3[:, 2]).abs()
+        return ConfidenceCurve(
+            guesses=int(count), mean_confidence=confidence / count, acceptance_rate=right / count,
+            expected_calibration_error=float(gaps_C.sum()) / count,
+            bins=tuple(_bin(*sums) for sums in self.sums_C3.tolist()),
+        )
+
+
+def _bin(count: float, confidence: float, right: float) -> ConfidenceBin:
+    return ConfidenceBin(guesses=int(count), mean_confidence=confidence / count if count else None,
+                         acceptance_rate=right / count if count else None)
+
+
+@dataclass(kw_only=True)
+class Confidence:
+    """What was learnt of one drafter's confidence."""
+
+    token: ConfidenceTally = field(default_factory=ConfidenceTally)
+    """Probability of a token given the guesses before it, where these were right, and whether it was right too."""
+    path: ConfidenceTally = field(default_factory=ConfidenceTally)
+    """Product of the probabilities down to a node, which EAGLE-2 ranks by, and whether the whole path was right."""
+
+    def add(self, guesses: "Guesses", topology: Topology, answer_A: Tensor) -> None:
+        """Count the guesses of one pass.
+
+        Args:
+            answer_A: what the target says next; of deeper guesses nobody knows whether they are right.
+        """
+        depths_N, parents_N = torch.tensor(topology.depths), torch.tensor(topology.parents).clamp(min=0)
+        # Where the drafter had no guess, there is no path either.
+        path_N = torch.where(topology.ancestors_NN, guesses.log_probs_N, 0.0).sum(-1)
+        known_N = (depths_N > 0) & (depths_N <= len(answer_A)) & (path_N > -torch.inf)
+        right_N = guesses.tokens_N == answer_A[(depths_N - 1).clamp(0, len(answer_A) - 1)]
+        right_N[0] = True
+        followed_N = ~(topology.ancestors_NN & ~right_N).any(-1)
+        asked_N = known_N & followed_N[parents_N]
+        self.token.add(guesses.log_probs_N[asked_N], right_N[asked_N])
+        self.path.add(path_N[known_N], followed_N[known_N])
+
+    def curves(self) -> dict[str, ConfidenceCurve]:
+        """By what they are the confidence of; none when nothing was drafted."""
+        found = {"token": self.token.curve(), "path": self.path.curve()}
+        return {name: curve for name, curve in found.items() if curve is not None}
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """What a drafter proposed at the nodes of a static tree in one pass of one row, the root being certain."""
+
+    tokens_N: Tensor
+    """Token of each node."""
+    log_probs_N: Tensor
+    """Draft log-probability of each node given its parent; minus infinity where there was no guess."""
+
+
+class NotingTree(StaticTree):
+    """A static tree that keeps, pass by pass, what was proposed for its one row, and how sure the drafter was."""
+
+    def __init__(self, topology: Topology) -> None:
+        super().__init__(topology)
+        self.passes: list[Guesses] = []
+
+    def grow(self, drafter: Proposer, state: DraftState, roots_B: Tensor, draws: Draws | None = None) -> TokenTree:
+        self.passes.append(Guesses(roots_B.repeat(self.topology.size),
+                                   torch.zeros(self.topology.size, device=roots_B.device)))
+        return super().grow(drafter, state, roots_B, draws)
+
+    def note(self, span: Span, proposals: Proposals) -> None:
+        latest = self.passes[-1]
+        latest.tokens_N[span.children_C] = span.of(proposals.tokens_BFHR)[0]
+        latest.log_probs_N[span.children_C] = span.of(proposals.log_probs_BFHR)[0].float()
+
+
+def replay_noting(drafter: Drafter, target: Target, features: Sequence[Features], topology: Topology,
+                  confidence: Confidence) -> Acceptance:
+    """`replay`, one row at a time, that also adds every guess to a drafter's `confidence`.
+
+    Args:
+        drafter: bound to the target, on the features' device.
+        target: the target that wrote the answers.
+        features: encoded rows, one conversation each.
+        topology: the static tree.
+        confidence: gets the guesses.
+    """
+    source, policy = Replay(target, features), NotingTree(topology)
+    result = decode(source, source.requests, DecodeSettings(batch_size=1), drafter=drafter, policy=policy)
+    if policy.passes:
+        for guesses, answer_A in zip(policy.passes, _ahead(result.generations), strict=True):
+            confidence.add(Guesses(guesses.tokens_N.cpu(), guesses.log_probs_N.cpu()), topology, answer_A)
+    return acceptance_of(result, topology.depth)
+
+
+def _ahead(generations: Sequence[Generation]) -> list[Tensor]:
+    """What each answer still had to say before each of its passes; its first token is the prompt's pass."""
+    found = []
+    for generation in generations:
+        tokens_A, place = torch.tensor(generation.tokens), 1
+        for emitted in generation.emitted:
+            found.append(tokens_A[place:])
+            place += emitted
+    return found

@@ -1,0 +1,118 @@
+"""Accepted length of a drafter on held-out answers, decoded without a pass of the target.
+
+Shapes: B rows, L positions, D hidden size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..decoding.loop import decode
+from ..decoding.requests import DecodeResult, DecodeSettings
+from ..features import Features
+from ..interfaces.drafter import Drafter
+from ..policies.static_tree import StaticTree
+from ..target.model import Target
+from ..token_tree import Topology
+from .held_out_ranks import rank_table
+from .replay_target import Replay
+from .tree_search import search_tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Acceptance:
+    """What decoding held-out text gave."""
+
+    accepted_length: float
+    """Tokens emitted per pass, the bonus included."""
+    by_position: tuple[float, ...]
+    """Share of passes that accepted at least 1, 2, … drafted tokens."""
+    tokens: int
+    """Tokens decoded."""
+    passes: int
+    """Passes made."""
+
+
+def replay(
+    drafter: Drafter,
+    target: Target,
+    features: Sequence[Features],
+    topology: Topology,
+    *,
+    batch_size: int = 8,
+    max_answers: int | None = None,
+) -> Acceptance:
+    """Decode stored greedy answers through a drafter: the exact accepted length, no pass of the target needed.
+
+    Args:
+        drafter: bound to the target, on the features' device.
+        target: the target that wrote the answers.
+        features: encoded rows, one conversation each.
+        topology: the static tree.
+        batch_size: rows at a time; does not change the result.
+        max_answers: at most so many answers; all by default.
+    """
+    source = Replay(target, features, max_answers)
+    result = decode(
+        source, source.requests, DecodeSettings(batch_size=batch_size), drafter=drafter, policy=StaticTree(topology)
+    )
+    return acceptance_of(result, topology.depth)
+
+
+def acceptance_of(result: DecodeResult, depth: int) -> Acceptance:
+    """How much was accepted of drafts of at most `depth` tokens."""
+    emitted = [count for generation in result.generations for count in generation.emitted]
+    passes = len(emitted)
+    reached = tuple(sum(count > least for count in emitted) / passes if passes else 0.0
+                    for least in range(1, depth + 1))
+    return Acceptance(
+        accepted_length=sum(emitted) / passes if passes else 0.0,
+        by_position=reached,
+        tokens=sum(emitted),
+        passes=passes,
+    )
+
+
+def decoded_acceptance(drafter: Drafter, target: Target, features: Sequence[Features], nodes: int) -> Acceptance:
+    """Accepted length of the best static tree of `nodes` nodes on held-out greedy answers.
+
+    The tree is searched on every second row and measured on the others (with a single row, on the same), so that it
+    is not judged by the text it was fitted to.
+    """
+    rows = [row for batch in features for row in _unbatch(batch)]
+    fitted, measured = (rows[0::2], rows[1::2]) if len(rows) > 1 else (rows, rows)
+    topology, _ = search_tree(rank_table(drafter, fitted), nodes)
+    if topology.size == 1:
+        topology = Topology.chain(1)
+    return replay(drafter, target, measured, topology)
+
+
+def _unbatch(batch: Features) -> list[Features]:
+    return [
+        Features(
+            tokens_BL=batch.tokens_BL[row : row + 1],
+            supervised_BL=batch.supervised_BL[row : row + 1],
+            segments_BL=batch.segments_BL[row : row + 1],
+            positions_BL=batch.positions_BL[row : row + 1],
+            final_BLD=batch.final()[row : row + 1],
+            taps={layer: states[row : row + 1] for layer, states in batch.taps.items()},
+        )
+        for row in range(batch.tokens_BL.shape[0])
+    ]
+
+
+def answered_anew(target: Target, features: Sequence[Features], batch_size: int = 16) -> list[Features]:
+    """The prompts of stored conversations with the greedy answers that `target` gives now, one row each, encoded.
+
+    These answers are the target's own, so that drafts can be replayed on them exactly. Each is at most as long as the
+    one it stands for.
+
+    Args:
+        target: writes and encodes the answers.
+        features: encoded conversations, one a row; each of their answers is a prompt of its own here.
+        batch_size: answers written at a time; it changes none of them.
+    """
+    requests = Replay(target, features).requests
+    written = decode(target, requests, DecodeSettings(batch_size=batch_size)).generations
+    rows = [([*one.request.tokens, *one.tokens], [False] * len(one.request.tokens) + [True] * len(one.tokens))
+            for one in written]
+    return [target.encode(Features.from_rows([row])) for row in rows]

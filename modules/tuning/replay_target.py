@@ -1,0 +1,155 @@
+"""Decoding against stored text: the exact accepted length of a drafter without a pass of the target.
+
+Greedy decoding emits the target's greedy answer whatever is drafted, so on a stored greedy answer every accepted
+path, and every state that a drafter observes, is already known. `Replay` answers the loop's passes from there.
+
+Shapes: B rows, N nodes, M selected nodes, L positions, D hidden size, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..decoding.requests import Request
+from ..features import Features
+from ..target.model import PassOutput, Target
+from ..token_tree import TokenTree
+
+
+@dataclass(frozen=True)
+class StoredRow:
+    """One encoded conversation."""
+
+    tokens_L: Tensor
+    final_LD: Tensor
+    taps: dict[int, Tensor]
+
+
+class Replay:
+    """Stands in for the target on encoded greedy answers.
+
+    Args:
+        target: the target that wrote and encoded them.
+        features: encoded batches, one conversation a row (no packing).
+        max_answers: at most so many answers, in order; all by default.
+    """
+
+    def __init__(self, target: Target, features: Sequence[Features], max_answers: int | None = None) -> None:
+        self.target = target
+        self.rows: dict[int, StoredRow] = {}
+        self.requests: list[Request] = []
+        for batch in features:
+            for row in range(batch.tokens_BL.shape[0]):
+                self._add(batch, row)
+        self.requests = self.requests[:max_answers]
+
+    def _add(self, batch: Features, row: int) -> None:
+        length = int((batch.segments_BL[row] >= 0).sum())
+        stored = StoredRow(
+            batch.tokens_BL[row, :length],
+            batch.final()[row, :length],
+            {layer: states[row, :length] for layer, states in batch.taps.items()},
+        )
+        tokens = stored.tokens_L.tolist()
+        for start, stop in _spans(batch.supervised_BL[row, :length].tolist()):
+            if start > 0 and stop - start > 1:
+                request = Request(tuple(tokens[:start]), len(self.rows), stop - start)
+                self.rows[request.index] = stored
+                self.requests.append(request)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the stored states are."""
+        return next(iter(self.rows.values())).final_LD.device if self.rows else self.target.device
+
+    @property
+    def vocab_size(self) -> int:
+        """The target's."""
+        return self.target.vocab_size
+
+    @property
+    def context_length(self) -> int:
+        """The target's."""
+        return self.target.context_length
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """None: an answer ends where the stored one does."""
+        return ()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's."""
+        return self.target.tokenizer
+
+    def start(self, rows: int, capacity: int, taps: Sequence[int] = (), prefix: Sequence[int] = ()) -> "ReplayRows":
+        """Open an empty batch of rows; a prefix saves nothing here."""
+        return ReplayRows(self, rows, tuple(taps))
+
+
+class ReplayRows:
+    """A batch of stored conversations, each read as far as it has been committed."""
+
+    def __init__(self, replay: Replay, rows: int, taps: tuple[int, ...]) -> None:
+        self.replay, self.taps = replay, taps
+        self.stored: list[StoredRow | None] = [None] * rows
+        self.lengths = [0] * rows
+        self._running: list[int] = []
+
+    def run(self, tree: TokenTree, rows: list[int] | None = None, select_BM: Tensor | None = None) -> PassOutput:
+        """Look up what the target said at each node's position; true of accepted nodes, irrelevant at the others."""
+        self._running = list(range(len(self.stored))) if rows is None else rows
+        vocab_size = self.replay.target.vocab_size
+        finals: list[Tensor] = []
+        choices: list[Tensor] = []
+        taps: dict[int, list[Tensor]] = {layer: [] for layer in self.taps}
+        for place, row in enumerate(self._running):
+            stored = self.stored[row]
+            if stored is None:
+                raise ValueError(f"row {row} was read before it was opened")
+            last = stored.tokens_L.shape[0] - 1
+            here_N = (self.lengths[row] + tree.depths_BN[place]).clamp(max=last)
+            finals.append(stored.final_LD[here_N])
+            choices.append(stored.tokens_L[(here_N + 1).clamp(max=last)])
+            for layer in self.taps:
+                taps[layer].append(stored.taps[layer][here_N])
+        choices_BM = torch.stack(choices)
+        if select_BM is not None:
+            choices_BM = choices_BM.gather(1, select_BM)
+        logits_BMV = torch.zeros(*choices_BM.shape, vocab_size, device=choices_BM.device)
+        return PassOutput(
+            logits_BMV=logits_BMV.scatter_(2, choices_BM[..., None], 1.0),
+            final_BND=torch.stack(finals).float(),
+            taps={layer: torch.stack(states).float() for layer, states in taps.items()},
+        )
+
+    def commit(self, path_BK: Tensor, counts_B: Tensor, host_counts: list[int], *, moved: bool = True) -> None:
+        """Read on by the accepted tokens."""
+        for row, count in zip(self._running, host_counts, strict=True):
+            self.lengths[row] += count
+
+    def open(self, row: int, index: int) -> int:
+        """Begin the stored conversation of request `index` in a row; nothing of it has been read."""
+        self.stored[row], self.lengths[row] = self.replay.rows[index], 0
+        return 0
+
+    def wipe(self, row: int) -> None:
+        """Nothing to do: a row keeps nothing but its place."""
+
+    def keep(self, order: list[int]) -> None:
+        """Make row order[r] the row r and drop the rest."""
+        self.stored = [self.stored[row] for row in order]
+        self.lengths = [self.lengths[row] for row in order]
+
+
+def _spans(marks: list[bool]) -> list[tuple[int, int]]:
+    """[start, stop) of each run of True."""
+    edges = [
+        place
+        for place in range(len(marks) + 1)
+        if (place < len(marks) and marks[place]) != (place > 0 and marks[place - 1])
+    ]
+    return list(zip(edges[::2], edges[1::2], strict=True))

@@ -1,0 +1,167 @@
+"""Seconds of decoding steps on this machine: what the cost model is fitted to.
+
+All kinds of steps take turns, so that a busy moment of the machine hits every one alike; medians count.
+
+Shapes: B rows, N nodes or tokens read, D hidden size, V vocabulary.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import median
+
+import torch
+
+from ..decoding.pass_outcome import observation, to_host, verified
+from ..interfaces.proposer import Observation, Proposer, Verified
+from ..policies.static_tree import StaticTree
+from ..target.model import Target
+from ..token_tree import TokenTree, Topology
+from ..verification.sampling import argmax
+from ..verification.tree_walk import down_to
+from .cost_model import CostModel, Sample
+
+SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Nodes of the trees that are timed with one row."""
+BATCHES = ((4, (1, 4, 16)), (8, (1, 8)), (16, (1, 4)))
+"""Rows, and nodes of the trees that are timed with so many."""
+LONG = ((1, (1, 16)), (4, (1, 8)))
+"""The same behind a context that is several times as long."""
+LONGER = 4
+"""How many times."""
+
+
+@torch.no_grad()
+def measure_cost(
+    target: Target,
+    drafter: Proposer,
+    topology: Topology,
+    *,
+    context: int = 192,
+    repeats: int = 5,
+    seconds: float = 15.0,
+) -> CostModel:
+    """Time steps with the prefixes of a best-first tree on this machine and fit the model to them.
+
+    Args:
+        target: the target.
+        drafter: bound to it.
+        topology: best-first order of the tree, or a chain.
+        context: tokens that target and drafter have read; at most what the target's context allows.
+        repeats: steps of each kind, after one round of warm-up.
+        seconds: start no further round after so many; two are always made.
+    """
+    benches = _benches(target, drafter, topology, context, repeats)
+    times: dict[tuple[int, int, int], list[tuple[float, float]]] = defaultdict(list)
+    began = time.monotonic()
+    for turn in range(repeats + 1):
+        if turn > 1 and time.monotonic() - began > seconds:
+            break
+        for bench in benches:
+            for size in bench.sizes:
+                found = bench.step(size)
+                if turn > 0:
+                    times[size, bench.batch, bench.context].append(found)
+    samples = [
+        Sample(
+            size=size,
+            batch=batch,
+            context=read,
+            pass_seconds=median(seconds for seconds, _ in found),
+            draft_seconds=median(seconds for _, seconds in found),
+        )
+        for (size, batch, read), found in times.items()
+    ]
+    return CostModel.fit(samples, benches[0].context)
+
+
+def _benches(target: Target, drafter: Proposer, topology: Topology, context: int, repeats: int) -> list["_Bench"]:
+    """One for each batch and context, each with the tree sizes that it times."""
+    room = target.context_length - topology.size - 1
+    kinds = [(1, SIZES, context), *((rows, sizes, context) for rows, sizes in BATCHES)]
+    kinds += [(rows, sizes, LONGER * context) for rows, sizes in LONG]
+    return [
+        _Bench(target, drafter, topology, batch, min(read, room), [size for size in sizes if size <= topology.size],
+               repeats)
+        for batch, sizes, read in kinds
+    ]
+
+
+class _Bench:
+    """Rows that have read as many blank tokens, and the drafter's state beside them.
+
+    What a pass costs does not depend on what its tokens say, so nothing is computed for the context.
+    """
+
+    def __init__(
+        self, target: Target, drafter: Proposer, topology: Topology, batch: int, context: int, sizes: Sequence[int],
+        repeats: int,
+    ) -> None:
+        self.target, self.drafter, self.topology = target, drafter, topology
+        self.batch, self.context, self.sizes = batch, context, sizes
+        # The target forgets each step, the drafter's text grows by its token.
+        steps = (repeats + 1) * len(sizes)
+        self.rows = target.start(batch, context + topology.size, drafter.taps)
+        self.rows.cache.assume(context)
+        self.state = drafter.start(batch, context + steps + topology.size)
+        self.rows_B = torch.arange(batch, device=target.device)
+        self.roots_B = torch.zeros_like(self.rows_B)
+        self._read()
+
+    def _read(self) -> None:
+        """Let the drafter observe the context."""
+        target, shape = self.target, (self.batch, self.context)
+        tokens_BN = torch.arange(self.context, device=target.device).expand(shape) % target.vocab_size
+        states_BND = torch.zeros(*shape, target.hidden_size, dtype=target.dtype, device=target.device)
+        last_B1 = torch.full_like(self.roots_B, self.context - 1)[:, None]
+        answers = Verified(
+            tokens_BM=tokens_BN[:, -1:],
+            real_BM=torch.ones_like(last_B1, dtype=torch.bool),
+            logits_BMV=torch.zeros(self.batch, 1, target.vocab_size, dtype=target.dtype, device=target.device),
+            places_BM=last_B1,
+        )
+        self.drafter.observe(
+            self.state,
+            self.rows_B,
+            Observation(
+                tokens_BN=tokens_BN,
+                counts_B=last_B1[:, 0] + 1,
+                final_BND=states_BND,
+                taps=dict.fromkeys(self.drafter.taps, states_BND),
+                roots_B=self.roots_B,
+                verified=answers if self.drafter.reads_logits else None,
+            ),
+        )
+
+    def step(self, size: int) -> tuple[float, float]:
+        """(seconds of the pass, seconds of the drafter) of one step in which nothing is accepted."""
+        began = _now(self.target.device)
+        tree = self._grown(size)
+        drafted = _now(self.target.device)
+        output = self.rows.run(tree)
+        accepted = down_to(tree, self.roots_B, argmax(output.logits_BMV)[:, 0])
+        _, counts, _ = to_host(tree, accepted, self.roots_B)
+        self.rows.commit(accepted.path_BK, accepted.counts_B, counts, moved=size > 1)
+        passed = _now(self.target.device)
+        self.rows.cache.rewind(self.batch, 1)
+        if size == 1:
+            return passed - drafted, 0.0
+        answers = verified(tree, accepted, output) if self.drafter.reads_logits else None
+        resumed = _now(self.target.device)
+        self.drafter.observe(self.state, self.rows_B, observation(tree, accepted, output, answers))
+        return passed - drafted, drafted - began + _now(self.target.device) - resumed
+
+    def _grown(self, size: int) -> TokenTree:
+        """The prefix of the tree; of a drafter that has no guess, with padding in its place."""
+        topology = self.topology.prefix(size)
+        roots_BN = self.roots_B[:, None].expand(-1, size)
+        if size == 1:
+            return topology.plant(roots_BN)
+        tree = StaticTree(topology).grow(self.drafter, self.state, self.roots_B)
+        return tree if tree.size == size else topology.plant(roots_BN)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,1 @@
+"""Sampling from the target and the rules that accept or reject drafted tokens."""

@@ -1,0 +1,242 @@
+"""The rules by which drafted tokens are accepted, behind one interface.
+
+Exact rules, which emit the target's distribution: equality for point masses (the default), rejection for tokens that
+were sampled from a q that the tree carries. Typical acceptance is not exact and says so.
+
+Shapes: B rows, N nodes, K children of one node, V target vocabulary. p is the target's processed distribution, q the
+draft's.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import UserError
+from ..token_tree import TokenTree
+from .sampling import Sampling, choose, draw
+from .tree_walk import Accepted, down_to, follow
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chances:
+    """Random numbers for one verification, uniform in [0, 1) and independent; ignored in greedy rows."""
+
+    choices_BN: Tensor
+    """For the target's choice behind each node: that of the place the chosen token would take."""
+    tests_BN: Tensor
+    """For the acceptance test of each node; only rules of rejection read it."""
+
+
+class Rule(ABC):
+    """Decides which path of a verified tree is kept and which token follows it."""
+
+    lossless: bool = True
+    """Whether the emitted tokens have the target's distribution."""
+
+    @abstractmethod
+    def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
+        """Judge one tree a row by the target's logits behind each node (penalties applied, temperature not)."""
+
+
+class Equality(Rule):
+    """A node is accepted when it is what the target chose: exact for point masses, and for any tree in greedy rows.
+
+    The same law as accepting x with probability p(x) and going on with p(x) = 0, renormalised (EAGLE-2's rule), and
+    the emitted tokens do not depend on what was drafted.
+    """
+
+    def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
+        return follow(tree, choose(logits_BNV, chances.choices_BN, sampling))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a rule of rejection says about the children of one node a row."""
+
+    accept_BK: Tensor
+    """Probability of accepting each child once the ones before it were rejected; 0 where there is none."""
+    rest_BV: Tensor
+    """Distribution of the emitted token when every child was rejected."""
+
+
+def judge(target_BV: Tensor, draft_BV: Tensor, tokens_BK: Tensor, real_BK: Tensor, sampled_BK: Tensor) -> Verdict:
+    """Recursive rejection over siblings in the order they were drawn (arXiv:2402.14160; EAGLE-1's code).
+
+    Start with P = p. Accept the j-th child x with probability min(1, P(x) / q_j(x)), where q_j is q without the earlier
+    sampled siblings, renormalised, or all on x for a point mass; after a rejection P becomes max(P - q_j, 0) over the
+    whole vocabulary, renormalised. (Algorithm 1 of arXiv:2401.15077 read literally changes one entry, which is biased.)
+
+    Args:
+        target_BV: p at the node, float64.
+        draft_BV: q at the node, float64; any where no child was sampled.
+        tokens_BK: the children's tokens.
+        real_BK: which of them exist.
+        sampled_BK: which of them were drawn from q.
+    """
+    rest_BV, left_BV, accepts = target_BV, draft_BV, []
+    for rank in range(tokens_BK.shape[1]):
+        one = slice(rank, rank + 1)
+        token_B1, real_B1, sampled_B1 = tokens_BK[:, one], real_BK[:, one], sampled_BK[:, one]
+        certain_BV = torch.zeros_like(rest_BV).scatter(1, token_B1, 1.0)
+        q_BV = torch.where(sampled_B1, left_BV, certain_BV)
+        chance_B1 = (rest_BV.gather(1, token_B1) / q_BV.gather(1, token_B1)).clamp(max=1.0)
+        accepts.append(torch.where(real_B1, chance_B1, 0.0))
+        rest_BV = torch.where(real_B1, normalised((rest_BV - q_BV).clamp(min=0), rest_BV), rest_BV)
+        left_BV = torch.where(real_B1 & sampled_B1, normalised(left_BV.scatter(1, token_B1, 0.0), left_BV), left_BV)
+    return Verdict(accept_BK=torch.cat([*accepts, rest_BV[:, :0]], dim=1), rest_BV=rest_BV)
+
+
+def normalised(mass_BV: Tensor, otherwise_BV: Tensor) -> Tensor:
+    """`mass_BV` scaled to sum to 1; a row without mass, which is never drawn from, takes `otherwise_BV`."""
+    total_B1 = mass_BV.sum(-1, keepdim=True)
+    return torch.where(total_B1 > 0, mass_BV / total_B1, otherwise_BV)
+
+
+class Rejection(Rule):
+    """Recursive rejection down the tree, one level at a time; siblings sampled, point masses, or both.
+
+    It accepts at least as much as equality does, an oracle's samples always, but what is emitted depends on what was
+    drafted, token by token though not in distribution.
+    """
+
+    def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
+        rows_B = torch.arange(logits_BNV.shape[0], device=logits_BNV.device)
+        here_B, walking_B = torch.zeros_like(rows_B), torch.ones_like(rows_B, dtype=torch.bool)
+        rest_BV = torch.zeros_like(logits_BNV[:, 0], dtype=torch.float64)
+        for _ in range(tree.max_depth + 1):
+            children_BK, real_BK = tree.children(here_B)
+            verdict = self._verdict(tree, logits_BNV[rows_B, here_B], sampling, here_B)
+            rest_BV = torch.where(walking_B[:, None], verdict.rest_BV, rest_BV)
+            if children_BK.shape[1] == 0:
+                break
+            passed_BK = real_BK & (chances.tests_BN.gather(1, children_BK) < verdict.accept_BK)
+            walking_B = walking_B & passed_BK.any(-1)
+            first_B1 = passed_BK.long().argmax(-1, keepdim=True)
+            here_B = torch.where(walking_B, children_BK.gather(1, first_B1)[:, 0], here_B)
+        return down_to(tree, here_B, draw(rest_BV, chances.choices_BN[rows_B, here_B]))
+
+    def _verdict(self, tree: TokenTree, logits_BV: Tensor, sampling: Sampling, here_B: Tensor) -> Verdict:
+        children_BK, real_BK = tree.children(here_B)
+        sampled_BN = torch.zeros_like(tree.real_BN) if tree.drawn is None else tree.drawn.sampled_BN
+        return judge(
+            sampling.distribution(logits_BV[:, None])[:, 0].double(),
+            tree.draft_at(here_B[:, None], logits_BV.shape[-1])[:, 0],
+            tree.tokens_BN.gather(1, children_BK),
+            real_BK,
+            sampled_BN.gather(1, children_BK),
+        )
+
+
+class ChainRejection(Rule):
+    """Rejection along a chain, all places at once (arXiv:2211.17192, algorithm 1): what `Rejection` does, in one step.
+
+    Accept x with probability min(1, p(x) / q(x)); behind the last accepted token draw from max(p - q, 0), normalised,
+    and from p when the chain ends there.
+    """
+
+    def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
+        p_BNV = sampling.distribution(logits_BNV).double()
+        q_BNV = self._proposals(tree, logits_BNV.shape[-1])
+        tokens_BM1 = tree.tokens_BN[:, 1:, None]
+        p_BM, q_BM = p_BNV[:, :-1].gather(2, tokens_BM1)[..., 0], q_BNV.gather(2, tokens_BM1)[..., 0]
+        passed_BM = tree.real_BN[:, 1:] & (chances.tests_BN[:, 1:] < p_BM / q_BM)
+        deepest_B = passed_BM.long().cumprod(-1).sum(-1)
+        rows_B = torch.arange(deepest_B.shape[0], device=deepest_B.device)
+        last_BV = p_BNV[rows_B, deepest_B]
+        next_B = (deepest_B + 1).clamp(max=tree.size - 1)
+        rejected_B1 = ((next_B > deepest_B) & tree.real_BN[rows_B, next_B])[:, None]
+        q_BV = q_BNV[rows_B, next_B - 1]
+        rest_BV = torch.where(rejected_B1, normalised((last_BV - q_BV).clamp(min=0), last_BV), last_BV)
+        return down_to(tree, deepest_B, draw(rest_BV, chances.choices_BN[rows_B, deepest_B]))
+
+    def _proposals(self, tree: TokenTree, vocab_size: int) -> Tensor:
+        """The distribution each node below the root was drawn from, [B, N - 1, V]."""
+        nodes_BM = torch.arange(tree.size - 1, device=tree.tokens_BN.device).expand(tree.tokens_BN.shape[0], -1)
+        draft_BMV = tree.draft_at(nodes_BM, vocab_size)
+        if tree.drawn is None:
+            return draft_BMV.scatter(2, tree.tokens_BN[:, 1:, None], 1.0)
+        certain_BMV = torch.zeros_like(draft_BMV).scatter(2, tree.tokens_BN[:, 1:, None], 1.0)
+        return torch.where(tree.drawn.sampled_BN[:, 1:, None], draft_BMV, certain_BMV)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Typical(Rule):
+    """Medusa's typical acceptance (arXiv:2401.10774, eq. 4): faster, and not the target's distribution.
+
+    In sampled rows a token is accepted when p(x) > min(epsilon, delta exp(-H(p))), H in nats; the longest accepted
+    path wins, then the likeliest. The token behind it is drawn from p. Greedy rows are verified by equality. The
+    official code adds 1e-5 inside the logarithm; here 0 log 0 = 0.
+
+    Raises:
+        UserError: if a number is out of its range.
+    """
+
+    epsilon: float = 0.09
+    """Probability that is always enough."""
+    delta: float = 0.3
+    """Share of exp(-entropy) that is enough where the target is unsure."""
+
+    def __post_init__(self) -> None:
+        for name in ("epsilon", "delta"):
+            if not 0 < (value := getattr(self, name)) <= 1:
+                raise UserError(f"{name} must be above 0 and at most 1, got {value}")
+
+    @property
+    def lossless(self) -> bool:  # type: ignore[override]
+        return False
+
+    def bound(self, probs: Tensor) -> Tensor:
+        """The least probability that is accepted under the distributions [..., V]; a token needs more than it."""
+        entropy = torch.special.entr(probs).sum(-1)
+        enough: Tensor = self.delta * (-entropy).exp()
+        return enough.clamp(max=self.epsilon)
+
+    def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
+        p_BNV = sampling.distribution(logits_BNV).double()
+        above_BN = tree.parents_BN.clamp(min=0)
+        own_BN = p_BNV.flatten(1).gather(1, above_BN * p_BNV.shape[-1] + tree.tokens_BN)
+        typical_BN = tree.real_BN & (own_BN > self.bound(p_BNV).gather(1, above_BN))
+        typical_BN = typical_BN | (torch.arange(tree.size, device=typical_BN.device) == 0)
+        accepted_BN = ~(tree.ancestors_BNN & ~typical_BN[:, None, :]).any(-1)
+        log_BN = torch.where(typical_BN, own_BN, 1.0).log().index_fill(1, torch.zeros_like(above_BN[0, :1]), 0.0)
+        path_BN = (tree.ancestors_BNN * log_BN[:, None, :]).sum(-1)
+        depths_BN = torch.where(accepted_BN, tree.depths_BN, -1)
+        longest_BN = depths_BN == depths_BN.amax(-1, keepdim=True)
+        deepest_B = torch.where(longest_BN, path_BN, -torch.inf).argmax(-1)
+        choices_BN = choose(logits_BNV, chances.choices_BN, sampling)
+        return down_to(tree, deepest_B, choices_BN.gather(1, deepest_B[:, None])[:, 0])
+
+
+class AcceptAll(Rule):
+    """Takes the draft at its word: every drafted token of a chain is kept, and the target adds one behind it.
+
+    What is emitted is the draft's own text, with a token of the target's after each chain. It is for data that a draft
+    is to learn on (arXiv:2310.08461), never for answers: it is not lossless, and says so.
+
+    Raises:
+        ValueError: if the tree is no chain.
+    """
+
+    lossless = False
+
+    def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
+        if (most := tree.most_children) is None or most > 1:
+            raise ValueError(f"only a chain is taken as it is, here a node has {most or 'any number of'} children")
+        deepest_B = torch.where(tree.real_BN, tree.depths_BN, -1).argmax(-1)
+        choices_BN = choose(logits_BNV, chances.choices_BN, sampling)
+        return down_to(tree, deepest_B, choices_BN.gather(1, deepest_B[:, None])[:, 0])
+
+
+_EQUALITY, _REJECTION, _CHAIN_REJECTION = Equality(), Rejection(), ChainRejection()
+
+
+def exact_rule(tree: TokenTree) -> Rule:
+    """The exact rule for how a tree was drawn: equality for point masses, rejection for samples.
+
+    A tree in which no node has two children is taken for a chain, whose padding, if any, stands at its end.
+    """
+    if tree.drawn is None:
+        return _EQUALITY
+    return _CHAIN_REJECTION if tree.most_children == 1 else _REJECTION

@@ -1,0 +1,141 @@
+"""The target's processed distribution, and its own choice of the next token.
+
+The choice of the token at place t of a row uses the row's t-th uniform number and nothing else random. So a sampled
+row is the same token for token in any batch, with any drafter and without one.
+
+Shapes: B rows, N nodes, M nodes of a pass, V target vocabulary, R sampled rows.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_NUCLEUS_CANDIDATES = 512
+"""Tokens among which a nucleus is looked for first."""
+_ARGMAX_BLOCK = 128
+"""Entries of a block in which the largest logit is looked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the target turns logits into a distribution, in transformers' order: temperature, top-k, top-p."""
+
+    temperature_B: Tensor
+    """Per row, float32; 0 is greedy."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of likeliest tokens whose probabilities reach this sum; 1.0 keeps all."""
+    hot_rows: tuple[int, ...] = ()
+    """Rows with a temperature above 0, known on the host."""
+
+    def distribution(self, logits_BNV: Tensor) -> Tensor:
+        """What the next token is drawn from, [B, N, V], float32 or wider; in greedy rows all of it is on the argmax."""
+        greedy_BNV = torch.zeros_like(logits_BNV, dtype=torch.promote_types(logits_BNV.dtype, torch.float32))
+        greedy_BNV = greedy_BNV.scatter(-1, logits_BNV.argmax(-1, keepdim=True), 1.0)
+        if not self.hot_rows:
+            return greedy_BNV
+        hot_B11 = (self.temperature_B > 0)[:, None, None]
+        temperature_B11 = torch.where(hot_B11, self.temperature_B[:, None, None], 1.0)
+        return torch.where(hot_B11, probabilities(logits_BNV, temperature_B11, self.top_k, self.top_p), greedy_BNV)
+
+
+def probabilities(logits: Tensor, temperature: Tensor, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """The target's processed distribution in float32 (float64 logits stay so).
+
+    Args:
+        logits: [..., V].
+        temperature: broadcastable to [..., 1], above 0.
+    """
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    scaled = logits / temperature
+    if 0 < top_k < scaled.shape[-1]:
+        bound = scaled.topk(top_k, dim=-1).values[..., -1:]
+        scaled = scaled.masked_fill(scaled < bound, -torch.inf)
+    return _nucleus(scaled, top_p) if top_p < 1.0 else scaled.softmax(-1)
+
+
+def _nucleus(scaled: Tensor, top_p: float) -> Tensor:
+    """The smallest set of likeliest tokens whose probabilities reach `top_p`, renormalised.
+
+    On a CPU sorting the whole vocabulary costs more than the target's pass; the set mostly lies among the first few
+    hundred tokens, and then ordering these is enough.
+    """
+    probs = scaled.softmax(-1)
+    if probs.device.type != "cpu" or probs.shape[-1] <= _NUCLEUS_CANDIDATES:
+        return _kept(probs, *probs.sort(dim=-1, descending=True), top_p)
+    ordered, order = probs.topk(_NUCLEUS_CANDIDATES, dim=-1)
+    nucleus = _kept(probs, ordered, order, top_p)
+    # Row by row, so that a flat distribution elsewhere in the batch cannot decide how ties are broken here.
+    flat = ordered.sum(-1) < top_p
+    if bool(flat.any()):
+        nucleus[flat] = _kept(probs[flat], *probs[flat].sort(dim=-1, descending=True), top_p)
+    return nucleus
+
+
+def _kept(probs: Tensor, ordered: Tensor, order: Tensor, top_p: float) -> Tensor:
+    """The distribution over the first ordered tokens that reach `top_p`; the likeliest stays whatever it says."""
+    kept = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)
+    kept[..., 0] = ordered[..., 0]
+    return torch.zeros_like(probs).scatter(-1, order, kept / kept.sum(-1, keepdim=True))
+
+
+def penalise(logits_BMV: Tensor, penalty: float, seen_BV: Tensor, paths_BMN: Tensor) -> Tensor:
+    """transformers' repetition penalty at each node, for what its row has read and for the path down to the node.
+
+    A logit of a token that occurred is divided by the penalty when positive and multiplied when negative, once however
+    often it occurred (arXiv:1909.05858, eq. 2).
+
+    Args:
+        logits_BMV: raw logits of M nodes.
+        penalty: above 0; 1 changes nothing.
+        seen_BV: True for the tokens of the prompt and of the answer so far.
+        paths_BMN: tokens from the root to each node, itself included; repeat any of them to fill up.
+    """
+
+    def penalised(logits: Tensor) -> Tensor:
+        return torch.where(logits < 0, logits * penalty, logits / penalty)
+
+    before_BMV = torch.where(seen_BV[:, None], penalised(logits_BMV), logits_BMV)
+    return before_BMV.scatter(-1, paths_BMN, penalised(logits_BMV.gather(-1, paths_BMN)))
+
+
+def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Sample by the inverse of the distribution function, summed in float64.
+
+    Args:
+        probs: [..., V].
+        uniforms: [...] in [0, 1).
+    """
+    cumulative = probs.double().cumsum(-1)
+    return torch.searchsorted(cumulative, uniforms.double()[..., None] * cumulative[..., -1:], right=True)[
+        ..., 0
+    ].clamp(max=probs.shape[-1] - 1)
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """`logits.argmax(-1)`, [...], in two steps: torch's own takes ten times as long on a CPU as finding the maximum.
+
+    A block's maximum is found first, then the first entry in the first block that has it; a NaN counts as the largest,
+    as it does there.
+    """
+    blocks = logits.shape[-1] // _ARGMAX_BLOCK
+    if logits.device.type != "cpu" or blocks < 2 or logits.shape[-1] % _ARGMAX_BLOCK:
+        return logits.argmax(-1)
+    blocked = logits.reshape(*logits.shape[:-1], blocks, _ARGMAX_BLOCK)
+    best = blocked.amax(-1).argmax(-1)
+    inside = blocked.gather(-2, best[..., None, None].expand(*best.shape, 1, _ARGMAX_BLOCK))
+    found: Tensor = best * _ARGMAX_BLOCK + inside[..., 0, :].argmax(-1)
+    return found
+
+
+def choose(logits_BNV: Tensor, uniforms_BN: Tensor, sampling: Sampling) -> Tensor:
+    """The target's own next token at every node, [B, N]: the argmax in greedy rows, a draw in the others."""
+    greedy_BN = argmax(logits_BNV)
+    if not sampling.hot_rows:
+        return greedy_BN
+    hot_R = list(sampling.hot_rows)
+    temperature_R11 = sampling.temperature_B[hot_R][:, None, None]
+    probs_RNV = probabilities(logits_BNV[hot_R], temperature_R11, sampling.top_k, sampling.top_p)
+    return greedy_BN.index_copy(0, torch.tensor(hot_R, device=greedy_BN.device), draw(probs_RNV, uniforms_BN[hot_R]))
