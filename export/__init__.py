@@ -1,15 +1,16 @@
 """Artifacts, foreign layouts, evaluation and its report."""
 
 from .artifact import FORMAT_VERSION, Artifact, Tuning, load_artifact, read_description, save_artifact, save_tuning
-from .convert import FORMATS, export_artifact, import_medusa
-from .drift import Drift, measure_drift, with_drift
-from .eagle import import_eagle
-from .evaluate import evaluate
-from .hydra import import_hydra
-from .merged import export_adapted
-from .plan import EvaluateConfig, Method, PromptSets, Question
-from .report import terminal_table, write_report
-from .results import Evaluation, EvaluationRun, Lossless, Measures
+from .evaluation.evaluate import evaluate
+from .evaluation.methods import EvaluateConfig, Method, PromptSets, Question
+from .evaluation.results import Evaluation, EvaluationRun, Lossless, Measures
+from .evaluation.target_drift import Drift, measure_drift, with_drift
+from .layouts.eagle import import_eagle
+from .layouts.hydra import import_hydra
+from .layouts.medusa import import_medusa
+from .layouts.merged_target import export_adapted
+from .layouts.registry import FORMATS, export_artifact
+from .report.markdown import terminal_table, write_report
 
 __all__ = [
     "FORMATS",

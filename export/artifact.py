@@ -33,8 +33,8 @@ from ..modules import (
     parse_policy,
     policy_named,
 )
+from ..modules.atomic_files import whole_folder, write_file
 from ..modules.target.adapter import PREFIX
-from .files import whole_folder, write_file
 
 FORMAT_VERSION = 1
 """Raised when a reader of the previous version could not read the new files."""

@@ -11,7 +11,6 @@ from ..data import read_prompts
 from ..export import (
     EvaluateConfig,
     Method,
-    evaluate,
     export_adapted,
     export_artifact,
     load_artifact,
@@ -19,6 +18,7 @@ from ..export import (
     with_drift,
     write_report,
 )
+from ..export.evaluation import evaluate
 from ..modules import STATIC, DecodeSettings, Request, Target, TargetConfig, UserError, load_target, stream
 from .parsing import Command, Parsed
 from .template import ARTIFACT_TARGET, TemplateConfig, artifact_target, handwritten_prompts, prompt_sets

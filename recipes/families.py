@@ -10,11 +10,12 @@ from typing import Any
 import yaml
 
 from ..data import DistillConfig, PromptConfig
-from ..export import EvaluateConfig, evaluate, write_report
-from ..export.files import write_file
-from ..export.references import REFERENCES
-from ..export.standings import write_standings
+from ..export import EvaluateConfig, write_report
+from ..export.evaluation import evaluate
+from ..export.evaluation.reference_answers import REFERENCES
+from ..export.report.family_comparison import write_standings
 from ..modules import BASELINES, Target, TargetConfig, UserError
+from ..modules.atomic_files import write_file
 from ..trainers import DraftModule, Precision
 from .parsing import Command, Parsed, recipe_path
 from .pipeline import COMMANDS as PIPELINE

@@ -15,7 +15,6 @@ from ..data.datamodule import DraftDataModule
 from ..export import (
     Method,
     Tuning,
-    evaluate,
     load_artifact,
     save_artifact,
     save_tuning,
@@ -23,7 +22,7 @@ from ..export import (
     with_drift,
     write_report,
 )
-from ..export.files import write_file
+from ..export.evaluation import evaluate
 from ..modules import (
     Drafter,
     Features,
@@ -36,6 +35,7 @@ from ..modules import (
     rank_table,
     search_tree,
 )
+from ..modules.atomic_files import write_file
 from ..trainers import DraftModule, FitResult, TrainConfig, fit
 from .parsing import Command, Parsed
 from .recipe import Recipe

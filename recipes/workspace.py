@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..data import ChatTemplate, Manifest
 from ..data.datamodule import count_tokens
-from ..export.files import write_file
 from ..modules import Target, Topology, UserError, load_target, policy_named
+from ..modules.atomic_files import write_file
 from ..modules.target.hf_folder import folder_digest
 from ..modules.target.loading import sketch_target
 from ..trainers import DraftModule

@@ -5,7 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from draftsmith.export import Artifact, EvaluateConfig, Evaluation, Method, Question, Tuning, bench, evaluate
+from draftsmith.export import Artifact, EvaluateConfig, Evaluation, Method, Question, Tuning
+from draftsmith.export.evaluation import evaluate
+from draftsmith.export.evaluation import runner as bench
 from draftsmith.modules import CostModel, DecodeSettings, Medusa, MedusaConfig, Request, Target, Topology, UserError
 from draftsmith.modules.decoding import loop as decode
 from families import randomised

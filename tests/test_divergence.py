@@ -4,7 +4,14 @@ import importlib
 
 import pytest
 import torch
-from draftsmith.export.lossless import compare, first_divergence, generate, greedy_judge, native_model, sampled_judge
+from draftsmith.export.evaluation.lossless import (
+    compare,
+    first_divergence,
+    generate,
+    greedy_judge,
+    native_model,
+    sampled_judge,
+)
 from draftsmith.modules import DecodeSettings, Request, Target
 from draftsmith.modules.target.model.tiny_model import tiny_model, tiny_tokenizer
 

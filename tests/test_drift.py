@@ -11,7 +11,6 @@ from draftsmith.export import (
     EvaluateConfig,
     Method,
     Question,
-    evaluate,
     export_adapted,
     load_artifact,
     measure_drift,
@@ -20,6 +19,7 @@ from draftsmith.export import (
     terminal_table,
     with_drift,
 )
+from draftsmith.export.evaluation import evaluate
 from draftsmith.modules import DecodeSettings, Request, Target, UserError
 from draftsmith.modules.decoding import loop as decode
 from safetensors.torch import load_file

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from drafters import ScriptedDrafter
-from draftsmith.export import EvaluateConfig, Evaluation, Method, Question, bench, evaluate
-from draftsmith.export.lossless import generate
+from draftsmith.export import EvaluateConfig, Evaluation, Method, Question
+from draftsmith.export.evaluation import evaluate
+from draftsmith.export.evaluation import runner as bench
+from draftsmith.export.evaluation.lossless import generate
 from draftsmith.modules import (
     Chain,
     DecodeSettings,

@@ -1,7 +1,7 @@
 """Timing on a machine that others use too."""
 
 import pytest
-from draftsmith.export.measure import ContentionProbe, rotated
+from draftsmith.export.evaluation.contention import ContentionProbe, rotated
 from draftsmith.modules import Target
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from cycle import CYCLE, CycleData, cycle_rows, cycle_target
-from draftsmith.export.standings import markdown, read_standing
+from draftsmith.export.report.markdown.family_comparison import markdown, read_standing
 from draftsmith.modules import Features, Target, UserError, rank_table
 from draftsmith.modules.drafters.medusa import MedusaConfig
 from draftsmith.modules.target.model.identity import hash_weights

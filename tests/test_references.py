@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.export import EvaluateConfig, Evaluation, Question, bench, evaluate
-from draftsmith.export.references import REFERENCES, References
+from draftsmith.export import EvaluateConfig, Evaluation, Question
+from draftsmith.export.evaluation import evaluate
+from draftsmith.export.evaluation import runner as bench
+from draftsmith.export.evaluation.reference_answers import REFERENCES, References
 from draftsmith.modules import Target, TargetConfig, UserError, load_target
 
 SETS = {"one": [Question.single([1, 2, 3]), Question.single([4, 5]), Question.single([9, 9, 30, 7])]}

@@ -16,11 +16,11 @@ from draftsmith.export import (
     EvaluationRun,
     Lossless,
     Measures,
-    plots,
     terminal_table,
     write_report,
 )
-from draftsmith.export.wording import lossless_verdict
+from draftsmith.export.report import plots
+from draftsmith.export.report.markdown.phrases import lossless_verdict
 from draftsmith.modules import ConfidenceCurve, CostCurve, TargetIdentity, Topology, UserError
 from draftsmith.modules.tuning.confidence_calibration import ConfidenceTally
 from test_artifact import TREE, tuning

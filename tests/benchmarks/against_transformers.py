@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from draftsmith.export.bootstrap import Draws, Floats, interval
-from draftsmith.export.measure import ContentionProbe
+from draftsmith.export.evaluation.bootstrap import Draws, Floats, interval
+from draftsmith.export.evaluation.contention import ContentionProbe
 from draftsmith.modules import (
     DEFAULT_NAME,
     Chain,

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from draftsmith.export.measure import ContentionProbe, clock, machine
+from draftsmith.export.evaluation.contention import ContentionProbe, clock, machine
 from draftsmith.modules import (
     DEFAULT_NAME,
     Chain,

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 import transformers
 from against_transformers import chat_prompts
-from draftsmith.export.lossless import compare, generate, greedy_judge, native_model
-from draftsmith.export.measure import machine
-from draftsmith.export.results import Comparison
+from draftsmith.export.evaluation.contention import machine
+from draftsmith.export.evaluation.lossless import compare, generate, greedy_judge, native_model
+from draftsmith.export.evaluation.results import Comparison
 from draftsmith.modules import (
     BASELINES,
     DEFAULT_NAME,

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from ..modules import DecodeSettings, Request, Target
-from ..modules.decoding.requests import uniform_stream
-from ..modules.verification.sampling import probabilities
+from ...modules import DecodeSettings, Request, Target
+from ...modules.decoding.requests import uniform_stream
+from ...modules.verification.sampling import probabilities
 from .results import Comparison
 
 NEAR_TIE_GAP = {torch.float64: 0.0, torch.float32: 1e-4}

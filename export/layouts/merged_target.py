@@ -12,10 +12,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..modules import Medusa, UserError
-from .artifact import Artifact, portable
-from .convert import medusa_tensors
-from .files import whole_folder, write_file
+from ...modules import Medusa, UserError
+from ...modules.atomic_files import whole_folder, write_file
+from ..artifact import Artifact, portable
+from .medusa import medusa_tensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEADS = "medusa_head.safetensors"

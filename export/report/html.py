@@ -5,11 +5,10 @@ from html import escape
 from string import Template
 from typing import Any
 
-from ..export import plots
-from .artifact import Artifact
-from .results import Evaluation, EvaluationRun, Lossless, Measures
-from .tables import Table, confidence_table, in_detail, side_by_side
-from .wording import (
+from ..artifact import Artifact
+from ..evaluation.results import Evaluation, EvaluationRun, Lossless, Measures
+from ..report import plots
+from .phrases import (
     CONFIDENCE_NOTE,
     CONFIDENCE_OF,
     INTERVALS_NOTE,
@@ -28,6 +27,7 @@ from .wording import (
     verdicts,
     where_measured,
 )
+from .tables import Table, confidence_table, in_detail, side_by_side
 
 DRAWN_NODES = 24
 """Nodes of a tree that are drawn even if fewer are in use."""

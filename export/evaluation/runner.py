@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..modules import DecodeResult, Generation, Request, Target, UserError
-from ..modules.decoding import loop as decode
+from ...modules import DecodeResult, Generation, Request, Target, UserError
+from ...modules.decoding import loop as decode
+from .contention import ContentionProbe, clock, rotated
 from .lossless import compare, generate, greedy_judge, native_model, sampled_judge
-from .measure import ContentionProbe, clock, rotated
-from .memory import Meter, metered, target_bytes
-from .plan import Answered, EvaluateConfig, Method, Question
-from .references import References
+from .memory_traffic import Meter, metered, target_bytes
+from .methods import Answered, EvaluateConfig, Method, Question
+from .reference_answers import References
 from .results import Answer, Comparison, Timing
 
 WARM_UP_TOKENS = 8

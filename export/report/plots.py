@@ -4,7 +4,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..modules import ConfidenceCurve, CostCurve, Topology, UserError
+from ...modules import ConfidenceCurve, CostCurve, Topology, UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,15 +1,15 @@
-"""Foreign layouts: what serving engines load, written from an artifact, and read back.
+"""Medusa heads in the layout of FasterDecoding/Medusa, which TGI and vLLM up to 0.32 load.
 
-Medusa heads follow FasterDecoding/Medusa: residual block l of head h is `{h}.{l}.linear.weight` [D, D] and
-`{h}.{l}.linear.bias` [D], its output layer `{h}.{L}.weight` [V, D] with L blocks. Head h at position p predicts token
-p + 2 + h from the target's final state after the last norm.
+Residual block l of head h is `{h}.{l}.linear.weight` [D, D] and `{h}.{l}.linear.bias` [D], its output layer
+`{h}.{L}.weight` [V, D] with L blocks. Head h at position p predicts token p + 2 + h from the target's final state after
+the last norm.
 
 Shapes: D hidden size, V target vocabulary.
 """
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +18,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..modules import Drafter, Falcon, Medusa, MedusaConfig, Target, UserError
-from .artifact import Artifact, portable
-from .eagle import export_eagle
-from .files import whole_folder, write_file
-from .huggingface import export_huggingface
-from .hydra import export_hydra
+from ...modules import Drafter, Medusa, MedusaConfig, Target, UserError
+from ...modules.atomic_files import whole_folder, write_file
+from ..artifact import portable
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"
 """The name that TGI insists on; vLLM takes any."""
 _OWNED = frozenset({"config.json", MEDUSA_FILE, "README.md"})
 _TENSOR = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
-
-
-def export_artifact(artifact: Artifact, target: Target, format_name: str, out: Path) -> Path:
-    """Write `artifact` in the layout of a serving engine to `out` (new, empty, or an earlier export); returns it.
-
-    Raises:
-        UserError: if the format is unknown, the drafter cannot be said in it, or `out` cannot be written.
-    """
-    if artifact.adapter is not None:
-        raise ValueError("an artifact that changes its target is exported by draftsmith.export.merged")
-    if format_name not in EXPORTERS:
-        raise UserError(f"unknown export format {format_name!r}; choose one of {', '.join(FORMATS)}")
-    if isinstance(artifact.drafter, Falcon):
-        raise UserError("no serving engine runs a Falcon drafter, and its official code does not run as released: "
-                        "there is no layout to write; decode the artifact with draftsmith")
-    EXPORTERS[format_name](artifact.drafter, target, out)
-    return out
 
 
 def export_medusa(drafter: Drafter, target: Target, out: Path) -> None:
@@ -187,14 +167,3 @@ def _medusa_readme(drafter: Medusa, target: Target) -> str:
         f"\"model\": \"THIS_FOLDER\", \"num_speculative_tokens\": {drafter.config.num_heads}}}'`\n\n"
         "These engines draft a chain from the best token of each head; the tree of the artifact is not used there.\n"
     )
-
-
-EXPORTERS: dict[str, Callable[[Drafter, Target, Path], None]] = {
-    "eagle": export_eagle,
-    "huggingface": export_huggingface,
-    "hydra": export_hydra,
-    "medusa": export_medusa,
-}
-"""What writes each format."""
-FORMATS: tuple[str, ...] = tuple(EXPORTERS)
-"""Names accepted by `export_artifact`."""

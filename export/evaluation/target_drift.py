@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ..modules import DecodeSettings, Features, Request, Target, UserError
-from ..modules.decoding import loop as decode
-from .plan import PromptSets
+from ...modules import DecodeSettings, Features, Request, Target, UserError
+from ...modules.decoding import loop as decode
+from .methods import PromptSets
 from .results import EvaluationRun
 
 CHUNK = 128

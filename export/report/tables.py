@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ..modules import ConfidenceBin, ConfidenceCurve
-from .results import Evaluation, EvaluationRun, Measures
-from .wording import CONFIDENCE_OF, identical, number, percent, span, times
+from ...modules import ConfidenceBin, ConfidenceCurve
+from ..evaluation.results import Evaluation, EvaluationRun, Measures
+from .phrases import CONFIDENCE_OF, identical, number, percent, span, times
 
 FIGURES = ("answers", "tokens per pass", "tokens/s", "plain tokens/s", "generate tokens/s", "speed-up",
            "memory-bound speed-up", "identical")

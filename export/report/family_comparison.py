@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .files import write_file
+from ...modules.atomic_files import write_file
+from .markdown import JSON_NAME
+from .phrases import number, percent, times
 from .plots import standings as plot
-from .report import JSON_NAME
-from .wording import number, percent, times
 
 STANDINGS_JSON, STANDINGS_MARKDOWN, STANDINGS_PLOT = "families.json", "families.md", "families.svg"
 TRAINING = ("result.json", "stats.json")

@@ -6,7 +6,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..modules import Target, UserError
+from ...modules import Target, UserError
 
 _ROUNDING = 1e-2
 """How far an embedding may lie from the target's, relative to its largest element: half precision is closer."""

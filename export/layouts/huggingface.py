@@ -5,10 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..modules import Drafter, DraftLM, Target, UserError
-from ..modules.drafters.draft_lm import as_model
-from .artifact import portable
-from .files import whole_folder, write_file
+from ...modules import Drafter, DraftLM, Target, UserError
+from ...modules.atomic_files import whole_folder, write_file
+from ...modules.drafters.draft_lm import as_model
+from ..artifact import portable
 
 TRAINED = "draft_token_ids.json"
 """The ids of a reduced vocabulary, ascending."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..modules import (
+from ...modules import (
     BASELINES,
     STATIC,
     DecodeSettings,
@@ -16,7 +16,7 @@ from ..modules import (
     baseline,
     parse_policy,
 )
-from .artifact import Artifact
+from ..artifact import Artifact
 
 Answered = Sequence[Sequence[int]]
 """The target's answers to the turns before, as tokens."""

@@ -5,11 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..modules import Target, UserError
-from ..modules.target.submodel import fields_of
-from .files import write_file
-from .measure import machine
-from .plan import EvaluateConfig
+from ...modules import Target, UserError
+from ...modules.atomic_files import write_file
+from ...modules.target.submodel import fields_of
+from .contention import machine
+from .methods import EvaluateConfig
 
 REFERENCES = "references.json"
 _FORMAT = "draftsmith references"

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ..modules import ConfidenceCurve, repeats_itself
+from ...modules import ConfidenceCurve, repeats_itself
 from .bootstrap import Draws, Floats, Interval, interval
-from .memory import memory_bound_speedup
+from .memory_traffic import memory_bound_speedup
 
 
 @dataclass(frozen=True, kw_only=True)

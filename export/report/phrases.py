@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from .bootstrap import Interval
-from .results import Evaluation, EvaluationRun, Lossless
+from ..evaluation.bootstrap import Interval
+from ..evaluation.results import Evaluation, EvaluationRun, Lossless
 
 NEAR_TIES_PER_TOKEN = 1 / 10_000
 """In float32, more first differences of greedy answers at near-ties than this would point to a fault. Draws differ more

@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..modules import Drafter, Hydra, HydraConfig, Target, UserError
-from ..modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
-from .artifact import portable
-from .files import whole_folder, write_file
-from .foreign import check_embedding, read_tensors
+from ...modules import Drafter, Hydra, HydraConfig, Target, UserError
+from ...modules.atomic_files import whole_folder, write_file
+from ...modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
+from ..artifact import portable
+from .safetensors_reader import check_embedding, read_tensors
 
 HYDRA_FILE = "hydra_lm_head.safetensors"
 """The official code reads the same tensors from hydra_lm_head.pt."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..modules import DraftState, Ensemble, Frontier, Observation, Proposer, Scores, Target
+from ...modules import DraftState, Ensemble, Frontier, Observation, Proposer, Scores, Target
 
 
 @dataclass

@@ -5,12 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from textwrap import wrap
 
-from .artifact import Artifact
-from .files import write_file
-from .page import page
-from .results import Evaluation, EvaluationRun, Measures
-from .tables import Table, confidence_table, in_detail, side_by_side
-from .wording import (
+from ...modules.atomic_files import write_file
+from ..artifact import Artifact
+from ..evaluation.results import Evaluation, EvaluationRun, Measures
+from .html import page
+from .phrases import (
     CONFIDENCE_NOTE,
     INTERVALS_NOTE,
     confidence_note,
@@ -26,6 +25,7 @@ from .wording import (
     verdicts,
     where_measured,
 )
+from .tables import Table, confidence_table, in_detail, side_by_side
 
 JSON_NAME, MARKDOWN_NAME, HTML_NAME = "evaluation.json", "report.md", "report.html"
 WIDTH = 100

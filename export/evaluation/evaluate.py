@@ -8,13 +8,13 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
-from ..modules import Drafter, Target, UserError
-from .bench import Bench, Entry, Exchange, Records, by_prompt_set
-from .measure import machine
-from .plan import EvaluateConfig, Method, PromptSets
-from .references import References
+from ...modules import Drafter, Target, UserError
+from .contention import machine
+from .methods import EvaluateConfig, Method, PromptSets
+from .reference_answers import References
 from .results import Answer, Evaluation, EvaluationRun, Measures, Timing, summarise
-from .trees import Replays, replay_trees
+from .runner import Bench, Entry, Exchange, Records, by_prompt_set
+from .tree_replay import Replays, replay_trees
 
 T = TypeVar("T")
 Groups = dict[int, list[list[Entry]]]

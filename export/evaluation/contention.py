@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..modules import Target, TokenTree, Topology
+from ...modules import Target, TokenTree, Topology
 
 CONTENTION_BOUND = 0.15
 """How far a repeated pass may leave its best before the machine counts as busy with something else."""

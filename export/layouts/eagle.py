@@ -19,12 +19,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..modules import Drafter, Eagle, Eagle3, Eagle3Config, EagleConfig, Target, UserError
-from ..modules.drafters.eagle3 import chosen_taps
-from ..modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
-from .artifact import portable
-from .files import whole_folder, write_file
-from .foreign import check_embedding, read_tensors
+from ...modules import Drafter, Eagle, Eagle3, Eagle3Config, EagleConfig, Target, UserError
+from ...modules.atomic_files import whole_folder, write_file
+from ...modules.drafters.eagle3 import chosen_taps
+from ...modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
+from ..artifact import portable
+from .safetensors_reader import check_embedding, read_tensors
 
 EAGLE_FILE = "model.safetensors"
 """Official checkpoints hold the same tensors in pytorch_model.bin or here."""

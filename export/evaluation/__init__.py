@@ -1,0 +1,1 @@
+"""Measurement of drafts against the target alone: acceptance, speed, losslessness."""

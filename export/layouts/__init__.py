@@ -1,0 +1,1 @@
+"""The checkpoint layouts of serving engines and of official code: written and read."""

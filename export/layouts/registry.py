@@ -1,0 +1,46 @@
+"""Foreign layouts: what serving engines load, written from an artifact, and read back.
+
+Medusa heads follow FasterDecoding/Medusa: residual block l of head h is `{h}.{l}.linear.weight` [D, D] and
+`{h}.{l}.linear.bias` [D], its output layer `{h}.{L}.weight` [V, D] with L blocks. Head h at position p predicts token
+p + 2 + h from the target's final state after the last norm.
+
+Shapes: D hidden size, V target vocabulary.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ...modules import Drafter, Falcon, Target, UserError
+from ..artifact import Artifact
+from .eagle import export_eagle
+from .huggingface import export_huggingface
+from .hydra import export_hydra
+from .medusa import export_medusa
+
+
+def export_artifact(artifact: Artifact, target: Target, format_name: str, out: Path) -> Path:
+    """Write `artifact` in the layout of a serving engine to `out` (new, empty, or an earlier export); returns it.
+
+    Raises:
+        UserError: if the format is unknown, the drafter cannot be said in it, or `out` cannot be written.
+    """
+    if artifact.adapter is not None:
+        raise ValueError("an artifact that changes its target is exported by draftsmith.export.layouts.merged_target")
+    if format_name not in EXPORTERS:
+        raise UserError(f"unknown export format {format_name!r}; choose one of {', '.join(FORMATS)}")
+    if isinstance(artifact.drafter, Falcon):
+        raise UserError("no serving engine runs a Falcon drafter, and its official code does not run as released: "
+                        "there is no layout to write; decode the artifact with draftsmith")
+    EXPORTERS[format_name](artifact.drafter, target, out)
+    return out
+
+
+EXPORTERS: dict[str, Callable[[Drafter, Target, Path], None]] = {
+    "eagle": export_eagle,
+    "huggingface": export_huggingface,
+    "hydra": export_hydra,
+    "medusa": export_medusa,
+}
+"""What writes each format."""
+FORMATS: tuple[str, ...] = tuple(EXPORTERS)
+"""Names accepted by `export_artifact`."""

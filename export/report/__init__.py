@@ -1,0 +1,1 @@
+"""Reports of an evaluation: Markdown, HTML and plots."""
