@@ -2,11 +2,11 @@
 
 from .chat import ChatTemplate
 from .distill import distill
+from .distill_config import DistillConfig
+from .feature_store import encode
 from .prompts import Prompt, PromptConfig, load_prompts, read_prompts
-from .recipe import DistillConfig
-from .sources import Writer
-from .states import encode
-from .store import Manifest, ShardRecord, TokenShard
+from .token_store import Manifest, ShardRecord, TokenShard
+from .writers import Writer
 
 __all__ = [
     "ChatTemplate",

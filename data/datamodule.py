@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..modules import Features, UserError
 from .collate import Piece, pack, pad, plan_bins
-from .states import GIB, FeatureShard, affordable, open_features, stored_dtype
-from .store import Manifest, ShardRecord, TokenShard
+from .feature_store import GIB, FeatureShard, affordable, open_features, stored_dtype
+from .token_store import Manifest, ShardRecord, TokenShard
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,24 +15,26 @@ from pathlib import Path
 from typing import Any
 
 from ..modules import DecodeSettings, Target, UserError
-from .answers import Answerer, Conversation, take_given
+from .answering import Answerer, Conversation, take_given
 from .chat import ChatTemplate
-from .own import OwnPrompts
+from .distill_config import DistillConfig, check_recipe, describe_recipe, package_versions
 from .progress import Progress
 from .prompts import Prompt, PromptConfig, ReadPrompts, Source, read_prompts
-from .recipe import DistillConfig, check_recipe, describe_recipe, package_versions
-from .sources import SOURCES, SourceName, Writer, source_of
-from .store import (
+from .self_prompting import OwnPrompts
+from .token_store import (
     MANIFEST,
+    SOURCES,
     HeldOut,
     Manifest,
     ShardRecord,
+    SourceName,
     TokenShard,
     corrupted,
     hash_bytes,
     read_bytes,
     write_bytes,
 )
+from .writers import Writer, source_of
 
 STATS = "stats.json"
 TEST = "test.jsonl"

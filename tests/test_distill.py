@@ -19,7 +19,7 @@ from draftsmith.data import (
     distill,
     read_prompts,
 )
-from draftsmith.data.answers import Answerer, take_given
+from draftsmith.data.answering import Answerer, take_given
 from draftsmith.modules import DecodeSettings, Request, Target, UserError
 from draftsmith.modules.decoding import loop as decode
 from draftsmith.modules.target.model.tiny_model import tiny_model, tiny_tokenizer

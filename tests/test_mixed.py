@@ -10,7 +10,7 @@ import pytest
 import torch
 from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, distill, encode
 from draftsmith.data.datamodule import BatchConfig, DraftDataModule
-from draftsmith.data.states import GIB, affordable, state_names
+from draftsmith.data.feature_store import GIB, affordable, state_names
 from draftsmith.modules import Features, MedusaConfig, Target, TargetConfig, UserError
 from draftsmith.modules.target.model.loading import sketch_target
 from draftsmith.recipes.__main__ import main

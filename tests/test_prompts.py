@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from draftsmith.data import ChatTemplate, Prompt, PromptConfig, load_prompts, read_prompts
-from draftsmith.data.own import OwnPrompts
 from draftsmith.data.prompts import ReadPrompts
+from draftsmith.data.self_prompting import OwnPrompts
 from draftsmith.modules import Generation, Request, Target, UserError
 
 from .chats import MISTRAL, merging_tokenizer

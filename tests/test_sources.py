@@ -10,7 +10,8 @@ import pytest
 import torch
 from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, TokenShard, Writer, distill
 from draftsmith.data.distill import Distillation
-from draftsmith.data.sources import SOURCES, source_of
+from draftsmith.data.token_store import SOURCES
+from draftsmith.data.writers import source_of
 from draftsmith.modules import DecodeSettings, Request, Target, UserError
 from draftsmith.modules.decoding import loop as decode
 from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig

@@ -10,8 +10,8 @@ import torch
 from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, TokenShard, distill, encode
 from draftsmith.data.collate import pad
 from draftsmith.data.datamodule import BatchConfig, Split
-from draftsmith.data.states import FEATURES, open_features
-from draftsmith.data.store import HeldOut, Row, ShardRecord, hash_file, write_bytes, write_tensors
+from draftsmith.data.feature_store import FEATURES, open_features
+from draftsmith.data.token_store import HeldOut, Row, ShardRecord, hash_file, write_bytes, write_tensors
 from draftsmith.modules import Target, UserError
 from draftsmith.modules.target.model.tiny_model import tiny_model, tiny_tokenizer
 

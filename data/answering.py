@@ -8,8 +8,8 @@ from ..modules import DecodeSettings, DecodeStats, Generation, Request, Target, 
 from ..modules.decoding import loop as decode
 from .chat import ChatTemplate, Turn, join_turns
 from .prompts import Prompt
-from .sources import SourceName, Writer
-from .store import Row
+from .token_store import Row, SourceName
+from .writers import Writer
 
 DOCUMENT_OPENING = 32
 """Tokens of a held-out document that the target continues; of a shorter document half."""

@@ -4,7 +4,6 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from ..modules import DecodeSettings, Drafter, UserError
 from ..modules.decoding.requests import uniform_stream
@@ -12,11 +11,7 @@ from ..modules.policies.base import Policy
 from ..modules.policies.sampled_tree import SampledTree
 from ..modules.token_tree import Topology
 from ..modules.verification.acceptance_rules import AcceptAll
-
-SourceName = Literal["target", "text", "draft"]
-SOURCES: tuple[SourceName, ...] = ("target", "text", "draft")
-"""target: the target's own answers; text: what the prompt source brings; draft: answers that an artifact's draft wrote,
-on which the target's distribution is learnt (arXiv:2310.08461, section 4). A shard stores the place in this list."""
+from .token_store import SOURCES, SourceName
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from ..modules import Target, UserError
 from .collate import Piece, pad
-from .store import (
+from .token_store import (
     FORMAT_VERSION,
     Manifest,
     ShardRecord,

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from ..modules import UserError
 from .prompts import PromptConfig
-from .sources import SOURCES, SourceName, Writer, check_shares
-from .store import hash_file
+from .token_store import SOURCES, SourceName, hash_file
+from .writers import Writer, check_shares
 
 
 @dataclass(frozen=True, kw_only=True)
