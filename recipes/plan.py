@@ -9,7 +9,7 @@ from typing import Any
 
 from ..modules import Drafter, Target
 from ..modules.target.loading import sketch_target
-from ..trainers.losses import CHUNK_ELEMENTS
+from ..trainers.chunked_losses import CHUNK_ELEMENTS
 from .parsing import Command, Parsed
 from .recipe import Recipe
 from .workspace import sketched

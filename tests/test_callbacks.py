@@ -12,7 +12,8 @@ import torch
 from cycle import CycleData, cycle_target
 from draftsmith.modules import Target, UserError
 from draftsmith.modules.drafters.medusa import MedusaConfig
-from draftsmith.trainers import MedusaModule, MedusaTrainConfig, fit, fitting
+from draftsmith.trainers import MedusaModule, MedusaTrainConfig, fit
+from draftsmith.trainers import fit as fitting
 from draftsmith.trainers.checkpoints import load_weights, save_weights
 from safetensors.torch import load_file
 

@@ -32,7 +32,7 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.decoding import loop as decode
 from draftsmith.trainers import DraftModule, fit
-from draftsmith.trainers.losses import supervise
+from draftsmith.trainers.chunked_losses import supervise
 from families import CASES, randomised
 from safetensors.torch import load_file
 from torch import Tensor

@@ -10,7 +10,7 @@ from draftsmith.modules import Features, Target, UserError
 from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
 from draftsmith.modules.interfaces.drafter import Drafts
 from draftsmith.modules.target.model.draft_vocabulary import draft_index
-from draftsmith.trainers.losses import VocabularyLoss, supervise
+from draftsmith.trainers.chunked_losses import VocabularyLoss, supervise
 from draftsmith.trainers.metrics import COLUMNS, RANKS, describe, rank_hits, weighted_mean_loss
 from draftsmith.trainers.objectives import Objective, Teacher
 from hypothesis import given, settings

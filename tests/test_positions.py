@@ -13,7 +13,7 @@ from draftsmith.trainers import fit
 from draftsmith.trainers.eagle import EagleModule, EagleTrainConfig
 from draftsmith.trainers.eagle3 import Eagle3Module, Eagle3TrainConfig
 from draftsmith.trainers.falcon import FalconModule, FalconTrainConfig
-from draftsmith.trainers.positions import PositionConfig, moved
+from draftsmith.trainers.position_offsets import PositionConfig, moved
 from torch import Tensor
 
 SMALL = Eagle3TrainConfig(max_steps=6, lr=1e-2, warmup_steps=2, validate_every=3, validation_nodes=4,

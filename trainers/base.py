@@ -24,11 +24,11 @@ from ..modules.interfaces.drafter import Drafter
 from ..modules.target.adapter import Adapter
 from ..modules.target.draft_vocabulary import draft_index
 from ..modules.target.model import Target
-from .clock import Clock, peak_memory_bytes
-from .losses import VocabularyLoss
+from .chunked_losses import VocabularyLoss
 from .metrics import describe, weighted_mean_loss
 from .objectives import Objective, ObjectiveName, Teacher
 from .schedules import warmup_cosine
+from .training_clock import Clock, peak_memory_bytes
 
 Precision = Literal["auto", "32-true", "bf16-mixed"]
 """Lightning's names of arithmetic, and the machine's choice."""

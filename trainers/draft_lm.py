@@ -17,7 +17,7 @@ from ..modules.features import Features
 from ..modules.target.hf_folder import folder_digest
 from ..modules.target.model import Target
 from .base import DraftModule, Learned, TrainConfig
-from .vocabulary import reduced_vocabulary
+from .draft_vocabulary import reduced_vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..modules.drafters.eagle import Eagle, EagleConfig
 from ..modules.errors import UserError
 from ..modules.target.model import Target
-from .feedback import FeedbackModule, FeedbackTrainConfig
+from .eagle_base import FeedbackModule, FeedbackTrainConfig
 from .objectives import Objective
 
 

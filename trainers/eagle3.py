@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..modules.drafters.eagle3 import Eagle3, Eagle3Config, chosen_taps, chosen_width
 from ..modules.target.model import Target
-from .feedback import FeedbackModule, FeedbackTrainConfig
+from .eagle_base import FeedbackModule, FeedbackTrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..modules.drafters.falcon import Falcon, FalconConfig
 from ..modules.target.model import Target
-from .feedback import FeedbackModule, FeedbackTrainConfig
+from .eagle_base import FeedbackModule, FeedbackTrainConfig
 from .objectives import ObjectiveName
 
 

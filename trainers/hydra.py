@@ -8,8 +8,8 @@ from ..modules.drafters.hydra import Hydra
 from ..modules.drafters.hydra_heads import HydraConfig
 from ..modules.target.model import Target
 from .base import DraftModule, TrainConfig
+from .draft_vocabulary import reduced_vocabulary
 from .objectives import ObjectiveName
-from .vocabulary import reduced_vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)

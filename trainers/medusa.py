@@ -7,8 +7,8 @@ from torch import Tensor
 from ..modules.drafters.medusa import Medusa, MedusaConfig
 from ..modules.target.model import Target
 from .base import DraftModule, TrainConfig
+from .draft_vocabulary import reduced_vocabulary
 from .objectives import ObjectiveName
-from .vocabulary import reduced_vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)

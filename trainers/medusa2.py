@@ -24,8 +24,8 @@ from ..modules.target.draft_vocabulary import draft_index
 from ..modules.target.model import Target
 from ..modules.tuning.replay_acceptance import answered_anew
 from .base import Learned
+from .chunked_losses import VocabularyLoss
 from .lora import LearningTarget, LoraConfig
-from .losses import VocabularyLoss
 from .medusa import MedusaModule, MedusaTrainConfig
 from .metrics import COLUMNS, weighted_mean_loss
 from .metrics import describe as describe_steps

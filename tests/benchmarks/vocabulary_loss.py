@@ -37,7 +37,7 @@ def measure(variant: str, options: argparse.Namespace) -> dict[str, float]:
 
     def chunked(states, final, features):
         from draftsmith.modules.interfaces.drafter import Drafts
-        from draftsmith.trainers.losses import VocabularyLoss
+        from draftsmith.trainers.chunked_losses import VocabularyLoss
         from draftsmith.trainers.objectives import Objective, taught
 
         def teacher(rows):

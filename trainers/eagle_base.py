@@ -11,9 +11,9 @@ from ..modules.drafters.falcon import Falcon, FalconConfig
 from ..modules.features import Features
 from ..modules.target.model import Target
 from .base import DraftModule, TrainConfig
+from .draft_vocabulary import reduced_vocabulary
 from .objectives import ObjectiveName
-from .positions import PositionConfig, moved
-from .vocabulary import reduced_vocabulary
+from .position_offsets import PositionConfig, moved
 
 
 @dataclass(frozen=True, kw_only=True)
