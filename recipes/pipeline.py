@@ -37,11 +37,11 @@ from ..modules import (
 )
 from ..modules.atomic_files import write_file
 from ..trainers import DraftModule, FitResult, TrainConfig, fit
+from .chat_settings import handwritten_prompts, prompt_sets
+from .draft_writer import require_teacher, writer_digest, writer_of
 from .parsing import Command, Parsed
 from .recipe import Recipe
-from .template import handwritten_prompts, prompt_sets
 from .workspace import Stage, Workspace, run_stages
-from .writing import require_teacher, writer_digest, writer_of
 
 PLACES = ("out", "data", "references", "evaluate")
 """Recipe keys that say nothing about how an artifact was made."""

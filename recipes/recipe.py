@@ -10,7 +10,7 @@ from ..export import EvaluateConfig
 from ..modules import Target, TargetConfig, UserError
 from ..modules.tuning.held_out_ranks import MAX_RANK
 from ..trainers import DraftModule
-from .template import TemplateConfig
+from .chat_settings import TemplateConfig
 
 
 @dataclass(frozen=True, kw_only=True)

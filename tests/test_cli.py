@@ -14,7 +14,18 @@ from typing import Any
 
 import pytest
 from draftsmith.modules import BASELINES
-from draftsmith.recipes import commands, families, pipeline, plan
+from draftsmith.recipes import (
+    artifact_commands as commands,
+)
+from draftsmith.recipes import (
+    compare_families as families,
+)
+from draftsmith.recipes import (
+    memory_plan as plan,
+)
+from draftsmith.recipes import (
+    pipeline,
+)
 from draftsmith.recipes.__main__ import COMMANDS, main
 from draftsmith.recipes.parsing import SECTIONS, Command
 from draftsmith.recipes.recipe import Recipe

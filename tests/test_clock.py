@@ -10,18 +10,9 @@ import torch
 from cycle import CycleData, cycle_target
 from draftsmith.modules import Features
 from draftsmith.modules.drafters.medusa import MedusaConfig
-from draftsmith.trainers import (
-    FitResult,
-    MedusaModule,
-    MedusaTrainConfig,
-    fit,
-)
-from draftsmith.trainers import (
-    fit as fitting,
-)
-from draftsmith.trainers import (
-    training_clock as clock,
-)
+from draftsmith.trainers import FitResult, MedusaModule, MedusaTrainConfig, fit
+from draftsmith.trainers import fit as fitting
+from draftsmith.trainers import training_clock as clock
 from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:validation decodes only")

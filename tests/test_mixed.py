@@ -14,9 +14,9 @@ from draftsmith.data.feature_store import GIB, affordable, state_names
 from draftsmith.modules import Features, MedusaConfig, Target, TargetConfig, UserError
 from draftsmith.modules.target.model.loading import sketch_target
 from draftsmith.recipes.__main__ import main
+from draftsmith.recipes.memory_plan import plan_recipe
 from draftsmith.recipes.parsing import Parsed
 from draftsmith.recipes.pipeline import COMMANDS
-from draftsmith.recipes.plan import plan_recipe
 from draftsmith.recipes.workspace import Workspace, sketched
 from draftsmith.trainers import fit
 from draftsmith.trainers.medusa import MedusaModule, MedusaTrainConfig

@@ -8,8 +8,8 @@ import torch
 from draftsmith.modules import TargetConfig, TokenTree, UserError, load_target
 from draftsmith.modules.target.model.loading import sketch_target
 from draftsmith.recipes.__main__ import main
+from draftsmith.recipes.memory_plan import cache_bytes, plan_recipe, size
 from draftsmith.recipes.pipeline import COMMANDS
-from draftsmith.recipes.plan import cache_bytes, plan_recipe, size
 from transformers import LlamaConfig
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"

@@ -156,7 +156,7 @@ def test_a_sampled_answer_is_drafted_by_the_tree_for_it(
         sizes.append(policy.max_size)
         return stream(*given, policy=policy, **more)
 
-    monkeypatch.setattr("draftsmith.recipes.commands.stream", watched)
+    monkeypatch.setattr("draftsmith.recipes.artifact_commands.stream", watched)
     for degree in ("0", "0.8"):
         assert main(["generate", "--artifact", str(tmp_path / "artifact"), "--prompt", "hello", "--max-new-tokens", "5",
                      "--temperature", degree]) == 0

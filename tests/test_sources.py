@@ -18,7 +18,7 @@ from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
 from draftsmith.modules.policies.base.static_tree import Chain, StaticTree
 from draftsmith.modules.token_tree import Topology
 from draftsmith.modules.verification.acceptance_rules import AcceptAll
-from draftsmith.recipes.writing import require_teacher
+from draftsmith.recipes.draft_writer import require_teacher
 from draftsmith.trainers import MedusaModule, MedusaTrainConfig
 
 from .drafters import ScriptedDrafter

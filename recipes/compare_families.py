@@ -17,13 +17,13 @@ from ..export.report.family_comparison import write_standings
 from ..modules import BASELINES, Target, TargetConfig, UserError
 from ..modules.atomic_files import write_file
 from ..trainers import DraftModule, Precision
+from .chat_settings import TemplateConfig, prompt_sets
+from .draft_writer import writer_digest
 from .parsing import Command, Parsed, recipe_path
 from .pipeline import COMMANDS as PIPELINE
 from .pipeline import STAGES, held_out_sets
 from .recipe import Recipe, TreeConfig
-from .template import TemplateConfig, prompt_sets
 from .workspace import Stage, Workspace, run_stages
-from .writing import writer_digest
 
 RECIPE_FILE = "recipe.yaml"
 SHARED = ("target", "template", "prompts", "distill", "tree", "evaluate")

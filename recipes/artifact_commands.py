@@ -20,8 +20,8 @@ from ..export import (
 )
 from ..export.evaluation import evaluate
 from ..modules import STATIC, DecodeSettings, Request, Target, TargetConfig, UserError, load_target, stream
+from .chat_settings import ARTIFACT_TARGET, TemplateConfig, artifact_target, handwritten_prompts, prompt_sets
 from .parsing import Command, Parsed
-from .template import ARTIFACT_TARGET, TemplateConfig, artifact_target, handwritten_prompts, prompt_sets
 
 
 def own_target() -> TargetConfig:
