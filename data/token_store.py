@@ -17,11 +17,14 @@ from torch import Tensor
 
 from ..modules import TargetIdentity, UserError
 from ..modules.atomic_files import write_atomically
-from .token_store import SOURCES, SourceName
 
 FORMAT_VERSION = 2
 """Layout of shards and manifest."""
 MANIFEST = "manifest.json"
+SourceName = Literal["target", "text", "draft"]
+SOURCES: tuple[SourceName, ...] = ("target", "text", "draft")
+"""target: the target's own answers; text: what the prompt source brings; draft: answers that an artifact's draft wrote,
+on which the target's distribution is learnt (arXiv:2310.08461, section 4). A shard stores the place in this list."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,9 +276,3 @@ def write_bytes(file: Path, data: bytes) -> None:
 def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a safetensors file whole or not at all."""
     write_atomically(file, lambda partial: save_file(dict(tensors), partial))
-
-
-SourceName = Literal["target", "text", "draft"]
-SOURCES: tuple[SourceName, ...] = ("target", "text", "draft")
-"""target: the target's own answers; text: what the prompt source brings; draft: answers that an artifact's draft wrote,
-on which the target's distribution is learnt (arXiv:2310.08461, section 4). A shard stores the place in this list."""

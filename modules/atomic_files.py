@@ -8,8 +8,6 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from ..modules import UserError
-from .atomic_files import cannot_write, to_disk, write_atomically
 from .errors import UserError
 
 

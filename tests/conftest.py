@@ -8,8 +8,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 from draftsmith.modules import Target, TargetConfig, load_target
-from draftsmith.modules.target.model.loading import find_default_gguf
-from draftsmith.modules.target.model.tiny_model import tiny_model, tiny_tokenizer
+from draftsmith.modules.target.loading import find_default_gguf
+from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from draftsmith.modules import (
     MedusaConfig,
     Target,
 )
-from draftsmith.modules.target.model.adapter import LowRank, choose_layers
+from draftsmith.modules.target.adapter import LowRank, choose_layers
 from draftsmith.trainers import DraftModule
 from draftsmith.trainers.draft_lm import DraftLMModule, DraftLMTrainConfig
 from draftsmith.trainers.eagle import EagleModule, EagleTrainConfig

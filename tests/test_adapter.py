@@ -7,9 +7,9 @@ import pytest
 import torch
 from draftsmith.modules import Adapter, DecodeSettings, Features, Request, Target, UserError
 from draftsmith.modules.decoding import loop as decode
-from draftsmith.modules.target.model.adapter import LowRank, choose_layers, linear_layers
-from draftsmith.modules.target.model.identity import hash_weights
-from draftsmith.modules.target.model.tiny_model import tiny_model, tiny_tokenizer
+from draftsmith.modules.target.adapter import LowRank, choose_layers, linear_layers
+from draftsmith.modules.target.identity import hash_weights
+from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.trainers.lora import LearningTarget, LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 

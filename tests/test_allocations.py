@@ -15,7 +15,7 @@ from draftsmith.modules import (
     Target,
     baseline,
 )
-from draftsmith.modules.baselines.registry.token_recycling import recycling_tree
+from draftsmith.modules.baselines.token_recycling import recycling_tree
 from draftsmith.modules.drafters.eagle_base import FeedbackDrafter
 from families import CASES
 

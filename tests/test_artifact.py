@@ -11,7 +11,7 @@ from draftsmith.export import Artifact, Tuning, artifact, load_artifact, read_de
 from draftsmith.modules import CostModel, DecodeSettings, Policy, Request, StaticTree, Target, Topology, UserError
 from draftsmith.modules.decoding import loop as decode
 from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
-from draftsmith.modules.target.model.tiny_model import tiny_model, tiny_tokenizer
+from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
 from safetensors import safe_open
 
 TREE = Topology.from_paths([(0,), (1,), (0, 0), (2,), (0, 1), (0, 0, 0), (1, 0)])

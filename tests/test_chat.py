@@ -6,7 +6,7 @@ import pytest
 from draftsmith.data import ChatTemplate
 from draftsmith.data.chat import Turn, join_turns
 from draftsmith.modules import UserError
-from draftsmith.modules.target.model.tiny_model import CHATML, tiny_tokenizer
+from draftsmith.modules.target.tiny_model import CHATML, tiny_tokenizer
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 

@@ -16,7 +16,7 @@ from draftsmith.modules import (
     TokenTree,
     Topology,
 )
-from draftsmith.modules.target.model.kv_cache import RowCache
+from draftsmith.modules.target.kv_cache import RowCache
 from draftsmith.modules.verification.acceptance_rules import Chances, exact_rule
 from families import CASES, randomised
 from test_policies import EVERY, draws_for, medusa

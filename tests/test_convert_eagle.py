@@ -25,7 +25,7 @@ from draftsmith.modules.drafters.eagle3 import WideBlock
 from draftsmith.modules.drafters.eagle_base import FeedbackDrafter
 from draftsmith.modules.drafters.parts.decoder_block import BlockConfig
 from draftsmith.modules.drafters.parts.training_time_test import Rollout
-from draftsmith.modules.target.model.tiny_model import tiny_tokenizer
+from draftsmith.modules.target.tiny_model import tiny_tokenizer
 from families import IDS, randomised
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file

@@ -22,7 +22,7 @@ from draftsmith.data import (
 from draftsmith.data.answering import Answerer, take_given
 from draftsmith.modules import DecodeSettings, Request, Target, UserError
 from draftsmith.modules.decoding import loop as decode
-from draftsmith.modules.target.model.tiny_model import tiny_model, tiny_tokenizer
+from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
 
 from .chats import THINKING
 

@@ -29,9 +29,9 @@ from draftsmith.modules.decoding import loop as decode
 from draftsmith.modules.drafters.draft_lm import as_model
 from draftsmith.modules.drafters.draft_lm_config import planned
 from draftsmith.modules.drafters.parts.mask_tokens import conditional_drop, pack, useful, visible
-from draftsmith.modules.target.model.hf_folder import folder_digest
-from draftsmith.modules.target.model.loading import sketch_target
-from draftsmith.modules.target.model.tiny_model import tiny_tokenizer
+from draftsmith.modules.target.hf_folder import folder_digest
+from draftsmith.modules.target.loading import sketch_target
+from draftsmith.modules.target.tiny_model import tiny_tokenizer
 from draftsmith.trainers import DraftLMModule, DraftLMTrainConfig
 from families import randomised
 from observations import frontier, observe

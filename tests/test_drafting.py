@@ -6,7 +6,7 @@ import pytest
 from draftsmith.export import EvaluateConfig, Method, Question, Tuning, save_artifact, save_tuning
 from draftsmith.export import load_artifact as load
 from draftsmith.export.evaluation import evaluate
-from draftsmith.export.report.markdown.phrases import verdicts
+from draftsmith.export.report.phrases import verdicts
 from draftsmith.modules import (
     POLICIES,
     CostModel,

@@ -22,7 +22,7 @@ from draftsmith.modules.drafters.eagle3 import chosen_taps
 from draftsmith.modules.drafters.eagle_base import FeedbackDrafter, FeedbackState
 from draftsmith.modules.drafters.parts.decoder_block import Sight
 from draftsmith.modules.drafters.parts.training_time_test import Rollout
-from draftsmith.modules.target.model.tiny_model import tiny_model, tiny_tokenizer
+from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.trainers.eagle import EagleModule, EagleTrainConfig
 from draftsmith.trainers.eagle3 import Eagle3Module, Eagle3TrainConfig
 from families import randomised

@@ -25,7 +25,7 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.decoding import loop as decode
 from draftsmith.modules.errors import UserError
-from draftsmith.modules.policies.base.ensemble import joined
+from draftsmith.modules.policies.ensemble import joined
 from observations import ROOT, observe
 from test_lossless import native_greedy, requests_for
 from torch import Tensor

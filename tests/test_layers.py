@@ -14,11 +14,11 @@ from draftsmith.modules import (
     UserError,
     search_layers,
 )
-from draftsmith.modules.baselines.registry.self_speculation import every_other_layer, first_layers
+from draftsmith.modules.baselines.self_speculation import every_other_layer, first_layers
 from draftsmith.modules.decoding import loop as decode
 from draftsmith.modules.interfaces.proposer import DraftState
-from draftsmith.modules.target.model.layer_skipping import skipping
-from draftsmith.modules.target.model.tiny_model import tiny_tokenizer
+from draftsmith.modules.target.layer_skipping import skipping
+from draftsmith.modules.target.tiny_model import tiny_tokenizer
 from observations import frontier, observe
 from test_lossless import native_greedy, requests_for
 from torch import Tensor

@@ -9,7 +9,7 @@ import torch
 from draftsmith.modules import Features, Target, UserError
 from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
 from draftsmith.modules.interfaces.drafter import Drafts
-from draftsmith.modules.target.model.draft_vocabulary import draft_index
+from draftsmith.modules.target.draft_vocabulary import draft_index
 from draftsmith.trainers.chunked_losses import VocabularyLoss, supervise
 from draftsmith.trainers.metrics import COLUMNS, RANKS, describe, rank_hits, weighted_mean_loss
 from draftsmith.trainers.objectives import Objective, Teacher

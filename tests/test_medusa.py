@@ -10,7 +10,7 @@ import torch
 from draftsmith.modules import Features, Target, UserError
 from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
 from draftsmith.modules.interfaces.proposer import Frontier, Observation
-from draftsmith.modules.target.model.draft_vocabulary import OutputRows
+from draftsmith.modules.target.draft_vocabulary import OutputRows
 from safetensors import safe_open
 
 FIXTURES = Path(__file__).resolve().parents[2] / "shared" / "fixtures"

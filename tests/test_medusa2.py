@@ -10,10 +10,10 @@ import pytest
 import torch
 import yaml
 from cycle import CYCLE, CycleData, cycle_rows, cycle_target
-from draftsmith.export.report.markdown.family_comparison import markdown, read_standing
+from draftsmith.export.report.family_comparison import markdown, read_standing
 from draftsmith.modules import Features, Target, UserError, rank_table
 from draftsmith.modules.drafters.medusa import MedusaConfig
-from draftsmith.modules.target.model.identity import hash_weights
+from draftsmith.modules.target.identity import hash_weights
 from draftsmith.modules.tuning.replay_acceptance import answered_anew
 from draftsmith.trainers import FitResult, Medusa2Module, Medusa2TrainConfig, fit
 from draftsmith.trainers.checkpoints import load_weights

@@ -23,7 +23,7 @@ from draftsmith.modules import (
     Union,
 )
 from draftsmith.modules.decoding import loop as decode
-from draftsmith.modules.target.model.tiny_model import tiny_model, tiny_tokenizer
+from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
 
 SHORT = Request((5, 9, 30), 0, 12)
 

@@ -12,7 +12,7 @@ from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig,
 from draftsmith.data.datamodule import BatchConfig, DraftDataModule
 from draftsmith.data.feature_store import GIB, affordable, state_names
 from draftsmith.modules import Features, MedusaConfig, Target, TargetConfig, UserError
-from draftsmith.modules.target.model.loading import sketch_target
+from draftsmith.modules.target.loading import sketch_target
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.memory_plan import plan_recipe
 from draftsmith.recipes.parsing import Parsed

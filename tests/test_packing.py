@@ -6,7 +6,7 @@ import pytest
 import torch
 from draftsmith.modules import DecodeSettings, Drafter, Request, StaticTree, Target, Topology
 from draftsmith.modules.decoding import loop as decode
-from draftsmith.modules.target.model.packed_linear import can_pack
+from draftsmith.modules.target.packed_linear import can_pack
 from families import CASES, randomised
 from torch import nn
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from draftsmith.modules import TargetConfig, TokenTree, UserError, load_target
-from draftsmith.modules.target.model.loading import sketch_target
+from draftsmith.modules.target.loading import sketch_target
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.memory_plan import cache_bytes, plan_recipe, size
 from draftsmith.recipes.pipeline import COMMANDS

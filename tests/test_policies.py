@@ -30,9 +30,9 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.decoding.row_errors import examine, outside, pruned
 from draftsmith.modules.drafters.hydra import HydraState
-from draftsmith.modules.policies.base.level_queries import sample
-from draftsmith.modules.policies.base.static_tree import _inner, _span
-from draftsmith.modules.target.model.kv_cache import RowCache
+from draftsmith.modules.policies.level_queries import sample
+from draftsmith.modules.policies.static_tree import _inner, _span
+from draftsmith.modules.target.kv_cache import RowCache
 from draftsmith.modules.token_tree import _constants
 from references.dynamic import best_sum, candidates
 from tables import CandidateDrafter, DepthDrafter, TableDrafter, draws_for, random_log_probs

@@ -20,7 +20,7 @@ from draftsmith.export import (
     write_report,
 )
 from draftsmith.export.report import plots
-from draftsmith.export.report.markdown.phrases import lossless_verdict
+from draftsmith.export.report.phrases import lossless_verdict
 from draftsmith.modules import ConfidenceCurve, CostCurve, TargetIdentity, Topology, UserError
 from draftsmith.modules.tuning.confidence_calibration import ConfidenceTally
 from test_artifact import TREE, tuning

@@ -15,7 +15,7 @@ from draftsmith.data.writers import source_of
 from draftsmith.modules import DecodeSettings, Request, Target, UserError
 from draftsmith.modules.decoding import loop as decode
 from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
-from draftsmith.modules.policies.base.static_tree import Chain, StaticTree
+from draftsmith.modules.policies.static_tree import Chain, StaticTree
 from draftsmith.modules.token_tree import Topology
 from draftsmith.modules.verification.acceptance_rules import AcceptAll
 from draftsmith.recipes.draft_writer import require_teacher

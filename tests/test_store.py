@@ -13,7 +13,7 @@ from draftsmith.data.datamodule import BatchConfig, Split
 from draftsmith.data.feature_store import FEATURES, open_features
 from draftsmith.data.token_store import HeldOut, Row, ShardRecord, hash_file, write_bytes, write_tensors
 from draftsmith.modules import Target, UserError
-from draftsmith.modules.target.model.tiny_model import tiny_model, tiny_tokenizer
+from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
 
 ROWS = [
     Row(tokens=(5, 6, 7), supervised=(False, True, True), prompt=3, temperature=0.7),

@@ -16,7 +16,7 @@ from draftsmith.modules import (
     load_target,
 )
 from draftsmith.modules.decoding import loop as decode
-from draftsmith.modules.target.model.tiny_model import tiny_model, tiny_tokenizer
+from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
 
 COMMON = {
     "vocab_size": 100,

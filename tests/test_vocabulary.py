@@ -3,7 +3,7 @@
 import pytest
 import torch
 from draftsmith.modules import UserError
-from draftsmith.modules.target.model.draft_vocabulary import choose, draft_index
+from draftsmith.modules.target.draft_vocabulary import choose, draft_index
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

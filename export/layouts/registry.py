@@ -1,11 +1,4 @@
-"""Foreign layouts: what serving engines load, written from an artifact, and read back.
-
-Medusa heads follow FasterDecoding/Medusa: residual block l of head h is `{h}.{l}.linear.weight` [D, D] and
-`{h}.{l}.linear.bias` [D], its output layer `{h}.{L}.weight` [V, D] with L blocks. Head h at position p predicts token
-p + 2 + h from the target's final state after the last norm.
-
-Shapes: D hidden size, V target vocabulary.
-"""
+"""The checkpoint layouts an artifact can be exported to, by name."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -36,7 +36,7 @@ from draftsmith.modules import (
     TargetConfig,
     load_target,
 )
-from draftsmith.modules.baselines.registry.token_recycling import recycling_tree
+from draftsmith.modules.baselines.token_recycling import recycling_tree
 from transformers import DynamicCache
 
 PARTS = ("target", "draft", "accept", "commit", "rest")

@@ -48,7 +48,7 @@ from draftsmith.modules import (
     baseline,
     load_target,
 )
-from draftsmith.modules.baselines.registry.token_recycling import recycling_tree
+from draftsmith.modules.baselines.token_recycling import recycling_tree
 from draftsmith.modules.decoding import loop as decode
 from torch import Tensor
 

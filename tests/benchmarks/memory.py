@@ -31,7 +31,7 @@ from draftsmith.modules import (
     baseline,
     load_target,
 )
-from draftsmith.modules.baselines.registry.token_recycling import recycling_tree
+from draftsmith.modules.baselines.token_recycling import recycling_tree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
