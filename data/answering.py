@@ -4,8 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..modules import DecodeSettings, DecodeStats, Generation, Request, Target, UserError, repeats_itself
-from ..modules.decoding import loop as decode
+from ..modules import DecodeSettings, DecodeStats, Generation, Request, Target, UserError, decode, repeats_itself
 from .chat import ChatTemplate, Turn, join_turns
 from .prompts import Prompt
 from .token_store import Row, SourceName

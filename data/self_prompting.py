@@ -7,8 +7,7 @@ the end of the user's turn is a prompt; no prompt set is needed.
 import hashlib
 from collections.abc import Sequence
 
-from ..modules import DecodeSettings, DecodeStats, Generation, Request, Target, repeats_itself
-from ..modules.decoding import loop as decode
+from ..modules import DecodeSettings, DecodeStats, Generation, Request, Target, decode, repeats_itself
 from .chat import ChatTemplate
 from .prompts import Prompt, PromptConfig, Taken
 

@@ -11,6 +11,7 @@ from ..data import read_prompts
 from ..export import (
     EvaluateConfig,
     Method,
+    evaluate,
     export_adapted,
     export_artifact,
     load_artifact,
@@ -18,7 +19,6 @@ from ..export import (
     with_drift,
     write_report,
 )
-from ..export.evaluation import evaluate
 from ..modules import STATIC, DecodeSettings, Request, Target, TargetConfig, UserError, load_target, stream
 from .chat_settings import ARTIFACT_TARGET, TemplateConfig, artifact_target, handwritten_prompts, prompt_sets
 from .parsing import Command, Parsed

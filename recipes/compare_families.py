@@ -10,8 +10,7 @@ from typing import Any
 import yaml
 
 from ..data import DistillConfig, PromptConfig
-from ..export import EvaluateConfig, write_report
-from ..export.evaluation import evaluate
+from ..export import EvaluateConfig, evaluate, write_report
 from ..export.evaluation.reference_answers import REFERENCES
 from ..export.report.family_comparison import write_standings
 from ..modules import BASELINES, Target, TargetConfig, UserError

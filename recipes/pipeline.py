@@ -15,6 +15,7 @@ from ..data.datamodule import DraftDataModule
 from ..export import (
     Method,
     Tuning,
+    evaluate,
     load_artifact,
     save_artifact,
     save_tuning,
@@ -22,7 +23,6 @@ from ..export import (
     with_drift,
     write_report,
 )
-from ..export.evaluation import evaluate
 from ..modules import (
     Drafter,
     Features,

@@ -23,79 +23,152 @@ EXTRAS = {"lightning", "datasets", "peft", "tensorboard", "deepspeed", "matplotl
 SHIPPED = (".py", ".yaml", ".jsonl", ".typed")
 
 
-def imports(source: str) -> list[tuple[str, str]]:
-    """Every import of a file as (written form, first room or top-level module it reaches)."""
-    found = []
+FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "modules": (
+        ("",), ("target", "verification"), ("interfaces",), ("drafters.parts", "policies"), ("drafters",),
+        ("baselines", "decoding"), ("tuning",),
+    ),
+    "export": (("",), ("layouts", "evaluation"), ("report",)),
+}
+"""The boxes of each room from the ground up; a file imports its own box and lower floors. "" is the room itself."""
+
+
+def imports(path: Path, source: str) -> list[tuple[str, tuple[str, ...]]]:
+    """Every import of a file as (written form, dotted path it reaches); inside the package that path starts at a room.
+
+    A name imported from a package counts as reaching the module of that name where there is one.
+    """
+    found: list[tuple[str, tuple[str, ...]]] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found += [(f"import {alias.name}", absolute(alias.name)) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            found.append((f"from {node.module} import", absolute(node.module or "")))
-        elif isinstance(node, ast.ImportFrom) and node.level == 2:
-            names = [node.module.split(".")[0]] if node.module else [alias.name for alias in node.names]
-            found += [(f"from ..{name} import", name) for name in names]
-        elif isinstance(node, ast.ImportFrom) and node.level > 2:
-            found.append(("from beyond the package", "beyond"))
+        elif isinstance(node, ast.ImportFrom):
+            written = f"from {'.' * node.level}{node.module or ''} import"
+            reached = reaches(path, node)
+            names = [alias.name for alias in node.names if not reached or is_module((*reached, alias.name))]
+            found += [(f"{written} {name}", (*reached, name)) for name in names]
+            if len(names) < len(node.names):
+                found.append((written, reached))
     return found
 
 
-def absolute(module: str) -> str:
-    """The room of draftsmith.<room>..., else the top-level module."""
-    parts = module.split(".")
-    return parts[1] if parts[0] == "draftsmith" and len(parts) > 1 else parts[0]
+def reaches(path: Path, node: ast.ImportFrom) -> tuple[str, ...]:
+    """What stands between `from` and `import`, as a dotted path from the package's root; ("beyond",) outside it."""
+    if node.level == 0:
+        return absolute(node.module or "")
+    here = path.relative_to(ROOT).parts[:-1]
+    if node.level > len(here) + 1:
+        return ("beyond",)
+    return (*here[: len(here) + 1 - node.level], *(node.module.split(".") if node.module else ()))
 
 
-def violations(room: str, source: str) -> list[str]:
-    """What a file of `room` imports against the star."""
-    return [written for written, reached in imports(source)
-            if (reached in ROOMS and reached not in ALLOWED[room] | {room}) or reached in ("beyond", "tests")]
+def absolute(module: str) -> tuple[str, ...]:
+    """The dotted path from the package's root for draftsmith.<room>..., else that of the top-level module."""
+    parts = tuple(module.split("."))
+    return parts[1:] if parts[0] == "draftsmith" and len(parts) > 1 else parts
+
+
+def is_module(dotted: tuple[str, ...]) -> bool:
+    """Whether a dotted path is a file or folder of the package."""
+    place = ROOT.joinpath(*dotted)
+    return dotted[0] in ROOMS and (place.is_dir() or place.with_suffix(".py").is_file())
+
+
+def violations(path: Path, source: str) -> list[str]:
+    """What a file imports against the star of rooms or the order of floors."""
+    room = path.relative_to(ROOT).parts[0]
+    allowed = ALLOWED[room] | {room}
+    found = [written for written, reached in imports(path, source)
+             if (reached[0] in ROOMS and reached[0] not in allowed) or reached[0] in ("beyond", "tests")]
+    if room not in FLOORS or path == ROOT / room / "__init__.py":
+        return found
+    lower = below(room, box(room, path.relative_to(ROOT).with_suffix("").parts))
+    return found + [written for written, reached in imports(path, source)
+                    if reached[0] == room and box(room, reached) not in lower]
+
+
+def box(room: str, dotted: tuple[str, ...]) -> str:
+    """The box of FLOORS that a module stands in; "through __init__" for the room's own package or one of its boxes."""
+    if not ROOT.joinpath(*dotted).with_suffix(".py").is_file():
+        return "through __init__"
+    return ".".join(dotted[1:-1])
+
+
+def below(room: str, own: str) -> set[str]:
+    """The boxes that a file of the box `own` may import."""
+    floors = FLOORS[room]
+    rank = next(number for number, boxes in enumerate(floors) if own in boxes)
+    return {own, *(name for boxes in floors[:rank] for name in boxes)}
 
 
 def room_files(room: str) -> list[Path]:
-    return sorted((ROOT / room).glob("*.py"))
+    return sorted((ROOT / room).rglob("*.py"))
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_rooms_import_only_what_the_star_allows(room: str) -> None:
-    found = {path.name: bad for path in room_files(room) if (bad := violations(room, path.read_text()))}
+def test_imports_follow_the_star_and_the_floors(room: str) -> None:
+    found = {str(path.relative_to(ROOT)): bad for path in room_files(room)
+             if (bad := violations(path, path.read_text()))}
     assert not found
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_rooms_import_each_other_relatively(room: str) -> None:
-    stray = [f"{path.name}: {written}" for path in room_files(room) for written, reached in imports(path.read_text())
-             if reached in ROOMS and not written.startswith("from ..")]
+    stray = [f"{path.name}: {written}" for path in room_files(room)
+             for written, reached in imports(path, path.read_text())
+             if reached[0] in ROOMS and not written.startswith("from .")]
     assert not stray
 
 
-@pytest.mark.parametrize(("room", "source"), [
-    ("modules", "from ..data import chat"),
-    ("modules", "from .. import trainers"),
-    ("data", "from ..export.artifact import save_artifact"),
-    ("trainers", "def f():\n    from ..data import store"),
-    ("export", "import draftsmith.recipes.artifact_commands"),
-    ("data", "import trainers"),
+@pytest.mark.parametrize("room", FLOORS)
+def test_every_folder_stands_on_a_floor(room: str) -> None:
+    folders = {".".join(path.relative_to(ROOT / room).parts[:-1]) for path in room_files(room)}
+    assert folders == {name for boxes in FLOORS[room] for name in boxes}
+
+
+@pytest.mark.parametrize(("file", "source"), [
+    ("modules/features.py", "from ..data import chat"),
+    ("modules/features.py", "from .. import trainers"),
+    ("data/chat.py", "from ..export.artifact import save_artifact"),
+    ("trainers/base.py", "def f():\n    from ..data import token_store"),
+    ("export/artifact.py", "import draftsmith.recipes.artifact_commands"),
+    ("data/chat.py", "import trainers"),
+    ("modules/target/model.py", "from ...export import artifact"),
+    ("modules/target/model.py", "from ....other import anything"),
+    ("modules/features.py", "from .target.model import Target"),
+    ("modules/target/model.py", "from ..interfaces.drafter import Drafter"),
+    ("modules/policies/base.py", "from ..drafters.parts.row_text import Text"),
+    ("modules/drafters/parts/row_text.py", "from ..medusa import Medusa"),
+    ("modules/decoding/loop.py", "from .. import Target"),
+    ("modules/decoding/loop.py", "from ..target import Target"),
+    ("export/layouts/eagle.py", "from ..report.markdown import markdown"),
 ])
-def test_the_star_test_can_fail(room: str, source: str) -> None:
-    assert violations(room, source)
+def test_the_import_test_can_fail(file: str, source: str) -> None:
+    assert violations(ROOT / file, source)
+
+
+@pytest.mark.parametrize(("file", "source"), [
+    ("modules/decoding/loop.py", "from ..target import model"),
+    ("modules/drafters/medusa.py", "from .parts.row_text import Text"),
+    ("export/layouts/eagle.py", "from ...modules import Eagle\nfrom ..artifact import Artifact"),
+    ("recipes/pipeline.py", "from ..export.report.markdown import markdown"),
+])
+def test_the_import_test_can_pass(file: str, source: str) -> None:
+    assert not violations(ROOT / file, source)
 
 
 def test_modules_need_no_extra() -> None:
-    needed = {reached for path in room_files("modules") for _, reached in imports(path.read_text())}
+    needed = {reached[0] for path in room_files("modules") for _, reached in imports(path, path.read_text())}
     assert not needed & EXTRAS
 
 
-def test_packages_are_the_folders() -> None:
+def test_packages_are_the_folders_that_hold_source() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert sorted(settings["packages"]) == [f"draftsmith.{room}" for room in ROOMS]
+    folders = {path.parent.relative_to(ROOT) for room in ROOMS for path in room_files(room)}
+    assert settings["packages"] == sorted(".".join(("draftsmith", *folder.parts)) for folder in folders)
+    assert all((ROOT / folder / "__init__.py").is_file() for folder in folders)
     assert settings["package-dir"] == {f"draftsmith.{room}": room for room in ROOMS}
-    assert sorted(path.parent.name for path in ROOT.glob("*/__init__.py")) == sorted(ROOMS)
     assert not (ROOT / "__init__.py").exists(), "draftsmith is a namespace package"
-
-
-def test_rooms_stay_flat() -> None:
-    nested = [path for room in ROOMS for path in (ROOT / room).glob("*/**/*.py")]
-    assert not nested
 
 
 def test_constraints_pin_torch_first_and_name_no_host() -> None:

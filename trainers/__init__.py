@@ -5,7 +5,7 @@ from .draft_lm import DraftLMModule, DraftLMTrainConfig
 from .eagle import EagleModule, EagleTrainConfig
 from .eagle3 import Eagle3Module, Eagle3TrainConfig
 from .falcon import FalconModule, FalconTrainConfig
-from .fit import FitResult, fit
+from .fitting import FitResult, fit
 from .hydra import HydraModule, HydraTrainConfig
 from .medusa import MedusaModule, MedusaTrainConfig
 from .medusa2 import Medusa2Module, Medusa2TrainConfig

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ...modules import DecodeResult, Generation, Request, Target, UserError
-from ...modules.decoding import loop as decode
+from ...modules import DecodeResult, Generation, Request, Target, UserError, decode
 from .contention import ContentionProbe, clock, rotated
 from .lossless import compare, generate, greedy_judge, native_model, sampled_judge
 from .memory_traffic import Meter, metered, target_bytes

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from ...modules import DecodeSettings, Features, Request, Target, UserError
-from ...modules.decoding import loop as decode
+from ...modules import DecodeSettings, Features, Request, Target, UserError, decode
 from .methods import PromptSets
 from .results import EvaluationRun
 

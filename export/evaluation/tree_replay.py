@@ -8,8 +8,7 @@ other tree follows from the states at its tokens (`draftsmith.modules.replay`).
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...modules import Confidence, ConfidenceCurve, Drafter, Features, Target, Topology, replay_noting
-from ...modules.tuning import replay_target as replay
+from ...modules import Confidence, ConfidenceCurve, Drafter, Features, Target, Topology, replay, replay_noting
 
 SIZES = (16, 32, 64)
 """Nodes of the trees that are replayed, root included."""

@@ -39,9 +39,9 @@ from draftsmith.modules import (
     Request,
     Target,
     TargetConfig,
+    decode,
     load_target,
 )
-from draftsmith.modules.decoding import loop as decode
 
 PROMPTS = Path(__file__).resolve().parents[2] / "recipes" / "handwritten.jsonl"
 PAIRS = {"plain": "transformers, plain", "prompt lookup": "transformers, prompt_lookup",

@@ -46,10 +46,10 @@ from draftsmith.modules import (
     Target,
     TargetConfig,
     baseline,
+    decode,
     load_target,
 )
 from draftsmith.modules.baselines.token_recycling import recycling_tree
-from draftsmith.modules.decoding import loop as decode
 from torch import Tensor
 
 ALLOWED_EVERY = 10_000

@@ -11,9 +11,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cycle import CycleData, cycle_target
 from draftsmith.modules.drafters.medusa import MedusaConfig
 from draftsmith.trainers import MedusaModule, MedusaTrainConfig, fit
+from support.cycle import CycleData, cycle_target
 
 
 def main() -> None:

@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 from draftsmith.export import load_artifact, read_description
-from draftsmith.modules import DecodeSettings, Request, TargetConfig, load_target
-from draftsmith.modules.decoding import loop as decode
+from draftsmith.modules import DecodeSettings, Request, TargetConfig, decode, load_target
 
 EXTRAS = ("lightning", "datasets", "peft", "tensorboard", "matplotlib", "deepspeed")
 

@@ -1,0 +1,49 @@
+"""The benchmark against transformers runs on the tiny target, and its ratio is what it says."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+PATH = Path(__file__).resolve().parents[1] / "benchmarks" / "against_transformers.py"
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    spec = importlib.util.spec_from_file_location(PATH.stem, PATH)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[PATH.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_table_has_a_row_for_each_pair(benchmark: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    benchmark.main(["--target", "tiny-random", "--prompts", "3", "--new-tokens", "8", "--minutes", "0"])
+    told = capsys.readouterr()
+    rows = [line for line in told.out.splitlines() if line.startswith("| ")][1:]
+    assert [row.split(" | ")[0] for row in rows] == ["| plain", "| prompt lookup", "| first layers"]
+    assert all(row.endswith("2 / 2 of 2 |") for row in rows)  # no third prompt was begun after the time
+    assert "prompt 2 of 3" in told.err
+    assert "times transformers" in told.out
+
+
+def test_a_mistake_is_one_sentence(benchmark: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        benchmark.main(["--prompts", "0"])
+    assert "must be at least 1, got 0 and 96" in capsys.readouterr().err
+
+
+def test_the_ratio_is_of_sums_and_paired(benchmark: ModuleType) -> None:
+    def tally(*seconds: float) -> object:
+        return benchmark.Tally([benchmark.Answer([1] * 10, 5, second) for second in seconds])
+
+    value, ends = benchmark.ratio(tally(1.0, 9.0), tally(2.0, 18.0))
+    assert value == pytest.approx(2.0)
+    assert ends == pytest.approx((2.0, 2.0))
+    value, ends = benchmark.ratio(tally(1.0, 1.0), tally(1.0, 3.0))
+    assert value == pytest.approx(2.0)
+    assert ends == pytest.approx((1.0, 3.0))

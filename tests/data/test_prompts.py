@@ -1,0 +1,204 @@
+"""Prompts are read in every shape people keep them in, and a bad line is named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draftsmith.data import ChatTemplate, Prompt, PromptConfig, load_prompts, read_prompts
+from draftsmith.data.prompts import ReadPrompts
+from draftsmith.data.self_prompting import OwnPrompts
+from draftsmith.modules import Generation, Request, Target, UserError
+from support.chats import MISTRAL, merging_tokenizer
+
+
+def write_lines(folder: Path, *rows: Any) -> Path:
+    file = folder / "prompts.jsonl"
+    file.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8"
+    )
+    return file
+
+
+def test_all_four_shapes(tmp_path: Path) -> None:
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    shared = [{"from": "gpt", "value": "cut off"}, {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    file = write_lines(
+        tmp_path,
+        {"prompt": "a"},
+        {"messages": chat},
+        {"conversations": shared},
+        {"question_id": 81, "category": "math", "turns": ["a", "c"]},
+    )
+    assert read_prompts(file) == [
+        Prompt(turns=("a",), id="prompts.jsonl:1"),
+        Prompt(turns=("a", "c"), id="prompts.jsonl:2", system="Be brief.", answers=("b",)),
+        Prompt(turns=("a",), id="prompts.jsonl:3", answers=("b",)),
+        Prompt(turns=("a", "c"), id="81", category="math"),
+    ]
+
+
+def test_a_line_separator_inside_a_text_does_not_end_the_line(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a\u2028b"}\n', encoding="utf-8")
+    assert read_prompts(file)[0].turns == ("a\u2028b",)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (" ", r"prompts.jsonl:2: the line is empty; delete it"),
+        ('{"prompt": "a"', r"prompts.jsonl:2: not JSON \(.* at column"),
+        ("[1]", "prompts.jsonl:2: expected a JSON object, got list"),
+        ('{"words": "a"}', r"prompts.jsonl:2: none of prompt, messages.*\['words'\]; rename one or set prompts.column"),
+        ('{"prompt": " "}', "prompts.jsonl:2: prompt must be text that is not empty"),
+        ('{"turns": []}', "prompts.jsonl:2: turns must be a list of texts"),
+        ('{"turns": ["a", 3]}', "prompts.jsonl:2: turns must be text"),
+        ('{"messages": [{"role": "tool", "content": "a"}]}', "prompts.jsonl:2: role must be one of .* got 'tool'"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}',
+            "let the two take turns",
+        ),
+        ('{"messages": [{"role": "system", "content": "a"}]}', "prompts.jsonl:2: no user message"),
+        ('{"messages": ["a"]}', "prompts.jsonl:2: a message must be an object"),
+        ('{"conversations": "a"}', "prompts.jsonl:2: expected a list of messages"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+    file = write_lines(tmp_path, {"prompt": "fine"}, line)
+    with pytest.raises(UserError, match=message):
+        read_prompts(file)
+    assert [prompt.turns for prompt in read_prompts(file, skip_malformed=True)] == [("fine",)]
+
+
+def test_missing_empty_and_undecodable_files(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot read the prompts .*nowhere.*No such file"):
+        read_prompts(tmp_path / "nowhere.jsonl")
+    with pytest.raises(UserError, match="holds no prompt; write one JSON object a line"):
+        read_prompts(write_lines(tmp_path, ""))
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9"}')
+    with pytest.raises(UserError, match="not UTF-8 text"):
+        read_prompts(tmp_path / "latin.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"source": "file"}, "needs prompts.path"),
+        ({"source": "dataset"}, "needs prompts.name"),
+        ({"limit": 0}, "prompts.limit must be at least 1, got 0"),
+        ({"own_temperature": 0.0}, "own_temperature must be above 0"),
+        ({"own_top_p": 1.5}, "own_top_p must lie in"),
+    ],
+)
+def test_bad_settings_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        PromptConfig(**fields)
+
+
+def test_messages_carry_the_answers_given_so_far() -> None:
+    prompt = Prompt(turns=("a", "c"), id="1", system="s")
+    assert [message["content"] for message in prompt.opening()] == ["s", "a"]
+    assert [message["content"] for message in prompt.messages(["b"])] == ["s", "a", "b", "c"]
+    assert [message["role"] for message in prompt.messages(["b", "d"])][-1] == "assistant"
+
+
+def test_equal_prompts_have_equal_keys_whatever_case_and_spacing() -> None:
+    same = [Prompt(turns=("Hello  there",), id="1"), Prompt(turns=("hello\nthere",), id="2")]
+    assert same[0].key == same[1].key != Prompt(turns=("hello", "there"), id="3").key
+
+
+def test_candidates_are_the_same_however_often_they_are_asked_for(tmp_path: Path) -> None:
+    file = write_lines(tmp_path, *({"prompt": str(number)} for number in range(9)))
+    config = PromptConfig(source="file", path=str(file), shuffle=True, limit=7)
+    source = ReadPrompts(config, seed=3)
+    first, second = source.take(0, 4), source.take(4, 4)
+    assert (first.read, second.read) == (4, 3)
+    assert [number for number, _ in first.prompts + second.prompts] == list(range(7))
+    assert source.take(2, 3).prompts == (first.prompts + second.prompts)[2:5]
+    assert ReadPrompts(config, seed=3).take(4, 4) == second
+    assert ReadPrompts(config, seed=4).take(0, 4) != first
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_local_dataset(tmp_path: Path, streaming: bool) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "set").mkdir()
+    write_lines(tmp_path / "set", *({"question": f"q{number}"} for number in range(5)))
+    config = PromptConfig(source="dataset", name=str(tmp_path / "set"), column="question", streaming=streaming)
+    assert [prompt.turns[0] for prompt in load_prompts(config, 0)] == [f"q{number}" for number in range(5)]
+
+
+def test_a_dataset_saved_to_disk_and_one_that_is_missing(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"prompt": ["a", "b"]}).save_to_disk(tmp_path / "saved")
+    saved = PromptConfig(source="dataset", name=str(tmp_path / "saved"))
+    assert [prompt.turns for prompt in load_prompts(saved, 0)] == [("a",), ("b",)]
+    with pytest.raises(UserError, match=r"cannot load the dataset .*check prompts.name"):
+        load_prompts(PromptConfig(source="dataset", name=str(tmp_path / "nowhere")), 0)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_broken_dataset_is_one_sentence(tmp_path: Path, streaming: bool) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
+    config = PromptConfig(source="dataset", name=str(tmp_path / "set"), streaming=streaming)
+    with pytest.raises(UserError, match=r"cannot load the dataset .*check prompts.name"):
+        list(load_prompts(config, 0))
+    (tmp_path / "set" / "rows.jsonl").write_text('{"words": "a"}\n')
+    with pytest.raises(UserError, match=r"set\[train\]:0: none of prompt, messages"):
+        list(load_prompts(config, 0))
+
+
+# Written by the target -----------------------------------------------------------------------------------------------
+
+
+def own(target: Target, **fields: Any) -> OwnPrompts:
+    config = PromptConfig(own_max_tokens=200, own_top_p=1.0, **fields)
+    return OwnPrompts(target, ChatTemplate(target.tokenizer), config, seed=0, slots=8)
+
+
+def test_the_target_writes_prompts_that_depend_on_their_number_alone(tiny_target_f64: Target) -> None:
+    written = own(tiny_target_f64).take(0, 16)
+    assert written.read == 16
+    assert written.prompts, "no prompt of sixteen was usable"
+    again = own(tiny_target_f64).take(8, 8)
+    assert again.prompts == [(number, prompt) for number, prompt in written.prompts if number >= 8]
+    assert all(prompt.turns[0] == prompt.turns[0].strip() for _, prompt in written.prompts)
+
+
+def test_a_limit_ends_the_writing(tiny_target: Target) -> None:
+    source = own(tiny_target, limit=3)
+    assert [source.take(0, 2).read, source.take(2, 2).read, source.take(3, 2).read] == [2, 1, 0]
+
+
+def test_unfit_prompts_are_dropped(tiny_target: Target) -> None:
+    encode, source = tiny_target.tokenizer, own(tiny_target)
+
+    def text(words: str, finish: str = "eos") -> str:
+        tokens = encode(words + ("<|im_end|>" if finish == "eos" else ""), add_special_tokens=False)["input_ids"]
+        return source._text(Generation(Request((1,), 0, 8), tokens=tokens, finish=finish))  # type: ignore[arg-type]
+
+    assert text(" How far? ") == "How far?"
+    assert text("How far", finish="length") == ""
+    assert text("12 + 3?") == ""
+    assert text("one<|im_start|>two") == ""
+    assert text("ha ha ha ha ha ha ha ha") == ""
+    assert text("") == ""
+
+
+def test_a_turn_that_ends_in_no_end_token_is_cut_at_its_end(tiny_target: Target) -> None:
+    tokenizer = merging_tokenizer(MISTRAL)
+    around = ChatTemplate(tokenizer).user_turn()
+    assert tokenizer.decode(list(around.before)) == "<bos>[INST]"
+    source = own(tiny_target)
+    source.around, source.settings = around, type(source.settings)(stop=("[/INST]",))
+    source.target = type("Stub", (), {"tokenizer": tokenizer})()  # type: ignore[assignment]
+    tokens = tokenizer("how are you?[/INST]", add_special_tokens=False)["input_ids"]
+    assert source._text(Generation(Request((1,), 0, 8), tokens=tokens, finish="stop")) == "how are you?"

@@ -1,0 +1,159 @@
+"""Evaluation at several batch sizes: each has its own tree, and all are timed on the same questions."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from draftsmith.export import Artifact, EvaluateConfig, Evaluation, Method, Question, Tuning, evaluate
+from draftsmith.export.evaluation import runner as bench
+from draftsmith.modules import (
+    CostModel,
+    DecodeSettings,
+    Medusa,
+    MedusaConfig,
+    Request,
+    Target,
+    Topology,
+    UserError,
+    decode,
+)
+from support.families import randomised
+
+TREE = Topology.from_paths([(0,), (1,), (0, 0), (2,), (3,), (0, 1), (1, 0)])
+SIZES = {1: 8, 2: 8, 4: 4, 16: 1}
+"""Nodes that pay, by batch size."""
+PROMPTS = [(5, 20 + place, 7) for place in range(19)]
+SETS = {"own": [Question.single(prompt) for prompt in PROMPTS]}
+TOKENS = 12
+
+
+def tuned(target: Target) -> Artifact:
+    """Some guesses come true; one row gets its tokens for next to nothing, sixteen pay for each."""
+    cost = CostModel(knots=(1, 16), pass_weights=(0.1, 0.0, 0.05, 0.0, 0.0), largest=8, context=32, pass_error=0.0,
+                     draft_weights=(0.001, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), draft_error=0.0)
+    drafter = randomised(Medusa.create(MedusaConfig(num_heads=2), target).to(target.dtype))
+    tuning = Tuning.of(target, 8, cost, (1.0, 1.5, 1.8, 2.0, 2.1, 2.15, 2.18, 2.2))
+    return Artifact(drafter=drafter, target=target, topology=TREE, identity=target.identity, provenance={},
+                    tuning=tuning)
+
+
+def accepted_length(artifact: Artifact, nodes: int) -> float:
+    """By decoding all prompts with a tree of this size."""
+    requests = [Request(prompt, index, TOKENS) for index, prompt in enumerate(PROMPTS)]
+    return decode(artifact.target, requests, DecodeSettings(), drafter=artifact.drafter,
+                  policy=artifact.policy(f"static-{nodes}")).accepted_length
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
+    """Answers of TOKENS tokens that a bench drafts from now on, by (rows at once, nodes)."""
+    counted: Counter[tuple[int, int]] = Counter()
+
+    def watch(target: Target, requests: list[Request], settings: DecodeSettings, *, policy: Any, **more: Any) -> Any:
+        if policy is not None:
+            asked = sum(request.max_new_tokens == TOKENS for request in requests)
+            counted.update({(settings.batch_size, policy.max_size): asked})
+        return decode(target, requests, settings, policy=policy, **more)
+
+    monkeypatch.setattr(bench, "decode", watch)
+    return counted
+
+
+def run(artifact: Artifact, config: EvaluateConfig, policy: str = "static") -> dict[int, Evaluation]:
+    methods = [Method.of(artifact, policy=policy)]
+    found = evaluate(artifact.target, methods, SETS, config, progress=False).evaluations
+    return {one.batch_size: one for one in found}
+
+
+@pytest.mark.parametrize("speed_prompts", [0, 16])
+def test_each_batch_size_decodes_with_its_own_tree(tiny_target_f64: Target, speed_prompts: int) -> None:
+    artifact = tuned(tiny_target_f64)
+    assert {batch: artifact.size_for(batch) for batch in SIZES} == SIZES
+    lengths = {nodes: accepted_length(artifact, nodes) for nodes in set(SIZES.values())}
+    assert lengths[8] > lengths[4] > lengths[1] == 1.0
+    config = EvaluateConfig(max_new_tokens=TOKENS, speed_prompts=speed_prompts, batch_sizes=tuple(SIZES))
+    for batch, one in run(artifact, config).items():
+        assert one.nodes == SIZES[batch]
+        assert one.overall.accepted_length == pytest.approx(lengths[SIZES[batch]])
+        assert one.predicted_speedup == artifact.predicted_speedup(f"static-{SIZES[batch]}", batch_size=batch)
+        assert one.overall.lossless.identical == len(PROMPTS)
+        assert (one.draft_share == 0) == (batch == 16)
+
+
+def test_a_size_that_was_asked_for_serves_every_batch(tiny_target_f64: Target) -> None:
+    artifact, config = tuned(tiny_target_f64), EvaluateConfig(max_new_tokens=TOKENS, speed_prompts=0,
+                                                              batch_sizes=tuple(SIZES))
+    found = run(artifact, config, policy="static-2")
+    assert {one.nodes for one in found.values()} == {2}
+    wanted = accepted_length(artifact, 2)
+    assert [one.overall.accepted_length for one in found.values()] == [pytest.approx(wanted)] * len(SIZES)
+    assert found[16].predicted_speedup == artifact.predicted_speedup("static-2", batch_size=16)
+    with pytest.raises(UserError, match="a tree of 9 nodes was asked for; this artifact's has 8"):
+        Method.of(artifact, policy="static-9")
+
+
+def test_answers_are_shared_between_batch_sizes_of_one_tree_alone(tiny_target_f64: Target,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = watched(monkeypatch)
+    config = EvaluateConfig(max_new_tokens=TOKENS, speed_prompts=16, batch_sizes=tuple(SIZES), untimed_batch_size=7)
+    run(tuned(tiny_target_f64), config)
+    counted = +counted  # without the answers that warm up
+    assert counted == {**dict.fromkeys(SIZES.items(), 16), (7, 8): 3, (7, 4): 3, (7, 1): 3}
+
+
+@pytest.mark.parametrize(("speed_prompts", "sizes", "members", "timed"), [
+    (8, (1, 3), 19, 6), (8, (1, 4), 19, 8), (5, (2, 4), 19, 4), (2, (3, 4), 19, 12), (8, (3, 4), 11, 0),
+    (8, (1, 2, 4), 7, 4), (8, 1, 5, 5), (0, (1, 3), 19, 0),
+])
+def test_timed_prompts_fill_whole_batches_of_every_size(speed_prompts: int, sizes: Any, members: int,
+                                                       timed: int) -> None:
+    assert EvaluateConfig(speed_prompts=speed_prompts, batch_sizes=sizes).timed(members) == timed
+
+
+def test_every_batch_size_times_the_same_questions(tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[int, list[int]] = {}
+    real = bench.Bench._time_group
+
+    def watch(self: bench.Bench, group: Any, batch_size: int, *rest: Any) -> None:
+        assert len(group) == batch_size
+        asked.setdefault(batch_size, []).extend(exchange.entry.number for exchange in group)
+        real(self, group, batch_size, *rest)
+
+    monkeypatch.setattr(bench.Bench, "_time_group", watch)
+    found = run(tuned(tiny_target_f64), EvaluateConfig(max_new_tokens=TOKENS, speed_prompts=8, batch_sizes=(1, 3)))
+    assert asked[1] == asked[3] == [0, 3, 6, 9, 12, 15]
+    assert {one.overall.prompts for one in found.values()} == {len(PROMPTS)}
+
+
+@pytest.mark.parametrize("speed_prompts", [2, 8])
+def test_no_call_counts_twice(tiny_target_f64: Target, speed_prompts: int) -> None:
+    """Row by row each pass of an answer is one call of the target, whether the answer is timed or not."""
+    config = EvaluateConfig(max_new_tokens=TOKENS, speed_prompts=speed_prompts, batch_sizes=(1, 3),
+                            untimed_batch_size=1)
+    alone = run(tuned(tiny_target_f64), config)[1]
+    assert alone.target_calls == alone.overall.target_passes
+
+
+def test_sets_without_whole_batches_of_every_size_are_named(tiny_target: Target) -> None:
+    config = EvaluateConfig(max_new_tokens=TOKENS, batch_sizes=(4, 5))
+    with pytest.raises(UserError, match=r"batches of 4, 5 rows cannot be timed on the same prompts: the set 'own' has "
+                                        r"19, whole batches of every size need at least 20; give more prompts, .*"
+                                        "speed_prompts to 0"):
+        run(tuned(tiny_target), config)
+
+
+def test_a_sampling_target_is_drafted_for_by_its_own_tree(tiny_target_f64: Target) -> None:
+    artifact = tuned(tiny_target_f64)
+    assert artifact.tuning is not None
+    lengths = (1.0, 1.2, 1.3, *[1.3] * 5)
+    artifact = replace(artifact, tuning=replace(artifact.tuning, expected_sampled=lengths))
+    assert 1 < artifact.size_for(1, 1.0) == artifact.size_for(2, 1.0) < 8
+    assert artifact.size_for(16, 1.0) == 1
+    config = EvaluateConfig(max_new_tokens=TOKENS, speed_prompts=0, batch_sizes=(1, 16), temperatures=(0.0, 1.0))
+    found = evaluate(artifact.target, [Method.of(artifact)], SETS, config, progress=False).evaluations
+    nodes = {(one.batch_size, one.temperature): one.nodes for one in found}
+    assert nodes == {(1, 0.0): 8, (16, 0.0): 1, (1, 1.0): artifact.size_for(1, 1.0), (16, 1.0): 1}
+    sampled = [one for one in found if one.temperature == 1.0]
+    assert [one.overall.accepted_length > 1.0 for one in sampled] == [True, False]
+    assert [one.predicted_speedup for one in sampled] == [None, None]
+    assert all(one.overall.lossless.identical == len(PROMPTS) for one in found)

@@ -1,0 +1,343 @@
+"""Evaluation: the figures mean what they say, and a changed word is found."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.export import EvaluateConfig, Evaluation, Method, Question, evaluate
+from draftsmith.export.evaluation import runner as bench
+from draftsmith.export.evaluation.lossless import generate
+from draftsmith.modules import (
+    Chain,
+    DecodeSettings,
+    LayerDraft,
+    Medusa,
+    MedusaConfig,
+    Request,
+    StaticTree,
+    Target,
+    Topology,
+    UserError,
+    decode,
+)
+from support.drafters import ScriptedDrafter
+
+KEYS = {
+    "family", "target", "prompts", "batch_size", "temperature", "new_tokens", "target_passes", "accepted_length",
+    "acceptance_by_position", "tokens_per_second", "plain_tokens_per_second", "generate_tokens_per_second", "speedup",
+    "contended", "draft_time_share", "lossless",
+}
+"""Every key that the evaluation promises."""
+SETS = {
+    "own": [Question.single((1, 5 + place, 40, 9)) for place in range(5)],
+    "written": [Question.single((1, 30 + place, 8), category) for category in ("math", "coding") for place in range(3)],
+}
+PROMPTS = [tuple(question.prompt(())) for questions in SETS.values() for question in questions]
+CONFIG = EvaluateConfig(max_new_tokens=21, speed_prompts=2)
+
+
+def scripted(target: Target, mode: str, policy: Any = None, **request: Any) -> Method:
+    """A method that knows what the target will say to PROMPTS, and uses or spites it."""
+    requests = [Request(tokens, index, 40, **request) for index, tokens in enumerate(PROMPTS)]
+    answers = decode(target, requests, DecodeSettings(batch_size=8, ignore_eos=True)).generations
+    texts = [[*tokens, *answer.tokens] for tokens, answer in zip(PROMPTS, answers, strict=True)]
+    return Method(name=mode, family="scripted", drafter=ScriptedDrafter(target.vocab_size, texts, mode),
+                  policy_for=lambda _, __: policy or Chain(4))
+
+
+def run(target: Target, method: Method, config: EvaluateConfig = CONFIG) -> Evaluation:
+    return evaluate(target, [method], SETS, config, progress=False).evaluations[0]
+
+
+@pytest.mark.parametrize("mode", ["random", "wrong", "oracle", "mixed"])
+def test_any_draft_is_lossless_in_float64(tiny_target_f64: Target, mode: str) -> None:
+    found = run(tiny_target_f64, scripted(tiny_target_f64, mode, StaticTree(Topology.from_paths([(0,), (1,), (0, 0)]))))
+    assert (found.overall.lossless.prompts, found.overall.lossless.identical) == (11, 11)
+    assert found.overall.lossless.max_logit_gap_at_divergence is None
+
+
+def test_a_wrong_drafter_gains_nothing(tiny_target_f64: Target) -> None:
+    overall = run(tiny_target_f64, scripted(tiny_target_f64, "wrong")).overall
+    assert overall.accepted_length == 1.0
+    assert overall.acceptance_by_position == ()
+    assert overall.target_passes == overall.new_tokens - overall.prompts  # the first token is the prompt's pass
+
+
+def test_an_oracle_is_accepted_whole(tiny_target_f64: Target) -> None:
+    # 21 tokens: one from the prompt's pass, then four passes of 4 accepted and 1 bonus.
+    overall = run(tiny_target_f64, scripted(tiny_target_f64, "oracle")).overall
+    ended = overall.new_tokens != 21 * overall.prompts
+    assert not ended, "choose other prompts: the test wants answers of full length"
+    assert overall.accepted_length == 5.0
+    assert overall.acceptance_by_position == (1.0, 1.0, 1.0, 1.0)
+    assert overall.truncation_rate == 1.0
+
+
+def test_the_json_has_every_promised_key_at_every_level(tiny_target_f64: Target) -> None:
+    methods = [scripted(tiny_target_f64, "mixed"), scripted(tiny_target_f64, "wrong")]
+    found = json.loads(json.dumps(evaluate(tiny_target_f64, methods, SETS, CONFIG, progress=False).to_dict(),
+                                  allow_nan=False))
+    assert found.keys() >= KEYS
+    assert found["header"].keys() >= {"machine", "dtype", "threads", "versions"}
+    assert found["lossless"].keys() == {"prompts", "identical", "near_tie_divergences", "max_logit_gap_at_divergence"}
+    assert list(found["by_prompt_set"]) == ["own", "written"]
+    assert list(found["by_category"]) == ["math", "coding"]
+    measured = KEYS - {"family", "target", "batch_size", "temperature", "contended"} | {"memory_bound_speedup"}
+    for group in (*found["by_prompt_set"].values(), *found["by_category"].values()):
+        assert group.keys() >= measured
+    names = [(one["method"], one["prompt_set"], one["category"]) for one in found["measurements"]]
+    groups = [(None, None), ("own", None), ("written", None), (None, "math"), (None, "coding")]
+    assert names == [(method, *group) for method in ("mixed", "wrong") for group in groups]
+    assert all(one.keys() >= measured | {"temperature", "batch_size"} for one in found["measurements"])
+    assert found["measurements"][0]["accepted_length"] == found["accepted_length"]
+    assert found["speedup"] == pytest.approx(found["tokens_per_second"] / max(found["plain_tokens_per_second"],
+                                                                            found["generate_tokens_per_second"]))
+
+
+def test_groups_add_up(tiny_target_f64: Target) -> None:
+    found = run(tiny_target_f64, scripted(tiny_target_f64, "mixed"))
+    for key in ("prompts", "new_tokens", "target_passes"):
+        assert sum(getattr(group, key) for group in found.by_prompt_set.values()) == getattr(found.overall, key)
+    assert found.by_category["math"].prompts == 3
+
+
+@pytest.mark.parametrize(("mode", "passes"), [("wrong", 20), ("oracle", 4)])
+def test_a_batch_makes_as_many_calls_as_its_longest_row_has_passes(tiny_target_f64: Target, mode: str,
+                                                                   passes: int) -> None:
+    sets = {"own": [Question.single(tokens) for tokens in PROMPTS[:8]]}
+    config = EvaluateConfig(max_new_tokens=21, speed_prompts=8, batch_sizes=8)
+    method = scripted(tiny_target_f64, mode)
+    found = evaluate(tiny_target_f64, [method], sets, config, progress=False).evaluations[0]
+    assert (found.target_calls, found.overall.target_passes) == (passes, 8 * passes)
+    assert found.overall.lossless.identical == 8
+
+
+def test_timing_or_not_changes_no_answer(tiny_target_f64: Target) -> None:
+    timed = run(tiny_target_f64, scripted(tiny_target_f64, "oracle"), replace(CONFIG, speed_prompts=11))
+    untimed = run(tiny_target_f64, scripted(tiny_target_f64, "oracle"), replace(CONFIG, speed_prompts=0))
+    assert untimed.overall.speedup is None
+    assert untimed.overall.tokens_per_second is None
+    assert not untimed.contended
+    assert (timed.overall.accepted_length, timed.overall.lossless) == (untimed.overall.accepted_length,
+                                                                       untimed.overall.lossless)
+    assert timed.overall.draft_time_share is not None
+    assert 0 < timed.overall.draft_time_share < 1
+
+
+def test_sampled_answers_equal_the_plain_loops(tiny_target_f64: Target) -> None:
+    method = scripted(tiny_target_f64, "mixed", temperature=0.8)
+    config = replace(CONFIG, temperatures=0.8, top_p=0.95)
+    found = run(tiny_target_f64, method, config)
+    assert found.temperature == 0.8
+    assert found.overall.lossless.identical == 11
+
+
+def lying_generate(change: int) -> Any:
+    """`generate` that says another word at one place of the answer to the first prompt."""
+    def lie(model: Any, target: Target, prompts: Sequence[Sequence[int]], **settings: Any) -> list[list[int]]:
+        answers = generate(model, target, prompts, **settings)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            if tuple(prompt) == PROMPTS[0] and len(answer) > change:
+                answer[change] = (answer[change] + 1) % target.vocab_size
+        return answers
+
+    return lie
+
+
+@pytest.mark.parametrize("speed_prompts", [0, 1])
+def test_one_changed_word_is_found_and_no_near_tie(tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch,
+                                                   speed_prompts: int) -> None:
+    monkeypatch.setattr(bench, "generate", lying_generate(4))
+    found = run(tiny_target_f64, scripted(tiny_target_f64, "mixed"), replace(CONFIG, speed_prompts=speed_prompts))
+    lossless = found.overall.lossless
+    assert (lossless.identical, lossless.near_tie_divergences, lossless.different) == (10, 0, 1)
+    assert lossless.max_logit_gap_at_divergence is not None
+    assert lossless.max_logit_gap_at_divergence > 1e-3
+    assert found.by_prompt_set["own"].lossless.different == 1
+    assert found.by_prompt_set["written"].lossless.different == 0
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"batch_sizes": 0}, "batch_size must be at least 1, got 0"),
+    ({"batch_sizes": (1, -4)}, "batch_size must be at least 1, got -4"),
+    ({"batch_sizes": ()}, "batch_sizes must hold at least one number, got none"),
+    ({"temperatures": ()}, "temperatures must hold at least one number, got none"),
+    ({"temperatures": float("nan")}, "a temperature must be at least 0 and finite, got nan"),
+    ({"max_new_tokens": 1}, "max_new_tokens must be at least 2, got 1"),
+    ({"limit": 0}, "limit must be at least 1, got 0"),
+    ({"temperatures": (0.0, -1.0)}, "a temperature must be at least 0 and finite, got -1.0"),
+    ({"top_p": 0.0}, "top_p must be above 0 and at most 1"),
+    ({"speed_prompts": -1}, "speed_prompts must be at least 0"),
+    ({"baselines": ("lookup",)}, "no baseline 'lookup'; choose from prompt_lookup"),
+])
+def test_settings_out_of_range_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        EvaluateConfig(**change)
+
+
+def test_mistakes_in_prompts_are_named(tiny_target: Target) -> None:
+    method = Method(name="plain", family="none", drafter=None, policy_for=None)
+    with pytest.raises(UserError, match="at least one method"):
+        evaluate(tiny_target, [], SETS, CONFIG, progress=False)
+    with pytest.raises(UserError, match="no prompt to evaluate on"):
+        evaluate(tiny_target, [method], {"own": []}, CONFIG, progress=False)
+    with pytest.raises(UserError, match=r"has 500 tokens; with max_new_tokens 21 .* the target's context of 512"):
+        evaluate(tiny_target, [method], {"own": [Question.single((5,) * 500)]}, CONFIG, progress=False)
+    with pytest.raises(UserError, match="of the set 'own' has no tokens"):
+        evaluate(tiny_target, [method], {"own": [Question.single(())]}, CONFIG, progress=False)
+
+
+def test_baselines_are_methods_by_name(tiny_target_f64: Target) -> None:
+    config = replace(CONFIG, baselines=("prompt_lookup", "recycling"), limit=2, speed_prompts=1)
+    found = evaluate(tiny_target_f64, [scripted(tiny_target_f64, "mixed")], SETS, config, progress=False).evaluations
+    assert [evaluation.name for evaluation in found] == ["mixed", "prompt_lookup", "recycling"]
+    assert [evaluation.family for evaluation in found] == ["scripted", "lookup", "recycling"]
+    assert all(evaluation.overall.lossless.identical == 4 for evaluation in found)
+    alone = evaluate(tiny_target_f64, [], SETS, config, progress=False).evaluations
+    assert [evaluation.name for evaluation in alone] == ["prompt_lookup", "recycling"]
+
+
+def test_the_target_alone_is_a_method_too(tiny_target: Target) -> None:
+    method = Method(name="plain", family="none", drafter=None, policy_for=None)
+    found = evaluate(tiny_target, [method], SETS, replace(CONFIG, limit=2), progress=False)
+    assert found.evaluations[0].overall.accepted_length == 1.0
+    assert found.header["prompt_sets"] == {"own": 2, "written": 2}
+    assert list(found.evaluations[0].by_category) == ["math", "coding"]  # the limit is spread over the set
+
+
+def test_trees_of_other_sizes_are_replayed_exactly(tiny_target_f64: Target) -> None:
+    """The replayed accepted length of a tree equals the one measured by decoding with it."""
+    target = tiny_target_f64
+    drafter = Medusa.create(MedusaConfig(num_heads=2), target)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, dtype=parameter.dtype))
+    topology = Topology.from_paths([(0,), (1,), (0, 0), (2,), (0, 1), (1, 0)])
+    prompts = {"own": [Question.single((5, 20 + index, 7)) for index in range(5)]}
+    config = EvaluateConfig(max_new_tokens=20, speed_prompts=0, tree_prompts=5)
+    method = Method(name="heads", family="medusa", drafter=drafter, policy_for=lambda _, __: StaticTree(topology),
+                    trees=topology)
+    found = evaluate(target, [method], prompts, config, progress=False).evaluations[0]
+    assert found.accepted_length_by_tree_size == {"own": {"7": pytest.approx(found.overall.accepted_length)}}
+    assert found.overall.accepted_length > 1
+    assert set(found.confidence) == {"token", "path"}
+    # Six nodes a pass, but for those beyond the end of an answer.
+    assert 5 * found.overall.target_passes < found.confidence["path"].guesses < 6 * found.overall.target_passes
+    again = evaluate(target, [method], prompts, config, progress=False).evaluations[0]
+    assert again.confidence == found.confidence
+
+
+# Several turns, batch sizes and temperatures -------------------------------------------------------------------------
+
+
+def talk(place: int, asked: list[Any] | None = None) -> Question:
+    """Two turns; the second prompt is the first, the answer to it, and two more tokens."""
+    def prompt(answers: Sequence[Sequence[int]]) -> list[int]:
+        if asked is not None:
+            asked.append([list(answer) for answer in answers])
+        return [1, 5 + place, 40, *(token for answer in answers for token in (*answer, 7, 8))]
+
+    return Question(prompt=prompt, turns=2, category=("math", "coding")[place % 2])
+
+
+def wide_draft(target: Target) -> Method:
+    """Guesses often right: without its last layer the target mostly says the same."""
+    return Method(name="layers", family="layers", drafter=LayerDraft(target, range(target.num_layers - 1)),
+                  policy_for=lambda _, __: Chain(2))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_the_second_turn_follows_the_targets_own_answer(tiny_target_f64: Target, temperature: float) -> None:
+    asked: list[Any] = []
+    config = EvaluateConfig(max_new_tokens=9, speed_prompts=1, temperatures=temperature, baselines=("prompt_lookup",))
+    found = evaluate(tiny_target_f64, [wide_draft(tiny_target_f64)], {"talk": [talk(0, asked)]}, config, progress=False)
+    first = Request((1, 5, 40), 0, 9, temperature)
+    answer, = decode(tiny_target_f64, [first], DecodeSettings()).generations
+    assert asked == [[], [answer.tokens]]  # the prompts are made once, for all methods
+    for one in found.evaluations:
+        assert (one.overall.prompts, one.overall.lossless.identical) == (2, 2)
+        assert one.overall.new_tokens == 18
+        assert list(one.by_turn) == ["1", "2"]
+        assert sum(turn.target_passes for turn in one.by_turn.values()) == one.overall.target_passes
+        assert one.by_turn["1"].tokens_per_second is None
+        assert one.overall.speedup is not None
+        assert one.overall.accepted_length_interval is None  # one question, though it has two turns
+
+
+def test_both_turns_are_timed_together(tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that ticks once a look: each way takes one second a turn."""
+    ticks = iter(range(10**6))
+    monkeypatch.setattr(bench, "clock", lambda _target: float(next(ticks)))
+    config = EvaluateConfig(max_new_tokens=9, speed_prompts=2, baselines=("prompt_lookup",))
+    found = evaluate(tiny_target_f64, [], {"talk": [talk(0), talk(1)]}, config, progress=False).evaluations[0].overall
+    assert (found.tokens_per_second, found.plain_tokens_per_second, found.generate_tokens_per_second) == (9, 9, 9)
+    assert found.speedup_interval == (1.0, 1.0)
+
+
+def test_every_temperature_and_batch_size_is_measured_on_the_same_prompts(tiny_target_f64: Target) -> None:
+    sets = {"talk": [talk(place) for place in range(6)], "own": [Question.single((1, 30 + n, 8)) for n in range(5)]}
+    config = EvaluateConfig(max_new_tokens=8, speed_prompts=4, batch_sizes=(1, 3), temperatures=(0.0, 0.8),
+                            baselines=("recycling",))
+    run_ = evaluate(tiny_target_f64, [wide_draft(tiny_target_f64)], sets, config, progress=False)
+    seen = [(one.temperature, one.batch_size, one.name) for one in run_.evaluations]
+    assert seen == [(t, b, name) for t in (0.0, 0.8) for b in (1, 3) for name in ("layers", "recycling")]
+    assert all(one.overall.prompts == one.overall.lossless.identical == 17 for one in run_.evaluations)
+    for temperature in (0.0, 0.8):
+        small, large = run_.at(name="layers", temperature=temperature)
+        assert small.overall.accepted_length == large.overall.accepted_length > 1.05
+        assert small.overall.accepted_length_interval == large.overall.accepted_length_interval
+        assert small.overall.tokens_per_second != large.overall.tokens_per_second
+        assert small.draft_share == pytest.approx(large.draft_share)
+        assert small.overall.memory_bound_speedup == pytest.approx(
+            small.overall.block_efficiency / (1 + small.draft_share))
+    flat = run_.to_dict()["measurements"]
+    keys = [(one["method"], one["temperature"], one["batch_size"], one["prompt_set"], one["category"], one["turn"])
+            for one in flat]
+    assert len(set(keys)) == len(keys) == 8 * 7
+
+
+def test_references_are_made_once_for_all_batch_sizes(tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def counted(model: Any, target: Target, prompts: Sequence[Sequence[int]], **settings: Any) -> list[list[int]]:
+        asked.append(len(prompts))
+        return generate(model, target, prompts, **settings)
+
+    monkeypatch.setattr(bench, "generate", counted)
+    for sizes in ((1,), (1, 2, 5)):
+        asked.clear()
+        config = replace(CONFIG, batch_sizes=sizes, speed_prompts=0)
+        evaluate(tiny_target_f64, [wide_draft(tiny_target_f64)], SETS, config, progress=False)
+        assert sum(asked) == 11
+
+
+@pytest.mark.parametrize(("speed_prompts", "sizes"), [(2, (1, 4)), (5, (1, 4)), (1, 2)])
+def test_only_full_batches_are_timed(tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch, speed_prompts: int,
+                                     sizes: Any) -> None:
+    rows: list[tuple[int, int]] = []
+    real = bench.Bench._time_group
+
+    def watched(self: Any, group: Any, batch_size: int, *rest: Any) -> None:
+        rows.append((len(group), batch_size))
+        real(self, group, batch_size, *rest)
+
+    monkeypatch.setattr(bench.Bench, "_time_group", watched)
+    config = replace(CONFIG, speed_prompts=speed_prompts, batch_sizes=sizes, baselines=("prompt_lookup",))
+    found = evaluate(tiny_target_f64, [], SETS, config, progress=False)
+    assert all(group == size for group, size in rows)
+    assert {size for _, size in rows} == set(config.batches)
+    assert all(one.overall.prompts == 11 for one in found.evaluations)
+
+
+def test_what_cannot_be_measured_is_named(tiny_target: Target) -> None:
+    method = wide_draft(tiny_target)
+    with pytest.raises(UserError, match=r"batches of 1, 8 rows cannot be timed .* 'own' has 5, .* least 8; give more"):
+        evaluate(tiny_target, [method], SETS, replace(CONFIG, batch_sizes=(1, 8)), progress=False)
+    with pytest.raises(UserError, match="2 methods are called 'layers'; name each"):
+        evaluate(tiny_target, [method, method], SETS, CONFIG, progress=False)
+    config = EvaluateConfig(max_new_tokens=260, speed_prompts=0)
+    with pytest.raises(UserError, match=r"of the set 'talk' \(turn 2\) has \d+ tokens; with max_new_tokens 260"):
+        evaluate(tiny_target, [method], {"talk": [talk(0)]}, config, progress=False)

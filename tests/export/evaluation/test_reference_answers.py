@@ -1,0 +1,115 @@
+"""Answers of the target alone that runs share: given once, and never where anything they depend on differs."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draftsmith.export import EvaluateConfig, Evaluation, Question, evaluate
+from draftsmith.export.evaluation import runner as bench
+from draftsmith.export.evaluation.reference_answers import REFERENCES, References
+from draftsmith.modules import Target, TargetConfig, UserError, load_target
+
+SETS = {"one": [Question.single([1, 2, 3]), Question.single([4, 5]), Question.single([9, 9, 30, 7])]}
+CONFIG = EvaluateConfig(max_new_tokens=8, speed_prompts=0, temperatures=(0.0, 1.0), baselines=("prompt_lookup",))
+
+
+@pytest.fixture
+def generated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many prompts each call of `generate` answers."""
+    counts: list[int] = []
+    original = bench.generate
+
+    def watch(model: Any, target: Target, prompts: Sequence[Sequence[int]], **more: Any) -> list[list[int]]:
+        counts.append(len(prompts))
+        return original(model, target, prompts, **more)
+
+    monkeypatch.setattr(bench, "generate", watch)
+    return counts
+
+
+def run(target: Target, file: Path | None, config: EvaluateConfig = CONFIG) -> tuple[Evaluation, ...]:
+    return evaluate(target, [], SETS, config, references=file, progress=False).evaluations
+
+
+def test_a_second_run_asks_the_target_nothing_and_finds_the_same(tmp_path: Path, tiny_target_f64: Target,
+                                                                 generated: list[int]) -> None:
+    file = tmp_path / REFERENCES
+    first = run(tiny_target_f64, file)
+    assert sum(generated) == len(SETS["one"])
+    written = file.read_bytes()
+    generated.clear()
+    assert run(tiny_target_f64, file) == first == run(tiny_target_f64, None)
+    assert sum(generated) == len(SETS["one"])  # by the run without a file
+    assert file.read_bytes() == written
+
+
+def test_a_wrong_reference_is_found_out(tmp_path: Path, tiny_target_f64: Target, generated: list[int]) -> None:
+    """Where a draft's answer parts from what was kept, the target is asked once more."""
+    file = tmp_path / REFERENCES
+    run(tiny_target_f64, file)
+    known = References(file, tiny_target_f64, CONFIG)
+    right = known.find((1, 2, 3), 0.0, 0)
+    assert right is not None
+    known.note((1, 2, 3), 0.0, 0, (right[0] ^ 1, *right[1:]))
+    known.save()
+    generated.clear()
+    assert run(tiny_target_f64, file)[0].overall.lossless.identical == len(SETS["one"])
+    assert generated == [1]
+
+
+@pytest.mark.parametrize("changed", [
+    {"max_new_tokens": 7}, {"seed": 1}, {"top_k": 3}, {"top_p": 0.5},
+], ids=str)
+def test_other_settings_are_answered_anew(tmp_path: Path, tiny_target_f64: Target, changed: dict[str, Any]) -> None:
+    known = References(tmp_path / REFERENCES, tiny_target_f64, CONFIG)
+    known.note((1, 2), 1.0, 0, (5,))
+    known.note((1, 2), 0.0, 0, (6,))
+    known.save()
+    other = References(tmp_path / REFERENCES, tiny_target_f64, EvaluateConfig(**{"max_new_tokens": 8, **changed}))
+    assert other.find((1, 2), 1.0, 0) is None
+    # A greedy answer has no random stream.
+    assert other.find((1, 2), 0.0, 3) == ((6,) if "seed" in changed else None)
+    assert References(tmp_path / REFERENCES, tiny_target_f64, CONFIG).find((1, 2), 1.0, 1) is None
+
+
+def test_another_target_has_answers_of_its_own(tmp_path: Path, tiny_target: Target) -> None:
+    known = References(tmp_path / REFERENCES, tiny_target, CONFIG)
+    known.note((1, 2), 0.0, 0, (6,))
+    known.save()
+    other = load_target(TargetConfig(name="tiny-random", dtype="float64"))
+    assert References(tmp_path / REFERENCES, other, CONFIG).find((1, 2), 0.0, 0) is None
+
+
+def test_what_ends_an_answer_and_how_passes_round_are_part_of_the_key(tmp_path: Path, tiny_target: Target,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    known = References(tmp_path / REFERENCES, tiny_target, CONFIG)
+    known.note((1, 2), 0.0, 0, (6,))
+    known.save()
+    assert References(tmp_path / REFERENCES, tiny_target, CONFIG).find((1, 2), 0.0, 0) == (6,)
+    other = load_target(TargetConfig(name="tiny-random", pack=False))
+    assert (other.packed is None) != (tiny_target.packed is None)
+    assert References(tmp_path / REFERENCES, other, CONFIG).find((1, 2), 0.0, 0) is None
+    monkeypatch.setattr(Target, "eos_ids", (1, 77))
+    assert References(tmp_path / REFERENCES, tiny_target, CONFIG).find((1, 2), 0.0, 0) is None
+
+
+def test_two_runs_lose_nothing_of_one_another(tmp_path: Path, tiny_target: Target) -> None:
+    one, two = (References(tmp_path / REFERENCES, tiny_target, CONFIG) for _ in range(2))
+    one.note((1, 2), 0.0, 0, (6,))
+    two.note((3,), 0.0, 1, (7,))
+    one.save()
+    two.save()
+    both = References(tmp_path / REFERENCES, tiny_target, CONFIG)
+    assert (both.find((1, 2), 0.0, 0), both.find((3,), 0.0, 1)) == ((6,), (7,))
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{", '{"prompt": "hello"}'])
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path, tiny_target_f64: Target, generated: list[int],
+                                                content: str) -> None:
+    file = tmp_path / REFERENCES
+    file.write_text(content)
+    with pytest.raises(UserError, match=r"references names .*, which holds no references; choose another file, or del"):
+        run(tiny_target_f64, file)
+    assert file.read_text() == content
+    assert not generated

@@ -1,0 +1,322 @@
+"""EAGLE drafters in the official layout: what the official code computed, the same names back, mistakes named."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from draftsmith.export import Artifact, export_artifact, import_eagle
+from draftsmith.modules import (
+    Eagle,
+    Eagle2Tree,
+    Eagle3,
+    Eagle3Config,
+    EagleConfig,
+    Features,
+    Frontier,
+    Medusa,
+    MedusaConfig,
+    Observation,
+    Target,
+    Topology,
+    UserError,
+)
+from draftsmith.modules.drafters.eagle3 import WideBlock
+from draftsmith.modules.drafters.eagle_base import FeedbackDrafter
+from draftsmith.modules.drafters.parts.decoder_block import BlockConfig
+from draftsmith.modules.drafters.parts.training_time_test import Rollout
+from draftsmith.modules.target.tiny_model import tiny_tokenizer
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from support.families import IDS, randomised
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+FIXTURES = Path(__file__).resolve().parents[4] / "shared" / "fixtures"
+CLOSE = {"atol": 2e-5, "rtol": 1e-5}
+TREE = [(0,), (1,), (2,), (3,), (0, 0), (0, 1), (0, 2), (1, 0), (0, 0, 0), (0, 0, 0, 0)]
+"""The nodes of the official tree of EAGLE-1 that have children, the root left out."""
+
+
+def fixture(name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    path = FIXTURES / f"{name}.safetensors"
+    if not path.is_file():
+        pytest.skip(f"the recorded outputs of the official code are not beside the repository ({path.name})")
+    with safe_open(path, "pt") as file:
+        return load_file(path), file.metadata()
+
+
+def official(name: str, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], Target]:
+    """(what was recorded, the checkpoint, a target of eight layers with its embedding and output layer)."""
+    tensors, said = fixture(name)
+    weights = {key.removeprefix("weight/"): value for key, value in tensors.items() if key.startswith("weight/")}
+    folder.mkdir()
+    (folder / "config.json").write_text(said["config"])
+    save_file(weights, folder / "model.safetensors")
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2))
+    with torch.no_grad():
+        model.get_input_embeddings().weight.copy_(weights["embed_tokens.weight"])
+        if "input/target_lm_head" in tensors:
+            model.lm_head.weight.copy_(tensors["input/target_lm_head"])
+    return tensors, weights, Target(model, tiny_tokenizer(), name="tiny-target")
+
+
+def features_of(tensors: dict[str, Tensor]) -> Features:
+    """Six positions with states, and the token behind them."""
+    tokens = torch.cat([tensors["input/first_id"], tensors["input/shifted_ids"]], dim=1)[0].tolist()
+    rows = Features.from_rows([(tokens, [True] * 7)])
+
+    def seven(states: Tensor) -> Tensor:
+        return torch.cat([states, torch.zeros_like(states[:, :1])], dim=1)
+
+    taps = {layer: seven(tensors[f"input/tap_{name}"]) for layer, name in ((1, "low"), (3, "mid"), (4, "high"))
+            if f"input/tap_{name}" in tensors}
+    final = tensors["input/features"] if "input/features" in tensors else tensors["input/tap_low"]
+    return Features(tokens_BL=rows.tokens_BL, supervised_BL=rows.supervised_BL, segments_BL=rows.segments_BL,
+                    positions_BL=rows.positions_BL, final_BLD=seven(final), taps=taps)
+
+
+def told(features: Features, first: int, end: int) -> Observation:
+    return Observation(tokens_BN=features.tokens_BL[:, first:end], counts_B=torch.tensor([end - first]),
+                       final_BND=features.final()[:, first:end], roots_B=features.tokens_BL[:, end],
+                       taps={layer: states[:, first:end] for layer, states in features.taps.items()})
+
+
+def level(nodes: list[int], parents: list[int], tokens: list[int]) -> Frontier:
+    return Frontier(nodes_BF=torch.tensor([nodes]), parents_BF=torch.tensor([parents]),
+                    tokens_BF=torch.tensor([tokens]))
+
+
+def check_steps(drafter: FeedbackDrafter, features: Features, tensors: dict[str, Tensor]) -> None:
+    """Four positions, two, then three single steps on the drafter's own states."""
+    state = drafter.start(1, 32)
+    for first, end in ((0, 4), (4, 6)):
+        drafter.observe(state, torch.tensor([0]), told(features, first, end))
+    drafter.expand(state, level([0], [-1], features.tokens_BL[0, 6:].tolist()))
+    for step, token in enumerate(tensors["input/step_tokens"][0].tolist()):
+        found = drafter.expand(state, level([step + 1], [step], [token])).log_probs_BFHQ[:, 0, 0]
+        torch.testing.assert_close(state.own_RMD[:, -1], tensors["output/step_hidden"][:, step], **CLOSE)
+        torch.testing.assert_close(found, tensors["output/step_logits"][:, step].log_softmax(-1), **CLOSE)
+
+
+def test_the_first_eagle_gives_the_recorded_outputs(tmp_path: Path) -> None:
+    tensors, _, target = official("eagle1", tmp_path / "official")
+    drafter, features = import_eagle(tmp_path / "official", target), features_of(tensors)
+    assert isinstance(drafter, Eagle)
+    with torch.no_grad():
+        hidden = drafter(features).hidden_BLKD[:, :6, 0]
+        torch.testing.assert_close(hidden, tensors["output/hidden"], **CLOSE)
+        torch.testing.assert_close(drafter.project(hidden, 0), tensors["output/logits"], **CLOSE)
+    check_steps(drafter, features, tensors)
+
+
+def test_the_first_eagle_expands_the_recorded_tree(tmp_path: Path) -> None:
+    tensors, _, target = official("eagle1", tmp_path / "official")
+    drafter, features = import_eagle(tmp_path / "official", target), features_of(tensors)
+    state = drafter.start(1, 32)
+    drafter.observe(state, torch.tensor([0]), told(features, 0, 6))
+    best = drafter.expand(state, level([0], [-1], [0])).best(10).tokens_BFHR[0, :, 0]
+    proposed, rows = {(): best[0].tolist()}, [best]
+    for depth in range(1, 5):
+        nodes = [path for path in TREE if len(path) == depth]
+        frontier = level([TREE.index(path) + 1 for path in nodes],
+                         [TREE.index(path[:-1]) + 1 if depth > 1 else 0 for path in nodes],
+                         [proposed[path[:-1]][path[-1]] for path in nodes])
+        rows.append(drafter.expand(state, frontier).best(10).tokens_BFHR[0, :, 0])
+        proposed |= dict(zip(nodes, rows[-1].tolist(), strict=True))
+    assert torch.equal(torch.cat(rows), tensors["output/tree_topk_tokens"])
+
+
+def test_the_third_eagle_gives_the_recorded_outputs(tmp_path: Path) -> None:
+    tensors, weights, target = official("eagle3", tmp_path / "official")
+    drafter, features = import_eagle(tmp_path / "official", target), features_of(tensors)
+    assert isinstance(drafter, Eagle3)
+    assert (drafter.taps, drafter.block.rope_base, drafter.block.norm_eps) == ((1, 3, 4), 5e5, 1e-5)
+    assert torch.equal(drafter.token_ids_Q, torch.arange(48) + weights["d2t"])
+    with torch.no_grad():
+        torch.testing.assert_close(drafter.fuse(features.final(), features.taps)[:, :6], tensors["output/fused"],
+                                   **CLOSE)
+        own = drafter.rollout(features, 1, Rollout(features))[0][:, :6]
+        torch.testing.assert_close(own, tensors["output/prefix_hidden"], **CLOSE)
+        logits = drafter.project(drafter.finish(own), 0)
+        torch.testing.assert_close(logits, tensors["output/prefix_logits"], **CLOSE)
+    check_steps(drafter, features, tensors)
+
+
+def test_the_third_eagle_grows_the_recorded_tree(tmp_path: Path) -> None:
+    tensors, _, target = official("eagle3", tmp_path / "official")
+    drafter, features = import_eagle(tmp_path / "official", target), features_of(tensors)
+    state = drafter.start(1, 32)
+    drafter.observe(state, torch.tensor([0]), told(features, 0, 6))
+    tree = Eagle2Tree(12, 4, 4).grow(drafter, state, features.tokens_BL[:, 6])
+    assert torch.equal(tree.tokens_BN, tensors["output/tree_draft_tokens"])
+    assert torch.equal(tree.ancestors_BNN[0], tensors["output/tree_mask"][0, 0].bool())
+    assert torch.equal(tree.depths_BN[0], tensors["output/tree_position_ids"])
+
+
+def test_the_official_trainer_gives_the_same_steps() -> None:
+    tensors, said = fixture("eagle3_ttt")
+    shape = json.loads(said["config"])
+    block = WideBlock(BlockConfig(hidden_size=32, intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=8,
+                                  norm_eps=shape["rms_norm_eps"]))
+    block.load_state_dict({key.removeprefix("weight/midlayer."): value for key, value in tensors.items()
+                           if key.startswith("weight/")})
+    read, embedded = tensors["input/fused"], tensors["input/token_embeddings"]
+    sights = Rollout(Features.from_rows([(list(range(6)), [True] * 6)]))
+    with torch.no_grad():
+        for step in range(4):
+            read = block(embedded[:, step : step + 6], read, sights(step))
+            torch.testing.assert_close(read, tensors["output/hidden"][step], **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["eagle1", "eagle3"])
+def test_official_drafters_come_back_as_they_were(tmp_path: Path, name: str) -> None:
+    _, weights, target = official(name, tmp_path / "official")
+    drafter = import_eagle(tmp_path / "official", target)
+    again = load_file(written(drafter, target, tmp_path / "again") / "model.safetensors")
+    assert {key: (value.shape, value.dtype) for key, value in again.items()} == \
+        {key: (value.shape, value.dtype) for key, value in weights.items()}
+    assert all(torch.equal(tensor, weights[key]) for key, tensor in again.items())
+    before, after = (json.loads((tmp_path / part / "config.json").read_text()) for part in ("official", "again"))
+    same = before.keys() & after.keys() - {"architectures", "max_position_embeddings"}
+    assert {key: after[key] for key in same} == {key: before[key] for key in same}
+
+
+def written(drafter: FeedbackDrafter | Medusa, target: Target, out: Path) -> Path:
+    artifact = Artifact(drafter=drafter, target=target, topology=Topology.chain(1), identity=target.identity,
+                        provenance={})
+    return export_artifact(artifact, target, "eagle", out)
+
+
+MADE = {
+    "eagle": lambda target: Eagle.create(EagleConfig(rope_base=500.0), target),
+    "eagle-reduced": lambda target: Eagle.create(EagleConfig(bias=False, vocabulary_size=len(IDS)), target, IDS),
+    "eagle3": lambda target: Eagle3.create(Eagle3Config(norm_output=True), target),
+    "eagle3.1": lambda target: Eagle3.create(Eagle3Config(fc_norm=True, norm_output=True), target),
+    "eagle3-layers": lambda target: Eagle3.create(
+        Eagle3Config(num_layers=3, vocabulary_size=len(IDS)), target, IDS),
+    "eagle3-wide": lambda target: Eagle3.create(
+        Eagle3Config(hidden_size=48, target_hidden_size=32, fc_norm=True), target),
+    "eagle3-reduced": lambda target: Eagle3.create(Eagle3Config(taps=(1,), vocabulary_size=len(IDS)), target, IDS),
+    "eagle3-shared": lambda target: Eagle3.create(
+        Eagle3Config(taps=(0,), vocabulary_size=len(IDS), output="shared"), target, IDS),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_export_and_import_draft_the_same(tmp_path: Path, tiny_target: Target, name: str) -> None:
+    drafter = randomised(MADE[name](tiny_target))
+    assert isinstance(drafter, FeedbackDrafter)
+    back = import_eagle(written(drafter, tiny_target, tmp_path / "out"), tiny_target)
+    assert back.block == drafter.block
+    features = tiny_target.encode(Features.from_rows([([9, 8, 7, 30, 31, 32], [True] * 6)]), drafter.taps)
+    with torch.no_grad():
+        ours, theirs = drafter(features).hidden_BLKD[:, :, :3], back(features).hidden_BLKD[:, :, :3]
+        assert torch.equal(ours, theirs)
+        logits, found = drafter.project(ours, 0), back.project(theirs, 0)
+    if drafter.token_ids_Q is not None and back.token_ids_Q is None:
+        found = found[..., drafter.token_ids_Q]
+    torch.testing.assert_close(found, logits, atol=1e-5, rtol=1e-5)
+
+
+def test_what_the_third_adds_stands_under_the_names_of_the_engines(tmp_path: Path, tiny_target: Target) -> None:
+    folder = written(randomised(MADE["eagle3.1"](tiny_target)), tiny_target, tmp_path / "out")
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["fc_norm"], config["norm_output"]) == (True, True)
+    tensors = load_file(folder / "model.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items() if name.startswith("fc")} == {
+        "fc.weight": (32, 64), "fc_norm.0.weight": (32,), "fc_norm.1.weight": (32,)}
+
+
+def test_several_layers_stand_under_the_names_that_engines_know(tmp_path: Path, tiny_target: Target) -> None:
+    folder = written(randomised(MADE["eagle3-layers"](tiny_target)), tiny_target, tmp_path / "out")
+    assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 3
+    shapes = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
+    assert not [name for name in shapes if name.startswith("midlayer")]
+    assert [shapes[f"layers.{layer}.self_attn.q_proj.weight"] for layer in range(3)] == [(32, 64), (32, 32), (32, 32)]
+    assert "SafeAILab/EAGLE and SGLang know one layer" in (folder / "README.md").read_text()
+
+
+def test_another_width_is_told_and_checked(tmp_path: Path, tiny_target: Target) -> None:
+    folder = written(randomised(MADE["eagle3-wide"](tiny_target)), tiny_target, tmp_path / "out")
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["hidden_size"], config["target_hidden_size"]) == (48, 32)
+    shapes = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
+    assert (shapes["embed_tokens.weight"], shapes["lm_head.weight"]) == ((100, 48), (100, 48))
+    assert (shapes["fc.weight"], shapes["fc_norm.0.weight"]) == ((48, 64), (32,))
+
+    def refused(match: str, **keys: object) -> None:
+        (folder / "config.json").write_text(json.dumps(config | keys))
+        with pytest.raises(UserError, match=match):
+            import_eagle(folder, tiny_target)
+
+    refused(r"reads states 48 wide \(hidden_size, without a target_hidden_size\), but those of tiny-random are 32 wide",
+            target_hidden_size=None)
+    refused(r"reads states 64 wide \(target_hidden_size\), but those of tiny-random are 32", target_hidden_size=64)
+    first = written(randomised(MADE["eagle"](tiny_target)), tiny_target, tmp_path / "first")
+    said = json.loads((first / "config.json").read_text()) | {"hidden_size": 48, "target_hidden_size": 32}
+    (first / "config.json").write_text(json.dumps(said))
+    with pytest.raises(UserError, match="target_hidden_size: 32 beside hidden_size: 48; EAGLE-1 is as wide as its"):
+        import_eagle(first, tiny_target)
+
+
+def test_the_first_has_one_layer(tmp_path: Path, tiny_target: Target) -> None:
+    folder = written(randomised(MADE["eagle"](tiny_target)), tiny_target, tmp_path / "out")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    with pytest.raises(UserError, match="says num_hidden_layers: 2; EAGLE-1 has 1"):
+        import_eagle(folder, tiny_target)
+
+
+@pytest.mark.parametrize(("settings", "told"), [
+    ({"feature_sampling": True}, "this drafter has feature_sampling, which"),
+    ({"partial_alignment": True}, "this drafter has partial_alignment, which"),
+    ({"feature_sampling": True, "partial_alignment": True}, "this drafter has feature_sampling and partial_alignment, "
+                                                            "which the format eagle has no place for and no serving "
+                                                            "engine runs; train without to export"),
+])
+def test_what_no_engine_runs_is_not_written(
+    tmp_path: Path, tiny_target: Target, settings: dict[str, bool], told: str
+) -> None:
+    with pytest.raises(UserError, match=told):
+        written(Eagle.create(EagleConfig(**settings), tiny_target), tiny_target, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_foreign_mistakes_are_named(tmp_path: Path, tiny_target: Target) -> None:
+    folder = written(randomised(MADE["eagle3-reduced"](tiny_target)), tiny_target, tmp_path / "out")
+    path, tensors = folder / "model.safetensors", load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+
+    def refused(match: str, tensor: dict[str, Tensor] | None = None, **keys: object) -> None:
+        save_file(tensors | (tensor or {}), path)
+        (folder / "config.json").write_text(json.dumps(config | keys))
+        with pytest.raises(UserError, match=match):
+            import_eagle(folder, tiny_target)
+
+    refused(r"says rope_scaling: \{\"factor\": 8\}; only null can be imported", rope_scaling={"factor": 8})
+    refused(r"does not fit its configuration .*Missing key.*layers\.1\.self_attn", num_hidden_layers=2)
+    refused("fc in .* reads 32 numbers, but the 2 taps .* are 64; say which layers are read", draftsmith_taps=[0, 1])
+    refused("tap 2 would be the state behind the last norm of tiny-random", draftsmith_taps=[2])
+    refused("names the token 200, but tiny-random has 100", {"d2t": tensors["d2t"] + 140})
+    refused("d2t and t2d in .* name different tokens", {"d2t": tensors["d2t"] + 1})
+    refused("does not fit its configuration .*Unexpected key.*midlayer.self_attn.q_proj.bias",
+            {"midlayer.self_attn.q_proj.bias": torch.zeros(3)})
+    refused("belong to another target", {"embed_tokens.weight": tensors["embed_tokens.weight"].roll(1, 0)})
+    foreign = {key: value for key, value in config.items() if key != "draftsmith_taps"}
+    (folder / "config.json").write_text(json.dumps(foreign | {"eagle_config": {
+        "eagle_aux_hidden_state_layer_ids": [5]}}))
+    save_file(tensors, path)
+    with pytest.raises(UserError, match=r"reads the layers \[5\] by number; whether their inputs or outputs"):
+        import_eagle(folder, tiny_target)
+    assert import_eagle(folder, tiny_target, taps=(1,), rope_base=7.0).block.rope_base == 7.0
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="says nothing of hidden_size, intermediate_size, num_attention_heads"):
+        import_eagle(folder, tiny_target)
+    (folder / "config.json").unlink()
+    with pytest.raises(UserError, match="cannot be read as JSON"):
+        import_eagle(folder, tiny_target)
+    with pytest.raises(UserError, match="the format eagle holds EAGLE drafters, this artifact is medusa"):
+        written(Medusa.create(MedusaConfig(), tiny_target), tiny_target, tmp_path / "medusa")

@@ -1,0 +1,275 @@
+"""The report: what a person reads agrees with what was measured, and the page needs nothing but itself."""
+
+import builtins
+import json
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from draftsmith.export import (
+    Artifact,
+    EvaluateConfig,
+    Evaluation,
+    EvaluationRun,
+    Lossless,
+    Measures,
+    terminal_table,
+    write_report,
+)
+from draftsmith.export.report import plots
+from draftsmith.export.report.phrases import lossless_verdict
+from draftsmith.modules import ConfidenceCurve, CostCurve, TargetIdentity, Topology, UserError
+from draftsmith.modules.tuning.confidence_calibration import ConfidenceTally
+from support.artifacts import TREE, tuning
+
+
+def measures(**changes: Any) -> Measures:
+    fields: dict[str, Any] = {
+        "prompts": 10, "new_tokens": 1234, "target_passes": 600, "accepted_length": 1.94, "tokens_per_second": 28.5,
+        "acceptance_by_position": (0.57, 0.25, 0.12), "plain_tokens_per_second": 19.9, "draft_time_share": 0.09,
+        "generate_tokens_per_second": 15.8, "speedup": 1.43, "repetition_rate": 0.12, "truncation_rate": 0.4,
+        "lossless": Lossless(prompts=10, identical=10, near_tie_divergences=0, max_logit_gap_at_divergence=None),
+        "accepted_length_interval": (1.81, 2.07), "tokens_per_second_interval": (26.1, 30.9),
+        "speedup_interval": (1.32, 1.55), "block_efficiency": 1.9, "memory_bound_speedup": 1.73,
+    }
+    return Measures(**(fields | changes))
+
+
+def an_evaluation(name: str, **changes: Any) -> Evaluation:
+    fields: dict[str, Any] = {
+        "name": name, "family": "medusa", "target": "a <small> target", "batch_size": 1, "temperature": 0.0, "nodes": 6,
+        "contended": False, "target_calls": 600, "draft_share": 0.1, "predicted_speedup": None, "overall": measures(),
+        "accepted_length_by_tree_size": {"own": {"16": 1.9, "64": 2.15}}, "confidence": {},
+        "by_prompt_set": {"own": measures(), "handwritten": measures(accepted_length=1.71)},
+        "by_category": {"math": measures(accepted_length=2.05), "writing": measures(accepted_length=1.52)},
+        "by_turn": {},
+    }
+    return Evaluation(**(fields | changes))
+
+
+def a_run(*, contended: bool = False, names: tuple[str, ...] = ("medusa",), batch_sizes: tuple[int, ...] = (1,),
+          temperatures: tuple[float, ...] = (0.0,), of: dict[str, Any] | None = None, **changes: Any) -> EvaluationRun:
+    """A run; `of` changes its evaluations, other keywords the measures of all prompts."""
+    overall = measures(**changes)
+    sets = {"own": overall, "handwritten": measures(accepted_length=1.71)}
+    evaluations = tuple(
+        an_evaluation(name, **{"contended": contended, "batch_size": size, "temperature": temperature,
+                               "overall": overall, "by_prompt_set": sets, **(of or {})})
+        for temperature in temperatures for size in batch_sizes for name in names)
+    header = {
+        "machine": {"processor": "A Processor", "device": "cpu", "system": "Linux"}, "dtype": "float32", "threads": 2,
+        "versions": {"torch": "2.13.0"}, "settings": {"max_new_tokens": 128, "seed": 0}, "timed_prompts": 4,
+        "prompt_sets": {"own": 5, "handwritten": 5},
+        "contention": {"bound": 0.15, "worst_excess": {"1": 0.04, "8": 0.31}, "samples": 5},
+    }
+    return EvaluationRun(header=header, evaluations=evaluations)
+
+
+def an_artifact(tree: Topology = TREE) -> Artifact:
+    identity = TargetIdentity(name="t", architecture="A", vocab_size=9, hidden_size=8, num_layers=1,
+                              weights_hash="cafe01")
+    return Artifact(drafter=None, target=None, topology=tree,  # type: ignore[arg-type]  # only drawn, never used
+                    identity=identity, provenance={"data_manifest": "0a1b2c"}, tuning=tuning())
+
+
+def test_three_files_hold_the_same_figures(tmp_path: Path) -> None:
+    paths = write_report(tmp_path / "out", a_run(), an_artifact())
+    assert {path.name for path in paths.values()} == {"evaluation.json", "report.md", "report.html"}
+    assert json.loads(paths["json"].read_text()) == json.loads(json.dumps(a_run().to_dict()))
+    page, text = paths["html"].read_text(), paths["markdown"].read_text()
+    for figure in ("1.94", "1.81–2.07", "1.71", "2.05", "28.5", "26.1–30.9", "19.9", "15.8", "1.43×", "1.32–1.55",
+                   "1.73×", "10/10", "at most 6 nodes", "A Processor, 2 threads", "float32", "torch 2.13.0"):
+        assert figure in page
+        assert figure in text
+
+
+def test_the_page_is_whole_and_fetches_nothing(tmp_path: Path) -> None:
+    page = write_report(tmp_path, a_run(), an_artifact())["html"].read_text()
+    assert page.count("<svg") == 5  # positions, speed, categories, cost, tree
+    assert not re.search(r"<script|<link|<img|@import|\bsrc=|url\((?!#)", page)
+    linked = set(re.findall(r"""(?:href)="([^#"][^"]*)\"""", page))
+    assert not linked
+    assert "a &lt;small&gt; target" in page
+    assert "<small>" not in page
+
+
+def test_every_plot_is_well_formed_with_ids_of_its_own(tmp_path: Path) -> None:
+    page = write_report(tmp_path, a_run(), an_artifact())["html"].read_text()
+    drawings = re.findall(r"<svg.*?</svg>", page, re.S)
+    ids = [set(re.findall(r'<clipPath id="([^"]+)"', drawing)) for drawing in drawings]
+    assert all(ElementTree.fromstring(drawing).tag.endswith("svg") for drawing in drawings)
+    assert sum(map(len, ids)) == len(set().union(*ids))
+
+
+def test_equal_runs_give_equal_pages(tmp_path: Path) -> None:
+    first, second = (write_report(tmp_path / name, a_run(), an_artifact())["html"] for name in "ab")
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_a_page_without_timing_or_artifact(tmp_path: Path) -> None:
+    untimed = dict.fromkeys(("tokens_per_second", "plain_tokens_per_second", "generate_tokens_per_second", "speedup",
+                             "draft_time_share", "tokens_per_second_interval", "speedup_interval"))
+    for names in (("medusa",), ("medusa", "chain")):
+        run = a_run(names=names, batch_sizes=(1, 8)[: len(names)], **untimed)
+        for one in run.evaluations:
+            one.by_prompt_set.update({name: measures(**untimed) for name in ("own", "handwritten")})
+        page = write_report(tmp_path, run)["html"].read_text()
+        assert page.count("<svg") == 2
+        assert "None" not in page
+        assert "–" in terminal_table(run)
+
+
+def test_a_busy_machine_is_announced_everywhere(tmp_path: Path) -> None:
+    for contended in (False, True):
+        run = a_run(contended=contended)
+        paths = write_report(tmp_path, run)
+        for text in (terminal_table(run), paths["markdown"].read_text(), paths["html"].read_text()):
+            assert ("The machine was busy with something else" in text) == contended
+
+
+def test_methods_stand_side_by_side(tmp_path: Path) -> None:
+    page = write_report(tmp_path, a_run(names=("medusa", "chain")))["html"].read_text()
+    assert "The methods side by side" in page
+    assert "<td>chain</td>" in page
+    assert page.count("<svg") == 3  # positions, speed of each method, categories
+    assert "The methods side by side" not in write_report(tmp_path, a_run())["html"].read_text()
+
+
+def test_batch_sizes_and_temperatures_get_plots_and_columns(tmp_path: Path) -> None:
+    run = a_run(names=("medusa", "chain"), batch_sizes=(1, 4, 8), temperatures=(0.0, 0.7))
+    paths = write_report(tmp_path, run, an_artifact())
+    page, text = paths["html"].read_text(), paths["markdown"].read_text()
+    assert page.count("<svg") == 6  # positions, batches, categories, temperatures, cost, tree
+    assert "rows of the batch" in page
+    assert "| chain | 0.7 | 8 | 6 | 1.94 (1.81–2.07) |" in text
+    assert "chain, temperature 0.7, batch 8" in terminal_table(run)
+    assert len(json.loads(paths["json"].read_text())["measurements"]) == 12 * 5
+    assert "temperature |" not in write_report(tmp_path, a_run(names=("a", "b")))["markdown"].read_text()
+
+
+def test_the_verdict_is_about_every_temperature_and_counts_all_methods(tmp_path: Path) -> None:
+    run = a_run(names=("medusa", "chain"), temperatures=(0.0, 0.7))
+    text = write_report(tmp_path, run)["markdown"].read_text()
+    assert "All 20 greedy answers (2,468 tokens) are identical, token by token, to those of transformers' own" in text
+    assert "All 20 answers at temperature 0.7 (2,468 tokens) are identical, token by token, to" in text
+
+
+def test_a_category_that_is_a_whole_set_is_not_shown_twice(tmp_path: Path) -> None:
+    of = {"by_category": {"own": measures(), "math": measures(accepted_length=2.05)}}
+    text = write_report(tmp_path, a_run(of=of))["markdown"].read_text()
+    assert [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")][1:] == [
+        "all prompts", "*prompt sets*", "own", "handwritten", "*categories*", "math"]
+
+
+def test_predicted_stands_beside_measured(tmp_path: Path) -> None:
+    paths = write_report(tmp_path, a_run(of={"predicted_speedup": 1.61}))
+    for file in (paths["html"], paths["markdown"]):
+        assert "Predicted speed-up over this loop without drafts: 1.61×, measured: 1.43×." in file.read_text()
+
+
+def a_curve(confidence: float, rate: float) -> ConfidenceCurve:
+    """1,234 guesses in the fourth bin, two in the last, none elsewhere."""
+    tally = ConfidenceTally()
+    right = torch.arange(1234) < round(rate * 1234)
+    tally.add(torch.full((1234,), confidence).log(), right)
+    tally.add(torch.zeros(2), torch.tensor([True, False]))
+    curve = tally.curve()
+    assert curve is not None
+    return curve
+
+
+@pytest.mark.parametrize(("rate", "words"), [(0.2, "over-confident"), (0.35, "about as sure as it may be"),
+                                             (0.6, "under-confident")])
+def test_confidence_is_drawn_told_and_kept(rate: float, words: str, tmp_path: Path) -> None:
+    found = {"token": a_curve(0.35, rate), "path": a_curve(0.32, rate)}
+    paths = write_report(tmp_path, a_run(of={"confidence": found}), an_artifact())
+    page, text = paths["html"].read_text(), paths["markdown"].read_text()
+    assert page.count("<svg") == 6
+    for told in (page, text):
+        assert f"on average it is {words}" in told
+        assert f"Expected calibration error {found['token'].expected_calibration_error:.3f}" in told
+        assert "wastes nodes on them" in told
+        assert "1,234" in told
+    assert f"| accepted | {found['token'].acceptance_rate:.0%} | – | – | – | {rate:.0%} |" in text
+    kept = json.loads(paths["json"].read_text())["confidence"]
+    assert kept["token"]["bins"][3]["guesses"] == 1234
+    assert kept["token"]["bins"][0] == {"guesses": 0, "mean_confidence": None, "acceptance_rate": None}
+    assert sum(one["guesses"] for one in kept["path"]["bins"]) == kept["path"]["guesses"] == 1236
+
+
+def test_the_confidence_of_several_methods_is_compared(tmp_path: Path) -> None:
+    of = {"confidence": {"token": a_curve(0.35, 0.2), "path": a_curve(0.32, 0.2)}}
+    page = write_report(tmp_path, a_run(names=("medusa", "hydra"), of=of))["html"].read_text()
+    drawing, = (one for one in re.findall(r"<svg.*?</svg>", page, re.S) if "confidence of the draft" in one)
+    assert "medusa" in drawing
+    assert "hydra" in drawing
+
+
+def test_turns_have_rows_of_their_own(tmp_path: Path) -> None:
+    text = write_report(tmp_path, a_run(of={"by_turn": {"1": measures(), "2": measures()}}))["markdown"].read_text()
+    assert "| turn 2 | 10 | 1.94 (1.81–2.07) |" in text
+
+
+def test_the_terminal_table_is_narrow_and_aligned() -> None:
+    lines = terminal_table(a_run(contended=True)).splitlines()
+    assert max(map(len, lines)) <= 100
+    table = lines[2:6]
+    assert len({len(line) for line in table}) == 1
+    assert "medusa" in table[1]
+    assert "1.94" in table[1]
+
+
+@pytest.mark.parametrize(("identical", "near", "gap", "words"), [
+    (10, 0, None, "All 10 answers (1,234 tokens) are identical"),
+    (9, 1, 3e-5, "1 first differs where the target itself is undecided within the rounding of float32 (largest logit "
+                 "gap there: 3e-05)."),
+    (8, 2, 3e-5, "more often than once in 10,000 tokens"),
+    (9, 0, 0.7, "1 first differs where it is not (largest logit gap there: 0.7): this is a fault"),
+])
+def test_the_verdict_hides_nothing(identical: int, near: int, gap: float | None, words: str) -> None:
+    run = a_run(lossless=Lossless(prompts=10, identical=identical, near_tie_divergences=near,
+                                  max_logit_gap_at_divergence=gap))
+    assert words in lossless_verdict(run, run.evaluations)
+
+
+def test_a_changed_word_is_shown_as_a_fault(tmp_path: Path) -> None:
+    lost = Lossless(prompts=10, identical=9, near_tie_divergences=0, max_logit_gap_at_divergence=0.7)
+    assert "Drafting changed words." in write_report(tmp_path, a_run(lossless=lost))["html"].read_text()
+    assert "Not a word changed." in write_report(tmp_path, a_run())["html"].read_text()
+
+
+def test_without_matplotlib_the_figures_are_kept_and_the_remedy_is_named(tmp_path: Path,
+                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def missing(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.split(".")[0] == "matplotlib":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(UserError, match=r"pip install 'draftsmith\[report\]'"):
+        write_report(tmp_path, a_run())
+    assert {path.name for path in tmp_path.iterdir()} == {"evaluation.json", "report.md"}
+
+
+@pytest.mark.parametrize("tree", [Topology.chain(0), Topology.chain(3), TREE])
+def test_any_tree_can_be_drawn(tree: Topology) -> None:
+    assert plots.tree(tree, 1).startswith("<svg")
+
+
+def test_nodes_of_one_depth_stand_apart() -> None:
+    heights = plots._leaf_heights(TREE)
+    places = list(zip(TREE.depths, heights, strict=True))
+    assert len(set(places)) == TREE.size
+    below = {node: parent for node, parent in enumerate(TREE.parents) if TREE.ranks[node] == 0 and node}
+    assert all(heights[node] == heights[parent] for node, parent in below.items())
+
+
+def test_a_cost_curve_without_estimates_can_be_drawn() -> None:
+    cost = CostCurve(sizes=(1,), pass_seconds=(0.1,), draft_seconds=(0.0,), context=8)
+    assert "expected speed-up" not in plots.cost_curve(cost, 1, ())
+    assert EvaluateConfig().speed_prompts == 8

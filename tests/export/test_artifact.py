@@ -1,0 +1,278 @@
+"""Artifacts: what is in the folder, what comes back, and what is refused."""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from draftsmith.export import Artifact, Tuning, artifact, load_artifact, read_description, save_artifact, save_tuning
+from draftsmith.modules import (
+    CostModel,
+    DecodeSettings,
+    Policy,
+    Request,
+    StaticTree,
+    Target,
+    Topology,
+    UserError,
+    decode,
+)
+from draftsmith.modules.drafters.medusa import Medusa
+from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
+from safetensors import safe_open
+from support.artifacts import TREE, edit, heads, tuning
+
+PROVENANCE = {"recipe": {"max_steps": 3, "prompts": "/home/somebody/prompts.jsonl"}, "data_manifest": "0a1b2c",
+              "acceptance": {"accepted_length": 1.75, "by_position": [0.5, 0.25], "tokens": 1000}}
+
+
+def save(folder: Path, target: Target, drafter: Medusa | None = None) -> Path:
+    return save_artifact(folder, drafter or heads(target), target.identity, PROVENANCE, TREE)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"num_layers": 2}, {"output": "copy"}, {"vocabulary_size": 20}, {"output": "copy", "vocabulary_size": 20},
+])
+def test_what_was_saved_drafts_the_same(tmp_path: Path, tiny_target: Target, settings: dict[str, object]) -> None:
+    drafter = heads(tiny_target, **settings)
+    loaded = load_artifact(save(tmp_path / "a", tiny_target, drafter), tiny_target)
+    assert loaded.topology == TREE
+    assert loaded.identity == tiny_target.identity
+    assert not loaded.drafter.training
+    state = loaded.drafter.state_dict()
+    assert state.keys() == drafter.state_dict().keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in drafter.state_dict().items())
+    requests = [Request((5, 9, 30), 0, 24)]
+    before, after = (decode(tiny_target, requests, DecodeSettings(), drafter=one, policy=loaded.policy())
+                     for one in (drafter, loaded.drafter))
+    assert before.generations[0].tokens == after.generations[0].tokens
+    assert before.generations[0].emitted == after.generations[0].emitted
+
+
+def test_equal_runs_write_equal_bytes_that_name_no_place(tmp_path: Path, tiny_target: Target) -> None:
+    first, second = (save(tmp_path / name, tiny_target) for name in ("first", "deeper/second"))
+    assert set(digests(first)) == {"config.json", "model.safetensors", "README.md"}
+    assert digests(first) == digests(second)
+    for path in first.iterdir():
+        assert b"/home/" not in path.read_bytes()
+        assert str(tmp_path).encode() not in path.read_bytes()
+    assert read_description(first)["provenance"]["recipe"]["prompts"] == "prompts.jsonl"
+
+
+def test_other_weights_give_other_bytes(tmp_path: Path, tiny_target: Target) -> None:
+    save(tmp_path / "a", tiny_target, heads(tiny_target, seed=1))
+    save(tmp_path / "b", tiny_target, heads(tiny_target, seed=2))
+    assert digests(tmp_path / "a")["model.safetensors"] != digests(tmp_path / "b")["model.safetensors"]
+
+
+def test_borrowed_weights_are_not_saved(tmp_path: Path, tiny_target: Target) -> None:
+    drafter = heads(tiny_target)
+    with safe_open(save(tmp_path / "a", tiny_target, drafter) / "model.safetensors", "pt") as file:
+        stored = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118  (no plain mapping)
+    assert stored == sum(parameter.numel() for parameter in drafter.parameters())
+    assert stored == 3 * (32 * 32 + 32)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"weights_hash": "0" * 32}, "weights_hash .* load the target it was made for"),
+    ({"vocab_size": 7}, "vocab_size 7, but the target here"),
+    ({"hidden_size": 64}, "hidden_size 64"),
+])
+def test_another_target_is_refused(tmp_path: Path, tiny_target: Target, change: dict[str, object],
+                                   message: str) -> None:
+    identity = dataclasses.replace(tiny_target.identity, **change)  # type: ignore[arg-type]
+    save_artifact(tmp_path / "a", heads(tiny_target), identity, {}, TREE)
+    with pytest.raises(UserError, match=message):
+        load_artifact(tmp_path / "a", tiny_target)
+
+
+def test_a_target_with_other_weights_is_refused(tmp_path: Path, tiny_target: Target) -> None:
+    save(tmp_path / "a", tiny_target)
+    with pytest.raises(UserError, match="weights_hash"):
+        load_artifact(tmp_path / "a", Target(tiny_model(seed=1), tiny_tokenizer(), name="other"))
+
+
+def test_the_same_weights_in_double_precision_are_accepted(tmp_path: Path, tiny_target: Target,
+                                                           tiny_target_f64: Target) -> None:
+    save(tmp_path / "a", tiny_target)
+    loaded = load_artifact(tmp_path / "a", tiny_target_f64)
+    assert {parameter.dtype for parameter in loaded.drafter.parameters()} == {torch.float64}
+
+
+def test_damage_is_named(tmp_path: Path, tiny_target: Target) -> None:
+    folder = save(tmp_path / "a", tiny_target)
+    edit(folder, format_version=99)
+    with pytest.raises(UserError, match="format version 99, this program reads 1"):
+        load_artifact(folder, tiny_target)
+    edit(folder, format_version=1)
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+    with pytest.raises(UserError, match=r"model\.safetensors does not have the hash"):
+        load_artifact(folder, tiny_target)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"model\.safetensors is missing"):
+        load_artifact(folder, tiny_target)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(UserError, match="cannot be read as JSON"):
+        load_artifact(folder, tiny_target)
+    with pytest.raises(UserError, match="holds no artifact"):
+        load_artifact(tmp_path / "nowhere", tiny_target)
+
+
+def test_a_missing_key_is_named(tmp_path: Path, tiny_target: Target) -> None:
+    folder = save(tmp_path / "a", tiny_target)
+    config = json.loads((folder / "config.json").read_text())
+    del config["tree"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="lacks 'tree'"):
+        load_artifact(folder, tiny_target)
+
+
+def test_no_pickle_is_read(tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(tmp_path / "a", tiny_target)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    monkeypatch.setattr(torch, "load", lambda *_args, **_kwargs: pytest.fail("a pickle was read"))
+    with pytest.raises(UserError, match="missing"):
+        load_artifact(folder, tiny_target)
+
+
+def test_a_foreign_class_runs_only_when_trusted(tmp_path: Path, tiny_target: Target,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "somebodys_module.py").write_text(
+        "from draftsmith.modules.medusa import Medusa\n\n\nclass Mine(Medusa):\n    family = 'mine'\n\nWORD = 'none'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    folder = save(tmp_path / "a", tiny_target)
+    edit(folder, family="mine", **{"class": "somebodys_module.Mine"})
+    with pytest.raises(UserError, match=r"family 'mine' is not one of .*medusa.*trust=True"):
+        load_artifact(folder, tiny_target)
+    assert load_artifact(folder, tiny_target, trust=True).drafter.family == "mine"
+    edit(folder, **{"class": "somebodys_module.WORD"})
+    with pytest.raises(UserError, match="is not a draftsmith Drafter"):
+        load_artifact(folder, tiny_target, trust=True)
+    edit(folder, **{"class": "somebodys_module.Gone"})
+    with pytest.raises(UserError, match="cannot be imported"):
+        load_artifact(folder, tiny_target, trust=True)
+
+
+def test_an_artifact_is_replaced_whole_and_other_files_never(tmp_path: Path, tiny_target: Target) -> None:
+    folder = save(tmp_path / "a", tiny_target)
+    save_tuning(folder, tuning())
+    save(folder, tiny_target, heads(tiny_target, seed=5))
+    assert not (folder / "tuning.json").exists()
+    (folder / "thesis.txt").write_text("years of work")
+    with pytest.raises(UserError, match=r"holds other files \(thesis\.txt\)"):
+        save(folder, tiny_target)
+    assert (folder / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_failed_save_leaves_nothing_and_keeps_the_former(tmp_path: Path, tiny_target: Target,
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(tmp_path / "a", tiny_target)
+    before = digests(folder)
+
+    def full(*_args: object, **_kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(artifact, "save_file", full)
+    with pytest.raises(UserError, match=r"cannot write .*No space left on device; make room"):
+        save(folder, tiny_target, heads(tiny_target, seed=5))
+    assert digests(folder) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path, tiny_target: Target) -> None:
+    drafter = heads(tiny_target)
+    with torch.no_grad():
+        next(drafter.parameters())[0, 0] = float("nan")
+    with pytest.raises(UserError, match=r"heads\.0\.0\.linear\.weight holds values that are not finite"):
+        save(tmp_path / "a", tiny_target, drafter)
+    assert not list(tmp_path.iterdir())
+
+
+def shape(policy: Policy) -> Topology:
+    assert isinstance(policy, StaticTree)
+    return policy.topology
+
+
+def test_tuning_comes_back_and_sets_the_tree(tmp_path: Path, tiny_target: Target) -> None:
+    folder = save(tmp_path / "a", tiny_target)
+    whole = load_artifact(folder, tiny_target)
+    assert whole.tuning is None
+    assert shape(whole.policy()) == TREE
+    save_tuning(folder, tuning())
+    tuned = load_artifact(folder, tiny_target)
+    assert tuned.tuning == tuning()
+    assert shape(tuned.policy()) == TREE.prefix(4)
+    assert shape(tuned.policy("static-6")) == TREE.prefix(6)
+    with pytest.raises(UserError, match="a tree of 9 nodes was asked for; this artifact's has 8"):
+        tuned.policy("static-9")
+
+
+def test_a_sampling_target_has_a_tree_of_its_own_size(tmp_path: Path, tiny_target: Target) -> None:
+    """A fourth node pays for greedy rows alone."""
+    folder = save(tmp_path / "a", tiny_target)
+    greedy = dataclasses.replace(tuning(), expected_accepted_length=(1.0, 1.7, 1.9, 2.9))
+    save_tuning(folder, dataclasses.replace(greedy, expected_sampled=(1.0, 1.6, 1.61, 1.62)))
+    artifact = load_artifact(folder, tiny_target)
+    assert artifact.tuning is not None
+    assert [artifact.size_for(1, degree) for degree in (0.0, 0.4, 1.0)] == [4, 2, 2]
+    assert shape(artifact.policy(temperature=0.7)) == TREE.prefix(2)
+    assert shape(artifact.policy("static-6", temperature=0.7)) == TREE.prefix(6)
+    assert artifact.predicted_speedup() == artifact.tuning.cost.predict(2.9, 4, 1)
+    named = dataclasses.replace(artifact, tuning=dataclasses.replace(artifact.tuning, given=True))
+    unknown = dataclasses.replace(artifact, tuning=greedy)
+    assert [one.size_for(1, 1.0) for one in (named, unknown)] == [4, 4]
+    assert unknown.size_for(64, 1.0) == unknown.size_for(64) < 4
+
+
+def test_tuning_larger_than_the_tree_takes_the_whole_tree(tmp_path: Path, tiny_target: Target) -> None:
+    folder = save(tmp_path / "a", tiny_target)
+    save_tuning(folder, tuning(64))
+    assert load_artifact(folder, tiny_target).tree_size == TREE.size
+
+
+def test_damaged_tuning_is_named(tmp_path: Path, tiny_target: Target) -> None:
+    folder = save(tmp_path / "a", tiny_target)
+    (folder / "tuning.json").write_text('{"tree_size": 3}')
+    with pytest.raises(UserError, match=r"tuning\.json is damaged .* delete it"):
+        load_artifact(folder, tiny_target)
+
+
+def test_the_model_card_says_what_matters(tmp_path: Path, tiny_target: Target) -> None:
+    card = (save(tmp_path / "a", tiny_target) / "README.md").read_text()
+    for words in ("Medusa drafter for tiny-random", "3,168 parameters", "8 nodes", "1.75 tokens per target pass",
+                  "50%, 25% of passes", "manifest `0a1b2c`", tiny_target.identity.weights_hash):
+        assert words in card
+
+
+@pytest.mark.parametrize(("given", "kept"), [
+    ("/home/me/data/x.jsonl", "x.jsonl"), ("C:\\data\\x.jsonl", "x.jsonl"), ("someone/a-model", "someone/a-model"),
+    ("/think", "/think"), ("runs/x", "runs/x"), (Path("/a/b"), "b"), ({"a": ("/x/y", 3)}, {"a": ["y", 3]}),
+])
+def test_portable(given: object, kept: object) -> None:
+    assert artifact.portable(given) == kept
+
+
+def test_an_artifact_is_what_the_signature_says(tmp_path: Path, tiny_target: Target) -> None:
+    loaded = load_artifact(save(tmp_path / "a", tiny_target), tiny_target)
+    assert isinstance(loaded, Artifact)
+    assert loaded.provenance["versions"]["draftsmith"]
+
+
+def test_each_batch_has_its_own_tree_unless_the_recipe_named_one(tmp_path: Path, tiny_target: Target) -> None:
+    folder = save(tmp_path / "a", tiny_target)
+    # One row gets its tokens for next to nothing, sixteen pay for each.
+    cost = CostModel(knots=(1, 16), pass_weights=(0.1, 0.0, 0.05, 0.0, 0.0), largest=8, context=32, pass_error=0.0,
+                     draft_weights=(0.001, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), draft_error=0.0)
+    expected = (1.0, 1.5, 1.8, 2.0, 2.1, 2.15, 2.18, 2.2)
+    for given, wanted in ((False, {1: 8, 4: 4, 16: 1}), (True, {1: 8, 4: 8, 16: 8})):
+        save_tuning(folder, Tuning.of(tiny_target, 8, cost, expected, given=given))
+        loaded = load_artifact(folder, tiny_target)
+        assert {batch: shape(loaded.policy(batch_size=batch)).size for batch in wanted} == wanted
+    assert shape(loaded.policy("static-2", batch_size=16)).size == 2

@@ -1,0 +1,102 @@
+"""Copying from the text so far: the longest and latest occurrence, to the last token, and never from another row."""
+
+import random
+
+import pytest
+import torch
+from draftsmith.modules import Chain, Lookup, LookupConfig, UserError
+from support.observations import ROOT, frontier, observe
+
+
+def copied(text: list[int], *, shortest: int = 1, longest: int = 3, count: int = 4) -> list[int]:
+    """What a lookup proposes behind a text; empty where it has no guess."""
+    drafter = Lookup(LookupConfig(shortest=shortest, longest=longest, copied=count), torch.device("cpu"))
+    state = drafter.start(1, 64)
+    observe(drafter, state, [0], [text])
+    tree = Chain(count).grow(drafter, state, torch.tensor([text[-1]]))
+    assert bool(tree.real_BN.all())
+    return tree.tokens_BN[0, 1:].tolist()
+
+
+def plain_copy(text: list[int], shortest: int, longest: int, count: int) -> list[int]:
+    """The slow plain twin."""
+    for length in range(min(longest, len(text)), shortest - 1, -1):
+        for end in range(len(text) - 1, length - 1, -1):
+            if text[end - length : end] == text[-length:]:
+                grown = list(text)
+                for place in range(count):
+                    grown.append(grown[end + place])
+                return grown[len(text) :]
+    return []
+
+
+def test_the_longest_suffix_wins_over_a_later_shorter_one() -> None:
+    assert copied([1, 2, 3, 10, 11, 12, 13, 9, 3, 20, 1, 2, 3]) == [10, 11, 12, 13]
+
+
+def test_of_equal_suffixes_the_latest_wins() -> None:
+    assert copied([7, 8, 1, 1, 1, 7, 8, 2, 3, 4, 5, 7, 8]) == [2, 3, 4, 5]
+
+
+def test_a_tail_shorter_than_the_copy_goes_on_with_what_it_copied() -> None:
+    assert copied([5, 6, 9, 5]) == [6, 9, 5, 6]
+    assert copied([5, 5]) == [5, 5, 5, 5]
+
+
+@pytest.mark.parametrize("text", [[5], [5, 6], [5, 6, 7, 8], [0, 1]])
+def test_new_tokens_have_no_guess_and_the_pass_shrinks_to_the_root(text: list[int]) -> None:
+    assert copied(text) == []
+
+
+def test_a_suffix_below_the_shortest_is_not_copied() -> None:
+    text = [1, 2, 3, 4, 9, 2, 3, 4]
+    assert copied(text, shortest=3, longest=16) == [9, 2, 3, 4]
+    assert copied(text, shortest=4, longest=16) == []
+
+
+def test_equals_the_plain_twin_on_random_texts() -> None:
+    rng = random.Random(0)
+    for _ in range(150):
+        text = [rng.randrange(3) for _ in range(rng.randrange(1, 14))]
+        longest = rng.randrange(1, 6)
+        shortest = rng.randrange(1, longest + 1)
+        assert copied(text, shortest=shortest, longest=longest, count=5) == plain_copy(text, shortest, longest, 5), text
+
+
+def test_rows_are_ragged_and_come_go_and_move() -> None:
+    drafter = Lookup(LookupConfig(copied=3), torch.device("cpu"))
+    state = drafter.start(3, 32)
+    observe(drafter, state, [0, 1, 2], [[1, 2, 3, 1], [4, 5, 6, 7], [8, 9, 8]])
+    tree = Chain(3).grow(drafter, state, torch.tensor([1, 7, 8]))
+    assert tree.tokens_BN[[0, 2], 1:].tolist() == [[2, 3, 1], [9, 8, 9]]
+    assert tree.real_BN.tolist() == [[True] * 4, [True, False, False, False], [True] * 4]
+    # The former root comes back as the first of the new tokens; one row got more than another.
+    observe(drafter, state, [0, 1, 2], [[1, 2], [7, 4, 5, 6, 7], [8, 3]])
+    tree = Chain(3).grow(drafter, state, torch.tensor([2, 7, 3]))
+    assert tree.tokens_BN[:2, 1:].tolist() == [[3, 1, 2], [4, 5, 6]]
+    assert tree.real_BN[2].tolist() == [True, False, False, False]
+    drafter.clear(state, torch.tensor([1]))
+    observe(drafter, state, [1], [[4, 9, 4]])
+    assert Chain(3).grow(drafter, state, torch.tensor([2, 4, 3])).tokens_BN[1, 1:].tolist() == [9, 4, 9]
+    drafter.keep(state, torch.tensor([0, 2]))
+    observe(drafter, state, [0, 1], [[2, 3], [3, 8]])
+    assert Chain(3).grow(drafter, state, torch.tensor([3, 8])).tokens_BN[:, 1:].tolist() == [[1, 2, 3], [3, 8, 3]]
+
+
+def test_a_token_0_in_the_padding_is_not_part_of_the_text() -> None:
+    drafter = Lookup(LookupConfig(copied=2), torch.device("cpu"))
+    state = drafter.start(2, 32)
+    observe(drafter, state, [0, 1], [[3, 4, 5, 6, 7, 0], [2, 0]])
+    assert Chain(2).grow(drafter, state, torch.tensor([0, 0])).size == 1
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(UserError, match=r"shortest must be between 1 and longest \(3\), got 4"):
+        LookupConfig(shortest=4)
+    with pytest.raises(UserError, match="copied must be at least 1, got 0"):
+        LookupConfig(copied=0)
+    drafter = Lookup(LookupConfig(), torch.device("cpu"))
+    with pytest.raises(ValueError, match="ask for 1 node, got 2"):
+        drafter.expand(drafter.start(1, 8), frontier([0, 1], [-1, 0], [[4, 4]]))
+    with pytest.raises(TypeError, match="state that its own start"):
+        drafter.expand(object(), ROOT)  # type: ignore[arg-type]

@@ -1,0 +1,166 @@
+"""The drafters without training, by name, through the common loop: the target's own words come out."""
+
+import pytest
+import torch
+from draftsmith.modules import (
+    BASELINES,
+    Chain,
+    DecodeSettings,
+    Generation,
+    Observation,
+    Recycling,
+    Request,
+    Target,
+    UserError,
+    Verified,
+    baseline,
+    decode,
+)
+from draftsmith.modules.interfaces.proposer import DraftState
+from support.native_answers import native_greedy, requests_for
+from support.observations import frontier, observation
+from torch import Tensor
+
+
+def repetitive(target: Target, temperature: float = 0.0) -> list[Request]:
+    """Prompts of different lengths that repeat themselves, so that there is something to copy."""
+    return [
+        Request((*request.tokens, *request.tokens[:3], *request.tokens), request.index, request.max_new_tokens,
+                temperature)
+        for request in requests_for(target, 8, 40)
+    ]
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_greedy_output_is_the_targets_own_in_any_batch(tiny_target_f64: Target, name: str) -> None:
+    target, requests = tiny_target_f64, repetitive(tiny_target_f64)
+    expected = [native_greedy(target, request.tokens, request.max_new_tokens) for request in requests]
+    drafter, policy = baseline(name, target)
+    lengths = []
+    # Three rows for eight requests: finished rows are refilled, then the batch shrinks. What was learnt stays.
+    for batch_size, chunk in ((1, 512), (3, 7), (8, 16)):
+        settings = DecodeSettings(batch_size=batch_size, prefill_chunk=chunk, ignore_eos=True)
+        result = decode(target, requests, settings, drafter=drafter, policy=policy)
+        assert [generation.tokens for generation in result.generations] == expected
+        lengths.append(result.accepted_length)
+    assert min(lengths) > 1.0, "nothing was ever accepted: the test would see no mistake"
+    if name not in ("recycling", "ngrams"):
+        assert lengths[0] == lengths[1] == lengths[2]
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_sampled_output_is_the_same_with_and_without(tiny_target_f64: Target, name: str) -> None:
+    target, requests = tiny_target_f64, repetitive(tiny_target_f64, 0.7)
+    plain = decode(target, requests, DecodeSettings(top_p=0.9, ignore_eos=True))
+    drafter, policy = baseline(name, target)
+    settings = DecodeSettings(batch_size=3, prefill_chunk=9, top_p=0.9, ignore_eos=True)
+    result = decode(target, requests, settings, drafter=drafter, policy=policy)
+    assert [generation.tokens for generation in result.generations] == [g.tokens for g in plain.generations]
+    assert result.accepted_length > 1.0
+
+
+def test_a_batch_of_greedy_and_sampled_rows_ends_where_each_ends(tiny_target_f64: Target) -> None:
+    target = tiny_target_f64
+    hot = repetitive(target, 0.8)
+    requests = [hot[place] if place % 2 else request for place, request in enumerate(repetitive(target))]
+    plain = decode(target, requests, DecodeSettings()).generations
+    for name in BASELINES:
+        drafter, policy = baseline(name, target)
+        found = decode(target, requests, DecodeSettings(batch_size=4), drafter=drafter, policy=policy).generations
+        assert [(g.tokens, g.finish) for g in found] == [(g.tokens, g.finish) for g in plain], name
+
+
+def test_a_text_that_repeats_is_copied_in_few_passes(tiny_target_f64: Target) -> None:
+    target = tiny_target_f64
+    answer = native_greedy(target, (5, 6), 40)
+    request = Request((5, 6, *answer, 5, 6), 0, 30)
+    expected = native_greedy(target, request.tokens, 30)
+    drafter, policy = baseline("suffix_match", target)
+    found: Generation = decode(
+        target, [request], DecodeSettings(ignore_eos=True), drafter=drafter, policy=policy
+    ).generations[0]
+    assert found.tokens == expected
+
+
+def test_where_nobody_has_a_guess_a_pass_has_one_token(tiny_target_f64: Target) -> None:
+    target = tiny_target_f64
+    sizes: list[int] = []
+
+    class Watched(Chain):
+        def grow(self, *args):  # type: ignore[no-untyped-def]
+            tree = super().grow(*args)
+            sizes.append(tree.size)
+            return tree
+
+    drafter, _ = baseline("prompt_lookup", target)
+    requests = [Request((5, 6, 7), 0, 40), Request((8, 9), 1, 40)]
+    result = decode(
+        target, requests, DecodeSettings(batch_size=2, ignore_eos=True), drafter=drafter, policy=Watched(7)
+    )
+    assert sizes[0] == 1
+    assert set(sizes) == {1, 8}
+    assert [g.tokens for g in result.generations] == [native_greedy(target, r.tokens, 40) for r in requests]
+
+
+class Spy(Recycling):
+    """Keeps what it is shown."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target.vocab_size, target.device)
+        self.seen: list[Observation] = []
+
+    def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
+        super().observe(state, rows_R, observation)
+        self.seen.append(observation)
+
+
+def test_observed_logits_belong_to_the_accepted_tokens(tiny_target_f64: Target) -> None:
+    target, request = tiny_target_f64, repetitive(tiny_target_f64)[0]
+    spy, (_, policy) = Spy(target), baseline("recycling", target)
+    answer = decode(
+        target, [request], DecodeSettings(ignore_eos=True, prefill_chunk=4), drafter=spy, policy=policy
+    ).generations[0].tokens
+    text = [*request.tokens, *answer]
+    with target.native() as model, torch.no_grad():
+        truth_LV = model(torch.tensor([text])).logits[0]
+    begun, accepted = 0, 0
+    for shown in spy.seen:
+        verified, count = shown.verified, int(shown.counts_B[0])
+        assert verified is not None
+        for node, place in enumerate(verified.places_BM[0].tolist()):
+            if place >= 0 and begun + place < len(text):
+                assert int(verified.tokens_BM[0, node]) == int(shown.tokens_BN[0, place]) == text[begun + place]
+                torch.testing.assert_close(verified.logits_BMV[0, node], truth_LV[begun + place], atol=1e-9, rtol=0)
+                accepted += 1
+        in_pass = verified.places_BM.shape[1] > 1
+        assert int((verified.places_BM >= 0).sum()) == (count if in_pass else 1)
+        begun += count
+    assert accepted >= len(answer)
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_expanding_never_waits_for_the_device(
+    tiny_target_f64: Target, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny_target_f64
+    drafter, policy = baseline(name, target)
+    decode(target, [Request((5, 6, 5, 6), 0, 20)], DecodeSettings(), drafter=drafter, policy=policy)
+    state = drafter.start(2, 32)
+    logits = torch.zeros(2, 1, target.vocab_size, dtype=torch.float64)
+    last = Verified(tokens_BM=torch.full((2, 1), 5), real_BM=torch.ones(2, 1) > 0, logits_BMV=logits,
+                    places_BM=torch.full((2, 1), 2))
+    drafter.observe(state, torch.arange(2), observation([[5, 6, 5, 6], [7, 8, 9, 7]], last))
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a tensor was read on the host")
+
+    for method in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__"):
+        monkeypatch.setattr(torch.Tensor, method, refuse)
+    drafter.expand(state, frontier([0], [-1], [[6], [7]]))
+    if "lookup" not in drafter.family:
+        drafter.expand(state, frontier([1, 2], [0, 0], [[5, 9], [8, 4]]))
+
+
+def test_unknown_names_are_refused(tiny_target: Target) -> None:
+    with pytest.raises(UserError, match="no baseline 'magic'; choose from prompt_lookup, suffix_match, recycling"):
+        baseline("magic", tiny_target)

@@ -1,0 +1,180 @@
+"""Some layers of the target as a draft model: step by step it says what one fresh pass of those layers says."""
+
+import random
+
+import pytest
+import torch
+from draftsmith.modules import (
+    Chain,
+    DecodeSettings,
+    LayerDraft,
+    StaticTree,
+    Target,
+    Topology,
+    UserError,
+    decode,
+    search_layers,
+)
+from draftsmith.modules.baselines.self_speculation import every_other_layer, first_layers
+from draftsmith.modules.interfaces.proposer import DraftState
+from draftsmith.modules.target.layer_skipping import skipping
+from support.native_answers import native_greedy, requests_for
+from support.observations import frontier, observe
+from support.targets import random_target
+from torch import Tensor
+
+
+@pytest.fixture(scope="module")
+def deep_target() -> Target:
+    return random_target(5)
+
+
+def fresh(target: Target, kept: tuple[int, ...], text: list[int]) -> Tensor:
+    """Log-probabilities behind a text, from one native pass of the kept layers without any cache."""
+    with target.native() as model, skipping(target.layers, kept), torch.no_grad():
+        return model(torch.tensor([text]), use_cache=False).logits[0, -1].log_softmax(-1)
+
+
+def check(drafter: LayerDraft, state: DraftState, texts: list[list[int]], bound: float = 1e-9) -> None:
+    """Grow a branching tree behind the texts and compare every node with a fresh pass over its path."""
+    children = [[text[0], text[-1]] for text in texts]
+    grandchildren = [[text[0], 17, text[-1]] for text in texts]
+    steps = [
+        (frontier([0], [-1], [[text[-1]] for text in texts]), [[[]]] * len(texts)),
+        (frontier([1, 2], [0, 0], children), [[[a], [b]] for a, b in children]),
+        (
+            frontier([5, 3, 4], [2, 1, 1], grandchildren),
+            [[[b, x], [a, y], [a, z]] for (a, b), (x, y, z) in zip(children, grandchildren, strict=True)],
+        ),
+    ]
+    for asked, paths in steps:
+        scores = drafter.expand(state, asked).log_probs_BFHQ
+        for row, text in enumerate(texts):
+            for column, path in enumerate(paths[row]):
+                expected = fresh(drafter.target, drafter.kept, text + path)
+                torch.testing.assert_close(scores[row, column, 0], expected, atol=bound, rtol=0)
+
+
+@pytest.mark.parametrize("kept", [(0,), (0, 1), (0, 2, 4), (1, 3), (0, 1, 2, 3, 4)])
+def test_drafting_equals_a_fresh_pass_of_the_same_layers(deep_target: Target, kept: tuple[int, ...]) -> None:
+    drafter, rng = LayerDraft(deep_target, kept), random.Random(0)
+    state = drafter.start(1, 120)
+    text: list[int] = [7]
+    # A prompt read at once, then passes that accept one to five tokens, some without a tree in between.
+    for new, grown in ((40, True), (1, True), (5, True), (5, False), (5, False), (5, False), (5, True), (2, True)):
+        known = len(text) - 1
+        text = [*text, *(rng.randrange(4, 90) for _ in range(new))]
+        observe(drafter, state, [0], [text[known:]])
+        if grown:
+            check(drafter, state, [text])
+
+
+def test_sliding_windows_follow_positions() -> None:
+    target = random_target(4, head_dim=8, sliding_window=6)
+    drafter = LayerDraft(target, (0, 2, 3))
+    state = drafter.start(1, 64)
+    observe(drafter, state, [0], [list(range(4, 26))])
+    # Gemma 2's own attention takes its softmax in float32.
+    check(drafter, state, [list(range(4, 26))], 1e-5)
+
+
+def test_ragged_rows_come_go_and_move(deep_target: Target) -> None:
+    drafter, rng = LayerDraft(deep_target, (0, 3)), random.Random(2)
+    state = drafter.start(3, 100)
+    texts = [[rng.randrange(4, 90) for _ in range(count)] for count in (3, 30, 9)]
+
+    def grow(row: int, count: int) -> list[int]:
+        texts[row] += (new := [rng.randrange(4, 90) for _ in range(count)])
+        return [texts[row][-count - 1], *new]
+
+    observe(drafter, state, [0, 1, 2], texts)
+    check(drafter, state, texts)
+    observe(drafter, state, [0, 1, 2], [grow(0, 4), grow(1, 1), grow(2, 2)])
+    check(drafter, state, texts)
+    # Row 1 is finished and another prompt takes its place, read in two chunks; the last is a short one.
+    drafter.clear(state, torch.tensor([1]))
+    texts[1] = [rng.randrange(4, 90) for _ in range(26)]
+    observe(drafter, state, [1], [texts[1][:21]])
+    observe(drafter, state, [1], [texts[1][20:]])
+    check(drafter, state, texts)
+    observe(drafter, state, [0, 1, 2], [grow(0, 1), grow(1, 3), grow(2, 5)])
+    # Row 0 leaves; the last row moves into its place.
+    drafter.keep(state, torch.tensor([2, 1]))
+    texts[0] = texts.pop()
+    check(drafter, state, texts)
+    observe(drafter, state, [0, 1], [grow(0, 2), grow(1, 1)])
+    check(drafter, state, texts)
+
+
+def test_all_layers_are_accepted_whole(deep_target: Target) -> None:
+    requests = requests_for(deep_target, 3, 30)
+    result = decode(
+        deep_target, requests, DecodeSettings(batch_size=2, ignore_eos=True),
+        drafter=LayerDraft(deep_target, range(5)), policy=Chain(4),
+    )
+    expected = [native_greedy(deep_target, request.tokens, request.max_new_tokens) for request in requests]
+    assert [generation.tokens for generation in result.generations] == expected
+    assert all(count == 5 for generation in result.generations for count in generation.emitted[:-1])
+
+
+def test_skipping_leaves_the_target_as_it_was(deep_target: Target) -> None:
+    text = [5, 6, 7, 8]
+    before = fresh(deep_target, tuple(range(5)), text)
+    with pytest.raises(RuntimeError, match="on purpose"), skipping(deep_target.layers, (0,)):
+        raise RuntimeError("on purpose")
+    assert torch.equal(fresh(deep_target, tuple(range(5)), text), before)
+    assert all("forward" not in layer.__dict__ for layer in deep_target.layers)
+
+
+def test_named_choices_of_layers(deep_target: Target) -> None:
+    assert first_layers(deep_target).kept == (0,)
+    assert first_layers(deep_target, 3).kept == (0, 1, 2)
+    assert every_other_layer(deep_target).kept == (0, 2, 4)
+
+
+def test_the_search_finds_the_layers_that_agree_most(deep_target: Target) -> None:
+    texts = [[*r.tokens, *native_greedy(deep_target, r.tokens, 30)] for r in requests_for(deep_target, 3, 30)]
+    kept, score = search_layers(deep_target, texts, 3, trials=40)
+    assert len(kept) == 3
+    assert {0, 4} <= set(kept)
+    # Three choices in all: the search must have seen the best one.
+    choices = {(0, middle, 4): agreement(deep_target, texts, (0, middle, 4)) for middle in (1, 2, 3)}
+    assert score == pytest.approx(max(choices.values()))
+    assert choices[kept] == pytest.approx(score)
+    assert search_layers(deep_target, texts, 5) == ((0, 1, 2, 3, 4), 1.0)
+
+
+def agreement(target: Target, texts: list[list[int]], kept: tuple[int, ...]) -> float:
+    """Share of positions where the kept layers alone choose the target's token."""
+    hits = []
+    for text in texts:
+        with target.native() as model, torch.no_grad():
+            truth = model(torch.tensor([text]), use_cache=False).logits[0].argmax(-1)
+            with skipping(target.layers, kept):
+                found = model(torch.tensor([text]), use_cache=False).logits[0].argmax(-1)
+        hits += (truth == found).tolist()
+    return sum(hits) / len(hits)
+
+
+def test_a_tree_over_the_layers_is_lossless(deep_target: Target) -> None:
+    requests = requests_for(deep_target, 5, 30)
+    result = decode(
+        deep_target, requests, DecodeSettings(batch_size=3, ignore_eos=True, prefill_chunk=5),
+        drafter=LayerDraft(deep_target, (0, 2, 4)),
+        policy=StaticTree(Topology.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])),
+    )
+    expected = [native_greedy(deep_target, request.tokens, request.max_new_tokens) for request in requests]
+    assert [generation.tokens for generation in result.generations] == expected
+
+
+@pytest.mark.parametrize("kept", [(), (1, 0), (0, 0), (0, 9), (-1, 2)])
+def test_impossible_layers_are_refused(tiny_target: Target, kept: tuple[int, ...]) -> None:
+    with pytest.raises(UserError, match="ascending numbers from 0 to 1"):
+        LayerDraft(tiny_target, kept)
+
+
+def test_impossible_searches_are_refused(tiny_target: Target) -> None:
+    with pytest.raises(UserError, match="count must be between 1 and the target's 2 layers, got 3"):
+        search_layers(tiny_target, [[4, 5]], 3)
+    with pytest.raises(UserError, match="give at least one"):
+        search_layers(tiny_target, [], 1)

@@ -1,0 +1,105 @@
+"""A steady pass allocates nothing that grows with the context but its mask, and the cache stays where it is."""
+
+import pytest
+import torch
+from benchmarks.memory import Tally, measured
+from draftsmith.modules import (
+    Chain,
+    DecodeSettings,
+    Falcon,
+    Loop,
+    Policy,
+    Proposer,
+    Request,
+    StaticTree,
+    Target,
+    baseline,
+)
+from draftsmith.modules.baselines.token_recycling import recycling_tree
+from draftsmith.modules.drafters.eagle_base import FeedbackDrafter
+from support.families import CASES
+
+NODES = 4
+
+
+def way(original: Target, name: str) -> tuple[Target, Proposer | None, Policy | None]:
+    """What verifies, drafts and grows."""
+    if name == "plain":
+        return original, None, None
+    if name in CASES:
+        target = CASES[name].judge(original)
+        return target, CASES[name].make(target).eval(), StaticTree(recycling_tree(NODES))
+    return original, baseline(name, original)[0], Chain(NODES - 1)
+
+
+def steady(original: Target, name: str, context: int) -> tuple[int, int]:
+    """(largest allocation of later passes, keys of one layer that are in use), in bytes, two rows of that context."""
+    requests = [Request(tuple((7 + row + place) % 90 + 4 for place in range(context)), row, 24) for row in range(2)]
+    target, drafter, policy = way(original, name)
+    loop = Loop(target, requests, DecodeSettings(batch_size=2, ignore_eos=True), drafter=drafter, policy=policy)
+    passes = loop.run()
+    for _ in range(4):
+        next(passes)
+    cache = loop.rows.cache  # type: ignore[attr-defined]
+    place = cache.storage.data_ptr()
+    with Tally() as tally:
+        for _ in range(8):
+            next(passes)
+            assert cache.storage.data_ptr() == place
+    _, rows, heads, _, dim = cache.storage.shape
+    return tally.largest, rows * heads * context * dim * cache.storage.element_size()
+
+
+@pytest.mark.parametrize("name", ["plain", *CASES, "recycling", "first_layers"])
+def test_no_pass_copies_the_cache(tiny_target: Target, name: str) -> None:
+    (short, _), (long, keys) = steady(tiny_target, name, 30), steady(tiny_target, name, 400)
+    drafter = way(tiny_target, name)[1]
+    again = drafter.config.block_size - 1 if isinstance(drafter, Falcon) else 0
+    # The mask: a number for each node, or index that is asked again, and slot. Whatever else grows would be the size of
+    # a layer's keys.
+    mask = 2 * (NODES + again) * (400 + 2 * 24 + NODES + again) * 4
+    assert long <= max(short, mask) < keys
+
+
+def test_a_copy_of_the_cache_would_be_seen(tiny_target: Target) -> None:
+    rows = tiny_target.start(2, 400)
+    with torch.no_grad():
+        rows.cache.assume(300)
+        rows.cache.open(slice(0, 2), 3)
+        rows.cache.write(0, torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8))
+        with Tally() as tally:
+            kept = rows.cache.storage
+            assert kept is not None
+            assert kept[:, :1].nbytes > 0
+            assert tally.largest == 0
+            copied = kept[0].clone()
+            assert tally.largest == tally.live == tally.peak == copied.nbytes
+            del copied
+            assert tally.live == 0
+
+
+def test_what_is_made_where_something_else_was_is_counted() -> None:
+    before = [torch.zeros(10) for _ in range(50)]
+    with Tally() as tally:
+        assert sum(int(tensor.view(-1).numel()) for tensor in before) == 500
+        before.clear()
+        made = [torch.zeros(10) for _ in range(50)]
+        assert tally.live == sum(tensor.nbytes for tensor in made)
+
+
+@pytest.mark.parametrize("name", [*CASES, "recycling"])
+def test_drafting_takes_little_more_than_plain_decoding(tiny_target: Target, name: str) -> None:
+    target, drafter, policy = way(tiny_target, name)
+    plain = measured(target, 200, 20, 2, None, None)
+    drafted = measured(target, 200, 20, 2, drafter, policy)
+    assert plain.state == plain.weights == 0
+    assert drafted.peak <= 1.10 * (plain.peak + drafted.state + keys_of(drafter, 2, 220))
+
+
+def keys_of(drafter: Proposer, rows: int, length: int) -> int:
+    """Bytes of what the blocks of an EAGLE or a Falcon keep of the text: as much as as many layers of the target, a
+    state of its own that grows with the text."""
+    if not isinstance(drafter, FeedbackDrafter | Falcon):
+        return 0
+    layers = 1 if isinstance(drafter, Falcon) else drafter.num_layers
+    return 2 * layers * drafter.block.num_kv_heads * drafter.block.head_dim * rows * length * 4

@@ -1,0 +1,173 @@
+"""The loop's housekeeping: slots, refill, deadline, streaming, chunked prompts, limits."""
+
+import time
+
+import pytest
+import torch
+from draftsmith.modules import Chain, DecodeSettings, Generation, Request, Target, UserError, decode, stream
+from draftsmith.modules.decoding.loop import shared_prefix
+from support.drafters import ScriptedDrafter
+
+
+def some_requests(count: int, new_tokens: int = 12) -> list[Request]:
+    return [Request((5, 20 + index % 60, 7, 30), index, new_tokens + index % 5) for index in range(count)]
+
+
+def test_a_finished_row_is_replaced_at_once(tiny_target: Target) -> None:
+    requests = some_requests(23)
+    stats = decode(tiny_target, requests, DecodeSettings(batch_size=4, ignore_eos=True)).stats
+    # The first token of an answer comes from its prompt's pass; every other one fills a slot of a pass.
+    assert stats.busy_slots == sum(request.max_new_tokens - 1 for request in requests)
+    assert stats.total_slots == 4 * stats.target_calls
+    longest = max(request.max_new_tokens for request in requests)
+    assert stats.target_calls <= stats.busy_slots / 4 + longest
+
+
+def test_results_keep_the_order_of_the_requests(tiny_target: Target) -> None:
+    requests = some_requests(9)[::-1]
+    result = decode(tiny_target, requests, DecodeSettings(batch_size=3))
+    assert [generation.request for generation in result.generations] == requests
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 512])
+def test_chunked_prompts_change_nothing(tiny_target_f64: Target, chunk: int) -> None:
+    requests = [Request(tuple(range(4, 4 + length)), length, 13) for length in (1, 3, 9, 4)]
+    whole = decode(tiny_target_f64, requests, DecodeSettings(ignore_eos=True))
+    texts = [[*generation.request.tokens, *generation.tokens] for generation in whole.generations]
+    drafter = ScriptedDrafter(tiny_target_f64.vocab_size, texts, "oracle")
+    chunked = decode(
+        tiny_target_f64,
+        requests,
+        DecodeSettings(batch_size=3, prefill_chunk=chunk, ignore_eos=True),
+        drafter=drafter,
+        policy=Chain(3),
+    )
+    assert [g.tokens for g in chunked.generations] == [g.tokens for g in whole.generations]
+    # The oracle knows a row only by what it observed: whole acceptance proves that prompts arrive unbroken.
+    assert chunked.accepted_length == 4
+
+
+@pytest.mark.parametrize("shared", [0, 7, 8, 20])
+def test_a_common_beginning_is_read_once_and_changes_nothing(tiny_target_f64: Target, shared: int) -> None:
+    beginning = tuple(range(10, 10 + shared))
+    requests = [Request((*beginning, 40 + index, *range(50, 50 + index % 4)), index, 9) for index in range(7)]
+    alone = [
+        decode(tiny_target_f64, [request], DecodeSettings(ignore_eos=True)).generations[0].tokens
+        for request in requests
+    ]
+    for chunk in (3, 512):
+        result = decode(tiny_target_f64, requests, DecodeSettings(batch_size=3, prefill_chunk=chunk, ignore_eos=True))
+        assert [generation.tokens for generation in result.generations] == alone
+
+
+def test_the_common_beginning_leaves_each_prompt_a_token() -> None:
+    assert shared_prefix([tuple(range(20)), tuple(range(12))], 512) == tuple(range(11))
+    assert shared_prefix([tuple(range(20)), (*range(12), 99)], 512) == tuple(range(12))
+    assert shared_prefix([tuple(range(20)), tuple(range(20))], 10) == tuple(range(10))
+    assert shared_prefix([tuple(range(20))], 512) == ()
+    assert shared_prefix([tuple(range(5)), tuple(range(5))], 512) == ()
+
+
+def test_nothing_is_started_after_the_deadline(tiny_target: Target) -> None:
+    requests = some_requests(6)
+    assert decode(tiny_target, requests, DecodeSettings(), deadline=time.monotonic() - 1).generations == []
+
+    def slow(_generation: Generation, _tokens: list[int], _done: bool) -> None:
+        time.sleep(0.01)
+
+    part = decode(
+        tiny_target,
+        requests,
+        DecodeSettings(batch_size=2, ignore_eos=True),
+        on_tokens=slow,
+        deadline=time.monotonic() + 0.05,
+    )
+    assert 2 <= len(part.generations) < 6
+    assert all(len(g.tokens) == g.request.max_new_tokens for g in part.generations)
+
+
+def test_streaming_gives_the_same_tokens(tiny_target: Target) -> None:
+    request = some_requests(1, 20)[0]
+    whole = decode(tiny_target, [request], DecodeSettings()).generations[0].tokens
+    assert [token for block in stream(tiny_target, request, DecodeSettings()) for token in block] == whole
+
+
+def test_a_single_new_token_needs_no_pass(tiny_target: Target) -> None:
+    result = decode(tiny_target, [Request((5, 6), 0, 1)], DecodeSettings())
+    assert len(result.generations[0].tokens) == 1
+    assert result.stats.target_calls == 0
+    assert result.accepted_length == 0.0
+
+
+def test_an_answer_may_fill_the_context_to_the_brim(tiny_target: Target) -> None:
+    request = Request((5,) * 500, 0, 12)
+    drafter = ScriptedDrafter(tiny_target.vocab_size, [], "random")
+    plain = decode(tiny_target, [request], DecodeSettings(ignore_eos=True)).generations[0].tokens
+    drafted = decode(tiny_target, [request], DecodeSettings(ignore_eos=True), drafter=drafter, policy=Chain(6))
+    assert drafted.generations[0].tokens == plain
+    assert len(plain) == 12
+
+
+def test_no_requests_no_work(tiny_target: Target) -> None:
+    result = decode(tiny_target, [], DecodeSettings(batch_size=4))
+    assert result.generations == []
+    assert result.stats.busy_share == 1.0
+
+
+def test_a_policy_without_a_drafter_is_refused(tiny_target: Target) -> None:
+    with pytest.raises(ValueError, match="give both or neither"):
+        decode(tiny_target, some_requests(1), DecodeSettings(), policy=Chain(2))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DecodeSettings(batch_size=0), "batch_size must be at least 1, got 0"),
+        (lambda: DecodeSettings(top_p=0.0), "top_p must be above 0"),
+        (lambda: DecodeSettings(top_k=-1), "top_k must be at least 0"),
+        (lambda: DecodeSettings(repetition_penalty=0.0), "repetition_penalty must be above 0 and finite, got 0.0"),
+    ],
+)
+def test_bad_settings_are_one_sentence(make: object, message: str) -> None:
+    assert callable(make)
+    with pytest.raises(UserError, match=message):
+        make()
+
+
+@pytest.mark.real
+def test_real_greedy_decoding_equals_generate(real_target: Target) -> None:
+    """The real model, ragged batch: identical to `generate`, or first different where the top two logits nearly tie."""
+    prompts = ["What is the capital of France?", "Write two sentences about rain.", "Count from one to twelve."]
+    tokenizer = real_target.tokenizer
+    requests = [
+        Request(
+            tuple(
+                tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)[
+                    "input_ids"
+                ]
+            ),
+            index,
+            40,
+        )
+        for index, text in enumerate(prompts)
+    ]
+    result = decode(real_target, requests, DecodeSettings(batch_size=3))
+    for request, generation in zip(requests, result.generations, strict=True):
+        with real_target.native() as model:
+            expected = model.generate(torch.tensor([request.tokens]), max_new_tokens=40, do_sample=False)
+        wanted = expected[0, len(request.tokens) :].tolist()
+        if generation.tokens != wanted:
+            place = next(i for i, (a, b) in enumerate(zip(generation.tokens, wanted, strict=False)) if a != b)
+            with real_target.native() as model, torch.no_grad():
+                top = model(torch.tensor([[*request.tokens, *wanted[:place]]])).logits[0, -1].topk(2).values
+            assert float(top[0] - top[1]) < 1e-4
+
+
+def test_the_counts_of_two_runs_add_up(tiny_target: Target) -> None:
+    first = decode(tiny_target, some_requests(3), DecodeSettings()).stats
+    second = decode(tiny_target, some_requests(2), DecodeSettings()).stats
+    calls = first.target_calls + second.target_calls
+    first.add(second)
+    assert first.target_calls == calls
+    assert first.lossless
+    assert "lossless" not in first.amounts()

@@ -1,0 +1,379 @@
+"""The product's promise: whatever is drafted, the target's own words come out. Reference: transformers' `generate`."""
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from draftsmith.modules import (
+    Accepted,
+    AdaptiveThreshold,
+    Chain,
+    DecodeSettings,
+    Drafter,
+    DySpecTree,
+    Eagle2Tree,
+    EarlyExit,
+    FixedLength,
+    MaxProbability,
+    PathProbability,
+    Policy,
+    Request,
+    SampledChain,
+    SampledTree,
+    Sampling,
+    StaticTree,
+    StoppedChain,
+    Target,
+    TokenTree,
+    Topology,
+    Typical,
+    baseline,
+    choose,
+    decode,
+    follow,
+)
+from draftsmith.modules.decoding import batch_verifier as referee
+from draftsmith.modules.verification import acceptance_rules as rules
+from draftsmith.modules.verification.sampling import probabilities
+from scipy.stats import chi2
+from support.drafters import ScriptedDrafter, TargetDrafter
+from support.native_answers import native_greedy, requests_for
+from support.tables import DepthDrafter, TableDrafter, random_log_probs
+from torch import Tensor
+
+
+def random_topology(rng: random.Random, size: int) -> Topology:
+    parents, ranks, used = [-1], [0], {}
+    for node in range(1, size):
+        parent = rng.randrange(node)
+        used[parent] = used.get(parent, -1) + 1
+        parents.append(parent)
+        ranks.append(used[parent])
+    return Topology(tuple(parents), tuple(ranks))
+
+
+@pytest.mark.parametrize("mode", ["random", "wrong", "oracle", "mixed"])
+def test_greedy_output_is_the_targets_own_in_float64(tiny_target_f64: Target, mode: str) -> None:
+    target, rng = tiny_target_f64, random.Random(7)
+    requests = requests_for(target, 12, 60)
+    expected = [native_greedy(target, request.tokens, request.max_new_tokens) for request in requests]
+    texts = [[*request.tokens, *answer] for request, answer in zip(requests, expected, strict=True)]
+    for size in (2, 5, 9, 17):
+        drafter = ScriptedDrafter(target.vocab_size, texts, mode)
+        result = decode(
+            target,
+            requests,
+            DecodeSettings(batch_size=rng.choice([1, 3, 5]), ignore_eos=True),
+            drafter=drafter,
+            policy=StaticTree(random_topology(rng, size)),
+        )
+        assert [generation.tokens for generation in result.generations] == expected
+        if mode == "wrong":
+            assert result.accepted_length == 1.0
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.9])
+def test_repetition_penalty_is_that_of_generate(tiny_target_f64: Target, penalty: float) -> None:
+    target, rng = tiny_target_f64, random.Random(9)
+    requests = requests_for(target, 7, 50)
+    expected = [native_greedy(target, r.tokens, r.max_new_tokens, penalty=penalty) for r in requests]
+    free = [native_greedy(target, r.tokens, r.max_new_tokens) for r in requests]
+    assert expected != free
+    texts = [[*request.tokens, *answer] for request, answer in zip(requests, expected, strict=True)]
+    settings = DecodeSettings(batch_size=3, ignore_eos=True, repetition_penalty=penalty, prefill_chunk=4)
+    assert [g.tokens for g in decode(target, requests, settings).generations] == expected
+    for policy in (StaticTree(random_topology(rng, 9)), Eagle2Tree(9, 3, 3)):
+        drafter = ScriptedDrafter(target.vocab_size, texts, "mixed")
+        result = decode(target, requests, settings, drafter=drafter, policy=policy)
+        assert [generation.tokens for generation in result.generations] == expected
+        assert result.accepted_length > 1.3
+
+
+@pytest.mark.parametrize("name", ["eagle2", "dyspec", "sampled", "stopped", "sampled chain"])
+@pytest.mark.parametrize("family", ["mixed", "table", "depth"])
+def test_every_policy_is_lossless_when_greedy(tiny_target_f64: Target, name: str, family: str) -> None:
+    target = tiny_target_f64
+    requests = requests_for(target, 6, 40)
+    expected = [native_greedy(target, request.tokens, request.max_new_tokens) for request in requests]
+    texts = [[*request.tokens, *answer] for request, answer in zip(requests, expected, strict=True)]
+    policy: Policy = {
+        "eagle2": lambda: Eagle2Tree(10, 4, 3),
+        "dyspec": lambda: DySpecTree(10, 4, 3),
+        "sampled": lambda: SampledTree.branching(2, 2, 1),
+        "stopped": lambda: StoppedChain(5, AdaptiveThreshold(0.02)),
+        "sampled chain": lambda: SampledChain(4, MaxProbability(0.01)),
+    }[name]()
+    drafter: Drafter = {
+        "mixed": lambda: ScriptedDrafter(target.vocab_size, texts, "mixed"),
+        "table": lambda: TableDrafter(random_log_probs(target.vocab_size, target.vocab_size)),
+        "depth": lambda: DepthDrafter(random_log_probs(3, target.vocab_size)),
+    }[family]()
+    result = decode(target, requests, DecodeSettings(batch_size=4, ignore_eos=True), drafter=drafter, policy=policy)
+    assert [generation.tokens for generation in result.generations] == expected
+    assert family != "mixed" or result.accepted_length > 1.2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("name", ["prompt_lookup", "recycling", "ngrams", "layer_skip"])
+def test_every_policy_serves_drafters_that_name_candidates(
+    tiny_target_f64: Target, name: str, temperature: float
+) -> None:
+    """Few guesses, other ones at every node, sometimes none: greedy output is the target's, and no batch matters."""
+    target = tiny_target_f64
+    requests = requests_for(target, 5, 30, temperature)
+    plain = [g.tokens for g in decode(target, requests, DecodeSettings(ignore_eos=True)).generations]
+    policies = (
+        Eagle2Tree(8, 3, 3),
+        DySpecTree(8, 3, 3),
+        SampledTree.branching(2, 1, 1),
+        StoppedChain(4, EarlyExit(0.5)),
+        SampledChain(3, PathProbability(0.05)),
+    )
+    for policy in policies:
+        runs = [
+            decode(
+                target,
+                requests,
+                DecodeSettings(batch_size=size, ignore_eos=True),
+                drafter=baseline(name, target)[0],
+                policy=policy,
+            )
+            for size in (1, 3)
+        ]
+        found = [[generation.tokens for generation in run.generations] for run in runs]
+        if temperature == 0 or type(policy) in (Eagle2Tree, StoppedChain):
+            assert found == [plain, plain]
+        elif name in ("prompt_lookup", "layer_skip"):
+            # The others remember across requests, so that batches change what is drafted.
+            assert found[0] == found[1]
+
+
+def test_sampled_drafts_do_not_depend_on_the_batch(tiny_target_f64: Target) -> None:
+    """By rejection the tokens depend on the draft; on the batch and the order of the queue they do not."""
+    target = tiny_target_f64
+    requests = requests_for(target, 6, 30, 0.9)
+    drafter = TableDrafter(random_log_probs(target.vocab_size, target.vocab_size, sharpness=3.0))
+    policies = (SampledTree.branching(3, 2), DySpecTree(8, 3, 3), SampledChain(4, FixedLength(4)))
+    for policy in policies:
+        whole, alone = (
+            decode(target, order, DecodeSettings(batch_size=size, ignore_eos=True), drafter=drafter, policy=policy)
+            for order, size in ((requests, 4), (requests[::-1], 1))
+        )
+        assert [g.tokens for g in whole.generations] == [g.tokens for g in alone.generations[::-1]]
+
+
+def test_lossy_verification_says_so(tiny_target_f64: Target) -> None:
+    target, requests = tiny_target_f64, requests_for(tiny_target_f64, 3, 20, 1.0)
+    drafter = TargetDrafter(target)
+    exact, lossy = (
+        decode(target, requests, DecodeSettings(ignore_eos=True, lossy=rule), drafter=drafter, policy=Chain(3))
+        for rule in (None, Typical(epsilon=0.001, delta=0.01))
+    )
+    assert (exact.stats.lossless, lossy.stats.lossless) == (True, False)
+    assert lossy.accepted_length > exact.accepted_length
+
+
+def test_thousands_of_tokens_through_random_trees(tiny_target_f64: Target) -> None:
+    target, rng = tiny_target_f64, random.Random(3)
+    requests = requests_for(target, 24, 120)
+    expected = [native_greedy(target, request.tokens, request.max_new_tokens) for request in requests]
+    texts = [[*request.tokens, *answer] for request, answer in zip(requests, expected, strict=True)]
+    assert sum(map(len, expected)) > 2500
+    result = decode(
+        target,
+        requests,
+        DecodeSettings(batch_size=8, ignore_eos=True),
+        drafter=ScriptedDrafter(target.vocab_size, texts, "mixed"),
+        policy=StaticTree(random_topology(rng, 12)),
+    )
+    assert [generation.tokens for generation in result.generations] == expected
+    assert 1.0 < result.accepted_length < 4.0
+
+
+def test_oracle_chain_is_accepted_whole(tiny_target_f64: Target) -> None:
+    target, request = tiny_target_f64, requests_for(tiny_target_f64, 1, 60)[0]
+    answer = native_greedy(target, request.tokens, 61)
+    request = Request(request.tokens, 0, 61)
+    drafter = ScriptedDrafter(target.vocab_size, [[*request.tokens, *answer]], "oracle")
+    generation = decode(
+        target, [request], DecodeSettings(ignore_eos=True), drafter=drafter, policy=Chain(4)
+    ).generations[0]
+    # The first token comes from the prompt's pass; sixty more in passes of 4 accepted + 1 bonus.
+    assert generation.tokens == answer
+    assert generation.emitted == [5] * 12
+
+
+@pytest.mark.parametrize("size", [1, 4, 8])
+def test_batches_equal_rows_alone_and_share_passes(tiny_target_f64: Target, size: int) -> None:
+    target = tiny_target_f64
+    requests = requests_for(target, 8, 30)
+    alone = [decode(target, [request], DecodeSettings(ignore_eos=True)).generations[0].tokens for request in requests]
+    texts = [[*request.tokens, *answer] for request, answer in zip(requests, alone, strict=True)]
+    result = decode(
+        target,
+        requests,
+        DecodeSettings(batch_size=size, ignore_eos=True),
+        drafter=ScriptedDrafter(target.vocab_size, texts, "mixed"),
+        policy=Chain(3),
+    )
+    assert [generation.tokens for generation in result.generations] == alone
+    if size == 8:
+        assert result.stats.target_calls == max(generation.passes for generation in result.generations)
+
+
+def test_end_token_inside_an_accepted_block(tiny_target_f64: Target) -> None:
+    target = tiny_target_f64
+    prompt = requests_for(target, 1, 40)[0].tokens
+    free = native_greedy(target, prompt, 40)
+    # Call a token of the answer's middle the end token: it then lies inside an accepted block of five.
+    ending = next(token for place, token in enumerate(free) if place >= 9 and token not in free[:place])
+    original = target.model.generation_config.eos_token_id
+    target.model.generation_config.eos_token_id = ending
+    try:
+        drafter = ScriptedDrafter(target.vocab_size, [[*prompt, *free]], "oracle")
+        generation = decode(
+            target, [Request(prompt, 0, 40)], DecodeSettings(), drafter=drafter, policy=Chain(4)
+        ).generations[0]
+        assert generation.tokens == native_greedy(target, prompt, 40, eos=True)
+    finally:
+        target.model.generation_config.eos_token_id = original
+    assert generation.tokens[-1] == ending
+    assert generation.finish == "eos"
+
+
+def test_stop_text_and_length_inside_an_accepted_block(tiny_target_f64: Target) -> None:
+    target = tiny_target_f64
+    prompt = requests_for(target, 1, 40)[0].tokens
+    free = native_greedy(target, prompt, 40)
+    drafter = ScriptedDrafter(target.vocab_size, [[*prompt, *free]], "oracle")
+    for limit in range(1, 14):
+        result = decode(
+            target, [Request(prompt, 0, limit)], DecodeSettings(ignore_eos=True), drafter=drafter, policy=Chain(4)
+        )
+        assert result.generations[0].tokens == free[:limit]
+    stop = target.tokenizer.decode(free[5:8])
+    generation = decode(
+        target,
+        [Request(prompt, 0, 40)],
+        DecodeSettings(ignore_eos=True, stop=(stop,)),
+        drafter=drafter,
+        policy=Chain(4),
+    ).generations[0]
+    assert generation.finish == "stop"
+    text = target.tokenizer.decode(generation.tokens)
+    assert stop in text
+    assert stop not in target.tokenizer.decode(generation.tokens[:-1])
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 8, 1.0), (1.3, 0, 0.8)])
+def test_sampled_output_does_not_depend_on_drafter_or_batch(
+    tiny_target_f64: Target, temperature: float, top_k: int, top_p: float
+) -> None:
+    target, rng = tiny_target_f64, random.Random(5)
+    requests = requests_for(target, 6, 40, temperature)
+    settings = DecodeSettings(top_k=top_k, top_p=top_p, ignore_eos=True, seed=11)
+    plain = [generation.tokens for generation in decode(target, requests, settings).generations]
+    texts = [[*request.tokens, *answer] for request, answer in zip(requests, plain, strict=True)]
+    for mode, batch_size in (("random", 1), ("mixed", 4), ("oracle", 6)):
+        batched = DecodeSettings(top_k=top_k, top_p=top_p, ignore_eos=True, seed=11, batch_size=batch_size)
+        result = decode(
+            target,
+            requests,
+            batched,
+            drafter=ScriptedDrafter(target.vocab_size, texts, mode),
+            policy=StaticTree(random_topology(rng, 8)),
+        )
+        assert [generation.tokens for generation in result.generations] == plain
+    other = decode(target, requests, DecodeSettings(top_k=top_k, top_p=top_p, ignore_eos=True, seed=12))
+    assert [generation.tokens for generation in other.generations] != plain
+
+
+def g_test(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float]) -> float:
+    """p-value of a G-test; cells that expect fewer than five are merged, an impossible outcome is decisive."""
+    if any(exact.get(outcome, 0.0) == 0.0 for outcome in counts):
+        return 0.0
+    total = sum(counts.values())
+    cells = [
+        (counts[outcome], probability * total) for outcome, probability in exact.items() if probability * total >= 5
+    ]
+    rest = (total - sum(seen for seen, _ in cells), total - sum(wanted for _, wanted in cells))
+    cells += [rest] if rest[1] > 1e-9 else []
+    statistic = 2 * sum(seen * math.log(seen / wanted) for seen, wanted in cells if seen)
+    return float(chi2.sf(statistic, len(cells) - 1))
+
+
+def sampled_counts(target: Target, drafter: TargetDrafter, draws: int) -> Counter[tuple[int, ...]]:
+    """How often each triple of tokens was emitted; the second and third stand behind a drafted tree."""
+    requests = [Request(PROMPT, index, 3, TEMPERATURE) for index in range(draws)]
+    policy = StaticTree(Topology((-1, 0, 0, 0, 1, 1, 2), (0, 0, 1, 2, 0, 1, 0)))
+    result = decode(
+        target, requests, DecodeSettings(batch_size=256, top_k=TOP_K, ignore_eos=True), drafter=drafter, policy=policy
+    )
+    assert result.accepted_length > 1.3
+    return Counter(tuple(generation.tokens) for generation in result.generations)
+
+
+def exact_distribution(drafter: TargetDrafter, temperature: float = 1.2) -> dict[tuple[int, ...], float]:
+    """The probability of every triple, by enumeration of the target's processed distributions."""
+    exact = {(): 1.0}
+    for _ in range(3):
+        exact = {
+            (*prefix, int(token)): mass * float(row[token])
+            for prefix, mass in exact.items()
+            for row in [probabilities(drafter.logits(PROMPT + prefix), torch.tensor(temperature), TOP_K)]
+            for token in row.nonzero()[:, 0]
+        }
+    return exact
+
+
+PROMPT, TEMPERATURE, TOP_K = (20, 31, 7), 1.2, 5
+
+
+@pytest.mark.slow
+def test_sampled_output_passes_a_g_test(tiny_target_f64: Target) -> None:
+    drafter = TargetDrafter(tiny_target_f64)
+    counts, exact = sampled_counts(tiny_target_f64, drafter, 20_000), exact_distribution(drafter)
+    assert g_test(counts, exact) > 1e-3
+    firsts, first_exact = Counter[tuple[int, ...]](), dict[tuple[int, ...], float]()
+    for outcome, probability in exact.items():
+        firsts[outcome[1:]] += counts[outcome]
+        first_exact[outcome[1:]] = first_exact.get(outcome[1:], 0.0) + probability
+    assert g_test(Counter({pair: seen for pair, seen in firsts.items() if seen}), first_exact) > 1e-3
+    # The test has the power to tell a temperature from one a sixth lower.
+    assert g_test(counts, exact_distribution(drafter, 1.0)) < 1e-3
+
+
+def accept_any_likely_child(tree: TokenTree, choices_BN: Tensor) -> Accepted:
+    """Wrong: the likeliest child is taken without asking whether the target drew it."""
+    forced_BN = choices_BN.clone()
+    forced_BN[:, 0] = tree.tokens_BN[:, 1]
+    return follow(tree, forced_BN)
+
+
+def choose_untempered(logits_BNV: Tensor, uniforms_BN: Tensor, sampling: Sampling) -> Tensor:
+    """Wrong: the temperature is forgotten, as EAGLE's first bonus token did."""
+    return choose(logits_BNV, uniforms_BN, replace(sampling, temperature_B=torch.ones_like(sampling.temperature_B)))
+
+
+def choose_again(logits_BNV: Tensor, uniforms_BN: Tensor, sampling: Sampling) -> Tensor:
+    """Wrong: the same random number at every depth, so that neighbouring tokens depend on each other."""
+    return choose(logits_BNV, uniforms_BN[:, :1].expand_as(uniforms_BN), sampling)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "wrong"), [("follow", accept_any_likely_child), ("choose", choose_untempered), ("choose", choose_again)]
+)
+def test_g_test_rejects_deliberately_wrong_rules(
+    tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch, name: str, wrong: Callable[..., object]
+) -> None:
+    drafter = TargetDrafter(tiny_target_f64)
+    exact = exact_distribution(drafter)
+    monkeypatch.setattr(rules, name, wrong)
+    if name == "choose":
+        monkeypatch.setattr(referee, name, wrong)
+    assert g_test(sampled_counts(tiny_target_f64, drafter, 4_000), exact) < 1e-3

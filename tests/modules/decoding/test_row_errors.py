@@ -1,0 +1,255 @@
+"""Bad input and rows that go wrong: one sentence that names the request, and every other row as if alone."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.modules import (
+    Chain,
+    DecodeError,
+    DecodeSettings,
+    Generation,
+    PassOutput,
+    Policy,
+    Request,
+    SampledTree,
+    StaticTree,
+    Target,
+    TokenTree,
+    Topology,
+    UserError,
+    decode,
+    stream,
+)
+from support.drafters import ScriptedDrafter
+from support.tables import TableDrafter, random_log_probs
+from torch import Tensor
+
+SETTINGS = DecodeSettings(batch_size=3, ignore_eos=True)
+
+
+def some_requests(count: int = 7, temperature: float = 0.0) -> list[Request]:
+    return [Request((5, 20 + index, 7), 100 + index, 10 + index, temperature) for index in range(count)]
+
+
+def failing(run: Callable[[], Any]) -> DecodeError:
+    with pytest.raises(DecodeError) as caught:
+        run()
+    return caught.value
+
+
+def check_others(target: Target, found: list[Generation], bad: set[int], temperature: float = 0.0) -> None:
+    """Every request but the bad ones has the answer that it gets alone."""
+    requests = some_requests(temperature=temperature)
+    assert [generation.request.index for generation in found] == [request.index for request in requests]
+    for request, generation in zip(requests, found, strict=True):
+        alone = decode(target, [request], SETTINGS).generations[0].tokens
+        if request.index in bad:
+            assert generation.finish == "error"
+            assert generation.tokens == alone[: len(generation.tokens)]
+            assert f"prompt {request.index}" in generation.error
+        else:
+            assert (generation.finish, generation.error, generation.tokens) == ("length", "", alone)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (Request((), 102, 5), "prompt 102 is empty; give at least one token"),
+        (Request((1,), 102, 0), "prompt 102: max_new_tokens must be at least 1, got 0"),
+        (Request((1,), 102, 5, -0.1), "prompt 102: temperature must be at least 0 and finite, got -0.1"),
+        (Request((1,), 102, 5, float("nan")), "prompt 102: temperature must be at least 0 and finite, got nan"),
+        (Request((1,), 102, 5, float("inf")), "prompt 102: temperature must be at least 0 and finite, got inf"),
+        (Request((1, 10**6), 102, 5), "prompt 102 has token 1000000; the target's ids are 0 to"),
+        (Request((1, -1), 102, 5), "prompt 102 has token -1; the target's ids are 0 to"),
+        (Request((1,) * 510, 102, 5), "prompt 102 has 510 tokens and asks for 5 more, but the target's context holds"),
+    ],
+)
+def test_a_wrong_request_is_named_and_others_are_answered(tiny_target: Target, wrong: Request, message: str) -> None:
+    requests, told = some_requests(), []
+    requests[2] = wrong
+    error = failing(
+        lambda: decode(
+            tiny_target, requests, SETTINGS, on_tokens=lambda g, new, done: told.append((g.finish, new, done))
+        )
+    )
+    assert message in str(error)
+    assert "6 other answers are in this error's result" in str(error)
+    assert isinstance(error, UserError)
+    assert told[0] == ("error", [], True)
+    requests[2] = some_requests()[2]
+    found = [replace(g, request=r) for g, r in zip(error.result.generations, requests, strict=True)]
+    check_others(tiny_target, found, {102})
+
+
+def test_a_single_wrong_request_says_only_what_is_wrong(tiny_target: Target) -> None:
+    for run in (
+        lambda: decode(tiny_target, [Request((), 4, 5)], SETTINGS),
+        lambda: list(stream(tiny_target, Request((), 4, 5), SETTINGS)),
+    ):
+        assert str(failing(run)) == "prompt 4 is empty; give at least one token"
+
+
+class Sabotaged:
+    """A target whose logits go bad for one request from its n-th pass on, the prompt's being the first."""
+
+    def __init__(self, target: Target, index: int, at: int, value: float) -> None:
+        self.target, self.index, self.at, self.value, self.passes = target, index, at, value, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.target, name)
+
+    def start(self, *args: Any) -> "SabotagedRows":
+        return SabotagedRows(self, self.target.start(*args))
+
+
+class SabotagedRows:
+    def __init__(self, owner: Sabotaged, rows: Any) -> None:
+        self.owner, self.rows = owner, rows
+        self.indices: dict[int, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rows, name)
+
+    def open(self, row: int, index: int) -> int:
+        self.indices[row] = index
+        return int(self.rows.open(row, index))
+
+    def keep(self, order: list[int]) -> None:
+        self.indices = {row: self.indices[source] for row, source in enumerate(order)}
+        self.rows.keep(order)
+
+    def run(self, tree: TokenTree, rows: list[int] | None = None, select_BM: Tensor | None = None) -> PassOutput:
+        output: PassOutput = self.rows.run(tree, rows, select_BM)
+        running = range(self.rows.active) if rows is None else rows
+        for place, row in enumerate(running):
+            if self.indices[row] == self.owner.index:
+                self.owner.passes += 1
+                if self.owner.passes >= self.owner.at:
+                    output.logits_BMV[place, :, 3] = self.owner.value
+        return output
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_unreadable_logits_end_their_row_alone(
+    tiny_target_f64: Target, value: float, at: int, temperature: float
+) -> None:
+    requests = some_requests(temperature=temperature)
+    target: Any = Sabotaged(tiny_target_f64, 101, at, value)
+    drafter = ScriptedDrafter(tiny_target_f64.vocab_size, [], "random")
+    error = failing(lambda: decode(target, requests, SETTINGS, drafter=drafter, policy=Chain(2)))
+    check_others(tiny_target_f64, error.result.generations, {101}, temperature)
+    count = len(error.result.generations[1].tokens)
+    assert count >= at - 1
+    assert f"prompt 101: the target's logits are NaN or infinite behind token {count} of the answer" in str(error)
+
+
+def test_a_single_forbidden_token_is_no_fault(tiny_target_f64: Target) -> None:
+    target: Any = Sabotaged(tiny_target_f64, 101, 1, -torch.inf)
+    found = decode(target, some_requests(), SETTINGS).generations
+    assert all(generation.finish == "length" for generation in found)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_nan_left_in_the_cache_does_not_reach_the_next_sequence(
+    tiny_target_f64: Target, batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row of a request whose states are NaN is used again, and is moved over by others."""
+    requests, embed = some_requests(), tiny_target_f64.embed
+    # A long neighbour: the slots that the bad row wrote stay inside the window of the passes.
+    requests[0] = Request(tuple(range(20, 50)), 100, 12)
+    plain = [decode(tiny_target_f64, [request], SETTINGS).generations[0].tokens for request in requests]
+    said = {token for answer, request in zip(plain, requests, strict=True) for token in (*answer, *request.tokens)}
+    poison = next(token for token in range(4, tiny_target_f64.vocab_size) if token not in said)
+    requests[1] = Request((5, poison, 7, 8, 9, 10, 11, 12), 101, 11)
+
+    def poisoned(tokens: Tensor) -> Tensor:
+        return torch.where((tokens == poison)[..., None], torch.nan, embed(tokens))
+
+    monkeypatch.setattr(tiny_target_f64, "embed", poisoned)
+    settings = replace(SETTINGS, batch_size=batch_size)
+    error = failing(lambda: decode(tiny_target_f64, requests, settings))
+    for place, generation in enumerate(error.result.generations):
+        assert generation.tokens == ([] if place == 1 else plain[place])
+
+
+class Spoiled(Policy):
+    """A chain whose trees are spoiled in row 1 of the third pass."""
+
+    def __init__(self, spoil: Callable[[TokenTree], TokenTree]) -> None:
+        self.chain, self.spoil, self.passes = StaticTree(Topology.chain(2)), spoil, 0
+
+    @property
+    def max_size(self) -> int:
+        return self.chain.max_size
+
+    def grow(self, drafter: Any, state: Any, roots_B: Tensor, draws: Any = None) -> TokenTree:
+        self.passes += 1
+        tree = self.chain.grow(drafter, state, roots_B, draws)
+        return self.spoil(tree) if self.passes == 3 else tree
+
+
+def with_entry(tree: TokenTree, name: str, value: int) -> TokenTree:
+    changed = getattr(tree, name).clone()
+    changed[1, 1] = value
+    return replace(tree, **{name: changed})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda tree: with_entry(tree, "tokens_BN", 10**6), "outside the target's vocabulary"),
+        (lambda tree: with_entry(tree, "tokens_BN", -1), "outside the target's vocabulary"),
+        (lambda tree: with_entry(tree, "parents_BN", 2), "a node whose parent does not come before it"),
+        (lambda tree: with_entry(tree, "parents_BN", 1), "a node whose parent does not come before it"),
+        (lambda tree: with_entry(tree, "parents_BN", 99), "a node whose parent does not come before it"),
+        (
+            lambda tree: TokenTree.from_parents(tree.tokens_BN, with_entry(tree, "parents_BN", 2).parents_BN),
+            "a node whose parent does not come before it",
+        ),
+    ],
+)
+def test_trees_that_cannot_be_verified_end_their_row_alone(
+    tiny_target_f64: Target, spoil: Callable[[TokenTree], TokenTree], message: str
+) -> None:
+    drafter = ScriptedDrafter(tiny_target_f64.vocab_size, [], "random")
+    error = failing(lambda: decode(tiny_target_f64, some_requests(), SETTINGS, drafter=drafter, policy=Spoiled(spoil)))
+    check_others(tiny_target_f64, error.result.generations, {101})
+    assert message in str(error)
+    assert "prompt 101: " in str(error)
+
+
+def test_a_draft_vocabulary_with_a_wrong_id_fails_every_row_that_meets_it(tiny_target_f64: Target) -> None:
+    size = tiny_target_f64.vocab_size
+    ids = torch.arange(size)
+    ids[3] = size
+    scores = random_log_probs(size, size)
+    scores[:, 3] = 0.0
+    drafter = TableDrafter(scores, ids)
+    error = failing(lambda: decode(tiny_target_f64, some_requests(2), SETTINGS, drafter=drafter, policy=Chain(1)))
+    assert [generation.finish for generation in error.result.generations] == ["error", "error"]
+    assert "prompt 100: " in str(error)
+    assert "prompt 101: " in str(error)
+
+
+def test_a_q_that_is_nan_ends_its_row(tiny_target_f64: Target) -> None:
+    size = tiny_target_f64.vocab_size
+    scores = random_log_probs(size, size)
+    first = [decode(tiny_target_f64, [r], SETTINGS).generations[0].tokens[0] for r in some_requests(temperature=0.9)]
+    assert len(set(first)) > 1
+    scores[first[0]] = torch.nan
+    error = failing(
+        lambda: decode(
+            tiny_target_f64,
+            some_requests(temperature=0.9),
+            SETTINGS,
+            drafter=TableDrafter(scores),
+            policy=SampledTree.branching(2),
+        )
+    )
+    assert "prompt 100: the drafter's probabilities are NaN or infinite behind token 1 of the answer" in str(error)
+    assert any(generation.finish == "length" for generation in error.result.generations)

@@ -1,0 +1,516 @@
+"""Draft language models: their beginnings, exits, mask tokens, decoding, and the Hugging Face folder they become."""
+
+import copy
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.export import Artifact, export_artifact
+from draftsmith.modules import (
+    Chain,
+    DecodeSettings,
+    DraftLM,
+    DraftLMConfig,
+    Features,
+    Observation,
+    StaticTree,
+    Target,
+    TargetConfig,
+    Topology,
+    UserError,
+    decode,
+    measure_cost,
+    rank_table,
+)
+from draftsmith.modules.drafters.draft_lm import as_model
+from draftsmith.modules.drafters.draft_lm_config import planned
+from draftsmith.modules.drafters.parts.mask_tokens import conditional_drop, pack, useful, visible
+from draftsmith.modules.target.hf_folder import folder_digest
+from draftsmith.modules.target.loading import sketch_target
+from draftsmith.modules.target.tiny_model import tiny_tokenizer
+from draftsmith.trainers import DraftLMModule, DraftLMTrainConfig
+from references.mask_tokens import state_behind
+from support.families import randomised
+from support.native_answers import native_greedy, requests_for
+from support.observations import frontier, observe
+from support.targets import random_target
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+IDS = torch.tensor([2, 5, 9, 30, 31, 60])
+DEPTHS = DraftLMConfig(num_layers=2, hidden_size=32, depths=3)
+TREE = Topology((-1, 0, 0, 1), (0, 0, 1, 0))
+
+
+def made(config: DraftLMConfig, target: Target) -> DraftLM:
+    ids = None if config.vocabulary_size is None else IDS
+    drafter = randomised(DraftLM.create(config, target, ids))
+    assert isinstance(drafter, DraftLM)
+    return drafter
+
+
+def two_turns() -> Features:
+    """Two conversations in a row, padding behind them, supervision with a hole."""
+    tokens = torch.arange(5, 18)[None]
+    segments = torch.tensor([[0] * 6 + [1] * 5 + [-1] * 2])
+    positions = torch.tensor([[*range(6), *range(5), 0, 0]])
+    supervised = torch.tensor([[False, True, True, False, True, True, False, True, True, True, True, False, False]])
+    return Features(tokens_BL=tokens, supervised_BL=supervised, segments_BL=segments, positions_BL=positions)
+
+
+# Beginnings -----------------------------------------------------------------------------------------------------------
+
+
+def test_all_layers_of_the_target_are_the_target(tiny_target_f64: Target) -> None:
+    target = tiny_target_f64
+    drafter = DraftLM.create(DraftLMConfig(layers=(0, 1)), target)
+    requests = requests_for(target, 4, 30)
+    for policy in (Chain(4), StaticTree(Topology.from_paths([(0,), (1,), (0, 0), (0, 0, 0)]))):
+        result = decode(target, requests, DecodeSettings(batch_size=2, ignore_eos=True), drafter=drafter,
+                        policy=policy)
+        assert [one.tokens for one in result.generations] == [
+            native_greedy(target, request.tokens, request.max_new_tokens) for request in requests]
+        whole = policy.topology.depth + 1
+        assert all(count == whole for one in result.generations for count in one.emitted[:-1])
+
+
+def test_chosen_layers_are_copied_in_order() -> None:
+    target = random_target(5)
+    drafter = DraftLM.create(DraftLMConfig(layers=(0, 3, 4)), target)
+    for place, layer in enumerate((0, 3, 4)):
+        for name, parameter in target.layers[layer].named_parameters():
+            assert torch.equal(drafter.get_parameter(f"decoder.layers.{place}.{name}"), parameter)
+    assert torch.equal(drafter.embedding_weight(), target.model.get_input_embeddings().weight)
+
+
+def test_sliding_windows_stay_with_their_layers() -> None:
+    target = random_target(4, head_dim=8, sliding_window=6)
+    drafter = DraftLM.create(DraftLMConfig(layers=(1, 2)), target)
+    assert drafter.architecture.layer_types == target.config.layer_types[1:3]
+    text = list(range(4, 30))
+    state = drafter.start(1, 64)
+    observe(drafter, state, [0], [text])
+    drafter.expand(state, frontier([0], [-1], [[text[-1]]]))
+    found = drafter.expand(state, frontier([1, 2], [0, 0], [[9, 8]])).log_probs_BFHQ[0, :, 0]
+    for column, token in enumerate((9, 8)):
+        features = Features.from_rows([([*text, token], [True] * 27)])
+        with torch.no_grad():
+            expected = drafter.project(drafter(features).hidden_BLKD[0, -1, 0], 0).log_softmax(-1)
+        torch.testing.assert_close(found[column], expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_frozen_embedding_stays_and_a_tied_output_with_it(tiny_target: Target, frozen: bool) -> None:
+    config = DraftLMConfig(num_layers=1, hidden_size=16, tied=True, freeze_embedding=frozen)
+    drafter = DraftLM.create(config, tiny_target)
+    assert bool(drafter.output_parameters(0)) is not frozen
+    assert drafter.head is None
+    features = Features.from_rows([([5, 6, 7], [True] * 3)])
+    drafter.project(drafter(features).hidden_BLKD, 0).sum().backward()
+    assert (drafter._embedding().weight.grad is None) is frozen
+
+
+def test_rotary_frequencies_are_never_rounded(tiny_target: Target) -> None:
+    drafter = DraftLM.create(DraftLMConfig(num_layers=1), tiny_target)
+    before = drafter.decoder.rotary_emb.inv_freq.clone()
+    drafter.to(torch.bfloat16)
+    assert drafter.embedding_weight().dtype == torch.bfloat16
+    assert torch.equal(drafter.decoder.rotary_emb.inv_freq, before)
+
+
+# Decoding -------------------------------------------------------------------------------------------------------------
+
+
+def scores_at_root(drafter: DraftLM, text: list[int]) -> torch.Tensor:
+    state = drafter.start(1, 64)
+    observe(drafter, state, [0], [text])
+    return drafter.expand(state, frontier([0], [-1], [[text[-1]]])).log_probs_BFHQ[0, 0]
+
+
+def test_weights_that_changed_are_packed_again(tiny_target: Target) -> None:
+    drafter = made(DraftLMConfig(num_layers=1, vocabulary_size=6), tiny_target)
+    scores_at_root(drafter, [5, 6, 7])
+    for parameter in drafter.parameters():
+        parameter.data.mul_(1.5)
+    for one in (drafter, copy.deepcopy(drafter)):
+        with torch.no_grad():
+            hidden = one(Features.from_rows([([5, 6, 7], [True] * 3)])).hidden_BLKD[0, -1, 0]
+            expected = one.project(hidden, 0).log_softmax(-1)
+        torch.testing.assert_close(scores_at_root(one, [5, 6, 7])[0], expected, atol=1e-5, rtol=1e-4)
+        assert not any("forward" in module.__dict__ for module in one.modules())
+
+
+def test_mask_tokens_are_asked_about_once(tiny_target: Target) -> None:
+    drafter = made(DEPTHS, tiny_target)
+    state = drafter.start(1, 64)
+    observe(drafter, state, [0], [[5, 6, 7]])
+    drafter.expand(state, frontier([0], [-1], [[7]]))
+    with pytest.raises(ValueError, match="every depth from the root at once"):
+        drafter.expand(state, frontier([1], [0], [[9]]))
+
+
+def test_a_pass_with_mask_tokens_is_a_pass_over_each_text(tiny_target: Target) -> None:
+    drafter, text = made(DEPTHS, tiny_target), [5, 9, 11, 20, 7]
+    found = scores_at_root(drafter, text)
+    for depth in range(3):
+        expected = drafter.project(state_behind(drafter, text, depth), depth).log_softmax(-1)
+        torch.testing.assert_close(found[depth], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_what_a_draft_with_mask_tokens_reads_is_not_kept(tiny_target: Target) -> None:
+    """Observations in pieces and asking in between change nothing: mask tokens leave no trace."""
+    drafter, text = made(DEPTHS, tiny_target), list(range(5, 30))
+    state = drafter.start(1, 64)
+    for start, stop in ((0, 4), (3, 5), (4, 9), (8, 25)):
+        observe(drafter, state, [0], [text[start:stop]])
+        found = drafter.expand(state, frontier([0], [-1], [[text[stop - 1]]])).log_probs_BFHQ[0, 0]
+        torch.testing.assert_close(found, scores_at_root(drafter, text[:stop]), atol=1e-5, rtol=1e-4)
+
+
+# Mask tokens in training ----------------------------------------------------------------------------------------------
+
+
+def test_who_sees_whom_is_written_out() -> None:
+    features = two_turns()
+    kept = torch.zeros(1, 13, 3, dtype=torch.bool)
+    kept[0, 1, 1] = kept[0, 1, 2] = kept[0, 7, 1] = True
+    slots = pack(kept)
+    assert slots.anchors_BS.tolist() == [[1, 1, 7]]
+    assert slots.depths_BS.tolist() == [[1, 2, 1]]
+    mask = visible(features, slots)[0]
+    assert mask[:13, :13].equal(features.visible()[0])
+    assert not mask[:13, 13:].any()
+    assert [row.nonzero()[:, 0].tolist() for row in mask[13:]] == [[0, 1, 13], [0, 1, 13, 14], [6, 7, 15]]
+
+
+def test_only_labels_of_the_same_answer_are_guessed() -> None:
+    found = useful(two_turns(), 3)[0].nonzero().tolist()
+    # Index 0 guesses 1 and 2 and stops at the hole at 3; index 9 guesses 10, the end of its conversation.
+    assert [pair for pair in found if pair[0] in (0, 1, 9, 10)] == [[0, 0], [0, 1], [1, 0], [9, 0]]
+
+
+def test_the_drop_is_nested_and_as_large_as_said() -> None:
+    everywhere = torch.ones(2, 100, 5, dtype=torch.bool)
+    kept = conditional_drop(everywhere, 0.7, 0.3)
+    assert kept.sum(1).tolist() == [[100, 70, 49, 34, 30]] * 2
+    assert not bool((kept[..., 1:] & ~kept[..., :-1]).any())
+    assert not kept[0].equal(kept[1])
+
+
+def test_what_is_dropped_changes_nothing_else(tiny_target: Target) -> None:
+    drafter, features = made(DEPTHS, tiny_target), two_turns()
+    with torch.no_grad():
+        whole = drafter(features)
+        dropped = drafter.train()(features)
+    assert whole.valid_BLK is None
+    assert dropped.valid_BLK is not None
+    kept = dropped.valid_BLK
+    assert 0 < int(kept[..., 1:].sum()) < int(useful(features, 3)[..., 1:].sum()) + 1
+    torch.testing.assert_close(dropped.hidden_BLKD[kept], whole.hidden_BLKD[kept], atol=1e-5, rtol=1e-4)
+
+
+def test_training_runs_no_more_mask_tokens_than_are_kept(tiny_target: Target) -> None:
+    drafter, seen = made(replace(DEPTHS, depths=6, keep_rate=0.5, keep_least=0.1), tiny_target).train(), []
+    drafter.decoder.layers[0].register_forward_pre_hook(
+        lambda _module, args, kwargs: seen.append((args[0] if args else kwargs["hidden_states"]).shape[1]),
+        with_kwargs=True)
+    drafter(Features.from_rows([(list(range(4, 84)), [True] * 80)]))
+    # 80 tokens and 79 anchors: 39 + 19 + 9 + 7 + 7 mask tokens at most, less those behind the end.
+    assert 80 + 60 <= seen[0] <= 80 + 81
+
+
+# Exits ----------------------------------------------------------------------------------------------------------------
+
+
+def test_an_exit_is_the_model_of_its_first_layers(tiny_target: Target) -> None:
+    config = DraftLMConfig(layers=(0, 1), exits=(1, 2), decode_exit=1)
+    drafter = made(config, tiny_target)
+    features = Features.from_rows([([5, 9, 11, 20, 7], [True] * 5)])
+    shorter = as_model(drafter, tiny_target)
+    assert shorter.config.num_hidden_layers == 1
+    with torch.no_grad():
+        drafts = drafter(features)
+        expected = shorter(features.tokens_BL).logits[0]
+        torch.testing.assert_close(drafter.project(drafts.hidden_BLKD[0, :, 0], 0), expected, atol=1e-5, rtol=1e-4)
+    assert drafts.offsets == (1, 1)
+    assert drafter.unrolls == 0
+    torch.testing.assert_close(scores_at_root(drafter, [5, 9, 11, 20, 7])[0], expected[-1].log_softmax(-1), atol=1e-5,
+                               rtol=1e-4)
+
+
+def test_exits_weigh_the_same_and_text_is_all_learnt(tiny_target: Target) -> None:
+    settings = DraftLMTrainConfig(drafter=DraftLMConfig(layers=(0, 1), exits=(1, 2)), decay=0.5, learn="text")
+    module = DraftLMModule(tiny_target, settings)
+    module.configure_model()
+    learned = module.loss(two_turns())
+    assert learned.weights == (1.0, 1.0)
+    # Five tokens follow another in the first conversation, four in the second.
+    assert learned.sums_KC[:, 0].tolist() == [9, 9]
+    assert not module.needs_states
+
+
+# Calibration and cost -------------------------------------------------------------------------------------------------
+
+
+def test_ranks_unroll_over_the_following_indices(tiny_target: Target) -> None:
+    drafter, features = made(DraftLMConfig(num_layers=1), tiny_target), two_turns()
+    table, expected = rank_table(drafter, [features], 5), []
+    with torch.no_grad():
+        logits = drafter.project(drafter(features).hidden_BLKD[0, :, 0], 0)
+    labels, valid = features.labels(1)
+    for place in range(13):
+        ranks = []
+        for later in range(place, place + 8):
+            known = later < 13 and bool(valid[0, later]) and features.segments_BL[0, later] == \
+                features.segments_BL[0, place]
+            order = logits[later].argsort(descending=True).tolist() if known else []
+            ranks.append(min(order.index(int(labels[0, later])), 5) if known else 5)
+        if bool(valid[0, place]):
+            expected.append(ranks)
+    assert table.tolist() == expected
+
+
+def test_the_cost_is_that_of_a_draft_with_a_text(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, read = made(DraftLMConfig(num_layers=1), tiny_target), []
+    right = DraftLM.observe
+
+    def watched(self: DraftLM, state: Any, rows_R: torch.Tensor, observation: Observation) -> None:
+        right(self, state, rows_R, observation)
+        read.append(state.host_lengths[0])
+
+    monkeypatch.setattr(DraftLM, "observe", watched)
+    measure_cost(tiny_target, drafter, Topology.chain(3), context=40, repeats=1)
+    # Every kind of bench lets it read its context before anything is timed; a step adds a token.
+    assert read.count(40) == 4
+    assert min(read) == 40
+    assert read[-1] > 40
+
+
+# The Hugging Face folder ----------------------------------------------------------------------------------------------
+
+
+FOLDERS = {
+    "tied": DraftLMConfig(num_layers=1, hidden_size=16, tied=True),
+    "untied": DraftLMConfig(layers=(1,)),
+    "exit": DraftLMConfig(layers=(0, 1), exits=(1, 2), decode_exit=1),
+    "reduced": DraftLMConfig(layers=(0, 1), vocabulary_size=6),
+    "reduced-tied": DraftLMConfig(num_layers=1, hidden_size=16, tied=True, vocabulary_size=6),
+}
+
+
+def exported(drafter: DraftLM, target: Target, out: Path) -> Path:
+    artifact = Artifact(drafter=drafter, target=target, topology=TREE, identity=target.identity, provenance={})
+    return export_artifact(artifact, target, "huggingface", out)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_the_folder_gives_the_same_logits(name: str, tiny_target: Target, tmp_path: Path) -> None:
+    drafter = made(FOLDERS[name], tiny_target)
+    folder = exported(drafter, tiny_target, tmp_path / "draft")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    text = torch.tensor([[5, 9, 11, 20, 7]])
+    with torch.no_grad():
+        found = model(text).logits[0]
+        hidden = drafter(Features.from_rows([(text[0].tolist(), [True] * 5)])).hidden_BLKD[0]
+        expected = drafter.project(hidden[:, drafter.unrolls or 0], 0)
+    ids = drafter.token_ids_Q
+    torch.testing.assert_close(found if ids is None else found[:, ids], expected, atol=1e-5, rtol=1e-4)
+    assert found.shape[-1] == tiny_target.vocab_size
+    assert model.generation_config.eos_token_id == tiny_target.model.generation_config.eos_token_id
+    assert AutoTokenizer.from_pretrained(folder).get_vocab() == tiny_target.tokenizer.get_vocab()
+    again = made_from(folder, tiny_target)
+    with torch.no_grad():
+        state = again(Features.from_rows([(text[0].tolist(), [True] * 5)])).hidden_BLKD[0, :, 0]
+        torch.testing.assert_close(again.project(state, 0), found, atol=1e-5, rtol=1e-4)
+
+
+def made_from(folder: Path, target: Target) -> DraftLM:
+    return DraftLM.create(DraftLMConfig(folder=str(folder)), target).eval()
+
+
+def test_a_tied_folder_holds_one_table(tiny_target: Target, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    folder = exported(made(FOLDERS["tied"], tiny_target), tiny_target, tmp_path / "draft")
+    tables = [name for name, tensor in load_file(folder / "model.safetensors").items() if tensor.shape == (100, 16)]
+    assert len(tables) == 1
+    exported(made(FOLDERS["untied"], tiny_target), tiny_target, tmp_path / "draft")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["rope_theta"] == 10000.0
+    assert config["torch_dtype"] == "float32"
+
+
+def test_transformers_own_assisted_generation_takes_it(tiny_target: Target, tmp_path: Path) -> None:
+    folder = exported(DraftLM.create(DraftLMConfig(layers=(0, 1)), tiny_target), tiny_target, tmp_path / "draft")
+    prompt = torch.tensor([[5, 9, 11]])
+    with tiny_target.native() as model:
+        answers = [model.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=0, **settings).tolist()
+                   for settings in ({}, {"assistant_model": AutoModelForCausalLM.from_pretrained(folder)})]
+    assert answers[0] == answers[1]
+
+
+def test_a_mask_token_is_exported_in_its_place(tiny_target: Target, tmp_path: Path) -> None:
+    drafter = made(replace(DEPTHS, mask_token_id=3), tiny_target)
+    folder = exported(drafter, tiny_target, tmp_path / "draft")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert json.loads((folder / "config.json").read_text())["pard_token"] == 3
+    with torch.no_grad():
+        found = model(torch.tensor([[5, 9, 11, 3, 3]])).logits[0, 2:].log_softmax(-1)
+    torch.testing.assert_close(found, scores_at_root(drafter, [5, 9, 11]), atol=1e-5, rtol=1e-4)
+
+
+def test_stages_chain_through_the_folder(tiny_target: Target, tmp_path: Path) -> None:
+    first = made(DraftLMConfig(num_layers=1, hidden_size=16), tiny_target)
+    folder = exported(first, tiny_target, tmp_path / "draft")
+    second = DraftLM.create(DraftLMConfig(folder=str(folder), depths=3, vocabulary_size=6), tiny_target, IDS)
+    for name, parameter in first.decoder.named_parameters():
+        assert torch.equal(second.decoder.get_parameter(name), parameter)
+    assert second.head is not None
+    assert first.head is not None
+    assert torch.equal(second.head.weight, first.head.weight[IDS])
+
+
+def test_a_folder_is_planned_beside_the_sketch_of_a_target(tiny_target: Target, tmp_path: Path) -> None:
+    """The sketch has neither weights nor a tokenizer."""
+    first = made(DraftLMConfig(num_layers=1, hidden_size=16), tiny_target)
+    config = DraftLMConfig(folder=str(exported(first, tiny_target, tmp_path / "draft")))
+    assert planned(config, sketch_target(TargetConfig(name="tiny-random"))).hidden_size == 16
+    config = DraftLMConfig(folder=str(foreign(tmp_path / "other", 90)))
+    with pytest.raises(UserError, match="vocabulary of 90 tokens"):
+        planned(config, sketch_target(TargetConfig(name="tiny-random")))
+
+
+def test_a_folder_is_known_by_its_model_alone(tiny_target: Target, tmp_path: Path) -> None:
+    config = DraftLMConfig(num_layers=1, hidden_size=16)
+    folder = exported(made(config, tiny_target), tiny_target, tmp_path / "draft")
+    known = folder_digest(folder)
+    assert folder_digest(Path(shutil.copytree(folder, tmp_path / "elsewhere"))) == known
+    (folder / "README.md").write_text("changed")
+    assert folder_digest(folder) == known
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    other = folder_digest(folder)
+    weights.rename(folder / "model-00001.safetensors")
+    renamed = folder_digest(folder)
+    (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
+    assert len({known, other, renamed, folder_digest(folder), folder_digest(tmp_path / "none")}) == 5
+
+
+def test_a_checkpoint_of_another_model_in_the_folder_is_refused(tiny_target: Target, tmp_path: Path) -> None:
+    """The same settings, the same folder, another model in it."""
+    config, checkpoint = DraftLMConfig(num_layers=1, hidden_size=16), dict[str, Any]()
+    settings = DraftLMTrainConfig(drafter=DraftLMConfig(folder=str(tmp_path / "draft")))
+    for model in (made(config, tiny_target), DraftLM.create(config, tiny_target)):
+        exported(model, tiny_target, tmp_path / "draft")
+        module = DraftLMModule(tiny_target, settings)
+        module.configure_model()
+        if checkpoint:
+            with pytest.raises(UserError, match=r"other settings \(model_in_folder is '\w{64}', was '\w{64}'\)"):
+                module.on_load_checkpoint(checkpoint)
+        module.on_save_checkpoint(checkpoint)
+        module.on_load_checkpoint(checkpoint)
+
+
+# Errors ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("settings", "told"), [
+    ({"num_layers": 0}, "num_layers must be a whole number of at least 1, got 0"),
+    ({"depths": 0}, "depths"), ({"vocabulary_size": 1.5}, "got 1.5"),
+    ({"layers": (0,), "folder": "x"}, "two beginnings"),
+    ({"layers": (0,), "hidden_size": 16}, "hidden_size is decided by layers"),
+    ({"folder": "x", "num_layers": 2}, "num_layers is decided by folder"),
+    ({"folder": "x", "tied": True}, "tied is decided by folder"),
+    ({"exits": (2, 1)}, "exits must be ascending"), ({"exits": (0, 2)}, "from 1"),
+    ({"exits": (1, 2), "depths": 3}, "cannot be trained together"),
+    ({"exits": (1, 2), "decode_exit": 3}, r"decode_exit must be one of exits \[1, 2\], got 3"),
+    ({"keep_rate": 0.1}, "keep_least <= keep_rate"), ({"keep_least": 0.0}, "0 < keep_least"),
+    ({"mask_token_id": 3}, "means nothing with depths 1"),
+])
+def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        DraftLMConfig(**settings)
+
+
+@pytest.mark.parametrize(("settings", "told"), [
+    ({"layers": (0, 2)}, r"from 0 to 1, .* got \[0, 2\]"), ({"layers": ()}, "at least one"),
+    ({"layers": (1, 0)}, "ascending"),
+    ({"hidden_size": 24, "num_heads": 5}, "does not divide into 5 heads"),
+    ({"num_heads": 4, "num_kv_heads": 3}, "num_kv_heads 3 does not divide num_heads 4"),
+    ({"num_layers": 3, "exits": (1, 2)}, r"must be all 3 layers of the draft, got \[1, 2\]"),
+    ({"depths": 2, "mask_token_id": 100}, "between 0 and 99, got 100"),
+])
+def test_what_does_not_fit_the_target_is_refused_with_the_recipe(
+    settings: dict[str, Any], told: str, tiny_target: Target
+) -> None:
+    with pytest.raises(UserError, match=told):
+        DraftLMModule(tiny_target, DraftLMTrainConfig(drafter=DraftLMConfig(**settings)))
+
+
+def foreign(folder: Path, vocab_size: int) -> Path:
+    LlamaForCausalLM(LlamaConfig(
+        vocab_size=vocab_size, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1)).save_pretrained(folder)
+    return folder
+
+
+def test_another_vocabulary_is_refused(tiny_target: Target, tmp_path: Path) -> None:
+    config = DraftLMConfig(folder=str(foreign(tmp_path, 90)))
+    with pytest.raises(UserError, match=r"vocabulary of 90 tokens, tiny-random one of 100; .*leave folder out"):
+        DraftLMModule(tiny_target, DraftLMTrainConfig(drafter=config))
+    other = made(DraftLMConfig(num_layers=1), tiny_target)
+    with pytest.raises(UserError, match="vocabulary of 100 tokens, odd one of 90"):
+        other.bind(Target(AutoModelForCausalLM.from_pretrained(tmp_path), tiny_tokenizer(), name="odd"))
+
+
+def test_another_tokenizer_of_the_same_size_is_refused(tiny_target: Target, tmp_path: Path) -> None:
+    folder = foreign(tmp_path, 100)
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"100 tokens, tiny-random's 100; they differ first at id \d+"):
+        planned(DraftLMConfig(folder=str(folder)), tiny_target)
+
+
+def test_unreadable_folders_are_refused(tiny_target: Target, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"holds no config\.json"):
+        planned(DraftLMConfig(folder=str(tmp_path)), tiny_target)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="cannot be read"):
+        planned(DraftLMConfig(folder=str(tmp_path)), tiny_target)
+    foreign(tmp_path, 100)
+    (tmp_path / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(UserError, match="cannot be read"):
+        made_from(tmp_path, tiny_target)
+
+
+def test_a_reduced_layer_without_the_other_rows_cannot_be_exported(tiny_target: Target, tmp_path: Path) -> None:
+    drafter = made(DraftLMConfig(num_layers=1, hidden_size=16, vocabulary_size=6), tiny_target)
+    with pytest.raises(UserError, match="answers 6 tokens and has no rows for the others"):
+        exported(drafter, tiny_target, tmp_path / "draft")
+
+
+def test_ids_descriptions_and_training_settings_must_fit(tiny_target: Target) -> None:
+    with pytest.raises(UserError, match="vocabulary_size is 7 but 6 token ids were given"):
+        DraftLM.create(DraftLMConfig(vocabulary_size=7), tiny_target, IDS)
+    with pytest.raises(UserError, match="nobody counted"):
+        DraftLMModule(tiny_target, DraftLMTrainConfig(drafter=DraftLMConfig(vocabulary_size=7)))
+    with pytest.raises(UserError, match="is described by"):
+        DraftLM.rebuild({"layers": 2}, tiny_target.identity)
+    with pytest.raises(UserError, match="learn must be 'answers' or 'text', got 'all'"):
+        DraftLMTrainConfig(learn="all")  # type: ignore[arg-type]
+
+
+def test_another_familys_artifact_is_no_language_model(tiny_target: Target, tmp_path: Path) -> None:
+    from draftsmith.modules import Medusa, MedusaConfig
+
+    artifact = Artifact(drafter=Medusa.create(MedusaConfig(), tiny_target), target=tiny_target, topology=TREE,
+                        identity=tiny_target.identity, provenance={})
+    with pytest.raises(UserError, match="this artifact is medusa"):
+        export_artifact(artifact, tiny_target, "huggingface", tmp_path / "draft")

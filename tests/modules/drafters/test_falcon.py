@@ -1,0 +1,294 @@
+"""Falcon: blocks against their plain twin, the recurrent network against torch's own, trees against paths, what a draft
+costs and what is refused."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from draftsmith.export import FORMATS, export_artifact, load_artifact, save_artifact
+from draftsmith.modules import (
+    Chain,
+    Falcon,
+    FalconConfig,
+    Features,
+    Frontier,
+    Observation,
+    Target,
+    Topology,
+    UserError,
+    rank_table,
+)
+from draftsmith.modules.drafters.falcon_state import FalconState
+from draftsmith.modules.drafters.parts.lstm import LSTM
+from draftsmith.trainers import FalconModule, FalconTrainConfig
+from references.falcon import told, torch_lstm
+from support.families import randomised
+
+CONFIGS = {"one": FalconConfig(block_size=1), "two": FalconConfig(), "three": FalconConfig(block_size=3, skip=False)}
+TOKENS = list(range(20, 38))
+
+
+def made(config: FalconConfig, target: Target) -> Falcon:
+    drafter = randomised(Falcon.create(config, target).to(target.dtype))
+    assert isinstance(drafter, Falcon)
+    return drafter
+
+
+def text(target: Target, tokens: list[int]) -> Features:
+    return target.encode(Features.from_rows([(tokens, [True] * len(tokens))]))
+
+
+def packed(target: Target) -> Features:
+    """Rows of two segments, padding before, between and behind."""
+    segments = torch.tensor([[-1] * 2 + [0] * cut + [-1] + [1] * (15 - cut) for cut in (2, 7)] + [[0] * 16 + [-1] * 2])
+    positions = torch.tensor([[row[:place].count(segment) for place, segment in enumerate(row)]
+                              for row in segments.tolist()])
+    tokens = torch.randint(4, target.vocab_size, segments.shape, generator=torch.Generator().manual_seed(1))
+    return target.encode(Features(tokens_BL=tokens, segments_BL=segments, positions_BL=positions,
+                                  supervised_BL=segments >= 0))
+
+
+def news(features: Features, first: int, count: int) -> Observation:
+    """The next tokens of the only row, two columns of garbage behind them."""
+    final = features.final()[:, first : first + count]
+    tokens = torch.cat([features.tokens_BL[:, first : first + count], torch.tensor([[7, 8]])], dim=1)
+    return Observation(tokens_BN=tokens, counts_B=torch.tensor([count]), taps={},
+                       final_BND=torch.cat([final, torch.full_like(features.final()[:, :2], torch.nan)], dim=1),
+                       roots_B=features.tokens_BL[:, first + count])
+
+
+def read(drafter: Falcon, features: Features, *counts: int) -> FalconState:
+    state, first = drafter.start(1, 64), 0
+    for count in counts:
+        drafter.observe(state, torch.tensor([0]), news(features, first, count))
+        first += count
+    return state
+
+
+def level(nodes: list[int], parents: list[int], tokens: list[int]) -> Frontier:
+    return Frontier(nodes_BF=torch.tensor([nodes]), parents_BF=torch.tensor([parents]),
+                    tokens_BF=torch.tensor([tokens]))
+
+
+# The recurrent network ------------------------------------------------------------------------------------------------
+
+
+def test_the_recurrent_network_is_torchs_own_and_so_are_its_gradients() -> None:
+    torch.manual_seed(0)
+    own = LSTM(6, 4, 2).double()
+    theirs, read_BNZ = torch_lstm(own), torch.randn(3, 5, 6, dtype=torch.float64, requires_grad=True)
+    before = tuple(torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    weights = torch.randn(3, 5, 4, dtype=torch.float64)
+    said, kept = own(read_BNZ, before, torch.ones(3, 5, dtype=torch.bool))
+    expected, (last_said, last_kept) = theirs(read_BNZ, before)
+    for found, wanted in ((said[-1], expected), (said[:, :, -1], last_said), (kept[:, :, -1], last_kept)):
+        torch.testing.assert_close(found, wanted)
+    inputs = (read_BNZ, *before)
+    ours = torch.autograd.grad((said[-1] * weights).sum() + kept[:, :, -1].sum(), [*inputs, *own.parameters()])
+    others = torch.autograd.grad((expected * weights).sum() + last_kept.sum(), [*inputs, *theirs.parameters()])
+    names = [name for name, _ in theirs.named_parameters()]
+    order = [names.index(f"{kind}_{side}_l{layer}") for layer in (0, 1) for side in ("ih", "hh")
+             for kind in ("weight", "bias")]
+    for found, wanted in zip(ours, [*others[:3], *(others[3 + place] for place in order)], strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_it_begins_anew_goes_on_from_anywhere_and_its_gradients_are_right() -> None:
+    torch.manual_seed(0)
+    own, read_BNZ = LSTM(3, 2, 2).double(), torch.randn(2, 5, 3, dtype=torch.float64)
+    going = torch.tensor([[False, True, True, False, True]] * 2)
+    said, kept = own(read_BNZ, own.blank(2), going)
+    alone = own(read_BNZ[:, 3:], own.blank(2), torch.ones(2, 2, dtype=torch.bool))
+    torch.testing.assert_close((said[:, :, 3:], kept[:, :, 3:]), alone)
+    torch.testing.assert_close(own.step(read_BNZ[:, 2], (said[:, :, 1], kept[:, :, 1])), (said[:, :, 2], kept[:, :, 2]))
+    before = tuple(torch.randn(2, 2, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    going[1, 0] = True
+    given = (read_BNZ.requires_grad_(), *before)
+    assert torch.autograd.gradcheck(lambda read, *memory: own(read, memory, going), given)
+
+
+# Blocks ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_blocks_are_those_of_the_plain_twin(name: str, tiny_target_f64: Target) -> None:
+    drafter, features = made(CONFIGS[name], tiny_target_f64), packed(tiny_target_f64)
+    blocks, size = 3, CONFIGS[name].block_size
+    with torch.no_grad():
+        found = torch.stack(drafter.rollout(features, blocks), dim=2)
+        for row, segment in ((0, 0), (0, 1), (1, 1), (2, 0)):
+            places = (features.segments_BL[row] == segment).nonzero()[:, 0].tolist()
+            embedded_LD = tiny_target_f64.embed(features.tokens_BL[row, places[1:]])
+            for end in range(len(places) - 1 - blocks * size):
+                wanted = told(drafter, features.final()[row, places], embedded_LD, end, blocks)
+                torch.testing.assert_close(found[row, places[end]], torch.stack(wanted), atol=1e-10, rtol=1e-10)
+
+
+def test_every_estimate_of_a_block_sees_its_end(tiny_target: Target) -> None:
+    """The relaxed causal mask: an index before the end sees the end, which it would not under a strict one."""
+    drafter, features = made(FalconConfig(block_size=3), tiny_target), text(tiny_target, TOKENS)
+    final_BLD = features.final().clone()
+    final_BLD[0, 6] += 1.0
+    with torch.no_grad():
+        moved, still = drafter(replace(features, final_BLD=final_BLD)).hidden_BLKD[0], drafter(features).hidden_BLKD[0]
+    apart = (moved - still).abs().amax(-1) > 1e-4
+    assert bool(apart[6, :3].all())
+    assert not bool(apart[:6].any())
+
+
+def test_a_new_drafter_gives_back_the_states_of_its_queries(tiny_target: Target) -> None:
+    drafter, features = Falcon.create(FalconConfig(block_size=3), tiny_target).eval(), text(tiny_target, TOKENS)
+    with torch.no_grad():
+        hidden = drafter(features).hidden_BLKD[0]
+    for place in range(3):
+        behind = 2 - place
+        torch.testing.assert_close(hidden[2:, place], features.final()[0, 2 - behind : len(TOKENS) - behind])
+
+
+def test_own_estimates_are_read_without_gradients(tiny_target: Target) -> None:
+    drafter, features = made(FalconConfig(blocks=2), tiny_target), text(tiny_target, TOKENS)
+    estimates = drafter.rollout(features, 2)
+    for first in estimates[:2]:
+        first.retain_grad()
+    sum(later.sum() for later in estimates[2:]).backward()
+    assert [first.grad for first in estimates[:2]] == [None, None]
+    assert all(parameter.grad is not None for parameter in drafter.parameters())
+
+
+# Decoding -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("counts", [(1,), (2, 0, 1), (3, 1, 3)])
+def test_deep_drafts_are_the_blocks_of_training(name: str, counts: tuple[int, ...], tiny_target: Target) -> None:
+    drafter, features, end = made(CONFIGS[name], tiny_target), text(tiny_target, TOKENS), sum(counts) - 1
+    with torch.no_grad():
+        hidden_LKD = drafter(features).hidden_BLKD[0]
+        state = read(drafter, features, *counts)
+        for depth in range(hidden_LKD.shape[1]):
+            scores = drafter.expand(state, level([depth], [depth - 1], [TOKENS[end + 1 + depth]]))
+            wanted = drafter.project(hidden_LKD[end, depth], depth).log_softmax(-1)
+            torch.testing.assert_close(scores.log_probs_BFHQ[0, 0, 0], wanted, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_node_says_what_its_path_alone_says(name: str, tiny_target: Target) -> None:
+    drafter, features = made(CONFIGS[name], tiny_target), text(tiny_target, TOKENS)
+    levels = [([0], [-1]), ([1, 2, 3], [0, 0, 0]), ([7, 4, 6], [2, 1, 2]), ([9, 8, 10], [7, 4, 7]),
+              ([12, 11], [10, 9]), ([15, 13, 14], [12, 12, 11]), ([16], [14])]
+    parents = {node: parent for nodes, above in levels for node, parent in zip(nodes, above, strict=True)}
+    grown = read(drafter, features, 6)
+    for nodes, above in levels:
+        tokens = [TOKENS[6] if node == 0 else 50 + node for node in nodes]
+        scores = drafter.expand(grown, level(nodes, above, tokens)).log_probs_BFHQ
+        for column, node in enumerate(nodes):
+            path = [node]
+            while parents[path[0]] >= 0:
+                path.insert(0, parents[path[0]])
+            alone = read(drafter, features, 6)
+            for depth, step in enumerate(path):
+                asked = level([depth], [depth - 1], [TOKENS[6] if step == 0 else 50 + step])
+                wanted = drafter.expand(alone, asked).log_probs_BFHQ
+            torch.testing.assert_close(scores[0, column], wanted[0, 0], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_was_drafted_is_forgotten_and_the_targets_states_are_read(name: str, tiny_target: Target) -> None:
+    drafter, features = made(CONFIGS[name], tiny_target), text(tiny_target, TOKENS)
+    used, fresh = read(drafter, features, 5), read(drafter, features, 9)
+    for nodes, above in (([0], [-1]), ([1, 2], [0, 0]), ([3, 4], [1, 2]), ([5, 6], [4, 4])):
+        drafter.expand(used, level(nodes, above, [60 + node for node in nodes]))
+    drafter.observe(used, torch.tensor([0]), news(features, 5, 4))
+    assert used.rows.cache.host_lengths == [9]
+    for nodes, above in (([0], [-1]), ([1, 2], [0, 0]), ([3, 4], [2, 1]), ([5], [4])):
+        asked = level(nodes, above, [40 + node for node in nodes])
+        torch.testing.assert_close(drafter.expand(used, asked).log_probs_BFHQ,
+                                   drafter.expand(fresh, asked).log_probs_BFHQ, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("size", "depth", "runs"), [(1, 4, 4), (2, 4, 2), (2, 5, 3), (4, 4, 1)])
+def test_the_layer_runs_once_for_a_block(size: int, depth: int, runs: int, tiny_target: Target) -> None:
+    drafter, features, calls = made(FalconConfig(block_size=size), tiny_target), text(tiny_target, TOKENS), []
+    drafter.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    state = read(drafter, features, 6)
+    Chain(depth).grow(drafter, state, features.tokens_BL[:, 6])
+    assert len(calls) == runs
+
+
+def test_ranks_are_told_of_whole_blocks(tiny_target: Target) -> None:
+    for size, steps in ((2, 6), (4, 8), (7, 7)):
+        drafter = made(FalconConfig(block_size=size), tiny_target)
+        assert rank_table(drafter, [text(tiny_target, TOKENS)]).shape == (len(TOKENS) - 2, steps)
+        assert (drafter.reach, drafter.unrolls, drafter.trained_steps) == (None, None, size)
+
+
+# Training and refusals ------------------------------------------------------------------------------------------------
+
+
+def test_states_and_tokens_of_the_target_are_learnt(tiny_target: Target) -> None:
+    """With the default objective, on the target's own states and distributions."""
+    module = FalconModule(tiny_target, FalconTrainConfig())
+    drafter, features = Falcon.create(FalconConfig(), tiny_target), packed(tiny_target)
+    module.drafter = drafter.train()
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        learned = module.loss(features)
+        learned.total.backward()
+        optimizer.step()
+        losses.append(float(learned.total.detach()))
+    assert learned.offsets == (2, 3)
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_noise_is_added_in_training_alone(tiny_target: Target) -> None:
+    drafter, features = made(FalconConfig(noise=0.1), tiny_target), text(tiny_target, TOKENS)
+    with torch.no_grad():
+        still = [drafter.rollout(features, 1)[0] for _ in range(2)]
+        moved = drafter.train().rollout(features, 1)[0]
+    assert torch.equal(*still)
+    assert not torch.allclose(moved, still[0])
+
+
+@pytest.mark.parametrize(("settings", "told_so"), [
+    ({"block_size": 0}, "block_size must be a whole number of at least 1, got 0"),
+    ({"block_size": 1.5}, "block_size must be a whole number of at least 1, got 1.5"),
+    ({"blocks": -1}, "blocks must be a whole number of at least 1, got -1"),
+    ({"vocabulary_size": 0}, "vocabulary_size must be a whole number of at least 1, got 0"),
+    ({"noise": -0.5}, "noise must not be negative, got -0.5"),
+])
+def test_impossible_settings_are_refused(settings: dict[str, int], told_so: str) -> None:
+    with pytest.raises(UserError, match=re.escape(told_so)):
+        FalconConfig(**settings)
+
+
+def test_a_vocabulary_larger_than_the_targets_is_refused(tiny_target: Target) -> None:
+    size = tiny_target.vocab_size
+    with pytest.raises(UserError, match=f"vocabulary_size is {size + 1}, but the target has {size} tokens; set it to"):
+        Falcon.create(FalconConfig(vocabulary_size=size + 1), tiny_target, torch.arange(size + 1))
+
+
+def test_rows_that_are_too_short_are_refused_in_training_alone(tiny_target: Target) -> None:
+    drafter = made(FalconConfig(block_size=3, blocks=2), tiny_target).train()
+    drafter(text(tiny_target, TOKENS[:8]))
+    with pytest.raises(UserError, match="6 draft steps need rows of at least 8 tokens, got 7; lower block_size or "):
+        drafter(text(tiny_target, TOKENS[:7]))
+    assert drafter.eval()(text(tiny_target, TOKENS[:2])).hidden_BLKD.shape[1:3] == (2, 6)
+
+
+def test_an_unknown_description_is_refused(tiny_target: Target) -> None:
+    drafter = made(FalconConfig(), tiny_target)
+    with pytest.raises(UserError, match="a Falcon drafter is described by"):
+        Falcon.rebuild({**drafter.describe(), "mask": 2}, tiny_target.identity)
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_no_layout_of_a_serving_engine_holds_it(format_name: str, tiny_target: Target, tmp_path: Path) -> None:
+    drafter = made(FalconConfig(), tiny_target)
+    save_artifact(tmp_path / "artifact", drafter, tiny_target.identity, {}, Topology.chain(2))
+    with pytest.raises(UserError, match="no serving engine runs a Falcon drafter"):
+        export_artifact(load_artifact(tmp_path / "artifact", tiny_target), tiny_target, format_name, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,430 @@
+"""Hydra and Hydra++: alignment, the start, train equals decode on trees and ragged rows, borrowed parts, losslessness,
+learning."""
+
+import copy
+import dataclasses
+import json
+import random
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.modules import (
+    Chain,
+    DecodeSettings,
+    DySpecTree,
+    Eagle2Tree,
+    Features,
+    Frontier,
+    Observation,
+    Policy,
+    Request,
+    StaticTree,
+    Target,
+    Topology,
+    UserError,
+    decode,
+)
+from draftsmith.modules.drafters.hydra import Hydra, HydraState
+from draftsmith.modules.drafters.hydra_heads import HydraConfig, PrefixLayer
+from references.hydra import hydra_state
+from torch import Tensor
+
+IDS = torch.tensor([2, 5, 9, 30, 31, 60])
+PLUS = {"prefix": True, "num_layers": 4}
+SHAPES = [
+    (HydraConfig(num_heads=3), None),
+    (HydraConfig(num_heads=3, num_layers=3, output="copy"), None),
+    (HydraConfig(num_heads=3, num_layers=3, tie_blocks=False, vocabulary_size=6), IDS),
+    (HydraConfig(num_heads=3, **PLUS), None),
+    (HydraConfig(num_heads=4, **PLUS, output="copy", vocabulary_size=6), IDS),
+]
+
+
+def randomised(config: HydraConfig, target: Target, ids: Tensor | None = None) -> Hydra:
+    """Heads that are no longer the identity."""
+    drafter = Hydra.create(config, target, ids)
+    for parameter in drafter.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    return drafter.eval()
+
+
+def packed(target: Target, seed: int = 0, length: int = 12) -> Features:
+    """Rows of one to three segments, with padding on either side, random supervision and the target's states."""
+    chance, rows = random.Random(seed), 3
+    segments, positions, supervised = [], [], []
+    for row in range(rows):
+        cuts = sorted(chance.sample(range(1, length), row + 1))
+        ends = [number for number, (low, high) in enumerate(zip([0, *cuts], [*cuts, length], strict=True))
+                for _ in range(low, high)]
+        hollow = chance.choice([0, row + 1])
+        segments.append([-1 if segment == hollow else segment for segment in ends])
+        positions.append([ends[: place + 1].count(segment) - 1 for place, segment in enumerate(ends)])
+        supervised.append([chance.random() < 0.7 for _ in ends])
+    tokens = torch.randint(4, target.vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return target.encode(Features(
+        tokens_BL=tokens, supervised_BL=torch.tensor(supervised), segments_BL=torch.tensor(segments),
+        positions_BL=torch.tensor(positions)))
+
+
+def encoded(target: Target, rows: int = 3, length: int = 12) -> Features:
+    tokens = torch.randint(4, target.vocab_size, (rows, length)).tolist()
+    return target.encode(Features.from_rows([(row, [True] * length) for row in tokens]))
+
+
+def observation(features: Features, rows: list[int], first: list[int], counts: list[int]) -> Observation:
+    """The next counts[b] positions of the given rows from first[b] on, left-aligned, NaN behind them."""
+    width = max(max(counts), 1)
+    places = torch.tensor(first)[:, None] + torch.arange(width)
+    index = torch.tensor(rows)[:, None]
+    tokens, final = features.tokens_BL[index, places], features.final()[index, places].clone()
+    for place, count in enumerate(counts):
+        final[place, count:] = float("nan")
+    roots = features.tokens_BL[torch.tensor(rows), torch.tensor(first) + torch.tensor(counts)]
+    return Observation(tokens_BN=tokens, counts_B=torch.tensor(counts), final_BND=final, taps={}, roots_B=roots)
+
+
+def observed(drafter: Hydra, features: Features) -> tuple[HydraState, list[int]]:
+    """Three rows read in ragged chunks; (state, index of each row's last read position)."""
+    state = drafter.start(3, 16)
+    drafter.observe(state, torch.arange(3), observation(features, [0, 1, 2], [0, 0, 0], [3, 1, 2]))
+    drafter.observe(state, torch.tensor([2, 0]), observation(features, [2, 0], [2, 3], [4, 1]))
+    drafter.observe(state, torch.arange(3), observation(features, [0, 1, 2], [4, 1, 6], [1, 2, 0]))
+    return state, [4, 2, 5]
+
+
+def level(nodes: list[int], parents: list[int], tokens_BF: Tensor) -> Frontier:
+    rows = tokens_BF.shape[0]
+    return Frontier(nodes_BF=torch.tensor([nodes] * rows), parents_BF=torch.tensor([parents] * rows),
+                    tokens_BF=tokens_BF)
+
+
+def log_probs(drafter: Hydra, features: Features) -> Tensor:
+    """What the training forward predicts, [B, L, K, Q]."""
+    hidden = drafter(features).hidden_BLKD
+    return torch.stack([drafter.project(hidden[:, :, step], step).log_softmax(-1)
+                        for step in range(drafter.config.num_heads)], dim=2)
+
+
+# Training ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("config", "ids"), SHAPES)
+def test_every_head_reads_what_the_plain_twin_reads(
+    config: HydraConfig, ids: Tensor | None, seed: int, tiny_target: Target
+) -> None:
+    drafter, features = randomised(config, tiny_target, ids), packed(tiny_target, seed)
+    found, context = drafter(features).hidden_BLKD, drafter.context(features)
+    for row in range(3):
+        for place in range(12):
+            for step in range(config.num_heads):
+                expected = hydra_state(drafter, features, context, row, place, step)
+                torch.testing.assert_close(found[row, place, step], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{}, PLUS])
+def test_a_guess_depends_on_no_token_from_its_own_on_nor_on_other_segments(
+    settings: dict[str, Any], tiny_target: Target
+) -> None:
+    """Head k at p guesses p + 2 + k: tokens and states from there on change nothing, whatever is changed."""
+    drafter, features = randomised(HydraConfig(num_heads=3, **settings), tiny_target), packed(tiny_target, 1)
+    before = drafter(features).hidden_BLKD
+    for row, changed in ((0, 7), (1, 4), (2, 10)):
+        tokens, final = features.tokens_BL.clone(), features.final().clone()
+        tokens[row, changed:] = (tokens[row, changed:] + 1) % tiny_target.vocab_size
+        final[row, changed:] += 1
+        after = drafter(dataclasses.replace(features, tokens_BL=tokens, final_BLD=final)).hidden_BLKD
+        for step in range(3):
+            same = max(0, changed - 1 - step)
+            assert torch.equal(after[row, :same, step], before[row, :same, step])
+            label = changed - 2 - step
+            if features.labels(2 + step)[1][row, max(0, label)] and label >= 0:
+                assert torch.equal(after[row, label, step], before[row, label, step])
+        elsewhere = features.segments_BL[row] != features.segments_BL[row, changed:].unique()[:, None]
+        apart = elsewhere.all(0)
+        torch.testing.assert_close(after[row, apart], before[row, apart])
+
+
+def test_head_k_at_p_predicts_p_plus_2_plus_k(tiny_target: Target) -> None:
+    assert Hydra.create(HydraConfig(num_heads=3), tiny_target)(encoded(tiny_target)).offsets == (2, 3, 4)
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_layers": 3, "output": "copy"}])
+def test_heads_begin_as_the_targets_output_layer(settings: dict[str, Any], tiny_target: Target) -> None:
+    drafter, features = Hydra.create(HydraConfig(num_heads=3, **settings), tiny_target), encoded(tiny_target)
+    hidden = drafter(features).hidden_BLKD
+    torch.testing.assert_close(hidden, features.final()[:, :, None].expand_as(hidden), atol=1e-6, rtol=1e-5)
+    expected = tiny_target.logits(features.final())
+    torch.testing.assert_close(drafter.project(hidden[:, :, 1], 1), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_prefix_layer_begins_by_changing_the_states_next_to_nothing(tiny_target: Target) -> None:
+    drafter, features = Hydra.create(HydraConfig(num_heads=2, **PLUS), tiny_target), encoded(tiny_target)
+    context, final = drafter.context(features), features.final()
+    assert torch.cosine_similarity(context, final, dim=-1).min() > 0.9999
+    torch.testing.assert_close(context, final, atol=0.2, rtol=0.2)
+    found, expected = (tiny_target.logits(states).argmax(-1) for states in (context, final))
+    assert torch.equal(found, expected)
+
+
+def test_all_trained_parts_learn_and_the_target_does_not(tiny_target: Target) -> None:
+    drafter = randomised(HydraConfig(num_heads=3, **PLUS, output="copy"), tiny_target)
+    hidden = drafter(encoded(tiny_target)).hidden_BLKD
+    torch.stack([drafter.project(hidden[:, :, step], step).logsumexp(-1).sum() for step in range(3)]).sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in drafter.parameters())
+    assert all(parameter.grad is None for parameter in tiny_target.model.parameters())
+
+
+def test_backward_keeps_the_embeddings_once_for_all_heads(tiny_target: Target) -> None:
+    """Tensors kept for backward grow with K, not with K times K: nothing like [B, L, K, (K + 1) D] stands anywhere."""
+
+    def kept(heads: int) -> int:
+        drafter, features = Hydra.create(HydraConfig(num_heads=heads), tiny_target), encoded(tiny_target, 2, 12)
+        own, sizes = {parameter.data_ptr() for parameter in drafter.parameters()}, {}
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: sizes.setdefault(tensor.data_ptr(), tensor.numel()) and tensor, lambda tensor: tensor
+        ):
+            drafter(features)
+        return sum(size for place, size in sizes.items() if place not in own) // (2 * 12 * 32)
+
+    assert kept(8) - kept(4) <= 2 * (kept(4) - kept(2)) + 1
+
+
+def test_dropout_and_noise_act_in_training_only(tiny_target: Target) -> None:
+    for settings in ({"dropout": 0.5}, {"noise": 5.0}):
+        drafter = randomised(HydraConfig(num_heads=2, num_layers=2, **settings), tiny_target)
+        features = encoded(tiny_target)
+        assert torch.equal(drafter(features).hidden_BLKD, drafter(features).hidden_BLKD)
+        drafter.train()
+        assert not torch.equal(drafter(features).hidden_BLKD, drafter(features).hidden_BLKD)
+
+
+# Decoding ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("config", "ids"), SHAPES)
+def test_train_equals_decode_along_the_true_tokens(
+    config: HydraConfig, ids: Tensor | None, tiny_target: Target
+) -> None:
+    drafter, features = randomised(config, tiny_target, ids), encoded(tiny_target)
+    trained = log_probs(drafter, features)
+    state, last = observed(drafter, features)
+    for step in range(config.num_heads):
+        tokens = torch.stack([features.tokens_BL[row, last[row] + 1 + step] for row in range(3)])[:, None]
+        scores = drafter.expand(state, level([step], [step - 1], tokens))
+        expected = torch.stack([trained[row, last[row], step] for row in range(3)])
+        # Decoding packs its linear layers, which rounds otherwise.
+        torch.testing.assert_close(scores.log_probs_BFHQ[:, 0, 0], expected, atol=1e-5, rtol=3e-5)
+        assert scores.token_ids_Q is None if ids is None else torch.equal(scores.token_ids_Q, ids)
+
+
+@pytest.mark.parametrize("settings", [{}, PLUS])
+def test_a_tree_gives_every_node_what_its_path_alone_gives(settings: dict[str, Any], tiny_target: Target) -> None:
+    drafter, features = randomised(HydraConfig(num_heads=3, **settings), tiny_target), encoded(tiny_target)
+    state, last = observed(drafter, features)
+    tokens = torch.randint(4, 90, (3, 9))
+    levels = [([0], [-1]), ([3, 1, 2], [0, 0, 0]), ([8, 4, 6, 5], [1, 3, 1, 2])]
+    paths: dict[int, list[int]] = {-1: []}
+    for nodes, parents in levels:
+        found = drafter.expand(state, level(nodes, parents, tokens[:, nodes])).log_probs_BFHQ[:, :, 0]
+        for column, (node, parent) in enumerate(zip(nodes, parents, strict=True)):
+            paths[node] = [*paths[parent], node]
+            changed = features.tokens_BL.clone()
+            for row in range(3):
+                end = last[row] + 1
+                changed[row, end : end + len(paths[node])] = tokens[row, paths[node]]
+            expected = log_probs(drafter, dataclasses.replace(features, tokens_BL=changed))
+            for row in range(3):
+                step = len(paths[node]) - 1
+                torch.testing.assert_close(found[row, column], expected[row, last[row], step], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{}, PLUS])
+def test_rows_move_are_cleared_and_leave(settings: dict[str, Any], tiny_target: Target) -> None:
+    drafter, features = randomised(HydraConfig(num_heads=2, **settings), tiny_target), encoded(tiny_target)
+    state, last = observed(drafter, features)
+    root = level([0], [-1], torch.tensor([[7], [8], [9]]))
+
+    def asked(rows: list[int]) -> Tensor:
+        part = level([0], [-1], root.tokens_BF[rows])
+        drafter.observe(state, torch.arange(len(rows)), observation(features, rows, [last[r] + 1 for r in rows],
+                                                                    [0] * len(rows)))
+        return drafter.expand(state, part).log_probs_BFHQ
+
+    before = asked([0, 1, 2])
+    assert torch.equal(asked([0, 1, 2]), before), "a row without news keeps its state"
+    drafter.keep(state, torch.tensor([2, 1]))
+    torch.testing.assert_close(asked([2, 1]), before[[2, 1]])
+    drafter.clear(state, torch.tensor([0]))
+    fresh = observation(features, [0], [0], [3])
+    drafter.observe(state, torch.tensor([0]), fresh)
+    alone = drafter.start(1, 16)
+    drafter.observe(alone, torch.tensor([0]), fresh)
+    found = drafter.expand(state, level([0], [-1], root.tokens_BF[[0, 1]])).log_probs_BFHQ
+    torch.testing.assert_close(found[0], drafter.expand(alone, level([0], [-1], root.tokens_BF[[0]])).log_probs_BFHQ[0])
+    torch.testing.assert_close(found[1], before[1])
+
+
+def test_a_row_that_went_wrong_leaves_no_nan(tiny_target: Target) -> None:
+    drafter, features = randomised(HydraConfig(num_heads=2, **PLUS), tiny_target), encoded(tiny_target)
+    final = features.final().clone()
+    final[0, 4] = float("nan")
+    state = drafter.start(3, 16)
+    broken = dataclasses.replace(features, final_BLD=final)
+    drafter.observe(state, torch.arange(3), observation(broken, [0, 1, 2], [0, 0, 0], [6, 2, 3]))
+    drafter.keep(state, torch.tensor([2, 1]))
+    drafter.observe(state, torch.arange(2), observation(features, [2, 1], [3, 2], [1, 1]))
+    found = drafter.expand(state, level([0], [-1], features.tokens_BL[[2, 1], [4, 3]][:, None])).log_probs_BFHQ[:, 0, 0]
+    trained = log_probs(drafter, features)
+    torch.testing.assert_close(found, torch.stack([trained[2, 3, 0], trained[1, 2, 0]]), atol=1e-5, rtol=1e-5)
+
+
+def test_the_state_is_as_large_as_the_rows_and_stays_in_place(tiny_target: Target) -> None:
+    drafter = randomised(HydraConfig(num_heads=3, **PLUS), tiny_target)
+    state, _ = observed(drafter, encoded(tiny_target))
+    assert state.rows is not None
+    storage = state.rows.cache.storage
+    assert storage is not None
+    assert storage.shape == (2, 3, 2, 16, 8), "keys and values of one layer"
+    place = storage.data_ptr()
+    features = encoded(tiny_target)
+    drafter.observe(state, torch.arange(3), observation(features, [0, 1, 2], [5, 3, 6], [2, 3, 1]))
+    assert state.rows.cache.storage is storage
+    assert storage.data_ptr() == place
+    plain = Hydra.create(HydraConfig(), tiny_target).start(3, 1 << 30)
+    assert plain.rows is None
+    assert plain.context_RD.shape == (3, 32)
+
+
+def test_a_level_without_a_head_is_refused(tiny_target: Target) -> None:
+    drafter = Hydra.create(HydraConfig(num_heads=1), tiny_target)
+    state, root = drafter.start(1, 8), level([0], [-1], torch.tensor([[3]]))
+    drafter.expand(state, root)
+    with pytest.raises(ValueError, match="level 1 of the tree was asked for, but there are 1 heads"):
+        drafter.expand(state, level([1], [0], torch.tensor([[3]])))
+    with pytest.raises(UserError, match="2 tokens deep, but this hydra drafter answers 1"):
+        StaticTree(Topology.chain(2)).check(drafter)
+
+
+# Losslessness --------------------------------------------------------------------------------------------------------
+
+TREE = StaticTree(Topology((-1, 0, 0, 1, 1, 2, 3), (0, 0, 1, 0, 1, 0, 0)))
+PROMPTS = [(5, 9, 30, 41), (7, 8), (60, 61, 62, 33, 34, 35, 36, 37, 12), (4,), (21, 22, 23)]
+
+
+def requests(temperature: float = 0.0) -> list[Request]:
+    return [Request(prompt, index, 20, temperature=temperature) for index, prompt in enumerate(PROMPTS)]
+
+
+def answers(target: Target, drafter: Hydra | None, policy: Policy | None, batch_size: int,
+            temperature: float = 0.0) -> list[list[int]]:
+    settings = DecodeSettings(batch_size=batch_size, prefill_chunk=4, ignore_eos=True)
+    found = decode(target, requests(temperature), settings, drafter=drafter, policy=policy)
+    assert all(generation.finish == "length" for generation in found.generations)
+    return [generation.tokens for generation in found.generations]
+
+
+@pytest.mark.parametrize("settings", [{}, PLUS])
+@pytest.mark.parametrize("policy", [TREE, Chain(3), Eagle2Tree(9, 6, 3), DySpecTree(9, 6, 3)],
+                         ids=lambda policy: type(policy).__name__)
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_greedy_answers_are_the_targets(
+    settings: dict[str, Any], policy: Policy, batch_size: int, tiny_target_f64: Target
+) -> None:
+    drafter = randomised(HydraConfig(num_heads=3, **settings), tiny_target_f64)
+    found = answers(tiny_target_f64, drafter, policy, batch_size)
+    for prompt, answer in zip(PROMPTS, found, strict=True):
+        with tiny_target_f64.native() as model:
+            expected = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None,
+                                      pad_token_id=0)
+        assert answer == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("settings", [{}, PLUS])
+def test_sampled_answers_do_not_depend_on_a_drafter_of_point_masses(
+    settings: dict[str, Any], tiny_target_f64: Target
+) -> None:
+    drafter = randomised(HydraConfig(num_heads=3, **settings), tiny_target_f64)
+    alone = answers(tiny_target_f64, None, None, 1, temperature=0.9)
+    for policy in (TREE, Eagle2Tree(9, 6, 3)):
+        assert answers(tiny_target_f64, drafter, policy, 3, temperature=0.9) == alone
+
+
+# Borrowed parts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("config", "ids"), SHAPES)
+def test_borrowed_weights_are_neither_saved_nor_trained_nor_copied(
+    config: HydraConfig, ids: Tensor | None, tiny_target: Target
+) -> None:
+    drafter = Hydra.create(config, tiny_target, ids)
+    blocks = 0 if config.num_layers == 1 else 1 if config.tie_blocks else config.num_layers - 1
+    own = {f"heads.{head}.{place}.{part}" for head in range(config.num_heads) for part in ("weight", "bias")
+           for place in ("first.linear", "first.res_connection", *(f"blocks.{n}.linear" for n in range(blocks)))}
+    own |= {f"outputs.{head}.{part}" for head in range(config.num_heads) for part in ("weight", "bias")
+            if config.output == "copy"}
+    layer = PrefixLayer(drafter.block).state_dict() if drafter.block is not None else {}
+    own |= {f"prefix.{name}" for name in layer} | ({"token_ids"} if ids is not None else set())
+    assert set(drafter.state_dict()) == own
+    borrowed = {tiny_target.output_weight().data_ptr(), tiny_target.model.get_input_embeddings().weight.data_ptr()}
+    assert not borrowed & {parameter.data_ptr() for parameter in drafter.parameters()}
+    clone = copy.deepcopy(drafter)
+    assert clone._borrowed is drafter._borrowed
+    assert clone.heads[0].first.linear.weight.data_ptr() != drafter.heads[0].first.linear.weight.data_ptr()
+
+
+@pytest.mark.parametrize(("config", "ids"), SHAPES)
+def test_a_rebuilt_drafter_says_the_same(config: HydraConfig, ids: Tensor | None, tiny_target: Target) -> None:
+    drafter, features = randomised(config, tiny_target, ids), encoded(tiny_target)
+    described = json.loads(json.dumps(drafter.describe()))
+    for loads_first in (True, False):
+        other = Hydra.rebuild(described, tiny_target.identity).eval()
+        if not loads_first:
+            other.bind(tiny_target)
+        other.load_state_dict(drafter.state_dict())
+        if loads_first:
+            other.bind(tiny_target)
+        assert torch.equal(log_probs(other, features), log_probs(drafter, features))
+
+
+def test_an_unbound_or_unloaded_drafter_shows_at_once(tiny_target: Target) -> None:
+    description = Hydra.create(HydraConfig(output="copy"), tiny_target).describe()
+    drafter, features = Hydra.rebuild(description, tiny_target.identity), encoded(tiny_target)
+    with pytest.raises(RuntimeError, match="not bound to a target"):
+        drafter(features)
+    with pytest.raises(RuntimeError, match="not bound to a target"):
+        drafter.expand(drafter.start(1, 64), level([0], [-1], torch.tensor([[3]])))
+    drafter.bind(tiny_target)
+    assert log_probs(drafter, features).isnan().all()
+
+
+def test_another_target_and_another_description_are_refused(tiny_target: Target) -> None:
+    drafter = Hydra(HydraConfig(), hidden_size=16, vocab_size=tiny_target.vocab_size)
+    with pytest.raises(UserError, match=r"width 16 .* has width 32"):
+        drafter.bind(tiny_target)
+    with pytest.raises(UserError, match="described by"):
+        Hydra.rebuild({"heads": 4}, tiny_target.identity)
+    with pytest.raises(UserError, match="prefix is True, so the shape of its layer must be given"):
+        Hydra(HydraConfig(prefix=True), hidden_size=32, vocab_size=9)
+    with pytest.raises(UserError, match="vocabulary_size is 7 but 6 token ids were given"):
+        Hydra.create(HydraConfig(vocabulary_size=7), tiny_target, IDS)
+
+
+@pytest.mark.parametrize(("settings", "told"), [
+    ({"num_heads": 0}, "num_heads must be a whole number of at least 1, got 0"),
+    ({"num_layers": 0}, "num_layers"), ({"vocabulary_size": 0}, "vocabulary_size"), ({"num_heads": 1.5}, "got 1.5"),
+    ({"output": "own"}, "output must be 'shared' or 'copy', got 'own'"),
+    ({"dropout": 1.0}, "dropout must be at least 0 and below 1, got 1.0"),
+    ({"dropout": -0.1}, "dropout must be at least 0 and below 1, got -0.1"),
+    ({"noise": -1.0}, "noise must not be negative, got -1.0"),
+])
+def test_impossible_shapes_are_refused(settings: dict[str, object], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        HydraConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_it_compiles_in_one_graph(tiny_target: Target) -> None:
+    drafter, features = randomised(HydraConfig(num_heads=2), tiny_target), encoded(tiny_target)
+    explained = torch._dynamo.explain(drafter._states)(drafter.context(features), drafter.behind(features))
+    assert explained.graph_break_count == 0

@@ -1,0 +1,246 @@
+"""Medusa heads: alignment, identity at the start, train equals decode, borrowed parts, the official code's numbers."""
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from draftsmith.modules import Features, Target, UserError
+from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
+from draftsmith.modules.interfaces.proposer import Frontier, Observation
+from draftsmith.modules.target.draft_vocabulary import OutputRows
+from safetensors import safe_open
+
+FIXTURES = Path(__file__).resolve().parents[4] / "shared" / "fixtures"
+IDS = torch.tensor([2, 5, 9, 30, 31, 60])
+SHAPES = [
+    (MedusaConfig(num_heads=3), None),
+    (MedusaConfig(num_heads=3, num_layers=2, output="copy"), None),
+    (MedusaConfig(num_heads=2, num_layers=3, tie_blocks=True), None),
+    (MedusaConfig(num_heads=3, vocabulary_size=6), IDS),
+    (MedusaConfig(num_heads=2, output="copy", vocabulary_size=6), IDS),
+]
+
+
+def randomised(config: MedusaConfig, target: Target, ids: torch.Tensor | None) -> Medusa:
+    """Heads that are no longer the identity."""
+    drafter = Medusa.create(config, target, ids)
+    for parameter in drafter.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    return drafter
+
+
+def encoded(target: Target, rows: int = 3, length: int = 9) -> Features:
+    tokens = torch.randint(4, target.vocab_size, (rows, length)).tolist()
+    return target.encode(Features.from_rows([(row, [True] * length) for row in tokens]))
+
+
+def observation(features: Features, rows: list[int], first: int, counts: list[int]) -> Observation:
+    """The next counts[b] positions of the given rows, left-aligned, garbage behind them."""
+    width = max(max(counts), 1)
+    tokens = features.tokens_BL[rows, first : first + width]
+    final = features.final()[rows, first : first + width].clone()
+    for place, count in enumerate(counts):
+        final[place, count:] = 1e6
+    return Observation(tokens_BN=tokens, counts_B=torch.tensor(counts), final_BND=final, taps={},
+                       roots_B=features.tokens_BL[rows, first + width])
+
+
+ROOT = Frontier(nodes_BF=torch.zeros(3, 1, dtype=torch.long), parents_BF=torch.full((3, 1), -1),
+                tokens_BF=torch.zeros(3, 1, dtype=torch.long))
+
+
+@pytest.mark.parametrize(("config", "ids"), SHAPES)
+def test_train_equals_decode(config: MedusaConfig, ids: torch.Tensor | None, tiny_target: Target) -> None:
+    drafter, features = randomised(config, tiny_target, ids), encoded(tiny_target)
+    drafts = drafter(features)
+    steps = [drafter.project(drafts.hidden_BLKD[:, :, step], step) for step in range(config.num_heads)]
+    trained = torch.stack(steps, dim=2).log_softmax(-1)
+    state = drafter.start(3, 64)
+    drafter.observe(state, torch.arange(3), observation(features, [0, 1, 2], 0, [2, 2, 2]))
+    drafter.observe(state, torch.tensor([2, 0]), observation(features, [2, 0], 2, [3, 1]))
+    scores = drafter.expand(state, ROOT)
+    last = [2, 1, 4]
+    expected = torch.stack([trained[row, index] for row, index in enumerate(last)])
+    torch.testing.assert_close(scores.log_probs_BFHQ[:, 0], expected, atol=1e-5, rtol=1e-5)
+    assert scores.token_ids_Q is None if ids is None else torch.equal(scores.token_ids_Q, ids)
+
+
+@pytest.mark.parametrize(("config", "ids"), SHAPES)
+def test_heads_begin_as_the_targets_output_layer(
+    config: MedusaConfig, ids: torch.Tensor | None, tiny_target: Target
+) -> None:
+    drafter, features = Medusa.create(config, tiny_target, ids), encoded(tiny_target)
+    drafts = drafter(features)
+    assert torch.equal(drafts.hidden_BLKD, features.final()[:, :, None].expand_as(drafts.hidden_BLKD))
+    expected = tiny_target.logits(features.final())
+    expected = expected if ids is None else expected[..., ids]
+    for step in range(config.num_heads):
+        found = drafter.project(drafts.hidden_BLKD[:, :, step], step)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_head_k_at_p_predicts_p_plus_2_plus_k(tiny_target: Target) -> None:
+    drafter = Medusa.create(MedusaConfig(num_heads=3), tiny_target)
+    assert drafter(encoded(tiny_target)).offsets == (2, 3, 4)
+
+
+def test_rows_move_are_cleared_and_leave(tiny_target: Target) -> None:
+    drafter, features = randomised(MedusaConfig(num_heads=2), tiny_target, None), encoded(tiny_target)
+    state = drafter.start(3, 64)
+    drafter.observe(state, torch.arange(3), observation(features, [0, 1, 2], 0, [1, 2, 3]))
+    before = drafter.expand(state, ROOT).log_probs_BFHQ
+    drafter.observe(state, torch.arange(3), observation(features, [0, 1, 2], 4, [0, 0, 0]))
+    assert torch.equal(drafter.expand(state, ROOT).log_probs_BFHQ, before), "a row without news keeps its state"
+    drafter.keep(state, torch.tensor([2, 0]))
+    torch.testing.assert_close(drafter.expand(state, ROOT).log_probs_BFHQ, before[[2, 0]])
+    drafter.clear(state, torch.tensor([0]))
+    cleared = drafter.expand(state, ROOT).log_probs_BFHQ
+    torch.testing.assert_close(cleared[1], before[0])
+    torch.testing.assert_close(cleared[0], drafter.expand(drafter.start(1, 64), ROOT).log_probs_BFHQ[0])
+
+
+def test_tied_blocks_say_what_equal_blocks_of_their_own_say_and_stay_one(tiny_target: Target) -> None:
+    tied = randomised(MedusaConfig(num_heads=1, num_layers=3, tie_blocks=True), tiny_target, None)
+    free = Medusa.create(MedusaConfig(num_heads=1, num_layers=3), tiny_target)
+    weights = tied.state_dict()
+    free.load_state_dict({f"heads.0.{layer}.linear.{part}": weights[f"heads.0.0.linear.{part}"]
+                          for layer in range(3) for part in ("weight", "bias")})
+    final = torch.randn(2, 5, tiny_target.hidden_size)
+    torch.testing.assert_close(tied._states(final), free._states(final))
+    for drafter in (tied, free):
+        drafter._states(final).square().sum().backward()
+    parts = torch.stack([block.linear.weight.grad for block in free.heads[0]])
+    torch.testing.assert_close(tied.heads[0][0].linear.weight.grad, parts.sum(0))
+
+
+def test_only_the_root_may_be_expanded(tiny_target: Target) -> None:
+    drafter = Medusa.create(MedusaConfig(num_heads=2), tiny_target)
+    wide = dataclasses.replace(ROOT, nodes_BF=torch.zeros(3, 2, dtype=torch.long))
+    with pytest.raises(ValueError, match="ask for 1 node, got 2"):
+        drafter.expand(drafter.start(3, 64), wide)
+
+
+@pytest.mark.parametrize(("config", "ids"), SHAPES)
+def test_borrowed_weights_are_neither_saved_nor_trained_nor_copied(
+    config: MedusaConfig, ids: torch.Tensor | None, tiny_target: Target
+) -> None:
+    drafter = Medusa.create(config, tiny_target, ids)
+    heads = [f"heads.{head}.{layer}.linear.{name}" for head in range(config.num_heads)
+             for layer in range(1 if config.tie_blocks else config.num_layers) for name in ("weight", "bias")]
+    own = [f"outputs.{head}.weight" for head in range(config.num_heads) if config.output == "copy"]
+    assert set(drafter.state_dict()) == {*heads, *own, *(["token_ids"] if ids is not None else [])}
+    shared = tiny_target.output_weight().data_ptr()
+    assert all(parameter.data_ptr() != shared for parameter in drafter.parameters())
+    clone = copy.deepcopy(drafter)
+    assert clone._borrowed is drafter._borrowed
+    assert clone.heads[0][0].linear.weight.data_ptr() != drafter.heads[0][0].linear.weight.data_ptr()
+
+
+@pytest.mark.parametrize(("config", "ids"), SHAPES)
+def test_a_rebuilt_drafter_says_the_same(
+    config: MedusaConfig, ids: torch.Tensor | None, tiny_target: Target
+) -> None:
+    drafter, features = randomised(config, tiny_target, ids), encoded(tiny_target)
+    described = json.loads(json.dumps(drafter.describe()))
+    for loads_first in (True, False):
+        other = Medusa.rebuild(described, tiny_target.identity)
+        if not loads_first:
+            other.bind(tiny_target)
+        other.load_state_dict(drafter.state_dict())
+        if loads_first:
+            other.bind(tiny_target)
+        hidden = other(features).hidden_BLKD[:, :, 1]
+        assert torch.equal(other.project(hidden, 1), drafter.project(drafter(features).hidden_BLKD[:, :, 1], 1))
+
+
+def test_an_unbound_or_unloaded_drafter_shows_at_once(tiny_target: Target) -> None:
+    description = Medusa.create(MedusaConfig(output="copy"), tiny_target).describe()
+    drafter, features = Medusa.rebuild(description, tiny_target.identity), encoded(tiny_target)
+    with pytest.raises(RuntimeError, match="not bound to a target"):
+        drafter(features)
+    with pytest.raises(RuntimeError, match="not bound to a target"):
+        drafter.expand(drafter.start(1, 64), ROOT)
+    drafter.bind(tiny_target)
+    assert drafter.project(drafter(features).hidden_BLKD[:, :, 0], 0).isnan().all()
+
+
+def test_another_target_is_refused(tiny_target: Target) -> None:
+    drafter = Medusa(MedusaConfig(), hidden_size=16, vocab_size=tiny_target.vocab_size)
+    with pytest.raises(UserError, match=r"width 16 .* has width 32"):
+        drafter.bind(tiny_target)
+
+
+@pytest.mark.parametrize(("settings", "told"), [
+    ({"num_heads": 0}, "num_heads must be a whole number of at least 1, got 0"),
+    ({"num_layers": 0}, "num_layers"), ({"vocabulary_size": 0}, "vocabulary_size"), ({"num_heads": 1.5}, "got 1.5"),
+    ({"output": "own"}, "output must be 'shared' or 'copy', got 'own'"),
+])
+def test_impossible_shapes_are_refused(settings: dict[str, object], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        MedusaConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_a_foreign_description_is_refused(tiny_target: Target) -> None:
+    with pytest.raises(UserError, match="described by"):
+        Medusa.rebuild({"heads": 4}, tiny_target.identity)
+
+
+def test_ids_must_fit_the_configuration(tiny_target: Target) -> None:
+    with pytest.raises(UserError, match="vocabulary_size is 7 but 6 token ids were given"):
+        Medusa.create(MedusaConfig(vocabulary_size=7), tiny_target, IDS)
+    with pytest.raises(UserError, match="vocabulary_size is None but 6"):
+        Medusa.create(MedusaConfig(), tiny_target, IDS)
+
+
+def test_the_output_layers_bias_and_soft_capping_are_kept(tiny_target: Target) -> None:
+    class Capped:
+        """A target whose head has a bias and a soft cap."""
+
+        def __init__(self) -> None:
+            self.head = torch.nn.Linear(8, 12)
+
+        def output_weight(self) -> torch.Tensor:
+            return self.head.weight.detach()
+
+        def post_process(self, logits: torch.Tensor) -> torch.Tensor:
+            return 2 * torch.tanh(logits / 2)
+
+        def logits(self, final: torch.Tensor) -> torch.Tensor:
+            return self.post_process(self.head(final))
+
+    target, ids, final = Capped(), torch.tensor([1, 4, 7]), torch.randn(5, 8)
+    expected = target.logits(final)
+    torch.testing.assert_close(OutputRows(target)(final), expected)  # type: ignore[arg-type]
+    torch.testing.assert_close(OutputRows(target, ids)(final), expected[:, ids])  # type: ignore[arg-type]
+
+
+def test_it_compiles_in_one_graph(tiny_target: Target) -> None:
+    drafter, features = randomised(MedusaConfig(num_heads=2), tiny_target, None), encoded(tiny_target)
+    explained = torch._dynamo.explain(drafter._states)(features.final())
+    assert explained.graph_break_count == 0
+
+
+@pytest.mark.parametrize("name", ["medusa_1layer", "medusa_2layers_tied"])
+def test_the_official_codes_logits(name: str, tiny_target: Target) -> None:
+    path = FIXTURES / f"{name}.safetensors"
+    if not path.exists():
+        pytest.skip(f"recorded outputs of the official code are not beside this checkout ({path})")
+    with safe_open(path, "pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        official = json.loads(file.metadata()["config"])
+    heads, layers = official["medusa_num_heads"], official["medusa_num_layers"]
+    width, vocab = tensors["weight/0.0.linear.weight"].shape[0], tensors["input/target_lm_head"].shape[0]
+    config = MedusaConfig(num_heads=heads, num_layers=layers, output="copy")
+    drafter = Medusa(config, hidden_size=width, vocab_size=vocab)
+    weights = {f"outputs.{head}.weight": tensors[f"weight/{head}.{layers}.weight"] for head in range(heads)}
+    weights |= {f"heads.{head}.{layer}.linear.{part}": tensors[f"weight/{head}.{layer}.linear.{part}"]
+                for head in range(heads) for layer in range(layers) for part in ("weight", "bias")}
+    drafter.load_state_dict(weights)
+    # The fixture's target is a bare matrix: a head without bias, scale or cap, as the tiny target's.
+    drafter._borrowed = OutputRows(tiny_target)
+    states = drafter._states(tensors["input/hidden_states"])
+    found = torch.stack([drafter.project(states[:, :, head], head) for head in range(heads)])
+    torch.testing.assert_close(found, tensors["output/medusa_logits"], atol=1e-4, rtol=1e-5)

@@ -1,0 +1,288 @@
+"""How trees grow: EAGLE-2 against brute force, DySpec against what a heap guarantees, sampling, every family."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.modules import (
+    Chances,
+    Drafter,
+    Draws,
+    DySpecTree,
+    Eagle2Tree,
+    FixedLength,
+    Hydra,
+    HydraConfig,
+    Medusa,
+    Policy,
+    SampledChain,
+    SampledTree,
+    Sampling,
+    StaticTree,
+    Target,
+    TokenTree,
+    Topology,
+    UserError,
+    exact_rule,
+)
+from draftsmith.modules.decoding.row_errors import examine, outside, pruned
+from draftsmith.modules.drafters.hydra import HydraState
+from draftsmith.modules.policies.level_queries import sample
+from draftsmith.modules.policies.static_tree import _inner, _span
+from draftsmith.modules.target.kv_cache import RowCache
+from draftsmith.modules.token_tree import _constants
+from references.dynamic import best_sum, candidates
+from support.goodness_of_fit import chi2_bound, g_statistic
+from support.policy_cases import EVERY, medusa
+from support.tables import CandidateDrafter, DepthDrafter, TableDrafter, draws_for, random_log_probs
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+SIZE = 12
+
+
+def grow(policy: Policy, drafter: Drafter, roots: list[int], draws: Draws | None = None) -> TokenTree:
+    return policy.grow(drafter, drafter.start(len(roots), 64), torch.tensor(roots), draws)
+
+
+def paths_of(tree: TokenTree, row: int) -> list[tuple[int, ...]]:
+    """Tokens from below the root to each real node; the root's is empty. Checks order, ancestors and depths."""
+    paths: list[tuple[int, ...]] = [()]
+    for node in range(1, tree.size):
+        parent = int(tree.parents_BN[row, node])
+        assert 0 <= parent < node
+        if bool(tree.real_BN[row, node]):
+            assert bool(tree.real_BN[row, parent])
+            expected = tree.ancestors_BNN[row, parent].clone()
+            expected[node] = True
+            assert torch.equal(tree.ancestors_BNN[row, node], expected)
+            assert int(tree.depths_BN[row, node]) == int(tree.depths_BN[row, parent]) + 1 <= tree.max_depth
+        else:
+            assert int(tree.ancestors_BNN[row, node].sum()) == 1
+        paths.append((*paths[parent], int(tree.tokens_BN[row, node])))
+    return [path for node, path in enumerate(paths) if bool(tree.real_BN[row, node])]
+
+
+@pytest.mark.parametrize(("nodes", "depth", "width"), [(5, 3, 2), (2, 1, 1), (6, 2, 3), (4, 3, 2)])
+def test_eagle2_keeps_the_best_connected_set_of_its_candidates(nodes: int, depth: int, width: int) -> None:
+    log_q = random_log_probs(SIZE, SIZE, sharpness=2.0)
+    roots = [3, 7, 0]
+    tree = grow(Eagle2Tree(nodes, depth, width), TableDrafter(log_q), roots)
+    for row, root in enumerate(roots):
+        values = candidates(lambda path: log_q[path[-1]], root, depth, width)
+        paths = paths_of(tree, row)
+        assert len(paths) == len(set(paths)) == nodes
+        found = sum(torch.tensor(values[path]).exp() for path in paths if path)
+        torch.testing.assert_close(found, torch.tensor(best_sum(values, nodes - 1)))
+
+
+def test_eagle2_asks_a_recurrent_family_once_a_level_and_a_one_shot_family_once() -> None:
+    recurrent, one_shot = TableDrafter(random_log_probs(SIZE, SIZE)), DepthDrafter(random_log_probs(3, SIZE))
+    assert grow(Eagle2Tree(20, 4, 3), recurrent, [1]).max_depth == 4
+    assert recurrent.calls == 4
+    tree = grow(Eagle2Tree(20, 4, 3), one_shot, [1, 2])
+    assert (tree.max_depth, one_shot.calls) == (3, 1)
+    values = candidates(lambda path: one_shot.log_q_VQ[len(path) - 1], 1, 3, 3)
+    best = sorted(values.values(), reverse=True)[:19]
+    found = sorted((values[path] for path in paths_of(tree, 0) if path), reverse=True)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(best))
+
+
+def test_more_nodes_than_candidates_and_tokens_that_cannot_be() -> None:
+    log_q = random_log_probs(SIZE, 3)
+    log_q[:, 2] = -torch.inf
+    ids = torch.tensor([4, 9, 2])
+    tree = grow(Eagle2Tree(50, 2, 10), TableDrafter(log_q, ids), [5])
+    # Three entries a node, of which two are possible; the third is padding.
+    assert sorted(paths_of(tree, 0)) == [(), (4,), (4, 4), (4, 9), (9,), (9, 4), (9, 9)]
+    assert tree.size == 1 + 3 + 9
+
+
+def test_equal_scores_keep_parents() -> None:
+    certain = torch.full((SIZE, SIZE), -torch.inf)
+    certain[torch.arange(SIZE), (torch.arange(SIZE) + 1) % SIZE] = 0.0
+    assert paths_of(grow(Eagle2Tree(4, 5, 3), TableDrafter(certain), [0]), 0) == [(), (1,), (1, 2), (1, 2, 3)]
+
+
+@pytest.mark.parametrize("one_shot", [False, True])
+def test_dyspec_fills_the_places_a_heap_would(one_shot: bool) -> None:
+    """No place left open is worth more than one that was filled, and siblings keep the order of their draws."""
+    size, depth, nodes, rows = 4, 4, 9, 40
+    table = random_log_probs(depth if one_shot else size, size, sharpness=1.5)
+    drafter = DepthDrafter(table) if one_shot else TableDrafter(table)
+    # 64 nodes a level are expanded, which is all there are: nothing but the budget limits the tree.
+    tree = grow(DySpecTree(nodes, depth, 64), drafter, [2] * rows, draws_for(rows, 0.7))
+    shapes = set()
+    for row in range(rows):
+        assert len(paths_of(tree, row)) == nodes
+        values, filled, still_open = {0: 1.0}, [], []
+        for node in range(nodes):
+            if int(tree.depths_BN[row, node]) == depth:
+                continue
+            q, left = tree.draft_at(torch.full((rows, 1), node), size)[row, 0], 1.0
+            for child in (child for child in range(1, nodes) if int(tree.parents_BN[row, child]) == node):
+                filled.append(values[node] * left)
+                values[child] = values[node] * float(q[tree.tokens_BN[row, child]])
+                left -= float(q[tree.tokens_BN[row, child]])
+            still_open.append(values[node] * left)
+        assert max(still_open) <= min(filled) + 1e-6
+        shapes.add(tuple(tree.parents_BN[row].tolist()))
+    assert len(shapes) > 5
+
+
+def test_without_chance_dyspec_is_the_greedy_tree() -> None:
+    drafter = TableDrafter(random_log_probs(SIZE, SIZE))
+    ours, theirs = grow(DySpecTree(9, 3, 4), drafter, [1, 2]), grow(Eagle2Tree(9, 3, 4), drafter, [1, 2])
+    assert torch.equal(ours.tokens_BN, theirs.tokens_BN)
+    assert ours.drawn is None
+
+
+def test_gumbel_top_k_draws_without_replacement() -> None:
+    """Ordered pairs have the probability q(x) q(y) / (1 - q(x)), by a G-test over 100,000 rows."""
+    log_q, rows = random_log_probs(5, seed=4), 100_000
+    pairs = sample(log_q.expand(rows, 1, -1), torch.zeros(rows, 1, dtype=torch.long), 2, draws_for(rows))[:, 0]
+    q = log_q.double().exp()
+    wanted = (q[:, None] * q / (1 - q)[:, None]).fill_diagonal_(0).flatten() * rows
+    seen = torch.bincount(pairs[:, 0] * 5 + pairs[:, 1], minlength=25).double()
+    assert float(seen[wanted == 0].sum()) == 0
+    statistic = 2 * float(torch.special.xlogy(seen, seen / wanted.clamp(min=1e-9)).sum())
+    assert statistic < chi2_bound(20)
+
+
+class AnticipatingTree(DySpecTree):
+    """Wrong: places are ranked by what was drawn there, so that unlikely samples are dropped after the draw."""
+
+    def _children(self, *given: Any) -> Any:
+        children = super()._children(*given)
+        return type(children)(
+            entries_BFK=children.entries_BFK, values_BFK=children.values_BFK, places_BFK=children.values_BFK
+        )
+
+
+POLICIES: dict[str, Policy] = {
+    "tree": SampledTree(Topology((-1, 0, 0, 0, 1, 1, 2), (0, 0, 1, 2, 0, 1, 0))),
+    "tempered": SampledTree.branching(2, 2, temperature=0.5),
+    "dyspec": DySpecTree(6, 2, 3),
+    "chain": SampledChain(2, FixedLength(2)),
+}
+
+
+def g_of(policy: Policy, family: str, rows: int = 60_000) -> tuple[float, int]:
+    """G of the first two tokens of one pass."""
+    size = 5
+    drafter = {
+        "recurrent": lambda: TableDrafter(random_log_probs(size, size, seed=2)),
+        "one-shot": lambda: DepthDrafter(random_log_probs(2, size, seed=2)),
+        "candidates": lambda: CandidateDrafter(random_log_probs(size, 3, seed=2)),
+    }[family]()
+    draws, p = draws_for(rows), random_log_probs(size, size, seed=1).double()
+    tree = grow(policy, drafter, [4] * rows, draws)
+    generator = torch.Generator().manual_seed(5)
+    choices = torch.rand(rows, tree.size, dtype=torch.float64, generator=generator)
+    accepted = exact_rule(tree).accept(
+        tree,
+        p[tree.tokens_BN],
+        Sampling(temperature_B=torch.ones(rows), hot_rows=tuple(range(rows))),
+        Chances(choices_BN=choices, tests_BN=draws.tests(tree.size)),
+    )
+    return g_statistic(tree, accepted, p.exp(), generator)
+
+
+@pytest.mark.parametrize("family", ["recurrent", "one-shot", "candidates"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_sampling_policies_keep_the_targets_law(name: str, family: str) -> None:
+    statistic, cells = g_of(POLICIES[name], family)
+    assert statistic < chi2_bound(cells)
+
+
+def test_dropping_samples_after_the_draw_is_noticed() -> None:
+    statistic, cells = g_of(AnticipatingTree(4, 2, 3), "recurrent")
+    assert statistic > chi2_bound(cells)
+
+
+def test_greedy_rows_of_a_sampled_batch_get_the_static_tree() -> None:
+    drafter = TableDrafter(random_log_probs(SIZE, SIZE))
+    draws = draws_for(4)
+    draws = Draws(**{**vars(draws), "temperature_B": torch.tensor([0.0, 1.0, 0.0, 1.0])})
+    policy = SampledTree.branching(3, 2)
+    mixed, static = grow(policy, drafter, [1, 2, 3, 4], draws), grow(StaticTree(policy.topology), drafter, [1, 2, 3, 4])
+    assert torch.equal(mixed.tokens_BN[0::2], static.tokens_BN[0::2])
+    assert not torch.equal(mixed.tokens_BN[1::2], static.tokens_BN[1::2])
+    assert mixed.drawn is not None
+    assert mixed.drawn.sampled_BN[:, 1].tolist() == [False, True, False, True]
+    assert grow(policy, drafter, [1]).drawn is None
+
+
+def test_a_rows_draft_does_not_depend_on_its_neighbours() -> None:
+    drafter = TableDrafter(random_log_probs(SIZE, SIZE))
+    for policy in (*POLICIES.values(), Eagle2Tree(7, 3, 3)):
+        whole, draws = grow(policy, drafter, [1, 2, 3, 4], draws_for(4)), draws_for(4)
+        alone = Draws(**{**vars(draws), **{k: v[2:3] for k, v in vars(draws).items() if k.endswith("_B")}})
+        assert torch.equal(grow(policy, drafter, [3], alone).tokens_BN[0], whole.tokens_BN[2])
+
+
+def hydra(target: Target) -> Hydra:
+    heads = Hydra.create(HydraConfig(num_heads=3, num_layers=3, prefix=True), target)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.normal_(std=0.5)
+    return heads
+
+
+@pytest.mark.parametrize("policy", EVERY, ids=lambda policy: type(policy).__name__)
+@pytest.mark.parametrize("hot", [False, True])
+@pytest.mark.parametrize("family", [medusa, hydra])
+def test_drafting_accepting_and_committing_read_nothing_on_the_host(
+    request: pytest.FixtureRequest, tiny_target: Target, policy: Policy, hot: bool,
+    family: Callable[[Target], Medusa | Hydra],
+) -> None:
+    """Under FakeTensorMode a hidden `.item()` raises."""
+    # The constants of a topology outlive a test: fake ones must neither be found nor left behind.
+    for remembered in (_constants, _inner, _span):
+        remembered.cache_clear()
+        request.addfinalizer(remembered.cache_clear)
+    drafter = family(tiny_target)
+    roots, draws, state = torch.tensor([3, 4]), draws_for(2) if hot else None, drafter.start(2, 64)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        if isinstance(state, HydraState):
+            state.context_RD = mode.from_tensor(state.context_RD)
+        else:
+            state.final_RD = mode.from_tensor(state.final_RD)
+        tree = policy.grow(drafter, state, mode.from_tensor(roots), draws)
+        wrong = outside(tree, tiny_target.vocab_size)
+        faults = examine(tree, wrong)
+        tree = pruned(tree, faults, wrong)
+        logits = torch.zeros(2, tree.size, tiny_target.vocab_size)
+        chances = Chances(choices_BN=torch.rand(2, tree.size), tests_BN=torch.rand(2, tree.size))
+        accepted = exact_rule(tree).accept(
+            tree, logits, Sampling(temperature_B=torch.full((2,), float(hot)), hot_rows=(0, 1) if hot else ()), chances
+        )
+        cache = RowCache(1, 2, 2 * tree.size, torch.device("cpu"))
+        cache.open(slice(0, 2), tree.size)
+        cache.write(0, torch.zeros(2, 1, tree.size, 4), torch.zeros(2, 1, tree.size, 4))
+        cache.commit(accepted.path_BK, accepted.counts_B, [1, 1])
+    assert accepted.bonus_B.shape == faults.shape == cache.lengths_B.shape == (2,)
+
+
+def test_a_tree_deeper_than_the_family_is_refused_and_others_are_cut(tiny_target: Target) -> None:
+    heads = medusa(tiny_target)
+    with pytest.raises(UserError, match="4 tokens deep, but this medusa drafter answers 3"):
+        StaticTree(Topology.chain(4)).check(heads)
+    for policy in EVERY[1:]:
+        policy.check(heads)
+    assert grow(Eagle2Tree(9, 6, 2), heads, [3]).max_depth == 3
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Eagle2Tree(1), "nodes must be at least 2, got 1"),
+        (lambda: DySpecTree(9, 0), "depth must be at least 1, got 0"),
+        (lambda: DySpecTree(temperature=0.0), "temperature must be above 0, got 0.0"),
+        (lambda: SampledTree(Topology((-1, 0, 0), (0, 1, 0))), "children of node 0 must have the ranks 0, 1, …"),
+        (lambda: SampledTree(Topology.chain(1), -1.0), "temperature must be above 0, got -1.0"),
+    ],
+)
+def test_bad_policies_say_so(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,176 @@
+"""Rules that stop drafting: what each does, that none looks ahead, and that sampled chains keep the target's law."""
+
+import math
+
+import pytest
+import torch
+from draftsmith.modules import (
+    AdaptiveThreshold,
+    Chances,
+    Drafted,
+    EarlyExit,
+    FixedLength,
+    MaxProbability,
+    PathProbability,
+    SampledChain,
+    Sampling,
+    StoppedChain,
+    StoppingRule,
+    exact_rule,
+)
+from support.goodness_of_fit import chi2_bound, g_statistic
+from support.tables import DepthDrafter, TableDrafter, draws_for, random_log_probs
+from torch import Tensor
+
+RULES: dict[str, StoppingRule] = {
+    "fixed": FixedLength(3),
+    "peak": MaxProbability(0.4),
+    "product": PathProbability(0.2),
+    "exit": EarlyExit(0.5),
+    "adaptive": AdaptiveThreshold(0.45),
+}
+
+
+def peaked(*peaks: float) -> Tensor:
+    """A distribution a depth whose likeliest token, depth's number, has the given probability."""
+    rows = torch.stack([torch.full((8,), (1 - peak) / 7) for peak in peaks])
+    rows[torch.arange(len(peaks)), torch.arange(len(peaks))] = torch.tensor(peaks)
+    return rows.log()
+
+
+def drafted(policy: StoppedChain, drafter: DepthDrafter) -> list[int]:
+    """Tokens of the chain of one row."""
+    tree = policy.grow(drafter, drafter.start(1, 64), torch.tensor([7]))
+    return tree.tokens_BN[0][tree.real_BN[0]].tolist()[1:]
+
+
+@pytest.mark.parametrize(
+    ("rule", "count"),
+    [
+        (FixedLength(2), 2),
+        (FixedLength(0), 0),
+        (FixedLength(9), 5),
+        (MaxProbability(0.5), 2),  # the third peak is below it: not drafted
+        (EarlyExit(0.5), 3),  # the same token says stop and is kept
+        (PathProbability(0.5), 3),  # .9 * .8 * .4 = .288
+        (PathProbability(0.75), 2),
+        (AdaptiveThreshold(0.85), 2),
+    ],
+)
+@pytest.mark.parametrize("check_every", [0, 1, 2])
+def test_where_each_rule_stops(rule: StoppingRule, count: int, check_every: int) -> None:
+    drafter = DepthDrafter(peaked(0.9, 0.8, 0.4, 0.9, 0.9))
+    assert drafted(StoppedChain(6, rule, check_every=check_every), drafter) == list(range(count))
+
+
+def test_a_stopped_batch_makes_a_short_tree_and_no_look_makes_a_full_one() -> None:
+    drafter = TableDrafter(random_log_probs(8, 8))
+    roots = torch.tensor([1, 2])
+    for check_every, size in ((1, 3), (0, 7)):
+        policy = StoppedChain(6, FixedLength(2), check_every=check_every)
+        assert policy.grow(drafter, drafter.start(2, 64), roots).size == size
+    assert StoppedChain(6, FixedLength(0)).grow(drafter, drafter.start(2, 64), roots).size == 1
+
+
+class PerRow(DepthDrafter):
+    """Row b of a batch is scored by table b."""
+
+    def expand(self, state, frontier):  # type: ignore[no-untyped-def]
+        scores = super().expand(state, frontier)
+        return type(scores)(log_probs_BFHQ=self.tables[:, None])
+
+    def __init__(self, tables: Tensor) -> None:
+        super().__init__(tables[0])
+        self.tables = tables
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_cut_depends_on_nothing_later(name: str, sampled: bool) -> None:
+    """Rows share their first `place` distributions and differ behind: so do their drafts, up to there."""
+    rows, depth = 64, 6
+    start = random_log_probs(depth, 8, sharpness=2.0, seed=8)
+    seen = set()
+    for place in range(depth):
+        tables = random_log_probs(rows, depth, 8, sharpness=2.0, seed=place)
+        tables[:, :place] = start[:place]
+        drafter, kind = PerRow(tables), SampledChain if sampled else StoppedChain
+        # Every row draws by the numbers of request 0.
+        draws = draws_for(rows)
+        draws.requests_B.zero_()
+        tree = kind(depth, RULES[name], check_every=0).grow(
+            drafter, drafter.start(rows, 64), torch.zeros(rows, dtype=torch.long), draws
+        )
+        assert len(tree.real_BN[:, : place + 1].unique(dim=0)) == 1
+        assert len(tree.tokens_BN[:, : place + 1].unique(dim=0)) == 1
+        seen |= set(tree.real_BN.sum(-1).tolist())
+    assert len(seen) > (1 if name != "fixed" else 0)
+
+
+class AnticipatingChain(SampledChain):
+    """Wrong: drops a token whose own q is below a bound, instead of stopping behind it."""
+
+    def grow(self, drafter, state, roots_B, draws=None):  # type: ignore[no-untyped-def]
+        tree = super().grow(drafter, state, roots_B, draws)
+        own = tree.drawn.probs_BIQ[:, 0].gather(1, tree.tokens_BN[:, 1:2])[:, 0]
+        tree.real_BN[:, 1:] &= (own > 0.3)[:, None]
+        return tree
+
+
+def g_of(policy: StoppedChain, rows: int = 60_000) -> tuple[float, int]:
+    drafter, p = TableDrafter(random_log_probs(5, 5, seed=2)), random_log_probs(5, 5, seed=1).double()
+    draws = draws_for(rows)
+    tree = policy.grow(drafter, drafter.start(rows, 64), torch.full((rows,), 4), draws)
+    generator = torch.Generator().manual_seed(5)
+    choices = torch.rand(rows, tree.size, dtype=torch.float64, generator=generator)
+    accepted = exact_rule(tree).accept(
+        tree,
+        p[tree.tokens_BN],
+        Sampling(temperature_B=torch.ones(rows), hot_rows=tuple(range(rows))),
+        Chances(choices_BN=choices, tests_BN=draws.tests(tree.size)),
+    )
+    return g_statistic(tree, accepted, p.exp(), generator)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_stopped_samples_keep_the_targets_law(name: str) -> None:
+    statistic, cells = g_of(SampledChain(2, RULES[name], check_every=0))
+    assert statistic < chi2_bound(cells)
+
+
+def test_dropping_unlikely_samples_is_noticed() -> None:
+    statistic, cells = g_of(AnticipatingChain(2, FixedLength(2)))
+    assert statistic > chi2_bound(cells)
+
+
+def test_the_adaptive_threshold_follows_its_formula() -> None:
+    rule, threshold, share = AdaptiveThreshold(0.5), 0.5, 0.9
+    one = Drafted(log_probs_BT=torch.tensor([[math.log(0.495)]]), peaks_BT=torch.zeros(1, 1))
+    for accepted, counts in (([3, 1], [4, 4]), ([4, 4], [4, 4]), ([2, 2], [2, 2]), ([0, 0], [0, 0]), ([2, 2], [2, 2])):
+        rule.learn(torch.tensor(accepted), torch.tensor(counts), 4)
+        if sum(counts):
+            share = share / 2 + sum(accepted) / sum(counts) / 2
+            pull = 0.01 if share < 0.9 else 0.0 if min(counts) >= 4 else -0.01
+            threshold = 0.9 * threshold + 0.1 * (threshold + pull)
+        assert abs(float(rule._now) - threshold) < 1e-12
+        stops = rule.after(one)
+        assert stops is not None
+        assert bool(stops) == (threshold > 0.495)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FixedLength(-1), "length must be at least 0, got -1"),
+        (lambda: MaxProbability(0.0), "threshold must be above 0 and below 1, got 0.0"),
+        (lambda: EarlyExit(1.0), "eta must be above 0 and below 1, got 1.0"),
+        (lambda: AdaptiveThreshold(wanted=2.0), "wanted must be above 0 and below 1, got 2.0"),
+        (lambda: StoppedChain(0, FixedLength(1)), "length must be at least 1, got 0"),
+        (lambda: StoppedChain(2, FixedLength(1), check_every=-1), "check_every must be at least 0, got -1"),
+        (lambda: SampledChain(2, FixedLength(1), temperature=0.0), "temperature must be above 0, got 0.0"),
+    ],
+)
+def test_bad_rules_say_so(make: object, message: str) -> None:
+    assert callable(make)
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,243 @@
+"""Every supported architecture: tree passes against the model's own forward over each path, taps, head, refusals."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from draftsmith.modules import (
+    DecodeSettings,
+    Features,
+    Request,
+    Target,
+    TargetConfig,
+    TokenTree,
+    UserError,
+    decode,
+    load_target,
+)
+from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
+
+COMMON = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"tie_word_embeddings": False}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    "qwen3-head-dim": ("Qwen3", {"head_dim": 16}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral-window": ("Mistral", {"sliding_window": 4}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 8,
+            "sliding_window": 4,
+            "query_pre_attn_scalar": 8,
+            "final_logit_softcapping": 5.0,
+            "attn_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": ("Gemma3", {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8}),
+    "phi3": ("Phi3", {"sliding_window": None}),
+    "gpt-neox": ("GPTNeoX", {"num_key_value_heads": None, "rotary_pct": 0.5}),
+    "qwen3-moe": ("Qwen3Moe", {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+}
+
+
+def build(name: str, dtype: torch.dtype) -> Target:
+    family, extra = ARCHITECTURES[name]
+    fields = {
+        key: value for key, value in (COMMON | extra).items() if key != "num_key_value_heads" or value is not None
+    }
+    config_class = transformers.Gemma3TextConfig if family == "Gemma3" else getattr(transformers, f"{family}Config")
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config_class(**fields))
+    return Target(model.to(dtype), tiny_tokenizer(), name=name)
+
+
+@pytest.fixture(params=list(ARCHITECTURES))
+def target(request: pytest.FixtureRequest) -> Target:
+    # Mixture-of-experts kernels refuse float64 on a CPU; Gemma 2's own attention keeps its softmax in float32.
+    return build(request.param, torch.float32 if request.param == "qwen3-moe" else torch.float64)
+
+
+def tolerance(target: Target) -> float:
+    return {"qwen3-moe": 2e-4, "gemma2": 1e-5}.get(target.identity.name, 1e-9)
+
+
+def path_to(parents: list[int], node: int) -> list[int]:
+    return [] if node < 0 else [*path_to(parents, parents[node]), node]
+
+
+def test_tree_passes_equal_a_fresh_forward_of_every_path(target: Target) -> None:
+    """Ragged rows, different trees, several rounds with different accepted lengths, windows exceeded."""
+    generator = torch.Generator().manual_seed(1)
+    texts = [torch.randint(3, 100, (count,), generator=generator).tolist() for count in (9, 5)]
+    rows = target.start(2, 64)
+    width = max(map(len, texts))
+    padded = torch.tensor([text + [0] * (width - len(text)) for text in texts])
+    counts = torch.tensor([len(text) for text in texts])
+    rows.run(TokenTree.prompts(padded, counts))
+    rows.commit(torch.arange(width).expand(2, -1), counts, counts.tolist(), moved=False)
+    for _ in range(4):
+        parents = torch.stack(
+            [
+                torch.tensor([-1] + [int(torch.randint(0, n, (), generator=generator)) for n in range(1, 8)])
+                for _ in range(2)
+            ]
+        )
+        tree = TokenTree.from_parents(torch.randint(3, 100, (2, 8), generator=generator), parents)
+        found = rows.run(tree).logits_BMV
+        paths = []
+        for row in range(2):
+            for node in range(8):
+                path = path_to(parents[row].tolist(), node)
+                full = texts[row] + [int(tree.tokens_BN[row, step]) for step in path]
+                with target.native() as model, torch.no_grad():
+                    expected = model(torch.tensor([full])).logits[0, -1]
+                torch.testing.assert_close(found[row, node], expected, atol=tolerance(target), rtol=0)
+            paths.append(path_to(parents[row].tolist(), int(torch.randint(0, 8, (), generator=generator))))
+        counts = torch.tensor([len(path) for path in paths])
+        longest = int(counts.max())
+        columns = [path + list(range(len(path), longest)) for path in paths]
+        rows.commit(torch.tensor(columns), counts, counts.tolist())
+        for row, path in enumerate(paths):
+            texts[row] = texts[row] + [int(tree.tokens_BN[row, step]) for step in path]
+
+
+def test_greedy_decoding_equals_generate(target: Target) -> None:
+    requests = [Request((5, 9, 33, 71, 8, 20), 0, 24), Request((40, 41), 1, 24)]
+    for request, generation in zip(
+        requests, decode(target, requests, DecodeSettings(batch_size=2, ignore_eos=True)).generations, strict=True
+    ):
+        with target.native() as model:
+            expected = model.generate(
+                torch.tensor([request.tokens]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
+            )[0, len(request.tokens) :]
+        assert generation.tokens == expected.tolist()
+
+
+def test_taps_head_and_packed_segments(target: Target) -> None:
+    """Taps equal transformers' hidden states, the head equals its logits, and a segment does not see its neighbour."""
+    first, second = [5, 9, 33, 71, 8], [40, 41, 60]
+    batch = Features(
+        tokens_BL=torch.tensor([first + second]),
+        supervised_BL=torch.ones(1, 8, dtype=torch.bool),
+        segments_BL=torch.tensor([[0] * 5 + [1] * 3]),
+        positions_BL=torch.tensor([[*range(5), *range(3)]]),
+    )
+    encoded = target.encode(batch, taps=(0, 1))
+    offset = 0
+    for text in (first, second):
+        with target.native() as model, torch.no_grad():
+            expected = model(torch.tensor([text]), output_hidden_states=True)
+        here = slice(offset, offset + len(text))
+        bound = {"atol": tolerance(target), "rtol": 0.0}
+        torch.testing.assert_close(encoded.taps[0][0, here], expected.hidden_states[1][0], **bound)
+        torch.testing.assert_close(encoded.taps[1][0, here], expected.hidden_states[2][0], **bound)
+        torch.testing.assert_close(encoded.final()[0, here], expected.hidden_states[-1][0], **bound)
+        torch.testing.assert_close(target.logits(encoded.final()[:, here]), expected.logits, **bound)
+        offset += len(text)
+
+
+def test_virtual_nodes_are_attended_to_and_carry_their_embedding(tiny_target_f64: Target) -> None:
+    target = tiny_target_f64
+    virtual = torch.randn(1, 1, target.hidden_size, dtype=torch.float64)
+    tree = TokenTree.from_parents(
+        torch.tensor([[7, 8, 0]]), torch.tensor([[-1, 0, 1]]), torch.tensor([[True, True, True]])
+    )
+    tree = TokenTree(**{**vars(tree), "virtual_BMD": virtual, "real_BN": torch.tensor([[True, True, False]])})
+    found = target.start(1, 8).run(tree).logits_BMV[0, 2]
+    embedded = torch.cat([target.embed(torch.tensor([[7, 8]])), virtual], dim=1)
+    with target.native() as model, torch.no_grad():
+        expected = model(inputs_embeds=embedded).logits[0, -1]
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_weights_hash_sees_a_change_and_not_the_dtype() -> None:
+    def identity(model: Any) -> str:
+        return Target(model, tiny_tokenizer(), name="x").identity.weights_hash
+
+    base = identity(tiny_model())
+    assert identity(tiny_model(dtype=torch.float64)) == base
+    assert identity(tiny_model(dtype=torch.bfloat16)) == base
+    changed = tiny_model()
+    changed.model.layers[1].mlp.down_proj.weight.data *= 1.01
+    assert identity(changed) != base
+
+
+def test_recurrent_targets_are_refused() -> None:
+    config = transformers.MambaConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2, state_size=4)
+    with pytest.raises(UserError, match=r"recurrent state.*Choose a target"):
+        Target(transformers.MambaForCausalLM(config), tiny_tokenizer(), name="mamba")
+
+
+def test_attention_sinks_are_refused_by_the_self_check() -> None:
+    config = transformers.GptOssConfig(
+        vocab_size=100,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        max_position_embeddings=128,
+        pad_token_id=0,
+        sliding_window=8,
+    )
+    model = transformers.GptOssForCausalLM(config)
+    with pytest.raises(UserError, match="sinks, which would be left out"):
+        Target(model, tiny_tokenizer(), name="gpt-oss")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (TargetConfig(name="/nowhere/model.gguf"), "GGUF file .* does not exist"),
+        (TargetConfig(name="no-such-user/no-such-model"), "could not be loaded.*give a hub id"),
+        (TargetConfig(name="tiny-random", device="cuda:9" if not torch.cuda.is_available() else "tpu"), "device"),
+        (TargetConfig(name="tiny-random", dtype="int8"), "dtype must be"),  # type: ignore[arg-type]
+        (TargetConfig(name="tiny-random", chat_template="/nowhere.jinja"), "could not be read"),
+    ],
+)
+def test_bad_targets_are_one_sentence(config: TargetConfig, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_target(config)
+
+
+def test_a_prompt_longer_than_the_context_is_refused(tiny_target: Target) -> None:
+    with pytest.raises(UserError, match=r"context holds 512; shorten the prompt"):
+        decode(tiny_target, [Request((5,) * 510, 3, 10)], DecodeSettings())
+
+
+def test_a_folder_written_by_transformers_loads(tiny_target: Target, tmp_path: Any) -> None:
+    with tiny_target.native() as model:
+        model.save_pretrained(tmp_path)
+    tiny_target.tokenizer.save_pretrained(tmp_path)
+    again = load_target(TargetConfig(name=str(tmp_path)))
+    assert again.identity.weights_hash == tiny_target.identity.weights_hash
+
+
+@pytest.mark.real
+def test_packed_layers_change_the_real_logits_by_rounding_only(real_target: Target) -> None:
+    ids = torch.tensor([real_target.tokenizer("The quick brown fox jumps over the lazy dog.")["input_ids"]])
+    with real_target.native() as model, torch.no_grad():
+        expected = model(ids).logits
+    rows = real_target.start(1, 32)
+    found = rows.run(TokenTree.prompts(ids, torch.tensor([ids.shape[1]]))).logits_BMV
+    assert real_target.packed is not None
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=0)

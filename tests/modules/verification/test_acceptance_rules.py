@@ -1,0 +1,268 @@
+"""Acceptance rules against exact enumeration, plain twins and each other; wrong rules must fail the same tests."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from draftsmith.modules import (
+    ChainRejection,
+    Chances,
+    Drawn,
+    Equality,
+    Rejection,
+    SampledTree,
+    Sampling,
+    TokenTree,
+    Topology,
+    Typical,
+    UserError,
+    exact_rule,
+)
+from draftsmith.modules.verification.acceptance_rules import judge, normalised
+from draftsmith.modules.verification.sampling import draw, penalise
+from references import wrong_rules
+from references.rejection import pair_law, walk
+from support.goodness_of_fit import chi2_bound, g_statistic
+from support.tables import TableDrafter, draws_for, random_log_probs
+from torch import Tensor
+
+SIZE = 5
+PROMPT = (1, 4)
+SETTINGS = [(1.0, 0, 1.0, 1.0), (0.6, 4, 1.0, 1.0), (1.4, 0, 0.8, 1.0), (0.9, 4, 0.9, 1.5), (1.1, 0, 1.0, 0.7)]
+"""temperature, top-k, top-p, repetition penalty"""
+
+
+def raw_logits(prefix: tuple[int, ...], seed: int = 0) -> Tensor:
+    key = sum((place + 1) * token for place, token in enumerate(prefix))
+    generator = torch.Generator().manual_seed(seed + 31 * key)
+    return 2 * torch.randn(SIZE, dtype=torch.float64, generator=generator)
+
+
+def ours(prefix: tuple[int, ...], setting: tuple[float, int, float, float]) -> Tensor:
+    """The target's processed distribution behind the prompt and a path, as the loop forms it."""
+    temperature, top_k, top_p, penalty = setting
+    seen_BV = torch.zeros(1, SIZE, dtype=torch.bool)
+    seen_BV[:, list(PROMPT)] = True
+    path = torch.tensor([[[*prefix, PROMPT[-1]]]])
+    logits = penalise(raw_logits(prefix)[None, None], penalty, seen_BV, path)
+    sampling = Sampling(temperature_B=torch.tensor([temperature]), top_k=top_k, top_p=top_p, hot_rows=(0,))
+    return sampling.distribution(logits)[0, 0]
+
+
+def theirs(prefix: tuple[int, ...], setting: tuple[float, int, float, float]) -> Tensor:
+    """The same by transformers' own processors."""
+    from transformers import (
+        RepetitionPenaltyLogitsProcessor,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
+    temperature, top_k, top_p, penalty = setting
+    tokens, scores = torch.tensor([[*PROMPT, *prefix]]), raw_logits(prefix)[None]
+    scores = TemperatureLogitsWarper(temperature)(tokens, RepetitionPenaltyLogitsProcessor(penalty)(tokens, scores))
+    scores = TopKLogitsWarper(top_k)(tokens, scores) if top_k else scores
+    scores = TopPLogitsWarper(top_p)(tokens, scores) if top_p < 1 else scores
+    return scores.softmax(-1)[0]
+
+
+def expected_pairs(setting: tuple[float, int, float, float]) -> Tensor:
+    return theirs((), setting)[:, None] * torch.stack([theirs((token,), setting) for token in range(SIZE)])
+
+
+def draft(prefix: tuple[int, ...]) -> Tensor:
+    return (raw_logits(prefix, seed=1000) / 2).softmax(-1)
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+def test_rejection_has_the_targets_law(width: int, setting: tuple[float, int, float, float], sampled: bool) -> None:
+    law = pair_law(judge, lambda prefix: ours(prefix, setting), draft, width, sampled)
+    torch.testing.assert_close(law, expected_pairs(setting), atol=1e-7, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("rule", "sampled"),
+    [
+        (wrong_rules.unchanged_q, True),
+        (wrong_rules.one_entry_residual, True),
+        (wrong_rules.likeliest_as_samples, False),
+        (wrong_rules.no_renormalisation, False),
+        (wrong_rules.typical, False),
+    ],
+)
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_wrong_rules_do_not(rule: object, sampled: bool, width: int) -> None:
+    law = pair_law(rule, lambda prefix: ours(prefix, SETTINGS[0]), draft, width, sampled)
+    # A thousand times the tolerance of the test above.
+    assert float((law - expected_pairs(SETTINGS[0])).abs().max()) > 1e-4
+
+
+def test_an_oracle_is_always_accepted_and_point_masses_with_their_sum() -> None:
+    p = draft(())[None]
+    everything = torch.ones(1, 3, dtype=torch.bool)
+    tokens = p.topk(3).indices
+    verdict = judge(p, p, tokens, everything, everything)
+    assert float(verdict.accept_BK[0, 0]) == 1.0
+    verdict = judge(p, p, tokens, everything, ~everything)
+    some = 1 - (1 - verdict.accept_BK).prod()
+    torch.testing.assert_close(some, p.topk(3).values.sum())
+
+
+def random_drawn_tree(generator: torch.Generator, batch: int, size: int, width: int | None = None) -> TokenTree:
+    """Random shapes in which some nodes are drawn, some point masses, some padding."""
+
+    def above(node: int) -> int:
+        return int(torch.randint(0 if width is None else node - 1, node, (), generator=generator))
+
+    parents = torch.tensor([[-1, *(above(node) for node in range(1, size))] for _ in range(batch)])
+    tokens = torch.stack([torch.randperm(max(SIZE, size), generator=generator)[:size] % SIZE for _ in range(batch)])
+    real = torch.rand(batch, size, generator=generator) > 0.1
+    real[:, 0] = True
+    if width == 1:
+        real = real.long().cumprod(-1).bool()
+    probs = torch.rand(batch, size, SIZE, generator=generator).softmax(-1)
+    sampled = torch.rand(batch, size, generator=generator) > 0.4
+    drawn = Drawn(probs_BIQ=probs, inner_BN=torch.arange(size).expand(batch, -1), sampled_BN=sampled)
+    return TokenTree.grown(tokens, parents, real, max_depth=size - 1, most_children=width or size - 1, drawn=drawn)
+
+
+def emitted(tree: TokenTree, accepted: object, row: int) -> list[int]:
+    path = accepted.path_BK[row, : int(accepted.counts_B[row])].tolist()  # type: ignore[attr-defined]
+    return [*(int(tree.tokens_BN[row, node]) for node in path[1:]), int(accepted.bonus_B[row])]  # type: ignore[attr-defined]
+
+
+def test_rejection_equals_its_plain_twin_on_random_trees() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for size in range(1, 9):
+        tree = random_drawn_tree(generator, 12, size)
+        logits = torch.randn(12, size, SIZE, dtype=torch.float64, generator=generator)
+        hot_rows = tuple(row for row in range(12) if row % 3)
+        sampling = Sampling(temperature_B=torch.tensor([0.0, 0.8, 1.3] * 4), hot_rows=hot_rows, top_k=4)
+        chances = Chances(
+            choices_BN=torch.rand(12, size, dtype=torch.float64, generator=generator),
+            tests_BN=torch.rand(12, size, dtype=torch.float64, generator=generator),
+        )
+        accepted, p = Rejection().accept(tree, logits, sampling, chances), sampling.distribution(logits)
+        for row in range(12):
+            wanted = walk(
+                tree,
+                p[row],
+                tree.drawn.probs_BIQ[row].double(),  # type: ignore[union-attr]
+                row,
+                chances.tests_BN[row],
+                chances.choices_BN[row],
+                draw,
+            )
+            assert emitted(tree, accepted, row) == wanted
+
+
+def test_chain_rejection_equals_recursive_rejection() -> None:
+    generator = torch.Generator().manual_seed(1)
+    for size in range(2, 8):
+        tree = random_drawn_tree(generator, 40, size, width=1)
+        logits = torch.randn(40, size, SIZE, dtype=torch.float64, generator=generator)
+        hot_rows = tuple(row for row in range(40) if row % 4)
+        sampling = Sampling(temperature_B=torch.tensor([0.0, 0.8, 1.3, 1.0] * 10), hot_rows=hot_rows)
+        chances = Chances(
+            choices_BN=torch.rand(40, size, dtype=torch.float64, generator=generator),
+            tests_BN=torch.rand(40, size, dtype=torch.float64, generator=generator),
+        )
+        chain, tree_rule = (rule.accept(tree, logits, sampling, chances) for rule in (ChainRejection(), Rejection()))
+        for name in ("path_BK", "counts_B", "bonus_B"):
+            assert torch.equal(getattr(chain, name), getattr(tree_rule, name)), name
+
+
+def test_every_rule_is_greedy_verification_in_greedy_rows() -> None:
+    generator = torch.Generator().manual_seed(2)
+    for width, rules in ((None, (Rejection(), Typical())), (1, (Rejection(), ChainRejection(), Typical()))):
+        # No two nodes share a token: of equal siblings, equality follows the luckier and rejection the first.
+        tree = random_drawn_tree(generator, 30, SIZE, width)
+        table = torch.randn(SIZE, SIZE, dtype=torch.float64, generator=generator)
+        logits = table[tree.tokens_BN]
+        sampling = Sampling(temperature_B=torch.zeros(30))
+        chances = Chances(choices_BN=torch.rand(30, SIZE), tests_BN=torch.rand(30, SIZE))
+        expected = Equality().accept(tree, logits, sampling, chances)
+        for rule in rules:
+            found = rule.accept(tree, logits, sampling, chances)
+            for row in range(30):
+                assert emitted(tree, found, row) == emitted(tree, expected, row)
+
+
+def test_the_rule_follows_from_how_the_tree_was_drawn() -> None:
+    chain = random_drawn_tree(torch.Generator().manual_seed(0), 1, 3, width=1)
+    tree = random_drawn_tree(torch.Generator().manual_seed(0), 1, 4)
+    assert isinstance(exact_rule(Topology.chain(2).plant(torch.zeros(1, 3, dtype=torch.long))), Equality)
+    assert isinstance(exact_rule(chain), ChainRejection)
+    assert isinstance(exact_rule(tree), Rejection)
+    assert [rule.lossless for rule in (Equality(), Rejection(), ChainRejection(), Typical())] == [True] * 3 + [False]
+
+
+@pytest.mark.parametrize("kept", [None, [0, 2, 3, 5]])
+def test_a_sampled_tree_with_its_rule_passes_a_g_test(kept: list[int] | None) -> None:
+    """Policy, noise, carried q, reduced vocabulary, tests and residual together, 60,000 rows of one pass."""
+    rows, size = 60_000, 6
+    p = random_log_probs(size, size, seed=1, sharpness=1.5).double()
+    ids = None if kept is None else torch.tensor(kept)
+    drafter = TableDrafter(random_log_probs(size, size if kept is None else len(kept), seed=2), ids)
+    draws, roots = draws_for(rows, 0.8), torch.full((rows,), 4)
+    tree = SampledTree.branching(3, 2).grow(drafter, drafter.start(rows, 64), roots, draws)
+    generator = torch.Generator().manual_seed(5)
+    choices = torch.rand(rows, tree.size, dtype=torch.float64, generator=generator)
+    sampling = Sampling(temperature_B=draws.temperature_B, hot_rows=tuple(range(len(draws.temperature_B))))
+    accepted = Rejection().accept(
+        tree, p[tree.tokens_BN], sampling, Chances(choices_BN=choices, tests_BN=draws.tests(tree.size))
+    )
+    exact = (p / 0.8).softmax(-1)
+    assert float((accepted.counts_B - 1).float().mean()) > 0.3
+    statistic, cells = g_statistic(tree, accepted, exact, generator)
+    assert statistic < chi2_bound(cells)
+    # A q that is not the one really drawn from, here without the temperature, is noticed.
+    assert tree.drawn is not None
+    untempered = normalised(tree.drawn.probs_BIQ.pow(0.8), tree.drawn.probs_BIQ)
+    wrong = replace(tree, drawn=replace(tree.drawn, probs_BIQ=untempered))
+    accepted = Rejection().accept(
+        wrong, p[tree.tokens_BN], sampling, Chances(choices_BN=choices, tests_BN=draws.tests(tree.size))
+    )
+    statistic, cells = g_statistic(wrong, accepted, exact, generator)
+    assert statistic > chi2_bound(cells)
+
+
+def test_typical_acceptance_by_hand() -> None:
+    rule = Typical()
+    uniform, peaked = torch.full((8,), 1 / 8), torch.tensor([0.97, 0.03, 0, 0, 0, 0, 0, 0])
+    torch.testing.assert_close(rule.bound(uniform), torch.tensor(0.3 * math.exp(-math.log(8))))
+    torch.testing.assert_close(rule.bound(uniform), torch.tensor(0.0375))
+    torch.testing.assert_close(rule.bound(peaked), torch.tensor(0.09))
+    assert bool(rule.bound(torch.tensor([1.0, 0.0])).isfinite())
+    #   0 -> 1 -> 3: likely enough all the way; 0 -> 2 -> 4: likelier; 0 -> 2 -> 5: not likely enough
+    tree = Topology((-1, 0, 0, 1, 2, 2), (0, 0, 1, 0, 0, 1)).plant(torch.tensor([[7, 0, 1, 0, 0, 3]]))
+    p = torch.tensor([0.3, 0.6, 0.09, 0.01])
+    logits = torch.cat([p, torch.full((4,), 1e-9)]).log().expand(1, 6, -1)
+    chances = Chances(choices_BN=torch.full((1, 6), 0.5, dtype=torch.float64), tests_BN=torch.zeros(1, 6))
+    accepted = rule.accept(tree, logits, Sampling(temperature_B=torch.ones(1), hot_rows=(0,)), chances)
+    assert accepted.path_BK[0].tolist() == [0, 2, 4]
+    assert int(accepted.bonus_B) == 1
+    with pytest.raises(UserError, match="epsilon must be above 0 and at most 1, got 0"):
+        Typical(epsilon=0)
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3, 0.8])
+def test_the_penalty_equals_transformers_at_every_node(penalty: float) -> None:
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    topology = Topology((-1, 0, 0, 1, 1, 3), (0, 0, 1, 0, 1, 0))
+    tokens = torch.tensor([[3, 8, 2, 8, 1, 6], [5, 5, 9, 0, 3, 3]])
+    tree, prompts = topology.plant(tokens), torch.tensor([[1, 2, 2], [9, 7, 4]])
+    logits = torch.randn(2, 6, 10)
+    seen = torch.zeros(2, 10, dtype=torch.bool).scatter(1, prompts, True)
+    paths = torch.where(tree.ancestors_BNN, tokens[:, None, :], tokens[:, :1, None])
+    found = penalise(logits, penalty, seen, paths)
+    processor = RepetitionPenaltyLogitsProcessor(penalty)
+    for row, node in itertools.product(range(2), range(6)):
+        path = tokens[row, topology.ancestors_NN[node]]
+        expected = processor(torch.cat([prompts[row], path])[None], logits[row, node][None].clone())
+        assert torch.equal(found[row, node], expected[0])

@@ -1,0 +1,316 @@
+"""The tiny recipe from end to end, as a user runs it."""
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+from draftsmith.data import Manifest
+from draftsmith.export import Artifact, export_artifact, load_artifact
+from draftsmith.modules import (
+    DecodeSettings,
+    DraftLM,
+    DraftLMConfig,
+    Request,
+    Target,
+    TargetConfig,
+    Topology,
+    decode,
+    load_target,
+    stream,
+)
+from draftsmith.recipes.__main__ import main
+from draftsmith.recipes.pipeline import STAGES
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "recipes" / "tiny.yaml"
+KEYS = {"family", "target", "prompts", "batch_size", "temperature", "new_tokens", "target_passes", "accepted_length",
+        "acceptance_by_position", "tokens_per_second", "plain_tokens_per_second", "generate_tokens_per_second",
+        "speedup", "contended", "draft_time_share", "lossless"}
+
+
+def run(out: Path, *words: str, command: str = "run") -> None:
+    """A command on the tiny recipe that must succeed."""
+    assert main([command, "--config", str(TINY), "--out", str(out), *words]) == 0
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.getbasetemp() / "finished"
+    run(out)
+    return out
+
+
+def test_a_run_leaves_an_artifact_and_a_report(finished: Path) -> None:
+    assert {file.name for file in (finished / "artifact").iterdir()} == {
+        "config.json", "model.safetensors", "README.md", "tuning.json"}
+    assert "<svg" in (finished / "report.html").read_text()
+    assert (finished / "data" / "manifest.json").is_file()
+
+
+def test_the_evaluation_has_the_promised_keys_and_is_lossless(finished: Path) -> None:
+    content = json.loads((finished / "evaluation.json").read_text())
+    assert set(content) >= KEYS
+    lossless = content["lossless"]
+    assert lossless["prompts"] == content["prompts"] == 8
+    assert lossless["identical"] + lossless["near_tie_divergences"] == lossless["prompts"]
+    assert content["accepted_length"] >= 1
+
+
+def test_a_second_call_skips_every_stage(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {file: file.stat().st_mtime_ns for file in finished.rglob("*") if file.is_file()}
+    run(finished)
+    assert capsys.readouterr().out.count("already complete, skipped") == len(STAGES)
+    assert {file: file.stat().st_mtime_ns for file in finished.rglob("*") if file.is_file()} == before
+
+
+def test_an_artifacts_draft_writes_rows_for_the_next_one(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixed = ["--distill.source", "mix", "--distill.mix", '{"target": 0.5, "draft": 0.5}', "--distill.draft",
+             str(finished / "artifact"), "--distill.budget_tokens", "600"]
+    words = ["--config", str(TINY), "--out", str(tmp_path), *mixed]
+    assert main(["distill", *words]) == 2
+    assert "objective is hard and the text is learnt as it stands; choose another objective" in capsys.readouterr().err
+    assert not (tmp_path / "data").exists(), "told before anything is written"
+    assert main(["distill", *words, "--model.config.objective", "soft"]) == 0
+    manifest = Manifest.load(tmp_path / "data")
+    assert manifest.written("draft") > 0 < manifest.written("target")
+    assert main(["train", *words]) == 2
+    assert "objective is hard and the text is learnt as it stands; choose another objective" in capsys.readouterr().err
+
+
+def test_a_lost_report_is_made_again_without_training(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (finished / "report.html").unlink()
+    run(finished)
+    assert capsys.readouterr().out.count("already complete, skipped") == len(STAGES) - 1
+    assert (finished / "report.html").is_file()
+
+
+def test_lost_states_are_made_again_and_a_damaged_shard_is_named(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "copy"
+    shutil.copytree(finished, out)
+    states = out / "data" / "final-train-00000.safetensors"
+    before = states.read_bytes()
+    states.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    run(out)
+    assert states.read_bytes() == before
+    assert "[1/5] the target answers prompts: already complete, skipped" in capsys.readouterr().out
+    shard = out / "data" / "train-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    assert main(["run", "--config", str(TINY), "--out", str(out)]) == 2
+    assert "train-00000.safetensors is corrupted" in capsys.readouterr().err
+    shard.unlink()
+    assert main(["run", "--config", str(TINY), "--out", str(out)]) == 2
+    assert "delete the folder" in capsys.readouterr().err
+
+
+def test_the_artifact_decodes_to_the_targets_own_words(finished: Path) -> None:
+    target = load_target(TargetConfig(name="tiny-random"))
+    artifact = load_artifact(finished / "artifact", target)
+    requests = [Request(tuple(target.tokenizer(text).input_ids), index, 40) for index, text in enumerate(("a", "bc d"))]
+    drafted = decode(target, requests, DecodeSettings(), drafter=artifact.drafter, policy=artifact.policy("static-8"))
+    plain = decode(target, requests, DecodeSettings())
+    assert [one.tokens for one in drafted.generations] == [one.tokens for one in plain.generations]
+
+
+def test_distill_then_train_is_the_same_as_run(finished: Path, tmp_path: Path) -> None:
+    run(tmp_path / "run", command="distill")
+    assert not (tmp_path / "run" / "train").exists()
+    run(tmp_path / "run", command="train")
+    for name in ("config.json", "model.safetensors", "README.md"):
+        assert (tmp_path / "run" / "artifact" / name).read_bytes() == (finished / "artifact" / name).read_bytes()
+
+
+def test_generate_streams_the_plain_answer(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    artifact = str(finished / "artifact")
+    assert main(["generate", "--artifact", artifact, "--prompt", "hello", "--max-new-tokens", "30"]) == 0
+    told = capsys.readouterr()
+    target = load_target(TargetConfig(name="tiny-random"))
+    tokens = target.tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], add_generation_prompt=True,
+                                                  tokenize=True, return_dict=False)
+    plain, = decode(target, [Request(tuple(tokens), 0, 30)], DecodeSettings()).generations
+    assert told.out.rstrip("\n") == target.tokenizer.decode(plain.tokens, skip_special_tokens=True).rstrip("\n")
+    assert "tokens per pass" in told.err
+
+
+def test_a_sampled_answer_is_drafted_by_the_tree_for_it(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(finished / "artifact", tmp_path / "artifact")
+    file = tmp_path / "artifact" / "tuning.json"
+    # Nothing is accepted of a sampling target: it is not drafted for at all.
+    tuning = json.loads(file.read_text()) | {"tree_size": 4, "given": False, "expected_sampled": [1.0] * 8}
+    file.write_text(json.dumps(tuning))
+    sizes = []
+
+    def watched(*given: Any, policy: Any, **more: Any) -> Any:
+        sizes.append(policy.max_size)
+        return stream(*given, policy=policy, **more)
+
+    monkeypatch.setattr("draftsmith.recipes.artifact_commands.stream", watched)
+    for degree in ("0", "0.8"):
+        assert main(["generate", "--artifact", str(tmp_path / "artifact"), "--prompt", "hello", "--max-new-tokens", "5",
+                     "--temperature", degree]) == 0
+    assert sizes == [4, 1]
+
+
+@pytest.mark.parametrize("words", [["generate", "--prompt", "hello", "--max-new-tokens", "8"],
+                                   ["export", "--format", "medusa", "--out", "{out}"]])
+def test_an_artifact_is_used_without_the_extras(words: list[str], finished: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "for name in 'lightning pytorch_lightning datasets peft tensorboard matplotlib deepspeed'.split():\n"
+        "    sys.modules[name] = None\n"
+        "from draftsmith.recipes.__main__ import main\n"
+        "sys.exit(main(sys.argv[1:]))\n")
+    given = [word.format(out=tmp_path / "out") for word in words]
+    subprocess.run([sys.executable, "-c", program, *given, "--artifact", str(finished / "artifact")], check=True)
+
+
+def test_evaluate_on_a_file_in_a_batch(finished: Path, tmp_path: Path) -> None:
+    lines = [{"question_id": n, "category": "writing", "turns": [f"say {n} things"]} for n in range(4)]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["evaluate", "--artifact", str(finished / "artifact"), "--prompts", str(tmp_path / "mine.jsonl"),
+                 "--out", str(tmp_path / "report"), "--batch-sizes", "4", "--max-new-tokens", "12",
+                 "--speed-prompts", "4"]) == 0
+    content = json.loads((tmp_path / "report" / "evaluation.json").read_text())
+    assert content["batch_size"] == 4
+    assert content["prompts"] == 4
+    assert (tmp_path / "report" / "report.html").is_file()
+
+
+def test_evaluate_a_file_of_two_turns_with_a_baseline_batches_and_temperatures(finished: Path, tmp_path: Path) -> None:
+    """Two artifacts and a baseline, as a person would compare them."""
+    again = shutil.copytree(finished / "artifact", tmp_path / "again" / "artifact")
+    lines = [{"question_id": n, "category": ("math", "writing")[n % 2], "turns": [f"say {n} things", "and more"]}
+             for n in range(4)]
+    (tmp_path / "spec.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["evaluate", "--artifact", f"[{finished / 'artifact'},{again}]", "--prompts",
+                 str(tmp_path / "spec.jsonl"), "--out", str(tmp_path / "report"), "--batch-sizes", "[1,2]",
+                 "--temperatures", "[0,0.9]", "--max-new-tokens", "8", "--speed-prompts", "2",
+                 "--baselines", "[prompt_lookup]"]) == 0
+    content = json.loads((tmp_path / "report" / "evaluation.json").read_text())
+    measured = content["measurements"]
+    assert {(one["temperature"], one["batch_size"]) for one in measured} == {(t, b) for t in (0, 0.9) for b in (1, 2)}
+    assert len({one["method"] for one in measured}) == 3
+    assert "prompt_lookup" in {one["method"] for one in measured}
+    assert content["prompts"] == 8  # four questions, two turns each
+    assert {one["turn"] for one in measured} == {None, "1", "2"}
+    assert all(one["lossless"]["identical"] + one["lossless"]["near_tie_divergences"] == one["prompts"]
+               for one in measured)
+    assert measured[0]["accepted_length"] == content["accepted_length"]
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "rows of the batch" in page
+    assert "temperature" in page
+
+
+def test_baselines_are_evaluated_without_an_artifact(tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "hello"}\n')
+    assert main(["evaluate", "--target.name", "tiny-random", "--baselines", "[recycling,prompt_lookup]", "--out",
+                 str(tmp_path), "--prompts", str(tmp_path / "mine.jsonl"), "--max-new-tokens", "8"]) == 0
+    content = json.loads((tmp_path / "evaluation.json").read_text())
+    assert (content["method"], content["lossless"]["identical"]) == ("recycling", 1)
+
+
+def test_export_writes_the_medusa_layout(finished: Path, tmp_path: Path) -> None:
+    assert main(["export", "--artifact", str(finished / "artifact"), "--format", "medusa", "--out",
+                 str(tmp_path / "medusa")]) == 0
+    assert list((tmp_path / "medusa").glob("*.safetensors"))
+
+
+def test_the_example_of_the_readme_runs(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    assert len(example.splitlines()) <= 12
+    program = example.replace("smollm2-135m-instruct", "tiny-random").replace("runs/quickstart", str(finished))
+    exec(compile(program, "README.md", "exec"), {})
+    assert len(capsys.readouterr().out) > 20
+
+
+def load_benchmark(name: str) -> ModuleType:
+    """A script of tests/benchmarks as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tests" / "benchmarks" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_two_kills_change_no_byte(tmp_path: Path) -> None:
+    benchmark = load_benchmark("kill_and_resume")
+    quick = ("--evaluate.limit", "1", "--evaluate.speed_prompts", "0")
+    assert benchmark.compare(tmp_path, 2, 11, quick, show=False) == []
+
+
+def test_another_run_trains_on_the_same_data(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, data = tmp_path / "second", finished / "data"
+    before = {file: file.stat().st_mtime_ns for file in data.iterdir()}
+    run(out, "--data", str(data), "--model.init_args.config.drafter.num_heads", "2")
+    told = capsys.readouterr().out
+    assert "[1/4] its states are stored" in told
+    assert not (out / "data").exists()
+    assert {file: file.stat().st_mtime_ns for file in data.iterdir()} == before
+    run(out, "--data", str(data), "--model.init_args.config.drafter.num_heads", "2")
+    assert capsys.readouterr().out.count("already complete, skipped") == len(STAGES) - 1
+
+
+def test_data_is_read_with_the_template_it_was_rendered_with(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--config", str(TINY), "--out", str(tmp_path / "out"), "--data", str(finished / "data")]
+    assert main(["train", *words, "--template.system", "Be brief."]) == 2
+    assert "was rendered with another chat template or other settings of it" in capsys.readouterr().err
+
+
+def test_data_of_another_run_must_be_there(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--config", str(TINY), "--out", str(tmp_path / "out")]
+    assert main(["run", *words, "--data", str(tmp_path / "none")]) == 2
+    assert "none, which is no folder; give the data folder of a finished run" in capsys.readouterr().err
+    assert main(["distill", *words, "--data", str(finished / "data")]) == 2
+    assert "already distilled; leave data out" in capsys.readouterr().err
+
+
+def beginning_with(folder: Path, target: Target, layers: tuple[int, ...], out: Path) -> list[str]:
+    """Put these layers of the target into a folder as a model, and train on from there: words of `train`."""
+    drafter = DraftLM.create(DraftLMConfig(layers=layers), target)
+    export_artifact(Artifact(drafter=drafter, target=target, topology=Topology.chain(2), identity=target.identity,
+                             provenance={}), target, "huggingface", folder)
+    content = yaml.safe_load(TINY.read_text())
+    config = {"max_steps": 2, "warmup_steps": 1, "checkpoint_every": 1, "drafter": {"folder": str(folder)}}
+    content["model"] = {"class_path": "draftsmith.trainers.DraftLMModule", "init_args": {"config": config}}
+    out.mkdir(exist_ok=True)
+    (out / "recipe.yaml").write_text(yaml.safe_dump(content))
+    return ["--config", str(out / "recipe.yaml"), "--out", str(out)]
+
+
+def test_another_model_in_the_same_folder_is_noticed(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, data = load_target(TargetConfig(name="tiny-random")), ["--data", str(finished / "data")]
+    words = beginning_with(tmp_path / "draft", target, (0,), tmp_path / "out") + data
+    assert main(["train", *words]) == 0
+    weights = (tmp_path / "out" / "artifact" / "model.safetensors").read_bytes()
+    capsys.readouterr()
+    assert main(["train", *words]) == 0
+    assert capsys.readouterr().out.count("already complete, skipped") == 3
+    beginning_with(tmp_path / "draft", target, (1,), tmp_path / "out")
+    assert main(["train", *words]) == 2
+    assert 'was begun with "model_in_folder": ' in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "out" / "train")
+    assert main(["train", *words]) == 0
+    assert (tmp_path / "out" / "artifact" / "model.safetensors").read_bytes() != weights

@@ -1,0 +1,39 @@
+"""Small artifacts, and changes to their files."""
+
+import json
+from pathlib import Path
+
+import torch
+from draftsmith.export import Tuning
+from draftsmith.modules import (
+    CostModel,
+    Target,
+    Topology,
+)
+from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
+
+TREE = Topology.from_paths([(0,), (1,), (0, 0), (2,), (0, 1), (0, 0, 0), (1, 0)])
+
+
+def heads(target: Target, *, seed: int = 0, **settings: object) -> Medusa:
+    """Medusa heads whose weights are not those they begin with."""
+    size = settings.get("vocabulary_size")
+    ids = None if size is None else torch.arange(3, 3 + int(str(size)))
+    drafter = Medusa.create(MedusaConfig(**{"num_heads": 3, **settings}), target, ids)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return drafter
+
+
+def edit(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def tuning(size: int = 4) -> Tuning:
+    cost = CostModel(knots=(1, 8), pass_weights=(0.1, 0.01, 0.05, 0.0, 0.0), largest=8, context=32, pass_error=0.01,
+                     draft_weights=(0.01, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), draft_error=0.02)
+    return Tuning(device="cpu, 2 threads", dtype="float32", tree_size=size, cost=cost,
+                  expected_accepted_length=(1.0, 1.2, 1.3))

@@ -1,0 +1,38 @@
+"""Requests, and the answers of transformers' own `generate` to them."""
+
+import random
+
+import torch
+from draftsmith.modules import (
+    Request,
+    Target,
+)
+
+
+def native_greedy(
+    target: Target, prompt: tuple[int, ...], count: int, *, eos: bool = False, penalty: float = 1.0
+) -> list[int]:
+    with target.native() as model:
+        out = model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=count,
+            do_sample=False,
+            repetition_penalty=penalty,
+            pad_token_id=0,
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            eos_token_id=list(target.eos_ids) if eos else None,
+        )
+    return out[0, len(prompt) :].tolist()
+
+
+def requests_for(target: Target, count: int, new_tokens: int, temperature: float = 0.0) -> list[Request]:
+    rng = random.Random(1)
+    return [
+        Request(
+            tuple(rng.randrange(4, target.vocab_size) for _ in range(rng.randrange(2, 12))),
+            index,
+            new_tokens + rng.randrange(8),
+            temperature,
+        )
+        for index in range(count)
+    ]

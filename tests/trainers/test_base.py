@@ -1,0 +1,388 @@
+"""Training as every family does it: learns, resumes exactly, means the same however a step is cut, fails in words."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from draftsmith.modules import Features, Target, UserError
+from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
+from draftsmith.modules.interfaces.drafter import Drafts
+from draftsmith.modules.target.identity import hash_weights
+from draftsmith.trainers import FitResult, MedusaModule, MedusaTrainConfig, fit
+from draftsmith.trainers.metrics import weighted_mean_loss
+from support.cycle import CYCLE, CycleData, cycle_rows, cycle_target
+from torch import Tensor
+
+pytestmark = pytest.mark.filterwarnings("ignore:validation decodes only")
+SMALL = MedusaTrainConfig(max_steps=8, lr=1e-2, warmup_steps=2, validate_every=3, validation_nodes=4,
+                          checkpoint_every=2, drafter=MedusaConfig(num_heads=2), precision="32-true", accelerator="cpu")
+
+
+def config(**changes: Any) -> MedusaTrainConfig:
+    return dataclasses.replace(SMALL, **changes)
+
+
+def train(target: Target, out: Path, settings: MedusaTrainConfig = SMALL, data: CycleData | None = None,
+          kind: type[MedusaModule] = MedusaModule) -> tuple[MedusaModule, FitResult]:
+    counts = torch.zeros(target.vocab_size, dtype=torch.long)
+    counts[list(CYCLE)] = 5
+    module = kind(target, settings, token_counts=counts)
+    return module, fit(module, data or CycleData(), out, progress=False)
+
+
+def weights(out: Path) -> dict[str, Tensor]:
+    """Drafter weights of the newest checkpoint, which is that of the last step."""
+    return torch.load(out / "last.ckpt", weights_only=True)["state_dict"]
+
+
+class Power(Exception):
+    """The machine goes off."""
+
+
+class Interrupted(MedusaModule):
+    """Goes off in one micro-batch of its life."""
+
+    at = 0
+
+    def training_step(self, batch: Features, batch_idx: int) -> Tensor:
+        if batch_idx == self.at:
+            raise Power
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return cycle_target()
+
+
+@pytest.mark.parametrize(("objective", "shape"), [
+    ("hard", {}), ("soft", {"output": "copy"}), ("hard", {"vocabulary_size": 20}),
+])
+def test_an_interrupted_run_ends_in_the_same_bits(
+    objective: Any, shape: dict[str, Any], target: Target, tmp_path: Path
+) -> None:
+    settings = config(accumulate=3, objective=objective, drafter=MedusaConfig(num_heads=2, **shape))
+    _, whole = train(target, tmp_path / "whole", settings)
+    # Micro-batch 1: before any checkpoint, amid an accumulation. 13: after the one of step 4, whose interval ends at 6.
+    for Interrupted.at in (1, 13, 20):
+        with pytest.raises(Power):
+            train(target, tmp_path / "parts", settings, kind=Interrupted)
+    module, parts = train(target, tmp_path / "parts", settings)
+    expected, found = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    machine = {"seconds": 0.0, "peak_memory_bytes": 0}
+    assert dataclasses.replace(parts, checkpoint=whole.checkpoint, **machine) == dataclasses.replace(whole, **machine)
+    assert parts.checkpoint.read_bytes() == whole.checkpoint.read_bytes()
+    best = {f"drafter.{name}": tensor for name, tensor in module.drafter.state_dict().items()}
+    assert best.keys() == expected.keys()
+
+
+def test_resuming_at_another_place_would_show(target: Target, tmp_path: Path) -> None:
+    train(target, tmp_path / "whole")
+    train(target, tmp_path / "other", config(seed=0, max_steps=8), CycleData(merge=2))
+    expected, found = weights(tmp_path / "whole"), weights(tmp_path / "other")
+    assert not all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_finished_run_is_not_trained_again(target: Target, tmp_path: Path) -> None:
+    _, first = train(target, tmp_path)
+    before = (tmp_path / "last.ckpt").read_bytes()
+    Interrupted.at = 0
+    module, second = train(target, tmp_path, kind=Interrupted)
+    assert second == first
+    assert (tmp_path / "last.ckpt").read_bytes() == before
+    assert module.drafter.heads[0][0].linear.weight.any()
+
+
+def test_accumulated_micro_batches_equal_one_batch(target: Target, tmp_path: Path) -> None:
+    """Their counts of labels differ, so that a mean of means would show; the clip is active in both."""
+    train(target, tmp_path / "one", config(clip=0.05), CycleData(merge=3))
+    train(target, tmp_path / "three", config(clip=0.05, accumulate=3))
+    one, three = weights(tmp_path / "one"), weights(tmp_path / "three")
+    for name, tensor in one.items():
+        torch.testing.assert_close(three[name], tensor, atol=2e-5, rtol=1e-4)
+    assert any(tensor.abs().max() > 1e-3 for tensor in one.values())
+
+
+def test_the_gradient_is_that_of_the_weighted_mean(target: Target, tmp_path: Path) -> None:
+    seen: list[Tensor] = []
+
+    class Watched(MedusaModule):
+        def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+            seen.append(self.drafter.heads[1][0].linear.weight.grad.clone())
+            super().configure_gradient_clipping(*args, **kwargs)
+
+    train(target, tmp_path, config(max_steps=1, accumulate=2), kind=Watched)
+    drafter = Medusa.create(MedusaConfig(num_heads=2), target)
+    total, count = torch.zeros(()), 0.0
+    for number in (0, 1):
+        features = target.encode(cycle_rows(number))
+        drafts = drafter(features)
+        for step, offset in enumerate(drafts.offsets):
+            labels, valid = features.labels(offset)
+            logits = drafter.project(drafts.hidden_BLKD[:, :, step][valid], step)
+            total = total + 0.8**step * torch.nn.functional.cross_entropy(logits, labels[valid], reduction="sum")
+            count += 0.8**step * float(valid.sum())
+    (total / count).backward()
+    torch.testing.assert_close(seen[0], drafter.heads[1][0].linear.weight.grad, atol=1e-6, rtol=1e-4)
+
+
+class OffByOne(MedusaModule):
+    """Learns the token one place too far ahead: the classic mistake."""
+
+    def build_drafter(self) -> Medusa:
+        drafter = super().build_drafter()
+        drafter.forward = lambda features: Drafts(  # type: ignore[method-assign]
+            hidden_BLKD=drafter._states(features.final()), offsets=(3, 4))
+        return drafter
+
+
+def first_head_accuracy(target: Target, module: MedusaModule) -> float:
+    features = target.encode(cycle_rows(77, rows=20))
+    labels, valid = features.labels(2)
+    states = module.drafter._states(features.final())[:, :, 0][valid]
+    return float((module.drafter.project(states, 0).argmax(-1) == labels[valid]).float().mean())
+
+
+def test_the_first_head_learns_a_deterministic_text_and_an_off_by_one_does_not(target: Target, tmp_path: Path) -> None:
+    settings = config(max_steps=250, lr=2e-2, warmup_steps=10, validate_every=250, checkpoint_every=250,
+                      drafter=MedusaConfig(num_heads=2, output="copy"))
+    module, result = train(target, tmp_path / "right", settings)
+    assert first_head_accuracy(target, module) > 0.95
+    assert result.accepted_length > 2
+    wrong, _ = train(target, tmp_path / "wrong", settings, kind=OffByOne)
+    assert first_head_accuracy(target, wrong) < 0.5
+
+
+def test_a_drafter_built_before_fit_borrows_from_where_the_target_is(target: Target, tmp_path: Path) -> None:
+    bound: list[Target] = []
+
+    class Watched(MedusaModule):
+        def build_drafter(self) -> Medusa:
+            drafter = super().build_drafter()
+            bind = drafter.bind
+            drafter.bind = lambda target: (bound.append(target), bind(target))[1]  # type: ignore[method-assign]
+            return drafter
+
+    module = Watched(target, SMALL)
+    module.configure_model()
+    drafter = module.drafter
+    fit(module, CycleData(), tmp_path, progress=False)
+    assert module.drafter is drafter
+    assert bound[0] is target
+
+
+class Scheduled(MedusaModule):
+    """The second head counts more and more, as a family's own schedule may have it."""
+
+    def weights(self, steps: int) -> tuple[float, ...]:
+        self.asked.append(self.progress)
+        # As if time went on between two micro-batches.
+        return (1.0, self.progress + 0.1 * len(self.asked))
+
+    asked: ClassVar[list[float]] = []
+
+
+def test_weights_may_follow_progress_and_hold_for_a_whole_step(target: Target, tmp_path: Path) -> None:
+    Scheduled.asked.clear()
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    class Watched(Scheduled):
+        def training_step(self, batch: Features, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            assert self._pending is not None
+            self.told = weighted_mean_loss(self._pending.sums_KC, self._pending.weights)
+            self.totals.append(loss.detach() / 2)
+            return loss
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            super().on_before_optimizer_step(optimizer)
+            seen.append((sum(self.totals), self.told[0]))
+            assert self.figures["loss"] == pytest.approx(float(self.told[0] / self.told[1]))
+            self.totals.clear()
+
+        totals: ClassVar[list[Tensor]] = []
+
+    train(target, tmp_path, config(accumulate=2, max_steps=4), kind=Watched)
+    assert Scheduled.asked == [0.0, 0.25, 0.5, 0.75], "once an optimizer step"
+    for summed, told in seen:
+        torch.testing.assert_close(float(summed), float(told), atol=1e-3, rtol=1e-5)
+
+
+@pytest.mark.parametrize("objective", ["reverse_kl", "jsd", "tvd", "lk_alpha", "lk_hybrid"])
+def test_every_objective_trains_and_lowers_itself(objective: Any, target: Target, tmp_path: Path) -> None:
+    losses: list[float] = []
+
+    class Watched(MedusaModule):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            super().on_before_optimizer_step(optimizer)
+            losses.append(self.figures["loss"])
+
+    settings = config(objective=objective, max_steps=30, drafter=MedusaConfig(num_heads=2, output="copy"))
+    module, _ = train(target, tmp_path, settings, kind=Watched)
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    assert 0 < module.figures["head1/alpha"] < 1
+
+
+class Blind(Medusa):
+    """Reads no state of the target."""
+
+    @property
+    def reads_states(self) -> bool:
+        return False
+
+    def forward(self, features: Features) -> Drafts:
+        return super().forward(dataclasses.replace(features, final_BLD=self._rows().weight_QD[features.tokens_BL]))
+
+
+class BlindModule(MedusaModule):
+    def build_drafter(self) -> Medusa:
+        drafter = super().build_drafter()
+        drafter.__class__ = Blind
+        return drafter
+
+
+@pytest.mark.parametrize(("settings", "passes"), [({}, 0), ({"objective": "soft"}, 3)])
+def test_the_target_runs_in_a_step_only_where_it_is_read(
+    settings: dict[str, Any], passes: int, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+    encode = target.encode
+    monkeypatch.setattr(target, "encode", lambda features, taps=(): (encoded.append(1), encode(features, taps))[1])
+    train(target, tmp_path, config(max_steps=3, **settings), kind=BlindModule)
+    assert len(encoded) == passes + 2, "the two held-out rows are decoded all the same"
+
+
+def test_the_target_is_untouched_and_in_no_checkpoint(target: Target, tmp_path: Path) -> None:
+    before = hash_weights(target.model)
+    module, _ = train(target, tmp_path)
+    assert hash_weights(target.model) == before
+    assert all(parameter.grad is None for parameter in target.model.parameters())
+    stored = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert set(stored["state_dict"]) == {f"drafter.{name}" for name in module.drafter.state_dict()}
+    assert (tmp_path / "last.ckpt").stat().st_size < 100_000
+
+
+@pytest.mark.parametrize("output", ["shared", "copy"])
+def test_half_precision_arithmetic_keeps_float32_weights(output: Any, target: Target, tmp_path: Path) -> None:
+    settings = config(precision="bf16-mixed", objective="soft", drafter=MedusaConfig(num_heads=2, output=output))
+    module, _ = train(target, tmp_path, settings)
+    for parameter in module.drafter.parameters():
+        assert parameter.dtype == torch.float32
+        assert parameter.isfinite().all()
+    train(target, tmp_path / "full", dataclasses.replace(settings, precision="32-true"))
+    expected, found = weights(tmp_path / "full"), weights(tmp_path)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=0.03, rtol=0.05)
+
+
+def test_stored_states_train_like_computed_ones(target: Target, tmp_path: Path) -> None:
+    class Stored(CycleData):
+        def on_before_batch_transfer(self, batch: Features, dataloader_idx: int) -> Features:
+            return target.encode(batch)
+
+    train(target, tmp_path / "online")
+    train(target, tmp_path / "stored", data=Stored())
+    online, stored = weights(tmp_path / "online"), weights(tmp_path / "stored")
+    assert all(torch.equal(stored[name], tensor) for name, tensor in online.items())
+
+
+class Unsupervised(CycleData):
+    """Nobody wrote an answer."""
+
+    def on_before_batch_transfer(self, batch: Features, dataloader_idx: int) -> Features:
+        return dataclasses.replace(batch, supervised_BL=torch.zeros_like(batch.supervised_BL))
+
+
+def test_a_run_without_supervision_stops(target: Target, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nothing to learn in the first 8 optimizer steps: no token is supervised"):
+        train(target, tmp_path, config(max_steps=100), Unsupervised())
+
+
+def test_a_vocabulary_without_the_texts_tokens_stops(target: Target, tmp_path: Path) -> None:
+    settings = config(drafter=MedusaConfig(vocabulary_size=4))
+    module = MedusaModule(target, settings, token_counts=torch.arange(target.vocab_size) < 10)
+    with pytest.raises(UserError, match=r"all \d+ labels lie outside the reduced vocabulary; raise vocabulary_size"):
+        fit(module, CycleData(), tmp_path, progress=False)
+
+
+def test_a_loss_that_is_no_number_stops_and_names_the_step(target: Target, tmp_path: Path) -> None:
+    class Broken(MedusaModule):
+        def training_step(self, batch: Features, batch_idx: int) -> Tensor:
+            if batch_idx == 3:
+                self.drafter.heads[0][0].linear.bias.data.fill_(float("nan"))
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(UserError, match="the loss became nan at optimizer step 4; lower lr"):
+        train(target, tmp_path, kind=Broken)
+
+
+def test_another_runs_checkpoint_is_refused(target: Target, tmp_path: Path) -> None:
+    train(target, tmp_path)
+    with pytest.raises(UserError, match=r"other settings \(config.lr is 0.5, was 0.01\); choose another --out"):
+        train(target, tmp_path, config(lr=0.5))
+
+
+def test_a_damaged_checkpoint_is_refused(target: Target, tmp_path: Path) -> None:
+    train(target, tmp_path)
+    stored = (tmp_path / "last.ckpt").read_bytes()
+    (tmp_path / "last.ckpt").write_bytes(stored[: len(stored) // 2])
+    with pytest.raises(UserError, match=r"last.ckpt is damaged .* delete it"):
+        train(target, tmp_path)
+
+
+def test_a_run_without_held_out_text_is_refused(target: Target, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no held-out text"):
+        train(target, tmp_path, data=CycleData(held_out=0))
+
+
+def test_a_folder_that_cannot_be_made_is_refused(target: Target, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot write .*file/out: Not a directory; make room"):
+        train(target, tmp_path / "file" / "out")
+
+
+def test_a_reduced_vocabulary_needs_counts(target: Target) -> None:
+    with pytest.raises(UserError, match="vocabulary_size is 20, but nobody counted"):
+        MedusaModule(target, config(drafter=MedusaConfig(vocabulary_size=20)))
+
+
+@pytest.mark.parametrize(("settings", "told"), [
+    ({"max_steps": 0}, "max_steps must be at least 1, got 0"), ({"accumulate": 0}, "accumulate"),
+    ({"validate_every": 0}, "validate_every"), ({"validation_nodes": 1}, "validation_nodes must be at least 2"),
+    ({"clip": -1.0}, "clip must not be negative, got -1.0"), ({"decay": 0.0}, "decay"),
+    ({"lr": 0.0}, "lr must be above 0"),
+    ({"objective": "firm"}, "objective must be one of hard, soft, .* got 'firm'"),
+    ({"feature_weight": -1.0}, "feature_weight must not be negative, got -1.0"),
+])
+def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        config(**settings)
+
+
+@pytest.mark.parametrize(("instructions", "accelerator", "expected"), [
+    ({"avx512_bf16": True}, "auto", "bf16-mixed"),
+    ({"amx_bf16": True, "avx512_bf16": False}, "cpu", "bf16-mixed"),
+    ({"avx512_bf16": False, "avx512_f": True}, "cpu", "32-true"),
+    ({}, "auto", "32-true"),
+])
+def test_the_machine_chooses_the_arithmetic(
+    instructions: dict[str, bool], accelerator: str, expected: str, monkeypatch: pytest.MonkeyPatch, target: Target,
+    tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
+    seen = []
+
+    class Watched(MedusaModule):
+        def training_step(self, batch: Features, batch_idx: int) -> Tensor:
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return super().training_step(batch, batch_idx)
+
+    settings = config(precision="auto", accelerator=accelerator, max_steps=1)
+    _, result = train(target, tmp_path, settings, kind=Watched)
+    assert result.precision == expected
+    assert seen == [expected == "bf16-mixed"]

@@ -1,0 +1,128 @@
+"""Which checkpoint is kept, when things are written, what the user sees; and writing that survives a kill."""
+
+import dataclasses
+import math
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.modules import Target, UserError
+from draftsmith.modules.drafters.medusa import MedusaConfig
+from draftsmith.trainers import MedusaModule, MedusaTrainConfig, fit, fitting
+from draftsmith.trainers.checkpoints import load_weights, save_weights
+from safetensors.torch import load_file
+from support.cycle import CycleData, cycle_target
+
+SETTINGS = MedusaTrainConfig(max_steps=7, lr=1e-2, warmup_steps=1, validate_every=2, validation_nodes=4,
+                             checkpoint_every=3, drafter=MedusaConfig(num_heads=2), precision="32-true",
+                             accelerator="cpu")
+
+
+@dataclasses.dataclass
+class Told:
+    accepted_length: float
+    by_position: tuple[float, ...] = (0.5,)
+    tokens: int = 2000
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return cycle_target()
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, lengths: list[float], **changes: Any) -> list[dict[str, torch.Tensor]]:
+    """Let validation tell these lengths one after another; the weights that it saw are collected."""
+    seen: list[dict[str, torch.Tensor]] = []
+
+    def decoded_acceptance(drafter: Any, target: Any, rows: Any, nodes: int) -> Told:
+        assert nodes == SETTINGS.validation_nodes
+        assert all(row.final_BLD is not None for row in rows)
+        seen.append({name: tensor.clone() for name, tensor in drafter.state_dict().items()})
+        return Told(lengths[len(seen) - 1], **changes)
+
+    monkeypatch.setattr(fitting, "decoded_acceptance", decoded_acceptance)
+    return seen
+
+
+def test_the_greatest_accepted_length_wins_and_a_tie_goes_to_the_earlier(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = scripted(monkeypatch, [1.0, 1.1, 1.4, 1.4, 1.2])
+    module = MedusaModule(target, SETTINGS)
+    result = fit(module, CycleData(), tmp_path, progress=False)
+    assert len(seen) == 5, "before the first step, after steps 2, 4, 6, and after the last one"
+    assert (result.step, result.accepted_length, result.steps) == (4, 1.4, 7)
+    assert result.untrained_accepted_length == 1.0
+    assert all(torch.equal(tensor, MedusaModule(target, SETTINGS).build_drafter().state_dict()[name])
+               for name, tensor in seen[0].items())
+    for found in (load_file(result.checkpoint), module.drafter.state_dict()):
+        assert all(torch.equal(found[name], tensor) for name, tensor in seen[2].items())
+    assert not all(torch.equal(seen[3][name], tensor) for name, tensor in seen[2].items())
+
+
+def test_the_best_so_far_survives_an_interruption(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted(monkeypatch, [1.0, 1.1, 1.4, math.nan])
+
+    class Stops(MedusaModule):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if batch_idx == 6:
+                raise KeyError("power")
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(KeyError):
+        fit(Stops(target, SETTINGS), CycleData(), tmp_path, progress=False)
+    seen = scripted(monkeypatch, [1.4, 1.3, 1.2])
+    result = fit(MedusaModule(target, SETTINGS), CycleData(), tmp_path, progress=False)
+    # Step 6 was checkpointed with what was found at 2, 4 and 6; only the last step is left.
+    assert len(seen) == 1
+    assert (result.step, result.accepted_length) == (4, 1.4)
+
+
+def test_few_held_out_tokens_are_told_once(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(monkeypatch, [1.0, 1.1, 1.2, 1.3, 1.4], tokens=999)
+    with pytest.warns(UserWarning, match="decodes only 999 tokens") as told:
+        fit(MedusaModule(target, SETTINGS), CycleData(), tmp_path, progress=False)
+    assert len([one for one in told if "decodes only" in str(one.message)]) == 1
+
+
+def test_a_run_shows_one_tidy_line(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    scripted(monkeypatch, [1.0, 1.1, 1.4, 1.4, 1.2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(MedusaModule(target, SETTINGS), CycleData(), tmp_path, progress=True)
+    out, line = capfd.readouterr()
+    assert out == ""
+    assert line.count("\n") == 1
+    final = line.rstrip("\n").rsplit("\r", 1)[-1]
+    assert re.search(r"train: 100%.* 7/7 \[.*<00:00, .*step/?s?.*loss=\d.*accepted=1\.20\]", final), final
+
+
+def test_tensorboard_gets_the_figures(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    scripted(monkeypatch, [1.0, 1.1, 1.4, 1.4, 1.2])
+    fit(MedusaModule(target, SETTINGS), CycleData(), tmp_path, progress=False)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    measured = [(event.step, round(event.value, 3)) for event in events.Scalars("accepted_length")]
+    assert measured == [(2, 1.1), (4, 1.4), (6, 1.4), (7, 1.2)]
+    assert [event.step for event in events.Scalars("loss")] == list(range(1, 8))
+    assert {"head1/top1", "head2/loss", "expected_accepted_length", "learning_rate"} <= set(events.Tags()["scalars"])
+
+
+def test_weights_are_the_same_bytes_each_time_and_damage_is_told(tmp_path: Path) -> None:
+    module = torch.nn.Linear(4, 4)
+    for name in ("a", "b"):
+        save_weights(tmp_path / name, module.state_dict())
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    (tmp_path / "a").write_bytes(b"nonsense")
+    for name in ("a", "missing"):
+        with pytest.raises(UserError, match=r"cannot be read .* train again"):
+            load_weights(tmp_path / name)

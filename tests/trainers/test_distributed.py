@@ -1,0 +1,53 @@
+"""Two processes on gloo learn what one does."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).resolve().parents[1] / "references" / "distributed_fit.py"
+
+
+def run(out: Path, accumulate: int, processes: int, *more: str) -> list[str]:
+    """What each process printed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", f"--master-port={port}"]
+    command = [sys.executable, *(launcher if processes > 1 else []), str(SCRIPT), str(out), str(accumulate), *more]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240,
+                            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+    assert answer.returncode == 0, answer.stderr[-3000:]
+    # Two processes write to one pipe: their lines may run into one another.
+    return re.findall(r"step \d+, accepted length \d+\.\d{6}, \d+ steps", answer.stdout)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_processes_equal_one_that_accumulates(tmp_path: Path) -> None:
+    """The micro-batches are the same, two at a time here and one after another there; their label counts differ."""
+    alone = run(tmp_path / "one", 4, 1)
+    together = run(tmp_path / "two", 2, 2)
+    stored = [torch.load(tmp_path / name / "last.ckpt", weights_only=True) for name in ("one", "two")]
+    assert stored[0]["global_step"] == stored[1]["global_step"] == 6
+    for name, tensor in stored[0]["state_dict"].items():
+        torch.testing.assert_close(stored[1]["state_dict"][name], tensor, atol=2e-5, rtol=1e-4)
+    assert (len(alone), len(together)) == (1, 2)
+    assert len({*alone, *together}) == 1, f"every process knows the same best step: {alone} {together}"
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_processes_end_by_time_at_the_same_step(tmp_path: Path) -> None:
+    """Their clocks differ by days; were each to go by its own, one would wait for the other for ever."""
+    told = run(tmp_path, 1, 2, "0.02")
+    steps = torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"]
+    assert len(told) == 2
+    assert len(set(told)) == 1
+    assert told[0].endswith(f" {steps} steps")
+    assert steps > 2
