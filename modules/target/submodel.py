@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ..errors import UserError
-from .model import Target, layer_list
+from .excerpt import layer_list
+from .model import Target
 from .tree_attention import NAME, register
 
 _FALLBACK_FIELDS = ("rms_norm_eps", "initializer_range", "rope_parameters", "bos_token_id", "eos_token_id",
