@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..errors import TreeError
+from ..errors import TreeError, UserError
 from ..interfaces.proposer import DraftState, Observation, Proposer, Verified
 from ..policies.base import Policy
 from ..target.model import PassOutput
@@ -24,6 +24,8 @@ from .row_errors import PARENT, DecodeError, message, screen
 
 _SHORTEST_PREFIX = 8
 """Tokens that prompts must share before it pays to keep them in a row of their own."""
+_STOP_CONTEXT = 8
+"""Tokens decoded ahead of those that may hold a stop text."""
 
 
 class Rows(Protocol):
@@ -76,7 +78,7 @@ class Loop:
         policy: how its trees grow; needed with a drafter.
 
     Raises:
-        UserError: if the policy makes no sense with the drafter.
+        UserError: if the policy makes no sense with the drafter, or two requests have the same index.
     """
 
     def __init__(
@@ -98,6 +100,8 @@ class Loop:
         self.target, self.settings, self.drafter, self.policy = target, settings, drafter, policy
         self.waiting: deque[Request] = deque()
         self.refused: list[Generation] = []
+        requests = list(requests)
+        _refuse_repeated([request.index for request in requests])
         for request in requests:
             if error := request.fault(target.context_length, target.vocab_size):
                 self.refused.append(Generation(request, finish="error", error=error))
@@ -174,7 +178,9 @@ class Loop:
         faults_R = torch.zeros_like(rows_R)
         for offset in range(self._read, longest, chunk):
             here = [index for index, prompt in enumerate(prompts) if len(prompt) > offset]
-            faults_R[here] = self._prefill_chunk([rows[i] for i in here], [prompts[i] for i in here], offset)
+            faults = self._prefill_chunk([rows[i] for i in here], [prompts[i] for i in here], offset)
+            # A fault stays: the states after a later chunk need not show it.
+            faults_R[here] = torch.maximum(faults_R[here], faults)
         found = torch.stack([self.roots_B[rows_R], faults_R], dim=1).tolist()
         self.stats.prefill_seconds += time.perf_counter() - began
         for row, (token, fault) in zip(rows, found, strict=True):
@@ -334,6 +340,7 @@ def decode(
         deadline: value of `time.monotonic()` after which no waiting request is started.
 
     Raises:
+        UserError: if two requests have the same index, or the policy makes no sense with the drafter.
         DecodeError: if a request is wrong (an empty prompt, one that does not fit the target's context, a negative
             temperature), or a row went wrong on the way (NaN logits, a token or tree that cannot be verified). It is
             raised when all other rows have finished; its `result` holds every generation.
@@ -384,9 +391,35 @@ def shared_prefix(prompts: Sequence[tuple[int, ...]], limit: int) -> tuple[int, 
 
 
 def first_stop(tokenizer: Any, before: Sequence[int], new: Sequence[int], stops: Sequence[str]) -> int | None:
-    """How many of the new tokens complete the first stop text, or None."""
+    """How many of the new tokens complete the first stop text, or None.
+
+    Only the end of the answer is decoded: as many tokens as hold a character more than the longest stop text, and a
+    few for those whose text depends on the token before. Where a stop text seems to be there, the whole answer decides.
+    """
+    window = _tail(tokenizer, before, max(map(len, stops)))
     for count in range(1, len(new) + 1):
-        text = tokenizer.decode([*before, *new[:count]], skip_special_tokens=False)
-        if any(stop in text for stop in stops):
+        for start in (len(before) - window, 0):
+            text = tokenizer.decode([*before[start:], *new[:count]], skip_special_tokens=False)
+            if not any(stop in text for stop in stops):
+                break
+        else:
             return count
     return None
+
+
+def _tail(tokenizer: Any, tokens: Sequence[int], characters: int) -> int:
+    """How many of the last tokens hold more than so many characters; all of them where none do."""
+    count = _STOP_CONTEXT + characters
+    while count < len(tokens):
+        text = tokenizer.decode(list(tokens[len(tokens) - count + _STOP_CONTEXT :]), skip_special_tokens=False)
+        if len(text) > characters:
+            return count
+        count *= 2
+    return len(tokens)
+
+
+def _refuse_repeated(indices: Sequence[int]) -> None:
+    """Refuse an index that two requests share: one of the answers would take the other's place."""
+    if len(set(indices)) < len(indices):
+        repeated = next(index for index in indices if indices.count(index) > 1)
+        raise UserError(f"several requests have the index {repeated}; give each request of a run its own")

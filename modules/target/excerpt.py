@@ -21,12 +21,15 @@ def copy_modules(model: nn.Module) -> Any:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
-def excerpt(model: Any) -> Any:
-    """The first layers of a model, at least one of each kind, in float32 or wider and with short sliding windows.
+def excerpt(model: Any, *, short_windows: bool) -> Any:
+    """The first layers of a model, at least one of each kind, in float32 or wider.
 
     It computes what the model computes, with fewer layers and token ids, so whatever is wrong with masks, positions
     or windows is wrong there too, and float32 tells it from rounding. The model itself stays as it is; tensors that
     need no conversion are shared.
+
+    Args:
+        short_windows: cut sliding windows to `SHORT_WINDOW` tokens, so that a short text leaves them.
     """
     small = copy_modules(model)
     small.generation_config = None
@@ -38,7 +41,8 @@ def excerpt(model: Any) -> Any:
         config.layer_types = config.layer_types[:count]
     config.num_hidden_layers = count
     _cut_vocabulary(small)
-    _shorten_windows(small, config)
+    if short_windows:
+        _shorten_windows(small, config)
     _widen(small)
     return small
 

@@ -88,8 +88,9 @@ class Target:
             UserError: if a token tree is not read as the model reads text.
         """
         windows = self_check.layer_windows(self.config, self.context_length)
-        if self_check.needs_excerpt(self.dtype, windows):
-            Target(excerpt(self.model), None, name=self.identity.name, pack=False)
+        # Copied while the model still has its own attention, which the excerpt is compared with.
+        beyond, half = self_check.ends_inside(windows), self_check.is_half(self.dtype)
+        small = excerpt(self.model, short_windows=beyond) if beyond or half else None
         text_1L = self_check.text(self.vocab_size, self.device)
         with torch.no_grad():
             expected_1LV = self.model(input_ids=text_1L, use_cache=False).logits
@@ -101,6 +102,8 @@ class Target:
         name = self.identity.architecture
         self_check.check_attention(name, self.config, windows, calls, passes=2, context_length=self.context_length)
         self_check.check_logits(name, found_1LV, expected_1LV)
+        if small is not None:
+            Target(small, None, name=self.identity.name, pack=False)
 
     def _read_as_tree(self, text_1L: Tensor) -> Tensor:
         """Logits along the check's text, [1, L, V], from a prompt's pass and a branching tree's."""

@@ -72,9 +72,14 @@ def _binding(window: int | None, context_length: int) -> int | None:
     return None if window is None or window >= context_length else window
 
 
-def needs_excerpt(dtype: torch.dtype, windows: Sequence[int | None]) -> bool:
-    """Whether the check of the model itself would miss errors: rounding hides them, or its text is inside a window."""
-    return dtype not in _BOUNDS or any(window is not None and window >= TEXT_LENGTH for window in windows)
+def ends_inside(windows: Sequence[int | None]) -> bool:
+    """Whether the check's text ends before it leaves a sliding window."""
+    return any(window is not None and window >= TEXT_LENGTH for window in windows)
+
+
+def is_half(dtype: torch.dtype) -> bool:
+    """Whether rounding hides errors of logits in this type."""
+    return dtype not in _BOUNDS
 
 
 def check_attention(
