@@ -75,7 +75,7 @@ def until_end(tokens: Sequence[int], eos_ids: Sequence[int]) -> list[int]:
 
 
 def first_divergence(answer: Sequence[int], reference: Sequence[int]) -> int | None:
-    """First index at which two answers differ; the shorter length if one begins with the other; None if equal."""
+    """First index at which two answers differ; the shorter length if one continues the other; None if equal."""
     for place, (token, expected) in enumerate(zip(answer, reference, strict=False)):
         if token != expected:
             return place

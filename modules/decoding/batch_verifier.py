@@ -19,7 +19,7 @@ class Referee:
     """Holds temperatures, random numbers and tokens read of every row, all on the device.
 
     Args:
-        settings: what the requests share.
+        settings: shared by the requests.
         rows: how many there are.
         places: most tokens of an answer, the largest tree included.
         vocab_size: tokens of the target.
@@ -42,7 +42,7 @@ class Referee:
         self._hot = [False] * rows
 
     def open(self, row: int, request: Request) -> None:
-        """A request begins in a row."""
+        """Start a request in a row."""
         self.active = max(self.active, row + 1)
         self.temperature_R[row], self.requests_R[row], self.places_R[row] = request.temperature, request.index, 0
         self._hot[row] = request.temperature > 0
@@ -75,11 +75,11 @@ class Referee:
             temperature_B=self.temperature_R[active],
         )
 
-    def begin(self, rows: list[int], rows_B: Tensor, logits_BMV: Tensor) -> tuple[Tensor, Tensor]:
-        """(first token of each answer, fault of each row) behind a piece of the prompts; M is 1."""
+    def first_tokens(self, rows: list[int], rows_B: Tensor, logits_BMV: Tensor) -> tuple[Tensor, Tensor]:
+        """(first token of each answer, fault of each row) after a piece of the prompts; M is 1."""
         if self.seen_RV is not None:
-            paths_BMN = self.last_R[rows_B, None, None]
-            logits_BMV = penalise(widened(logits_BMV), self.settings.repetition_penalty, self.seen_RV[rows_B], paths_BMN)
+            seen_BV, last_BMN = self.seen_RV[rows_B], self.last_R[rows_B, None, None]
+            logits_BMV = penalise(widened(logits_BMV), self.settings.repetition_penalty, seen_BV, last_BMN)
         chosen_BM = choose(logits_BMV, self.uniforms_RT[rows_B, :1], self._sampling(rows, rows_B))
         self.places_R[rows_B] = 1
         return chosen_BM[:, 0], torch.where(unreadable(logits_BMV)[:, 0], LOGITS, 0)

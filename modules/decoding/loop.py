@@ -43,7 +43,7 @@ class Rows(Protocol):
 
 
 class Verifier(Protocol):
-    """What the loop asks of a target."""
+    """The interface of a target to the loop."""
 
     @property
     def device(self) -> torch.device: ...
@@ -73,7 +73,7 @@ class Loop:
     Args:
         target: the verifier.
         requests: what to continue.
-        settings: what the requests share.
+        settings: shared by the requests.
         drafter: proposes; None decodes plainly.
         policy: how its trees grow; needed with a drafter.
 
@@ -95,7 +95,7 @@ class Loop:
         if drafter is not None and policy is not None:
             policy.check(drafter)
             if policy.max_size == 1:
-                # Nothing but a root: the drafter need not even look.
+                # Nothing but a root: the drafter is not needed.
                 drafter = policy = None
         self.target, self.settings, self.drafter, self.policy = target, settings, drafter, policy
         self.waiting: deque[Request] = deque()
@@ -114,7 +114,7 @@ class Loop:
         places = max((r.max_new_tokens for r in self.waiting), default=0) + size
         sampled = any(request.temperature > 0 for request in self.waiting)
         count = min(settings.batch_size, len(self.waiting))
-        # A drafter must see every prompt token, so only plain decoding reads a common beginning once.
+        # A drafter must see every prompt token, so only plain decoding reads a common start once.
         prefix = shared_prefix([r.tokens for r in self.waiting], settings.prefill_chunk) if drafter is None else ()
         self.rows = target.start(count, longest + size, drafter.taps if drafter else (), prefix)
         self.state: DraftState | None = drafter.start(count, longest + size) if drafter is not None else None
@@ -133,7 +133,7 @@ class Loop:
         """
         for generation in self.refused:
             yield generation, [], True
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         free = list(range(self._count))
         while True:
             if deadline is not None and time.monotonic() >= deadline:
@@ -148,7 +148,7 @@ class Loop:
             yield from self._pass()
             free = [row for row in range(len(self.slots)) if self._done(row)]
         self.stats.draft_seconds += self._drafting.read()
-        self.stats.seconds += time.perf_counter() - began
+        self.stats.seconds += time.perf_counter() - started_at
 
     def _assign(self, row: int) -> bool:
         """Put the next request into a row; False when none waits."""
@@ -170,7 +170,7 @@ class Loop:
 
     def _prefill(self, rows: list[int]) -> Iterator[tuple[Generation, list[int], bool]]:
         """Read the prompts of `rows`, in chunks, and take the first token of each answer."""
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         device, chunk = self.target.device, self.settings.prefill_chunk
         prompts = [self.slots[row].request.tokens for row in rows]
         longest = max(map(len, prompts))
@@ -182,12 +182,12 @@ class Loop:
             # A fault stays: the states after a later chunk need not show it.
             faults_R[here] = torch.maximum(faults_R[here], faults)
         found = torch.stack([self.roots_B[rows_R], faults_R], dim=1).tolist()
-        self.stats.prefill_seconds += time.perf_counter() - began
+        self.stats.prefill_seconds += time.perf_counter() - started_at
         for row, (token, fault) in zip(rows, found, strict=True):
             yield self.slots[row], self._take(row, [token], fault), self._done(row)
 
     def _prefill_chunk(self, rows: list[int], prompts: Sequence[tuple[int, ...]], offset: int) -> Tensor:
-        """Read the pieces of the prompts that begin at `offset`; returns the fault of each row."""
+        """Read the pieces of the prompts that start at `offset`; returns the fault of each row."""
         device = self.target.device
         parts = [prompt[offset : offset + self.settings.prefill_chunk] for prompt in prompts]
         counts, width = [len(part) for part in parts], max(map(len, parts))
@@ -197,7 +197,7 @@ class Loop:
         self.stats.prefill_calls += 1
         path_BC = torch.arange(width, device=device).expand(len(rows), -1)
         self.rows.commit(path_BC, counts_B, counts, moved=False)
-        chosen_B, faults_B = self.referee.begin(rows, rows_R, output.logits_BMV)
+        chosen_B, faults_B = self.referee.first_tokens(rows, rows_R, output.logits_BMV)
         following = [
             prompt[offset + len(part)] if offset + len(part) < len(prompt) else -1
             for prompt, part in zip(prompts, parts, strict=True)
@@ -232,13 +232,13 @@ class Loop:
     def _pass(self) -> Iterator[tuple[Generation, list[int], bool]]:
         """Draft, verify and commit once for all active rows."""
         tree, faults_B = self._draft()
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         output = self.rows.run(tree)
         accepted, faults_B = self.referee.verify(tree, output.logits_BMV, faults_B)
         emitted, counts, faults = to_host(tree, accepted, faults_B)
         self.stats.draft_seconds += self._drafting.read()
         self.rows.commit(accepted.path_BK, accepted.counts_B, counts, moved=tree.size > 1)
-        self.stats.target_seconds += time.perf_counter() - began
+        self.stats.target_seconds += time.perf_counter() - started_at
         self.roots_B = accepted.bonus_B
         answers = verified(tree, accepted, output) if self._reads_logits else None
         self._observe(
@@ -370,7 +370,7 @@ def stream(
     """Continue one request and yield its new tokens pass by pass.
 
     Raises:
-        DecodeError: as `decode` does, behind the tokens that came before the fault.
+        DecodeError: as `decode` does, after the tokens that came before the fault.
     """
     loop = Loop(target, [request], settings, drafter=drafter, policy=policy)
     for generation, tokens, _done in loop.run():
@@ -380,7 +380,7 @@ def stream(
 
 
 def shared_prefix(prompts: Sequence[tuple[int, ...]], limit: int) -> tuple[int, ...]:
-    """What all prompts begin with, without any prompt's last token; nothing where that saves next to nothing."""
+    """The start that all prompts share, without any prompt's last token; empty where that saves next to nothing."""
     if len(prompts) < 2:
         return ()
     # Every prompt lies between the least and the greatest, so what these two share all share.

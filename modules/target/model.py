@@ -1,4 +1,4 @@
-"""The frozen target: a causal language model whose every word is kept.
+"""The frozen target model: a causal LM with tree passes and hidden-state taps.
 
 Shapes: B rows, N tokens of a pass, L positions, D hidden size, V vocabulary, W cache slots in use.
 """
@@ -26,7 +26,7 @@ from .tree_attention import NAME, additive, recording, register
 
 @dataclass(frozen=True, kw_only=True)
 class PassOutput:
-    """What one pass of the target gives."""
+    """Logits and hidden states of one pass of the target."""
 
     logits_BMV: Tensor
     """Next-token logits at the selected nodes (all of them unless the caller chose)."""
@@ -44,17 +44,17 @@ class Target:
     Args:
         model: any causal language model of transformers whose attention takes a mask.
         tokenizer: its tokenizer.
-        name: what reports call it. A model on torch's meta device has a shape and no values: it is not checked.
+        name: for reports. A model on torch's meta device has a shape and no values: it is not checked.
         pack: lay the linear layers out for oneDNN where that pays (float32 on a CPU); doubles their memory.
-        beside: a target of which this model is a copy; packed layers with the very same weight are shared with it.
+        shared_with: a target of which this model is a copy; packed layers with the very same weight are shared.
 
     Raises:
-        UserError: if the architecture keeps a recurrent state, or the self-check finds that the passes of this class do
-            not equal the model's own.
+        UserError: if the architecture cannot be verified, the check of `self_check` finds that the passes of this class
+            do not equal the model's own, or its generation config asks for more than decoding offers.
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, *, name: str, pack: bool = True, beside: "Target | None" = None
+        self, model: Any, tokenizer: Any, *, name: str, pack: bool = True, shared_with: "Target | None" = None
     ) -> None:
         self_check.refuse_unverifiable(model)
         register()
@@ -79,7 +79,7 @@ class Target:
         self.broken_V: Tensor | None = None
         if not sketched:
             self.broken_V = _not_finite(model.get_input_embeddings().weight)
-            self._check_and_install(pack, None if beside is None else beside.packed)
+            self._check_and_install(pack, None if shared_with is None else shared_with.packed)
 
     def _check_and_install(self, pack: bool, shared: PackedLinears | None) -> None:
         """Give the model this package's attention and linear layers, and compare it with what it was.
@@ -116,7 +116,7 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        """Where the embeddings live: inputs go there."""
+        """Device of the embeddings: inputs go there."""
         return self.model.get_input_embeddings().weight.device  # type: ignore[no-any-return]
 
     @property
@@ -187,9 +187,9 @@ class Target:
             return copy_modules(model)
 
     def adapted(self, adapter: Adapter) -> "Target":
-        """This target with an adapter merged into it: another target, beside this one, which stays what it is.
+        """This target with an adapter merged into it: another target; this one stays as it is.
 
-        Memory: the adapted layers stand there twice (and packed twice, where layers are packed); embeddings, norms and
+        Memory: the adapted layers exist twice (and packed twice, where layers are packed); embeddings, norms and
         all other layers are shared.
 
         Raises:
@@ -201,7 +201,7 @@ class Target:
             # Saved as it is now: with the tie declared, the adapted output layer would be left out.
             model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = False
         return Target(model, self.tokenizer, name=f"{self.identity.name}, adapted", pack=self.packed is not None,
-                      beside=self)
+                      shared_with=self)
 
     # The output layer ------------------------------------------------------------------------------------------------
 
@@ -230,7 +230,7 @@ class Target:
             rows: sequences of the batch.
             capacity: most tokens of a sequence, the largest tree included.
             taps: layers whose outputs the passes give.
-            prefix: tokens that every sequence begins with; they are read once and copied from row to row.
+            prefix: tokens that every sequence starts with; they are read once and copied from row to row.
         """
         return TargetRows(self, rows, capacity, self._checked(taps), prefix)
 
@@ -246,7 +246,7 @@ class Target:
         return batch.completed(self.trace(batch.unread(), taps))
 
     def trace(self, features: Features, taps: Sequence[int] = ()) -> Features:
-        """The same with a graph behind the states, for a target of which something is trained."""
+        """`encode` with a graph for gradients, for a target of which something is trained."""
         batch = features.to(self.device)
         positions_BL = batch.positions_BL
         with self.tapping(self._checked(taps)) as states:
@@ -287,9 +287,9 @@ class Target:
 
 
 class TargetRows:
-    """A batch of sequences inside the target: what it has read, and the passes that extend it.
+    """A batch of sequences inside the target: their cache, and the passes that extend it.
 
-    Rows `[0, active)` are in use. A pass writes its nodes behind each row; `commit` keeps a path of them.
+    Rows `[0, active)` are in use. A pass writes its nodes after each row; `commit` keeps a path of them.
     """
 
     def __init__(
@@ -302,7 +302,7 @@ class TargetRows:
 
     @torch.no_grad()
     def run(self, tree: TokenTree, rows: list[int] | None = None, select_BM: Tensor | None = None) -> PassOutput:
-        """Send a tree through the target behind what each row has committed.
+        """Send a tree through the target after the committed tokens of each row.
 
         Args:
             tree: one tree a row.
@@ -347,7 +347,7 @@ class TargetRows:
 
     @torch.no_grad()
     def open(self, row: int, index: int) -> int:
-        """Empty a row for the request numbered `index`; it begins with the shared prefix, whose length is returned."""
+        """Empty a row for the request numbered `index`; it starts with the shared prefix, whose length is returned."""
         self.cache.clear(row)
         if self.spare is None:
             return 0
@@ -356,7 +356,7 @@ class TargetRows:
         return length
 
     def _read_prefix(self, prefix: Sequence[int]) -> int:
-        """Read what all rows begin with, once, into a spare row behind the others."""
+        """Read the common prefix once, into a spare row after the others."""
         device, count, spare = self.target.device, len(prefix), self.active
         counts_B = torch.tensor([count], device=device)
         tree = TokenTree.prompts(torch.tensor([list(prefix)], device=device), counts_B)
@@ -408,7 +408,7 @@ def _visible(tree: TokenTree, lengths_B1: Tensor, positions_BN: Tensor, width: i
 
 
 def post_process(logits: Tensor, model: Any, config: Any) -> Tensor:
-    """The scaling and soft-capping that a model with this text config applies behind its output layer."""
+    """The scaling and soft-capping that a model with this text config applies after its output layer."""
     if (scale := getattr(model, "logit_scale", None)) is not None:
         logits = logits * scale
     if (divisor := getattr(config, "logits_scaling", None)) is not None:

@@ -1,5 +1,4 @@
-"""Small models of a target's own kind: its configuration with fewer layers or less width, some of its layers copied, or
-an ordinary Hugging Face folder.
+"""Small models of a target's own kind: its configuration with fewer layers or less width, or some of its layers copied.
 
 Shapes: V vocabulary, D hidden size.
 """
@@ -108,7 +107,7 @@ def config_of(fields: dict[str, Any]) -> Any:
 
 
 def fields_of(config: Any) -> dict[str, Any]:
-    """A configuration as JSON gives it back, without what tells of this machine or its versions."""
+    """A configuration as JSON gives it back, without fields of this machine or its versions."""
     fields = {name: value for name, value in config.to_dict().items() if name not in _MACHINE_FIELDS}
     found: dict[str, Any] = json.loads(json.dumps(fields))
     return found

@@ -151,7 +151,7 @@ def test_unreadable_logits_end_their_row_alone(
     check_others(tiny_target_f64, error.result.generations, {101}, temperature)
     count = len(error.result.generations[1].tokens)
     assert count >= at - 1
-    assert f"prompt 101: the target's logits are NaN or infinite behind token {count} of the answer" in str(error)
+    assert f"prompt 101: the target's logits are NaN or infinite after token {count} of the answer" in str(error)
 
 
 def test_a_single_forbidden_token_is_no_fault(tiny_target_f64: Target) -> None:
@@ -266,7 +266,7 @@ def test_a_q_that_is_nan_ends_its_row(tiny_target_f64: Target) -> None:
             policy=SampledTree.branching(2),
         )
     )
-    assert "prompt 100: the drafter's probabilities are NaN or infinite behind token 1 of the answer" in str(error)
+    assert "prompt 100: the drafter's probabilities are NaN or infinite after token 1 of the answer" in str(error)
     assert any(generation.finish == "length" for generation in error.result.generations)
 
 
