@@ -158,4 +158,4 @@ class BlockRows:
         # Neighbouring rows are read through a view of the cache, others through a copy.
         together = rows == list(range(len(rows)))
         self.cache.reserve(max(self.cache.host_lengths[row] for row in rows) + behind + size)
-        return self.cache.open(slice(0, len(rows)) if together else rows, size, gap=behind)
+        return self.cache.open(slice(0, len(rows)) if together else rows, size, behind=behind)
