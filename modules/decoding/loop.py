@@ -21,11 +21,10 @@ from .device_timer import Stopwatch
 from .pass_outcome import observation, to_host, verified
 from .requests import DecodeResult, DecodeSettings, DecodeStats, Generation, Request
 from .row_errors import PARENT, DecodeError, message, screen
+from .stop_texts import first_stop
 
 _SHORTEST_PREFIX = 8
 """Tokens that prompts must share before it pays to keep them in a row of their own."""
-_STOP_CONTEXT = 8
-"""Tokens decoded ahead of those that may hold a stop text."""
 
 
 class Rows(Protocol):
@@ -388,34 +387,6 @@ def shared_prefix(prompts: Sequence[tuple[int, ...]], limit: int) -> tuple[int, 
     room = min(limit, min(map(len, prompts)) - 1)
     count = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
     return low[: min(count, room)] if min(count, room) >= _SHORTEST_PREFIX else ()
-
-
-def first_stop(tokenizer: Any, before: Sequence[int], new: Sequence[int], stops: Sequence[str]) -> int | None:
-    """How many of the new tokens complete the first stop text, or None.
-
-    Only the end of the answer is decoded: as many tokens as hold a character more than the longest stop text, and a
-    few for those whose text depends on the token before. Where a stop text seems to be there, the whole answer decides.
-    """
-    window = _tail(tokenizer, before, max(map(len, stops)))
-    for count in range(1, len(new) + 1):
-        for start in (len(before) - window, 0):
-            text = tokenizer.decode([*before[start:], *new[:count]], skip_special_tokens=False)
-            if not any(stop in text for stop in stops):
-                break
-        else:
-            return count
-    return None
-
-
-def _tail(tokenizer: Any, tokens: Sequence[int], characters: int) -> int:
-    """How many of the last tokens hold more than so many characters; all of them where none do."""
-    count = _STOP_CONTEXT + characters
-    while count < len(tokens):
-        text = tokenizer.decode(list(tokens[len(tokens) - count + _STOP_CONTEXT :]), skip_special_tokens=False)
-        if len(text) > characters:
-            return count
-        count *= 2
-    return len(tokens)
 
 
 def _refuse_repeated(indices: Sequence[int]) -> None:

@@ -16,6 +16,7 @@ from ..features import Features
 from ..token_tree import TokenTree
 from . import self_check
 from .adapter import Adapter
+from .broken_embeddings import blank_broken, tokens_without_embedding
 from .excerpt import copy_modules, excerpt, layer_list
 from .generation_defaults import GenerationDefaults, read_defaults
 from .identity import TargetIdentity, hash_weights
@@ -78,7 +79,7 @@ class Target:
         self.native_attention: str = self.config._attn_implementation
         self.broken_V: Tensor | None = None
         if not sketched:
-            self.broken_V = _not_finite(model.get_input_embeddings().weight)
+            self.broken_V = tokens_without_embedding(model.get_input_embeddings().weight)
             self._check_and_install(pack, None if shared_with is None else shared_with.packed)
 
     def _check_and_install(self, pack: bool, shared: PackedLinears | None) -> None:
@@ -375,24 +376,6 @@ class TargetRows:
                 if source != destination:
                     self.cache.move(source, destination)
         self.active = len(order)
-
-
-def _not_finite(embedding_VD: Tensor) -> Tensor | None:
-    """True at tokens whose embedding holds NaN or infinity, [V]; None when there is none."""
-    least_V, largest_V = embedding_VD.detach().aminmax(dim=-1)
-    broken_V = ~(least_V.isfinite() & largest_V.isfinite())
-    return broken_V if bool(broken_V.any()) else None
-
-
-def blank_broken(tree: TokenTree, embedded_BND: Tensor, broken_V: Tensor) -> Tensor:
-    """Zero the embeddings of broken tokens in place; returns the nodes that have one on their path, [B, N].
-
-    Through a mask, a NaN would reach every other node of its row, though most guesses are rejected. The logits of the
-    returned nodes mean nothing: a row that accepts one of these tokens ends there, as without a draft.
-    """
-    broken_BN = broken_V[tree.tokens_BN]
-    embedded_BND.masked_fill_(broken_BN[..., None], 0.0)
-    return (tree.ancestors_BNN & (broken_BN & tree.real_BN)[:, None, :]).any(-1)
 
 
 def _visible(tree: TokenTree, lengths_B1: Tensor, positions_BN: Tensor, width: int) -> tuple[Tensor, Tensor]:

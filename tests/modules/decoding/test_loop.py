@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.modules import Chain, DecodeSettings, Generation, Request, Target, UserError, decode, stream
-from draftsmith.modules.decoding.loop import first_stop, shared_prefix
+from draftsmith.modules.decoding.loop import shared_prefix
+from draftsmith.modules.decoding.stop_texts import first_stop
 from draftsmith.modules.target.tiny_model import tiny_tokenizer
 from support.drafters import ScriptedDrafter
 
