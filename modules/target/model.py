@@ -80,7 +80,8 @@ class Target:
         self.broken_V: Tensor | None = None
         if not sketched:
             self.broken_V = tokens_without_embedding(model.get_input_embeddings().weight)
-            self._check_and_install(pack, None if shared_with is None else shared_with.packed)
+            with self_check.full_precision():
+                self._check_and_install(pack, None if shared_with is None else shared_with.packed)
 
     def _check_and_install(self, pack: bool, shared: PackedLinears | None) -> None:
         """Give the model this package's attention and linear layers, and compare it with what it was.

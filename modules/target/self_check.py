@@ -4,7 +4,8 @@ Shapes: L tokens of the check's text, V vocabulary.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -59,6 +60,17 @@ def refuse_unverifiable(model: Any) -> None:
             f"{name} has ALiBi attention, whose distances count cache slots, and the nodes of a tree share positions. "
             "Choose a target with rotary or learned positions"
         )
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Form float32 products in float32 inside the block: the shorter mantissas that torch may use look like errors."""
+    allowed = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(allowed)
 
 
 def layer_windows(config: Any, context_length: int) -> list[int | None]:

@@ -133,6 +133,19 @@ def test_attention_by_cache_slots_is_refused_in_one_sentence(
         Target(random_model(family, **changes).to(dtype), tiny_tokenizer(), name=family)
 
 
+def test_the_check_forms_float32_products_in_float32() -> None:
+    model, seen = tiny_model(), []
+    model.lm_head.register_forward_pre_hook(lambda *_: seen.append(torch.get_float32_matmul_precision()))
+    allowed = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        Target(model, tiny_tokenizer(), name="tiny")
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(allowed)
+    assert set(seen) == {"highest"}
+
+
 def test_an_excerpt_leaves_its_model_as_it_is_and_keeps_a_layer_of_every_kind() -> None:
     model = random_model("Gemma2", num_hidden_layers=6, sliding_window=12).to(torch.bfloat16)
     before = copy.deepcopy(model)
