@@ -105,7 +105,10 @@ def test_repetition_penalty_of_half_precision_logits_is_applied_in_float32(dtype
     for seed in range(40):
         generator = torch.Generator().manual_seed(seed)
         prompt = torch.randint(4, target.vocab_size, (6,), generator=generator)
-        logits_V = (torch.randn(target.vocab_size, generator=generator) * 0.1 + 4).to(dtype)
+        # The tokens that occurred lead, a few rounding steps apart: divided by the penalty, some of them would tie.
+        logits_V = torch.zeros(target.vocab_size, dtype=dtype)
+        steps = torch.randint(0, 12, (6,), generator=generator) * torch.finfo(dtype).eps * 2
+        logits_V[prompt] = (3.5 + steps).to(dtype)
         verifier = referee.Referee(settings, 1, 8, target.vocab_size, False, target.device)
         verifier.open(0, Request(tuple(prompt.tolist()), 0, 4))
         chosen_B, _ = verifier.first_tokens([0], torch.tensor([0]), logits_V[None, None])
