@@ -350,7 +350,7 @@ def g_test(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float]
 
 
 def sampled_counts(target: Target, drafter: TargetDrafter, draws: int) -> Counter[tuple[int, ...]]:
-    """How often each triple of tokens was emitted; the second and third stand behind a drafted tree."""
+    """Counts of the emitted triples of tokens; the second and third come from a drafted tree."""
     requests = [Request(PROMPT, index, 3, TEMPERATURE) for index in range(draws)]
     policy = StaticTree(Topology((-1, 0, 0, 0, 1, 1, 2), (0, 0, 1, 2, 0, 1, 0)))
     result = decode(
