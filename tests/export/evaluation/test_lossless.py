@@ -82,7 +82,7 @@ def test_generate_in_a_padded_batch_equals_generate_alone(tiny_target_f64: Targe
     assert together == alone
 
 
-def test_generate_forgets_the_own_of_a_checkpoint_and_they_come_back() -> None:
+def test_generate_ignores_the_settings_of_a_checkpoint_and_they_come_back() -> None:
     target = Target(tiny_model(dtype=torch.float64), tiny_tokenizer(), name="tiny-random")
     with native_model(target) as model:
         expected = generate(model, target, PROMPTS, max_new_tokens=20)
