@@ -66,7 +66,8 @@ class Lookup(Proposer):
             ValueError: if the frontier is not the root alone.
         """
         if frontier.nodes_BF.shape[1] != 1:
-            raise ValueError(f"a lookup answers at the root only; ask for 1 node, got {frontier.nodes_BF.shape[1]}")
+            raise ValueError("prompt lookup drafts from the root only: a frontier must have 1 node, "
+                             f"got {frontier.nodes_BF.shape[1]}")
         text = text_of(state)
         ends_B, found_B = self._occurrence(text)
         distance_B1 = (text.roots_S - ends_B)[:, None].clamp(min=1)

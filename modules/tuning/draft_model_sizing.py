@@ -13,7 +13,7 @@ from ..errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Shape of a decoder with gated MLPs; a pass reads one row of the embedding for each token and all other weights."""
+    """Shape of a decoder with gated MLPs; a pass reads an embedding row for each token and all other weights."""
 
     layers: int
     """Decoder layers."""

@@ -52,7 +52,7 @@ def rank_table(drafter: Drafter, features: Sequence[Features], max_rank: int = M
 @torch.no_grad()
 def chance_table(drafter: Drafter, target: Target, features: Sequence[Features], temperature: float = 1.0,
                  max_rank: int = MAX_RANK) -> Tensor:
-    """Probability of each step's proposals, likeliest first, under a target that samples: [P, K, R], float32.
+    """Probability of each step's proposals, most probable first, under a target that samples: [P, K, R], float32.
 
     It is computed along the held-out text, at the places of `rank_table`; 0 after the end of an answer. The product of
     several steps at one place is an estimate: the target may have sampled other tokens in between.
@@ -86,7 +86,8 @@ def _table(drafter: Drafter, features: Sequence[Features], look: Callable[[Featu
     return torch.cat(tables) if tables else missing.expand(0, 1, *missing.shape)
 
 
-def _of_steps(drafter: Drafter, batch: Features, look: Callable[[Features, LabelledStep], Tensor], missing: Tensor) -> Tensor:
+def _of_steps(drafter: Drafter, batch: Features, look: Callable[[Features, LabelledStep], Tensor],
+              missing: Tensor) -> Tensor:
     """Values of K draft steps, each trained as such."""
     drafts = drafter(batch)
     here_BL = batch.labels(drafts.offsets[0])[1]

@@ -152,7 +152,7 @@ class _Bench:
         return passed - drafted, drafted - started + _now(self.target.device) - resumed
 
     def _grown(self, size: int) -> TokenTree:
-        """Prefix of the tree that the drafter grows; where it has no guess, the prefix with root tokens in all nodes."""
+        """Prefix of the tree that the drafter grows; without a guess, the prefix with root tokens in all nodes."""
         topology = self.topology.prefix(size)
         roots_BN = self.roots_B[:, None].expand(-1, size)
         if size == 1:

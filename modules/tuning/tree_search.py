@@ -55,8 +55,8 @@ class PathEstimate:
 def search_tree(table_PK: Tensor, max_nodes: int, max_rank: int = MAX_RANK) -> tuple[Topology, tuple[float, ...]]:
     """The static tree that maximises the expected accepted length, nodes in best-first order.
 
-    A node's probability is never above its parent's, so taking the most probable remaining node each time is optimal and
-    every prefix of the tree is the best tree of its size.
+    A node's probability is never above its parent's, so taking the most probable remaining node each time is optimal
+    and every prefix of the tree is the best tree of its size.
 
     Returns:
         The tree of at most `max_nodes` nodes, and for each size from 1 the expected accepted length, the bonus
