@@ -40,8 +40,8 @@ QUICK = {
 """Options that are added to a command so that it takes a moment with the tiny target."""
 TRAINING = ("run", "distill", "train", "families")
 """Commands that would take long: parsed, and their folder filled with a tiny run."""
-SHORT_RUN = ("--config", "tiny", "--distill.budget_tokens", "200", "--distill.validation_prompts", "8",
-             "--distill.test_prompts", "2", "--distill.max_new_tokens", "24", "--evaluate.limit", "1",
+SHORT_RUN = ("--config", "tiny", "--distill.budget_tokens", "200", "--distill.validation_prompts", "1",
+             "--distill.test_prompts", "1", "--distill.max_new_tokens", "24", "--evaluate.limit", "1",
              "--evaluate.speed_prompts", "0")
 """A run with prompts of the reader's own, in seconds."""
 EXAMPLE = {r"smollm2-135m-instruct": "tiny-random", r"\b[A-Z][\w.-]+/[\w.-]+-\w+\b(?=[\"'])": "tiny-random"}
