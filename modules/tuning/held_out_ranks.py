@@ -34,7 +34,7 @@ class LabelledStep(NamedTuple):
 
 @torch.no_grad()
 def rank_table(drafter: Drafter, features: Sequence[Features], max_rank: int = MAX_RANK) -> Tensor:
-    """Rank of the true token among each step's proposals, [P, K], int64; `max_rank` stands for "not among the first".
+    """Rank of the true token among each step's proposals, [P, K], int64; `max_rank` means "not among the first".
 
     A place is counted when its first step has a label; where a later step has none, the rank is `max_rank`: such a
     guess is after the end of the answer. For an autoregressive drafter, step k of a place is its step at the k-th index

@@ -225,7 +225,7 @@ def refer(target: Target, prompts: Sequence[tuple[int, ...]], new_tokens: int, b
             found = generate(model, target, [prompts[prompt] for prompt in chosen], max_new_tokens=new_tokens)
         for prompt, tokens in zip(chosen, found, strict=True):
             store.add(Answer(REFERENCE, prompt, tuple(tokens), len(tokens)))
-        say(f"{REFERENCE}: {start + len(chosen)} of {len(missing)} answers")
+        report(f"{REFERENCE}: {start + len(chosen)} of {len(missing)} answers")
 
 
 def draft(target: Target, name: str, way: Way, prompts: Sequence[tuple[int, ...]], new_tokens: int, batch: int,
@@ -241,7 +241,7 @@ def draft(target: Target, name: str, way: Way, prompts: Sequence[tuple[int, ...]
         started = time.monotonic()
         drafter, policy = way()
         decode(target, requests, DecodeSettings(batch_size=batch), drafter=drafter, policy=policy, on_tokens=keep)
-        say(f"{name}: {len(requests)} answers in {time.monotonic() - started:.0f} s")
+        report(f"{name}: {len(requests)} answers in {time.monotonic() - started:.0f} s")
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ class Verdict:
         return max((divergence["gap"] or 0.0 for divergence in self.divergences), default=0.0)
 
 
-class Jury:
+class Comparer:
     """Compares stored answers; a reference that was decoded again is kept for the other methods."""
 
     def __init__(self, target: Target, prompts: Sequence[tuple[int, ...]], new_tokens: int, store: Store) -> None:
@@ -327,7 +327,7 @@ def broken(verdicts: Sequence[Verdict], wanted: int) -> str:
     return ""
 
 
-def say(line: str) -> None:
+def report(line: str) -> None:
     """Print a line of progress without delay."""
     print(line, flush=True)
 
@@ -353,21 +353,21 @@ def main() -> int:
     named = ways(target, known)
     for name, way in named.items():
         draft(target, name, way, prompts, new_tokens, options.batch_size, store)
-    jury = Jury(target, prompts, new_tokens, store)
-    verdicts = [jury.verdict(name) for name in named]
+    comparer = Comparer(target, prompts, new_tokens, store)
+    verdicts = [comparer.verdict(name) for name in named]
     reason = broken(verdicts, options.tokens)
     where = machine(target)
     (options.out / "identity.json").write_text(json.dumps(
         {**header, **where, "verdicts": [asdict(verdict) for verdict in verdicts], "broken": reason}, indent=2) + "\n",
         encoding="utf-8")
-    say(f"{options.target}, {where['dtype']}, {where['machine']['processor']}, torch {torch.__version__}, transformers "
-        f"{transformers.__version__}; {len(prompts)} prompts, at most {new_tokens} tokens each")
+    report(f"{options.target}, {where['dtype']}, {where['machine']['processor']}, torch {torch.__version__}, "
+           f"transformers {transformers.__version__}; {len(prompts)} prompts, at most {new_tokens} tokens each")
     for line in table(verdicts):
-        say(line)
+        report(line)
     for verdict in verdicts:
         for divergence in verdict.divergences:
-            say(f"{verdict.way}: {divergence}")
-    say(f"{sum(verdict.tokens for verdict in verdicts):,} tokens: {reason or 'the identity rule holds'}")
+            report(f"{verdict.way}: {divergence}")
+    report(f"{sum(verdict.tokens for verdict in verdicts):,} tokens: {reason or 'the identity rule holds'}")
     return 1 if reason else 0
 
 
