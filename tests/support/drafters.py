@@ -40,6 +40,10 @@ class ScriptedDrafter(Drafter):
         self.vocab_size, self.texts, self.mode = vocab_size, texts, mode
         self.generator = torch.Generator().manual_seed(seed)
 
+    @classmethod
+    def create(cls, config: Any, target: Target, token_ids_Q: Tensor | None = None) -> "ScriptedDrafter":
+        raise NotImplementedError
+
     def describe(self) -> dict[str, Any]:
         return {}
 

@@ -345,7 +345,7 @@ def test_a_folder_that_cannot_be_made_is_refused(target: Target, tmp_path: Path)
 
 
 def test_a_reduced_vocabulary_needs_counts(target: Target) -> None:
-    with pytest.raises(UserError, match="vocabulary_size is 20, but nobody counted"):
+    with pytest.raises(UserError, match="vocabulary_size is 20, but the tokens of the training data were not counted"):
         MedusaModule(target, config(drafter=MedusaConfig(vocabulary_size=20)))
 
 

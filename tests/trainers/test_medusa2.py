@@ -153,9 +153,9 @@ def test_at_the_start_the_target_agrees_with_itself(target: Target) -> None:
     learned.total.backward()
     assert all(weight.grad.abs().max() < 1e-4 for weight in module.learning.parameters())
     rows = [target.encode(cycle_rows(number, rows=1)) for number in range(3)]
-    assert module.judges(rows) == (target, rows)
+    assert module.verifier(rows) == (target, rows)
     assert not changed(module).learning.unchanged
-    assert module.judges(rows)[0] is not target
+    assert module.verifier(rows)[0] is not target
 
 
 def test_the_stages_teach_whom_they_should(target: Target, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from draftsmith.trainers import fit
 from draftsmith.trainers.eagle import EagleModule, EagleTrainConfig
 from draftsmith.trainers.eagle3 import Eagle3Module, Eagle3TrainConfig
 from draftsmith.trainers.falcon import FalconModule, FalconTrainConfig
-from draftsmith.trainers.position_offsets import PositionConfig, moved
+from draftsmith.trainers.position_offsets import PositionConfig, with_offsets
 from support.cycle import CycleData, cycle_target
 from torch import Tensor
 
@@ -51,7 +51,7 @@ def learnt_from(target: Target, batch: Features, positions: PositionConfig) -> F
 
 def offsets(features: Features, **settings: int) -> Tensor:
     given = {"anchors": 2, "limit": 1000, "highest": 100} | settings
-    return moved(features, **given).positions_BL - features.positions_BL
+    return with_offsets(features, **given).positions_BL - features.positions_BL
 
 
 def test_what_follows_the_anchors_of_a_conversation_moves_by_one_number() -> None:

@@ -58,7 +58,7 @@ def test_states_are_as_wide_as_plans_count_them(name: str, tiny_target: Target) 
 @cache
 def judge(name: str, original: Target) -> Target:
     """The target that verifies drafts, one object for all tests."""
-    return CASES[name].judge(original)
+    return CASES[name].verifier(original)
 
 
 def made(name: str, original: Target) -> tuple[Drafter, Target]:

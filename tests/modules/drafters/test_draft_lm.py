@@ -420,7 +420,7 @@ def test_a_checkpoint_of_another_model_in_the_folder_is_refused(tiny_target: Tar
 @pytest.mark.parametrize(("settings", "told"), [
     ({"num_layers": 0}, "num_layers must be a whole number of at least 1, got 0"),
     ({"depths": 0}, "depths"), ({"vocabulary_size": 1.5}, "got 1.5"),
-    ({"layers": (0,), "folder": "x"}, "two beginnings"),
+    ({"layers": (0,), "folder": "x"}, "set `layers` or `folder`, not both"),
     ({"layers": (0,), "hidden_size": 16}, "hidden_size is decided by layers"),
     ({"folder": "x", "num_layers": 2}, "num_layers is decided by folder"),
     ({"folder": "x", "tied": True}, "tied is decided by folder"),
@@ -499,7 +499,7 @@ def test_a_reduced_layer_without_the_other_rows_cannot_be_exported(tiny_target: 
 def test_ids_descriptions_and_training_settings_must_fit(tiny_target: Target) -> None:
     with pytest.raises(UserError, match="vocabulary_size is 7 but 6 token ids were given"):
         DraftLM.create(DraftLMConfig(vocabulary_size=7), tiny_target, IDS)
-    with pytest.raises(UserError, match="nobody counted"):
+    with pytest.raises(UserError, match="were not counted"):
         DraftLMModule(tiny_target, DraftLMTrainConfig(drafter=DraftLMConfig(vocabulary_size=7)))
     with pytest.raises(UserError, match="is described by"):
         DraftLM.rebuild({"layers": 2}, tiny_target.identity)

@@ -19,8 +19,8 @@ from draftsmith.modules import (
     UserError,
 )
 from draftsmith.modules.drafters.eagle3 import chosen_taps
-from draftsmith.modules.drafters.eagle_base import FeedbackDrafter, FeedbackState
-from draftsmith.modules.drafters.parts.decoder_block import Sight
+from draftsmith.modules.drafters.eagle_base import EagleDrafter, EagleState
+from draftsmith.modules.drafters.parts.decoder_block import AttentionContext
 from draftsmith.modules.drafters.parts.training_time_test import Rollout
 from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.trainers.eagle import EagleModule, EagleTrainConfig
@@ -31,7 +31,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 FSPAD = EagleConfig(feature_sampling=True, partial_alignment=True, steps=2)
-MAKERS: dict[str, Callable[[Target], FeedbackDrafter]] = {
+MAKERS: dict[str, Callable[[Target], EagleDrafter]] = {
     "eagle": lambda target: Eagle.create(EagleConfig(), target),
     "eagle-fspad": lambda target: Eagle.create(FSPAD, target),
     "eagle3": lambda target: Eagle3.create(Eagle3Config(), target),
@@ -40,13 +40,13 @@ MAKERS: dict[str, Callable[[Target], FeedbackDrafter]] = {
 }
 
 
-def made(name: str, target: Target) -> FeedbackDrafter:
+def made(name: str, target: Target) -> EagleDrafter:
     drafter = randomised(MAKERS[name](target).to(target.dtype))
-    assert isinstance(drafter, FeedbackDrafter)
+    assert isinstance(drafter, EagleDrafter)
     return drafter
 
 
-def packed(target: Target, drafter: FeedbackDrafter, length: int = 14) -> Features:
+def packed(target: Target, drafter: EagleDrafter, length: int = 14) -> Features:
     """Rows of two segments with padding between and behind."""
     chance = random.Random(2)
     segments = [[0] * cut + [-1] + [1] * (length - cut - 3) + [-1] * 2 for cut in (3, 6, 8)]
@@ -58,7 +58,7 @@ def packed(target: Target, drafter: FeedbackDrafter, length: int = 14) -> Featur
     ), drafter.taps)
 
 
-def text(target: Target, drafter: FeedbackDrafter, tokens: list[int]) -> Features:
+def text(target: Target, drafter: EagleDrafter, tokens: list[int]) -> Features:
     return target.encode(Features.from_rows([(tokens, [True] * len(tokens))]), drafter.taps)
 
 
@@ -73,7 +73,7 @@ def news(features: Features, first: int, count: int) -> Observation:
                        roots_B=features.tokens_BL[:, first + count])
 
 
-def read(drafter: FeedbackDrafter, features: Features, *counts: int) -> FeedbackState:
+def read(drafter: EagleDrafter, features: Features, *counts: int) -> EagleState:
     state, first = drafter.start(1, 64), 0
     for count in counts:
         drafter.observe(state, torch.tensor([0]), news(features, first, count))
@@ -97,9 +97,9 @@ def test_the_steps_are_one_softmax_over_all_keys_and_so_are_their_gradients(
     features = packed(tiny_target_f64, drafter)
     inside = features.segments_BL >= 0
     found = []
-    for sights in (Rollout, PlainRollout):
+    for attentions in (Rollout, PlainRollout):
         drafter.zero_grad()
-        states = torch.stack(drafter.rollout(features, 5, sights(features)), dim=2)[inside]
+        states = torch.stack(drafter.rollout(features, 5, attentions(features)), dim=2)[inside]
         (states * torch.linspace(-1, 1, states.numel()).view_as(states)).sum().backward()
         found.append((states.detach(), [p.grad.clone() for p in drafter.parameters() if p.grad is not None]))
     (states, grads), (plain_states, plain_grads) = found
@@ -118,7 +118,7 @@ def test_scores_of_any_size_are_joined_exactly(size: float, tiny_target: Target)
         for parameter in (drafter.get_parameter("layers.0.self_attn.q_proj.weight"),
                           drafter.get_parameter("layers.0.self_attn.k_proj.weight")):
             parameter *= size
-        joined, plain = (drafter.rollout(features, 4, sights(features)) for sights in (Rollout, PlainRollout))
+        joined, plain = (drafter.rollout(features, 4, attentions(features)) for attentions in (Rollout, PlainRollout))
     for one, other in zip(joined, plain, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
@@ -323,7 +323,7 @@ def halved(target: Target) -> tuple[EagleModule, Features]:
 def test_two_states_are_computed_and_the_second_is_fed_back(tiny_target_f64: Target) -> None:
     drafter = made("eagle-fspad", tiny_target_f64)
     features = text(tiny_target_f64, drafter, list(range(20, 30)))
-    itself = Sight(positions_BN=features.positions_BL, visible_BNW=torch.eye(10, dtype=torch.bool)[None])
+    itself = AttentionContext(positions_BN=features.positions_BL, visible_BNW=torch.eye(10, dtype=torch.bool)[None])
     group = drafter.block.num_heads // drafter.block.num_kv_heads
     with torch.no_grad():
         steps = drafter.rollout(features, 3, lambda _step: itself)
@@ -365,7 +365,7 @@ def test_neither_loss_reaches_the_state_of_the_other(
         drafts = dataclasses.replace(drafts, hidden_BLKD=drafts.hidden_BLKD.detach())
     else:
         drafts = dataclasses.replace(drafts, estimated_BLKD=drafts.estimated_BLKD.detach())
-    total, _ = module._judge(module.weights(2), None)(drafts, features)
+    total, _ = module._vocabulary_loss(module.weights(2), None)(drafts, features)
     total.backward()
     gradient = module.drafter.get_parameter("layers.0.mlp.down_proj.weight").grad
     assert gradient is not None

@@ -99,8 +99,8 @@ def test_it_begins_anew_goes_on_from_anywhere_and_its_gradients_are_right() -> N
     torch.manual_seed(0)
     own, read_BNZ = LSTM(3, 2, 2).double(), torch.randn(2, 5, 3, dtype=torch.float64)
     going = torch.tensor([[False, True, True, False, True]] * 2)
-    said, kept = own(read_BNZ, own.blank(2), going)
-    alone = own(read_BNZ[:, 3:], own.blank(2), torch.ones(2, 2, dtype=torch.bool))
+    said, kept = own(read_BNZ, own.zero_memory(2), going)
+    alone = own(read_BNZ[:, 3:], own.zero_memory(2), torch.ones(2, 2, dtype=torch.bool))
     torch.testing.assert_close((said[:, :, 3:], kept[:, :, 3:]), alone)
     torch.testing.assert_close(own.step(read_BNZ[:, 2], (said[:, :, 1], kept[:, :, 1])), (said[:, :, 2], kept[:, :, 2]))
     before = tuple(torch.randn(2, 2, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
@@ -253,15 +253,15 @@ def test_noise_is_added_in_training_alone(tiny_target: Target) -> None:
     assert not torch.allclose(moved, still[0])
 
 
-@pytest.mark.parametrize(("settings", "told_so"), [
+@pytest.mark.parametrize(("settings", "estimates_so"), [
     ({"block_size": 0}, "block_size must be a whole number of at least 1, got 0"),
     ({"block_size": 1.5}, "block_size must be a whole number of at least 1, got 1.5"),
     ({"blocks": -1}, "blocks must be a whole number of at least 1, got -1"),
     ({"vocabulary_size": 0}, "vocabulary_size must be a whole number of at least 1, got 0"),
     ({"noise": -0.5}, "noise must not be negative, got -0.5"),
 ])
-def test_impossible_settings_are_refused(settings: dict[str, int], told_so: str) -> None:
-    with pytest.raises(UserError, match=re.escape(told_so)):
+def test_impossible_settings_are_refused(settings: dict[str, int], estimates_so: str) -> None:
+    with pytest.raises(UserError, match=re.escape(estimates_so)):
         FalconConfig(**settings)
 
 

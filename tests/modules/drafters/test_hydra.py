@@ -426,5 +426,5 @@ def test_impossible_shapes_are_refused(settings: dict[str, object], told: str) -
 
 def test_it_compiles_in_one_graph(tiny_target: Target) -> None:
     drafter, features = randomised(HydraConfig(num_heads=2), tiny_target), encoded(tiny_target)
-    explained = torch._dynamo.explain(drafter._states)(drafter.context(features), drafter.behind(features))
+    explained = torch._dynamo.explain(drafter._states)(drafter.context(features), drafter.next_embeddings(features))
     assert explained.graph_break_count == 0

@@ -4,7 +4,7 @@ import pytest
 import torch
 from draftsmith.modules import Features, Frontier, Target, UserError
 from draftsmith.modules.drafters.parts.block_cache import BlockRows
-from draftsmith.modules.drafters.parts.decoder_block import BlockConfig, DecoderBlock, Sight
+from draftsmith.modules.drafters.parts.decoder_block import AttentionContext, BlockConfig, DecoderBlock
 from references.decoder_block import block as plain_block
 from torch import Tensor
 from transformers import LlamaConfig
@@ -26,17 +26,17 @@ def chain(length: int) -> list[list[int]]:
     return [list(range(place + 1)) for place in range(length)]
 
 
-def sight(positions: list[int], seen: list[list[int]]) -> Sight:
+def attention(positions: list[int], seen: list[list[int]]) -> AttentionContext:
     visible = torch.zeros(1, len(seen), len(positions), dtype=torch.bool)
     for token, keys in enumerate(seen):
         visible[0, token, keys] = True
-    return Sight(positions_BN=torch.tensor([positions]), visible_BNW=visible)
+    return AttentionContext(positions_BN=torch.tensor([positions]), visible_BNW=visible)
 
 
 def test_it_is_the_plain_twin_under_any_mask_and_positions() -> None:
     block, hidden = made(), torch.randn(5, 16, dtype=torch.float64)
     positions, seen = [3, 4, 5, 5, 6], [[0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 3, 4]]
-    found = block(hidden[None], sight(positions, seen))[0]
+    found = block(hidden[None], attention(positions, seen))[0]
     torch.testing.assert_close(found, plain_block(block, hidden, positions, seen), atol=1e-6, rtol=1e-6)
 
 
@@ -53,7 +53,7 @@ def test_it_is_transformers_own_layer_under_the_same_names(base: float, dtype: t
     mask = torch.ones(7, 7, dtype=torch.bool).tril().expand(2, -1, -1)
     turned = LlamaRotaryEmbedding(config)(hidden, positions)
     expected = theirs(hidden, attention_mask=mask[:, None], position_ids=positions, position_embeddings=turned)
-    found = block(hidden, Sight(positions_BN=positions, visible_BNW=mask))
+    found = block(hidden, AttentionContext(positions_BN=positions, visible_BNW=mask))
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
 
 
@@ -62,9 +62,9 @@ def test_packed_segments_do_not_see_each_other() -> None:
     features = Features(
         tokens_BL=torch.zeros(1, 7, dtype=torch.long), supervised_BL=torch.ones(1, 7, dtype=torch.bool),
         segments_BL=torch.tensor([[0, 0, 0, 1, 1, 1, -1]]), positions_BL=torch.tensor([[0, 1, 2, 0, 1, 2, 0]]))
-    found = block(hidden, Sight.training(features))
+    found = block(hidden, AttentionContext.training(features))
     for part in (slice(0, 3), slice(3, 6)):
-        alone = block(hidden[:, part], sight([0, 1, 2], chain(3)))
+        alone = block(hidden[:, part], attention([0, 1, 2], chain(3)))
         torch.testing.assert_close(found[:, part], alone)
 
 
@@ -80,7 +80,7 @@ def read(rows: BlockRows, block: DecoderBlock, index: list[int], hidden_BND: Ten
 
 def whole(block: DecoderBlock, hidden_ND: Tensor) -> Tensor:
     """The last output of a text read at once."""
-    out: Tensor = block(hidden_ND[None], sight(list(range(len(hidden_ND))), chain(len(hidden_ND))))
+    out: Tensor = block(hidden_ND[None], attention(list(range(len(hidden_ND))), chain(len(hidden_ND))))
     return out[0]
 
 
@@ -111,7 +111,7 @@ def test_a_tree_behind_ragged_rows_equals_each_path_alone_and_is_forgotten(capac
     above: list[dict[int, list[int]]] = [{0: []}, {0: []}]
     for number, parents in levels:
         asked = torch.stack([nodes[row, number[row]] for row in range(2)])
-        found = block(asked, rows.sprout(frontier(number, parents)))
+        found = block(asked, rows.add_nodes(frontier(number, parents)))
         for row in range(2):
             for column, (node, parent) in enumerate(zip(number[row], parents[row], strict=True)):
                 above[row][node] = [*above[row][parent], node]
@@ -145,8 +145,8 @@ def test_nothing_is_copied_whole_while_decoding() -> None:
     assert rows.cache.storage is not None
     place = rows.cache.storage.data_ptr()
     for _ in range(3):
-        sight = rows.sprout(frontier([[1, 2]] * 2, [[0, 0]] * 2))
-        block(torch.randn(2, 2, 16, dtype=torch.float64), sight)
+        attention = rows.add_nodes(frontier([[1, 2]] * 2, [[0, 0]] * 2))
+        block(torch.randn(2, 2, 16, dtype=torch.float64), attention)
         read(rows, block, [0, 1], torch.randn(2, 3, 16, dtype=torch.float64), [1, 3])
     rows.read([0, 1], 3)
     keys, _ = rows.cache.write(0, *torch.zeros(2, 2, 2, 3, 6, dtype=torch.float64))
@@ -156,8 +156,8 @@ def test_nothing_is_copied_whole_while_decoding() -> None:
 
 def test_a_silent_block_adds_nothing_and_learns() -> None:
     block, hidden = DecoderBlock(CONFIG), torch.randn(1, 4, 16)
-    block.silence()
-    out = block(hidden, sight([0, 1, 2, 3], chain(4)))
+    block.zero_output()
+    out = block(hidden, attention([0, 1, 2, 3], chain(4)))
     assert torch.equal(out, hidden)
     (out**2).sum().backward()
     assert block.self_attn.o_proj.weight.grad is not None
