@@ -122,7 +122,7 @@ class BatchLoss(NamedTuple):
     weights: tuple[float, ...]
     """Weight of each draft step in the total."""
     offsets: tuple[int, ...]
-    """How far ahead each draft step predicts."""
+    """Distance in tokens from a position to the token that each draft step predicts."""
 
 
 class DraftModule(L.LightningModule):

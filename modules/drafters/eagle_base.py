@@ -104,7 +104,7 @@ class EagleDrafter(FeatureDrafter):
                       estimated_BLKD=self.estimated(own))
 
     def estimates(self, steps: int) -> tuple[int, ...] | None:
-        """How far ahead lies the target's final state that each step estimates; None when the family estimates none."""
+        """Distance in tokens to the target's final state that each step estimates; None when it estimates none."""
         return None
 
     def estimated(self, own: list[Tensor]) -> Tensor | None:
@@ -182,7 +182,7 @@ class EagleDrafter(FeatureDrafter):
         held.drop_tree()
 
     def keep(self, state: DraftState, rows_R: Tensor) -> None:
-        """Let the new row r be the former row rows_R[r]."""
+        """Keep the rows `rows_R`, in that order."""
         held = _eagle_state(state)
         held.own_RD = held.own_RD[rows_R]
         held.rows.keep(rows_R.tolist())

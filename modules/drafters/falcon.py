@@ -244,7 +244,7 @@ class Falcon(FeatureDrafter):
         _falcon_state(state).clear(rows_R)
 
     def keep(self, state: DraftState, rows_R: Tensor) -> None:
-        """Let the new row r be the former row rows_R[r]."""
+        """Keep the rows `rows_R`, in that order."""
         _falcon_state(state).keep(rows_R)
 
 

@@ -75,7 +75,7 @@ class FalconState(DraftState):
         self.drop_tree()
 
     def keep(self, rows_R: Tensor) -> None:
-        """Let the new row r be the former row rows_R[r]."""
+        """Keep the rows `rows_R`, in that order."""
         self.output_MRD, self.cell_MRD = self.output_MRD[:, rows_R], self.cell_MRD[:, rows_R]
         self.estimates_RKD, self.recent_RJD = self.estimates_RKD[rows_R], self.recent_RJD[rows_R]
         self.rows.keep(rows_R.tolist())

@@ -231,7 +231,7 @@ class Hydra(HeadDrafter):
             held.rows.clear(rows_R.tolist())
 
     def keep(self, state: DraftState, rows_R: Tensor) -> None:
-        """Let the new row r be the former row rows_R[r]."""
+        """Keep the rows `rows_R`, in that order."""
         held = _hydra_state(state)
         held.drop_tree()
         held.context_RD = held.context_RD[rows_R]

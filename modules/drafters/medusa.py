@@ -186,7 +186,7 @@ class Medusa(HeadDrafter):
         held.final_RD = held.final_RD.index_fill(0, rows_R, 0)
 
     def keep(self, state: DraftState, rows_R: Tensor) -> None:
-        """Let the new row r be the former row rows_R[r]."""
+        """Keep the rows `rows_R`, in that order."""
         held = _medusa_state(state)
         held.final_RD = held.final_RD[rows_R]
 

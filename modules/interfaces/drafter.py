@@ -2,7 +2,7 @@
 
 A `Proposer` proposes tokens while decoding; a `Drafter` is a proposer with trained weights that an artifact ships.
 
-Shapes: B rows, L positions, K draft steps answered by one call, D hidden size, F frontier nodes, H depths answered,
+Shapes: B rows, L positions, K draft steps of one call, D hidden size, F frontier nodes, H depths scored,
 Q entries of the draft vocabulary or candidates of a node, R ranks used, M nodes of a pass, V target vocabulary.
 """
 
@@ -39,13 +39,13 @@ class Drafts:
     hidden_BLKD: Tensor
     """Draft hidden states, ready for the output layer."""
     offsets: tuple[int, ...]
-    """How far ahead of its position each of the K states predicts, in tokens; several may predict the same token."""
+    """Distance in tokens from a position to the token that each of its K states predicts; they may be equal."""
     valid_BLK: Tensor | None = None
     """False where a draft step has no state at a position, such as one dropped in training: it adds nothing to the loss
     there, and its hidden state may be any finite one. None when no state is missing, as always in evaluation mode."""
     estimates: tuple[int, ...] | None = None
-    """How far ahead of its position lies the target's final state that each of the K states estimates; the target's
-    output layer predicts from that state the token at `offsets`. None for families that estimate no target states."""
+    """Distance in tokens from a position to the target's final state that each of its K states estimates, from which the
+    target's output layer predicts the token at `offsets`. None for families that estimate no target states."""
     estimated_BLKD: Tensor | None = None
     """The estimated target states, for families that keep them apart from the states that the output layer reads; None
     when they are `hidden_BLKD`."""

@@ -11,9 +11,9 @@ class FamilyCard:
     name: str
     """Name in papers, such as EAGLE-3."""
     guesses: str
-    """How it guesses, in one line."""
+    """The way it guesses, in one line."""
     cost: str
-    """What it costs to train or to draft with, in one phrase."""
+    """Cost of training or drafting, in one phrase."""
     papers: tuple[str, ...] = ()
     """arXiv numbers, the method's own first."""
     exports: tuple[str, ...] = ()

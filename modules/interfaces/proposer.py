@@ -1,6 +1,6 @@
 """The interface of everything that proposes tokens while decoding, trained or not.
 
-Shapes: B rows, F frontier nodes, H depths answered, Q entries of the draft vocabulary or candidates of a node, R ranks
+Shapes: B rows, F frontier nodes, H depths scored, Q entries of the draft vocabulary or candidates of a node, R ranks
 used, N new positions, M nodes of a pass, D hidden size, V target vocabulary, O nodes with their own values.
 """
 
@@ -75,7 +75,7 @@ class Proposals:
     guessed_BFHR: Tensor | None
     """True where the drafter has a guess; None when it has one everywhere."""
     log_probs_BFHR: Tensor
-    """Their draft log-probabilities."""
+    """Draft log-probabilities of the children."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +177,7 @@ class Proposer(ABC):
 
     @abstractmethod
     def keep(self, state: DraftState, rows_R: Tensor) -> None:
-        """Keep the rows `rows_R` alone: the new row r is the former row rows_R[r], never an earlier one."""
+        """Keep the rows `rows_R` alone: the new row r is the former row rows_R[r], and no row moves back."""
 
     def expand_bytes(self) -> int:
         """Bytes of weights that one `expand` reads, own and borrowed; table lookups do not count."""

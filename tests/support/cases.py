@@ -1,4 +1,4 @@
-"""One kind of drafter as the tests of all families make it."""
+"""Cases: the kinds of drafters on which the tests of all families run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ def case(module: type[DraftModule], train_config: Callable[..., Any], config: An
 
 
 def randomised(drafter: Drafter) -> Drafter:
-    """The same drafter with noise on all weights, so that none keeps a special initial value."""
+    """The drafter with noise on all weights, so that none keeps a special initial value."""
     generator = torch.Generator().manual_seed(3)
     for parameter in drafter.parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)

@@ -41,7 +41,7 @@ def test_values_and_gradients_equal_the_plain_twins(name: Any, ids: Tensor | Non
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "lk_hybrid"])
 def test_gradients_are_those_of_small_differences(name: Any, tiny_target_f64: Target) -> None:
-    """`lk_hybrid` holds its share constant, so its gradient is no derivative of its value: the twin above checks it."""
+    """`lk_hybrid` detaches its share, so its gradient is no derivative of its value: the twin above checks it."""
     final, logits, labels = case(tiny_target_f64, IDS, rows=2)
     teacher_output = Teacher(tiny_target_f64, IDS, mass=True)(final)
     objective = Objective(name=name)
@@ -50,7 +50,7 @@ def test_gradients_are_those_of_small_differences(name: Any, tiny_target_f64: Ta
 
 @pytest.mark.parametrize("name", ["hard", "soft"])
 @pytest.mark.parametrize("ids", [None, IDS], ids=["whole", "reduced"])
-def test_the_likeliest_tokens_can_weigh_more(name: Any, ids: Tensor | None, tiny_target_f64: Target) -> None:
+def test_the_most_probable_tokens_can_weigh_more(name: Any, ids: Tensor | None, tiny_target_f64: Target) -> None:
     final, logits, labels = case(tiny_target_f64, ids)
     teacher_output = Teacher(tiny_target_f64, ids)(final)
     objective = Objective(name=name, top_weight=2.0, top_k=5)
@@ -68,7 +68,7 @@ def test_the_likeliest_tokens_can_weigh_more(name: Any, ids: Tensor | None, tiny
     ({"top_weight": -1.0}, "top_weight must be a finite number of at least 0, got -1.0"),
     ({"top_k": 0}, "top_k must be at least 1, got 0"),
 ])
-def test_impossible_weights_of_the_likeliest_are_refused(settings: dict[str, Any], told: str) -> None:
+def test_impossible_top_weights_are_refused(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError, match=told):
         Objective(**settings)
 
@@ -77,7 +77,7 @@ def test_the_acceptance_counts_the_mass_outside_as_lost(tiny_target_f64: Target)
     final, _, _ = case(tiny_target_f64, IDS)
     p = tiny_target_f64.logits(final).softmax(-1)
     teacher_output = Teacher(tiny_target_f64, IDS, mass=True)(final)
-    # A draft that equals the renormalised target is accepted as often as the target stays inside, and no oftener.
+    # The acceptance of a draft that equals the renormalised target is the target's mass inside the vocabulary.
     alpha = log_alpha(teacher_output.log_p_NQ, teacher_output).exp()
     torch.testing.assert_close(alpha, p[:, IDS].sum(-1))
     assert (alpha < 0.9).all()
@@ -86,7 +86,7 @@ def test_the_acceptance_counts_the_mass_outside_as_lost(tiny_target_f64: Target)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_half_precision_logits_are_judged_in_float32(name: Any) -> None:
+def test_half_precision_losses_are_computed_in_float32(name: Any) -> None:
     logits, labels = torch.randn(3, 50).bfloat16(), torch.tensor([1, 2, 3])
     teacher_output = teacher_output_of(torch.randn(3, 50).bfloat16(), torch.zeros(3))
     found = Objective(name=name)(logits, labels, teacher_output)
@@ -108,7 +108,7 @@ def test_extreme_logits_stay_finite(name: Any) -> None:
     assert rows.grad.isfinite().all()
 
 
-def test_a_perfect_draft_loses_nothing(tiny_target_f64: Target) -> None:
+def test_a_perfect_draft_has_no_loss(tiny_target_f64: Target) -> None:
     final, _, labels = case(tiny_target_f64, None)
     teacher_output = Teacher(tiny_target_f64)(final)
     for name in ("reverse_kl", "jsd", "tvd", "lk_alpha", "lk_hybrid"):
@@ -125,7 +125,7 @@ def test_a_one_hot_target_makes_lk_alpha_cross_entropy() -> None:
                                Objective(name="hard")(logits, labels, None))
 
 
-def test_a_teacher_is_asked_for(tiny_target_f64: Target) -> None:
+def test_a_teacher_is_required(tiny_target_f64: Target) -> None:
     final, logits, labels = case(tiny_target_f64, IDS)
     with pytest.raises(ValueError, match="soft needs the target's distribution"):
         Objective(name="soft")(logits, labels, None)

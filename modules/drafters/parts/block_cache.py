@@ -145,7 +145,7 @@ class BlockRows:
             self.cache.wipe(row)
 
     def keep(self, order: list[int]) -> None:
-        """Let the new row r be the former row order[r], which is never an earlier one."""
+        """Keep the rows `order`, which never moves a row back."""
         self.drop_tree()
         for destination, source in enumerate(order):
             if source != destination:

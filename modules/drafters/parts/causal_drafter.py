@@ -148,7 +148,7 @@ class CausalDraft(Proposer):
             held.host_lengths[row] = 0
 
     def keep(self, state: DraftState, rows_R: Tensor) -> None:
-        """Let the new row r be the former row rows_R[r]."""
+        """Keep the rows `rows_R`, in that order."""
         held, order = _causal_state(state), rows_R.tolist()
         held.drop_tree()
         held.keep(rows_R)

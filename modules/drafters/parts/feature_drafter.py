@@ -19,7 +19,7 @@ from .shared_embeddings import BorrowingDrafter
 DEPTHS = 6
 """Fewest draft steps that `forward` computes outside training: draft trees are fitted to them."""
 FIRST_OFFSET = 2
-"""How far ahead of its position the first draft step predicts, in tokens."""
+"""Distance in tokens from a position to the token that its first draft step predicts."""
 
 
 @dataclass(frozen=True, kw_only=True)

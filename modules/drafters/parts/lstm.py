@@ -19,7 +19,7 @@ Memory = tuple[Tensor, Tensor]
 
 
 class LSTMLayer(nn.Module):
-    """One layer. Its weights are torch's: `input.{weight,bias}` is `{weight,bias}_ih`, `hidden.*` is `*_hh`."""
+    """One LSTM layer. Its weights are torch's: `input.{weight,bias}` is `{weight,bias}_ih`, `hidden.*` is `*_hh`."""
 
     def __init__(self, input_size: int, size: int) -> None:
         super().__init__()

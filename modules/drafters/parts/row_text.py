@@ -41,7 +41,7 @@ class Text(DraftState):
         self.roots_S[rows_R] = self.margin
 
     def keep(self, rows_R: Tensor) -> None:
-        """Let the new row r be the former row rows_R[r]."""
+        """Keep the rows `rows_R`, in that order."""
         self.tokens_SL, self.roots_S = self.tokens_SL[rows_R], self.roots_S[rows_R]
 
     def endings(self, rows_R: Tensor, places_RN: Tensor, length: int) -> Tensor:

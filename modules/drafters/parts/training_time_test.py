@@ -91,7 +91,7 @@ class BlockAttention(AttentionContext):
     written: dict[int, tuple[Tensor, Tensor]]
     """Keys and values of the text by layer, written by block 0."""
     keys: dict[int, _Keys]
-    """The same with room for the diagonal, and those of the later blocks; created by block 1."""
+    """These keys and values with room for the diagonal, and those of the later blocks; created by block 1."""
 
     def attend(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:
         """Attention output over the text and the blocks after the heads' own positions, [B, H, K * L, E]."""

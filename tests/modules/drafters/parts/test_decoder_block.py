@@ -1,4 +1,4 @@
-"""Decoder blocks against a plain twin and transformers' own; their cache: chunks, trees, rows that move and fail."""
+"""Decoder blocks against a plain twin and transformers' own; their cache: chunks, trees, moved and failed rows."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def attention(positions: list[int], seen: list[list[int]]) -> AttentionContext:
     return AttentionContext(positions_BN=torch.tensor([positions]), visible_BNW=visible)
 
 
-def test_it_is_the_plain_twin_under_any_mask_and_positions() -> None:
+def test_a_block_equals_the_plain_twin_with_any_mask_and_positions() -> None:
     block, hidden = made(), torch.randn(5, 16, dtype=torch.float64)
     positions, seen = [3, 4, 5, 5, 6], [[0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 3, 4]]
     found = block(hidden[None], attention(positions, seen))[0]
@@ -42,7 +42,7 @@ def test_it_is_the_plain_twin_under_any_mask_and_positions() -> None:
 
 @pytest.mark.parametrize("base", [10_000.0, 500_000.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_it_is_transformers_own_layer_under_the_same_names(base: float, dtype: torch.dtype) -> None:
+def test_a_block_equals_transformers_layer_with_the_same_names(base: float, dtype: torch.dtype) -> None:
     config = LlamaConfig(
         hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=6,
         rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": base}, attn_implementation="sdpa")
@@ -79,7 +79,7 @@ def read(rows: BlockRows, block: DecoderBlock, index: list[int], hidden_BND: Ten
 
 
 def whole(block: DecoderBlock, hidden_ND: Tensor) -> Tensor:
-    """The last output of a text read at once."""
+    """The last output of a text in one pass."""
     out: Tensor = block(hidden_ND[None], attention(list(range(len(hidden_ND))), chain(len(hidden_ND))))
     return out[0]
 
@@ -101,7 +101,7 @@ def frontier(nodes: list[list[int]], parents: list[list[int]]) -> Frontier:
 
 
 @pytest.mark.parametrize("capacity", [32, 6])
-def test_a_tree_behind_ragged_rows_equals_each_path_alone_and_is_forgotten(capacity: int) -> None:
+def test_a_tree_after_ragged_rows_equals_each_path_alone_and_is_discarded(capacity: int) -> None:
     """Two levels that differ by row; node 0, the root, is not in the cache. A small cache grows."""
     block, rows = made(), BlockRows(1, 2, capacity, CPU)
     texts, nodes = torch.randn(2, 5, 16, dtype=torch.float64), torch.randn(2, 7, 16, dtype=torch.float64)
@@ -123,7 +123,7 @@ def test_a_tree_behind_ragged_rows_equals_each_path_alone_and_is_forgotten(capac
         torch.testing.assert_close(after[row, 0], expected)
 
 
-def test_a_row_that_went_wrong_leaves_nothing_behind() -> None:
+def test_a_failed_row_leaves_nothing_in_the_cache() -> None:
     block, rows = made(), BlockRows(1, 3, 16, CPU)
     texts = torch.randn(3, 8, 16, dtype=torch.float64)
     texts[0, 5] = float("nan")
@@ -139,7 +139,7 @@ def test_a_row_that_went_wrong_leaves_nothing_behind() -> None:
     assert rows.cache.storage.isfinite().all()
 
 
-def test_nothing_is_copied_whole_while_decoding() -> None:
+def test_decoding_never_copies_the_whole_cache() -> None:
     block, rows = made(), BlockRows(1, 2, 64, CPU)
     read(rows, block, [0, 1], torch.randn(2, 4, 16, dtype=torch.float64), [4, 4])
     assert rows.cache.storage is not None
@@ -154,7 +154,7 @@ def test_nothing_is_copied_whole_while_decoding() -> None:
     assert rows.cache.storage.shape == (2, 2, 2, 64, 6)
 
 
-def test_a_silent_block_adds_nothing_and_learns() -> None:
+def test_a_zero_output_block_adds_nothing_and_gets_gradients() -> None:
     block, hidden = DecoderBlock(CONFIG), torch.randn(1, 4, 16)
     block.zero_output()
     out = block(hidden, attention([0, 1, 2, 3], chain(4)))
@@ -164,7 +164,7 @@ def test_a_silent_block_adds_nothing_and_learns() -> None:
     assert block.self_attn.o_proj.weight.grad.abs().sum() > 0
 
 
-def test_the_targets_shape_is_taken_over(tiny_target: Target) -> None:
+def test_a_block_like_the_target_has_its_shape(tiny_target: Target) -> None:
     config = BlockConfig.like(tiny_target)
     assert (config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim,
             config.rope_base) == (32, 64, 4, 2, 8, 10_000.0)
