@@ -44,8 +44,8 @@ class Drafts:
     """False where a draft step has no state at a position, such as one dropped in training: it adds nothing to the loss
     there, and its hidden state may be any finite one. None when no state is missing, as always in evaluation mode."""
     estimates: tuple[int, ...] | None = None
-    """Distance in tokens from a position to the target's final state that each of its K states estimates, from which the
-    target's output layer predicts the token at `offsets`. None for families that estimate no target states."""
+    """Distance in tokens from a position to the target's final state that each of its K states estimates, from which
+    the target's output layer predicts the token at `offsets`. None for families that estimate no target states."""
     estimated_BLKD: Tensor | None = None
     """The estimated target states, for families that keep them apart from the states that the output layer reads; None
     when they are `hidden_BLKD`."""
