@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from draftsmith.modules import Adapter, Drafter, Target
 from draftsmith.trainers import DraftModule
 
+D = TypeVar("D", bound=Drafter)
 IDS = torch.tensor([0, 1, 2, 5, 9, *range(28, 48), 60])
 """A reduced vocabulary that contains the cycle of tests/support/cycle.py."""
 
@@ -53,7 +54,7 @@ def case(module: type[DraftModule], train_config: Callable[..., Any], config: An
     return Case(make=lambda target: module.drafter_class.create(config, target, ids), module=made)
 
 
-def randomised(drafter: Drafter) -> Drafter:
+def randomised(drafter: D) -> D:
     """The drafter with noise on all weights, so that none keeps a special initial value."""
     generator = torch.Generator().manual_seed(3)
     for parameter in drafter.parameters():

@@ -208,7 +208,6 @@ MADE = {
 @pytest.mark.parametrize("name", MADE)
 def test_export_and_import_draft_the_same(tmp_path: Path, tiny_target: Target, name: str) -> None:
     drafter = randomised(MADE[name](tiny_target))
-    assert isinstance(drafter, EagleDrafter)
     back = import_eagle(written(drafter, tiny_target, tmp_path / "out"), tiny_target)
     assert back.block == drafter.block
     features = tiny_target.encode(Features.from_rows([([9, 8, 7, 30, 31, 32], [True] * 6)]), drafter.taps)

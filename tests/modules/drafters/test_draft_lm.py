@@ -47,9 +47,7 @@ TREE = Topology((-1, 0, 0, 1), (0, 0, 1, 0))
 
 def made(config: DraftLMConfig, target: Target) -> DraftLM:
     ids = None if config.vocabulary_size is None else IDS
-    drafter = randomised(DraftLM.create(config, target, ids))
-    assert isinstance(drafter, DraftLM)
-    return drafter
+    return randomised(DraftLM.create(config, target, ids))
 
 
 def two_turns() -> Features:

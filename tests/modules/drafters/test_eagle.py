@@ -40,9 +40,7 @@ MAKERS: dict[str, Callable[[Target], EagleDrafter]] = {
 
 
 def made(name: str, target: Target) -> EagleDrafter:
-    drafter = randomised(MAKERS[name](target).to(target.dtype))
-    assert isinstance(drafter, EagleDrafter)
-    return drafter
+    return randomised(MAKERS[name](target).to(target.dtype))
 
 
 def packed(target: Target, drafter: EagleDrafter, length: int = 14) -> Features:
@@ -239,7 +237,6 @@ def test_each_step_is_compared_with_the_state_it_estimates(tiny_target: Target) 
 def test_passes_equal_those_of_hass(tiny_target_f64: Target) -> None:
     """Its streams are numbered by the state's position, here by the start of the draft, k positions before."""
     drafter = made("eagle", tiny_target_f64)
-    assert isinstance(drafter, Eagle)
     features = text(tiny_target_f64, drafter, list(range(20, 32)))
     embedded_LD = drafter.following(features, 1)[0]
     with torch.no_grad():
@@ -251,7 +248,6 @@ def test_passes_equal_those_of_hass(tiny_target_f64: Target) -> None:
 
 def test_no_gradient_of_a_pass_goes_through_the_one_before(tiny_target: Target) -> None:
     drafter = randomised(Eagle.create(EagleConfig(steps=2), tiny_target))
-    assert isinstance(drafter, Eagle)
     features = text(tiny_target, drafter, list(range(20, 32)))
     first, second = drafter.rollout(features, 2, Rollout(features))
     first.retain_grad()
@@ -276,7 +272,6 @@ def test_training_can_weight_the_most_probable_tokens(tiny_target: Target) -> No
 
 def test_noise_is_added_in_training_alone(tiny_target: Target) -> None:
     drafter = randomised(Eagle.create(EagleConfig(noise=0.1), tiny_target))
-    assert isinstance(drafter, Eagle)
     final = text(tiny_target, drafter, list(range(20, 30))).final()
     assert torch.equal(drafter.fuse(final, {}), final)
     apart = drafter.train().fuse(final, {}) - final
@@ -463,8 +458,6 @@ def test_every_step_trains_the_steps_before_it(tiny_target: Target) -> None:
 def test_norm_output_feeds_the_normalised_state_back(tiny_target: Target) -> None:
     plain, normed = (randomised(Eagle3.create(Eagle3Config(taps=(1,), norm_output=norm), tiny_target))
                      for norm in (False, True))
-    assert isinstance(plain, Eagle3)
-    assert isinstance(normed, Eagle3)
     own = torch.randn(1, 4, 32)
     assert torch.equal(plain.feed(own), own)
     torch.testing.assert_close(normed.feed(own), torch.nn.functional.rms_norm(own, (32,), normed.norm.weight, 1e-6))
@@ -472,7 +465,6 @@ def test_norm_output_feeds_the_normalised_state_back(tiny_target: Target) -> Non
 
 def test_fc_norm_normalises_every_tapped_state(tiny_target: Target) -> None:
     drafter = randomised(Eagle3.create(Eagle3Config(fc_norm=True), tiny_target))
-    assert isinstance(drafter, Eagle3)
     features = text(tiny_target, drafter, list(range(20, 30)))
     normed = [weight * state / torch.sqrt(state.square().mean(-1, keepdim=True) + drafter.block.norm_eps)
               for weight, state in zip([drafter.get_parameter(f"fc_norm.{tap}.weight") for tap in (0, 1)],
@@ -504,7 +496,6 @@ def test_narrower_layers_start_with_principal_components(tiny_target: Target) ->
 
 def test_its_own_embedding_is_trained(tiny_target: Target) -> None:
     drafter = randomised(Eagle3.create(Eagle3Config(steps=2, hidden_size=24, target_hidden_size=32), tiny_target))
-    assert isinstance(drafter, Eagle3)
     features = text(tiny_target, drafter, [20, 21, 22, 23])
     drafter.rollout(features, 2, Rollout(features))[1].sum().backward()
     table_VD = drafter.get_parameter("embed_tokens.weight")

@@ -31,9 +31,7 @@ TOKENS = list(range(20, 38))
 
 
 def made(config: FalconConfig, target: Target) -> Falcon:
-    drafter = randomised(Falcon.create(config, target).to(target.dtype))
-    assert isinstance(drafter, Falcon)
-    return drafter
+    return randomised(Falcon.create(config, target).to(target.dtype))
 
 
 def text(target: Target, tokens: list[int]) -> Features:
