@@ -15,6 +15,7 @@ state, M recurrent layers, R rows of a decoding state, F frontier nodes, P block
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -98,9 +99,7 @@ class Falcon(FeatureDrafter):
             self._layer().zero_output()
 
     def _layer(self) -> BareBlock:
-        layer = self.layers[0]
-        assert isinstance(layer, BareBlock)
-        return layer
+        return cast(BareBlock, self.layers[0])
 
     @property
     def block_size(self) -> int:
@@ -190,7 +189,8 @@ class Falcon(FeatureDrafter):
         with self._packing.installed():
             memory = self.lstm(read_RNZ, before, torch.ones_like(real_RN))
             states_RND = torch.cat([held.recent_RJD[rows_R], self._layer_input(memory, final_RND)], dim=1)
-            # The queries of the block's positions before the last one run again; a row without news has none.
+            # The queries of the block's positions before the last one run again; a row without new
+            # positions has none.
             queries_RJD = columns(states_RND, (counts_R - 1).clamp(min=0), again)
             attention = held.rows.reread(rows_R.tolist(), width, counts_R, again)
             estimates_RND = self._layer()(torch.cat([states_RND[:, again:], queries_RJD], dim=1), attention)
