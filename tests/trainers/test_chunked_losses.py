@@ -149,7 +149,7 @@ def test_a_feature_loss_needs_estimated_states(tiny_target: Target) -> None:
 @pytest.mark.parametrize(("changes", "told"), [
     ({"offsets": (1, 2)}, "offsets must have one entry for each of the 3 draft steps"),
     ({"estimates": (1,)}, "estimates must have one entry"),
-    ({"estimates": (2, 2, 3)}, "predicts 2 tokens ahead cannot resemble the target's state 2 ahead"),
+    ({"estimates": (2, 2, 3)}, "predicts 2 tokens ahead cannot estimate the target's state 2 ahead"),
     ({"valid_BLK": torch.ones(3, 12, 2, dtype=torch.bool)}, "valid_BLK must have the shape"),
     ({"estimated_BLKD": torch.ones(3, 12, 2, 32)}, r"needs estimates and the shape \(3, 12, 3\) .* \(3, 12, 2, 32\)"),
     ({"estimated_BLKD": torch.ones(3, 12, 3, 32), "estimates": None}, "estimated_BLKD needs estimates .* got None"),

@@ -419,14 +419,14 @@ def test_a_checkpoint_of_another_model_in_the_folder_is_refused(tiny_target: Tar
     ({"num_layers": 0}, "num_layers must be a whole number of at least 1, got 0"),
     ({"depths": 0}, "depths"), ({"vocabulary_size": 1.5}, "got 1.5"),
     ({"layers": (0,), "folder": "x"}, "set `layers` or `folder`, not both"),
-    ({"layers": (0,), "hidden_size": 16}, "hidden_size is decided by layers"),
-    ({"folder": "x", "num_layers": 2}, "num_layers is decided by folder"),
-    ({"folder": "x", "tied": True}, "tied is decided by folder"),
+    ({"layers": (0,), "hidden_size": 16}, "hidden_size is set by layers"),
+    ({"folder": "x", "num_layers": 2}, "num_layers is set by folder"),
+    ({"folder": "x", "tied": True}, "tied is set by folder"),
     ({"exits": (2, 1)}, "exits must be ascending"), ({"exits": (0, 2)}, "from 1"),
     ({"exits": (1, 2), "depths": 3}, "cannot be trained together"),
     ({"exits": (1, 2), "decode_exit": 3}, r"decode_exit must be one of exits \[1, 2\], got 3"),
     ({"keep_rate": 0.1}, "keep_least <= keep_rate"), ({"keep_least": 0.0}, "0 < keep_least"),
-    ({"mask_token_id": 3}, "means nothing with depths 1"),
+    ({"mask_token_id": 3}, "has no effect with depths 1"),
 ])
 def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError, match=told):

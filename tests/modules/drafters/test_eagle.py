@@ -405,7 +405,7 @@ def test_fspad_adds_the_expected_number_of_weights(sampling: bool, partial: bool
 
 
 def test_a_state_without_a_loss_is_refused() -> None:
-    with pytest.raises(UserError, match=r"partial_alignment keeps a state that feature_weight alone teaches, got "
+    with pytest.raises(UserError, match=r"partial_alignment has a state that only feature_weight trains, got "
                                         r"feature_weight 0.0; set it above 0 .*, or partial_alignment to false"):
         EagleTrainConfig(drafter=EagleConfig(partial_alignment=True), feature_weight=0.0)
     EagleTrainConfig(drafter=EagleConfig(feature_sampling=True), feature_weight=0.0)

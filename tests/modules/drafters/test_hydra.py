@@ -301,7 +301,7 @@ def test_a_level_without_a_head_is_refused(tiny_target: Target) -> None:
     drafter = Hydra.create(HydraConfig(num_heads=1), tiny_target)
     state, root = drafter.start(1, 8), level([0], [-1], torch.tensor([[3]]))
     drafter.expand(state, root)
-    with pytest.raises(ValueError, match="level 1 of the tree was asked for, but there are 1 heads"):
+    with pytest.raises(ValueError, match="level 1 of the tree needs a head, but there are 1 heads"):
         drafter.expand(state, level([1], [0], torch.tensor([[3]])))
     with pytest.raises(UserError, match="2 tokens deep, but this hydra drafter answers 1"):
         StaticTree(Topology.chain(2)).check(drafter)
