@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..drafters.parts.causal_drafter import CausalDraft
-from ..drafters.parts.decoder_block import Sight
+from ..drafters.parts.decoder_block import AttentionContext
 from ..errors import UserError
 from ..features import Features
 from ..interfaces.proposer import Scores
@@ -60,14 +60,14 @@ class LayerDraft(CausalDraft):
         """Device of the target."""
         return self.target.device
 
-    def run(self, tokens_BF: Tensor, sight: Sight, key_positions_BW: Tensor) -> Tensor:
+    def run(self, tokens_BF: Tensor, attention: AttentionContext, key_positions_BW: Tensor) -> Tensor:
         """One pass of the kept layers."""
         with skipping(self.target.layers, self.kept):
             return self.target.decoder(  # type: ignore[no-any-return]
                 inputs_embeds=self.target.embed(tokens_BF),
-                attention_mask=sight.visible_BNW[:, None],
-                position_ids=sight.positions_BN.clamp(max=self.target.context_length - 1),
-                past_key_values=sight.cache,
+                attention_mask=attention.visible_BNW[:, None],
+                position_ids=attention.positions_BN.clamp(max=self.target.context_length - 1),
+                past_key_values=attention.cache,
                 use_cache=True,
                 key_positions=key_positions_BW,
             ).last_hidden_state

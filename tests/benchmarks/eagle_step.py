@@ -66,10 +66,10 @@ def once(way: str, length: int, steps: int, width: int) -> tuple[float, float]:
                                   num_kv_heads=max(1, heads // 3), head_dim=HEAD)).to(device)
     features = Features.from_rows([([1] * length, [True] * length)]).to(device)
     read, embedded = torch.randn(2, 1, length, width, device=device)
-    sights, before, started = WAYS[way](features), peak(device), time.perf_counter()
+    attentions, before, started = WAYS[way](features), peak(device), time.perf_counter()
     total = torch.zeros((), device=device)
     for step in range(steps):
-        read = block(embedded, read, sights(step))
+        read = block(embedded, read, attentions(step))
         total = total + read.square().mean()
     total.backward()
     held = peak(device) - before

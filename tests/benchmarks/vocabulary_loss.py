@@ -38,10 +38,10 @@ def measure(variant: str, options: argparse.Namespace) -> dict[str, float]:
     def chunked(states, final, features):
         from draftsmith.modules.interfaces.drafter import Drafts
         from draftsmith.trainers.chunked_losses import VocabularyLoss
-        from draftsmith.trainers.objectives import Objective, taught
+        from draftsmith.trainers.objectives import Objective, teacher_output_of
 
         def teacher(rows):
-            return taught(functional.linear(rows, weight), rows.new_zeros(len(rows)))
+            return teacher_output_of(functional.linear(rows, weight), rows.new_zeros(len(rows)))
 
         objective = Objective(name="soft" if kind == "soft" else "hard")
         loss = VocabularyLoss(project=project, entries=vocabulary, weights=(1.0,) * HEADS, parameters=tuple(owned),
