@@ -254,7 +254,7 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) ->
 def test_layers_that_cannot_learn_are_refused(target: Target) -> None:
     with pytest.raises(UserError, match=r"no linear layer 'query_key_value'; it has q_proj, k_proj"):
         Medusa2Module(target, config(lora=LoraConfig(modules=("query_key_value",))))
-    with pytest.raises(UserError, match="name the output layer, which the heads share; set drafter.output to copy"):
+    with pytest.raises(UserError, match=r"name the output layer, which the heads share; set drafter.output to copy"):
         Medusa2Module(target, config(lora=LoraConfig(modules=("lm_head",))))
 
 
