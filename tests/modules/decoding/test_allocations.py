@@ -22,7 +22,7 @@ NODES = 4
 
 
 def way(original: Target, name: str) -> tuple[Target, Proposer | None, Policy | None]:
-    """What verifies, drafts and grows."""
+    """A target, a drafter and a policy."""
     if name == "plain":
         return original, None, None
     if name in CASES:
