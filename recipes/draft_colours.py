@@ -1,12 +1,11 @@
 """An answer with its accepted and rejected guesses marked: in colour, or with brackets where colours are unwelcome."""
 
-import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..modules.decoding.pass_recorder import PROMPT_PASS, PassRecorder, WrittenToken
-from ..modules.decoding.token_text import TokenText
+from ..modules.decoding.token_text import TokenText, visible
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +31,6 @@ BRACKETS = Marks(guessed=("[", "]"), rejected=("~", "~"),
                  legend="[ ]: guessed by the draft and accepted · unmarked: written by the target itself · "
                         "~ ~: guessed and rejected")
 """The same for files, pipes and terminals without colours."""
-DIRECTIONS = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
-"""Bidirectional classes of characters that change the order of what follows them."""
 
 
 def marks_for(terminal: bool, environment: Mapping[str, str]) -> Marks:
@@ -101,26 +98,6 @@ class MarkedAnswer:
         before = "" if rejected.endswith("\N{REPLACEMENT CHARACTER}") else _around(
             self.marks.rejected, visible(rejected, breaks=False))
         return before + (_around(self.marks.guessed, piece) if written.guessed else piece)
-
-
-def visible(text: str, *, breaks: bool = True) -> str:
-    """The text with its control characters, which could move the cursor or change colours, as visible signs.
-
-    Args:
-        breaks: whether line breaks and tabs stay as they are.
-    """
-    return "".join(letter if breaks and letter in "\n\t" else _sign(letter) for letter in text)
-
-
-def _sign(letter: str) -> str:
-    code = ord(letter)
-    if code < 0x20:
-        return chr(0x2400 + code)
-    if code == 0x7F:
-        return "\N{SYMBOL FOR DELETE}"
-    if unicodedata.category(letter) == "Cc" or unicodedata.bidirectional(letter) in DIRECTIONS:
-        return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
-    return letter
 
 
 def _around(pair: tuple[str, str], text: str) -> str:

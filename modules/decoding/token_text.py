@@ -1,9 +1,12 @@
 """The text of each single token of an answer."""
 
+import unicodedata
 from typing import Any
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """Last character of a text that ends inside a character."""
+DIRECTIONS = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
+"""Bidirectional classes of characters that change the order of what follows them."""
 
 
 class TokenText:
@@ -53,3 +56,23 @@ class TokenText:
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def visible(text: str, *, breaks: bool = True) -> str:
+    """The text with its control characters, which could move the cursor or change colours, as visible signs.
+
+    Args:
+        breaks: whether line breaks and tabs stay as they are.
+    """
+    return "".join(letter if breaks and letter in "\n\t" else _sign(letter) for letter in text)
+
+
+def _sign(letter: str) -> str:
+    code = ord(letter)
+    if code < 0x20:
+        return chr(0x2400 + code)
+    if code == 0x7F:
+        return "\N{SYMBOL FOR DELETE}"
+    if unicodedata.category(letter) == "Cc" or unicodedata.bidirectional(letter) in DIRECTIONS:
+        return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+    return letter

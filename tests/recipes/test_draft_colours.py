@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from draftsmith.modules import Chain, DecodeSettings, Request, Target, decode, stream
 from draftsmith.modules.decoding.pass_recorder import PassRecorder
+from draftsmith.modules.decoding.token_text import visible
 from draftsmith.recipes.__main__ import main
-from draftsmith.recipes.draft_colours import BRACKETS, COLOURS, MarkedAnswer, Marks, marks_for, visible
+from draftsmith.recipes.draft_colours import BRACKETS, COLOURS, MarkedAnswer, Marks, marks_for
 from draftsmith.recipes.parsing import Command
 from support.drafters import ScriptedDrafter
 
