@@ -35,8 +35,8 @@ def _words(run: EvaluationRun) -> str:
     if found.different:
         return f"but drafting changed {found.different} of {found.prompts} answers{adapted}, which is a fault"
     if found.near_tie_divergences:
-        return (f"{found.near_tie_divergences} of {found.prompts} answers{adapted} changed, only where rounding decides "
-                "between two words")
+        return (f"{found.near_tie_divergences} of {found.prompts} answers{adapted} changed, only where rounding "
+                "decides between two words")
     return f"not a word{adapted} changed"
 
 

@@ -123,8 +123,8 @@ def _acceptance(firsts: Sequence[Evaluation]) -> str:
     curves = ({one.name: one.overall.acceptance_by_position for one in firsts} if len(firsts) > 1 else
               {name: measures.acceptance_by_position for name, measures in sets.items()})
     return _figure(plots.acceptance_by_position(curves),
-                   "Share of target passes that accepted at least so many guesses in a row. The sum of the points plus 1, the "
-                   "token that the target adds itself, is the number of tokens per pass.")
+                   "Share of target passes that accepted at least so many guesses in a row. The sum of the points "
+                   "plus 1, the token that the target adds itself, is the number of tokens per pass.")
 
 
 def _confidence(firsts: Sequence[Evaluation]) -> str:
@@ -243,8 +243,8 @@ def _tree(artifact: Artifact | None) -> str:
             "is drafted.")
     return (
         f"<h2>The draft tree</h2><p>{escape(said)}</p>"
-        + _figure(plots.tree(drawn, used), f"Each step to the right is one token further ahead; colours give the rank of a guess "
-                  f"among those of its node.{faint}", "wide")
+        + _figure(plots.tree(drawn, used), "Each step to the right is one token further ahead; colours give the rank "
+                  f"of a guess among those of its node.{faint}", "wide")
     )
 
 

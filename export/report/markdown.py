@@ -33,8 +33,8 @@ JSON_NAME, MARKDOWN_NAME, HTML_NAME = "evaluation.json", "report.md", "report.ht
 WIDTH = 100
 """Columns of the terminal table, and of the sentences below it."""
 _HEADINGS = ("answers", "tokens/pass", "tokens/s", "plain", "generate", "speed-up", "identical")
-TERMINAL_NOTE = ("plain and generate: tokens/s without drafts, by this project's loop and by transformers; speed-up: over "
-                 "the faster of the two")
+TERMINAL_NOTE = ("plain and generate: tokens/s without drafts, by this project's loop and by transformers; speed-up: "
+                 "over the faster of the two")
 """Explanation of the columns of the terminal table."""
 
 
@@ -102,7 +102,7 @@ def markdown(run: EvaluationRun) -> str:
     lines += [COLUMNS_NOTE, "", INTERVALS_NOTE, ""]
     for evaluation in _firsts(run):
         lines += [f"## {label(run, evaluation)}", "", drafting_note(evaluation), "", *_pipes(in_detail(evaluation)),
-                  "", f"Guesses in a row: {_positions(evaluation.overall)}.", "", *_predicted(evaluation)]
+                  "", f"{_positions(evaluation.overall).capitalize()}.", "", *_predicted(evaluation)]
         lines += [line for text in _trees(evaluation) for line in (text, "")]
         lines += _confidence(evaluation)
     return "\n".join(lines)
@@ -138,4 +138,4 @@ def _trees(evaluation: Evaluation) -> list[str]:
 
 def _positions(measures: Measures) -> str:
     shares = [f"{percent(share)} at least {count}" for count, share in enumerate(measures.acceptance_by_position, 1)]
-    return f"of all passes, {', '.join(shares)}" if shares else "no pass accepted a guess"
+    return f"guesses that a pass accepted: {', '.join(shares)}" if shares else "no pass accepted a guess"

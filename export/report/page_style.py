@@ -83,7 +83,8 @@ def colours() -> str:
     dark = {f"--{name}": pair[1] for name, pair in LIGHT_AND_DARK.items()}
     light |= {_variable(colour): colour for colour in DARK_PLOTS}
     dark |= {_variable(colour): shown for colour, shown in DARK_PLOTS.items()}
-    return (f"  :root {{ {_listed(light)} }}\n  @media (prefers-color-scheme: dark) {{ :root {{ {_listed(dark)} }} }}\n")
+    return (f"  :root {{ {_listed(light)} }}\n"
+            f"  @media (prefers-color-scheme: dark) {{ :root {{ {_listed(dark)} }} }}\n")
 
 
 def _variable(colour: str) -> str:
