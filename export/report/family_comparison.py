@@ -69,7 +69,7 @@ class Standing:
     answers: int
     """Answers compared."""
     changes_target: bool
-    """Whether the artifact adapts its target; answers are then compared with the adapted target's."""
+    """True for an artifact that adapts its target; its answers are then compared with the adapted target's."""
     drift_kl: float | None
     """KL(original || adapted) of the next token, in nats; None where the target is unchanged."""
     drift_agreement: float | None

@@ -27,7 +27,7 @@ def _speed(evaluation: Evaluation) -> str:
 
 
 def _words(run: EvaluationRun) -> str:
-    """Whether drafting changed a word, over all evaluations that can be compared."""
+    """The result of the comparison over all evaluations that can be compared, in words."""
     found = Lossless.joined(evaluation.overall.lossless for evaluation in run.evaluations)
     adapted = " of the adapted target" if "drift" in run.header else ""
     if not found.prompts:

@@ -101,7 +101,7 @@ def _lossless_box(run: EvaluationRun) -> str:
 def _contention_box(run: EvaluationRun, evaluation: Evaluation) -> str:
     if not evaluation.contended:
         return ""
-    return f'<div class="box warn"><p><b>The machine was busy.</b> {escape(contention_note(run))}</p></div>'
+    return f'<div class="box warn"><p><b>The speeds are not reliable.</b> {escape(contention_note(run))}</p></div>'
 
 
 def _comparison(run: EvaluationRun) -> str:

@@ -209,5 +209,5 @@ def steadiness(run: EvaluationRun) -> str:
 def contention_note(run: EvaluationRun) -> str:
     """Reason why the speeds of a run on a busy machine are not reliable."""
     return (f"The machine was busy with something else: repeating one pass of the target took up to "
-            f"{steadiness(run)} longer than its fastest. The speeds are not reliable; measure again when the machine "
-            "is quiet. Tokens per pass and the comparison of answers are not affected.")
+            f"{steadiness(run)} longer than its fastest. Do not rely on the speeds; measure again when the "
+            "machine is quiet. Tokens per pass and the comparison of answers are not affected.")

@@ -24,6 +24,7 @@ STYLE = """  .answer { background: var(--card); border: 1px solid var(--line); b
                        box-shadow: inset 0 -2px 0 var(--draft); }
   .guess + .guess { margin-left: 1px; }
   .missed { border-bottom: 2px dotted var(--warn); cursor: help; }
+  .key { max-width: none; }
   .key span { padding: 1px 5px; margin-right: 3px; }
 """
 
