@@ -62,9 +62,11 @@ def visible(text: str, *, breaks: bool = True) -> str:
     """The text with its control characters, which could move the cursor or change colours, as visible signs.
 
     Args:
-        breaks: whether line breaks and tabs stay as they are.
+        breaks: whether line breaks and tabs stay as they are; otherwise a line break is an arrow.
     """
-    return "".join(letter if breaks and letter in "\n\t" else _sign(letter) for letter in text)
+    if not breaks:
+        return "".join("↵" if letter == "\n" else _sign(letter) for letter in text)
+    return "".join(letter if letter in "\n\t" else _sign(letter) for letter in text)
 
 
 def _sign(letter: str) -> str:

@@ -30,6 +30,8 @@ COLOURS = ("#484f58", "#f47067", "#4cc38a", "#daaa3f", "#6cb6ff", "#dcbdfb", "#5
 BUTTONS = ("#f4605a", "#f5bd4f", "#58c455")
 SEQUENCE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[()][A-Z0-9]")
 """Escape sequences: of the cursor and colours, titles, and character sets."""
+NO_BREAK = "\N{NO-BREAK SPACE}"
+"""Space that viewers of SVG neither collapse nor drop at the start of a text."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def drawing(lines: Sequence[Sequence[Cell]], columns: int, title: str) -> str:
         f'<rect width="{width:g}" height="{height:g}" rx="10" fill="{GROUND}"/>'
         f'<path d="M0 {BAR:g}V10A10 10 0 0 1 10 0H{width - 10:g}A10 10 0 0 1 {width:g} 10V{BAR:g}Z" fill="{FRAME}"/>'
         f'{buttons}\n<g font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, \'DejaVu Sans Mono\', monospace" '
-        f'font-size="14" fill="{INK}" xml:space="preserve">\n{rows}</g>\n</svg>\n'
+        f'font-size="14" fill="{INK}">\n{rows}</g>\n</svg>\n'
     )
 
 
@@ -143,7 +145,7 @@ def _row(line: Sequence[Cell], y: float) -> str:
         if text.strip() or line[start][1].struck:
             found += (f'<text x="{MARGIN + start * CELL_WIDTH:.4g}" y="{y:g}" textLength="'
                       f'{(end - start) * CELL_WIDTH:.4g}" lengthAdjust="spacingAndGlyphs"{_attributes(line[start][1])}>'
-                      f"{escape(text)}</text>")
+                      f"{escape(text.replace(' ', NO_BREAK))}</text>")
         start = end
     return found + "\n" if found else ""
 
@@ -185,14 +187,20 @@ def _read(descriptor: int) -> Iterator[bytes]:
         yield piece
 
 
-def picture(command: Sequence[str], output: str, *, columns: int, lines: int) -> str:
-    """The SVG of a command and the last lines of its output."""
+def picture(command: Sequence[str], output: str, *, columns: int, lines: int, without: str | None = None) -> str:
+    """The SVG of a command and the last lines of its output.
+
+    Args:
+        without: pattern of lines to leave out, such as progress bars.
+    """
     name = Path(command[0]).name
     typed = [(letter, Style(PROMPT)) for letter in "$ "], shlex.join([name, *command[1:]])
     first = screen(f"  {typed[1]}", columns)
     first[0][:2] = typed[0]
     shown = screen(output, columns)
-    kept = shown[-max(0, lines - len(first)):]
+    if without is not None:
+        shown = [line for line in shown if not re.search(without, "".join(letter for letter, _ in line))]
+    kept = shown[-max(1, lines - len(first)):]
     return drawing([*first, *kept], columns, typed[1])
 
 
@@ -202,10 +210,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="file of the picture")
     parser.add_argument("--columns", type=int, default=96, help="width of the terminal")
     parser.add_argument("--lines", type=int, default=40, help="most lines of the picture")
+    parser.add_argument("--without", help="pattern of lines to leave out, such as 'it/s\\]' for progress bars")
     parser.add_argument("command", nargs="+", help="the command and its arguments, after --")
     given = parser.parse_args()
     output = record(given.command, given.columns)
-    given.out.write_text(picture(given.command, output, columns=given.columns, lines=given.lines), encoding="utf-8")
+    drawn = picture(given.command, output, columns=given.columns, lines=given.lines, without=given.without)
+    given.out.write_text(drawn, encoding="utf-8")
     return 0
 
 

@@ -74,7 +74,7 @@ def test_colours_are_for_terminals_that_want_them(terminal: bool, environment: d
 
 def test_control_characters_are_visible() -> None:
     assert visible("a\x1b[31m\tb\r\n\x7f\x9b\u202ec\x00") == "a␛[31m\tb␍\n␡\\x9b\\u202ec␀"
-    assert visible("a\nb", breaks=False) == "a␊b"
+    assert visible("a\nb", breaks=False) == "a↵b"
     assert visible("Grüße 世界 🙂") == "Grüße 世界 🙂"
 
 

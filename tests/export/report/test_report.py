@@ -307,7 +307,7 @@ def test_tokens_are_marked_by_their_author(tmp_path: Path) -> None:
     text = re.findall(r'<p class="text">(.*?)</p>', page, re.S)[0]
     assert re.sub("<[^>]+>", "", text) == "A &lt;i&gt;␛[0m"
     assert '<span class="guess" title="guessed by the draft and accepted"> &lt;i&gt;</span>' in text
-    assert ('<span class="missed" title="written by the target; the draft guessed “␊&quot;x&quot;”, “&lt;/span&gt;”, '
+    assert ('<span class="missed" title="written by the target; the draft guessed “↵&quot;x&quot;”, “&lt;/span&gt;”, '
             '“c”, “d”, …">␛[0m</span>') in text
     assert "Write &lt;b&gt;bold&lt;/b&gt;" in page
 
