@@ -176,7 +176,7 @@ def record(command: Sequence[str], columns: int) -> str:
 
 
 def _read(descriptor: int) -> Iterator[bytes]:
-    """What is written until the other end is closed, which Linux reports as an error."""
+    """Pieces of the output until the other end is closed, which Linux reports as an error."""
     while True:
         try:
             piece = os.read(descriptor, 65536)

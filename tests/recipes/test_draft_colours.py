@@ -14,7 +14,7 @@ from support.drafters import ScriptedDrafter
 
 TINY = Path(__file__).resolve().parents[2] / "recipes" / "tiny.yaml"
 SIGNS = Marks(guessed=("\ue000", "\ue001"), rejected=("\ue002", "\ue003"), legend="")
-"""Marks that no answer contains, so that they can be told from its text."""
+"""Marks that no answer contains, so that they differ from its text."""
 
 
 def marked(target: Target, mode: str, temperature: float = 0.0) -> tuple[str, str, MarkedAnswer, list[int]]:
