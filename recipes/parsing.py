@@ -96,7 +96,8 @@ class Command(Generic[T]):
         """Dashes in keys become underscores, keys of the home section get its name, shipped recipes their path, and a
         switch without a value is switched on."""
         words = [self._expand_key(word) for word in arguments]
-        switches = {f"--{field.name}" for field in fields(self.arguments) if field.type is bool}
+        known = fields(self.arguments)  # type: ignore[arg-type]
+        switches = {f"--{field.name}" for field in known if field.type is bool}
         for place, word in enumerate(words):
             if word == "--config" and place + 1 < len(words):
                 words[place + 1] = recipe_path(words[place + 1])
