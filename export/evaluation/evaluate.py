@@ -14,6 +14,7 @@ from .methods import EvaluateConfig, Method, PromptSets
 from .reference_answers import References
 from .results import Answer, Evaluation, EvaluationRun, Measures, Timing, summarise
 from .runner import Bench, Entry, Exchange, Records, by_prompt_set
+from .sample_answers import sample_answers
 from .tree_replay import Replays, replay_trees
 
 T = TypeVar("T")
@@ -49,11 +50,13 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
               disable=not progress) as bar:
         bench = Bench(target, methods, config, bar.update, References(references, target, config))
         found = [one for temperature in config.degrees for one in _measured(bench, entries, groups, temperature)]
+    samples = sample_answers(target, methods[0], {entry.number: entry.question for entry in entries}, bench.first,
+                             config)
     header = {**machine(target), "settings": asdict(config),
               "prompt_sets": {name: len(members) for name, members in by_prompt_set(entries).items()},
               "timed_prompts": len(_timed(groups)),
               "contention": bench.probe.to_dict()}
-    return EvaluationRun(header=header,
+    return EvaluationRun(header=header, samples=samples,
                          evaluations=tuple(replace(one, contended=bench.probe.contended) for one in found))
 
 
@@ -79,6 +82,7 @@ def _evaluation(bench: Bench, method: Method, exchanges: Sequence[Exchange], rec
     """Compare every answer with its reference and summarise."""
     temperature = exchanges[0].temperature
     answers = bench.answers(exchanges, records, compared=method.comparable(batch_size, temperature))
+    bench.first = bench.first or answers
     share, seed = bench.draft_share(records), bench.config.seed
 
     def measures(mine: Sequence[Answer], timings: Sequence[Timing]) -> Measures:

@@ -115,6 +115,8 @@ class Question:
     """How many answers it wants."""
     category: str = ""
     """Its category; "" for none."""
+    text: str = ""
+    """Its first turn as it was written, for the report; "" where only the tokens are known."""
 
     @classmethod
     def single(cls, tokens: Sequence[int], category: str = "") -> "Question":

@@ -94,6 +94,8 @@ class Bench:
         self.references = references
         self.probe = ContentionProbe(target)
         self.target_bytes = target_bytes(target)
+        self.first: list[Answer] = []
+        """Answers of the first method at the first temperature and batch size."""
 
     # References ------------------------------------------------------------------------------------------------------
 
