@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from draftsmith.export import Artifact, EvaluateConfig, Evaluation, Method, Question, Tuning, evaluate
-from draftsmith.export.evaluation import runner as bench
+from draftsmith.export.evaluation import timed_decoding
+from draftsmith.export.evaluation.runner import Runner
 from draftsmith.modules import (
     CostModel,
     DecodeSettings,
@@ -55,7 +56,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
             counted.update({(settings.batch_size, policy.max_size): asked})
         return decode(target, requests, settings, policy=policy, **more)
 
-    monkeypatch.setattr(bench, "decode", watch)
+    monkeypatch.setattr(timed_decoding, "decode", watch)
     return counted
 
 
@@ -112,14 +113,14 @@ def test_timed_prompts_fill_whole_batches_of_every_size(speed_prompts: int, size
 
 def test_every_batch_size_times_the_same_questions(tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[int, list[int]] = {}
-    real = bench.Bench._time_group
+    real = Runner._time_group
 
-    def watch(self: bench.Bench, group: Any, batch_size: int, *rest: Any) -> None:
+    def watch(self: Runner, group: Any, batch_size: int, *rest: Any) -> None:
         assert len(group) == batch_size
         asked.setdefault(batch_size, []).extend(exchange.entry.number for exchange in group)
         real(self, group, batch_size, *rest)
 
-    monkeypatch.setattr(bench.Bench, "_time_group", watch)
+    monkeypatch.setattr(Runner, "_time_group", watch)
     found = run(tuned(tiny_target_f64), EvaluateConfig(max_new_tokens=TOKENS, speed_prompts=8, batch_sizes=(1, 3)))
     assert asked[1] == asked[3] == [0, 3, 6, 9, 12, 15]
     assert {one.overall.prompts for one in found.values()} == {len(PROMPTS)}

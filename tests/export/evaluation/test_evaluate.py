@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.export import EvaluateConfig, Evaluation, Method, Question, evaluate
-from draftsmith.export.evaluation import runner as bench
+from draftsmith.export.evaluation import timed_decoding
 from draftsmith.export.evaluation.lossless import generate
+from draftsmith.export.evaluation.runner import Runner
 from draftsmith.modules import (
     Chain,
     DecodeSettings,
@@ -150,7 +151,7 @@ def lying_generate(change: int) -> Any:
 @pytest.mark.parametrize("speed_prompts", [0, 1])
 def test_one_changed_word_is_found_and_no_near_tie(tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch,
                                                    speed_prompts: int) -> None:
-    monkeypatch.setattr(bench, "generate", lying_generate(4))
+    monkeypatch.setattr(timed_decoding, "generate", lying_generate(4))
     found = run(tiny_target_f64, scripted(tiny_target_f64, "mixed"), replace(CONFIG, speed_prompts=speed_prompts))
     lossless = found.overall.lossless
     assert (lossless.identical, lossless.near_tie_divergences, lossless.different) == (10, 0, 1)
@@ -270,7 +271,7 @@ def test_the_second_turn_follows_the_targets_own_answer(tiny_target_f64: Target,
 def test_both_turns_are_timed_together(tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that ticks once a look: each way takes one second a turn."""
     ticks = iter(range(10**6))
-    monkeypatch.setattr(bench, "clock", lambda _target: float(next(ticks)))
+    monkeypatch.setattr(timed_decoding, "clock", lambda _target: float(next(ticks)))
     config = EvaluateConfig(max_new_tokens=9, speed_prompts=2, baselines=("prompt_lookup",))
     found = evaluate(tiny_target_f64, [], {"talk": [talk(0), talk(1)]}, config, progress=False).evaluations[0].overall
     assert (found.tokens_per_second, found.plain_tokens_per_second, found.generate_tokens_per_second) == (9, 9, 9)
@@ -306,7 +307,7 @@ def test_references_are_made_once_for_all_batch_sizes(tiny_target_f64: Target, m
         asked.append(len(prompts))
         return generate(model, target, prompts, **settings)
 
-    monkeypatch.setattr(bench, "generate", counted)
+    monkeypatch.setattr(timed_decoding, "generate", counted)
     for sizes in ((1,), (1, 2, 5)):
         asked.clear()
         config = replace(CONFIG, batch_sizes=sizes, speed_prompts=0)
@@ -318,13 +319,13 @@ def test_references_are_made_once_for_all_batch_sizes(tiny_target_f64: Target, m
 def test_only_full_batches_are_timed(tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch, speed_prompts: int,
                                      sizes: Any) -> None:
     rows: list[tuple[int, int]] = []
-    real = bench.Bench._time_group
+    real = Runner._time_group
 
     def watched(self: Any, group: Any, batch_size: int, *rest: Any) -> None:
         rows.append((len(group), batch_size))
         real(self, group, batch_size, *rest)
 
-    monkeypatch.setattr(bench.Bench, "_time_group", watched)
+    monkeypatch.setattr(Runner, "_time_group", watched)
     config = replace(CONFIG, speed_prompts=speed_prompts, batch_sizes=sizes, baselines=("prompt_lookup",))
     found = evaluate(tiny_target_f64, [], SETS, config, progress=False)
     assert all(group == size for group, size in rows)
