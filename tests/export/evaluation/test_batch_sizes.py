@@ -30,7 +30,7 @@ TOKENS = 12
 
 
 def tuned(target: Target) -> Artifact:
-    """Some guesses come true; one row gets its tokens for next to nothing, sixteen pay for each."""
+    """An artifact with accepted drafts: one row verifies more nodes at almost no cost, sixteen rows pay for each."""
     cost = CostModel(knots=(1, 16), pass_weights=(0.1, 0.0, 0.05, 0.0, 0.0), largest=8, context=32, pass_error=0.0,
                      draft_weights=(0.001, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), draft_error=0.0)
     drafter = randomised(Medusa.create(MedusaConfig(num_heads=2), target).to(target.dtype))
@@ -40,14 +40,14 @@ def tuned(target: Target) -> Artifact:
 
 
 def accepted_length(artifact: Artifact, nodes: int) -> float:
-    """By decoding all prompts with a tree of this size."""
+    """Accepted length of all prompts decoded with a tree of this size."""
     requests = [Request(prompt, index, TOKENS) for index, prompt in enumerate(PROMPTS)]
     return decode(artifact.target, requests, DecodeSettings(), drafter=artifact.drafter,
                   policy=artifact.policy(f"static-{nodes}")).accepted_length
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
-    """Answers of TOKENS tokens that a bench drafts from now on, by (rows at once, nodes)."""
+    """Answers of TOKENS tokens that evaluations draft from now on, by (rows at once, nodes)."""
     counted: Counter[tuple[int, int]] = Counter()
 
     def watch(target: Target, requests: list[Request], settings: DecodeSettings, *, policy: Any, **more: Any) -> Any:
@@ -143,7 +143,7 @@ def test_sets_without_whole_batches_of_every_size_are_named(tiny_target: Target)
         run(tuned(tiny_target), config)
 
 
-def test_a_sampling_target_is_drafted_for_by_its_own_tree(tiny_target_f64: Target) -> None:
+def test_sampling_has_a_tree_of_its_own(tiny_target_f64: Target) -> None:
     artifact = tuned(tiny_target_f64)
     assert artifact.tuning is not None
     lengths = (1.0, 1.2, 1.3, *[1.3] * 5)

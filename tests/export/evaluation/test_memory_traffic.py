@@ -1,4 +1,4 @@
-"""Memory-bound speed-up: the bytes that a drafter reads are counted call by call, borrowed weights included."""
+"""Bytes of weights that drafting reads, counted call by call, the target's shared weights included."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Answers of the target alone that runs share: given once, and never where anything they depend on differs."""
+"""Shared answers of the target alone: decoded once, and again where anything they depend on differs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ CONFIG = EvaluateConfig(max_new_tokens=8, speed_prompts=0, temperatures=(0.0, 1.
 
 @pytest.fixture
 def generated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many prompts each call of `generate` answers."""
+    """Number of prompts of each call of `generate`."""
     counts: list[int] = []
     original = timed_decoding.generate
 
@@ -32,7 +32,7 @@ def run(target: Target, file: Path | None, config: EvaluateConfig = CONFIG) -> t
     return evaluate(target, [], SETS, config, references=file, progress=False).evaluations
 
 
-def test_a_second_run_asks_the_target_nothing_and_finds_the_same(tmp_path: Path, tiny_target_f64: Target,
+def test_a_second_run_decodes_no_reference_and_finds_the_same(tmp_path: Path, tiny_target_f64: Target,
                                                                  generated: list[int]) -> None:
     file = tmp_path / REFERENCES
     first = run(tiny_target_f64, file)
@@ -45,7 +45,7 @@ def test_a_second_run_asks_the_target_nothing_and_finds_the_same(tmp_path: Path,
 
 
 def test_a_wrong_reference_is_found_out(tmp_path: Path, tiny_target_f64: Target, generated: list[int]) -> None:
-    """Where a draft's answer parts from what was kept, the target is asked once more."""
+    """Where a drafted answer differs from a kept one, the target answers once more."""
     file = tmp_path / REFERENCES
     run(tiny_target_f64, file)
     known = References(file, tiny_target_f64, CONFIG)
@@ -81,7 +81,7 @@ def test_another_target_has_answers_of_its_own(tmp_path: Path, tiny_target: Targ
     assert References(tmp_path / REFERENCES, other, CONFIG).find((1, 2), 0.0, 0) is None
 
 
-def test_what_ends_an_answer_and_how_passes_round_are_part_of_the_key(tmp_path: Path, tiny_target: Target,
+def test_end_tokens_and_packing_are_part_of_the_key(tmp_path: Path, tiny_target: Target,
                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     known = References(tmp_path / REFERENCES, tiny_target, CONFIG)
     known.add((1, 2), 0.0, 0, (6,))
