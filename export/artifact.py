@@ -140,7 +140,7 @@ class Artifact:
 
 def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, provenance: dict[str, Any],
                   topology: Topology, adapter: Adapter | None = None) -> Path:
-    """Write config.json, model.safetensors and README.md; the bytes depend on the arguments and versions alone.
+    """Write config.json, model.safetensors and README.md; the bytes depend only on the arguments and versions.
 
     Absolute paths inside `provenance` are cut to their last part, which depends on no machine. An artifact already in
     `folder` is replaced as a whole, its tuning included.

@@ -1,8 +1,8 @@
 """Bootstrap confidence intervals: how much a figure would vary with other prompts of the same kind.
 
 Prompts are drawn again with replacement, the figure is computed anew from those drawn, and the interval holds the
-middle 95 % (the percentile method; Efron and Tibshirani 1993, chapter 13). The draws depend on the seed and the number
-of prompts alone, so that all figures and all methods of an evaluation are drawn together: paired.
+middle 95 % (the percentile method; Efron and Tibshirani 1993, chapter 13). The draws depend only on the seed and the
+number of prompts, so that all figures and all methods of an evaluation are drawn together: paired.
 
 Shapes: R draws, N prompts.
 """

@@ -104,7 +104,7 @@ def busy_warning(*, seconds: float = 0.5, times: Path = PROCESSOR_TIMES,
 
     It needs no target, so that a run can report it before its first stage. While this process sleeps, all processor
     time is that of others. A load average would still count programs that ended a minute ago, and timing a loop would
-    see a second busy processor only with as many threads as decoding uses.
+    notice a second busy processor only with as many threads as decoding uses.
 
     Args:
         seconds: how long to look.

@@ -38,7 +38,7 @@ class EvaluateConfig:
     top_p: float = 1.0
     """Sample within this share of the probability."""
     seed: int = 0
-    """Seed of the random streams of the answers, and of the resampling behind the intervals."""
+    """Seed of the random streams of the answers, and of of the resampling for the intervals."""
     speed_prompts: int = 8
     """Prompts of each set whose decoding is timed (with every method, without drafts and by `generate`); 0 times none.
     The same prompts fill whole batches of every size, so their number is rounded down to a multiple of all batch sizes;

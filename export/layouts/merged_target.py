@@ -1,6 +1,6 @@
 """Adapted target as a folder of its own, which loads without this project and without peft.
 
-As a Hugging Face model alone (`merged`), or with Medusa heads among its tensors (`medusa`), the layout of Medusa v1.0:
+As a Hugging Face model only (`merged`), or with Medusa heads among its tensors (`medusa`), the layout of Medusa v1.0:
 heads under `medusa_head.` in a shard of their own, their number in the model's config.json.
 """
 

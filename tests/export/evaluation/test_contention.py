@@ -104,7 +104,7 @@ def test_an_evaluation_that_times_says_so_on_stderr(tiny_target: Target, monkeyp
 def test_processors_that_others_use_are_reported_without_a_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                                   idle: tuple[int, int], threads: int,
                                                                   warning: str | None) -> None:
-    """A stand-in clock: the second in which the run looks passes by writing the times that follow."""
+    """Instead of sleeping, the test writes the processor times after the second."""
     times = tmp_path / "stat"
 
     def write(idle_ticks: tuple[int, int], busy_ticks: tuple[int, int]) -> None:
