@@ -188,7 +188,7 @@ def take_given(
         if not prompt.answers:
             raise UserError(
                 f"prompt {prompt.id} has no answer of its own; give messages with assistant turns, or set "
-                "distill.source: target"
+                "distill.answered_by: target"
             )
         try:
             found.append(_given(number, prompt, prompt.answers, template, context_length))

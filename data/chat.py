@@ -23,7 +23,7 @@ DATE = "26 Jul 2024"
 """Llama 3 writes today's date into its prompt unless told one: a recipe must give the same tokens tomorrow."""
 REMEDY = (
     "put {% generation %} ... {% endgeneration %} around the assistant's words in the template "
-    "(target.chat_template), or let the target answer (distill.source: target)"
+    "(target.chat_template), or let the target answer (distill.answered_by: target)"
 )
 TEMPLATE_FAILS = "the chat template fails: {}; change the messages, or set target.chat_template"
 BOUNDARY_PROBES = tuple(string.ascii_letters + string.digits)
@@ -226,7 +226,7 @@ class ChatTemplate:
         for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
             if token is not None:
                 return [int(token)]
-        raise UserError("this tokenizer has no start token to write prompts from; give a file (prompts.source: file)")
+        raise UserError("this tokenizer has no start token to write prompts from; give a file (prompts.origin: file)")
 
     # The incremental way ---------------------------------------------------------------------------------------------
 
@@ -315,7 +315,7 @@ class ChatTemplate:
         if not self.tokenizer.is_fast:
             raise UserError(
                 "marks of {% generation %} need a fast tokenizer (tokenizer.json); convert it, or let the target "
-                "answer (distill.source: target)"
+                "answer (distill.answered_by: target)"
             )
         coded = self.tokenizer(texts[0], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         supervised = [_inside(span, marks[0]) for span in coded["offset_mapping"]]

@@ -93,7 +93,7 @@ class Distillation:
         progress: bool,
     ) -> None:
         self.target, self.prompts, self.config, self.template, self.out = target, prompts, config, template, out
-        self.own = prompts.source == "own"
+        self.own = prompts.origin == "own"
         check_recipe(prompts, config, target.context_length)
         if (writer is None) != (config.draft is None):
             raise ValueError("distill.draft names an artifact and the writer is its draft; give both or neither")
@@ -250,7 +250,7 @@ class Distillation:
             elif self.own and barren >= BARREN_CANDIDATES:
                 raise UserError(
                     f"none of {barren} prompts that the target wrote can be used; raise prompts.own_max_tokens "
-                    f"({self.prompts.own_max_tokens}), or give prompts in a file (prompts.source: file)"
+                    f"({self.prompts.own_max_tokens}), or give prompts in a file (prompts.origin: file)"
                 )
             if read < size:
                 break

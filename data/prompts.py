@@ -22,13 +22,13 @@ STREAM_BUFFER = 10_000
 class PromptConfig:
     """Where prompts come from."""
 
-    source: Literal["own", "file", "dataset"] = "own"
+    origin: Literal["own", "file", "dataset"] = "own"
     """own: the target writes them (arXiv:2406.08464); file: a JSONL file; dataset: a name or folder for `datasets`."""
     path: str | None = None
     """JSONL file: one object a line with prompt, messages, conversations (ShareGPT), turns (Spec-Bench) or, for a plain
     document, text."""
     name: str | None = None
-    """Hub name or local folder of the dataset (source dataset)."""
+    """Hub name or local folder of the dataset (origin dataset)."""
     subset: str | None = None
     """Configuration of the dataset, where it has several."""
     split: str = "train"
@@ -48,17 +48,17 @@ class PromptConfig:
     max_prompt_tokens: int | None = None
     """Leave out prompts longer than this, in tokens; None stops at a prompt that leaves no room for an answer."""
     own_max_tokens: int = 64
-    """Longest prompt the target may write (source own), in tokens; longer ones are dropped."""
+    """Longest prompt the target may write (origin own), in tokens; longer ones are dropped."""
     own_temperature: float = 1.0
-    """Temperature at which the target writes prompts (source own)."""
+    """Temperature at which the target writes prompts (origin own)."""
     own_top_p: float = 0.95
-    """Nucleus from which the target draws when it writes prompts (source own)."""
+    """Nucleus from which the target draws when it writes prompts (origin own)."""
 
     def __post_init__(self) -> None:
         needed = {"file": self.path, "dataset": self.name, "own": "nothing"}
-        if not needed[self.source]:
-            key = "path" if self.source == "file" else "name"
-            raise UserError(f"prompts.source {self.source} needs prompts.{key}; give it")
+        if not needed[self.origin]:
+            key = "path" if self.origin == "file" else "name"
+            raise UserError(f"prompts.origin {self.origin} needs prompts.{key}; give it")
         for key in ("limit", "max_prompt_tokens", "own_max_tokens"):
             value = getattr(self, key)
             if value is not None and value < 1:
@@ -97,7 +97,9 @@ class Prompt:
             UserError: if it is a document.
         """
         if self.document is not None:
-            raise UserError(f"{self.id} is a plain document, nobody answers it; train on it with distill.source: text")
+            raise UserError(
+                f"{self.id} is a plain document, which is not answered; train on it with distill.answered_by: text"
+            )
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         for turn, text in enumerate(self.turns[: len(answers) + 1]):
             messages.append({"role": "user", "content": text})
@@ -173,7 +175,7 @@ def load_prompts(config: PromptConfig, seed: int) -> Iterator[Prompt]:
     Raises:
         UserError: if the source cannot be read or a row is malformed.
     """
-    found = _from_file(config, seed) if config.source == "file" else _from_dataset(config, seed)
+    found = _from_file(config, seed) if config.origin == "file" else _from_dataset(config, seed)
     return islice(found, config.limit)
 
 
@@ -209,7 +211,7 @@ class ReadPrompts:
     @property
     def total(self) -> int | None:
         """The config's limit, or the lines of the file; unknown for a dataset without a limit."""
-        if self.config.limit is not None or self.config.source != "file":
+        if self.config.limit is not None or self.config.origin != "file":
             return self.config.limit
         return sum(1 for line in read_text(Path(self.config.path or ""), "prompts").split("\n") if line.strip())
 
@@ -235,7 +237,7 @@ def _from_dataset(config: PromptConfig, seed: int) -> Iterator[Prompt]:
     try:
         import datasets
     except ImportError as error:
-        raise UserError("prompts.source dataset needs the package datasets; pip install 'draftsmith[train]'") from error
+        raise UserError("prompts.origin dataset needs the package datasets; pip install 'draftsmith[train]'") from error
     with _explained(config):
         data = _open_dataset(datasets, config)
         if config.shuffle:

@@ -40,8 +40,9 @@ PATIENCE = 8
 class TrainConfig:
     """How a drafter is trained, whatever its family."""
 
-    max_steps: int = 300
-    """Optimizer steps of the whole run, unless the minutes are over before."""
+    max_steps: int | None = 300
+    """Optimizer steps of the whole run, unless the minutes are over before; None for no limit: `max_minutes` ends the
+    run then."""
     max_minutes: float | None = None
     """Minutes of training, validation and checkpoints not counted, after which the run ends with the step that it is
     at; None for no such end. The learning rate follows steps or time, whichever is further on."""
@@ -88,8 +89,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_steps", "accumulate", "validate_every", "checkpoint_every", "devices"):
-            if (value := getattr(self, name)) < 1:
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"{name} must be at least 1, got {value}")
+        if self.max_steps is None and self.max_minutes is None:
+            raise UserError("max_steps and max_minutes are both null, and training would never end; set one of them")
         if self.validation_nodes < 2:
             raise UserError(f"validation_nodes must be at least 2 (a root and one draft), got {self.validation_nodes}")
         for name in ("warmup_steps", "weight_decay", "clip", "seed", "feature_weight"):
@@ -102,6 +105,10 @@ class TrainConfig:
         if self.max_minutes is not None and not self.max_minutes > 0:
             raise UserError(f"max_minutes must be above 0, got {self.max_minutes}; leave it out to end by max_steps")
         self.judge()
+
+    def share_of_steps(self, step: int) -> float:
+        """Share of `max_steps` that is over after `step` optimizer steps, 0 without a limit."""
+        return 0.0 if self.max_steps is None else step / self.max_steps
 
     def judge(self) -> Objective:
         """The objective with its parameters. Raises UserError when they are impossible."""
@@ -288,7 +295,7 @@ class DraftModule(L.LightningModule):
             raise UserError(f"the loss became {total} at optimizer step {step}; lower lr (now {self.config.lr}) or "
                             f"clip (now {self.config.clip}), and train again into an empty --out folder")
         self._learned += count
-        if not self._learned and step >= min(PATIENCE, self.config.max_steps):
+        if not self._learned and step >= min(PATIENCE, self.config.max_steps or PATIENCE):
             reason = "no token is supervised; check the chat template and the data"
             if missed:
                 reason = f"all {missed:.0f} labels lie outside the reduced vocabulary; raise vocabulary_size"
@@ -304,7 +311,7 @@ class DraftModule(L.LightningModule):
     @property
     def progress(self) -> float:
         """How far the run is, from 0 to 1, by steps or by time, whichever is further on."""
-        return min(1.0, max(self.global_step / self.config.max_steps, self.time_spent))
+        return min(1.0, max(self.config.share_of_steps(self.global_step), self.time_spent))
 
     @property
     def finished(self) -> bool:
