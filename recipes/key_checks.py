@@ -95,9 +95,10 @@ class KeyChecks:
         known = [*self.keys, *self.sections]
         section, _, last = name.rpartition(".")
         siblings = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == section}
-        close = difflib.get_close_matches(last, siblings, n=1) or difflib.get_close_matches(name, known, n=1)
+        close = ([siblings[one] for one in difflib.get_close_matches(last, siblings, n=1)]
+                 or [one for one in known if one.endswith(f".{last}")] or difflib.get_close_matches(name, known, n=1))
         if close:
-            hint = f"did you mean {siblings.get(close[0], close[0])}?"
+            hint = f"did you mean {close[0]}?"
         elif siblings:
             hint = f"{f'the section {section}' if section else self.command} has {', '.join(sorted(siblings))}"
         else:

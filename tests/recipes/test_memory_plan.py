@@ -13,7 +13,7 @@ from draftsmith.recipes.pipeline import COMMANDS
 from transformers import LlamaConfig
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-TRAINING = sorted(file.stem for file in RECIPES.glob("*.yaml") if "\nmodel:" in file.read_text())
+TRAINING = sorted(file.stem for file in RECIPES.glob("*.yaml") if "\nfamily:" in file.read_text())
 LARGE = [name for name in TRAINING if name.endswith("_8b")]
 
 
@@ -57,7 +57,7 @@ def test_the_figures_are_those_of_the_real_drafter() -> None:
     parsed = COMMANDS["run"].parse(["--config", "tiny"])
     target = load_target(TargetConfig(name="tiny-random"))
     plan = plan_recipe(parsed.values, sketch_target(parsed.values.target))
-    module = parsed.values.model(target, token_counts=torch.ones(target.vocab_size))
+    module = parsed.values.module(target, torch.ones(target.vocab_size))
     module.configure_model()
     assert plan.drafter_parameters == sum(parameter.numel() for parameter in module.drafter.parameters())
     assert plan.target_parameters == sum(parameter.numel() for parameter in target.model.parameters())
