@@ -32,9 +32,9 @@ class BatchConfig:
     rows_per_batch: int = 4
     """Packed rows of one micro-batch on one device."""
     seed: int = 0
-    """Of the order of the conversations."""
+    """Seed of the order of the conversations."""
     states: Literal["stored", "computed", "mixed"] = "stored"
-    """Where the target's states come from. stored: written to disk beforehand; computed: by the target in the training
+    """Origin of the target's states. stored: written to disk beforehand; computed: by the target in the training
     step; mixed: those of the first shards are stored, as many as `store_gib` has room for, the others computed. Batches
     of mixed and of computed hold the same pieces in the same order."""
     store_gib: float | None = None
@@ -100,7 +100,7 @@ class Split:
     def windows(self, length: int | None = None) -> list[Window]:
         """All rows, cut into windows of `length` tokens; windows in which nothing is supervised are left out.
 
-        Unless all states are stored, only the first window of a row can be used: the target would not see what stands
+        Unless all states are stored, only the first window of a row can be used: the target would not see the tokens
         before the others.
         """
         found = []
@@ -234,7 +234,7 @@ class DraftDataModule(lightning.LightningDataModule):
 
 
 def count_tokens(folder: str | Path) -> Tensor:
-    """How often each token of the target's vocabulary occurs among the supervised train tokens: int64 [V].
+    """Number of times that each token of the vocabulary occurs among the supervised training tokens: int64 [V].
 
     Raises:
         UserError: if the folder holds no manifest, or a shard is corrupted.

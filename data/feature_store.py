@@ -36,7 +36,7 @@ PASS_TOKENS = 1024
 """Tokens of one pass of the target, padding included; a longer row is a pass of its own."""
 GIB = 2**30
 """Bytes of a GiB."""
-REMEDY = "run draftsmith distill with the same recipe, which makes it again"
+REMEDY = "run draftsmith distill with the same recipe, which makes them again"
 
 
 class FeatureShard:
@@ -65,7 +65,7 @@ def _open(file: Path) -> Any:
 
 
 def tap(layer: int) -> str:
-    """Name of the states behind a layer."""
+    """Name of the output states of a layer."""
     return f"tap_{layer}"
 
 
@@ -114,9 +114,9 @@ def encode(
     room: int | None = None,
     progress: bool = True,
 ) -> list[Path]:
-    """Store the target's final states (and taps) at every token beside the token shards, skipping what is there.
+    """Store the target's final states (and taps) at every token next to the token shards, skipping stored ones.
 
-    States that another drafter had stored stay: drafters with different taps share a folder.
+    States stored for another drafter stay: drafters with different taps share a folder.
 
     Args:
         target: the one that the shards were made with.

@@ -1,4 +1,4 @@
-"""Prompts from a file or a dataset, in the four shapes people keep them in."""
+"""Prompts from a file or a dataset, in the usual four shapes."""
 
 import hashlib
 import json
@@ -13,14 +13,14 @@ from typing import Any, Literal, Protocol
 from ..modules import UserError
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
-"""Speaker names of OpenAI-like `messages` and of ShareGPT `conversations`, in this project's words."""
+"""Roles by their names in OpenAI-like `messages` and in ShareGPT `conversations`."""
 STREAM_BUFFER = 10_000
 """Rows a streamed dataset is shuffled among."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptConfig:
-    """Where prompts come from."""
+    """Origin of the prompts, and which of them are read."""
 
     origin: Literal["own", "file", "dataset"] = "own"
     """own: the target writes them (arXiv:2406.08464); file: a JSONL file; dataset: a name or folder for `datasets`."""
@@ -71,14 +71,14 @@ class PromptConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """User turns to be answered in order, or a plain document, which nobody answers."""
+    """User turns to be answered in order, or a plain document, which is not answered."""
 
     turns: tuple[str, ...]
     """Text of each user turn: at least one, but none of a document."""
     id: str
     """Name of the prompt in its source: a question_id, or file:line."""
     category: str | None = None
-    """Kind of prompt, where the source tells."""
+    """Kind of prompt, where the source names one."""
     system: str | None = None
     """System prompt of this conversation; None leaves it to the chat template."""
     answers: tuple[str, ...] | None = None
@@ -109,7 +109,7 @@ class Prompt:
 
     @property
     def key(self) -> int:
-        """Signed 64-bit hash of the user turns, blind to case and spacing: equal prompts are duplicates."""
+        """Signed 64-bit hash of the user turns, ignoring case and spacing: equal prompts are duplicates."""
         texts = self.turns if self.document is None else (self.document,)
         text = "\n".join(" ".join(turn.casefold().split()) for turn in texts)
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
@@ -181,12 +181,12 @@ def load_prompts(config: PromptConfig, seed: int) -> Iterator[Prompt]:
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """A run of candidates."""
+    """Consecutive candidates."""
 
     prompts: list[tuple[int, Prompt]]
-    """Those that can be used, each with its number."""
+    """The usable ones, each with its number."""
     read: int
-    """How many there were; fewer than asked for when the source has no more."""
+    """Number of candidates; fewer than asked for when the source has no more."""
 
 
 class Source(Protocol):
@@ -194,7 +194,7 @@ class Source(Protocol):
 
     @property
     def total(self) -> int | None:
-        """How many there are at most, where that is known."""
+        """Largest number of candidates, where that is known."""
 
     def take(self, start: int, count: int) -> Taken:
         """Candidates start to start + count - 1, as far as there are."""
@@ -216,7 +216,7 @@ class ReadPrompts:
         return sum(1 for line in read_text(Path(self.config.path or ""), "prompts").split("\n") if line.strip())
 
     def take(self, start: int, count: int) -> Taken:
-        """Candidates start to start + count - 1; going back reads the source from its beginning."""
+        """Candidates start to start + count - 1; going back reads the source from its start again."""
         if start < self.position:
             self.rest, self.position = load_prompts(self.config, self.seed), 0
         for _ in islice(self.rest, start - self.position):
@@ -264,7 +264,7 @@ def _dataset_rows(data: Any, config: PromptConfig) -> Iterator[Any]:
 
 @contextmanager
 def _explained(config: PromptConfig) -> Iterator[None]:
-    """Turn what `datasets` raises for a wrong name, split or file into one sentence."""
+    """Report an error of `datasets` about a name, split or file in one sentence."""
     from datasets.exceptions import DatasetsError
 
     try:

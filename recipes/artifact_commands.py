@@ -25,13 +25,13 @@ from .parsing import Command, Parsed
 
 
 def own_target() -> TargetConfig:
-    """The artifact's own target, wherever it runs best."""
+    """The artifact's own target, on the default device."""
     return TargetConfig(name=ARTIFACT_TARGET)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateArguments:
-    """Measure artifacts on prompts."""
+    """Arguments of `draftsmith evaluate`."""
 
     out: Path
     """Folder for evaluation.json, report.md and report.html."""
@@ -44,9 +44,9 @@ class EvaluateArguments:
     template: TemplateConfig = field(default_factory=TemplateConfig)
     """Settings of its chat template."""
     references: Path | None = None
-    """File of the target's own answers to prompts, read and added to; evaluations that share it answer them once."""
+    """File of the target's own answers to prompts, read and added to; evaluations that share it generate them once."""
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
-    """What is decoded and what is timed."""
+    """Evaluation: decoded prompts and timing."""
 
 
 def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
@@ -79,7 +79,7 @@ def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
 
 
 def names(folders: Sequence[Path]) -> list[str | None]:
-    """What tells the folders apart: their paths without what all end and begin with; None for a single one."""
+    """Distinct names of folders: their paths without a common start and end; None for a single one."""
     if len(folders) < 2:
         return [None] * len(folders)
     paths = [list(folder.parts) for folder in folders]
@@ -92,12 +92,12 @@ def names(folders: Sequence[Path]) -> list[str | None]:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateArguments:
-    """Continue one prompt."""
+    """Arguments of `draftsmith generate`."""
 
     artifact: Path
     """Folder of the artifact."""
     prompt: str
-    """What the user says."""
+    """Text of the user's message."""
     max_new_tokens: int = 256
     """Longest answer, in tokens."""
     temperature: float = 0.0
@@ -111,7 +111,7 @@ class GenerateArguments:
     stop: tuple[str, ...] = ()
     """Texts that end the answer."""
     policy: str = STATIC
-    """How it drafts: static (the tree tuned on the machine that trained it), chain, eagle2, dyspec, ...; with a number
+    """Draft policy: static (the tree tuned on the machine that trained it), chain, eagle2, dyspec, ...; with a number
     of nodes or tokens where you like, static-16, chain-3."""
     target: TargetConfig = field(default_factory=own_target)
     """The target; the one that the artifact names by default."""
@@ -130,10 +130,10 @@ def generate(parsed: Parsed[GenerateArguments]) -> None:
     passes = stream(artifact.target, request, settings, drafter=artifact.drafter,
                     policy=artifact.policy(given.policy, temperature=given.temperature))
     counts: list[int] = []
-    began = time.perf_counter()
+    started = time.perf_counter()
     for text in readable(target, count_into(passes, counts)):
         print(text, end="", flush=True)
-    seconds, drafted = time.perf_counter() - began, counts[1:]
+    seconds, drafted = time.perf_counter() - started, counts[1:]
     length = sum(drafted) / max(1, len(drafted))
     print(f"\n[{sum(counts)} tokens in {len(drafted)} passes: {length:.2f} tokens per pass, "
           f"{sum(counts) / seconds:.1f} tokens/s with the prompt's pass]", file=sys.stderr)
@@ -161,7 +161,7 @@ def readable(target: Target, passes: Iterator[list[int]]) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportArguments:
-    """Write an artifact for a serving engine."""
+    """Arguments of `draftsmith export`."""
 
     artifact: Path
     """Folder of the artifact."""

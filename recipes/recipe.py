@@ -22,7 +22,7 @@ class TreeConfig:
     searched_nodes: int = 64
     """Nodes of the tree that is searched and stored in the artifact, root included, best ones first."""
     used_nodes: int | None = None
-    """How many of these nodes are drafted on this machine, root included; None measures the cost of a pass here and
+    """Number of these nodes that are drafted on this machine, root included; None measures the cost of a pass here and
     takes the best number."""
     max_rank: int = MAX_RANK
     """Highest rank of a guess that the tree may use; 1 makes it a chain."""
@@ -58,7 +58,7 @@ class Recipe:
     data: Path | None = None
     """Folder of data that another run distilled; None distils into the folder of this run."""
     references: Path | None = None
-    """File of the target's own answers to held-out prompts, read and added to; runs that share it answer them once."""
+    """File of the target's own answers to held-out prompts, read and added to; shared by several runs, made once."""
     batch: BatchConfig = field(default_factory=BatchConfig)
     """Training batches."""
     tree: TreeConfig = field(default_factory=TreeConfig)

@@ -49,13 +49,13 @@ def read_recipe(path: str, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]
     if not isinstance(base, str):
         raise UserError(f"{path}: extends must be the name or path of one recipe, got {base!r}")
     try:
-        found = recipe_path(beside(file, base))
+        found = recipe_path(near(file, base))
     except UserError as error:
         raise UserError(f"{path} extends {base!r}, but {error}") from error
     return merge(read_recipe(found, (*extended_by, file)), content)
 
 
-def beside(file: Path, name: str) -> str:
+def near(file: Path, name: str) -> str:
     """The path of `name` in the folder of `file` where there is such a recipe, else `name`."""
     found = [path for path in (file.parent / name, file.parent / f"{name}.yaml") if path.is_file()]
     return str(found[0]) if found else name
@@ -86,7 +86,7 @@ class UniqueKeyLoader(yaml.SafeLoader):
 
 
 def _problem(error: yaml.YAMLError | UnicodeDecodeError) -> str:
-    """What is wrong with a file, in one line with its place."""
+    """The problem of a file in one line, with its place."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"{error.problem} (line {error.problem_mark.line + 1})"
     return " ".join(str(error).split())

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import textwrap
 import types
 import typing
@@ -113,4 +114,5 @@ def markdown_table(keys: Mapping[str, Key]) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    """Text inside a table; the code's None is null in a recipe."""
+    return re.sub(r"\bNone\b", "null", text).replace("|", "\\|")

@@ -210,7 +210,7 @@ def test_a_recipe_stores_what_has_room_and_trains(tmp_path: Path, capsys: pytest
 
 
 def test_a_limit_that_is_not_set_decides_nothing(tmp_path: Path) -> None:
-    """Runs that were begun before there was one go on."""
+    """Runs from before there was one are resumed."""
     known = {"row_length": 128, "rows_per_batch": 4, "seed": 0, "states": "stored"}
     for words, batch in (([], known), (["--batch.states", "mixed", "--batch.store_gib", "2"],
                                        known | {"states": "mixed", "store_gib": 2.0})):
@@ -235,7 +235,7 @@ def test_a_target_that_learns_has_no_states_to_store(tmp_path: Path) -> None:
         dry_run(parsed(*words, "--family", "medusa2").values, sketch)
 
 
-@pytest.mark.parametrize(("settings", "told"), [
+@pytest.mark.parametrize(("settings", "message"), [
     ({"states": "mixed"}, r"batch.store_gib must be above 0 with batch.states mixed, got None; say how many GiB"),
     ({"states": "mixed", "store_gib": 0.0}, r"must be above 0 with batch.states mixed, got 0.0; .*states: computed"),
     ({"states": "mixed", "store_gib": -2.0}, r"must be above 0 with batch.states mixed, got -2.0"),
@@ -244,8 +244,8 @@ def test_a_target_that_learns_has_no_states_to_store(tmp_path: Path) -> None:
     ({"store_gib": 2.0}, r"batch.store_gib 2.0 means nothing with batch.states stored"),
     ({"states": "both"}, r"batch.states must be stored, computed or mixed, got 'both'"),
 ])
-def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         BatchConfig(**settings)
 
 

@@ -1,4 +1,4 @@
-"""What is written is read back, byte for byte, or refused by name."""
+"""Shards and manifests are read back byte for byte, or refused by name."""
 
 import json
 import os

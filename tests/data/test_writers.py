@@ -1,4 +1,4 @@
-"""Who writes the train rows: the target, the given text, a draft, or a mix; and that a kill changes no byte."""
+"""Writers of the training rows: the target, the given text, a draft, or a mix; a kill changes no byte."""
 
 import sys
 from collections import Counter
@@ -73,7 +73,7 @@ def test_shares_are_kept_and_hang_on_the_prompt_alone() -> None:
     assert {source_of(number, {"text": 1.0}, 0) for number in range(50)} == {"text"}
 
 
-@pytest.mark.parametrize(("settings", "told"), [
+@pytest.mark.parametrize(("settings", "message"), [
     ({"answered_by": "mix", "mix": {"target": 0.5, "text": 0.3}}, r"sum to 1, got 0.8 \(target: 0.5, text: 0.3\)"),
     ({"answered_by": "mix", "mix": {"target": 1.5, "text": -0.5}}, "must be above 0 and sum to 1"),
     ({"answered_by": "mix", "mix": {"target": 0.5, "books": 0.5}}, "distill.mix knows target, text, draft, got books"),
@@ -86,8 +86,8 @@ def test_shares_are_kept_and_hang_on_the_prompt_alone() -> None:
     ({"draft_tokens": 0}, "distill.draft_tokens must be at least 1, got 0"),
     ({"document_tokens": 1}, "distill.document_tokens must be at least 2, got 1"),
 ])
-def test_impossible_sources_are_refused(settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_impossible_sources_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         DistillConfig(**settings)
 
 
@@ -106,7 +106,7 @@ def test_the_draft_is_taken_at_its_word(tiny_target_f64: Target) -> None:
     assert result.generations[0].emitted == [4, 4, 4]
     for place, token in enumerate(found):
         if place % 4 == 0:
-            # The first token and every bonus are what the target says behind everything before them.
+            # The first token and every bonus are the target's after everything before them.
             with target.native() as model, torch.no_grad():
                 logits = model(torch.tensor([[*prompt, *found[:place]]])).logits[0, -1]
             assert token == int(logits.argmax())
@@ -178,7 +178,7 @@ def test_of_a_held_out_document_the_target_continues_the_beginning(tmp_path: Pat
     assert tokens[opening:] == greedy
 
 
-@pytest.mark.parametrize(("lines", "settings", "told"), [
+@pytest.mark.parametrize(("lines", "settings", "message"), [
     ([{"text": SEA + str(number)} for number in range(6)], {}, "prompts.jsonl:3 is a plain document, nobody answers"),
     ([{"text": SEA + str(number)} for number in range(6)], {"answered_by": "text", "test_prompts": 1},
      "plain documents are no prompts .* set distill.test_prompts: 0"),
@@ -186,9 +186,9 @@ def test_of_a_held_out_document_the_target_continues_the_beginning(tmp_path: Pat
     (many(30), {"answered_by": "mix", "mix": {"target": 0.5, "text": 0.5}}, "has no answer of its own"),
 ])
 def test_prompts_that_do_not_fit_the_source(
-    lines: list[dict[str, Any]], settings: dict[str, Any], told: str, tmp_path: Path, tiny_target: Target
+    lines: list[dict[str, Any]], settings: dict[str, Any], message: str, tmp_path: Path, tiny_target: Target
 ) -> None:
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         make(tiny_target, write_prompts(tmp_path, lines), replace(SMALL, **settings), tmp_path / "out")
 
 
@@ -239,7 +239,7 @@ def test_the_manifest_hangs_on_sources_shares_and_the_artifact(tmp_path: Path, t
     ]):
         hashes.add(make(tiny_target, prompts, replace(SMALL, **settings), tmp_path / str(number), writer).hash)
     assert len(hashes) == 6
-    with pytest.raises(UserError, match=r"begun with other settings: distill.draft was 'd2' and is now 'd1'"):
+    with pytest.raises(UserError, match=r"started with other settings: distill.draft was 'd2' and is now 'd1'"):
         make(tiny_target, prompts, replace(SMALL, answered_by="draft", **DRAFT), tmp_path / "5", draft(tiny_target))
     elsewhere = replace(SMALL, answered_by="draft", draft="elsewhere")
     moved = make(tiny_target, prompts, elsewhere, tmp_path / "4", draft(tiny_target))

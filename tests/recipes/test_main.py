@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,10 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     """The one sentence that a command refuses its words with."""
     capsys.readouterr()
     assert main([str(word) for word in words]) == 2
-    told = capsys.readouterr().err.strip().splitlines()
-    assert "Traceback" not in "\n".join(told)
-    assert told[-1].startswith("draftsmith: error: ")
-    return told[-1]
+    message = capsys.readouterr().err.strip().splitlines()
+    assert "Traceback" not in "\n".join(message)
+    assert message[-1].startswith("draftsmith: error: ")
+    return message[-1]
 
 
 # Help ----------------------------------------------------------------------------------------------------------------
@@ -50,10 +51,10 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 def test_help_is_quick_and_lists_every_command() -> None:
     seconds = []
     for _ in range(3):
-        began = time.perf_counter()
+        started = time.perf_counter()
         answer = subprocess.run([sys.executable, "-m", "draftsmith.recipes", "--help"], capture_output=True, text=True,
                                 check=True)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - started)
     assert min(seconds) < 1.5
     assert all(f"  {name}" in answer.stdout for name in COMMANDS)
 
@@ -107,7 +108,7 @@ def test_commands_that_use_an_artifact_take_the_same_recipe(path: Path) -> None:
 def test_every_section_of_a_shipped_recipe_has_a_comment(path: Path) -> None:
     lines = path.read_text().splitlines()
     assert lines[0].startswith("#")
-    for above, line in zip(lines, lines[1:], strict=False):
+    for above, line in pairwise(lines):
         if re.fullmatch(r"\w+:", line):
             assert above.startswith("# "), line
 
@@ -141,17 +142,17 @@ def test_a_recipe_goes_by_its_shipped_name(tmp_path: Path, monkeypatch: pytest.M
 # Mistakes ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("words", "told"), [
+@pytest.mark.parametrize(("words", "message"), [
     ([], "COMMAND"),
     (["trian"], "unknown command 'trian': did you mean train"),
     (["frobnicate"], "unknown command 'frobnicate': choose one of run"),
 ])
-def test_unknown_command(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_command(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("words", "told"), [
+@pytest.mark.parametrize(("words", "message"), [
     (["--distill.sed", "1"], "distill.sed"),
     (["--frobnicate", "1"], "frobnicate"),
     (["--target.nam", "tiny-random"], "target.nam"),
@@ -180,9 +181,9 @@ def test_unknown_command(words: list[str], told: str, capsys: pytest.CaptureFixt
     (["--template.tools", "gone.json"], "gone.json"),
     (["--prompts.origin", "file", "--prompts.path", "gone.jsonl"], "gone.jsonl"),
 ])
-def test_a_wrong_recipe(words: list[str], told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_wrong_recipe(words: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     sentence = refused(capsys, "run", "--config", TINY, "--out", tmp_path / "run", *words)
-    assert re.search(told, sentence), sentence
+    assert re.search(message, sentence), sentence
     assert not [file for file in (tmp_path / "run").rglob("*") if file.suffix in (".safetensors", ".partial")]
 
 
@@ -245,7 +246,7 @@ def test_help_without_a_family_says_how_to_see_its_keys(capsys: pytest.CaptureFi
     assert "--drafter.target_hidden_size" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("text", "told"), [
+@pytest.mark.parametrize(("text", "message"), [
     ("distill: [", "is not a YAML file: .*line 1.*; correct it"),
     ("frobnicate: 1\n", "run needs a family; set family in the recipe"),
     ("family: medusa\nfrobnicate: 1\n", "unknown key frobnicate: run has batch, data, distill"),
@@ -257,10 +258,10 @@ def test_help_without_a_family_says_how_to_see_its_keys(capsys: pytest.CaptureFi
     ("family: medusa\ntrain:\n  lr: [1]\n", r"train.lr must be a number, got \[1\]"),
     ("family: medusa\ndrafter:\n  num_head: 3\n", "unknown key drafter.num_head: did you mean drafter.num_heads"),
 ])
-def test_a_malformed_recipe_file(text: str, told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_malformed_recipe_file(text: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(text)
     sentence = refused(capsys, "run", "--config", tmp_path / "mine.yaml", "--out", tmp_path / "out")
-    assert re.search(told, sentence), sentence
+    assert re.search(message, sentence), sentence
 
 
 def test_a_missing_recipe_file_names_the_shipped_ones(capsys: pytest.CaptureFixture[str]) -> None:
@@ -268,19 +269,19 @@ def test_a_missing_recipe_file_names_the_shipped_ones(capsys: pytest.CaptureFixt
         capsys, "run", "--config", "gone.yaml")
 
 
-@pytest.mark.parametrize(("content", "told"), [
+@pytest.mark.parametrize(("content", "message"), [
     ('{"prompt": "hi"}\n{"prompt": \n', "mine.jsonl:2"),
     ('{"prompt": "hi"}\n{"prompt": " "}\n', "mine.jsonl:2"),
     ('{"question": "hi"}\n', "mine.jsonl:1"),
     ("", "mine.jsonl holds no prompt"),
     ('{"prompt": "' + "long " * 400 + '"}\n', "context"),
 ])
-def test_bad_prompts_in_distillation(content: str, told: str, capsys: pytest.CaptureFixture[str],
+def test_bad_prompts_in_distillation(content: str, message: str, capsys: pytest.CaptureFixture[str],
                                      tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text(content)
     sentence = refused(capsys, "distill", "--config", TINY, "--out", tmp_path / "run", "--prompts.origin", "file",
                        "--prompts.path", tmp_path / "mine.jsonl")
-    assert told in sentence, sentence
+    assert message in sentence, sentence
 
 
 def test_a_place_that_cannot_be_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -289,17 +290,17 @@ def test_a_place_that_cannot_be_written(capsys: pytest.CaptureFixture[str], tmp_
     assert str(tmp_path / "file") in sentence
 
 
-@pytest.mark.parametrize(("code", "told"), [
+@pytest.mark.parametrize(("code", "message"), [
     (errno.ENOSPC, "No space left on device: free some space or choose another --out"),
     (errno.EACCES, "Permission denied: change its permissions or choose another path"),
 ])
-def test_a_full_disk_is_one_sentence(code: int, told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path,
+def test_a_full_disk_is_one_sentence(code: int, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path,
                                      monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError(code, os.strerror(code), str(tmp_path / "shard"))
 
     monkeypatch.setattr(pipeline, "distill", fail)
-    assert told in refused(capsys, "run", "--config", TINY, "--out", tmp_path / "run")
+    assert message in refused(capsys, "run", "--config", TINY, "--out", tmp_path / "run")
 
 
 def test_our_own_mistakes_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -323,7 +324,7 @@ def test_training_before_distilling(capsys: pytest.CaptureFixture[str], tmp_path
         capsys, "train", "--config", TINY, "--out", tmp_path / "run")
 
 
-# Mistakes beside finished work ---------------------------------------------------------------------------------------
+# Mistakes and finished work ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -366,7 +367,7 @@ def test_a_malformed_line_in_evaluation(finished: Path, capsys: pytest.CaptureFi
                                      tmp_path / "mine.jsonl", "--out", tmp_path / "report")
 
 
-@pytest.mark.parametrize(("words", "told"), [
+@pytest.mark.parametrize(("words", "message"), [
     (["--batch-sizes", "0"], "batch_size must be at least 1, got 0"),
     (["--batch-sizes", "[1,many]"], "batch_sizes"),
     (["--temperatures", "[0,-1]"], "a temperature must be at least 0 and finite, got -1"),
@@ -378,7 +379,7 @@ def test_a_malformed_line_in_evaluation(finished: Path, capsys: pytest.CaptureFi
     (["--artifact", "[SAME,OTHER]"], "this was made for the target tiny-random with weights_hash"),
 ])
 def test_a_wrong_evaluation(finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str],
-                            told: str) -> None:
+                            message: str) -> None:
     (tmp_path / "mine.jsonl").write_text('{"prompt": "hi"}\n')
     (tmp_path / "empty.jsonl").write_text("")
     other = shutil.copytree(finished / "artifact", tmp_path / "other")
@@ -389,7 +390,7 @@ def test_a_wrong_evaluation(finished: Path, capsys: pytest.CaptureFixture[str], 
     given = ["--artifact", str(finished / "artifact"), "--prompts", str(tmp_path / "mine.jsonl"), *words]
     for name, place in places.items():
         given = [word.replace(name, place) for word in given]
-    assert told in refused(capsys, "evaluate", "--out", tmp_path / "report", *given)
+    assert message in refused(capsys, "evaluate", "--out", tmp_path / "report", *given)
     assert not list(tmp_path.glob("report/*"))
 
 

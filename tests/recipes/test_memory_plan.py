@@ -46,11 +46,11 @@ def test_every_recipe_states_its_memory(
 ) -> None:
     words = ["--target.name", str(eight_billion)] if recipe in LARGE else []
     assert main(["plan", "--config", recipe, *words]) == 0
-    told = capsys.readouterr().out
-    assert re.search(r"drafter +[\d,]+ trained parameters", told)
-    assert re.search(r"training +[\d.]+ [GMK]iB a device", told)
+    message = capsys.readouterr().out
+    assert re.search(r"drafter +[\d,]+ trained parameters", message)
+    assert re.search(r"training +[\d.]+ [GMK]iB a device", message)
     if recipe in LARGE:
-        assert "8,030,261,248 parameters, 15.0 GiB" in told or "8,030,261,248 parameters, 29.9 GiB" in told
+        assert "8,030,261,248 parameters, 15.0 GiB" in message or "8,030,261,248 parameters, 29.9 GiB" in message
 
 
 def test_the_figures_are_those_of_the_real_drafter() -> None:

@@ -79,7 +79,7 @@ def test_an_artifacts_draft_writes_rows_for_the_next_one(
     words = ["--config", str(TINY), "--out", str(tmp_path), *mixed]
     assert main(["distill", *words]) == 2
     assert "objective is hard and the text is learnt as it stands; choose another objective" in capsys.readouterr().err
-    assert not (tmp_path / "data").exists(), "told before anything is written"
+    assert not (tmp_path / "data").exists(), "message before anything is written"
     assert main(["distill", *words, "--train.objective", "soft"]) == 0
     manifest = Manifest.load(tmp_path / "data")
     assert manifest.written("draft") > 0 < manifest.written("target")
@@ -134,13 +134,13 @@ def test_distill_then_train_is_the_same_as_run(finished: Path, tmp_path: Path) -
 def test_generate_streams_the_plain_answer(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     artifact = str(finished / "artifact")
     assert main(["generate", "--artifact", artifact, "--prompt", "hello", "--max-new-tokens", "30"]) == 0
-    told = capsys.readouterr()
+    message = capsys.readouterr()
     target = load_target(TargetConfig(name="tiny-random"))
     tokens = target.tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], add_generation_prompt=True,
                                                   tokenize=True, return_dict=False)
     plain, = decode(target, [Request(tuple(tokens), 0, 30)], DecodeSettings()).generations
-    assert told.out.rstrip("\n") == target.tokenizer.decode(plain.tokens, skip_special_tokens=True).rstrip("\n")
-    assert "tokens per pass" in told.err
+    assert message.out.rstrip("\n") == target.tokenizer.decode(plain.tokens, skip_special_tokens=True).rstrip("\n")
+    assert "tokens per pass" in message.err
 
 
 def test_a_sampled_answer_is_drafted_by_the_tree_for_it(
@@ -260,8 +260,8 @@ def test_another_run_trains_on_the_same_data(
     out, data = tmp_path / "second", finished / "data"
     before = {file: file.stat().st_mtime_ns for file in data.iterdir()}
     run(out, "--data", str(data), "--drafter.num_heads", "2")
-    told = capsys.readouterr().out
-    assert "[1/4] its states are stored" in told
+    message = capsys.readouterr().out
+    assert "[1/4] its states are stored" in message
     assert not (out / "data").exists()
     assert {file: file.stat().st_mtime_ns for file in data.iterdir()} == before
     run(out, "--data", str(data), "--drafter.num_heads", "2")

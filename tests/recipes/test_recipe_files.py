@@ -52,7 +52,7 @@ def test_another_family_brings_its_own_drafter(tmp_path: Path) -> None:
     ({"a": "extends: gone\n"}, r"a.yaml extends 'gone', but there is no recipe 'gone'; give the path"),
     ({"a": "extends: [b, c]\n"}, r"a.yaml: extends must be the name or path of one recipe, got \['b', 'c'\]"),
     ({"a": "out: a\nout: b\n"}, r"a.yaml is not a YAML file: the key 'out' is given twice \(line 1\)"),
-    ({"a": "extends: b\n", "b": "tree:\n  max_rank: 1\n  max_rank: 2\n"}, r"b.yaml is not .* 'max_rank' is given twice"),
+    ({"a": "extends: b\n", "b": "tree:\n  max_rank: 1\n  max_rank: 2\n"}, r"b.yaml is not .* 'max_rank' is given"),
     ({"a": "- out\n"}, r"a.yaml must hold the sections of a recipe \(key: value\), got list"),
 ])
 def test_recipes_that_cannot_be_read(texts: dict[str, str], message: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What cannot work is refused before a token is distilled."""
+"""Recipes that cannot work are refused before a token is distilled."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from draftsmith.recipes.__main__ import main
 TINY = str(Path(__file__).resolve().parents[2] / "recipes" / "tiny.yaml")
 
 
-@pytest.mark.parametrize(("words", "told"), [
+@pytest.mark.parametrize(("words", "message"), [
     (["--tree.searched_nodes", "3", "--tree.used_nodes", "2"],
      "a tree of tree.searched_nodes 3 is at most 2 tokens deep, but this drafter guesses 3; raise tree"),
     (["--evaluate.policies", "[static, chain-8]"],
@@ -35,9 +35,9 @@ TINY = str(Path(__file__).resolve().parents[2] / "recipes" / "tiny.yaml")
      "positions.offset is 600, but the context of tiny-random ends at 512 tokens; lower it, or set it to max"),
 ])
 def test_a_run_that_cannot_work_leaves_nothing(
-    words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     assert main(["run", "--config", TINY, "--out", str(out), *words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (out / "data").exists()

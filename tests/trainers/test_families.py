@@ -53,7 +53,7 @@ def test_a_family_outside_the_package_goes_by_its_dotted_class(monkeypatch: pyte
     assert family_configs("somewhere_outside.Outside").train is OutsideConfig
     with pytest.raises(UserError, match=r"Unsettled must annotate `config` with a subclass of TrainConfig"):
         family_configs("somewhere_outside.Unsettled")
-    with pytest.raises(UserError, match=r"somewhere_outside.called is not a subclass of draftsmith.trainers.DraftModule"):
+    with pytest.raises(UserError, match=r"somewhere_outside.called is not a subclass of .*DraftModule"):
         family_module("somewhere_outside.called")
     assert calls == [], "nothing is called before it is known to be a DraftModule"
 
