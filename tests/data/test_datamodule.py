@@ -181,9 +181,9 @@ def test_a_resumed_fit_goes_on_with_the_next_batch(folder: Path, tmp_path: Path)
     data = DraftDataModule(folder, CONFIG)
     assert len(whole.seen) == 14
     assert all(torch.equal(seen, data.micro_batch(number).tokens_BL) for number, seen in enumerate(whole.seen))
-    interrupted = fit(folder, tmp_path, 3)
+    first = fit(folder, tmp_path, 3)
     resumed = fit(folder, tmp_path, 7, tmp_path / "step-3.ckpt")
-    assert all(torch.equal(left, right) for left, right in zip(whole.seen, interrupted.seen + resumed.seen, strict=True))
+    assert all(torch.equal(left, right) for left, right in zip(whole.seen, first.seen + resumed.seen, strict=True))
 
 
 def test_bad_folders_and_settings_are_refused(folder: Path, tmp_path: Path) -> None:

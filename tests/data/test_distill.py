@@ -376,7 +376,7 @@ def test_prompts_that_do_not_fit(tmp_path: Path, tiny_target: Target) -> None:
 @pytest.mark.parametrize(
     ("prompts", "config", "message"),
     [
-        (PromptConfig(), SMALL, "writes prompts without end; set distill.budget_tokens"),
+        (PromptConfig(), SMALL, "prompts of the target have no limit; set distill.budget_tokens"),
         (PromptConfig(limit=9), replace(SMALL, answered_by="text"), "no ready-made answers"),
         (
             PromptConfig(limit=9),

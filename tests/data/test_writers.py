@@ -179,7 +179,7 @@ def test_of_a_held_out_document_the_target_continues_the_beginning(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("lines", "settings", "message"), [
-    ([{"text": SEA + str(number)} for number in range(6)], {}, "prompts.jsonl:3 is a plain document, nobody answers"),
+    ([{"text": SEA + str(number)} for number in range(6)], {}, "prompts.jsonl:3 is a plain document, which is not"),
     ([{"text": SEA + str(number)} for number in range(6)], {"answered_by": "text", "test_prompts": 1},
      "plain documents are no prompts .* set distill.test_prompts: 0"),
     (many(8), {"answered_by": "text"}, "has no answer of its own; .* distill.answered_by: target"),
