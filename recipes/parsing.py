@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any, Generic, Protocol, TypeVar
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
@@ -139,7 +140,7 @@ class CommandLine(Generic[T]):
         known = fields(self.command.arguments)  # type: ignore[arg-type]
         switches = {f"--{field.name}" for field in known if field.type is bool}
         return [f"{word}=true" if word in switches and following not in ("true", "false") else word
-                for word, following in zip(words, [*words[1:], ""], strict=True)]
+                for word, following in zip_longest(words, words[1:], fillvalue="")]
 
     @cached_property
     def checks(self) -> KeyChecks:
