@@ -110,7 +110,7 @@ class CommandLine(Generic[T]):
                 words.append(word)
         self.configs = self._family_configs(words)
         """Configs of the family's sections; None without a family."""
-        self.words = [self._at_home(word) for word in words]
+        self.words = self._switched_on([self._at_home(word) for word in words])
         """The command line without the recipe, every key with its section."""
 
     def _family_configs(self, words: Sequence[str]) -> FamilyConfigs | None:
@@ -133,6 +133,13 @@ class CommandLine(Generic[T]):
         config = self.configs.train if self.configs is not None and home[0] == "train" else home[1]
         known = option[1] in {field.name for field in fields(config)} or renamed(f"{home[0]}.{option[1]}")
         return f"--{home[0]}.{word[2:]}" if known else word
+
+    def _switched_on(self, words: Sequence[str]) -> list[str]:
+        """The words with `=true` after each switch that has no value."""
+        known = fields(self.command.arguments)  # type: ignore[arg-type]
+        switches = {f"--{field.name}" for field in known if field.type is bool}
+        return [f"{word}=true" if word in switches and following not in ("true", "false") else word
+                for word, following in zip(words, [*words[1:], ""], strict=True)]
 
     @cached_property
     def checks(self) -> KeyChecks:

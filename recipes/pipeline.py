@@ -1,6 +1,7 @@
 """The commands that make an artifact, run, distill and train: each performs some of the same five stages, in order."""
 
 import copy
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ from ..data.datamodule import DraftDataModule
 from ..export import (
     Method,
     Tuning,
+    busy_warning,
     evaluate,
     load_artifact,
     save_artifact,
@@ -98,7 +100,7 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
     result, module = read_result(workspace.training), workspace.module()
     module.restore(load_file(result.checkpoint))
     with torch.no_grad():
-        target, held_out = module.judges(validation(workspace, module))
+        target, held_out = module.verifier(validation(workspace, module))
     drafter = copy.deepcopy(module.drafter).to(device=target.device, dtype=target.dtype)
     drafter.bind(target)
     drafter.eval()
@@ -202,6 +204,8 @@ def perform_stages(workspace: Workspace, chosen: Sequence[str] | None = None) ->
 
 def run(parsed: Parsed[Recipe]) -> None:
     """Everything in one recipe, from prompts to the report; stages whose output is complete are skipped."""
+    if (warning := busy_warning()) is not None:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
     perform_stages(Workspace(parsed.values, parsed.settings))
 
 

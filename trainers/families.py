@@ -8,7 +8,7 @@ import inspect
 from dataclasses import dataclass, is_dataclass
 from importlib import import_module
 from types import ModuleType
-from typing import Any, get_type_hints
+from typing import Any, TypeGuard, get_type_hints
 
 from ..modules import DRAFTERS
 from ..modules.errors import UserError
@@ -71,8 +71,7 @@ def _own_module(file: ModuleType) -> type[DraftModule]:
              and value.__module__ == file.__name__ and not name.startswith("_")]
     if len(found) != 1:
         raise TypeError(f"{file.__name__} must define exactly one public DraftModule, got {len(found)}")
-    module: type[DraftModule] = found[0]
-    return module
+    return found[0]
 
 
 def _outside_module(path: str) -> type[DraftModule]:
@@ -86,9 +85,8 @@ def _outside_module(path: str) -> type[DraftModule]:
     if not _is_module(found):
         raise UserError(f"family {path} is not a subclass of draftsmith.trainers.DraftModule; choose one of "
                         f"{', '.join(family_names())}, or give the dotted path of such a class")
-    module: type[DraftModule] = found
-    return module
+    return found
 
 
-def _is_module(value: object) -> bool:
+def _is_module(value: object) -> TypeGuard[type[DraftModule]]:
     return inspect.isclass(value) and issubclass(value, DraftModule)

@@ -35,7 +35,7 @@ class Window:
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """What transformers sees of the cache in one layer: `update` is the only method its models call."""
+    """One layer of the cache for transformers, whose models call `update` alone."""
 
     is_sliding = False
 
@@ -85,22 +85,22 @@ class RowCache(Cache):
         """Slots in use in the running pass."""
         return self.window.width if self.window is not None else max(self.host_lengths)
 
-    def open(self, rows: slice | list[int], size: int, *, behind: int = 0) -> Window:
+    def open(self, rows: slice | list[int], size: int, *, gap: int = 0) -> Window:
         """Announce a pass of `size` tokens in `rows`.
 
         Args:
-            behind: slots between a row's last token and the new ones, taken by nodes that will not be committed.
+            gap: slots between a row's last token and the new ones, taken by nodes that will not be committed.
 
         Raises:
             ValueError: if a row has no room for them.
         """
         index = list(range(self.rows))[rows] if isinstance(rows, slice) else rows
-        width = max(self.host_lengths[row] for row in index) + behind + size
+        width = max(self.host_lengths[row] for row in index) + gap + size
         if width > self.capacity:
             raise ValueError(f"a row would need {width} cache slots, it has {self.capacity}; ask for a larger capacity")
         device = self.lengths_B.device
         rows_B = torch.tensor(index, device=device)
-        slots_BN = self.lengths_B[rows_B][:, None] + torch.arange(behind, behind + size, device=device)
+        slots_BN = self.lengths_B[rows_B][:, None] + torch.arange(gap, gap + size, device=device)
         level = isinstance(rows, slice) and len({self.host_lengths[row] for row in index}) == 1
         self.window = Window(
             rows=rows if isinstance(rows, slice) else rows_B,
@@ -128,7 +128,7 @@ class RowCache(Cache):
             raise ValueError("the cache was written outside a pass; call open first")
         if values_BHNE.shape != keys_BHNE.shape:
             raise UserError(
-                f"this target has values of shape {tuple(values_BHNE.shape[1:])} beside keys of "
+                f"this target has values of shape {tuple(values_BHNE.shape[1:])} and keys of "
                 f"{tuple(keys_BHNE.shape[1:])}; choose a target with keys and values of one shape"
             )
         storage, window = self._storage(keys_BHNE), self.window
@@ -191,7 +191,7 @@ class RowCache(Cache):
             self.host_lengths[row] -= count
 
     def assume(self, length: int) -> None:
-        """Let every row begin with `length` blank tokens that nothing computed: for measuring what a pass costs."""
+        """Let every row start with `length` blank tokens that nothing computed: for measuring the cost of a pass."""
         self.lengths_B.fill_(length)
         self.host_lengths = [length] * self.rows
 
@@ -208,7 +208,7 @@ class RowCache(Cache):
             self.storage[:, row] = 0
 
     def copy(self, source: int, destination: int, length: int) -> None:
-        """Let a row begin with the first `length` tokens of another."""
+        """Let a row start with the first `length` tokens of another."""
         if self.storage is not None:
             self.storage[:, destination, :, :length] = self.storage[:, source, :, :length]
         self.lengths_B[destination] = length

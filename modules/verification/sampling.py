@@ -11,6 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+LEAST_TEMPERATURE = 1e-3
+"""Smallest temperature of a sampled row. Logits of up to 1e4 stay exact to 1e-4 of a nat in float32, and below it the
+second likeliest token needs a gap under a hundredth of a nat to be drawn once in 20,000 times."""
+GREATEST_TEMPERATURE = 1e3
+"""Largest temperature: all probabilities are equal to a few per cent, and far above it float32 would lose the rest."""
 _NUCLEUS_CANDIDATES = 512
 """Tokens among which a nucleus is looked for first."""
 _ARGMAX_BLOCK = 128
@@ -19,14 +24,16 @@ _ARGMAX_BLOCK = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the target turns logits into a distribution, in transformers' order: temperature, top-k, top-p."""
+    """How the target turns logits into a distribution, in transformers' order: temperature, top-k, top-p, min-p."""
 
     temperature_B: Tensor
-    """Per row, float32; 0 is greedy."""
+    """Per row, float32; 0 is greedy, others lie between LEAST_TEMPERATURE and GREATEST_TEMPERATURE."""
     top_k: int = 0
     """Keep the k likeliest tokens; 0 keeps all."""
     top_p: float = 1.0
     """Keep the smallest set of likeliest tokens whose probabilities reach this sum; 1.0 keeps all."""
+    min_p: float = 0.0
+    """Keep the tokens that have at least this share of the likeliest one's probability; 0.0 keeps all."""
     hot_rows: tuple[int, ...] = ()
     """Rows with a temperature above 0, known on the host."""
 
@@ -38,22 +45,32 @@ class Sampling:
             return greedy_BNV
         hot_B11 = (self.temperature_B > 0)[:, None, None]
         temperature_B11 = torch.where(hot_B11, self.temperature_B[:, None, None], 1.0)
-        return torch.where(hot_B11, probabilities(logits_BNV, temperature_B11, self.top_k, self.top_p), greedy_BNV)
+        return torch.where(hot_B11, probabilities(logits_BNV, temperature_B11, self.top_k, self.top_p, self.min_p),
+                           greedy_BNV)
 
 
-def probabilities(logits: Tensor, temperature: Tensor, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+def probabilities(
+    logits: Tensor, temperature: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> Tensor:
     """The target's processed distribution in float32 (float64 logits stay so).
 
     Args:
         logits: [..., V].
         temperature: broadcastable to [..., 1], above 0.
+        top_k: keep the k likeliest tokens and all that equal the last of them; 0 keeps all.
+        top_p: keep the smallest set of likeliest tokens whose probabilities reach this sum; 1.0 keeps all.
+        min_p: keep the tokens that have at least this share of the likeliest one's probability; 0.0 keeps all.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     scaled = logits / temperature
     if 0 < top_k < scaled.shape[-1]:
         bound = scaled.topk(top_k, dim=-1).values[..., -1:]
         scaled = scaled.masked_fill(scaled < bound, -torch.inf)
-    return _nucleus(scaled, top_p) if top_p < 1.0 else scaled.softmax(-1)
+    probs = _nucleus(scaled, top_p) if top_p < 1.0 else scaled.softmax(-1)
+    if min_p > 0.0:
+        probs = probs.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), 0.0)
+        probs = probs / probs.sum(-1, keepdim=True)
+    return probs
 
 
 def _nucleus(scaled: Tensor, top_p: float) -> Tensor:
@@ -137,5 +154,5 @@ def choose(logits_BNV: Tensor, uniforms_BN: Tensor, sampling: Sampling) -> Tenso
         return greedy_BN
     hot_R = list(sampling.hot_rows)
     temperature_R11 = sampling.temperature_B[hot_R][:, None, None]
-    probs_RNV = probabilities(logits_BNV[hot_R], temperature_R11, sampling.top_k, sampling.top_p)
+    probs_RNV = probabilities(logits_BNV[hot_R], temperature_R11, sampling.top_k, sampling.top_p, sampling.min_p)
     return greedy_BN.index_copy(0, torch.tensor(hot_R, device=greedy_BN.device), draw(probs_RNV, uniforms_BN[hot_R]))

@@ -20,7 +20,7 @@ TINY = str(Path(__file__).resolve().parents[2] / "recipes" / "tiny.yaml")
     (["--family", "draft_lm", "--drafter.layers", "[0, 7]"], "7"),
     (["--drafter.vocabulary_size", "100000"], "100000"),
     (["--family", "eagle3", "--drafter.taps", "[0, 2]"],
-     "tap 2 would be the state behind the last norm of tiny-random, which is no layer's output; its last layer is 1"),
+     "tap 2 would be the state after the last norm of tiny-random, which is no layer's output; its last layer is 1"),
     (["--family", "eagle3", "--drafter.steps", "40", "--batch.row_length", "41"],
      "40 draft steps need rows of at least 42 tokens, but batch.row_length is 41; raise it, or train fewer steps"),
     (["--family", "eagle", "--drafter.vocabulary_size", "101"],
