@@ -99,7 +99,7 @@ class ChatTemplate:
 
     @property
     def marked(self) -> bool:
-        """Whether the template itself marks the assistant's words."""
+        """True where the template itself marks the assistant's words."""
         return self.source is not None and MARK.search(self.source) is not None
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
@@ -374,7 +374,7 @@ def common_prefix(rows: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _inside(span: tuple[int, int], marks: Sequence[tuple[int, int]]) -> bool:
-    """Whether a token's characters lie inside a mark. Raises UserError when they straddle its border."""
+    """True for a token whose characters lie inside a mark. Raises UserError when they straddle its border."""
     start, stop = span
     for first, last in marks:
         if first <= start and stop <= last and start < stop:

@@ -84,7 +84,7 @@ class KeyChecks:
                 self.check_name(name)
 
     def _is_free(self, name: str) -> bool:
-        """Whether a key lies in a section that is passed over, or inside a value, such as a mapping of shares."""
+        """True for a key in a section that is passed over, or inside a value, such as a mapping of shares."""
         inside = any(name[:place] in self.keys for place, sign in enumerate(name) if sign == ".")
         return inside or name.partition(".")[0] in self.passed_over
 

@@ -43,7 +43,7 @@ def _training() -> Iterator[str]:
 
 
 def _differs(key: Key, common: Mapping[str, Key]) -> bool:
-    """Whether a family has a key of its own, or another default for a common one."""
+    """True where a family has a key of its own, or another default for a common one."""
     return key.name not in common or common[key.name].default != key.default
 
 

@@ -86,7 +86,7 @@ def kind_in_words(kind: Any) -> str:
 
 
 def allows_null(kind: Any) -> bool:
-    """Whether a type annotation includes None."""
+    """True where a type annotation includes None."""
     return kind is Any or (get_origin(kind) in (types.UnionType, typing.Union) and type(None) in get_args(kind))
 
 

@@ -93,7 +93,7 @@ def read_finished(out: Path) -> dict[str, Any]:
 
 
 def intact(out: Path, files: Mapping[str, str]) -> bool:
-    """Whether all recorded files are there with the recorded content."""
+    """True where all recorded files are there with the recorded content."""
     return all((out / name).is_file() and sha256(out / name) == digest for name, digest in files.items())
 
 

@@ -11,9 +11,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS_IN_PLAIN_WORDS = (
-    "modules/README.md", "modules/atomic_files.py", "modules/baselines", "modules/config_checks.py",
+    "data", "modules/README.md", "modules/atomic_files.py", "modules/baselines", "modules/config_checks.py",
     "modules/decoding", "modules/drafters", "modules/errors.py", "modules/features.py", "modules/interfaces",
-    "modules/target", "modules/tuning", "tests/README.md", "tests/benchmarks", "tests/modules/drafters",
+    "modules/target", "modules/tuning", "recipes", "tests/README.md", "tests/benchmarks", "tests/data",
+    "tests/modules/drafters", "tests/recipes",
     "tests/trainers", "trainers",
 )
 """Folders and files that are held to plain words; a folder includes everything in it."""

@@ -249,10 +249,10 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], message: str)
         BatchConfig(**settings)
 
 
-def test_too_little_room_and_missing_states_are_told(tokens: Path, folder: Path, tiny_target: Target) -> None:
+def test_too_little_room_and_missing_states_are_reported(tokens: Path, folder: Path, tiny_target: Target) -> None:
     small = replace(ONLINE, states="mixed", store_gib=2.0**-20)
     with pytest.raises(UserError, match=r"store_gib 9.54e-07 has no room for the states of the first shard, which take "
-                                        r"[\d.e-]+ GiB; raise it, or set batch.states: tokens"):
+                                        r"[\d.e-]+ GiB; raise it, or set batch.states: computed"):
         DraftDataModule(folder, small, TAPS)
     with pytest.raises(UserError, match=r"holds no states; run draftsmith distill .* batch.states: computed"):
         DraftDataModule(tokens, mixed(tokens, tiny_target, 3), TAPS)

@@ -89,8 +89,8 @@ def test_missing_empty_and_undecodable_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"source": "file"}, "needs prompts.path"),
-        ({"source": "dataset"}, "needs prompts.name"),
+        ({"origin": "file"}, "needs prompts.path"),
+        ({"origin": "dataset"}, "needs prompts.name"),
         ({"limit": 0}, "prompts.limit must be at least 1, got 0"),
         ({"own_temperature": 0.0}, "own_temperature must be above 0"),
         ({"own_top_p": 1.5}, "own_top_p must lie in"),

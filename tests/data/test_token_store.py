@@ -78,7 +78,7 @@ def test_a_manifest_is_read_back_and_its_bytes_are_its_content(tmp_path: Path, t
     manifest = Manifest(
         target=tiny_target.identity,
         template_hash="t",
-        recipe={"prompts": {"source": "own"}, "distill": {"seed": 0}},
+        recipe={"prompts": {"origin": "own"}, "distill": {"seed": 0}},
         versions={"torch": "2"},
         candidates=4,
         shards=(record(), record(split="validation")),
