@@ -1,5 +1,6 @@
 """The commands that use an artifact: evaluate, export, generate. They need none of the training extras."""
 
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -20,18 +21,21 @@ from ..export import (
     write_report,
 )
 from ..modules import STATIC, DecodeSettings, Request, Target, TargetConfig, UserError, load_target, stream
+from ..modules.decoding.pass_recorder import PassRecorder
+from ..modules.decoding.token_text import TokenText
 from .chat_settings import ARTIFACT_TARGET, TemplateConfig, artifact_target, handwritten_prompts, prompt_sets
+from .draft_colours import MarkedAnswer, marks_for
 from .parsing import Command, Parsed
 
 
 def own_target() -> TargetConfig:
-    """The artifact's own target, wherever it runs best."""
+    """The artifact's own target, on the default device."""
     return TargetConfig(name=ARTIFACT_TARGET)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateArguments:
-    """Measure artifacts on prompts."""
+    """Arguments of `draftsmith evaluate`."""
 
     out: Path
     """Folder for evaluation.json, report.md and report.html."""
@@ -44,9 +48,9 @@ class EvaluateArguments:
     template: TemplateConfig = field(default_factory=TemplateConfig)
     """Settings of its chat template."""
     references: Path | None = None
-    """File of the target's own answers to prompts, read and added to; evaluations that share it answer them once."""
+    """File of the target's own answers to prompts, read and added to; evaluations that share it generate them once."""
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
-    """What is decoded and what is timed."""
+    """Evaluation: decoded prompts and timing."""
 
 
 def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
@@ -79,7 +83,7 @@ def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
 
 
 def names(folders: Sequence[Path]) -> list[str | None]:
-    """What tells the folders apart: their paths without what all end and begin with; None for a single one."""
+    """Distinct names of folders: their paths without a common start and end; None for a single one."""
     if len(folders) < 2:
         return [None] * len(folders)
     paths = [list(folder.parts) for folder in folders]
@@ -92,12 +96,12 @@ def names(folders: Sequence[Path]) -> list[str | None]:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateArguments:
-    """Continue one prompt."""
+    """Arguments of `draftsmith generate`."""
 
     artifact: Path
     """Folder of the artifact."""
     prompt: str
-    """What the user says."""
+    """Text of the user's message."""
     max_new_tokens: int = 256
     """Longest answer, in tokens."""
     temperature: float = 0.0
@@ -110,8 +114,12 @@ class GenerateArguments:
     """Seed of the sampled answer."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer."""
+    show_drafts: bool = False
+    """Mark who wrote each token: accepted guesses of the draft are green, rejected ones dim and struck through, the
+    rest is the target's own. Without colours ([accepted], ~rejected~) where the output is no terminal or NO_COLOR is
+    set; FORCE_COLOR asks for colours in files and pipes too."""
     policy: str = STATIC
-    """How it drafts: static (the tree tuned on the machine that trained it), chain, eagle2, dyspec, ...; with a number
+    """Draft policy: static (the tree tuned on the machine that trained it), chain, eagle2, dyspec, ...; with a number
     of nodes or tokens where you like, static-16, chain-3."""
     target: TargetConfig = field(default_factory=own_target)
     """The target; the one that the artifact names by default."""
@@ -127,13 +135,18 @@ def generate(parsed: Parsed[GenerateArguments]) -> None:
     tokens = given.template.build(target).prompt([{"role": "user", "content": given.prompt}])
     request = Request(tuple(tokens), 0, given.max_new_tokens, given.temperature)
     settings = DecodeSettings(top_k=given.top_k, top_p=given.top_p, seed=given.seed, stop=given.stop)
-    passes = stream(artifact.target, request, settings, drafter=artifact.drafter,
+    recorder = PassRecorder() if given.show_drafts else None
+    passes = stream(artifact.target, request, settings, drafter=artifact.drafter, observer=recorder,
                     policy=artifact.policy(given.policy, temperature=given.temperature))
     counts: list[int] = []
-    began = time.perf_counter()
-    for text in readable(target, count_into(passes, counts)):
+    started = time.perf_counter()
+    counted = count_into(passes, counts)
+    marked = recorder and MarkedAnswer(target.tokenizer, marks_for(sys.stdout.isatty(), os.environ), recorder)
+    for text in marked.text(counted) if marked else readable(target, counted):
         print(text, end="", flush=True)
-    seconds, drafted = time.perf_counter() - began, counts[1:]
+    seconds, drafted = time.perf_counter() - started, counts[1:]
+    if marked:
+        print(f"\n\n{marked.summary()}", end="", flush=True)
     length = sum(drafted) / max(1, len(drafted))
     print(f"\n[{sum(counts)} tokens in {len(drafted)} passes: {length:.2f} tokens per pass, "
           f"{sum(counts) / seconds:.1f} tokens/s with the prompt's pass]", file=sys.stderr)
@@ -148,20 +161,15 @@ def count_into(passes: Iterator[list[int]], counts: list[int]) -> Iterator[list[
 
 def readable(target: Target, passes: Iterator[list[int]]) -> Iterator[str]:
     """New text after each pass. A character whose bytes are not all there yet waits for the rest."""
-    tokens: list[int] = []
-    shown = ""
-    for new in passes:
-        tokens += new
-        text = target.tokenizer.decode(tokens, skip_special_tokens=True)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            yield text[len(shown):]
-            shown = text
-    yield target.tokenizer.decode(tokens, skip_special_tokens=True)[len(shown):]
+    pieces = TokenText(target.tokenizer)
+    for tokens in passes:
+        yield "".join(map(pieces.add, tokens))
+    yield pieces.rest()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportArguments:
-    """Write an artifact for a serving engine."""
+    """Arguments of `draftsmith export`."""
 
     artifact: Path
     """Folder of the artifact."""

@@ -13,6 +13,7 @@ from .methods import EvaluateConfig, Method, PromptSets
 from .reference_answers import References
 from .results import Answer, Evaluation, EvaluationRun, Measures, Timing, summarise
 from .runner import MethodRecord, Runner
+from .sample_answers import sample_answers
 from .schedule import Schedule
 
 
@@ -47,7 +48,9 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
               "prompt_sets": {name: len(members) for name, members in schedule.prompt_sets.items()},
               "timed_prompts": len(schedule.timed),
               "contention": runner.probe.to_dict()}
-    return EvaluationRun(header=header, evaluations=tuple(
+    samples = sample_answers(target, schedule.methods[0], {entry.number: entry.question for entry in schedule.entries},
+                             records[0].answers, config)
+    return EvaluationRun(header=header, samples=samples, evaluations=tuple(
         _evaluation(record, target.identity.name, runner.probe.contended, config.seed) for record in records))
 
 

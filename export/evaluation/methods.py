@@ -116,6 +116,8 @@ class Question:
     """Number of answers."""
     category: str = ""
     """Its category; "" for none."""
+    text: str = ""
+    """Its first turn as it was written, for the report; "" where only the tokens are known."""
 
     @classmethod
     def single(cls, tokens: Sequence[int], category: str = "") -> "Question":

@@ -9,6 +9,7 @@ import numpy as np
 from ...modules import ConfidenceCurve, repeats_itself
 from ...modules.tuning.draft_model_sizing import memory_bound_speedup
 from .bootstrap import Draws, Floats, Interval, interval
+from .sample_records import SampleAnswer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,11 +212,14 @@ class EvaluationRun:
     """Machine, dtype, threads, versions, settings, contention."""
     evaluations: tuple[Evaluation, ...]
     """One for each temperature, batch size and method, in the orders given, the methods changing fastest."""
+    samples: tuple[SampleAnswer, ...] = ()
+    """Three answers of the first evaluation, with the author of each token."""
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON: "header", at the top level the first method at its first temperature and batch size as the main
         result, and everything as a flat list under "measurements"."""
         return {"header": self.header, **self.evaluations[0].to_dict(),
+                "sample_answers": [asdict(one) for one in self.samples],
                 "measurements": [record for one in self.evaluations for record in one.measurements()]}
 
     @property

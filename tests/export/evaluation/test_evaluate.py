@@ -257,7 +257,8 @@ def test_the_second_turn_follows_the_targets_own_answer(tiny_target_f64: Target,
     found = evaluate(tiny_target_f64, [wide_draft(tiny_target_f64)], {"talk": [talk(0, asked)]}, config, progress=False)
     first = Request((1, 5, 40), 0, 9, temperature)
     answer, = decode(tiny_target_f64, [first], DecodeSettings()).generations
-    assert asked == [[], [answer.tokens]]  # the prompts are made once, for all methods
+    # The prompts are made once, for all methods; the first turn once more for the sample answers of the report.
+    assert asked == [[], [answer.tokens], []]
     for one in found.evaluations:
         assert (one.overall.prompts, one.overall.lossless.identical) == (2, 2)
         assert one.overall.new_tokens == 18
