@@ -274,7 +274,7 @@ def test_the_first_has_one_layer(tmp_path: Path, tiny_target: Target) -> None:
     ({"partial_alignment": True}, "this drafter has partial_alignment, which"),
     ({"feature_sampling": True, "partial_alignment": True}, "this drafter has feature_sampling and partial_alignment, "
                                                             "which the format eagle cannot hold and no serving "
-                                                            "engine runs; train without to export"),
+                                                            "engine runs; train without it to export"),
 ])
 def test_drafters_that_no_engine_runs_are_refused(
     tmp_path: Path, tiny_target: Target, settings: dict[str, bool], message: str
@@ -297,7 +297,7 @@ def test_damaged_checkpoints_are_named(tmp_path: Path, tiny_target: Target) -> N
 
     refused(r"says rope_scaling: \{\"factor\": 8\}; only null can be imported", rope_scaling={"factor": 8})
     refused(r"does not fit its configuration .*Missing key.*layers\.1\.self_attn", num_hidden_layers=2)
-    refused("fc in .* reads 32 numbers, but the 2 taps .* are 64; say which layers are read", draftsmith_taps=[0, 1])
+    refused("fc in .* reads 32 numbers, but the 2 taps .* are 64; give the layers that are", draftsmith_taps=[0, 1])
     refused("tap 2 would be the state after the last norm of tiny-random", draftsmith_taps=[2])
     refused("names the token 200, but tiny-random has 100", {"d2t": tensors["d2t"] + 140})
     refused("d2t and t2d in .* name different tokens", {"d2t": tensors["d2t"] + 1})
@@ -308,7 +308,7 @@ def test_damaged_checkpoints_are_named(tmp_path: Path, tiny_target: Target) -> N
     (folder / "config.json").write_text(json.dumps(foreign | {"eagle_config": {
         "eagle_aux_hidden_state_layer_ids": [5]}}))
     save_file(tensors, path)
-    with pytest.raises(UserError, match=r"reads the layers \[5\] by number; whether their inputs or outputs"):
+    with pytest.raises(UserError, match=r"reads the layers \[5\], but does not say whether their inputs or outputs"):
         import_eagle(folder, tiny_target)
     assert import_eagle(folder, tiny_target, taps=(1,), rope_base=7.0).block.rope_base == 7.0
     (folder / "config.json").write_text("{}")
