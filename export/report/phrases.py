@@ -51,7 +51,7 @@ def how_measured(run: EvaluationRun) -> str:
     batches = f"batch size{'s' if len(sizes) > 1 else ''} {', '.join(map(str, sizes))}"
     drawn = chosen(degrees[0]) if len(degrees) == 1 else f"temperatures {', '.join(f'{one:g}' for one in degrees)}"
     return (f"{prompts} prompts{turns}, answers of at most {settings['max_new_tokens']} tokens; {batches}; "
-            f"{drawn}; {run.header['timed_prompts']} prompts timed")
+            f"{drawn}; timed prompts: {run.header['timed_prompts']}")
 
 
 def where_measured(run: EvaluationRun) -> str:
