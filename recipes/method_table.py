@@ -1,14 +1,12 @@
 """The README's table of methods, generated from the families: `python -m draftsmith.recipes.method_table README.md`."""
 
-import inspect
 import sys
 from pathlib import Path
 
-from .. import trainers
 from ..modules import BASELINES, DRAFTERS, Eagle2Tree, UserError
 from ..modules.atomic_files import write_file
 from ..modules.interfaces.family_card import FamilyCard, method_table
-from ..trainers import DraftModule
+from ..trainers.families import VARIANTS, family_module
 
 MARKERS = ("<!-- families -->", "<!-- /families -->")
 """Lines of the README before and after the table."""
@@ -16,8 +14,7 @@ MARKERS = ("<!-- families -->", "<!-- /families -->")
 
 def cards() -> list[FamilyCard]:
     """Cards of all drafter families, training variants and tree policies, and of drafting without training."""
-    modules = [value for value in vars(trainers).values() if inspect.isclass(value) and issubclass(value, DraftModule)]
-    variants = [module.card for module in modules if module.card is not None]
+    variants = [card for card in (family_module(name).card for name in VARIANTS) if card is not None]
     training_free = FamilyCard(
         name="without training", guesses=", ".join(f"`{name}`" for name in BASELINES), needs_export=False,
         cost="no training; baselines of every evaluation",

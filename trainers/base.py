@@ -43,8 +43,7 @@ class TrainConfig:
     """Training settings of every family."""
 
     max_steps: int | None = 300
-    """Optimizer steps of the whole run, unless `max_minutes` ends it before; None for no limit: then `max_minutes` ends
-    the run."""
+    """Optimizer steps of the whole run, unless `max_minutes` ends it before; None for no limit but that."""
     max_minutes: float | None = None
     """Minutes of training, without validation and checkpoints, after which the run ends at its current step; None for
     no limit. The learning rate follows steps or time, whichever is further on."""
@@ -136,10 +135,9 @@ class DraftModule(L.LightningModule):
     """Training of a drafter for a frozen target, which stays outside the module tree.
 
     A family's module sets `drafter_class` and has a config, a TrainConfig with the family's defaults and its drafter's
-    settings. It may override `weights` (of the draft steps; they may depend on `progress`), `objectives` (other losses
-    for some draft steps; then also `needs_teacher`) and `configure_optimizers`. The drafter defines the rest: offsets,
-    valid positions and estimated states in `Drafts`, trained output weights in `output_parameters`, and `reads_states`,
-    without which a training step runs no target pass.
+    settings. It may override `weights` (they may depend on `progress`), `objectives` (other losses for some draft
+    steps; then also `needs_teacher`) and `configure_optimizers`. The drafter defines the rest in `Drafts`,
+    `output_parameters` and `reads_states`, without which a training step runs no target pass.
 
     Args:
         target: the frozen model.
