@@ -22,7 +22,7 @@ class PlainRollout:
 class PlainSight(AttentionContext):
     rollout: PlainRollout
 
-    def mix(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:
+    def attend(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:
         groups, held = query_BHNE.shape[1] // key_BGNE.shape[1], self.rollout.held.setdefault(layer, [])
         held.append((key_BGNE.repeat_interleave(groups, 1), value_BGNE.repeat_interleave(groups, 1)))
         keys, values = (torch.cat(parts, 2) for parts in zip(*held, strict=True))
