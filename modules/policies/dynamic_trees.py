@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..interfaces.proposer import DraftState, Frontier, Proposer, spread
 from ..random_streams import Draws
@@ -84,7 +85,7 @@ class Eagle2Tree(Policy):
     def grow(self, drafter: Proposer, state: DraftState, roots_B: Tensor, draws: Draws | None = None) -> TokenTree:
         asker, depth = Asker(drafter, state), within_reach(self.depth, drafter)
         found = _rooted(roots_B)
-        probs: list[Tensor] = []
+        log_q: list[Tensor] = []
         candidates: list[Tensor] = []
         nodes_BF, above_BF, offset = torch.zeros_like(roots_B)[:, None], None, 0
         for level in range(depth):
@@ -95,8 +96,8 @@ class Eagle2Tree(Policy):
             )
             log_q_BOQ, origin_BF = asker.ask(frontier, above_BF)
             log_q_BOQ = self._tempered(log_q_BOQ, draws)
-            found.inner_BC = found.inner_BC.scatter(1, nodes_BF, origin_BF + sum(part.shape[1] for part in probs))
-            probs.append(log_q_BOQ)
+            found.inner_BC = found.inner_BC.scatter(1, nodes_BF, origin_BF + sum(part.shape[1] for part in log_q))
+            log_q.append(log_q_BOQ)
             candidates += [] if asker.candidates_BOQ is None else [asker.candidates_BOQ]
             values_BF = found.values_BC.gather(1, nodes_BF)
             children = self._children(log_q_BOQ, origin_BF, nodes_BF, values_BF, draws)
@@ -105,7 +106,7 @@ class Eagle2Tree(Policy):
             if level + 1 < depth:
                 order_BF = _best(children.values_BFK.flatten(1), self.width)
                 nodes_BF, above_BF = order_BF + offset, order_BF // children.values_BFK.shape[2]
-        return self._rerank(found, depth, self._drawn(probs, candidates, asker, draws))
+        return self._rerank(found, depth, self._drawn(log_q, candidates, asker, draws))
 
     def _tempered(self, log_probs_BOQ: Tensor, draws: Draws | None) -> Tensor:
         # Above 0 no score is a log-probability; such a child would outrank its parent and lose it in the rerank.
@@ -119,7 +120,7 @@ class Eagle2Tree(Policy):
         values_BFK = values_BF[..., None] + best.values.gather(1, index_BFK)
         return _Children(entries_BFK=best.indices.gather(1, index_BFK), values_BFK=values_BFK, places_BFK=values_BFK)
 
-    def _drawn(self, probs: list[Tensor], candidates: list[Tensor], asker: Asker, draws: Draws | None) -> Drawn | None:
+    def _drawn(self, log_q: list[Tensor], candidates: list[Tensor], asker: Asker, draws: Draws | None) -> Drawn | None:
         """How the candidates were drawn; indices into q are filled in by the rerank."""
         return None
 
@@ -128,7 +129,7 @@ class Eagle2Tree(Policy):
         kept_BN = _best(found.places_BC, self.nodes).sort(-1).values
         parents_BN = torch.searchsorted(kept_BN, found.parents_BC.gather(1, kept_BN))
         parents_BN[:, 0] = -1
-        values_BN = found.values_BC.gather(1, kept_BN)
+        places_BN = found.places_BC.gather(1, kept_BN)
         if drawn is not None:
             drawn = replace(
                 drawn,
@@ -138,7 +139,7 @@ class Eagle2Tree(Policy):
         return TokenTree.grown(
             found.tokens_BC.gather(1, kept_BN),
             parents_BN,
-            values_BN > -torch.inf,
+            places_BN > -torch.inf,
             max_depth=depth,
             most_children=min(self.width, self.nodes - 1),
             drawn=drawn,
@@ -188,19 +189,20 @@ class DySpecTree(Eagle2Tree):
         entries_BFK = sample(log_q_BFQ, nodes_BF, min(self.width, log_q_BFQ.shape[-1]), draws)
         log_q_BFK = log_q_BFQ.gather(2, entries_BFK)
         q_BFK = log_q_BFK.double().exp()
-        # log prod (1 - R) telescopes: what is left of q before each draw.
-        left_BFK = (1 - q_BFK.cumsum(-1) + q_BFK).clamp(min=0).log()
-        places_BFK = (values_BF[..., None] + left_BFK.cummin(-1).values).to(values_BF.dtype)
+        # log prod (1 - R) telescopes: what is left of q before each draw. The draw's own q must have no part in it, not
+        # even by rounding: that would rank a sample by its own probability.
+        left_BFK = (1 - pad(q_BFK.cumsum(-1)[..., :-1], (1, 0))).clamp(min=0).log()
+        places_BFK = (values_BF[..., None] + left_BFK).to(values_BF.dtype)
         places_BFK = torch.where(log_q_BFK > -torch.inf, places_BFK, -torch.inf)
         values_BFK = torch.minimum(values_BF[..., None] + log_q_BFK, places_BFK)
         return _Children(entries_BFK=entries_BFK, values_BFK=values_BFK, places_BFK=places_BFK)
 
-    def _drawn(self, probs: list[Tensor], candidates: list[Tensor], asker: Asker, draws: Draws | None) -> Drawn | None:
+    def _drawn(self, log_q: list[Tensor], candidates: list[Tensor], asker: Asker, draws: Draws | None) -> Drawn | None:
         if draws is None:
             return None
         sampled_BN = draws.hot_B[:, None].expand(-1, self.nodes)
         return Drawn(
-            probs_BIQ=torch.cat(probs, dim=1).exp(),
+            log_q_BIQ=torch.cat(log_q, dim=1),
             inner_BN=sampled_BN.long(),
             sampled_BN=sampled_BN,
             token_ids_Q=asker.token_ids_Q,

@@ -93,10 +93,11 @@ def tempered(log_probs_BOQ: Tensor, temperature: float | None, draws: Draws) -> 
 def sample(log_q_BFQ: Tensor, nodes_BF: Tensor, width: int, draws: Draws) -> Tensor:
     """Entries of `width` children of each node in the order drawn, [B, F, width].
 
-    Gumbel-top-k draws without replacement (arXiv:1903.06059); greedy rows take the likeliest instead.
+    Gumbel-top-k draws without replacement (arXiv:1903.06059); greedy rows take the likeliest instead. The sum is taken
+    in float64: far below the favourite, where later siblings come from, float32 would round the noise away.
     """
     noise_BFQ = draws.gumbels(nodes_BF, log_q_BFQ.shape[-1]) * draws.hot_B[:, None, None]
-    return (log_q_BFQ + noise_BFQ).topk(width, dim=-1).indices
+    return (log_q_BFQ.double() + noise_BFQ).topk(width, dim=-1).indices
 
 
 def check_temperature(temperature: float | None) -> None:

@@ -85,7 +85,7 @@ class _Growing:
         self.tokens_BN = roots_B[:, None].repeat(1, topology.size)
         self.inner_BN = torch.zeros_like(self.tokens_BN)
         self.real_BN = torch.ones_like(self.tokens_BN, dtype=torch.bool)
-        self.probs: list[Tensor] = []
+        self.log_q: list[Tensor] = []
         self.candidates: list[Tensor] = []
 
     def fill(self, level: Level, tokens_BFK: Tensor, possible_BFK: Tensor) -> None:
@@ -97,18 +97,18 @@ class _Growing:
 
     def carry(self, level: Level, log_q_BOQ: Tensor, origin_BF: Tensor, candidates_BOQ: Tensor | None) -> None:
         """Remember what the children of a level were drawn from."""
-        self.inner_BN[:, level.parents] = origin_BF + sum(part.shape[1] for part in self.probs)
-        self.probs.append(log_q_BOQ.exp())
+        self.inner_BN[:, level.parents] = origin_BF + sum(part.shape[1] for part in self.log_q)
+        self.log_q.append(log_q_BOQ)
         if candidates_BOQ is not None:
             self.candidates.append(candidates_BOQ)
 
     def tree(self, asker: Asker, draws: Draws) -> TokenTree:
         """The finished tree."""
         planted = self.topology.plant(self.tokens_BN)
-        if not self.probs:
+        if not self.log_q:
             return planted
         drawn = Drawn(
-            probs_BIQ=torch.cat(self.probs, dim=1),
+            log_q_BIQ=torch.cat(self.log_q, dim=1),
             inner_BN=self.inner_BN,
             sampled_BN=draws.hot_B[:, None].expand_as(self.real_BN),
             token_ids_Q=asker.token_ids_Q,

@@ -61,7 +61,7 @@ class Verdict:
     """Distribution of the emitted token when every child was rejected."""
 
 
-def judge(target_BV: Tensor, draft_BV: Tensor, tokens_BK: Tensor, real_BK: Tensor, sampled_BK: Tensor) -> Verdict:
+def judge(target_BV: Tensor, log_q_BV: Tensor, tokens_BK: Tensor, real_BK: Tensor, sampled_BK: Tensor) -> Verdict:
     """Recursive rejection over siblings in the order they were drawn (arXiv:2402.14160; EAGLE-1's code).
 
     Start with P = p. Accept the j-th child x with probability min(1, P(x) / q_j(x)), where q_j is q without the earlier
@@ -70,21 +70,22 @@ def judge(target_BV: Tensor, draft_BV: Tensor, tokens_BK: Tensor, real_BK: Tenso
 
     Args:
         target_BV: p at the node, float64.
-        draft_BV: q at the node, float64; any where no child was sampled.
+        log_q_BV: log q at the node, float64; any where no child was sampled.
         tokens_BK: the children's tokens.
         real_BK: which of them exist.
         sampled_BK: which of them were drawn from q.
     """
-    rest_BV, left_BV, accepts = target_BV, draft_BV, []
+    rest_BV, log_left_BV, accepts = target_BV, log_q_BV, []
     for rank in range(tokens_BK.shape[1]):
         one = slice(rank, rank + 1)
         token_B1, real_B1, sampled_B1 = tokens_BK[:, one], real_BK[:, one], sampled_BK[:, one]
         certain_BV = torch.zeros_like(rest_BV).scatter(1, token_B1, 1.0)
-        q_BV = torch.where(sampled_B1, left_BV, certain_BV)
+        q_BV = torch.where(sampled_B1, renormalised(log_left_BV), certain_BV)
         chance_B1 = (rest_BV.gather(1, token_B1) / q_BV.gather(1, token_B1)).clamp(max=1.0)
         accepts.append(torch.where(real_B1, chance_B1, 0.0))
         rest_BV = torch.where(real_B1, normalised((rest_BV - q_BV).clamp(min=0), rest_BV), rest_BV)
-        left_BV = torch.where(real_B1 & sampled_B1, normalised(left_BV.scatter(1, token_B1, 0.0), left_BV), left_BV)
+        without_BV = log_left_BV.scatter(1, token_B1, -torch.inf)
+        log_left_BV = torch.where(real_B1 & sampled_B1, without_BV, log_left_BV)
     return Verdict(accept_BK=torch.cat([*accepts, rest_BV[:, :0]], dim=1), rest_BV=rest_BV)
 
 
@@ -92,6 +93,15 @@ def normalised(mass_BV: Tensor, otherwise_BV: Tensor) -> Tensor:
     """`mass_BV` scaled to sum to 1; a row without mass, which is never drawn from, takes `otherwise_BV`."""
     total_B1 = mass_BV.sum(-1, keepdim=True)
     return torch.where(total_B1 > 0, mass_BV / total_B1, otherwise_BV)
+
+
+def renormalised(log_q: Tensor) -> Tensor:
+    """The distribution in proportion to exp(log_q), [..., V]; zeros where nothing is possible.
+
+    A softmax, not a division by what is left of the sum: that may be far below the rounding error of the sum.
+    """
+    possible = log_q.amax(-1, keepdim=True) > -torch.inf
+    return torch.where(possible, log_q.softmax(-1), 0.0)
 
 
 class Rejection(Rule):
@@ -138,23 +148,23 @@ class ChainRejection(Rule):
 
     def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
         p_BNV = sampling.distribution(logits_BNV).double()
-        q_BNV = self._proposals(tree, logits_BNV.shape[-1])
+        q_BMV = self._proposals(tree, logits_BNV.shape[-1])
         tokens_BM1 = tree.tokens_BN[:, 1:, None]
-        p_BM, q_BM = p_BNV[:, :-1].gather(2, tokens_BM1)[..., 0], q_BNV.gather(2, tokens_BM1)[..., 0]
+        p_BM, q_BM = p_BNV[:, :-1].gather(2, tokens_BM1)[..., 0], q_BMV.gather(2, tokens_BM1)[..., 0]
         passed_BM = tree.real_BN[:, 1:] & (chances.tests_BN[:, 1:] < p_BM / q_BM)
         deepest_B = passed_BM.long().cumprod(-1).sum(-1)
         rows_B = torch.arange(deepest_B.shape[0], device=deepest_B.device)
         last_BV = p_BNV[rows_B, deepest_B]
         next_B = (deepest_B + 1).clamp(max=tree.size - 1)
         rejected_B1 = ((next_B > deepest_B) & tree.real_BN[rows_B, next_B])[:, None]
-        q_BV = q_BNV[rows_B, next_B - 1]
+        q_BV = q_BMV[rows_B, next_B - 1]
         rest_BV = torch.where(rejected_B1, normalised((last_BV - q_BV).clamp(min=0), last_BV), last_BV)
         return down_to(tree, deepest_B, draw(rest_BV, chances.choices_BN[rows_B, deepest_B]))
 
     def _proposals(self, tree: TokenTree, vocab_size: int) -> Tensor:
         """The distribution each node below the root was drawn from, [B, N - 1, V]."""
         nodes_BM = torch.arange(tree.size - 1, device=tree.tokens_BN.device).expand(tree.tokens_BN.shape[0], -1)
-        draft_BMV = tree.draft_at(nodes_BM, vocab_size)
+        draft_BMV = renormalised(tree.draft_at(nodes_BM, vocab_size))
         if tree.drawn is None:
             return draft_BMV.scatter(2, tree.tokens_BN[:, 1:, None], 1.0)
         certain_BMV = torch.zeros_like(draft_BMV).scatter(2, tree.tokens_BN[:, 1:, None], 1.0)

@@ -5,17 +5,17 @@ from itertools import permutations
 import torch
 
 
-def walk(tree, p_NV, q_NV, row, tests, choice, draw):
+def walk(tree, p_NV, log_q_NV, row, tests, choice, draw):
     """Tokens emitted by one row: accepted ones, then one from what is left of p."""
     node, emitted = 0, []
     while True:
-        rest, left = p_NV[node].clone(), q_NV[node].clone()
+        rest, log_left = p_NV[node].clone(), log_q_NV[node].clone()
         for child in range(1, tree.size):
             if int(tree.parents_BN[row, child]) != node or not tree.real_BN[row, child]:
                 continue
             token = int(tree.tokens_BN[row, child])
             sampled = tree.drawn is not None and bool(tree.drawn.sampled_BN[row, child])
-            q = left if sampled else torch.eye(len(left), dtype=left.dtype)[token]
+            q = log_left.softmax(-1) if sampled else torch.eye(len(rest), dtype=rest.dtype)[token]
             if float(tests[child]) < float(rest[token] / q[token]):
                 node = child
                 emitted.append(token)
@@ -23,8 +23,7 @@ def walk(tree, p_NV, q_NV, row, tests, choice, draw):
             rest = (rest - q).clamp(min=0)
             rest = rest / rest.sum()
             if sampled:
-                left[token] = 0
-                left = left / left.sum()
+                log_left[token] = -torch.inf
         else:
             return [*emitted, int(draw(rest, choice[node]))]
 
@@ -48,7 +47,8 @@ def level_law(judge, p, q, width, sampled):
     """([V] probability that a token is emitted as an accepted child, [V] as the bonus) at a node, by enumeration."""
     lists, chances = siblings(q, width, sampled)
     marks = torch.full_like(lists, sampled, dtype=torch.bool)
-    verdict = judge(p.expand(len(lists), -1), q.expand(len(lists), -1), lists, torch.ones_like(marks), marks)
+    log_q = q.log().expand(len(lists), -1)
+    verdict = judge(p.expand(len(lists), -1), log_q, lists, torch.ones_like(marks), marks)
     accepted, reached = torch.zeros_like(p), chances
     for rank in range(width):
         accepted.index_add_(0, lists[:, rank], reached * verdict.accept_BK[:, rank])

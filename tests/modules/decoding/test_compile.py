@@ -38,7 +38,7 @@ def compiled(function: Any, backend: str = "eager") -> Any:
 
 
 def described(tree: TokenTree) -> tuple[Tensor, ...]:
-    drawn = () if tree.drawn is None else (tree.drawn.probs_BIQ, tree.drawn.inner_BN, tree.drawn.sampled_BN)
+    drawn = () if tree.drawn is None else (tree.drawn.log_q_BIQ, tree.drawn.inner_BN, tree.drawn.sampled_BN)
     return tree.tokens_BN, tree.parents_BN, tree.depths_BN, tree.ancestors_BNN, tree.real_BN, *drawn
 
 

@@ -119,7 +119,7 @@ def test_dyspec_fills_the_places_a_heap_would(one_shot: bool) -> None:
         for node in range(nodes):
             if int(tree.depths_BN[row, node]) == depth:
                 continue
-            q, left = tree.draft_at(torch.full((rows, 1), node), size)[row, 0], 1.0
+            q, left = tree.draft_at(torch.full((rows, 1), node), size)[row, 0].exp(), 1.0
             for child in (child for child in range(1, nodes) if int(tree.parents_BN[row, child]) == node):
                 filled.append(values[node] * left)
                 values[child] = values[node] * float(q[tree.tokens_BN[row, child]])

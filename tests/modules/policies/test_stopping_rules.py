@@ -112,7 +112,7 @@ class AnticipatingChain(SampledChain):
 
     def grow(self, drafter, state, roots_B, draws=None):  # type: ignore[no-untyped-def]
         tree = super().grow(drafter, state, roots_B, draws)
-        own = tree.drawn.probs_BIQ[:, 0].gather(1, tree.tokens_BN[:, 1:2])[:, 0]
+        own = tree.drawn.log_q_BIQ[:, 0].exp().gather(1, tree.tokens_BN[:, 1:2])[:, 0]
         tree.real_BN[:, 1:] &= (own > 0.3)[:, None]
         return tree
 

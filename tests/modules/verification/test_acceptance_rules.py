@@ -20,7 +20,7 @@ from draftsmith.modules import (
     UserError,
     exact_rule,
 )
-from draftsmith.modules.verification.acceptance_rules import judge, normalised
+from draftsmith.modules.verification.acceptance_rules import judge
 from draftsmith.modules.verification.sampling import draw, penalise
 from references import wrong_rules
 from references.rejection import pair_law, walk
@@ -105,9 +105,9 @@ def test_an_oracle_is_always_accepted_and_point_masses_with_their_sum() -> None:
     p = draft(())[None]
     everything = torch.ones(1, 3, dtype=torch.bool)
     tokens = p.topk(3).indices
-    verdict = judge(p, p, tokens, everything, everything)
+    verdict = judge(p, p.log(), tokens, everything, everything)
     assert float(verdict.accept_BK[0, 0]) == 1.0
-    verdict = judge(p, p, tokens, everything, ~everything)
+    verdict = judge(p, p.log(), tokens, everything, ~everything)
     some = 1 - (1 - verdict.accept_BK).prod()
     torch.testing.assert_close(some, p.topk(3).values.sum())
 
@@ -124,9 +124,9 @@ def random_drawn_tree(generator: torch.Generator, batch: int, size: int, width: 
     real[:, 0] = True
     if width == 1:
         real = real.long().cumprod(-1).bool()
-    probs = torch.rand(batch, size, SIZE, generator=generator).softmax(-1)
+    log_q = torch.rand(batch, size, SIZE, generator=generator).log_softmax(-1)
     sampled = torch.rand(batch, size, generator=generator) > 0.4
-    drawn = Drawn(probs_BIQ=probs, inner_BN=torch.arange(size).expand(batch, -1), sampled_BN=sampled)
+    drawn = Drawn(log_q_BIQ=log_q, inner_BN=torch.arange(size).expand(batch, -1), sampled_BN=sampled)
     return TokenTree.grown(tokens, parents, real, max_depth=size - 1, most_children=width or size - 1, drawn=drawn)
 
 
@@ -151,7 +151,7 @@ def test_rejection_equals_its_plain_twin_on_random_trees() -> None:
             wanted = walk(
                 tree,
                 p[row],
-                tree.drawn.probs_BIQ[row].double(),  # type: ignore[union-attr]
+                tree.drawn.log_q_BIQ[row].double(),  # type: ignore[union-attr]
                 row,
                 chances.tests_BN[row],
                 chances.choices_BN[row],
@@ -222,8 +222,8 @@ def test_a_sampled_tree_with_its_rule_passes_a_g_test(kept: list[int] | None) ->
     assert statistic < chi2_bound(cells)
     # A q that is not the one really drawn from, here without the temperature, is noticed.
     assert tree.drawn is not None
-    untempered = normalised(tree.drawn.probs_BIQ.pow(0.8), tree.drawn.probs_BIQ)
-    wrong = replace(tree, drawn=replace(tree.drawn, probs_BIQ=untempered))
+    untempered = (0.8 * tree.drawn.log_q_BIQ).log_softmax(-1)
+    wrong = replace(tree, drawn=replace(tree.drawn, log_q_BIQ=untempered))
     accepted = Rejection().accept(
         wrong, p[tree.tokens_BN], sampling, Chances(choices_BN=choices, tests_BN=draws.tests(tree.size))
     )
