@@ -23,6 +23,7 @@ from ...modules import Drafter, Eagle, Eagle3, Eagle3Config, EagleConfig, Target
 from ...modules.atomic_files import whole_folder, write_file
 from ...modules.drafters.eagle3 import chosen_taps
 from ...modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
+from ...modules.target.draft_vocabulary import require_distinct
 from ..artifact import portable
 from .safetensors_reader import check_embedding, read_tensors
 
@@ -137,6 +138,7 @@ def import_eagle(
         raise UserError(f"the EAGLE drafter in {folder} does not fit its configuration or {target.identity.name} "
                         f"(width {target.hidden_size}, {target.vocab_size} tokens): "
                         f"{' '.join(str(error).split())}") from error
+    require_distinct(drafter.token_ids_Q)
     drafter.to(device=target.device, dtype=torch.promote_types(target.dtype, torch.float32))
     drafter.bind(target)
     return drafter.eval()

@@ -105,7 +105,7 @@ class Referee:
             temperature_B=self.temperature_R[rows_B],
             top_k=self.settings.top_k,
             top_p=self.settings.top_p,
-            hot_rows=tuple(place for place, row in enumerate(rows) if self._hot[row]),
+            sampling_rows=tuple(place for place, row in enumerate(rows) if self._hot[row]),
         )
 
     def _chances(self, tree: TokenTree) -> Chances:

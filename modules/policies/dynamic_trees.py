@@ -200,7 +200,7 @@ class DySpecTree(Eagle2Tree):
     def _drawn(self, log_q: list[Tensor], candidates: list[Tensor], asker: Asker, draws: Draws | None) -> Drawn | None:
         if draws is None:
             return None
-        sampled_BN = draws.hot_B[:, None].expand(-1, self.nodes)
+        sampled_BN = draws.sampling_B[:, None].expand(-1, self.nodes)
         return Drawn(
             log_q_BIQ=torch.cat(log_q, dim=1),
             inner_BN=sampled_BN.long(),

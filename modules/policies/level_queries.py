@@ -83,7 +83,7 @@ def within_reach(depth: int, drafter: Proposer) -> int:
 def tempered(log_probs_BOQ: Tensor, temperature: float | None, draws: Draws) -> Tensor:
     """log q as it is drawn from, [B, O, Q]: at `temperature`, or each row's own; greedy rows as they are."""
     own_B = draws.temperature_B if temperature is None else torch.full_like(draws.temperature_B, temperature)
-    divisor_B = torch.where(draws.hot_B, own_B, 1.0)
+    divisor_B = torch.where(draws.sampling_B, own_B, 1.0)
     log_q_BOQ = (log_probs_BOQ / divisor_B[:, None, None]).log_softmax(-1)
     # A node without any guess has no q; the softmax of nothing would be NaN.
     nothing_BO1 = log_probs_BOQ.amax(-1, keepdim=True) == -torch.inf
@@ -96,7 +96,7 @@ def sample(log_q_BFQ: Tensor, nodes_BF: Tensor, width: int, draws: Draws) -> Ten
     Gumbel-top-k draws without replacement (arXiv:1903.06059); greedy rows take the likeliest instead. The sum is taken
     in float64: far below the favourite, where later siblings come from, float32 would round the noise away.
     """
-    noise_BFQ = draws.gumbels(nodes_BF, log_q_BFQ.shape[-1]) * draws.hot_B[:, None, None]
+    noise_BFQ = draws.gumbels(nodes_BF, log_q_BFQ.shape[-1]) * draws.sampling_B[:, None, None]
     return (log_q_BFQ.double() + noise_BFQ).topk(width, dim=-1).indices
 
 

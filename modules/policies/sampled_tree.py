@@ -110,7 +110,7 @@ class _Growing:
         drawn = Drawn(
             log_q_BIQ=torch.cat(self.log_q, dim=1),
             inner_BN=self.inner_BN,
-            sampled_BN=draws.hot_B[:, None].expand_as(self.real_BN),
+            sampled_BN=draws.sampling_B[:, None].expand_as(self.real_BN),
             token_ids_Q=asker.token_ids_Q,
             candidates_BIQ=torch.cat(self.candidates, dim=1) if self.candidates else None,
         )

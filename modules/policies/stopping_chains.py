@@ -128,11 +128,11 @@ class SampledChain(StoppedChain):
         if draws is None or not log_q:
             return None
         inner_N = torch.arange(len(log_q) + 1, device=log_q[0].device).clamp(max=len(log_q) - 1)
-        size = (len(draws.hot_B), len(inner_N))
+        size = (len(draws.sampling_B), len(inner_N))
         return Drawn(
             log_q_BIQ=torch.stack(log_q, dim=1),
             inner_BN=inner_N.expand(size),
-            sampled_BN=draws.hot_B[:, None].expand(size),
+            sampled_BN=draws.sampling_B[:, None].expand(size),
             token_ids_Q=asker.token_ids_Q,
             candidates_BIQ=torch.cat(candidates[: len(log_q)], dim=1) if candidates else None,
         )

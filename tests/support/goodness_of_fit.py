@@ -47,7 +47,7 @@ def pass_statistic(
     accepted = (rule or exact_rule(tree)).accept(
         tree,
         temperature * exact_VV.log()[tree.tokens_BN],
-        Sampling(temperature_B=draws.temperature_B, hot_rows=tuple(range(rows))),
+        Sampling(temperature_B=draws.temperature_B, sampling_rows=tuple(range(rows))),
         Chances(choices_BN=choices, tests_BN=draws.tests(tree.size)),
     )
     return g_statistic(tree, accepted, exact_VV, generator)

@@ -182,7 +182,7 @@ def g_of(policy: Policy, family: str, rows: int = 60_000) -> tuple[float, int]:
     accepted = exact_rule(tree).accept(
         tree,
         p[tree.tokens_BN],
-        Sampling(temperature_B=torch.ones(rows), hot_rows=tuple(range(rows))),
+        Sampling(temperature_B=torch.ones(rows), sampling_rows=tuple(range(rows))),
         Chances(choices_BN=choices, tests_BN=draws.tests(tree.size)),
     )
     return g_statistic(tree, accepted, p.exp(), generator)
@@ -255,7 +255,7 @@ def test_drafting_accepting_and_committing_read_nothing_on_the_host(
         logits = torch.zeros(2, tree.size, tiny_target.vocab_size)
         chances = Chances(choices_BN=torch.rand(2, tree.size), tests_BN=torch.rand(2, tree.size))
         accepted = exact_rule(tree).accept(
-            tree, logits, Sampling(temperature_B=torch.full((2,), float(hot)), hot_rows=(0, 1) if hot else ()), chances
+            tree, logits, Sampling(temperature_B=torch.full((2,), float(hot)), sampling_rows=(0, 1) if hot else ()), chances
         )
         cache = RowCache(1, 2, 2 * tree.size, torch.device("cpu"))
         cache.open(slice(0, 2), tree.size)

@@ -7,10 +7,12 @@ from draftsmith.modules import (
     FixedLength,
     MaxProbability,
     Policy,
+    Rejection,
     SampledChain,
     SampledTree,
     Topology,
 )
+from references import wrong_rules
 from support.goodness_of_fit import chi2_bound, pass_statistic
 from support.tables import CandidateDrafter, DepthDrafter, TableDrafter, random_log_probs
 from torch import Tensor
@@ -67,3 +69,39 @@ def test_one_shot_families_and_candidates_at_a_low_temperature(name: str, draft:
     for drafter in (DepthDrafter(DRAFTS[draft](2)), CandidateDrafter(DRAFTS[draft](SIZE))):
         statistic, cells = pass_statistic(POLICIES[name], drafter, TARGET, 0.1, rows=ROWS)
         assert statistic < chi2_bound(cells, CHANCE)
+
+
+def detected(policy: Policy, draft: str, temperature: float) -> bool:
+    drafter = TableDrafter(DRAFTS[draft](SIZE))
+    statistic, cells = pass_statistic(policy, drafter, TARGET, temperature, rows=ROWS, rule=Rejection())
+    return statistic > chi2_bound(cells, CHANCE)
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_tests_have_power_at_every_temperature(name: str, draft: str, temperature: float) -> None:
+    """A rule that draws from p after a rejection is seen wherever something is drafted."""
+    if (name, draft) == ("unsure chain", "flat"):
+        pytest.skip("nothing is drafted: no guess is sure enough")
+    with wrong_rules.judged_by(wrong_rules.no_residual):
+        assert detected(POLICIES[name], draft, temperature)
+
+
+@pytest.mark.parametrize("draft", ["confident", "certain"])
+def test_a_q_that_underflows_is_seen(draft: str) -> None:
+    with wrong_rules.judged_by(wrong_rules.underflowing_q):
+        assert detected(POLICIES["tree"], draft, 0.1) == (draft == "certain")
+        assert not detected(POLICIES["tree"], draft, 1.0)
+
+
+def test_a_place_ranked_by_its_own_draw_is_seen() -> None:
+    assert detected(wrong_rules.InclusiveSums(4, 2, 3), "confident", 0.3)
+    assert not detected(wrong_rules.InclusiveSums(4, 2, 3), "flat", 1.0)
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_dropping_samples_by_their_own_probability_is_seen(temperature: float) -> None:
+    tempered = POLICIES["tempered tree"]
+    assert detected(wrong_rules.DropsUnlikely(tempered, 0.2), "flat", temperature)
+    assert not detected(wrong_rules.DropsUnlikely(tempered, 0.0), "flat", temperature)

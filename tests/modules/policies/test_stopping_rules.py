@@ -126,7 +126,7 @@ def g_of(policy: StoppedChain, rows: int = 60_000) -> tuple[float, int]:
     accepted = exact_rule(tree).accept(
         tree,
         p[tree.tokens_BN],
-        Sampling(temperature_B=torch.ones(rows), hot_rows=tuple(range(rows))),
+        Sampling(temperature_B=torch.ones(rows), sampling_rows=tuple(range(rows))),
         Chances(choices_BN=choices, tests_BN=draws.tests(tree.size)),
     )
     return g_statistic(tree, accepted, p.exp(), generator)

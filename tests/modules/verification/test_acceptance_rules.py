@@ -47,7 +47,7 @@ def ours(prefix: tuple[int, ...], setting: tuple[float, int, float, float]) -> T
     seen_BV[:, list(PROMPT)] = True
     path = torch.tensor([[[*prefix, PROMPT[-1]]]])
     logits = penalise(raw_logits(prefix)[None, None], penalty, seen_BV, path)
-    sampling = Sampling(temperature_B=torch.tensor([temperature]), top_k=top_k, top_p=top_p, hot_rows=(0,))
+    sampling = Sampling(temperature_B=torch.tensor([temperature]), top_k=top_k, top_p=top_p, sampling_rows=(0,))
     return sampling.distribution(logits)[0, 0]
 
 
@@ -140,8 +140,8 @@ def test_rejection_equals_its_plain_twin_on_random_trees() -> None:
     for size in range(1, 9):
         tree = random_drawn_tree(generator, 12, size)
         logits = torch.randn(12, size, SIZE, dtype=torch.float64, generator=generator)
-        hot_rows = tuple(row for row in range(12) if row % 3)
-        sampling = Sampling(temperature_B=torch.tensor([0.0, 0.8, 1.3] * 4), hot_rows=hot_rows, top_k=4)
+        sampling_rows = tuple(row for row in range(12) if row % 3)
+        sampling = Sampling(temperature_B=torch.tensor([0.0, 0.8, 1.3] * 4), sampling_rows=sampling_rows, top_k=4)
         chances = Chances(
             choices_BN=torch.rand(12, size, dtype=torch.float64, generator=generator),
             tests_BN=torch.rand(12, size, dtype=torch.float64, generator=generator),
@@ -165,8 +165,8 @@ def test_chain_rejection_equals_recursive_rejection() -> None:
     for size in range(2, 8):
         tree = random_drawn_tree(generator, 40, size, width=1)
         logits = torch.randn(40, size, SIZE, dtype=torch.float64, generator=generator)
-        hot_rows = tuple(row for row in range(40) if row % 4)
-        sampling = Sampling(temperature_B=torch.tensor([0.0, 0.8, 1.3, 1.0] * 10), hot_rows=hot_rows)
+        sampling_rows = tuple(row for row in range(40) if row % 4)
+        sampling = Sampling(temperature_B=torch.tensor([0.0, 0.8, 1.3, 1.0] * 10), sampling_rows=sampling_rows)
         chances = Chances(
             choices_BN=torch.rand(40, size, dtype=torch.float64, generator=generator),
             tests_BN=torch.rand(40, size, dtype=torch.float64, generator=generator),
@@ -212,7 +212,7 @@ def test_a_sampled_tree_with_its_rule_passes_a_g_test(kept: list[int] | None) ->
     tree = SampledTree.branching(3, 2).grow(drafter, drafter.start(rows, 64), roots, draws)
     generator = torch.Generator().manual_seed(5)
     choices = torch.rand(rows, tree.size, dtype=torch.float64, generator=generator)
-    sampling = Sampling(temperature_B=draws.temperature_B, hot_rows=tuple(range(len(draws.temperature_B))))
+    sampling = Sampling(temperature_B=draws.temperature_B, sampling_rows=tuple(range(len(draws.temperature_B))))
     accepted = Rejection().accept(
         tree, p[tree.tokens_BN], sampling, Chances(choices_BN=choices, tests_BN=draws.tests(tree.size))
     )
@@ -243,7 +243,7 @@ def test_typical_acceptance_by_hand() -> None:
     p = torch.tensor([0.3, 0.6, 0.09, 0.01])
     logits = torch.cat([p, torch.full((4,), 1e-9)]).log().expand(1, 6, -1)
     chances = Chances(choices_BN=torch.full((1, 6), 0.5, dtype=torch.float64), tests_BN=torch.zeros(1, 6))
-    accepted = rule.accept(tree, logits, Sampling(temperature_B=torch.ones(1), hot_rows=(0,)), chances)
+    accepted = rule.accept(tree, logits, Sampling(temperature_B=torch.ones(1), sampling_rows=(0,)), chances)
     assert accepted.path_BK[0].tolist() == [0, 2, 4]
     assert int(accepted.bonus_B) == 1
     with pytest.raises(UserError, match="epsilon must be above 0 and at most 1, got 0"):
