@@ -13,11 +13,11 @@ COMMANDS = {
     "run": ("pipeline", "all of the following from one recipe; a stage whose output is complete is skipped"),
     "distill": ("pipeline", "prompts -> answers by the target -> token shards and feature shards"),
     "train": ("pipeline", "token shards -> a drafter -> artifact, with its draft tree"),
-    "families": ("families", "several families on equal terms -> one table"),
-    "plan": ("plan", "recipe -> parameters and memory it will take, without running anything"),
-    "evaluate": ("commands", "artifact on prompts -> acceptance, speed, losslessness: JSON, Markdown, HTML"),
-    "export": ("commands", "artifact -> the layout of a serving engine"),
-    "generate": ("commands", "text from a prompt, drafted and verified, streaming"),
+    "families": ("compare_families", "several families on equal terms -> one table"),
+    "plan": ("memory_plan", "recipe -> parameters and memory it will take, without running anything"),
+    "evaluate": ("artifact_commands", "artifact on prompts -> acceptance, speed, losslessness: JSON, Markdown, HTML"),
+    "export": ("artifact_commands", "artifact -> the layout of a serving engine"),
+    "generate": ("artifact_commands", "text from a prompt, drafted and verified, streaming"),
 }
 """Each command: the file whose COMMANDS defines it, and what `draftsmith --help` says about it."""
 
