@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all: written beside their place, forced to disk, then renamed into it."""
+"""Files that appear whole or not at all: written next to their place, forced to disk, then renamed into it."""
 
 import os
 import shutil
@@ -51,7 +51,7 @@ def to_disk(path: Path) -> None:
 
 
 def cannot_write(path: Path, error: OSError | SafetensorError) -> UserError:
-    """What to tell the user about a place that cannot be written."""
+    """The error for a place that cannot be written."""
     reason = (isinstance(error, OSError) and error.strerror) or str(error)
     return UserError(f"cannot write {path}: {reason}; make room or choose another folder that you may write to, then "
                      "start again: finished work is kept")

@@ -1,4 +1,4 @@
-"""What the settings of all drafters have in common: how they are checked, and how they are read back."""
+"""Checks shared by the settings of all drafters, and their reading from an artifact."""
 
 from dataclasses import fields
 from typing import Any
@@ -7,25 +7,25 @@ from .errors import UserError
 
 
 def check_sizes(**sizes: object) -> None:
-    """Refuse what is no whole number of at least 1; None stands for a size that is left open. Raises UserError."""
+    """Refuse sizes other than whole numbers of at least 1; None is a size left open. Raises UserError."""
     for name, value in sizes.items():
         if value is not None and (not isinstance(value, int) or value < 1):
             raise UserError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
-def settings_of(description: dict[str, Any], config: type, told: str, *more: str) -> dict[str, Any]:
+def settings_of(description: dict[str, Any], config: type, subject: str, *more: str) -> dict[str, Any]:
     """A copy of a drafter's description, once its keys are those of its config.
 
     Args:
-        description: what the drafter's `describe` gave.
+        description: of the drafter's `describe`.
         config: the dataclass of its settings.
-        told: what is described, for people.
-        more: keys that stand beside the settings.
+        subject: start of the error's sentence, such as "a Medusa drafter is".
+        more: keys besides the settings.
 
     Raises:
         UserError: if a key is missing or unknown.
     """
     if set(description) != (known := {*more, *(field.name for field in fields(config))}):
-        raise UserError(f"{told} described by {sorted(known)}, got {sorted(description)}; use the version of "
+        raise UserError(f"{subject} described by {sorted(known)}, got {sorted(description)}; use the version of "
                         "draftsmith that wrote the artifact")
     return {**description}

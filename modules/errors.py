@@ -1,4 +1,4 @@
-"""Errors with a name: what a user can cause, and a tree that is none."""
+"""Named errors: a mistake of the user, and a tree whose parents are out of order."""
 
 
 class UserError(ValueError):

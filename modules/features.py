@@ -1,4 +1,4 @@
-"""What a drafter trains on: tokens, who wrote them, and the states the frozen target had there.
+"""Training features of a drafter: tokens, who wrote them, and the hidden states of the frozen target.
 
 Shapes: B rows, L positions in a row, M positions of a row without states, D hidden size of the target.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 class Features:
     """A batch of token rows with the target's hidden states.
 
-    Several conversations may share a row (packing): `segments_BL` tells them apart and is -1 on padding.
+    Several conversations may share a row (packing): `segments_BL` numbers them and is -1 on padding.
     `supervised_BL` is a property of the *token*: it was written by the assistant and may be a label. Nothing is ever
     shifted by hand; a family asks `labels(offset)` for the token `offset` places ahead.
     """
@@ -68,7 +68,7 @@ class Features:
         return labels, valid
 
     def visible(self) -> Tensor:
-        """Which indices each index may attend to, bool [B, L, L]: those of its own segment up to itself."""
+        """Attention mask, bool [B, L, L]: each index sees those of its own segment up to itself."""
         order_L = torch.arange(self.tokens_BL.shape[1], device=self.tokens_BL.device)
         return (self.segments_BL[:, :, None] == self.segments_BL[:, None, :]) & (order_L[:, None] >= order_L)
 
@@ -84,7 +84,7 @@ class Features:
         return self.final_BLD
 
     def unread(self) -> "Features":
-        """The tokens without states, pushed together within each row, [B, M]: what is left for the target to read.
+        """The tokens without states, pushed together within each row, [B, M]; the target still has to read them.
 
         Every token sees what it would see in its place, since segments are isolated and lack their states as a whole.
 

@@ -1,4 +1,4 @@
-"""Did drafting change a word? Answers are held against transformers' own `generate`.
+"""The comparison of drafted answers with those of transformers' own `generate`.
 
 Shapes: B rows, L tokens of the longest prompt, V vocabulary.
 """
@@ -30,21 +30,24 @@ NEAR_EDGE_HALF = 0.05
 
 @contextmanager
 def native_model(target: Target) -> Iterator[Any]:
-    """The untouched model with a plain generation config: no repetition penalty or other habit of its checkpoint."""
+    """The untouched model with a plain generation config: no repetition penalty or other setting of its checkpoint.
+
+    Its end tokens are the target's, which were read when it was loaded; `generate` is given them.
+    """
     with target.native() as model:
-        habits = model.generation_config
-        # `generate` fills whatever it is not told from this one, so passing a config of our own would not be enough.
+        own = model.generation_config
+        # `generate` fills whatever it is not given from this one, so passing another config would not be enough.
         model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
         try:
             yield model
         finally:
-            model.generation_config = habits
+            model.generation_config = own
 
 
 @torch.no_grad()
 def generate(model: Any, target: Target, prompts: Sequence[Sequence[int]], *, max_new_tokens: int,
              temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0) -> list[list[int]]:
-    """Answers of transformers' `generate`, end-of-text token included; several prompts are padded on the left.
+    """Answers of transformers' `generate`, end token included; several prompts are padded on the left.
 
     Args:
         model: what `native_model` gives.
@@ -72,7 +75,7 @@ def until_end(tokens: Sequence[int], eos_ids: Sequence[int]) -> list[int]:
 
 
 def first_divergence(answer: Sequence[int], reference: Sequence[int]) -> int | None:
-    """First index at which two answers differ; the shorter length if one begins with the other; None if equal."""
+    """First index at which two answers differ; the shorter length if one continues the other; None if equal."""
     for place, (token, expected) in enumerate(zip(answer, reference, strict=False)):
         if token != expected:
             return place
@@ -132,7 +135,8 @@ def sampled_judge(target: Target, settings: DecodeSettings, request: Request) ->
         place = len(tokens) - len(request.tokens)
         uniform = float(uniform_stream(settings.seed, request.index, place + 1)[place])
         temperature = torch.tensor([request.temperature], device=target.device)
-        probs_V = probabilities(native_logits(target, tokens), temperature, settings.top_k, settings.top_p).double()
+        logits_V = native_logits(target, tokens)
+        probs_V = probabilities(logits_V, temperature, settings.top_k, settings.top_p, settings.min_p).double()
         upper_V = probs_V.cumsum(-1)
         distances = [max(float(upper_V[c] - probs_V[c]) - uniform, uniform - float(upper_V[c]), 0.0) for c in choices]
         return None, max(distances) < NEAR_EDGE.get(target.dtype, NEAR_EDGE_HALF)

@@ -1,4 +1,4 @@
-"""Verification of a batch: what each row brings to the rules, and the verdict on each pass.
+"""Verification of a batch: temperatures, random numbers and penalties of its rows, applied to each pass.
 
 Shapes: R rows held, B of them active, N nodes, M nodes with logits, K nodes of a path, V vocabulary, T places.
 """
@@ -19,7 +19,7 @@ class Referee:
     """Holds temperatures, random numbers and tokens read of every row, all on the device.
 
     Args:
-        settings: what the requests share.
+        settings: shared by the requests.
         rows: how many there are.
         places: most tokens of an answer, the largest tree included.
         vocab_size: tokens of the target.
@@ -39,14 +39,14 @@ class Referee:
         self.seen_RV = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device) if penalised else None
         self.last_R = torch.zeros(rows, dtype=torch.long, device=device)
         self.active = 0
-        self._hot = [False] * rows
+        self._samples = [False] * rows
 
     def open(self, row: int, request: Request) -> None:
-        """A request begins in a row."""
+        """Start a request in a row."""
         self.active = max(self.active, row + 1)
         self.temperature_R[row], self.requests_R[row], self.places_R[row] = request.temperature, request.index, 0
-        self._hot[row] = request.temperature > 0
-        if self._hot[row]:
+        self._samples[row] = request.temperature > 0
+        if self._samples[row]:
             stream = uniform_stream(self.settings.seed, request.index, self.uniforms_RT.shape[1])
             self.uniforms_RT[row] = torch.from_numpy(stream)
         if self.seen_RV is not None:
@@ -57,7 +57,7 @@ class Referee:
     def keep(self, order: list[int], order_R: Tensor) -> None:
         """Row r is the former row order[r]; the others leave."""
         self.active = len(order)
-        self._hot = [self._hot[row] for row in order]
+        self._samples = [self._samples[row] for row in order]
         for name in ("temperature_R", "requests_R", "places_R", "uniforms_RT", "seen_RV", "last_R"):
             if (held := getattr(self, name)) is not None:
                 setattr(self, name, held[order_R])
@@ -75,12 +75,11 @@ class Referee:
             temperature_B=self.temperature_R[active],
         )
 
-    def begin(self, rows: list[int], rows_B: Tensor, logits_BMV: Tensor) -> tuple[Tensor, Tensor]:
-        """(first token of each answer, fault of each row) behind a piece of the prompts; M is 1."""
+    def first_tokens(self, rows: list[int], rows_B: Tensor, logits_BMV: Tensor) -> tuple[Tensor, Tensor]:
+        """(first token of each answer, fault of each row) after a piece of the prompts; M is 1."""
         if self.seen_RV is not None:
-            logits_BMV = penalise(
-                logits_BMV, self.settings.repetition_penalty, self.seen_RV[rows_B], self.last_R[rows_B, None, None]
-            )
+            seen_BV, last_BMN = self.seen_RV[rows_B], self.last_R[rows_B, None, None]
+            logits_BMV = penalise(widened(logits_BMV), self.settings.repetition_penalty, seen_BV, last_BMN)
         chosen_BM = choose(logits_BMV, self.uniforms_RT[rows_B, :1], self._sampling(rows, rows_B))
         self.places_R[rows_B] = 1
         return chosen_BM[:, 0], torch.where(unreadable(logits_BMV)[:, 0], LOGITS, 0)
@@ -105,7 +104,8 @@ class Referee:
             temperature_B=self.temperature_R[rows_B],
             top_k=self.settings.top_k,
             top_p=self.settings.top_p,
-            sampling_rows=tuple(place for place, row in enumerate(rows) if self._hot[row]),
+            min_p=self.settings.min_p,
+            sampling_rows=tuple(place for place, row in enumerate(rows) if self._samples[row]),
         )
 
     def _chances(self, tree: TokenTree) -> Chances:
@@ -121,7 +121,13 @@ class Referee:
     def _penalised(self, tree: TokenTree, logits_BNV: Tensor) -> Tensor:
         assert self.seen_RV is not None
         paths_BNN = torch.where(tree.ancestors_BNN, tree.tokens_BN[:, None, :], tree.tokens_BN[:, :1, None])
-        return penalise(logits_BNV, self.settings.repetition_penalty, self.seen_RV[: self.active], paths_BNN)
+        seen_BV = self.seen_RV[: self.active]
+        return penalise(widened(logits_BNV), self.settings.repetition_penalty, seen_BV, paths_BNN)
+
+
+def widened(logits_BMV: Tensor) -> Tensor:
+    """Logits in float32 or wider, in which transformers processes them."""
+    return logits_BMV.to(torch.promote_types(logits_BMV.dtype, torch.float32))
 
 
 def _path_tokens(tree: TokenTree, accepted: Accepted) -> Tensor:

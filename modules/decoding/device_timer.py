@@ -1,4 +1,4 @@
-"""Seconds that pieces of the decoding loop take on their device: on CUDA a launch returns before its work is done."""
+"""Timer of the pieces of the decoding loop on their device: on CUDA a launch returns before its work is done."""
 
 import time
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import torch
 class Stopwatch:
     """Adds up the seconds of pieces of work, and never makes the host wait while they run.
 
-    On CUDA an event before and one behind each piece are read later; elsewhere the host's clock tells.
+    On CUDA an event before and one after each piece are read later; elsewhere the host's clock is read.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,17 +26,17 @@ class Stopwatch:
             self._seconds += time.perf_counter() - started
             return
         stream = torch.cuda.current_stream(self._device)
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        began.record(stream)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record(stream)
         yield
-        ended.record(stream)
-        self._pieces.append((began, ended))
+        end.record(stream)
+        self._pieces.append((start, end))
 
     def read(self) -> float:
         """Seconds since the last reading. It waits for the pieces: read where the host has waited for the device."""
-        for began, ended in self._pieces:
-            ended.synchronize()
-            self._seconds += began.elapsed_time(ended) / 1000
+        for start, end in self._pieces:
+            end.synchronize()
+            self._seconds += start.elapsed_time(end) / 1000
         seconds, self._seconds = self._seconds, 0.0
         self._pieces.clear()
         return seconds

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..errors import TreeError
+from ..errors import TreeError, UserError
 from ..interfaces.proposer import DraftState, Observation, Proposer, Verified
 from ..policies.base import Policy
 from ..target.model import PassOutput
@@ -21,6 +21,7 @@ from .device_timer import Stopwatch
 from .pass_outcome import observation, to_host, verified
 from .requests import DecodeResult, DecodeSettings, DecodeStats, Generation, Request
 from .row_errors import PARENT, DecodeError, message, screen
+from .stop_texts import first_stop
 
 _SHORTEST_PREFIX = 8
 """Tokens that prompts must share before it pays to keep them in a row of their own."""
@@ -41,7 +42,7 @@ class Rows(Protocol):
 
 
 class Verifier(Protocol):
-    """What the loop asks of a target."""
+    """The interface of a target to the loop."""
 
     @property
     def device(self) -> torch.device: ...
@@ -71,12 +72,12 @@ class Loop:
     Args:
         target: the verifier.
         requests: what to continue.
-        settings: what the requests share.
+        settings: shared by the requests.
         drafter: proposes; None decodes plainly.
         policy: how its trees grow; needed with a drafter.
 
     Raises:
-        UserError: if the policy makes no sense with the drafter.
+        UserError: if the policy makes no sense with the drafter, or two requests have the same index.
     """
 
     def __init__(
@@ -93,11 +94,13 @@ class Loop:
         if drafter is not None and policy is not None:
             policy.check(drafter)
             if policy.max_size == 1:
-                # Nothing but a root: the drafter need not even look.
+                # Nothing but a root: the drafter is not needed.
                 drafter = policy = None
         self.target, self.settings, self.drafter, self.policy = target, settings, drafter, policy
         self.waiting: deque[Request] = deque()
         self.refused: list[Generation] = []
+        requests = list(requests)
+        _refuse_repeated([request.index for request in requests])
         for request in requests:
             if error := request.fault(target.context_length, target.vocab_size):
                 self.refused.append(Generation(request, finish="error", error=error))
@@ -110,7 +113,7 @@ class Loop:
         places = max((r.max_new_tokens for r in self.waiting), default=0) + size
         sampled = any(request.temperature > 0 for request in self.waiting)
         count = min(settings.batch_size, len(self.waiting))
-        # A drafter must see every prompt token, so only plain decoding reads a common beginning once.
+        # A drafter must see every prompt token, so only plain decoding reads a common start once.
         prefix = shared_prefix([r.tokens for r in self.waiting], settings.prefill_chunk) if drafter is None else ()
         self.rows = target.start(count, longest + size, drafter.taps if drafter else (), prefix)
         self.state: DraftState | None = drafter.start(count, longest + size) if drafter is not None else None
@@ -129,7 +132,7 @@ class Loop:
         """
         for generation in self.refused:
             yield generation, [], True
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         free = list(range(self._count))
         while True:
             if deadline is not None and time.monotonic() >= deadline:
@@ -144,7 +147,7 @@ class Loop:
             yield from self._pass()
             free = [row for row in range(len(self.slots)) if self._done(row)]
         self.stats.draft_seconds += self._drafting.read()
-        self.stats.seconds += time.perf_counter() - began
+        self.stats.seconds += time.perf_counter() - started_at
 
     def _assign(self, row: int) -> bool:
         """Put the next request into a row; False when none waits."""
@@ -166,7 +169,7 @@ class Loop:
 
     def _prefill(self, rows: list[int]) -> Iterator[tuple[Generation, list[int], bool]]:
         """Read the prompts of `rows`, in chunks, and take the first token of each answer."""
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         device, chunk = self.target.device, self.settings.prefill_chunk
         prompts = [self.slots[row].request.tokens for row in rows]
         longest = max(map(len, prompts))
@@ -174,14 +177,16 @@ class Loop:
         faults_R = torch.zeros_like(rows_R)
         for offset in range(self._read, longest, chunk):
             here = [index for index, prompt in enumerate(prompts) if len(prompt) > offset]
-            faults_R[here] = self._prefill_chunk([rows[i] for i in here], [prompts[i] for i in here], offset)
+            faults = self._prefill_chunk([rows[i] for i in here], [prompts[i] for i in here], offset)
+            # A fault stays: the states after a later chunk need not show it.
+            faults_R[here] = torch.maximum(faults_R[here], faults)
         found = torch.stack([self.roots_B[rows_R], faults_R], dim=1).tolist()
-        self.stats.prefill_seconds += time.perf_counter() - began
+        self.stats.prefill_seconds += time.perf_counter() - started_at
         for row, (token, fault) in zip(rows, found, strict=True):
             yield self.slots[row], self._take(row, [token], fault), self._done(row)
 
     def _prefill_chunk(self, rows: list[int], prompts: Sequence[tuple[int, ...]], offset: int) -> Tensor:
-        """Read the pieces of the prompts that begin at `offset`; returns the fault of each row."""
+        """Read the pieces of the prompts that start at `offset`; returns the fault of each row."""
         device = self.target.device
         parts = [prompt[offset : offset + self.settings.prefill_chunk] for prompt in prompts]
         counts, width = [len(part) for part in parts], max(map(len, parts))
@@ -191,7 +196,7 @@ class Loop:
         self.stats.prefill_calls += 1
         path_BC = torch.arange(width, device=device).expand(len(rows), -1)
         self.rows.commit(path_BC, counts_B, counts, moved=False)
-        chosen_B, faults_B = self.referee.begin(rows, rows_R, output.logits_BMV)
+        chosen_B, faults_B = self.referee.first_tokens(rows, rows_R, output.logits_BMV)
         following = [
             prompt[offset + len(part)] if offset + len(part) < len(prompt) else -1
             for prompt, part in zip(prompts, parts, strict=True)
@@ -226,13 +231,13 @@ class Loop:
     def _pass(self) -> Iterator[tuple[Generation, list[int], bool]]:
         """Draft, verify and commit once for all active rows."""
         tree, faults_B = self._draft()
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         output = self.rows.run(tree)
         accepted, faults_B = self.referee.verify(tree, output.logits_BMV, faults_B)
         emitted, counts, faults = to_host(tree, accepted, faults_B)
         self.stats.draft_seconds += self._drafting.read()
         self.rows.commit(accepted.path_BK, accepted.counts_B, counts, moved=tree.size > 1)
-        self.stats.target_seconds += time.perf_counter() - began
+        self.stats.target_seconds += time.perf_counter() - started_at
         self.roots_B = accepted.bonus_B
         answers = verified(tree, accepted, output) if self._reads_logits else None
         self._observe(
@@ -334,6 +339,7 @@ def decode(
         deadline: value of `time.monotonic()` after which no waiting request is started.
 
     Raises:
+        UserError: if two requests have the same index, or the policy makes no sense with the drafter.
         DecodeError: if a request is wrong (an empty prompt, one that does not fit the target's context, a negative
             temperature), or a row went wrong on the way (NaN logits, a token or tree that cannot be verified). It is
             raised when all other rows have finished; its `result` holds every generation.
@@ -363,7 +369,7 @@ def stream(
     """Continue one request and yield its new tokens pass by pass.
 
     Raises:
-        DecodeError: as `decode` does, behind the tokens that came before the fault.
+        DecodeError: as `decode` does, after the tokens that came before the fault.
     """
     loop = Loop(target, [request], settings, drafter=drafter, policy=policy)
     for generation, tokens, _done in loop.run():
@@ -373,7 +379,7 @@ def stream(
 
 
 def shared_prefix(prompts: Sequence[tuple[int, ...]], limit: int) -> tuple[int, ...]:
-    """What all prompts begin with, without any prompt's last token; nothing where that saves next to nothing."""
+    """The start that all prompts share, without any prompt's last token; empty where that saves next to nothing."""
     if len(prompts) < 2:
         return ()
     # Every prompt lies between the least and the greatest, so what these two share all share.
@@ -383,10 +389,8 @@ def shared_prefix(prompts: Sequence[tuple[int, ...]], limit: int) -> tuple[int, 
     return low[: min(count, room)] if min(count, room) >= _SHORTEST_PREFIX else ()
 
 
-def first_stop(tokenizer: Any, before: Sequence[int], new: Sequence[int], stops: Sequence[str]) -> int | None:
-    """How many of the new tokens complete the first stop text, or None."""
-    for count in range(1, len(new) + 1):
-        text = tokenizer.decode([*before, *new[:count]], skip_special_tokens=False)
-        if any(stop in text for stop in stops):
-            return count
-    return None
+def _refuse_repeated(indices: Sequence[int]) -> None:
+    """Refuse an index that two requests share: one of the answers would take the other's place."""
+    if len(set(indices)) < len(indices):
+        repeated = next(index for index in indices if indices.count(index) > 1)
+        raise UserError(f"several requests have the index {repeated}; give each request of a run its own")

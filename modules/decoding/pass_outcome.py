@@ -1,4 +1,4 @@
-"""What a verified pass leaves: tokens for the host, an observation for the drafter.
+"""The results of a verified pass: tokens for the host, an observation for the drafter.
 
 Shapes: B rows, N nodes, K nodes of a path, D hidden size.
 """
@@ -25,7 +25,7 @@ def to_host(tree: TokenTree, accepted: Accepted, faults_B: Tensor) -> tuple[list
 def observation(
     tree: TokenTree, accepted: Accepted, output: PassOutput, answers: Verified | None = None
 ) -> Observation:
-    """What the drafter may look at: tokens and states of the accepted path, the target's answers if it reads them."""
+    """The drafter's view of a pass: tokens and states of the accepted path, the target's logits if it reads them."""
     path_BK = accepted.path_BK
 
     def along(states_BND: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def observation(
 
 
 def verified(tree: TokenTree, accepted: Accepted, output: PassOutput) -> Verified:
-    """The target's logits at every node, and where on the accepted path the node stands."""
+    """The target's logits at every node, and the node's place on the accepted path."""
     width = accepted.path_BK.shape[1]
     columns_K = torch.arange(width, device=tree.tokens_BN.device)
     places_BK = torch.where(columns_K < accepted.counts_B[:, None], columns_K, -1)

@@ -1,16 +1,20 @@
-"""What goes into the decoding loop and what comes out of it."""
+"""Requests, settings and results of the decoding loop."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 
 from ..errors import UserError
+from ..target.generation_defaults import GenerationDefaults
 from ..verification.acceptance_rules import Rule
+from ..verification.sampling import GREATEST_TEMPERATURE, LEAST_TEMPERATURE
 
 REPEATED_SHARE = 0.3
 """A text with a larger share of repeated 4-grams repeats itself."""
+LARGEST_INDEX = 2**63 - 1
+"""Indices are int64 on the device."""
 Finish = Literal["eos", "length", "stop", "error"]
 
 
@@ -21,21 +25,27 @@ class Request:
     tokens: tuple[int, ...]
     """The prompt's token ids."""
     index: int
-    """Names the request in results and keys its stream of random numbers."""
+    """Names the request in results and keys its stream of random numbers: 0 to 2^63 - 1, a different one for each
+    request of a run."""
     max_new_tokens: int
     """Most tokens to emit."""
     temperature: float = 0.0
-    """0 is greedy."""
+    """0 is greedy; a sampled answer has one from 0.001 to 1000, where float32 keeps what it stands for."""
 
     def fault(self, context_length: int, vocab_size: int) -> str:
         """What is wrong with this request, in a sentence that names it; empty when nothing is."""
         total = len(self.tokens) + self.max_new_tokens
+        if not 0 <= self.index <= LARGEST_INDEX:
+            return f"prompt {self.index}: an index must be from 0 to 2^63 - 1; number the requests from 0"
         if not self.tokens:
             return f"prompt {self.index} is empty; give at least one token"
         if self.max_new_tokens < 1:
             return f"prompt {self.index}: max_new_tokens must be at least 1, got {self.max_new_tokens}"
-        if not 0 <= self.temperature < float("inf"):
-            return f"prompt {self.index}: temperature must be at least 0 and finite, got {self.temperature}"
+        if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature <= GREATEST_TEMPERATURE:
+            return (
+                f"prompt {self.index}: temperature must be 0 (greedy) or from {LEAST_TEMPERATURE:g} to "
+                f"{GREATEST_TEMPERATURE:g}, got {self.temperature}"
+            )
         if not 0 <= min(self.tokens) <= max(self.tokens) < vocab_size:
             outside = next(token for token in self.tokens if not 0 <= token < vocab_size)
             return f"prompt {self.index} has token {outside}; the target's ids are 0 to {vocab_size - 1}"
@@ -49,7 +59,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeSettings:
-    """What all requests of a run share.
+    """Settings shared by all requests of a run; logits are processed in the order of transformers' `generate`.
 
     Raises:
         UserError: if a number is out of its range.
@@ -61,6 +71,8 @@ class DecodeSettings:
     """When sampling, keep the k likeliest tokens; 0 keeps all."""
     top_p: float = 1.0
     """When sampling, keep the likeliest tokens whose probabilities reach this sum."""
+    min_p: float = 0.0
+    """When sampling, keep the tokens with at least this share of the likeliest one's probability; 0 keeps all."""
     seed: int = 0
     """Together with a request's index, the key of its random numbers."""
     stop: tuple[str, ...] = ()
@@ -79,12 +91,27 @@ class DecodeSettings:
         for name in ("batch_size", "prefill_chunk"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if "" in self.stop:
+            raise UserError("stop must not hold an empty text, which would end every answer at once; leave it out")
         if self.top_k < 0:
             raise UserError(f"top_k must be at least 0, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise UserError(f"min_p must be from 0 to 1, got {self.min_p}")
         if not 0 < self.repetition_penalty < float("inf"):
             raise UserError(f"repetition_penalty must be above 0 and finite, got {self.repetition_penalty}")
+
+    @classmethod
+    def as_generate(cls, defaults: GenerationDefaults, **others: Any) -> Self:
+        """The filters that transformers' `generate` applies unasked to a target's answers.
+
+        Args:
+            defaults: `Target.defaults`; its temperature belongs to the requests.
+            others: further settings.
+        """
+        return cls(top_k=defaults.top_k, top_p=defaults.top_p, min_p=defaults.min_p,
+                   repetition_penalty=defaults.repetition_penalty, **others)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What can be wrong with one row of a batch, found on the device, so that the others finish.
+"""Per-row error detection on the device: a row that goes wrong ends, the others finish.
 
 Codes travel with the accepted tokens in the one transfer of a pass; words are made on the host.
 
@@ -17,13 +17,13 @@ from .requests import DecodeResult, Generation
 
 SOUND, LOGITS, TOKEN, PARENT, DRAFT = range(5)
 _MESSAGES = {
-    LOGITS: "the target's logits are NaN or infinite behind token {place} of the answer; run the target in a wider "
+    LOGITS: "the target's logits are NaN or infinite after token {place} of the answer; run the target in a wider "
     "number type, or check its weights",
-    TOKEN: "the drafter proposed a token outside the target's vocabulary (ids 0 to {last}) behind token {place} of the "
+    TOKEN: "the drafter proposed a token outside the target's vocabulary (ids 0 to {last}) after token {place} of the "
     "answer; check the ids of its draft vocabulary",
-    PARENT: "the draft tree behind token {place} of the answer has a node whose parent does not come before it; a "
+    PARENT: "the draft tree after token {place} of the answer has a node whose parent does not come before it; a "
     "policy must list parents first",
-    DRAFT: "the drafter's probabilities are NaN or infinite behind token {place} of the answer; check its weights",
+    DRAFT: "the drafter's probabilities are NaN or infinite after token {place} of the answer; check its weights",
 }
 
 
@@ -49,7 +49,7 @@ def screen(tree: TokenTree, vocab_size: int) -> tuple[TokenTree, Tensor]:
     """(the tree, with nothing but a root in faulty rows; the fault of each row, [B], int64)."""
     outside_BN = outside(tree, vocab_size)
     faults_B = examine(tree, outside_BN)
-    # A tree on the CPU tells at once that nothing is wrong with it; to ask an accelerator would be to wait for it.
+    # On the CPU it is known at once that nothing is wrong; reading the answer from an accelerator would wait for it.
     sound = faults_B.device.type == "cpu" and not bool(outside_BN.any() | faults_B.any())
     return (tree if sound else pruned(tree, faults_B, outside_BN)), faults_B
 

@@ -23,11 +23,12 @@ from ..features import Features
 from ..interfaces.drafter import Drafter, Drafts
 from ..interfaces.proposer import Scores
 from ..target.draft_vocabulary import require_ids
+from ..target.excerpt import layer_list
 from ..target.hf_folder import require_vocabulary
 from ..target.identity import TargetIdentity
 from ..target.kv_cache import RowCache
 from ..target.layer_skipping import skipping
-from ..target.model import Target, layer_list, post_process
+from ..target.model import Target, post_process
 from ..target.submodel import config_of, fields_of, new_model
 from .draft_lm_config import DraftLMConfig, beginning, check_fit
 from .parts.causal_drafter import SLOT, CausalDraft, CausalState

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..errors import UserError
 
 PREFIX = "adapter."
-"""Tensors of an adapter begin with this wherever they are stored beside others."""
+"""Prefix of an adapter's tensors wherever they are stored with others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +24,9 @@ class LowRank:
     """The change of one layer."""
 
     a_RI: Tensor
-    """What it reads from the layer's input."""
+    """Factor A, applied to the layer's input."""
     b_OR: Tensor
-    """What it adds to the layer's output."""
+    """Factor B, added to the layer's output."""
 
 
 class Adapter:
@@ -90,7 +90,7 @@ class Adapter:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers of a model by name: all that an adapter can change."""
+    """The linear layers of a model by name: an adapter can change these."""
     return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
 
 

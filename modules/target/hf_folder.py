@@ -14,7 +14,7 @@ from .submodel import is_causal_lm
 from .tree_attention import NAME, register
 
 _MODEL_FILES = ("config.json", "*.safetensors", "*.bin", "*.index.json")
-"""What decides the model in a Hugging Face folder; the tokenizer only decides whether it fits."""
+"""Files that define the model in a Hugging Face folder; the tokenizer only decides whether it fits."""
 
 
 def read_config(folder: Path, target: Target) -> Any:
@@ -60,7 +60,7 @@ def read_model(folder: Path, target: Target) -> Any:
 def folder_digest(folder: Path) -> str:
     """Hash of the model in a Hugging Face folder: of the names, sizes and contents of its configuration and weights.
 
-    Where the folder lies, and when it was written, does not matter; a missing one has the hash of an empty one.
+    Place and time of writing do not enter; a missing folder has the hash of an empty one.
 
     Raises:
         UserError: if a file cannot be read.
@@ -94,9 +94,9 @@ def require_vocabulary(size: int, target: Target, name: str) -> None:
 
 
 def _require_tokenizer(folder: Path, target: Target) -> None:
-    """Where the folder brings a tokenizer, its ids must mean what the target's mean.
+    """Refuse a folder whose tokenizer gives ids another meaning than the target's.
 
-    The sketch of a target has no tokenizer: beside it there is nothing to compare yet.
+    The sketch of a target has no tokenizer: there is nothing to compare with yet.
     """
     from transformers import AutoTokenizer
 

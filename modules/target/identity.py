@@ -1,4 +1,4 @@
-"""Who a target is, so that a draft made for one is not used beside another."""
+"""Identity of a target, so that a draft made for one is not used with another."""
 
 import hashlib
 from dataclasses import asdict, dataclass
@@ -15,10 +15,10 @@ SAMPLES_PER_TENSOR = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class TargetIdentity:
-    """What must agree between the target a draft was trained for and the one it is used with."""
+    """Shape and weights hash, which must agree between the target of training and the one in use."""
 
     name: str
-    """Where the target came from; for people, not compared."""
+    """Origin of the target; for people, not compared."""
     architecture: str
     """Class of the model."""
     vocab_size: int

@@ -35,7 +35,7 @@ class Window:
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """What transformers sees of the cache in one layer: `update` is the only method its models call."""
+    """One layer of the cache for transformers, whose models call `update` alone."""
 
     is_sliding = False
 
@@ -128,7 +128,7 @@ class RowCache(Cache):
             raise ValueError("the cache was written outside a pass; call open first")
         if values_BHNE.shape != keys_BHNE.shape:
             raise UserError(
-                f"this target has values of shape {tuple(values_BHNE.shape[1:])} beside keys of "
+                f"this target has values of shape {tuple(values_BHNE.shape[1:])} and keys of "
                 f"{tuple(keys_BHNE.shape[1:])}; choose a target with keys and values of one shape"
             )
         storage, window = self._storage(keys_BHNE), self.window
@@ -191,7 +191,7 @@ class RowCache(Cache):
             self.host_lengths[row] -= count
 
     def assume(self, length: int) -> None:
-        """Let every row begin with `length` blank tokens that nothing computed: for measuring what a pass costs."""
+        """Let every row start with `length` blank tokens that nothing computed: for measuring the cost of a pass."""
         self.lengths_B.fill_(length)
         self.host_lengths = [length] * self.rows
 
@@ -208,7 +208,7 @@ class RowCache(Cache):
             self.storage[:, row] = 0
 
     def copy(self, source: int, destination: int, length: int) -> None:
-        """Let a row begin with the first `length` tokens of another."""
+        """Let a row start with the first `length` tokens of another."""
         if self.storage is not None:
             self.storage[:, destination, :, :length] = self.storage[:, source, :, :length]
         self.lengths_B[destination] = length

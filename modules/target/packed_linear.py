@@ -22,7 +22,7 @@ def can_pack(model: nn.Module) -> bool:
 
 
 def can_pack_weight(weight: Tensor) -> bool:
-    """The same of one weight."""
+    """`can_pack` of one weight."""
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.float32
@@ -49,12 +49,14 @@ class PackedLinears:
     The plain weights stay (the model can be saved, hashed and run natively), so the linear layers' memory doubles.
 
     Args:
-        model: whose linear layers they are.
-        beside: packed forms of another model, which are shared where a weight is the very same.
+        model: the owner of the linear layers.
+        shared_with: packed forms of another model, which are shared where a weight is the very same.
     """
 
-    def __init__(self, model: nn.Module, beside: "PackedLinears | None" = None) -> None:
-        known = {} if beside is None else {id(layer.weight): form for layer, form in beside.layers.items()}
+    def __init__(self, model: nn.Module, shared_with: "PackedLinears | None" = None) -> None:
+        known = (
+            {} if shared_with is None else {id(layer.weight): form for layer, form in shared_with.layers.items()}
+        )
         self.layers: dict[nn.Module, Callable[[Tensor], Tensor]] = {
             module: known.get(id(module.weight)) or packed_linear(module.weight, module.bias)
             for module in model.modules()
@@ -103,12 +105,12 @@ class DecodingLinears:
         return DecodingLinears()
 
     def refresh(self, model: nn.Module, *, wanted: bool, output_VD: Tensor | None = None) -> None:
-        """Pack where that pays, unless nothing has changed.
+        """Pack again where that pays and a weight has changed.
 
         Args:
-            model: whose linear layers they are.
-            wanted: whether its target is packed, too.
-            output_VD: a weight of it that is no linear layer's, but read as one: an embedding that is the output layer.
+            model: the owner of the linear layers.
+            wanted: whether its target is packed.
+            output_VD: a tied embedding, which is multiplied with as an output layer.
         """
         stamp = tuple(map(_stamp, model.parameters())) if wanted and can_pack(model) else ()
         if stamp == self._stamp:
@@ -128,7 +130,7 @@ class DecodingLinears:
 
 
 def _stamp(parameter: nn.Parameter) -> _Stamp:
-    """What tells that a parameter has changed: its own count of changes, which misses those made through `.data`, and a
+    """Signs that a parameter has changed: its own count of changes, which misses those made through `.data`, and a
     sum over some elements, which misses small ones."""
     flat = parameter.detach().reshape(-1)
     changes = 0 if parameter.is_inference() else parameter._version

@@ -1,5 +1,4 @@
-"""Small models of a target's own kind: its configuration with fewer layers or less width, some of its layers copied, or
-an ordinary Hugging Face folder.
+"""Small models of a target's own kind: its configuration with fewer layers or less width, or some of its layers copied.
 
 Shapes: V vocabulary, D hidden size.
 """
@@ -11,7 +10,8 @@ from typing import Any
 import torch
 
 from ..errors import UserError
-from .model import Target, layer_list
+from .excerpt import layer_list
+from .model import Target
 from .tree_attention import NAME, register
 
 _FALLBACK_FIELDS = ("rms_norm_eps", "initializer_range", "rope_parameters", "bos_token_id", "eos_token_id",
@@ -107,7 +107,7 @@ def config_of(fields: dict[str, Any]) -> Any:
 
 
 def fields_of(config: Any) -> dict[str, Any]:
-    """A configuration as JSON gives it back, without what tells of this machine or its versions."""
+    """A configuration as JSON gives it back, without fields of this machine or its versions."""
     fields = {name: value for name, value in config.to_dict().items() if name not in _MACHINE_FIELDS}
     found: dict[str, Any] = json.loads(json.dumps(fields))
     return found

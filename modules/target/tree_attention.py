@@ -7,6 +7,10 @@ by position ids.
 Shapes: B rows, H heads, N queries, W keys, E head dimension.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +23,21 @@ from ..errors import UserError
 
 NAME = "draftsmith"
 """Name of the attention implementation in transformers' registry."""
+_RECORDED = f"{NAME}-recorded"
+"""The same with a record of its calls. It has a name of its own because a context variable cannot be compiled."""
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What a layer handed to the attention function, apart from queries, keys and values."""
+
+    sliding_window: int | None
+    """The layer's window in tokens; None for full attention."""
+    placed: bool
+    """Whether it gave the positions of queries and keys."""
+
+
+_CALLS: ContextVar[list[AttentionCall]] = ContextVar("attention calls")
 
 
 def tree_attention(
@@ -42,12 +61,16 @@ def tree_attention(
     transformers' attention modules call.
 
     Raises:
-        UserError: for attention sinks, which this function would silently leave out.
+        UserError: for attention sinks, which this function would silently leave out, and for a window under a mask
+            without the positions to apply it by.
     """
     if s_aux is not None:
         raise UserError("this target has attention sinks, which would be left out in silence; choose another target")
     mask, queries = attention_mask, query.shape[2]
-    if sliding_window is not None and key_positions is not None and position_ids is not None and mask is not None:
+    if sliding_window is not None and mask is not None:
+        if key_positions is None or position_ids is None:
+            raise UserError(f"{type(module).__name__} has a sliding window of {sliding_window} tokens and is not given "
+                            "the positions to apply it by; choose another target")
         near = position_ids[:, None, :, None] - key_positions[:, None, None, :] < sliding_window
         mask = mask & near if mask.dtype is torch.bool else mask.masked_fill(~near, -torch.inf)
     if mask is not None and mask.dtype is not torch.bool:
@@ -84,5 +107,25 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 def register() -> None:
     """Make the function known to transformers; without the mask entry a padding mask would be dropped in silence."""
-    AttentionInterface.register(NAME, tree_attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    for name, function in ((NAME, tree_attention), (_RECORDED, _recorded_attention)):
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, sdpa_mask)
+
+
+@contextmanager
+def recording(model: Any) -> Iterator[list[AttentionCall]]:
+    """Run `tree_attention` in a model and collect its calls, in order; after the block it runs without a record."""
+    calls: list[AttentionCall] = []
+    token = _CALLS.set(calls)
+    model.set_attn_implementation(_RECORDED)
+    try:
+        yield calls
+    finally:
+        model.set_attn_implementation(NAME)
+        _CALLS.reset(token)
+
+
+def _recorded_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    placed = kwargs.get("position_ids") is not None and kwargs.get("key_positions") is not None
+    _CALLS.get().append(AttentionCall(kwargs.get("sliding_window"), placed))
+    return tree_attention(module, *args, **kwargs)

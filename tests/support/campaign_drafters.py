@@ -146,7 +146,7 @@ class Helped(Wrapped):
         if scores.candidates_BFHQ is not None:
             return scores
         log_probs_BFHQ = scores.log_probs_BFHQ.clone()
-        batch, width, depths, _entries = log_probs_BFHQ.shape
+        batch, _width, depths, _entries = log_probs_BFHQ.shape
         above = frontier.parents_BF.tolist()
         for row in range(batch):
             following = self._following(state.rows[row])

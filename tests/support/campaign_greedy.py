@@ -3,7 +3,7 @@
 import random
 import zlib
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 
 from draftsmith.export.evaluation.lossless import compare, generate, greedy_judge, native_model
 from draftsmith.modules import DecodeSettings, Request, Target, TargetConfig, decode, load_target
@@ -25,7 +25,7 @@ def tiny_cells() -> dict[str, Callable[[], Outcome]]:
     return {" ".join(name): partial(tiny, *name) for name in names}
 
 
-@lru_cache(maxsize=None)
+@cache
 def references(architecture: str) -> tuple[list[Request], list[list[int]]]:
     """Requests and the answers of `generate`."""
     target = target_of(architecture)

@@ -6,7 +6,7 @@ Shapes: V tokens of the vocabulary, S sampled answers.
 import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -32,7 +32,7 @@ ANSWERS, SIMULATED = 1500, 999
 """Sampled answers of a cell, and samples of the distribution itself that G is compared with."""
 
 
-@lru_cache(maxsize=None)
+@cache
 def law(temperature: float, filtered: str) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Probability of every triple of tokens after the first, [V^3], by transformers' model and processors."""
     kept = {"top_k": 0, "top_p": 1.0, "min_p": None} | FILTERS[filtered]
@@ -56,7 +56,8 @@ def g_statistic(counts: Any, probabilities: Any) -> Any:
 def p_value(counts: Any, probabilities: Any, seed: int) -> float:
     """Rank of G among those of samples of the distribution itself, equal ones by lot: uniform if nothing is wrong."""
     chance = np.random.default_rng(seed)
-    others = g_statistic(chance.multinomial(counts.sum(), probabilities / probabilities.sum(), SIMULATED), probabilities)
+    simulated = chance.multinomial(counts.sum(), probabilities / probabilities.sum(), SIMULATED)
+    others = g_statistic(simulated, probabilities)
     own = g_statistic(counts, probabilities)
     above, equal = (others > own + 1e-9).sum(), (np.abs(others - own) <= 1e-9).sum()
     return float((above + chance.random() * (equal + 1)) / (SIMULATED + 1))
@@ -141,6 +142,7 @@ def _wrong(name: str, rule: Any, policy: Policy, temperature: float, draft: str,
     inside: Callable[[], AbstractContextManager[Any]] = partial(wrong_rules.judged_by, rule) if rule else nullcontext
     if name == "likeliest_as_samples":
         inside = likeliest_as_samples
-    outcome = sampled(name, "eagle3", policy, temperature, "none", draft, inside=inside, rule=judged, answers=4 * ANSWERS)
+    outcome = sampled(name, "eagle3", policy, temperature, "none", draft, inside=inside, rule=judged,
+                      answers=4 * ANSWERS)
     outcome.divergences, outcome.note = 0, ""
     return outcome

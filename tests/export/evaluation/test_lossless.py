@@ -12,7 +12,7 @@ from draftsmith.export.evaluation.lossless import (
     native_model,
     sampled_judge,
 )
-from draftsmith.modules import DecodeSettings, Request, Target
+from draftsmith.modules import DecodeSettings, Request, Target, decode
 from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
 
 PROMPTS = [*((1, 5 + place, 40, 9) for place in range(5)), *((1, 30 + place, 8) for place in range(3))]
@@ -94,6 +94,39 @@ def test_generate_forgets_the_habits_of_a_checkpoint_and_they_come_back() -> Non
     with target.native() as model:
         row = model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=20, do_sample=False, pad_token_id=0)
     assert row[0, len(PROMPTS[0]):].tolist() != expected[0]  # the habits do change the answer when they are kept
+
+
+def test_the_reference_ends_at_the_tokens_of_the_generation_config() -> None:
+    """The config is swapped while the reference is made; its end token must not be forgotten with it."""
+    free = Target(tiny_model(dtype=torch.float64), tiny_tokenizer(), name="free")
+    prompt = PROMPTS[0]
+    answer = decode(free, [Request(prompt, 0, 30)], DecodeSettings(ignore_eos=True)).generations[0].tokens
+    ending = next(token for place, token in enumerate(answer) if place >= 5 and token not in answer[:place])
+    model = tiny_model(dtype=torch.float64)
+    model.generation_config.eos_token_id = [ending]
+    own = model.generate(torch.tensor([prompt]), max_new_tokens=30, do_sample=False)[0, len(prompt):].tolist()
+    target = Target(model, tiny_tokenizer(), name="ending")
+    with native_model(target) as untouched:
+        reference = generate(untouched, target, [prompt], max_new_tokens=30)[0]
+    assert reference == own
+    assert reference == decode(target, [Request(prompt, 0, 30)], DecodeSettings()).generations[0].tokens
+    assert reference[-1] == ending
+
+
+@pytest.mark.parametrize("place", [3, 6])
+def test_the_tokenizers_end_token_does_not_end_an_answer_whose_config_declares_another(place: int) -> None:
+    model = tiny_model(dtype=torch.float64)
+    tokenizer, prompt = tiny_tokenizer(), PROMPTS[1]
+    free = model.generate(torch.tensor([prompt]), max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
+    token = int(free[0, len(prompt) + place])
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(token)
+    assert tokenizer.eos_token_id == token
+    model.generation_config.eos_token_id = 3
+    own = model.generate(torch.tensor([prompt]), max_new_tokens=30, do_sample=False, pad_token_id=0)
+    target = Target(model, tokenizer, name="two ends")
+    found = decode(target, [Request(prompt, 0, 30)], DecodeSettings()).generations[0].tokens
+    assert found == own[0, len(prompt):].tolist()
+    assert len(found) > place + 1
 
 
 @pytest.mark.parametrize(("answer", "reference", "place"), [

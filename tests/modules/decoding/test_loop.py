@@ -1,11 +1,15 @@
 """The loop's housekeeping: slots, refill, deadline, streaming, chunked prompts, limits."""
 
+import random
 import time
+from typing import Any
 
 import pytest
 import torch
 from draftsmith.modules import Chain, DecodeSettings, Generation, Request, Target, UserError, decode, stream
 from draftsmith.modules.decoding.loop import shared_prefix
+from draftsmith.modules.decoding.stop_texts import first_stop
+from draftsmith.modules.target.tiny_model import tiny_tokenizer
 from support.drafters import ScriptedDrafter
 
 
@@ -125,6 +129,8 @@ def test_a_policy_without_a_drafter_is_refused(tiny_target: Target) -> None:
         (lambda: DecodeSettings(batch_size=0), "batch_size must be at least 1, got 0"),
         (lambda: DecodeSettings(top_p=0.0), "top_p must be above 0"),
         (lambda: DecodeSettings(top_k=-1), "top_k must be at least 0"),
+        (lambda: DecodeSettings(min_p=1.5), "min_p must be from 0 to 1, got 1.5"),
+        (lambda: DecodeSettings(stop=("x", "")), "stop must not hold an empty text"),
         (lambda: DecodeSettings(repetition_penalty=0.0), "repetition_penalty must be above 0 and finite, got 0.0"),
     ],
 )
@@ -132,6 +138,63 @@ def test_bad_settings_are_one_sentence(make: object, message: str) -> None:
     assert callable(make)
     with pytest.raises(UserError, match=message):
         make()
+
+
+def byte_tokenizer() -> Any:
+    """One token a byte, so that most characters beyond ASCII take several tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+
+
+def first_stop_of_whole(tokenizer: Any, before: list[int], new: list[int], stops: tuple[str, ...]) -> int | None:
+    """The plain twin of `first_stop`: it decodes the whole answer for every token."""
+    for count in range(1, len(new) + 1):
+        text = tokenizer.decode([*before, *new[:count]], skip_special_tokens=False)
+        if any(stop in text for stop in stops):
+            return count
+    return None
+
+
+@pytest.mark.parametrize("kind", ["bytes", "characters"])
+def test_stop_texts_are_found_as_in_the_whole_answer(kind: str) -> None:
+    rng = random.Random(2)
+    tokenizer = byte_tokenizer() if kind == "bytes" else tiny_tokenizer()
+    letters = "ab é漢🙂\n" if kind == "bytes" else "ab \n"
+    found = 0
+    for _ in range(400):
+        text = "".join(rng.choice(letters) for _ in range(rng.randrange(1, 90)))
+        stops = tuple("".join(rng.choice(letters) for _ in range(rng.randrange(3, 7))) for _ in range(2))
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        place = 0
+        while place < len(tokens):
+            size = rng.randrange(1, 7)
+            before, new = tokens[:place], tokens[place : place + size]
+            wanted = first_stop_of_whole(tokenizer, before, new, stops)
+            assert first_stop(tokenizer, before, new, stops) == wanted
+            if wanted is not None:
+                found += 1
+                break
+            place += size
+    assert found > 20
+
+
+def test_stop_texts_decode_a_window_of_the_answer() -> None:
+    class Counting:
+        decoded = 0
+
+        def decode(self, tokens: list[int], **_options: Any) -> str:
+            self.decoded += len(tokens)
+            return "x" * len(tokens)
+
+    counting = Counting()
+    assert first_stop(counting, list(range(2000)), [5, 6, 7], ("stop", "end")) is None
+    assert counting.decoded < 100
 
 
 @pytest.mark.real

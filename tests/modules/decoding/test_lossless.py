@@ -37,6 +37,7 @@ from draftsmith.modules import (
     follow,
 )
 from draftsmith.modules.decoding import batch_verifier as referee
+from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.modules.verification import acceptance_rules as rules
 from draftsmith.modules.verification.sampling import probabilities
 from scipy.stats import chi2
@@ -44,6 +45,7 @@ from support.drafters import ScriptedDrafter, TargetDrafter
 from support.native_answers import native_greedy, requests_for
 from support.tables import DepthDrafter, TableDrafter, random_log_probs
 from torch import Tensor
+from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
 
 def random_topology(rng: random.Random, size: int) -> Topology:
@@ -91,6 +93,46 @@ def test_repetition_penalty_is_that_of_generate(tiny_target_f64: Target, penalty
         result = decode(target, requests, settings, drafter=drafter, policy=policy)
         assert [generation.tokens for generation in result.generations] == expected
         assert result.accepted_length > 1.3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_repetition_penalty_of_half_precision_logits_is_applied_in_float32(dtype: torch.dtype) -> None:
+    """Plain decoding gives the same logits in half precision as `generate`; only the penalty could round otherwise."""
+    target = Target(tiny_model(dtype=dtype), tiny_tokenizer(), name="half")
+    settings = DecodeSettings(repetition_penalty=1.3)
+    processor = RepetitionPenaltyLogitsProcessor(1.3)
+    changed = 0
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        prompt = torch.randint(4, target.vocab_size, (6,), generator=generator)
+        logits_V = (torch.randn(target.vocab_size, generator=generator) * 0.1 + 4).to(dtype)
+        verifier = referee.Referee(settings, 1, 8, target.vocab_size, False, target.device)
+        verifier.open(0, Request(tuple(prompt.tolist()), 0, 4))
+        chosen_B, _ = verifier.first_tokens([0], torch.tensor([0]), logits_V[None, None])
+        wanted = processor(prompt[None], logits_V[None].float()).argmax(-1)
+        assert chosen_B.tolist() == wanted.tolist()
+        accepted, _ = verifier.verify(
+            Topology.chain(0).plant(chosen_B[:, None]), logits_V[None, None], torch.zeros(1, dtype=torch.long)
+        )
+        read_1L = torch.cat([prompt, chosen_B])[None]
+        assert accepted.bonus_B.tolist() == processor(read_1L, logits_V[None].float()).argmax(-1).tolist()
+        changed += int(processor(prompt[None], logits_V[None]).argmax(-1)) != int(wanted)
+    assert changed  # the penalty in half precision does choose other tokens
+
+
+def test_min_p_is_that_of_generate(tiny_target_f64: Target) -> None:
+    """Every token that is drawn has at least its share of the likeliest one's probability; the whole law is held."""
+    target, prompt = tiny_target_f64, (5, 9, 33)
+    with target.native() as model, torch.no_grad():
+        logits_1V = model(torch.tensor([prompt])).logits[:, -1]
+    processed_1V = MinPLogitsWarper(0.2)(torch.tensor([prompt]), logits_1V / 0.8)
+    settings = DecodeSettings(min_p=0.2, batch_size=256, ignore_eos=True)
+    requests = [Request(prompt, index, 1, 0.8) for index in range(3000)]
+    counts = Counter(tuple(g.tokens) for g in decode(target, requests, settings).generations)
+    share_V = processed_1V[0].softmax(-1)
+    exact = {(token,): float(share) for token, share in enumerate(share_V) if share > 0}
+    assert 1 < len(exact) < target.vocab_size / 2
+    assert g_test(counts, exact) > 1e-3
 
 
 @pytest.mark.parametrize("name", ["eagle2", "dyspec", "sampled", "stopped", "sampled chain"])
@@ -231,16 +273,14 @@ def test_end_token_inside_an_accepted_block(tiny_target_f64: Target) -> None:
     free = native_greedy(target, prompt, 40)
     # Call a token of the answer's middle the end token: it then lies inside an accepted block of five.
     ending = next(token for place, token in enumerate(free) if place >= 9 and token not in free[:place])
-    original = target.model.generation_config.eos_token_id
-    target.model.generation_config.eos_token_id = ending
-    try:
-        drafter = ScriptedDrafter(target.vocab_size, [[*prompt, *free]], "oracle")
-        generation = decode(
-            target, [Request(prompt, 0, 40)], DecodeSettings(), drafter=drafter, policy=Chain(4)
-        ).generations[0]
-        assert generation.tokens == native_greedy(target, prompt, 40, eos=True)
-    finally:
-        target.model.generation_config.eos_token_id = original
+    model = tiny_model(dtype=torch.float64)
+    model.generation_config.eos_token_id = ending
+    target = Target(model, target.tokenizer, name="ending")
+    drafter = ScriptedDrafter(target.vocab_size, [[*prompt, *free]], "oracle")
+    generation = decode(
+        target, [Request(prompt, 0, 40)], DecodeSettings(), drafter=drafter, policy=Chain(4)
+    ).generations[0]
+    assert generation.tokens == native_greedy(target, prompt, 40, eos=True)
     assert generation.tokens[-1] == ending
     assert generation.finish == "eos"
 

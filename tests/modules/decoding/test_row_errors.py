@@ -23,6 +23,7 @@ from draftsmith.modules import (
     decode,
     stream,
 )
+from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
 from support.drafters import ScriptedDrafter
 from support.tables import TableDrafter, random_log_probs
 from torch import Tensor
@@ -59,26 +60,29 @@ def check_others(target: Target, found: list[Generation], bad: set[int], tempera
     [
         (Request((), 102, 5), "prompt 102 is empty; give at least one token"),
         (Request((1,), 102, 0), "prompt 102: max_new_tokens must be at least 1, got 0"),
-        (Request((1,), 102, 5, -0.1), "prompt 102: temperature must be at least 0 and finite, got -0.1"),
-        (Request((1,), 102, 5, float("nan")), "prompt 102: temperature must be at least 0 and finite, got nan"),
-        (Request((1,), 102, 5, float("inf")), "prompt 102: temperature must be at least 0 and finite, got inf"),
+        (Request((1,), 102, 5, -0.1), "prompt 102: temperature must be 0 (greedy) or from 0.001 to 1000, got -0.1"),
+        (Request((1,), 102, 5, float("nan")), "prompt 102: temperature must be 0 (greedy) or from 0.001 to 1000"),
+        (Request((1,), 102, 5, float("inf")), "prompt 102: temperature must be 0 (greedy) or from 0.001 to 1000"),
+        (Request((1,), 102, 5, 1e-39), "prompt 102: temperature must be 0 (greedy) or from 0.001 to 1000, got 1e-39"),
+        (Request((1,), 102, 5, 1e39), "prompt 102: temperature must be 0 (greedy) or from 0.001 to 1000, got 1e+39"),
         (Request((1, 10**6), 102, 5), "prompt 102 has token 1000000; the target's ids are 0 to"),
         (Request((1, -1), 102, 5), "prompt 102 has token -1; the target's ids are 0 to"),
         (Request((1,) * 510, 102, 5), "prompt 102 has 510 tokens and asks for 5 more, but the target's context holds"),
     ],
 )
 def test_a_wrong_request_is_named_and_others_are_answered(tiny_target: Target, wrong: Request, message: str) -> None:
-    requests, told = some_requests(), []
+    requests, reported = some_requests(), []
     requests[2] = wrong
     error = failing(
         lambda: decode(
-            tiny_target, requests, SETTINGS, on_tokens=lambda g, new, done: told.append((g.finish, new, done))
+            tiny_target, requests, SETTINGS, on_tokens=lambda g, new, done: reported.append((g.finish, new, done))
         )
     )
     assert message in str(error)
     assert "6 other answers are in this error's result" in str(error)
     assert isinstance(error, UserError)
-    assert told[0] == ("error", [], True)
+    assert reported[0] == ("error", [], True)
+    assert error.result.generations[2].request == wrong
     requests[2] = some_requests()[2]
     found = [replace(g, request=r) for g, r in zip(error.result.generations, requests, strict=True)]
     check_others(tiny_target, found, {102})
@@ -145,7 +149,7 @@ def test_unreadable_logits_end_their_row_alone(
     check_others(tiny_target_f64, error.result.generations, {101}, temperature)
     count = len(error.result.generations[1].tokens)
     assert count >= at - 1
-    assert f"prompt 101: the target's logits are NaN or infinite behind token {count} of the answer" in str(error)
+    assert f"prompt 101: the target's logits are NaN or infinite after token {count} of the answer" in str(error)
 
 
 def test_a_single_forbidden_token_is_no_fault(tiny_target_f64: Target) -> None:
@@ -167,12 +171,21 @@ def test_nan_left_in_the_cache_does_not_reach_the_next_sequence(
     poison = next(token for token in range(4, tiny_target_f64.vocab_size) if token not in said)
     requests[1] = Request((5, poison, 7, 8, 9, 10, 11, 12), 101, 11)
 
-    def poisoned(tokens: Tensor) -> Tensor:
-        return torch.where((tokens == poison)[..., None], torch.nan, embed(tokens))
+    mark = torch.full((tiny_target_f64.hidden_size,), 7.25, dtype=torch.float64)
 
-    monkeypatch.setattr(tiny_target_f64, "embed", poisoned)
+    def marked(tokens: Tensor) -> Tensor:
+        return torch.where((tokens == poison)[..., None], mark, embed(tokens))
+
+    def poisoned(_layer: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (torch.where((inputs[0] == mark).all(-1, keepdim=True), torch.nan, inputs[0]), *inputs[1:])
+
+    monkeypatch.setattr(tiny_target_f64, "embed", marked)
+    handle = tiny_target_f64.layers[0].register_forward_pre_hook(poisoned)
     settings = replace(SETTINGS, batch_size=batch_size)
-    error = failing(lambda: decode(tiny_target_f64, requests, settings))
+    try:
+        error = failing(lambda: decode(tiny_target_f64, requests, settings))
+    finally:
+        handle.remove()
     for place, generation in enumerate(error.result.generations):
         assert generation.tokens == ([] if place == 1 else plain[place])
 
@@ -251,5 +264,60 @@ def test_a_q_that_is_nan_ends_its_row(tiny_target_f64: Target) -> None:
             policy=SampledTree.branching(2),
         )
     )
-    assert "prompt 100: the drafter's probabilities are NaN or infinite behind token 1 of the answer" in str(error)
+    assert "prompt 100: the drafter's probabilities are NaN or infinite after token 1 of the answer" in str(error)
     assert any(generation.finish == "length" for generation in error.result.generations)
+
+
+def broken_target() -> tuple[Target, int]:
+    """(a target with an embedding of NaN, its token)."""
+    model = tiny_model(dtype=torch.float64)
+    token = 61
+    with torch.no_grad():
+        model.model.embed_tokens.weight[token] = torch.nan
+    return Target(model, tiny_tokenizer(), name="broken"), token
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_drafted_token_without_an_embedding_is_a_guess_like_any_other(temperature: float) -> None:
+    """Rejected guesses change nothing; a row ends where the target says the token itself, as without a draft."""
+    target, broken = broken_target()
+    requests = [Request((5, 20 + index, 7), index, 24, temperature) for index in range(12)]
+
+    def answers(**drafted: Any) -> list[Generation]:
+        try:
+            return decode(target, requests, SETTINGS, **drafted).generations
+        except DecodeError as error:
+            return error.result.generations
+
+    plain = answers()
+    failed = [generation.request.index for generation in plain if generation.finish == "error"]
+    assert len(failed) < len(plain)
+    scores = torch.full((target.vocab_size, target.vocab_size), -9.0)
+    scores[:, broken] = 0.0
+    for policy in (Chain(2), StaticTree(Topology((-1, 0, 0, 1), (0, 0, 1, 0)))):
+        drafted = answers(drafter=TableDrafter(scores), policy=policy)
+        for alone, here in zip(plain, drafted, strict=True):
+            assert (here.finish, here.tokens) == (alone.finish, alone.tokens[: len(here.tokens)])
+            assert alone.finish == "error" or here.tokens == alone.tokens
+
+
+def test_a_prompt_with_a_token_without_an_embedding_fails_alone() -> None:
+    target, broken = broken_target()
+    requests = [Request((5, 20, 7), 0, 6), Request((5, broken, 7, 8, 9, 10), 1, 6)]
+    for chunk in (2, 512):
+        settings = replace(SETTINGS, prefill_chunk=chunk)
+        error = failing(lambda settings=settings: decode(target, requests, settings))
+        assert [generation.finish for generation in error.result.generations] == ["length", "error"]
+
+
+@pytest.mark.parametrize("index", [-1, 2**63])
+def test_an_index_outside_int64_is_refused(tiny_target: Target, index: int) -> None:
+    last = Request((5, 6), 2**63 - 1, 4, 0.7)
+    error = failing(lambda: decode(tiny_target, [Request((5, 6), index, 4), last], SETTINGS))
+    assert f"prompt {index}: an index must be from 0 to 2^63 - 1" in str(error)
+    assert error.result.generations[1].finish == "length"
+
+
+def test_two_requests_of_one_index_are_refused(tiny_target: Target) -> None:
+    with pytest.raises(UserError, match="several requests have the index 4; give each request of a run its own"):
+        decode(tiny_target, [Request((5,), 3, 2), Request((6,), 4, 2), Request((7,), 4, 2)], SETTINGS)

@@ -142,7 +142,7 @@ def test_min_p_reaches_the_choice_and_the_distribution() -> None:
     for min_p, last in ((0.0, 4), (0.2, 3), (0.3, 2), (0.6, 1), (1.0, 0)):
         sampling = Sampling(temperature_B=temperature_B, min_p=min_p, sampling_rows=(0,))
         assert choose(logits, uniforms_BN, sampling).tolist() == [[last] * 3]
-        expected = torch.where(P >= min_p * P[0], P, 0)
+        expected = torch.where(min_p * P[0] <= P, P, 0)
         torch.testing.assert_close(sampling.distribution(logits)[0, 0], expected / expected.sum())
 
 
