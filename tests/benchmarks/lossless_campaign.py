@@ -9,7 +9,7 @@
 * sampled: the distribution of three tokens, over several passes, for every drafter, policy, temperature and filter,
   each with the drafter as it is and with one that is far too sure. The target's distribution is enumerated with
   transformers' own processors; G is compared with that of 999 samples of the distribution itself, so that p-values are
-  uniform where nothing is wrong, however few counts a cell of the table has. A Kolmogorov-Smirnov test looks at them all.
+  uniform where nothing is wrong, however rare an outcome is. A Kolmogorov-Smirnov test looks at all of them.
 * rules: rules and policies that are known to be wrong, decoded in the same way, must be seen (p at most 0.001).
 * fuzz: random prompts, limits, stop texts, batches, indices and filters, each answer against plain decoding alone.
 
