@@ -1,4 +1,4 @@
-"""Fuzzed cells of the lossless campaign: random requests in random batches, each answer against plain decoding alone."""
+"""Fuzzed cells of the lossless campaign: random requests in random batches, against plain decoding one by one."""
 
 import random
 from collections.abc import Callable
