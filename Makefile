@@ -1,7 +1,8 @@
-# make quickstart   set up, then the whole main job on the embedded model: runs/quickstart/report.html
-# make families     set up, then every family on equal terms (hours): runs/families/families.md; FAMILY=hydra does one
-# make test         set up, then every test that this machine can run; PYTEST='-k eagle' picks some
-# make check        set up, then ruff and mypy --strict
+# make setup        install everything into .venv
+# make quickstart   set up, then distill, train and evaluate a draft for the embedded model: runs/quickstart/report.html
+# make families     set up, then train and compare every family (hours): runs/families/families.md; FAMILY=hydra does one
+# make test         set up, then run every test that this machine can run; PYTEST='-k eagle' selects some
+# make check        set up, then run ruff and mypy --strict
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -18,7 +19,7 @@ PYTEST ?=
 # More threads than cores make every pass several times slower; beyond eight a small model gains nothing.
 CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 export OMP_NUM_THREADS ?= $(shell [ $(CORES) -gt 8 ] && echo 8 || echo $(CORES))
-# Tests run in so many processes, which share out the cores; 0 runs them in one, as a debugger needs it.
+# Number of test processes, which share the cores; 0 runs the tests in one process, for a debugger.
 WORKERS ?= $(shell [ $(CORES) -gt 4 ] && echo 4 || echo $(CORES))
 export TOKENIZERS_PARALLELISM ?= false
 export PYTHONUNBUFFERED := 1
@@ -32,7 +33,7 @@ help:
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
-	@[ -n "$(PYTHON)" ] || { echo "Draftsmith needs Python 3.11 or newer; install it or say make PYTHON=/path/to/python" >&2; exit 2; }
+	@[ -n "$(PYTHON)" ] || { echo "Draftsmith needs Python 3.11 or newer; install it or call make PYTHON=/path/to/python" >&2; exit 2; }
 	@echo "== Setting up $(VENV) with $$($(PYTHON) --version): about three minutes, once"
 	@[ -x $(VENV)/bin/python ] || $(PYTHON) -m venv $(VENV)
 	@echo "== 1/3 torch (the largest download)"
@@ -45,7 +46,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "== $(VENV) is ready"
 
 quickstart: $(STAMP)
-	@echo "== Main job: $(RECIPE), $(OMP_NUM_THREADS) threads; stop it at any time, the next call goes on from there"
+	@echo "== Recipe $(RECIPE), $(OMP_NUM_THREADS) threads; stop it at any time, the next call continues from there"
 	@$(VENV)/bin/draftsmith run --config $(RECIPE)
 
 families: $(STAMP)
@@ -53,12 +54,12 @@ families: $(STAMP)
 	@$(VENV)/bin/draftsmith families --config recipes/families.yaml $(if $(FAMILY),--only $(FAMILY))
 
 test: export HF_HUB_OFFLINE := 1
-# Threads that spin at barriers make a run several times slower as soon as something else needs a core.
+# Threads that spin at barriers make a run several times slower as soon as another process needs a core.
 test: export OMP_WAIT_POLICY ?= PASSIVE
 test: $(STAMP)
 	@workers=$(WORKERS); threads=$$(( $(CORES) / (workers > 0 ? workers : 1) )); \
 	export OMP_NUM_THREADS=$$(( threads > 0 ? threads : 1 )); \
-	echo "== Tests, $$workers processes beside this one, threads of each: $$OMP_NUM_THREADS"; \
+	echo "== Tests, $$workers processes, threads of each: $$OMP_NUM_THREADS"; \
 	$(VENV)/bin/python -m pytest -q --durations=10 --numprocesses $$workers --dist loadfile $(PYTEST)
 
 check: $(STAMP)

@@ -127,7 +127,7 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
     result, module = fit_result(workspace), built_module(workspace)
     module.restore(load_file(result.checkpoint))
     with torch.no_grad():
-        target, held_out = module.judges(validation(workspace, module))
+        target, held_out = module.verifier(validation(workspace, module))
     drafter = copy.deepcopy(module.drafter).to(device=target.device, dtype=target.dtype)
     drafter.bind(target)
     drafter.eval()

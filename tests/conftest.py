@@ -1,4 +1,4 @@
-"""Targets that tests share; the tiny ones are made in memory in a moment, the real one is loaded once a session."""
+"""Targets that tests share; the tiny ones are made in memory, the real one is loaded once a session."""
 
 import os
 
@@ -25,7 +25,7 @@ def tiny_target() -> Target:
 
 @pytest.fixture(scope="session")
 def tiny_target_f64() -> Target:
-    """The same weights in float64, for exact comparisons; read-only."""
+    """The weights of `tiny_target` in float64, for exact comparisons; read-only."""
     return Target(tiny_model(dtype=torch.float64), tiny_tokenizer(), name="tiny-random")
 
 

@@ -1,4 +1,4 @@
-"""The package's shape: who may import whom, what ships in the wheel, strict types, one style."""
+"""The architecture of the package: the order of imports, the content of the wheel, strict types, style."""
 
 import ast
 import os
@@ -53,7 +53,7 @@ def imports(path: Path, source: str) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def reaches(path: Path, node: ast.ImportFrom) -> tuple[str, ...]:
-    """What stands between `from` and `import`, as a dotted path from the package's root; ("beyond",) outside it."""
+    """Module between `from` and `import`, as a dotted path from the package's root; ("beyond",) outside it."""
     if node.level == 0:
         return absolute(node.module or "")
     here = path.relative_to(ROOT).parts[:-1]
@@ -69,13 +69,13 @@ def absolute(module: str) -> tuple[str, ...]:
 
 
 def is_module(dotted: tuple[str, ...]) -> bool:
-    """Whether a dotted path is a file or folder of the package."""
+    """True if a dotted path is a file or folder of the package."""
     place = ROOT.joinpath(*dotted)
     return dotted[0] in ROOMS and (place.is_dir() or place.with_suffix(".py").is_file())
 
 
 def violations(path: Path, source: str) -> list[str]:
-    """What a file imports against the star of rooms or the order of floors."""
+    """Imports of a file that break the star of rooms or the order of floors."""
     room = path.relative_to(ROOT).parts[0]
     allowed = ALLOWED[room] | {room}
     found = [written for written, reached in imports(path, source)
@@ -88,7 +88,7 @@ def violations(path: Path, source: str) -> list[str]:
 
 
 def box(room: str, dotted: tuple[str, ...]) -> str:
-    """The box of FLOORS that a module stands in; "through __init__" for the room's own package or one of its boxes."""
+    """The box of FLOORS that holds a module; "through __init__" for the room's own package or one of its boxes."""
     if not ROOT.joinpath(*dotted).with_suffix(".py").is_file():
         return "through __init__"
     return ".".join(dotted[1:-1])
@@ -197,7 +197,7 @@ def test_the_wheel_holds_exactly_the_tracked_source(tmp_path: Path) -> None:
 
 
 def has_setuptools() -> bool:
-    """Whether a setuptools new enough for pyproject.toml is here, so that the build needs no download."""
+    """True if a setuptools new enough for pyproject.toml is installed, so that the build needs no download."""
     answer = subprocess.run([sys.executable, "-c", "import setuptools; print(setuptools.__version__.split('.')[0])"],
                             capture_output=True, text=True, check=False)
     return answer.returncode == 0 and int(answer.stdout) >= 77
@@ -212,7 +212,7 @@ def test_ruff_is_clean() -> None:
 
 @pytest.mark.slow
 def test_mypy_strict_is_clean() -> None:
-    # The package is a namespace behind an import hook that type checkers do not follow: they get it by a link. The
+    # Type checkers do not follow the import hook of the editable namespace package: they find it through a link. The
     # folder stays, and with it mypy's cache.
     link = ROOT / "tmp" / "draftsmith"
     link.parent.mkdir(exist_ok=True)

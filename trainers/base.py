@@ -1,8 +1,8 @@
-"""The LightningModule that every family shares.
+"""The LightningModule of all families.
 
-The loss of an optimizer step is one weighted mean over everything that the step saw: all its micro-batches, all ranks.
-Its count is known only after the last of them, so each micro-batch back-propagates its *sum*, and the gradient is
-divided by the reduced count just before it is clipped. Padding, packing, accumulation and world size change nothing.
+The loss of an optimizer step is one weighted mean over all its micro-batches on all ranks. Its count is known only
+after the last of them, so each micro-batch back-propagates its *sum*, and the gradient is divided by the reduced count
+just before it is clipped. Padding, packing, accumulation and world size change nothing.
 
 Shapes: B rows, L positions, D hidden size, K draft steps, C columns of sums, V vocabulary.
 """
@@ -10,7 +10,7 @@ Shapes: B rows, L positions, D hidden size, K draft steps, C columns of sums, V 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import lightning as L
@@ -20,62 +20,64 @@ from torch import Tensor
 
 from ..modules.errors import UserError
 from ..modules.features import Features
-from ..modules.interfaces.drafter import Drafter
+from ..modules.interfaces.drafter import Drafter, DrafterConfig
+from ..modules.interfaces.family_card import FamilyCard
 from ..modules.target.adapter import Adapter
 from ..modules.target.draft_vocabulary import draft_index
 from ..modules.target.model import Target
 from .chunked_losses import VocabularyLoss
+from .draft_vocabulary import reduced_vocabulary
 from .metrics import describe, weighted_mean_loss
 from .objectives import Objective, ObjectiveName, Teacher
 from .schedules import warmup_cosine
 from .training_clock import Clock, peak_memory_bytes
 
 Precision = Literal["auto", "32-true", "bf16-mixed"]
-"""Lightning's names of arithmetic, and the machine's choice."""
+"""Lightning's names of precisions, and `auto`."""
 PATIENCE = 8
-"""Optimizer steps without one supervised token after which a run stops: long prompts may fill a step, not eight."""
+"""Optimizer steps without a supervised token after which a run stops: long prompts may fill one step, but not eight."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How a drafter is trained, whatever its family."""
+    """Training settings of every family."""
 
     max_steps: int = 300
-    """Optimizer steps of the whole run, unless the minutes are over before."""
+    """Optimizer steps of the whole run, unless `max_minutes` ends it before."""
     max_minutes: float | None = None
-    """Minutes of training, validation and checkpoints not counted, after which the run ends with the step that it is
-    at; None for no such end. The learning rate follows steps or time, whichever is further on."""
+    """Minutes of training, without validation and checkpoints, after which the run ends at its current step; None for
+    no limit. The learning rate follows steps or time, whichever is further on."""
     lr: float = 2e-3
     """Peak learning rate of AdamW."""
     warmup_steps: int = 20
-    """Optimizer steps over which the learning rate rises from zero; a cosine takes it back afterwards."""
+    """Optimizer steps over which the learning rate rises from zero; it falls along a cosine afterwards."""
     weight_decay: float = 0.0
     """Decoupled weight decay of AdamW; biases and other vectors are exempt."""
     clip: float = 1.0
     """Largest norm of the whole gradient; 0 turns clipping off."""
     accumulate: int = 1
-    """Micro-batches to an optimizer step. The step equals that of one batch which holds all of them."""
+    """Micro-batches of an optimizer step, which equals that of one batch with all of them."""
     objective: ObjectiveName = "hard"
-    """What the draft's distribution is judged by. `hard`: the token that follows; the others learn from the target's
-    whole distribution there: `soft` (cross entropy, forward KL), `reverse_kl`, `jsd`, `tvd` (total variation),
-    `lk_alpha` (-log acceptance), `lk_hybrid` (from KL to acceptance as it grows)."""
+    """Loss of the draft's distribution. `hard`: cross entropy with the next token; the others compare it with the
+    target's whole distribution: `soft` (cross entropy, forward KL), `reverse_kl`, `jsd`, `tvd` (total variation),
+    `lk_alpha` (-log acceptance), `lk_hybrid` (from KL to acceptance as that grows)."""
     jsd_beta: float = 0.5
-    """Weight of the target in the mixture that `jsd` compares with."""
+    """Weight of the target in the mixture of `jsd`."""
     lk_eta: float = 3.0
-    """How fast `lk_hybrid` turns from KL to the acceptance: the share of KL is exp(-lk_eta * acceptance)."""
+    """Rate at which `lk_hybrid` changes from KL to acceptance: the share of KL is exp(-lk_eta * acceptance)."""
     feature_weight: float = 0.0
-    """Weight, beside the objective's 1, of a smooth L1 between draft states and the target's states that they estimate,
-    for families whose states do. EAGLE's 1.0 beside 0.1 is 10 here (arXiv:2401.15077, section 4.1)."""
+    """Weight, relative to the objective's 1, of a smooth L1 loss between draft states and the target states that they
+    estimate, for families that estimate them. EAGLE's 1.0 with 0.1 is 10 here (arXiv:2401.15077, section 4.1)."""
     decay: float = 0.8
     """Weight of draft step k in the loss is decay ** k (arXiv:2401.10774, section 2.2.1)."""
     validate_every: int = 50
     """Optimizer steps between two measurements of the accepted length on held-out text."""
     validation_nodes: int = 16
-    """Largest number of nodes, root included, of the draft tree that validation decodes with."""
+    """Largest number of nodes, root included, of the draft tree in validation."""
     checkpoint_every: int = 25
-    """Optimizer steps between two checkpoints; an interrupted run loses at most these."""
+    """Optimizer steps between two checkpoints: the most that an interrupted run loses."""
     precision: Precision = "auto"
-    """Precision of the drafter's arithmetic in training. Its weights stay float32. `auto` is bf16-mixed on CUDA and on
+    """Precision of the drafter's arithmetic in training; its weights stay float32. `auto` is bf16-mixed on CUDA and on
     CPUs with instructions for it (AVX512-BF16, AMX), 32-true elsewhere."""
     accelerator: str = "auto"
     """Lightning's name of the device kind: auto, cpu, gpu."""
@@ -84,7 +86,9 @@ class TrainConfig:
     strategy: str = "auto"
     """Lightning's name of the distribution strategy: auto, ddp."""
     seed: int = 0
-    """Seed of everything random in the training step."""
+    """Seed of all random numbers of training."""
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    """Shape of the drafter; each family has its own settings."""
 
     def __post_init__(self) -> None:
         for name in ("max_steps", "accumulate", "validate_every", "checkpoint_every", "devices"):
@@ -101,15 +105,15 @@ class TrainConfig:
             raise UserError(f"lr must be above 0, got {self.lr}")
         if self.max_minutes is not None and not self.max_minutes > 0:
             raise UserError(f"max_minutes must be above 0, got {self.max_minutes}; leave it out to end by max_steps")
-        self.judge()
+        self.objective_settings()
 
-    def judge(self) -> Objective:
-        """The objective with its parameters. Raises UserError when they are impossible."""
+    def objective_settings(self) -> Objective:
+        """The objective with its parameters. Raises UserError when they are out of range."""
         return Objective(name=self.objective, jsd_beta=self.jsd_beta, lk_eta=self.lk_eta)
 
 
-class Learned(NamedTuple):
-    """What a micro-batch, or several, gave; to be divided by its count once that is complete."""
+class BatchLoss(NamedTuple):
+    """Summed loss and counts of one micro-batch or several; to be divided once the count is complete."""
 
     total: Tensor
     """The weighted sum of losses, differentiable."""
@@ -118,28 +122,34 @@ class Learned(NamedTuple):
     weights: tuple[float, ...]
     """Weight of each draft step in the total."""
     offsets: tuple[int, ...]
-    """How far ahead each draft step predicts."""
+    """Distance in tokens from a position to the token that each draft step predicts."""
 
 
 class DraftModule(L.LightningModule):
-    """Trains a drafter beside a frozen target, which stays outside the module tree.
+    """Training of a drafter for a frozen target, which stays outside the module tree.
 
-    A new family overrides `build_drafter`. It may override `weights` (of the draft steps; they may depend on
-    `progress`), `objectives` (another judge for some draft steps; then also `needs_teacher`) and
-    `configure_optimizers`. Its drafter's `forward` says where the draft steps predict, where they have a state at all
-    and which of the target's states they estimate (`Drafts`), its `output_parameters` which trained weights its output
-    layer reads; its property `reads_states` spares a step the target's pass. Its config subclasses TrainConfig and
-    names its own defaults.
+    A family's module sets `drafter_class` and has a config, a TrainConfig with the family's defaults and its drafter's
+    settings. It may override `weights` (of the draft steps; they may depend on `progress`), `objectives` (other losses
+    for some draft steps; then also `needs_teacher`) and `configure_optimizers`. The drafter defines the rest: offsets,
+    valid positions and estimated states in `Drafts`, trained output weights in `output_parameters`, and `reads_states`,
+    without which a training step runs no target pass.
 
     Args:
         target: the frozen model.
-        config: how to train; a family's own config says also what.
-        token_counts: how often each token is a label, [V]; for families that reduce the draft vocabulary.
+        config: training settings and the drafter's shape; a family's defaults when left out.
+        token_counts: how often each token is a label, [V]; a reduced draft vocabulary is chosen from it.
+
+    Raises:
+        UserError: if a reduced vocabulary is requested without counts or with a size that does not fit.
     """
 
+    drafter_class: ClassVar[type[Drafter]]
+    """The family's drafter."""
+    card: ClassVar[FamilyCard | None] = None
+    """Row in the table of methods of a training variant that its drafter's own card does not describe."""
     drafter: Drafter
     changes_target: ClassVar[bool] = False
-    """Whether the target learns too: its states cannot be stored beforehand then."""
+    """Whether the target is trained too; its states then cannot be stored beforehand."""
 
     def __init__(self, target: Target, config: TrainConfig, *, token_counts: Tensor | None = None) -> None:
         super().__init__()
@@ -149,34 +159,35 @@ class DraftModule(L.LightningModule):
         self.seconds = 0.0
         """Seconds trained up to the newest optimizer step; the same in all processes of a run that ends by time."""
         self.peak_memory_bytes = 0
-        self._pending: Learned | None = None
+        self._pending: BatchLoss | None = None
         self._learned = 0.0
+        self._token_ids_Q = reduced_vocabulary(config.drafter.vocabulary_size, token_counts, target)
 
     def build_drafter(self) -> Drafter:
         """A new drafter, bound to the target."""
-        raise NotImplementedError
+        return self.drafter_class.create(self.config.drafter, self.target, self._token_ids_Q)
 
     def setup(self, stage: str) -> None:
-        """Move the target, which Lightning does not know, and what the drafter borrows with it."""
+        """Move the target, which is unknown to Lightning, and bind the drafter to it again."""
         self.target.to(self.trainer.strategy.root_device)
         if "drafter" in self._modules:
             self.drafter.bind(self.target)
 
     def configure_model(self) -> None:
-        """Build the drafter once; loading a checkpoint and fitting both come here."""
+        """Build the drafter once; called for loading a checkpoint and for fitting."""
         if "drafter" not in self._modules:
             with self.seeded():
                 self.drafter = self.build_drafter()
 
     @contextmanager
     def seeded(self) -> Iterator[None]:
-        """Chance inside the block depends on the seed alone, and leaves no trace outside."""
+        """Context whose random numbers depend on the seed alone and do not change those outside."""
         with torch.random.fork_rng():
             torch.manual_seed(self.config.seed)
             yield
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """AdamW with warm-up and cosine; vectors are not decayed."""
+        """AdamW with warm-up and cosine; vectors have no weight decay."""
         trained = [parameter for parameter in self.drafter.parameters() if parameter.requires_grad]
         matrices = [parameter for parameter in trained if parameter.ndim > 1]
         vectors = [parameter for parameter in trained if parameter.ndim <= 1]
@@ -188,52 +199,52 @@ class DraftModule(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def transfer_batch_to_device(self, batch: Features, device: torch.device, dataloader_idx: int) -> Features:
-        """A batch moves itself."""
+        """The batch on the device."""
         return batch.to(device)
 
     # The loss --------------------------------------------------------------------------------------------------------
 
     def weights(self, steps: int) -> tuple[float, ...]:
-        """Weight of each draft step in the loss. Asked once an optimizer step, so that its micro-batches agree."""
+        """Weight of each draft step in the loss; called once per optimizer step, so that its micro-batches agree."""
         return tuple(self.config.decay**step for step in range(steps))
 
     def objectives(self, steps: int) -> tuple[Objective, ...]:
-        """What judges each draft step."""
-        return (self.config.judge(),) * steps
+        """Objective of each draft step."""
+        return (self.config.objective_settings(),) * steps
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether the target's distribution judges some draft step."""
-        return self.config.judge().needs_teacher
+        """Whether the objective of some draft step reads the target's distribution."""
+        return self.config.objective_settings().needs_teacher
 
     @property
     def learns_text(self) -> bool:
-        """Whether anything learns the tokens of the text as if the target had said them."""
+        """Whether the training data's tokens are labels, as if the target had written them."""
         return not self.needs_teacher
 
     @property
     def needs_states(self) -> bool:
-        """Whether a step of training reads the target's states; otherwise the target is not run in it."""
+        """Whether a training step reads the target's states; otherwise it runs no target pass."""
         return self.drafter.reads_states or self.needs_teacher or self.config.feature_weight > 0
 
     def encoded(self, features: Features) -> Features:
-        """The batch with the target's states: stored ones, others computed now in the target's own precision."""
+        """The batch with the target's states, stored ones or computed now in the target's own precision."""
         if features.encoded:
             return features
         with torch.autocast(self.target.device.type, enabled=False):
             return self.target.encode(features, self.drafter.taps)
 
-    def loss(self, features: Features) -> Learned:
-        """What a batch teaches, see `VocabularyLoss`."""
+    def loss(self, features: Features) -> BatchLoss:
+        """Summed loss of a batch, see `VocabularyLoss`."""
         features = self.encoded(features) if self.needs_states else features
         drafts = self.drafter(features)
         weights = self.weights(len(drafts.offsets)) if self._pending is None else self._pending.weights
         ids_Q = self.drafter.token_ids_Q
         index_V = None if ids_Q is None else draft_index(ids_Q, self.target.vocab_size)
-        total, sums_KC = self._judge(weights, ids_Q)(drafts, features, index_V)
-        return Learned(total, sums_KC, weights, drafts.offsets)
+        total, sums_KC = self._vocabulary_loss(weights, ids_Q)(drafts, features, index_V)
+        return BatchLoss(total, sums_KC, weights, drafts.offsets)
 
-    def _judge(self, weights: tuple[float, ...], ids_Q: Tensor | None) -> VocabularyLoss:
+    def _vocabulary_loss(self, weights: tuple[float, ...], ids_Q: Tensor | None) -> VocabularyLoss:
         steps, objectives = range(len(weights)), self.objectives(len(weights))
         mass = any(objective.needs_mass for objective in objectives)
         teacher = Teacher(self.target, ids_Q, mass=mass) if self.needs_teacher else None
@@ -248,13 +259,13 @@ class DraftModule(L.LightningModule):
         )
 
     def on_train_batch_start(self, batch: Features, batch_idx: int) -> None:
-        """Let all chance in a step depend on the seed and the micro-batch alone: a resumed run repeats it."""
+        """Seed the micro-batch by the run's seed and its number, so that a resumed run repeats it."""
         torch.manual_seed((self.config.seed * 1_000_003 + batch_idx) * self.trainer.world_size + self.global_rank)
 
     def training_step(self, batch: Features, batch_idx: int) -> Tensor:
         """Back-propagate the sum of the losses of one micro-batch.
 
-        Lightning divides by the number of micro-batches, DDP by the number of ranks: both are taken back here.
+        Lightning divides by the number of micro-batches and DDP by the number of ranks; both are undone here.
         """
         learned, before = self.loss(batch), self._pending
         sums_KC = learned.sums_KC if before is None else before.sums_KC + learned.sums_KC
@@ -262,7 +273,7 @@ class DraftModule(L.LightningModule):
         return learned.total * (self.config.accumulate * self.trainer.world_size)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Turn the summed gradient into that of the mean, before it is clipped; refuse to step on nonsense."""
+        """Divide the summed gradient by the count, before clipping. Raises UserError when the loss is not finite."""
         if self._pending is None:
             raise RuntimeError("an optimizer step came before any micro-batch")
         pending, self._pending = self._pending, None
@@ -278,8 +289,8 @@ class DraftModule(L.LightningModule):
             self.logger.log_metrics(self.figures, step=self.global_step + 1)
         self._take_time()
 
-    def describe(self, sums_KC: Tensor, learned: Learned) -> dict[str, float]:
-        """Readable figures of an optimizer step, from its sums over all processes."""
+    def describe(self, sums_KC: Tensor, learned: BatchLoss) -> dict[str, float]:
+        """Figures of an optimizer step by name, from its sums over all processes."""
         return describe(sums_KC, learned.weights, learned.offsets)
 
     def _check(self, total: float, count: float, missed: float) -> None:
@@ -298,12 +309,12 @@ class DraftModule(L.LightningModule):
 
     @property
     def time_spent(self) -> float:
-        """Share of `max_minutes` that is over, 0 without such an end."""
+        """Elapsed share of `max_minutes`; 0 without a limit."""
         return 0.0 if self.config.max_minutes is None else self.seconds / (60 * self.config.max_minutes)
 
     @property
     def progress(self) -> float:
-        """How far the run is, from 0 to 1, by steps or by time, whichever is further on."""
+        """Progress of the run from 0 to 1, by steps or by time, whichever is further on."""
         return min(1.0, max(self.global_step / self.config.max_steps, self.time_spent))
 
     @property
@@ -314,30 +325,30 @@ class DraftModule(L.LightningModule):
     def _take_time(self) -> None:
         self.seconds = self.clock.seconds
         if self.config.max_minutes is not None:
-            # All processes must stop at the same step: the first one's clock holds for all.
+            # All processes must stop at the same step: the first one's clock decides for all.
             self.seconds = self.trainer.strategy.broadcast(self.seconds)
         self.peak_memory_bytes = max(self.peak_memory_bytes, peak_memory_bytes(self.device))
 
     def on_train_start(self) -> None:
-        """Let the clock run, unless the checkpoint was that of the last step."""
+        """Start the clock; stop at once if the checkpoint was that of the last step."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         self.trainer.should_stop = self.finished
         self.clock.start()
 
     def on_train_batch_end(self, outputs: Any, batch: Features, batch_idx: int) -> None:
-        """End after the last step, once the callbacks have measured and saved it."""
+        """Stop after the last step, once the callbacks have measured and saved it."""
         self.trainer.should_stop = self.finished
 
-    # What is decoded and kept ----------------------------------------------------------------------------------------
+    # Validation and trained weights ----------------------------------------------------------------------------------
 
     @property
     def adapter(self) -> Adapter | None:
-        """How the target has changed, for families that train it too."""
+        """Low-rank changes of the target, for families that train it too; otherwise None."""
         return None
 
-    def judges(self, rows: list[Features]) -> tuple[Target, list[Features]]:
-        """The target that verifies the drafts, and greedy answers of its own with its states.
+    def verifier(self, rows: list[Features]) -> tuple[Target, list[Features]]:
+        """The target that verifies the drafts, and its own greedy answers with its states.
 
         Args:
             rows: held-out conversations with the original target's greedy answers and states.
@@ -345,22 +356,22 @@ class DraftModule(L.LightningModule):
         return self.target, rows
 
     def trained(self) -> dict[str, Tensor]:
-        """All that was trained, by name: what an artifact is made from."""
+        """All trained weights by name, those of an artifact."""
         return self.drafter.state_dict()
 
     def restore(self, weights: dict[str, Tensor]) -> None:
-        """Take over what `trained` gave."""
+        """Load the weights that `trained` returned."""
         self.drafter.load_state_dict(weights)
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
     def recipe(self) -> dict[str, Any]:
-        """What must be the same when a run goes on from a checkpoint."""
+        """Settings that must be equal to resume a run from a checkpoint."""
         return {"config": asdict(self.config), "family": self.drafter.family, "drafter": self.drafter.describe(),
                 "target": self.target.identity.to_dict()}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what tells runs apart."""
+        """Add the settings that identify the run, and its counters."""
         checkpoint["draftsmith"] = {"recipe": self.recipe(), "learned": self._learned, "seconds": self.seconds,
                                     "peak_memory_bytes": self.peak_memory_bytes}
 
@@ -369,8 +380,8 @@ class DraftModule(L.LightningModule):
         stored, own = checkpoint["draftsmith"]["recipe"], self.recipe()
         changed = [name for name in _flat(own) if _flat(own)[name] != _flat(stored).get(name)]
         if changed:
-            told = ", ".join(f"{name} is {_flat(own)[name]!r}, was {_flat(stored).get(name)!r}" for name in changed)
-            raise UserError(f"the run in this folder was started with other settings ({told}); choose another --out "
+            listed = ", ".join(f"{name} is {_flat(own)[name]!r}, was {_flat(stored).get(name)!r}" for name in changed)
+            raise UserError(f"the run in this folder was started with other settings ({listed}); choose another --out "
                             "folder, or go back to those settings")
         stored = checkpoint["draftsmith"]
         self._learned, self.peak_memory_bytes = stored["learned"], stored["peak_memory_bytes"]

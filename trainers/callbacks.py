@@ -1,4 +1,4 @@
-"""What happens beside the optimizer: held-out decoding, checkpoints, one line of progress."""
+"""Callbacks of training: held-out decoding, checkpoints, a progress line."""
 
 import warnings
 from collections.abc import Callable
@@ -17,26 +17,26 @@ from .base import DraftModule
 from .checkpoints import save_weights
 
 FEWEST_TOKENS = 1000
-"""A measured accepted length from fewer tokens than this chooses checkpoints by noise."""
+"""Fewest decoded tokens for a meaningful choice of the checkpoint; with fewer it is mostly noise."""
 LAST, BEST = "last.ckpt", "best.safetensors"
 
 
-class Measured(Protocol):
-    """What decoding held-out text told, as `draftsmith.modules.tuning.tree_search.decoded_acceptance` gives it."""
+class AcceptanceMeasurement(Protocol):
+    """Accepted lengths of decoded held-out text, as returned by `tuning.replay_acceptance.decoded_acceptance`."""
 
     accepted_length: float
     by_position: tuple[float, ...]
     tokens: int
 
 
-Measure = Callable[[Drafter, Target, list[Features]], Measured]
-"""Decode held-out rows with a drafter; the accepted length is a measurement, no estimate."""
+Measure = Callable[[Drafter, Target, list[Features]], AcceptanceMeasurement]
+"""A function that decodes held-out rows with a drafter; its accepted length is a measurement, not an estimate."""
 
 
 class _EveryStep(L.Callback):
-    """Something done after some optimizer steps, once each, however many micro-batches make a step.
+    """Base of callbacks that act once after an optimizer step, however many micro-batches it has.
 
-    It is no training: the module's clock stands still meanwhile.
+    The module's training clock is paused meanwhile.
     """
 
     def __init__(self, module: DraftModule) -> None:
@@ -44,13 +44,13 @@ class _EveryStep(L.Callback):
         self.seen = -1
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Steps before the one resumed from are done."""
+        """Skip the steps before the one that the run resumes from."""
         self.seen = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Act once a step is complete."""
+        """Act when an optimizer step is complete."""
         if trainer.global_step > self.seen:
             self.seen = trainer.global_step
             with self.module.clock.paused():
@@ -62,16 +62,16 @@ class _EveryStep(L.Callback):
 
 
 class DecodedAcceptance(_EveryStep):
-    """Decodes held-out text during training and keeps the drafter with the greatest accepted length.
+    """Validation by decoding held-out text; saves the drafter with the greatest accepted length.
 
-    It does so after every `validate_every`-th step and after the last one. Equal lengths go to the earlier step. The
-    first process decodes; all learn the result.
+    It runs after every `validate_every`-th step and after the last one. Of equal lengths the earlier step wins. The
+    first process decodes; all processes receive the result.
 
     Args:
-        module: whose drafter is measured.
-        held_out: gives the held-out rows, with target states; called at the first measurement.
+        module: the module whose drafter is measured.
+        held_out: returns the held-out rows with target states; called at the first measurement.
         measure: decodes them.
-        out: folder that gets the best weights.
+        out: folder of the best weights.
     """
 
     def __init__(
@@ -85,22 +85,22 @@ class DecodedAcceptance(_EveryStep):
         self.untrained: float | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What was measured so far."""
+        """The measurements so far."""
         return {"best": self.best, "latest": self.latest, "untrained": self.untrained}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint's measurements."""
+        """Restore a checkpoint's measurements."""
         self.best, self.latest, self.untrained = (state_dict[name] for name in ("best", "latest", "untrained"))
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Measure the drafter as it begins: what training gains is told against it."""
+        """Measure the untrained drafter, with which the trained one is compared."""
         super().on_train_start(trainer, module)
         if self.untrained is None:
             with self.module.clock.paused():
                 self.untrained = self._measure(trainer)["accepted_length"]
 
     def after_step(self, trainer: L.Trainer, step: int) -> None:
-        """Measure when it is time, and keep the weights when they are the best."""
+        """Measure at every `validate_every`-th step and save the weights if they are the best."""
         if step % self.every and not self.module.finished:
             return
         found = self._measure(trainer)
@@ -113,7 +113,7 @@ class DecodedAcceptance(_EveryStep):
                 save_weights(self.out / BEST, self.module.trained())
 
     def _measure(self, trainer: L.Trainer) -> dict[str, Any]:
-        """What the first process measured, in all of them."""
+        """The first process's measurement, in all processes."""
         found: dict[str, Any] = trainer.strategy.broadcast(self._measured() if trainer.is_global_zero else {})
         return found
 
@@ -123,7 +123,7 @@ class DecodedAcceptance(_EveryStep):
         drafter = self.module.drafter
         drafter.eval()
         with torch.no_grad():
-            found = self.measure(drafter, *self.module.judges(self.rows))
+            found = self.measure(drafter, *self.module.verifier(self.rows))
         drafter.train()
         if found.tokens < FEWEST_TOKENS and self.untrained is None:
             warnings.warn(f"validation decodes only {found.tokens} tokens; distil more held-out text to reach "
@@ -133,22 +133,22 @@ class DecodedAcceptance(_EveryStep):
 
 
 class LastCheckpoint(_EveryStep):
-    """Writes the checkpoint that an interrupted run resumes from. It comes after the callbacks whose state it saves."""
+    """The checkpoint from which an interrupted run resumes; it runs after the callbacks whose state it saves."""
 
     def __init__(self, module: DraftModule, *, out: Path) -> None:
         super().__init__(module)
         self.every, self.out = module.config.checkpoint_every, out
 
     def after_step(self, trainer: L.Trainer, step: int) -> None:
-        """Write when it is time, and after the last step."""
+        """Write after every `checkpoint_every`-th step and after the last one."""
         if step % self.every == 0 or self.module.finished:
             trainer.save_checkpoint(self.out / LAST)
 
 
 class ProgressLine(_EveryStep):
-    """One line: steps done, rate, time left, the loss, the newest accepted length.
+    """A progress line: steps done, rate, time left, the loss, the newest accepted length.
 
-    A run that ends by time counts its steps towards no end, and tells its minutes.
+    A run that ends by time shows its minutes and no total of steps.
     """
 
     def __init__(self, module: DraftModule, acceptance: DecodedAcceptance) -> None:
@@ -157,7 +157,7 @@ class ProgressLine(_EveryStep):
         self.line: Any = None
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Open the line where the run resumes."""
+        """Open the line at the step from which the run resumes."""
         super().on_train_start(trainer, module)
         if trainer.is_global_zero:
             total = trainer.max_steps if self.module.config.max_minutes is None else None
@@ -182,6 +182,6 @@ class ProgressLine(_EveryStep):
 
 
 def nothing_held_out() -> UserError:
-    """The error of a run that could not choose its checkpoint."""
+    """The error of a run without held-out text."""
     return UserError("there is no held-out text to measure the accepted length on; distil with validation_prompts of at"
                      " least 1")

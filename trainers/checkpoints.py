@@ -1,4 +1,4 @@
-"""Checkpoints that survive a kill at any moment, and trained weights."""
+"""Atomic checkpoints, safe against a kill at any moment, and trained weights."""
 
 import io
 import pickle
@@ -17,11 +17,11 @@ from ..modules.errors import UserError
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's checkpoints, written atomically and read without executing anything that they hold."""
+    """Lightning's checkpoints, written atomically and read without executing any code from them."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write the checkpoint; see `write_atomically`."""
-        # Into memory first: torch.save to a full disk raises a RuntimeError that cannot be told from a fault of ours.
+        # Into memory first: on a full disk torch.save raises a RuntimeError like that of a programming error.
         content = io.BytesIO()
         torch.save(checkpoint, content)
         write_atomically(Path(path), lambda partial: partial.write_bytes(content.getbuffer()))

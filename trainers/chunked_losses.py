@@ -1,10 +1,10 @@
-"""Losses over the vocabulary, in chunks: nothing of size tokens x vocabulary outlives its chunk.
+"""Losses over the vocabulary in chunks: no tensor of size tokens x vocabulary outlives its chunk.
 
 Shapes: B rows, L positions, N predicted tokens, K draft steps, D hidden size, V target vocabulary, Q entries of the
 draft vocabulary, C columns of sums (`metrics.COLUMNS`).
 
-The batch is cut by *predicted token*, not by index: one chunk holds what all K draft steps guessed about the same
-tokens, so that the target's distribution there is computed once for all of them.
+The batch is divided by *predicted token*, not by position: one chunk holds the guesses of all K draft steps about the
+same tokens, so that the target's distribution there is computed once for all of them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,12 +20,12 @@ from ..modules.errors import UserError
 from ..modules.features import Features
 from ..modules.interfaces.drafter import Drafts
 from .metrics import COLUMNS, rank_hits, weighted_mean_loss
-from .objectives import Objective, Taught, wide
+from .objectives import Objective, TeacherOutput, wide
 
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
-"""Logits alive at once, by kind of device: 32 MiB of float32 on a CPU, 256 MiB on a GPU; three to six more tensors of
-that size stand beside them, by objective. On a CPU smaller chunks read the output weight too often and larger ones gain
-nothing (`tests/benchmarks/vocabulary_loss.py --chunk`)."""
+"""Logits in memory at once, by kind of device: 32 MiB of float32 on a CPU, 256 MiB on a GPU, plus three to six tensors
+of that size, by objective. On a CPU smaller chunks read the output weight too often and larger ones gain nothing
+(`tests/benchmarks/vocabulary_loss.py --chunk`)."""
 ACCEPTANCE_ROWS = 32
 """Tokens whose acceptance is computed at once."""
 TRAINED_FACTOR = 4
@@ -34,21 +34,21 @@ TRAINED_FACTOR = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Supervision:
-    """What each of N tokens of the batch teaches the draft steps that predict it. Indices run over the flat batch."""
+    """The N labels of a batch and the draft steps that predict each of them. Positions are those of the flat batch."""
 
     sources_NK: Tensor
-    """Index at which draft step k predicts the token; where it does not, some index with a finite state."""
+    """Position at which draft step k predicts the token; any position with a finite state where it does not."""
     valid_NK: Tensor
     """True where draft step k predicts the token and learns from it."""
     labels_N: Tensor
     """The token's entry in the draft vocabulary."""
     teachers_N: Tensor
-    """Index whose final state the target predicts the token from."""
+    """Position of the final state from which the target predicts the token."""
     missed_K: Tensor
-    """Labels of each draft step that lie outside the draft vocabulary: they are not learned."""
+    """Number of labels of each draft step outside the draft vocabulary, which are not learned."""
 
     def sources(self, states_BLKD: Tensor) -> Tensor:
-        """The draft steps' states at the indices that predict the tokens, [N, K, D]."""
+        """The draft steps' states at the positions that predict the tokens, [N, K, D]."""
         steps_K = torch.arange(states_BLKD.shape[2], device=states_BLKD.device)
         return states_BLKD.flatten(0, 1)[self.sources_NK, steps_K]
 
@@ -56,13 +56,13 @@ class Supervision:
 def supervise(
     features: Features, offsets: Sequence[int], index_V: Tensor | None = None, valid_BLK: Tensor | None = None
 ) -> Supervision:
-    """Who predicts which token, by `Features.labels` alone.
+    """The labels of a batch and the draft steps that predict them, by `Features.labels` alone.
 
     Args:
         features: the batch.
         offsets: how far ahead each draft step predicts.
         index_V: entry of the draft vocabulary for each target token, -1 for none; None for the whole vocabulary.
-        valid_BLK: where a draft step has a state, by the index at which it predicts; None for everywhere.
+        valid_BLK: True where a draft step has a state at a position; None for all positions.
     """
     tokens_BL = features.tokens_BL
     entries_BL = tokens_BL if index_V is None else index_V[tokens_BL]
@@ -70,9 +70,9 @@ def supervise(
     predicts = [features.labels(offset)[1] for offset in offsets]
     if valid_BLK is not None:
         predicts = [labelled_BL & valid_BLK[:, :, step] for step, labelled_BL in enumerate(predicts)]
-    asked_BLK = torch.stack([_at_predicted(here_BL, offset) for here_BL, offset in zip(predicts, offsets, strict=True)],
-                            dim=-1)
-    valid_BLK = asked_BLK & known_BL[..., None]
+    moved = [_at_predicted(here_BL, offset) for here_BL, offset in zip(predicts, offsets, strict=True)]
+    labelled_BLK = torch.stack(moved, dim=-1)
+    valid_BLK = labelled_BLK & known_BL[..., None]
     chosen_N = valid_BLK.any(-1).flatten().nonzero()[:, 0]
     valid_NK = valid_BLK.flatten(0, 1)[chosen_N]
     sources_NK = chosen_N[:, None] - torch.tensor(list(offsets), device=chosen_N.device)
@@ -81,12 +81,12 @@ def supervise(
         valid_NK=valid_NK,
         labels_N=entries_BL.flatten()[chosen_N],
         teachers_N=chosen_N - 1,
-        missed_K=(asked_BLK & ~known_BL[..., None]).sum((0, 1)),
+        missed_K=(labelled_BLK & ~known_BL[..., None]).sum((0, 1)),
     )
 
 
 def _at_predicted(valid_BL: Tensor, offset: int) -> Tensor:
-    """Move a mask from the index that predicts to the index of the predicted token."""
+    """A mask over predicting positions, moved to the positions of the predicted tokens."""
     moved = torch.zeros_like(valid_BL)
     if offset < valid_BL.shape[1]:
         moved[:, offset:] = valid_BL[:, :-offset]
@@ -95,31 +95,31 @@ def _at_predicted(valid_BL: Tensor, offset: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class VocabularyLoss:
-    """How draft states become a loss: the output layer of each step, the labels, the weights."""
+    """Loss of draft states: the output layer of each step, the objectives, the weights."""
 
     project: Callable[[Tensor, int], Tensor]
     """Draft logits [..., Q] of a step for its states [..., D]."""
     entries: int
-    """Logits formed for one token at a time: the draft vocabulary's, or more where the teacher forms more."""
+    """Logits per token: those of the draft vocabulary, or the teacher's when these are more."""
     weights: tuple[float, ...]
     """Weight of each draft step in the loss."""
     parameters: tuple[nn.Parameter, ...] = ()
     """Trained weights that `project` reads."""
     objectives: tuple[Objective, ...]
-    """What judges each draft step."""
-    teacher: Callable[[Tensor], Taught] | None = None
-    """The target's distribution behind final states [..., D]; None where no objective reads it."""
+    """Objective of each draft step."""
+    teacher: Callable[[Tensor], TeacherOutput] | None = None
+    """The target's distribution for its final states [..., D]; None when no objective reads it."""
     feature_weight: float = 0.0
-    """Weight of the feature loss beside the objective."""
+    """Weight of the feature loss relative to the objective's 1."""
     chunk_elements: int | None = None
-    """Logits alive at once; None takes the device's CHUNK_ELEMENTS."""
+    """Logits in memory at once; None takes the device's CHUNK_ELEMENTS."""
 
     def __call__(self, drafts: Drafts, features: Features, index_V: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (total, sums_KC): the weighted sum of losses, differentiable, and the sums of `metrics.COLUMNS`.
 
-        The total belongs over `metrics.weighted_mean_loss(sums_KC, weights)[1]`, once both are complete over all
-        micro-batches and ranks. A label outside the draft vocabulary is not learned, whatever the objective: there the
-        right token cannot be drafted, and the target's renormalised distribution teaches another one.
+        The total is to be divided by `metrics.weighted_mean_loss(sums_KC, weights)[1]` once both are complete over all
+        micro-batches and ranks. A label outside the draft vocabulary is not learned with any objective: the right token
+        cannot be drafted there, and the target's renormalised distribution prefers a wrong one.
         """
         supervision = supervise(features, drafts.offsets, index_V, drafts.valid_BLK)
         hidden_NKD = supervision.sources(drafts.hidden_BLKD)
@@ -146,58 +146,60 @@ class VocabularyLoss:
 
 
 def feature_loss(estimated_NKD: Tensor, supervision: Supervision, drafts: Drafts, features: Features) -> Tensor:
-    """Smooth L1 between each draft state and the target's final state that it estimates; sums over tokens, [K].
+    """Smooth L1 loss between each draft state and the target's final state that it estimates; sums over tokens, [K].
 
-    A token counts the mean over its D components, as in arXiv:2401.15077, section 4.1 (there weighted 1.0 beside
-    0.1 for the objective). It is taken where the state's label is learned, and nowhere else.
+    Each token adds the mean over its D components, as in arXiv:2401.15077, section 4.1 (weight 1.0 there, with 0.1 for
+    the objective). Positions whose label is not learned are left out.
 
     Raises:
-        UserError: if the drafter's states estimate none of the target's.
+        UserError: if the drafter's states estimate no target states.
     """
     final_MD = features.final().flatten(0, 1)
     if drafts.estimates is None or final_MD.shape[-1] != estimated_NKD.shape[-1]:
         raise UserError("feature_weight is above 0, but the states of this drafter estimate none of the target's; set "
                         "feature_weight to 0")
     estimates_K = torch.tensor(drafts.estimates, device=final_MD.device)
-    # Where a step is not valid its source is any index: what lies beyond the batch is not read.
+    # The source of an invalid step is any position: those beyond the batch are not read.
     places_NK = (supervision.sources_NK + estimates_K).clamp(max=len(final_MD) - 1)
     apart_NKD = functional.smooth_l1_loss(wide(estimated_NKD), wide(final_MD[places_NK]), reduction="none")
     return torch.where(supervision.valid_NK, apart_NKD.mean(-1), 0.0).sum(0)
 
 
 class _Rows:
-    """The predicted tokens of a batch, cut into chunks."""
+    """The predicted tokens of a batch, divided into chunks."""
 
     def __init__(self, loss: VocabularyLoss, supervision: Supervision, states_ND: Tensor | None) -> None:
         self.loss, self.supervision, self.states_ND = loss, supervision, states_ND
 
     def chunks(self, device: torch.device) -> Iterator[slice]:
-        """Consecutive ranges of the N tokens, each with the logits of one step within the budget."""
+        """Consecutive ranges of the N tokens such that one step's logits stay within CHUNK_ELEMENTS."""
         usual = CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cuda"])
         usual *= TRAINED_FACTOR if self.loss.parameters else 1
         size = max(1, (self.loss.chunk_elements or usual) // self.loss.entries)
         return (slice(start, start + size) for start in range(0, len(self.supervision.labels_N), size))
 
     @torch.no_grad()
-    def teach(self, chunk: slice) -> Taught | None:
+    def teacher_output(self, chunk: slice) -> TeacherOutput | None:
         """The target's distribution over the draft vocabulary at the tokens of the chunk."""
         if self.loss.teacher is None or self.states_ND is None:
             return None
         return self.loss.teacher(self.states_ND[chunk])
 
-    def step(self, states_ND: Tensor, step: int, chunk: slice, teaching: Taught | None) -> tuple[Tensor, Tensor]:
+    def step(
+        self, states_ND: Tensor, step: int, chunk: slice, teacher_output: TeacherOutput | None
+    ) -> tuple[Tensor, Tensor]:
         """Return (loss, sums_C) of one draft step at the tokens of the chunk; the loss is a sum, without the weight."""
         valid_N, labels_N = self.supervision.valid_NK[chunk, step], self.supervision.labels_N[chunk]
         logits_NQ = self.loss.project(states_ND, step)
-        loss = torch.where(valid_N, self.loss.objectives[step](logits_NQ, labels_N, teaching), 0.0).sum()
+        loss = torch.where(valid_N, self.loss.objectives[step](logits_NQ, labels_N, teacher_output), 0.0).sum()
         with torch.no_grad():
-            alpha, known = _acceptance(logits_NQ, valid_N, teaching)
+            alpha, known = _acceptance(logits_NQ, valid_N, teacher_output)
             sums = (valid_N.sum(), torch.zeros_like(loss), loss, alpha, known, torch.zeros_like(loss))
             hits_R = rank_hits(logits_NQ, labels_N, valid_N)
             return loss, torch.cat([torch.stack([value.to(torch.float64) for value in sums]), hits_R])
 
     def empty(self, device: torch.device) -> Tensor:
-        """Sums before the first chunk: what lies outside the draft vocabulary is known already; [K, C]."""
+        """Sums before the first chunk, [K, C]: zero but for the labels outside the draft vocabulary."""
         sums_KC = torch.zeros(len(self.loss.weights), len(COLUMNS), dtype=torch.float64, device=device)
         sums_KC[:, COLUMNS.index("missed")] = self.supervision.missed_K.to(sums_KC)
         return sums_KC
@@ -210,31 +212,31 @@ class _Rows:
         """Return (total, sums_KC) without a gradient."""
         sums_KC = self.empty(hidden_NKD.device)
         for chunk in self.chunks(hidden_NKD.device):
-            teaching = self.teach(chunk)
+            teacher_output = self.teacher_output(chunk)
             for step in range(len(sums_KC)):
-                sums_KC[step] += self.step(hidden_NKD[chunk, step], step, chunk, teaching)[1]
+                sums_KC[step] += self.step(hidden_NKD[chunk, step], step, chunk, teacher_output)[1]
         return self.total(sums_KC, hidden_NKD), sums_KC
 
 
-def _acceptance(logits_NQ: Tensor, valid_N: Tensor, teaching: Taught | None) -> tuple[Tensor, Tensor]:
-    """(sum of alpha, count) at the valid tokens; nothing where the mass inside the draft vocabulary is unknown.
+def _acceptance(logits_NQ: Tensor, valid_N: Tensor, teacher_output: TeacherOutput | None) -> tuple[Tensor, Tensor]:
+    """(sum of alpha, count) at the valid tokens; zeros when the mass inside the draft vocabulary is unknown.
 
-    A figure to look at, so it must cost little beside the loss: as probabilities and a few rows at a time.
+    It is a figure for the log, so it must be cheap compared with the loss: as probabilities, a few rows at a time.
     """
-    if teaching is None or teaching.log_mass_N is None:
+    if teacher_output is None or teacher_output.log_mass_N is None:
         return valid_N.new_zeros(()), valid_N.new_zeros(())
-    mass_N1, found = teaching.log_mass_N.exp()[:, None], []
+    mass_N1, found = teacher_output.log_mass_N.exp()[:, None], []
     for first in range(0, len(valid_N), ACCEPTANCE_ROWS):
         piece = slice(first, first + ACCEPTANCE_ROWS)
         q_NQ = wide(logits_NQ[piece]).softmax(-1)
-        found.append(torch.minimum(q_NQ, teaching.p_NQ[piece] * mass_N1[piece], out=q_NQ).sum(-1))
+        found.append(torch.minimum(q_NQ, teacher_output.p_NQ[piece] * mass_N1[piece], out=q_NQ).sum(-1))
     return torch.where(valid_N, torch.cat(found), 0.0).sum(), valid_N.sum()
 
 
 class _ChunkedSum(torch.autograd.Function):
-    """The sum of a loss over chunks, whose gradient is taken chunk by chunk on the way forward.
+    """The sum of a loss over chunks, whose gradient is computed chunk by chunk in forward.
 
-    The logits of a chunk are then computed once and never kept: cheaper in time and memory than recomputing them in
+    The logits of a chunk are thus computed once and never stored: cheaper in time and memory than recomputing them in
     backward. Trained output weights are arguments, so that autograd and DDP see their gradients.
     """
 
@@ -244,11 +246,11 @@ class _ChunkedSum(torch.autograd.Function):
         owned: list[Tensor | None] = [None] * len(parameters)
         sums_KC = rows.empty(hidden_NKD.device)
         for chunk in rows.chunks(hidden_NKD.device):
-            teaching = rows.teach(chunk)
+            teacher_output = rows.teacher_output(chunk)
             for step, weight in enumerate(rows.loss.weights):
                 with torch.enable_grad():
                     states_ND = hidden_NKD[chunk, step].detach().requires_grad_()
-                    loss, sums_C = rows.step(states_ND, step, chunk, teaching)
+                    loss, sums_C = rows.step(states_ND, step, chunk, teacher_output)
                     found = torch.autograd.grad(loss * weight, (states_ND, *parameters), allow_unused=True)
                 gradient_NKD[chunk, step] = found[0]
                 owned = [_added(total, part) for total, part in zip(owned, found[1:], strict=True)]

@@ -1,7 +1,7 @@
 """Training a draft language model: on text, then on the target's answers (FastDraft, arXiv:2411.11055, section 3).
 
-The default is sequence-level distillation: cross-entropy on what the target wrote, at several temperatures. Stages
-chain through `drafter.folder`: the folder that the last one exported.
+The default is sequence-level distillation: cross entropy on the target's answers at several temperatures. A next stage
+starts from the exported folder of the one before, `drafter.folder`.
 """
 
 from dataclasses import dataclass, field, replace
@@ -16,26 +16,25 @@ from ..modules.errors import UserError
 from ..modules.features import Features
 from ..modules.target.hf_folder import folder_digest
 from ..modules.target.model import Target
-from .base import DraftModule, Learned, TrainConfig
-from .draft_vocabulary import reduced_vocabulary
+from .base import BatchLoss, DraftModule, TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftLMTrainConfig(TrainConfig):
-    """How a draft language model is shaped and trained."""
+    """Shape and training of a draft language model."""
 
     drafter: DraftLMConfig = field(default_factory=DraftLMConfig)
     """The model."""
     lr: float = 6e-4
-    """Peak learning rate of AdamW; a new model bears 1e-3, a begun one about half of it."""
+    """Peak learning rate of AdamW; 1e-3 suits a new model, about half of it an initialised one."""
     warmup_steps: int = 40
-    """Optimizer steps over which the learning rate rises from zero; a cosine takes it back afterwards."""
+    """Optimizer steps over which the learning rate rises from zero; it falls along a cosine afterwards."""
     weight_decay: float = 0.01
     """Decoupled weight decay of AdamW; biases and other vectors are exempt."""
     decay: float = 1.0
-    """Weight of depth k in the loss is decay ** k, with mask tokens; exits all weigh the same (arXiv:2407.01955)."""
+    """Weight of depth k in the loss is decay ** k, with mask tokens; exits have equal weights (arXiv:2407.01955)."""
     learn: Literal["answers", "text"] = "answers"
-    """`answers` learns what the assistant wrote, `text` every token there is, prompts included."""
+    """`answers` trains on the assistant's tokens, `text` on all tokens, prompts included."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,18 +43,14 @@ class DraftLMTrainConfig(TrainConfig):
 
 
 class DraftLMModule(DraftModule):
-    """A draft language model in training: its state at index p learns the token at p + 1, and with mask tokens those
-    behind it too.
-
-    Args:
-        target: the frozen model.
-        config: model and training; the defaults when left out.
-        token_counts: how often each token is a label, [V]; a reduced draft vocabulary is chosen by it.
+    """A draft language model in training: its state at position p learns the token at p + 1, and with mask tokens also
+    those after it.
 
     Raises:
-        UserError: if the model cannot be made beside this target, or a reduced vocabulary does not fit.
+        UserError: if the model does not fit this target; see DraftModule for others.
     """
 
+    drafter_class = DraftLM
     config: DraftLMTrainConfig
     drafter: DraftLM
 
@@ -64,25 +59,24 @@ class DraftLMModule(DraftModule):
     ) -> None:
         super().__init__(target, config or DraftLMTrainConfig(), token_counts=token_counts)
         planned(self.config.drafter, target)
-        self._token_ids_Q = reduced_vocabulary(self.config.drafter.vocabulary_size, token_counts, target)
 
     def build_drafter(self) -> DraftLM:
-        """The model as it begins."""
+        """The initial model, bound to the target; the hash of the folder that it came from is noted."""
         if self.config.drafter.folder is not None:
-            self._begun_with = folder_digest(Path(self.config.drafter.folder))
+            self._folder_digest = folder_digest(Path(self.config.drafter.folder))
         return DraftLM.create(self.config.drafter, self.target, self._token_ids_Q)
 
     def weights(self, steps: int) -> tuple[float, ...]:
-        """Exits weigh the same, depths fade."""
+        """1 for every exit; decay ** k for depths."""
         return (1.0,) * steps if self.config.drafter.exits else super().weights(steps)
 
     def recipe(self) -> dict[str, Any]:
-        """Also which model stood in the folder: a run does not go on from the checkpoint of another one."""
-        begun = {} if self.config.drafter.folder is None else {"model_in_folder": self._begun_with}
-        return {**super().recipe(), **begun}
+        """The shared settings and the hash of the model in the folder: a checkpoint of another model is refused."""
+        folder = {} if self.config.drafter.folder is None else {"model_in_folder": self._folder_digest}
+        return {**super().recipe(), **folder}
 
-    def loss(self, features: Features) -> Learned:
-        """What a batch teaches: its answers, or all of its text."""
+    def loss(self, features: Features) -> BatchLoss:
+        """The loss of a batch: of its answers, or of all its text."""
         if self.config.learn == "text":
             features = replace(features, supervised_BL=features.segments_BL >= 0)
         return super().loss(features)

@@ -1,4 +1,4 @@
-"""Which tokens a family with a reduced draft vocabulary may propose."""
+"""The choice of a reduced draft vocabulary."""
 
 from torch import Tensor
 
@@ -8,7 +8,7 @@ from ..modules.target.model import Target
 
 
 def reduced_vocabulary(size: int | None, counts_V: Tensor | None, target: Target) -> Tensor | None:
-    """The `size` tokens that are labels most often, and those that end an answer, [Q]; None for the whole vocabulary.
+    """The `size` most frequent labels and the end tokens, [Q]; None for the whole vocabulary.
 
     Raises:
         UserError: if a size is given without counts, or does not fit them.
@@ -16,6 +16,6 @@ def reduced_vocabulary(size: int | None, counts_V: Tensor | None, target: Target
     if size is None:
         return None
     if counts_V is None:
-        raise UserError(f"vocabulary_size is {size}, but nobody counted the tokens of the training data; pass "
+        raise UserError(f"vocabulary_size is {size}, but the tokens of the training data were not counted; pass "
                         "token_counts, or leave vocabulary_size out")
     return choose(counts_V, size, always=target.eos_ids)

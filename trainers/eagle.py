@@ -8,50 +8,42 @@ from torch import Tensor
 from ..modules.drafters.eagle import Eagle, EagleConfig
 from ..modules.errors import UserError
 from ..modules.target.model import Target
-from .eagle_base import FeedbackModule, FeedbackTrainConfig
+from .eagle_base import FeatureModule, FeatureTrainConfig
 from .objectives import Objective
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleTrainConfig(FeedbackTrainConfig):
-    """How an EAGLE-1 drafter is shaped and trained."""
+class EagleTrainConfig(FeatureTrainConfig):
+    """Shape and training of an EAGLE-1 drafter."""
 
     feature_weight: float = 10.0
-    """See TrainConfig; the paper weighs states 1.0 beside 0.1 for the objective."""
+    """See TrainConfig; the paper's weights are 1.0 for states and 0.1 for the objective."""
     decay: float = 1.0
-    """Weight of step k in the loss is decay ** k; HASS weighs its passes alike."""
+    """Weight of step k in the loss is decay ** k; HASS weights its passes equally."""
     top_weight: float = 0.0
-    """Weight, beside the objective's 1, of the cross entropy over the target's likeliest tokens alone (HASS,
-    arXiv:2408.15766, section 3.1). Its 1.0 beside 0.1 for the objective is 10 here."""
+    """Weight of the cross entropy over the target's most probable tokens alone, relative to the objective's 1 (HASS,
+    arXiv:2408.15766, section 3.1). HASS's 1.0 with 0.1 for the objective is 10 here."""
     top_k: int = 10
-    """How many tokens those are."""
+    """Number of those tokens."""
     drafter: EagleConfig = field(default_factory=EagleConfig)
     """The drafter."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.drafter.partial_alignment and not self.feature_weight:
-            raise UserError("partial_alignment keeps a state that feature_weight alone teaches, got feature_weight "
+            raise UserError("partial_alignment has a state that only feature_weight trains, got feature_weight "
                             f"{self.feature_weight}; set it above 0 (the paper's weights make it 10), or "
                             "partial_alignment to false")
 
-    def judge(self) -> Objective:
-        """The objective, with HASS's over the likeliest tokens."""
-        return replace(super().judge(), top_weight=self.top_weight, top_k=self.top_k)
+    def objective_settings(self) -> Objective:
+        """The objective with HASS's loss over the most probable tokens."""
+        return replace(super().objective_settings(), top_weight=self.top_weight, top_k=self.top_k)
 
 
-class EagleModule(FeedbackModule):
-    """An EAGLE-1 drafter in training: at index p it learns the target's state of p + 1 and the token at p + 2.
+class EagleModule(FeatureModule):
+    """An EAGLE-1 drafter in training: at position p it learns the target's state of p + 1 and the token at p + 2."""
 
-    Args:
-        target: the frozen model.
-        config: drafter and training; the defaults when left out.
-        token_counts: how often each token is a label, [V]; a reduced draft vocabulary is chosen by it.
-
-    Raises:
-        UserError: if positions would leave the target's context, or a reduced vocabulary does not fit.
-    """
-
+    drafter_class = Eagle
     config: EagleTrainConfig
     drafter: Eagle
 
@@ -59,7 +51,3 @@ class EagleModule(FeedbackModule):
         self, target: Target, config: EagleTrainConfig | None = None, *, token_counts: Tensor | None = None
     ) -> None:
         super().__init__(target, config or EagleTrainConfig(), token_counts=token_counts)
-
-    def build_drafter(self) -> Eagle:
-        """A new drafter, beginning with the target's state unchanged."""
-        return Eagle.create(self.config.drafter, self.target, self._token_ids_Q)

@@ -1,4 +1,4 @@
-"""One run of training, from its folder's last checkpoint to its best weights."""
+"""A training run, from its folder's last checkpoint to its best weights."""
 
 import logging
 import warnings
@@ -23,12 +23,12 @@ from .callbacks import BEST, LAST, DecodedAcceptance, LastCheckpoint, ProgressLi
 from .checkpoints import AtomicCheckpointIO, load_weights
 
 BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")
-"""Capabilities of an x86 CPU, each of which multiplies bfloat16 matrices faster than float32 ones."""
+"""Instruction sets of x86 CPUs that multiply bfloat16 matrices faster than float32 ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitResult:
-    """What a finished run leaves behind."""
+    """Result of a finished run."""
 
     checkpoint: Path
     """The drafter's own weights (safetensors) at the step with the greatest accepted length."""
@@ -37,31 +37,32 @@ class FitResult:
     by_position: tuple[float, ...]
     """Share of passes that accepted at least the 1st, 2nd, ... drafted token, at that step."""
     untrained_accepted_length: float
-    """The same before the first optimizer step."""
+    """The accepted length before the first optimizer step."""
     parameters: int
-    """Trained weights."""
+    """Number of trained weights."""
     step: int
-    """That optimizer step."""
+    """The optimizer step with the greatest accepted length."""
     steps: int
     """Optimizer steps of the whole run."""
     precision: str
-    """Arithmetic of the training: `TrainConfig.precision`, or what `auto` chose."""
+    """Precision of the training: `TrainConfig.precision`, or the choice of `auto`."""
     seconds: float
-    """Seconds of training, those of interrupted runs that it went on from included; no validation, no checkpoints."""
+    """Seconds of training, interrupted parts included, validation and checkpoints excluded."""
     peak_memory_bytes: int
-    """Greatest memory of the first process: allocated on its CUDA device during the run, elsewhere resident since the
-    process began. The target is part of it."""
+    """Peak memory of the first process, target included: allocated on its CUDA device during the run, elsewhere
+    resident since the start of the process."""
 
 
 def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, progress: bool = True) -> FitResult:
-    """Train a drafter, resuming from `out/last.ckpt` when it is there, and leave the best weights in `module.drafter`.
+    """Train a drafter, resuming from `out/last.ckpt` if it exists, and load the best weights into `module.drafter`.
 
     Args:
-        module: a family's module; `module.config` says how to train.
-        datamodule: its endless training loader starts at micro-batch `trainer.global_step * accumulate_grad_batches`
-            and makes micro-batch n from (seed, n, rank, world size) alone; `validation_features()` gives held-out rows.
-        out: gets `last.ckpt`, `best.safetensors` and the TensorBoard logs.
-        progress: show one line with rate and time left.
+        module: a family's module; `module.config` holds the training settings.
+        datamodule: its endless training loader starts at micro-batch `trainer.global_step * accumulate_grad_batches`,
+            and micro-batch n depends on (seed, n, rank, world size) alone; `validation_features()` returns held-out
+            rows.
+        out: folder for `last.ckpt`, `best.safetensors` and the TensorBoard logs.
+        progress: show a line with rate and time left.
 
     Raises:
         UserError: if nothing is supervised, nothing is held out, the loss is not finite, the folder holds a run with
@@ -75,7 +76,7 @@ def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, pr
     with _quiet():
         trainer = _trainer(module, out, acceptance, progress)
         trainer.fit(module, datamodule=datamodule, ckpt_path=str(last) if last.exists() else None, weights_only=True)
-    # Lightning leaves the module on the CPU; what the drafter borrows is where the target is.
+    # Lightning leaves the module on the CPU; the borrowed weights are on the target's device.
     module.restore(load_weights(out / BEST))
     module.drafter.to(module.target.device).eval()
     best = acceptance.best
@@ -105,7 +106,7 @@ def _trainer(module: DraftModule, out: Path, acceptance: DecodedAcceptance, prog
         max_steps=config.max_steps, max_epochs=-1, accumulate_grad_batches=config.accumulate,
         gradient_clip_val=config.clip or None, precision=_precision(config), accelerator=config.accelerator,
         devices=config.devices, strategy=config.strategy, logger=_logger(out), plugins=[AtomicCheckpointIO()],
-        # The order matters: a checkpoint holds what the measurement before it found.
+        # The order matters: a checkpoint contains the measurement before it.
         callbacks=[acceptance, LastCheckpoint(module, out=out), *line],
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
         num_sanity_val_steps=0, use_distributed_sampler=False, default_root_dir=out,
@@ -117,7 +118,7 @@ def _logger(out: Path) -> TensorBoardLogger:
 
 
 def _precision(config: TrainConfig) -> Literal["32-true", "bf16-mixed"]:
-    """Mixed precision where the machine multiplies bfloat16 itself; where it does not, that would be slower."""
+    """Mixed precision on machines with bfloat16 instructions; on others it would be slower."""
     if config.precision != "auto":
         return config.precision
     if config.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():
@@ -128,7 +129,7 @@ def _precision(config: TrainConfig) -> Literal["32-true", "bf16-mixed"]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Lightning's banners, tips and advice about choices that are made on purpose stay unsaid."""
+    """Context without Lightning's banners, tips and warnings about deliberate choices."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric",
                                                     "lightning.pytorch.utilities.rank_zero",
                                                     "lightning.fabric.utilities.rank_zero")]

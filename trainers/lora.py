@@ -1,4 +1,4 @@
-"""A target that learns: a copy around the same weights, with low-rank changes of its linear layers made by peft.
+"""A trained copy of the target: it shares all weights but the low-rank changes of its linear layers, made by peft.
 
 Shapes: R rank, I inputs of a layer, O its outputs.
 """
@@ -21,14 +21,14 @@ _NAME = "default"
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Which layers of the target learn, and with how many weights (arXiv:2106.09685)."""
+    """The trained layers of the target and the size of their low-rank changes (arXiv:2106.09685)."""
 
     rank: int = 32
     """Rank of the change of each layer."""
     alpha: float = 16.0
     """The change is scaled by alpha / rank."""
     dropout: float = 0.05
-    """Share of a layer's inputs that its change does not see in a training step."""
+    """Dropout of the inputs of the low-rank changes in training."""
     modules: tuple[str, ...] = ()
     """Linear layers by name or last part of a name, such as q_proj; empty takes all but the output layer."""
 
@@ -42,14 +42,14 @@ class LoraConfig:
 
 
 class LearningTarget(nn.Module):
-    """The trained part of a target. Its parameters are the low-rank weights alone; the copy that they change is
-    `target`, a plain object that is neither saved nor wrapped.
+    """The trained part of a target. Its parameters are the low-rank weights alone; the changed copy is `target`, a
+    plain object that is neither saved nor wrapped.
 
-    Every weight of the copy but these is the original's own: nothing of the original is changed, moved or duplicated.
+    All other weights of the copy are the original's tensors: the original is not changed, moved or duplicated.
 
     Args:
         original: the target that is copied.
-        config: which layers learn.
+        config: the trained layers.
 
     Raises:
         UserError: if the target lacks one of the layers.
@@ -59,7 +59,7 @@ class LearningTarget(nn.Module):
         super().__init__()
         chosen = choose_layers(original.model, config.modules, without=original.head)
         model = original.copy_model()
-        # Exactly these: peft reads a list as endings of names, an expression as the whole name
+        # An expression matches whole names; peft would match a list against the ends of names.
         inject_adapter_in_model(
             PeftConfig(r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout,  # type: ignore[arg-type]
                        target_modules="|".join(name.replace(".", r"\.") for name in chosen)),
@@ -67,7 +67,7 @@ class LearningTarget(nn.Module):
         )
         self.names, self.scale = tuple(chosen), config.alpha / config.rank
         self.target = Target(model, original.tokenizer, name=original.identity.name, pack=False)
-        # Half precision would lose small updates: masters stay in float32.
+        # Half precision would lose small updates: trained weights stay in float32.
         wide = torch.promote_types(original.dtype, torch.float32)
         for layer in self._layers():
             layer.lora_A[_NAME].to(wide).requires_grad_(True)
@@ -79,11 +79,11 @@ class LearningTarget(nn.Module):
         for name in self.names:
             layer = self.target.model.get_submodule(name)
             if not isinstance(layer, LoraLayer):
-                raise TypeError(f"{name} was not given low-rank weights")
+                raise TypeError(f"{name} has no low-rank weights")
             yield layer
 
     def head_parameters(self) -> tuple[nn.Parameter, ...]:
-        """The low-rank weights of the output layer; none when it does not learn."""
+        """The low-rank weights of the output layer; empty when it is not trained."""
         places = [place for place, name in enumerate(self.names)
                   if self.target.model.get_submodule(name) is self.target.head]
         return tuple(weights[place] for place in places for weights in (self.a, self.b))
@@ -97,11 +97,11 @@ class LearningTarget(nn.Module):
 
     @property
     def unchanged(self) -> bool:
-        """Whether the target is still the original: nothing has been added to any layer yet."""
+        """Whether the copy still equals the original: all changes are zero."""
         return not any(bool(b.any()) for b in self.b)
 
     def read(self) -> Adapter:
-        """The weights as they are now, on the CPU."""
+        """A copy of the current weights on the CPU."""
         def plain(weight: nn.Parameter) -> torch.Tensor:
             return weight.detach().to("cpu", copy=True)
 
@@ -111,7 +111,7 @@ class LearningTarget(nn.Module):
 
     @torch.no_grad()
     def load(self, adapter: Adapter) -> None:
-        """Take over an adapter's weights, in place."""
+        """Load an adapter's weights in place."""
         for name, a, b in zip(self.names, self.a, self.b, strict=True):
             a.copy_(adapter.layers[name].a_RI)
             b.copy_(adapter.layers[name].b_OR)

@@ -1,7 +1,7 @@
 """Training Medusa heads and the target together (Medusa-2, arXiv:2401.10774, sections 2.2.2 and 2.3.2).
 
-The adapted target's output layer is judged like a draft step of offset 1 whose teacher is the original target. The loss
-is then the one that all families share, of one more step: L_LM + lambda_0 * sum_k decay^k L_k, as a weighted mean.
+The adapted target's output layer is trained like a draft step of offset 1 whose teacher is the original target. The
+loss is then the shared one with one more step: L_LM + lambda_0 * sum_k decay^k L_k, as a weighted mean.
 
 Shapes: B rows, L positions, K heads, C columns of sums.
 """
@@ -19,11 +19,12 @@ from torch import Tensor
 from ..modules.errors import UserError
 from ..modules.features import Features
 from ..modules.interfaces.drafter import Drafts
+from ..modules.interfaces.family_card import FamilyCard
 from ..modules.target.adapter import PREFIX, Adapter, choose_layers
 from ..modules.target.draft_vocabulary import draft_index
 from ..modules.target.model import Target
 from ..modules.tuning.replay_acceptance import answered_anew
-from .base import Learned
+from .base import BatchLoss
 from .chunked_losses import VocabularyLoss
 from .lora import LearningTarget, LoraConfig
 from .medusa import MedusaModule, MedusaTrainConfig
@@ -38,28 +39,28 @@ HEADS_WEIGHT = {"two_stage": 0.2, "sine": 0.01}
 
 @dataclass(frozen=True, kw_only=True)
 class Medusa2TrainConfig(MedusaTrainConfig):
-    """How Medusa heads and low-rank changes of the target are trained together."""
+    """Joint training of Medusa heads and low-rank changes of the target."""
 
     lr: float = 5e-4
     """Peak learning rate of the target's low-rank weights."""
     heads_lr_factor: float = 4.0
-    """The heads learn at this multiple of `lr`."""
+    """Learning rate of the heads as a multiple of `lr`."""
     lora: LoraConfig = field(default_factory=LoraConfig)
-    """Which layers of the target learn."""
+    """The trained layers of the target."""
     schedule: Literal["two_stage", "sine"] = "two_stage"
-    """`two_stage`: the heads alone first, then everything with a constant weight of the heads. `sine`: everything from
-    the start, the heads' weight rising as a quarter sine."""
+    """`two_stage`: first the heads alone, then everything with a constant weight of the heads' loss. `sine`: everything
+    from the start, the weight of the heads' loss rising as a quarter sine."""
     first_stage: float = 0.5
-    """Share of a two-stage run in which the heads learn alone."""
+    """Share of a two-stage run in which the heads are trained alone."""
     heads_weight: float | None = None
-    """lambda_0, the weight of the heads' loss beside the target's own, at its peak; None is 0.2 in two stages and 0.01
-    under the sine schedule."""
+    """lambda_0, the peak weight of the heads' loss relative to the target's own; None is 0.2 in two stages and 0.01
+    with the sine schedule."""
     keep: Literal["target", "text"] = "target"
-    """What holds the target where it was: `target` is KL to the original one at every supervised position
+    """Loss of the target's own predictions: `target` is KL to the original at every supervised position
     (self-distillation); `text` is cross entropy with the text, which degrades the target when it wrote that text
     itself."""
     validation_answers: int = 16
-    """Held-out answers that each measurement replays; the changed target writes them anew every time."""
+    """Held-out answers in each measurement; the changed target rewrites them every time."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,30 +80,31 @@ class Medusa2TrainConfig(MedusaTrainConfig):
 
     @property
     def alone_until(self) -> float:
-        """Progress up to which the heads learn alone."""
+        """Progress up to which the heads are trained alone."""
         return self.first_stage if self.schedule == "two_stage" else 0.0
 
     def lambda_0(self, progress: float) -> float:
-        """Weight of the heads' loss beside the target's own (arXiv:2401.10774, section 7.4)."""
+        """Weight of the heads' loss relative to the target's own (arXiv:2401.10774, section 7.4)."""
         peak = HEADS_WEIGHT[self.schedule] if self.heads_weight is None else self.heads_weight
         return peak if self.schedule == "two_stage" else peak * math.sin(0.5 * math.pi * progress)
 
 
 class Medusa2Module(MedusaModule):
-    """Medusa heads and their target in training. The original target stays what it is, beside a copy that learns.
+    """Medusa heads and a copy of their target in training; the original target is not changed.
 
     Memory: the copy shares all weights but the low-rank ones; only these and the heads have gradients and moments. In
-    its second stage a step keeps the copy's activations. While the heads learn alone a step costs what Medusa-1 costs.
-
-    Args:
-        target: the original model.
-        config: heads, low-rank changes and training; the defaults when left out.
-        token_counts: how often each token is a label, [V]; a reduced draft vocabulary is chosen by it.
+    its second stage a step stores the copy's activations. While the heads are trained alone a step costs as much as
+    Medusa-1's.
 
     Raises:
-        UserError: if the target lacks a layer that is to learn, or the heads share an output layer that is to learn.
+        UserError: if the target lacks a layer to train, or the heads share an output layer that is trained.
     """
 
+    card = FamilyCard(
+        name="Medusa-2", papers=("2401.10774",), exports=("merged", "medusa"),
+        guesses="Medusa's heads and low-rank changes of the target, which KL keeps near the original",
+        cost="changes the target: lossless with respect to the changed one; steps take four times as long as Medusa's",
+    )
     config: Medusa2TrainConfig
     changes_target: ClassVar[bool] = True
 
@@ -114,17 +116,17 @@ class Medusa2Module(MedusaModule):
         if self.config.drafter.output == "shared" and any(target.model.get_submodule(name) is target.head
                                                           for name in chosen):
             raise UserError(f"lora.modules {list(self.config.lora.modules)} name the output layer, which the heads "
-                            "share; give them own ones with drafter.output: copy, or leave it out of lora.modules")
+                            "share; set drafter.output to copy, or leave it out of lora.modules")
 
     def configure_model(self) -> None:
-        """Build the copy that learns, and the heads; equal seeds give equal weights."""
+        """Build the trained copy and the heads; equal seeds give equal weights."""
         if "learning" not in self._modules:
             with self.seeded():
                 self.learning = LearningTarget(self.target, self.config.lora)
         super().configure_model()
 
     def setup(self, stage: str) -> None:
-        """Move the original and the copy, which Lightning does not know."""
+        """Move the original and the copy, which are unknown to Lightning."""
         super().setup(stage)
         if "learning" in self._modules:
             self.learning.target.to(self.trainer.strategy.root_device)
@@ -143,9 +145,9 @@ class Medusa2Module(MedusaModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def _rate(self, step: int, stages: Sequence[tuple[float, float]]) -> float:
-        """Factor of the learning rate after `step` finished steps, for weights that learn in these stages."""
+        """Factor of the learning rate after `step` finished steps, for weights trained in these stages."""
         progress = self._progress_at(step)
-        # A run may end by time long before its last step: what a step is worth shows in those that were made.
+        # A run may end by time long before its last step: the finished steps show the progress of one.
         one = progress / step if step else 1 / self.config.max_steps
         return sum(stage_factor(progress, *stage, rise=self.config.warmup_steps * one, step=one) for stage in stages)
 
@@ -162,8 +164,8 @@ class Medusa2Module(MedusaModule):
             return (0.0, *heads)
         return (1.0, *(self.config.lambda_0(self.progress) * weight for weight in heads))
 
-    def loss(self, features: Features) -> Learned:
-        """What a batch teaches the adapted target and the heads on it; see the file's first lines."""
+    def loss(self, features: Features) -> BatchLoss:
+        """Summed loss of the adapted target and its heads on a batch; see the file's first lines."""
         original = self.encoded(features)
         steps = 1 + self.config.drafter.num_heads
         weights = self.weights(steps) if self._pending is None else self._pending.weights
@@ -173,18 +175,18 @@ class Medusa2Module(MedusaModule):
         drafts = self.drafter(states)
         ids_Q = self.drafter.token_ids_Q
         index_V = None if ids_Q is None else draft_index(ids_Q, self.target.vocab_size)
-        total, sums_KC = self._judge(weights[1:], ids_Q)(drafts, original, index_V)
+        total, sums_KC = self._vocabulary_loss(weights[1:], ids_Q)(drafts, original, index_V)
         if alone:
-            # Every process must have a gradient for every weight: these have learned nothing.
+            # Every process must have a gradient for every weight: these weights have zero.
             total = total + 0.0 * sum(weight.sum() for weight in self.learning.parameters())
             sums_1C = sums_KC.new_zeros(1, len(COLUMNS))
         else:
             language, sums_1C = self._language(states, original)
             total = total + language
-        return Learned(total, torch.cat([sums_1C, sums_KC]), weights, (1, *drafts.offsets))
+        return BatchLoss(total, torch.cat([sums_1C, sums_KC]), weights, (1, *drafts.offsets))
 
     def _language(self, states: Features, original: Features) -> tuple[Tensor, Tensor]:
-        """(total, sums_1C) of the adapted target's own predictions, held to the original's or to the text."""
+        """(total, sums_1C) of the adapted target's own predictions against the original's or the text."""
         from_target = self.config.keep == "target"
         adapted = self.learning.target
         loss = VocabularyLoss(
@@ -197,10 +199,10 @@ class Medusa2Module(MedusaModule):
 
     @property
     def learns_text(self) -> bool:
-        """As for all heads; the target itself learns the text where `keep` says so."""
+        """Whether the text's tokens are labels, of the heads or with `keep: text` of the target."""
         return super().learns_text or self.config.keep == "text"
 
-    def describe(self, sums_KC: Tensor, learned: Learned) -> dict[str, float]:
+    def describe(self, sums_KC: Tensor, learned: BatchLoss) -> dict[str, float]:
         """The heads' figures, and those of the target's own predictions as `language/...`."""
         total, count = (float(value) for value in weighted_mean_loss(sums_KC, learned.weights))
         own = describe_steps(sums_KC[:1], (1.0,), (1,))
@@ -209,17 +211,17 @@ class Medusa2Module(MedusaModule):
         heads = describe_steps(sums_KC[1:], learned.weights[1:], learned.offsets[1:])
         return heads | language | ({"loss": total / count} if count else {})
 
-    # What is decoded and kept ----------------------------------------------------------------------------------------
+    # Validation and trained weights ----------------------------------------------------------------------------------
 
     @property
     def adapter(self) -> Adapter:
-        """The target's low-rank changes as they are now."""
+        """The target's current low-rank changes."""
         return self.learning.read()
 
-    def judges(self, rows: list[Features]) -> tuple[Target, list[Features]]:
+    def verifier(self, rows: list[Features]) -> tuple[Target, list[Features]]:
         """The adapted target and its own greedy answers to some of the held-out prompts.
 
-        The stored answers are the original's. They serve as long as the target has not changed.
+        The stored answers are the original's; they are used as long as the target has not changed.
         """
         chosen = rows[: self.config.validation_answers]
         if self.learning.unchanged:
@@ -232,7 +234,7 @@ class Medusa2Module(MedusaModule):
         return {**self.drafter.state_dict(), **self.adapter.tensors()}
 
     def restore(self, weights: dict[str, Tensor]) -> None:
-        """Take over what `trained` gave."""
+        """Load the weights that `trained` returned."""
         changes = {name: tensor for name, tensor in weights.items() if name.startswith(PREFIX)}
         self.learning.load(Adapter.rebuild(self.adapter.describe(), changes))
         self.drafter.load_state_dict({name: tensor for name, tensor in weights.items() if name not in changes})

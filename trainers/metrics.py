@@ -1,4 +1,4 @@
-"""What a training step is told by: sums and counts for each draft step, reduced last.
+"""Figures of a training step: sums and counts for each draft step, reduced last.
 
 Shapes: K draft steps, C columns of sums, N rows, Q entries of the draft vocabulary.
 """
@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 RANKS = (1, 2, 3, 5, 10)
-"""A hit at rank r: the label is among the r best guesses."""
+"""Ranks r of reported hits: the label is among the r best guesses."""
 COLUMNS = ("count", "missed", "loss", "alpha", "alpha_count", "feature", *(f"top{rank}" for rank in RANKS))
-"""Sums kept for each draft step: labels learned, labels outside the draft vocabulary, the whole loss; the chance that
-rejection sampling accepts the draft's token, and how many labels it was formed for; the feature loss before its
-weight; hits by rank."""
+"""Sums of each draft step: labels learned, labels outside the draft vocabulary, the whole loss; the probability that
+rejection sampling accepts the draft's token, and the number of labels with it; the unweighted feature loss; hits by
+rank."""
 
 
 def rank_hits(logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor) -> Tensor:
-    """How many valid labels are among the r best entries, for each r of RANKS; float32.
+    """Number of valid labels among the r best entries, for each r of RANKS; float32.
 
-    A label's rank is the number of strictly greater logits: one comparison instead of a sort of the vocabulary.
-    Counting in int32 is five times as fast as in the int64 that `sum` takes by itself, to which it copies the mask.
+    A label's rank is the number of strictly greater logits: one comparison in place of sorting the vocabulary. Counting
+    in int32 is five times as fast as in int64, the default of `sum`, to which it would copy the mask.
     """
     better_N = (logits_NQ > logits_NQ.gather(1, labels_N[:, None])).sum(1, dtype=torch.int32)
     ranks_R = torch.tensor(RANKS, device=logits_NQ.device)
@@ -30,20 +30,20 @@ def rank_hits(logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor) -> Tensor:
 
 
 def weighted_mean_loss(sums_KC: Tensor, weights_K: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """(sum, count) of the training loss: draft step k counts `weights_K[k]` times, in the loss and in the count."""
+    """(sum, count) of the training loss: draft step k has weight `weights_K[k]` in both."""
     weights = torch.tensor(weights_K, dtype=sums_KC.dtype, device=sums_KC.device)
     return (weights * sums_KC[:, COLUMNS.index("loss")]).sum(), (weights * sums_KC[:, 0]).sum()
 
 
 def describe(sums_KC: Tensor, weights_K: Sequence[float], offsets: Sequence[int]) -> dict[str, float]:
-    """Readable figures of the sums of one optimizer step or one held-out set.
+    """Figures by name from the sums of one optimizer step or one held-out set.
 
-    `alpha` is the mean over the labels learned, where the target's whole distribution was formed: over the whole
-    vocabulary with any teacher, over a reduced one with the objectives that need it.
+    `alpha` is the mean over the labels learned and needs the target's whole distribution: with the whole vocabulary any
+    teacher computes it, with a reduced one only the objectives that read it.
 
-    `expected_accepted_length` is a teacher-forced estimate for a chain, steps taken as independent: 1 + top1 of the
-    first head + top1 of the first times top1 of the second + ... It is no measurement; that is `accepted_length`. It
-    stands only where each draft step predicts further ahead than the one before.
+    `expected_accepted_length` is a teacher-forced estimate for a chain with independent steps: 1 + top1 of the first
+    head + top1 of the first times top1 of the second + ... The measured figure is `accepted_length`. It is left out
+    unless each draft step predicts further ahead than the one before.
     """
     total, weight = weighted_mean_loss(sums_KC, weights_K)
     figures = {"loss": float(total / weight)} if float(weight) else {}

@@ -1,5 +1,5 @@
-"""Large positions out of short rows: what follows the first tokens of a conversation is moved far on, as if a long text
-stood between (anchor-offset positions, LongSpec, arXiv:2502.17421).
+"""Large position ids in short rows: the positions after the first tokens of a conversation get an offset, as if a long
+text preceded them (anchor-offset positions, LongSpec, arXiv:2502.17421).
 
 Shapes: B rows, L positions.
 """
@@ -14,19 +14,19 @@ from ..modules.features import Features
 from ..modules.target.model import Target
 
 _UNKNOWN = 1 << 30
-"""Context length of a target whose configuration names none."""
+"""Context length of a target whose configuration has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PositionConfig:
-    """Where the drafter believes the tokens of a training row to stand."""
+    """Offsets of the position ids that the drafter gets in training."""
 
     offset: Literal["max"] | int | None = None
-    """Largest number that positions are moved by, one drawn uniformly from 0 up for each conversation of a micro-batch;
-    `max` is as far as the target's context has room for, which no other offset leaves either. None moves nothing: a
-    drafter then never learns the positions behind its rows."""
+    """Largest offset of the position ids; each conversation of a micro-batch draws one uniformly from 0 up. `max` is
+    the largest that fits the target's context, which no offset exceeds. None adds no offsets: a drafter then never
+    learns positions beyond its rows."""
     anchors: int = 4
-    """First tokens of a conversation whose positions stay; attention leans on them in long texts too."""
+    """First tokens of a conversation without an offset; attention relies on them in long texts too."""
 
     def __post_init__(self) -> None:
         if self.anchors < 0:
@@ -35,13 +35,13 @@ class PositionConfig:
             isinstance(self.offset, int) and not isinstance(self.offset, bool) and self.offset >= 1
         ):
             raise UserError(f"positions.offset must be 'max' or a whole number of at least 1, got {self.offset!r}; "
-                            "leave it out to move nothing")
+                            "leave it out for no offset")
 
     def limit(self, target: Target) -> int:
-        """The largest offset beside this target.
+        """The largest offset for this target.
 
         Raises:
-            UserError: if it is larger than the context, or nobody knows how large that is.
+            UserError: if it is larger than the context, or the context is unknown.
         """
         name, context = target.identity.name, target.context_length
         if self.offset is None:
@@ -57,19 +57,19 @@ class PositionConfig:
         return context
 
 
-def moved(features: Features, *, anchors: int, limit: int, highest: int) -> Features:
-    """The batch with position ids from `anchors` up moved on, by one offset a conversation.
+def with_offsets(features: Features, *, anchors: int, limit: int, highest: int) -> Features:
+    """The batch with one offset for each conversation on its position ids from `anchors` up.
 
-    Nothing else changes: order, sight and labels go by the index, and the states are those that the target had at its
-    own positions. (LongSpec's code moves the target's as well, which stored states do not allow.) What drafts from the
-    anchors themselves goes on right behind them, as at the beginning of a text.
+    Nothing else changes: order, attention and labels follow the index, and the states are the target's at its own
+    positions. (LongSpec's code offsets the target's positions as well, which stored states do not allow.) A draft from
+    the anchors themselves continues right after them, as at the start of a text.
 
-    Offsets come from torch's generator on the CPU: whoever sets its seed for a micro-batch repeats them.
+    Offsets come from torch's generator on the CPU, so that the seed of a micro-batch determines them.
 
     Args:
-        anchors: first positions of a conversation that stay.
+        anchors: first positions of a conversation without an offset.
         limit: largest offset.
-        highest: position id that none is moved beyond. What lies beyond it already is not moved.
+        highest: largest resulting position id. Positions already beyond it get no offset.
     """
     numbers_BL, positions_BL = features.segments_BL.clamp(min=0), features.positions_BL
     there_BL = positions_BL.masked_fill(features.segments_BL < 0, 0)

@@ -1,4 +1,4 @@
-"""Learning rates over a run."""
+"""Learning-rate schedules."""
 
 import math
 from collections.abc import Callable
@@ -7,16 +7,16 @@ from collections.abc import Callable
 def warmup_cosine(
     warmup_steps: int, max_steps: int, time_spent: Callable[[], float] = lambda: 0.0
 ) -> Callable[[int], float]:
-    """Factor of the peak learning rate for the optimizer step that comes after `step` finished ones.
+    """Factor of the peak learning rate for the optimizer step after `step` finished ones.
 
-    It rises in equal parts over the first `warmup_steps` steps, the first of which already learns, is 1 at the last of
-    them, and falls along a half cosine towards zero, which it would reach just after the last step.
+    It rises linearly over the first `warmup_steps` steps, from above 0 at the first to 1 at the last of them, and falls
+    along a half cosine towards zero, which it would reach just after the last step.
 
     Args:
         warmup_steps: steps of the rise.
         max_steps: steps of the run.
-        time_spent: share of the run's time that is over, for runs that may end by time: the cosine follows whichever
-            of steps and time is further on.
+        time_spent: elapsed share of the run's time, for runs that may end by time: the cosine follows steps or time,
+            whichever is further on.
     """
 
     def factor(step: int) -> float:
@@ -28,17 +28,17 @@ def warmup_cosine(
     return factor
 
 
-def stage_factor(progress: float, begin: float, end: float, *, rise: float, step: float) -> float:
-    """Factor of the peak learning rate in one stage of a run: 0 outside of it, in it a straight rise and a half cosine.
+def stage_factor(progress: float, start: float, end: float, *, rise: float, step: float) -> float:
+    """Factor of the peak learning rate in one stage of a run: a linear rise and a half cosine, 0 outside the stage.
 
     Args:
-        progress: how far the run is before the optimizer step that asks, from 0 to 1.
-        begin: progress at which the stage begins; its first step learns already.
-        end: progress at which it ends, where the cosine reaches zero.
-        rise: progress that the rise takes.
+        progress: progress of the run before the optimizer step, from 0 to 1.
+        start: progress at the start of the stage; the factor of its first step is above 0.
+        end: progress at the end of the stage, where the cosine reaches zero.
+        rise: progress of the rise.
         step: progress of one optimizer step.
     """
-    if not begin <= progress < end:
+    if not start <= progress < end:
         return 0.0
-    risen = min(1.0, (progress - begin + step) / rise) if rise else 1.0
-    return risen * 0.5 * (1.0 + math.cos(math.pi * (progress - begin) / (end - begin)))
+    risen = min(1.0, (progress - start + step) / rise) if rise else 1.0
+    return risen * 0.5 * (1.0 + math.cos(math.pi * (progress - start) / (end - start)))

@@ -1,4 +1,4 @@
-"""How long a run has trained, and what it took of the machine."""
+"""Training time and peak memory of a run."""
 
 import resource
 import sys
@@ -10,9 +10,9 @@ import torch
 
 
 class Clock:
-    """Seconds of training: validation, checkpoints and the time before the first step are left out.
+    """A clock of training seconds, without validation, checkpoints and the time before the first step.
 
-    It stands still until `start`. A resumed run sets `before` to what the interrupted one had spent.
+    It is stopped until `start`. A resumed run sets `before` to the seconds of the interrupted one.
     """
 
     def __init__(self) -> None:
@@ -20,11 +20,11 @@ class Clock:
         self._since: float | None = None
 
     def start(self) -> None:
-        """Let it run, once more after a pause."""
+        """Start or restart the clock."""
         self._since = time.perf_counter()
 
     def stop(self) -> None:
-        """Let it stand."""
+        """Stop the clock."""
         self.before, self._since = self.seconds, None
 
     @property
@@ -34,16 +34,16 @@ class Clock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do something that is no training."""
+        """Context in which the clock is stopped."""
         self.stop()
         yield
         self.start()
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Greatest memory so far: what this process allocated on a CUDA device, or held resident anywhere else."""
+    """Peak memory of this process: allocated on a CUDA device, or resident for any other device."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # Kilobytes, but on macOS bytes.
+    # Kilobytes, except on macOS, where the unit is bytes.
     return peak if sys.platform == "darwin" else peak * 1024

@@ -21,9 +21,9 @@ NEAR_TIE_GAP = {torch.float64: 0.0, torch.float32: 1e-4}
 HALF_PRECISION_STEPS = 2
 """In half precision the same, in rounding steps of the best logit."""
 NEAR_EDGE = {torch.float64: 1e-12, torch.float32: NEAR_TIE_GAP[torch.float32] / 4}
-"""How far a uniform number may lie outside a token's share of the distribution and still be rounded into it. Logits
-that move against each other by the gap of a near-tie move a sum F of probabilities by at most F (1 - F) times as much.
-"""
+"""Largest distance of a uniform number outside a token's share of the distribution at which rounding explains it.
+Logits that move against each other by the gap of a near-tie move a sum F of probabilities by at most F (1 - F) times as
+much."""
 NEAR_EDGE_HALF = 0.05
 """The same in half precision."""
 

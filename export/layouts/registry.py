@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from ...modules import Drafter, Falcon, Target, UserError
+from ...modules import Drafter, Target, UserError
 from ..artifact import Artifact
 from .eagle import export_eagle
 from .huggingface import export_huggingface
@@ -21,9 +21,8 @@ def export_artifact(artifact: Artifact, target: Target, format_name: str, out: P
         raise ValueError("an artifact that changes its target is exported by draftsmith.export.layouts.merged_target")
     if format_name not in EXPORTERS:
         raise UserError(f"unknown export format {format_name!r}; choose one of {', '.join(FORMATS)}")
-    if isinstance(artifact.drafter, Falcon):
-        raise UserError("no serving engine runs a Falcon drafter, and its official code does not run as released: "
-                        "there is no layout to write; decode the artifact with draftsmith")
+    if artifact.drafter.export_refusal is not None:
+        raise UserError(artifact.drafter.export_refusal)
     EXPORTERS[format_name](artifact.drafter, target, out)
     return out
 

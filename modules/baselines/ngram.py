@@ -1,4 +1,4 @@
-"""N-grams with the distributions the target had behind them (ADED arXiv:2407.12021, STAND arXiv:2506.04708).
+"""N-grams with the target distributions that followed them (ADED arXiv:2407.12021, STAND arXiv:2506.04708).
 
 Shapes: B rows, F frontier nodes, M nodes of a pass, G tokens of a context, P entries of the memory, C candidates of an
 entry, W entries averaged, Q = W * C.
@@ -17,16 +17,16 @@ from .token_recycling import required
 
 @dataclass(frozen=True, kw_only=True)
 class NgramConfig:
-    """What is remembered and how much of it is asked."""
+    """Size of the n-gram memory and of a lookup in it."""
 
     longest: int = 4
-    """Contexts are compared up to so many tokens."""
+    """Largest number of tokens of a context that are compared."""
     candidates: int = 4
-    """Likeliest tokens remembered behind a context, with their log-probabilities."""
+    """Most probable next tokens stored for a context, with their log-probabilities."""
     averaged: int = 4
-    """At most so many of the latest entries with the longest match are averaged."""
+    """Largest number of entries averaged: the latest ones with the longest match."""
     memory: int = 4096
-    """Contexts remembered, of all rows and requests together; the oldest is overwritten."""
+    """Contexts stored, of all rows and requests together; the oldest is overwritten."""
 
     def __post_init__(self) -> None:
         for name in ("longest", "candidates", "averaged", "memory"):
@@ -37,7 +37,7 @@ class NgramConfig:
 
 
 class NgramState(Text):
-    """The texts, and the context of each node of the tree that is being grown."""
+    """Texts of the rows, and the context of each node of the growing tree."""
 
     def __init__(self, rows: int, capacity: int, margin: int, device: torch.device) -> None:
         super().__init__(rows, capacity, margin, device)
@@ -46,12 +46,11 @@ class NgramState(Text):
 
 
 class Ngrams(Proposer):
-    """Proposes the averaged distribution of the latest earlier places with the longest common context.
+    """Drafter that proposes the averaged distribution after the latest earlier contexts with the longest match.
 
-    The memory is shared by all rows and outlives requests, so that several answers to one prompt help each other, as in
-    STAND; there every n-gram has one running average and is found by a hash table, here the latest few entries are
-    averaged and found by comparing tokens, on the device and for all nodes at once. Only accepted tokens are
-    remembered.
+    The memory is shared by all rows and kept across requests, so that several answers to one prompt help each other, as
+    in STAND; there every n-gram has one running average and is found by a hash table, here the latest few entries are
+    averaged and found by comparing tokens, on the device and for all nodes at once. Only accepted tokens are stored.
     """
 
     family = "ngrams"
@@ -59,7 +58,7 @@ class Ngrams(Proposer):
     def __init__(self, config: NgramConfig, vocab_size: int, device: torch.device) -> None:
         self.config, self.device = config, device
         entries, kept = config.memory, min(config.candidates, vocab_size)
-        # The last entry is written by nodes that must teach nothing, and never read.
+        # The last entry is written for nodes that are not stored, and never read.
         self.contexts_PG = torch.full((entries + 1, config.longest), -1, device=device)
         self.ids_PC = torch.zeros(entries + 1, kept, dtype=torch.long, device=device)
         self.log_probs_PC = torch.full((entries + 1, kept), -torch.inf, device=device)
@@ -67,7 +66,7 @@ class Ngrams(Proposer):
 
     @property
     def reads_logits(self) -> bool:
-        """The distributions come from the logits of accepted nodes."""
+        """True: the distributions come from the logits of accepted nodes."""
         return True
 
     def start(self, rows: int, capacity: int) -> NgramState:
@@ -75,7 +74,7 @@ class Ngrams(Proposer):
         return NgramState(rows, capacity, self.config.longest, self.device)
 
     def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
-        """Remember the context and the likeliest successors of every accepted node."""
+        """Store the context and the most probable next tokens of every accepted node."""
         held, verified = _ngrams(state), required(observation, self.family)
         held.nodes_BM = held.contexts_BMG = None
         places_RN = held.append(rows_R, observation)
@@ -90,16 +89,16 @@ class Ngrams(Proposer):
         self.log_probs_PC[slots_E] = log_probs_BMC.flatten(0, 1).float()
 
     def _slots(self, taken_E: Tensor) -> Tensor:
-        """Where each entry goes: the next places of the ring, or the unread one for entries not taken."""
+        """Place of each entry: the next ones of the ring buffer, or the unread one for entries not taken."""
         memory, order_E = self.config.memory, taken_E.long().cumsum(0)
-        # More than the memory holds at once: only the last of them, so that no place is written twice.
+        # Only the last `memory` entries of one call are stored, so that no place is written twice.
         taken_E = taken_E & (order_E > order_E[-1] - memory)
         slots_E = torch.where(taken_E, (self.written + order_E - 1) % memory, memory)
         self.written += order_E[-1]
         return slots_E
 
     def expand(self, state: DraftState, frontier: Frontier) -> Scores:
-        """Averaged distributions behind the context of each node."""
+        """Averaged distributions after the context of each node."""
         contexts_BFG = self._contexts(_ngrams(state), frontier)
         matched_BFP = self._matched(contexts_BFG)
         slots_P = torch.arange(self.config.memory, device=self.device)
@@ -114,7 +113,7 @@ class Ngrams(Proposer):
         return Scores(log_probs_BFHQ=_summed(ids_BFQ, probs_BFQ).log()[:, :, None], candidates_BFHQ=ids_BFQ[:, :, None])
 
     def _contexts(self, held: NgramState, frontier: Frontier) -> Tensor:
-        """The last tokens of the path to each frontier node; remembered for its children."""
+        """Last tokens of the path to each frontier node, stored for its children."""
         if held.nodes_BM is None or held.contexts_BMG is None:
             rows_B = torch.arange(frontier.nodes_BF.shape[0], device=self.device)
             contexts_BFG = held.endings(rows_B, held.roots_S[:, None], self.config.longest)
@@ -128,7 +127,7 @@ class Ngrams(Proposer):
         return contexts_BFG
 
     def _matched(self, contexts_BFG: Tensor) -> Tensor:
-        """Tokens that each entry's context has in common with each node's, counted from the end, [B, F, P]."""
+        """Number of tokens, counted from the end, that each stored context shares with each node's, [B, F, P]."""
         same_BFP = torch.ones((), dtype=torch.bool, device=self.device)
         matched_BFP = torch.zeros((), dtype=torch.long, device=self.device)
         for back in range(1, self.config.longest + 1):
@@ -138,25 +137,25 @@ class Ngrams(Proposer):
         return matched_BFP
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Clear the memory."""
         self.contexts_PG.fill_(-1)
         self.written.zero_()
 
     def clear(self, state: DraftState, rows_R: Tensor) -> None:
-        """Forget the rows' texts; the memory stays."""
+        """Clear the rows' texts; the memory stays."""
         held = _ngrams(state)
         held.nodes_BM = held.contexts_BMG = None
         held.clear(rows_R)
 
     def keep(self, state: DraftState, rows_R: Tensor) -> None:
-        """Let row r be the former row rows_R[r]."""
+        """Make the former row rows_R[r] the row r."""
         held = _ngrams(state)
         held.nodes_BM = held.contexts_BMG = None
         held.keep(rows_R)
 
 
 def _summed(ids_BFQ: Tensor, probs_BFQ: Tensor) -> Tensor:
-    """Probabilities with those of equal ids added up at the first of them and zero at the others."""
+    """Probabilities in which those of equal ids are added up at the first one and zero at the others."""
     equal_BFQQ = ids_BFQ[..., :, None] == ids_BFQ[..., None, :]
     total_BFQ = (equal_BFQQ * probs_BFQ[..., None, :]).sum(-1)
     order_Q = torch.arange(ids_BFQ.shape[-1], device=ids_BFQ.device)

@@ -1,4 +1,4 @@
-"""Drafting by copying: the text so far has said it before (prompt lookup, CopySpec arXiv:2503.08643).
+"""Drafting by copying from the text so far (prompt lookup, CopySpec arXiv:2503.08643).
 
 Shapes: B rows of a frontier, R rows that change, S rows of a state, L places of the text buffer, N new positions,
 G tokens of the longest suffix compared, H tokens copied.
@@ -16,14 +16,14 @@ from ..interfaces.proposer import DraftState, Frontier, Observation, Proposer, S
 
 @dataclass(frozen=True, kw_only=True)
 class LookupConfig:
-    """When a text is copied, and how much of it."""
+    """Lengths of the suffix that is searched and of the copy."""
 
     shortest: int = 1
-    """A suffix of at least so many tokens must have occurred before."""
+    """Smallest number of tokens of a suffix that must have occurred before."""
     longest: int = 3
-    """Suffixes are compared up to so many tokens; of several occurrences the longest match wins, then the latest."""
+    """Largest number of tokens of a suffix; of several occurrences the longest match is used, then the latest."""
     copied: int = 7
-    """Tokens copied from behind the occurrence."""
+    """Number of tokens copied from after the occurrence."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.shortest <= self.longest:
@@ -33,12 +33,12 @@ class LookupConfig:
 
 
 class Lookup(Proposer):
-    """Copies what followed the latest of the longest earlier occurrences of the text's last tokens.
+    """Drafter that copies the continuation of the latest of the longest earlier matches of the text's last tokens.
 
     With a short suffix this is prompt lookup decoding, with a long one CopySpec; both originals take the first
     occurrence, and prompt lookup only where a whole continuation follows. Here a copy that reaches the end of the text
-    goes on with what it has copied, as LZ77 does, so that a short cycle is continued to any length. Tokens are compared
-    themselves, not by a hash.
+    continues with the tokens it has copied, as LZ77 does, so that a short cycle is continued to any length. Tokens are
+    compared directly, not by a hash.
     """
 
     family = "lookup"
@@ -48,7 +48,7 @@ class Lookup(Proposer):
 
     @property
     def reach(self) -> int:
-        """The tokens that one copy has."""
+        """Number of tokens of one copy."""
         return self.config.copied
 
     def start(self, rows: int, capacity: int) -> Text:
@@ -60,13 +60,14 @@ class Lookup(Proposer):
         text_of(state).append(rows_R, observation)
 
     def expand(self, state: DraftState, frontier: Frontier) -> Scores:
-        """The copied tokens, one a depth, each the only child; no guess in rows whose last tokens are new.
+        """Scores of the copied tokens, one for each depth, each the only child; no guess in rows without a match.
 
         Raises:
             ValueError: if the frontier is not the root alone.
         """
         if frontier.nodes_BF.shape[1] != 1:
-            raise ValueError(f"a lookup answers at the root only; ask for 1 node, got {frontier.nodes_BF.shape[1]}")
+            raise ValueError("prompt lookup drafts from the root only: a frontier must have 1 node, "
+                             f"got {frontier.nodes_BF.shape[1]}")
         text = text_of(state)
         ends_B, found_B = self._occurrence(text)
         distance_B1 = (text.roots_S - ends_B)[:, None].clamp(min=1)
@@ -77,7 +78,7 @@ class Lookup(Proposer):
         return Scores(log_probs_BFHQ=scores_BH[:, None, :, None], candidates_BFHQ=candidates_BH[:, None, :, None])
 
     def _occurrence(self, text: Text) -> tuple[Tensor, Tensor]:
-        """(place of the last token of the occurrence to copy from, whether there is one), each [B]."""
+        """(place of the last token of the occurrence to copy from, True where there is one), each [B]."""
         length, roots_B1 = self.config.longest, text.roots_S[:, None]
         tail_B1G = text.endings(torch.arange(len(roots_B1), device=self.device), roots_B1, length)
         # Places before the text must not equal each other.
@@ -91,9 +92,9 @@ class Lookup(Proposer):
         return torch.where(best.values >= 0, places_L[best.indices], length), best.values >= 0
 
     def clear(self, state: DraftState, rows_R: Tensor) -> None:
-        """Forget the rows' texts."""
+        """Clear the rows' texts."""
         text_of(state).clear(rows_R)
 
     def keep(self, state: DraftState, rows_R: Tensor) -> None:
-        """Let row r be the former row rows_R[r]."""
+        """Make the former row rows_R[r] the row r."""
         text_of(state).keep(rows_R)

@@ -1,6 +1,6 @@
-"""Drafters that need no training, by name: every evaluation can be told to measure them beside what was trained.
+"""Drafters that need no training, by name, as baselines of an evaluation.
 
-The policies are small enough to pay on a CPU, where the time of a pass grows with its tokens.
+Their trees are small, since on a CPU the time of a pass grows with its tokens.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from .self_speculation import every_other_layer, first_layers
 from .token_recycling import Recycling, recycling_tree
 
 Baseline = tuple[Proposer, Policy]
-"""A drafter and how its trees grow."""
+"""A drafter and the policy that grows its trees."""
 
 
 def _prompt_lookup(target: Target) -> Baseline:
@@ -53,11 +53,12 @@ BASELINES: dict[str, Callable[[Target], Baseline]] = {
     "layer_skip": _skipped_layers,
     "first_layers": _first_layers,
 }
-"""Prompt lookup, CopySpec, Token Recycling, ADED/STAND, SWIFT without its search, and the target's first quarter."""
+"""Prompt lookup, CopySpec, Token Recycling, ADED/STAND, SWIFT without its search, and the first quarter of the target's
+layers."""
 
 
 def baseline(name: str, target: Target) -> Baseline:
-    """A new baseline beside `target`, with nothing remembered.
+    """A new baseline for `target`, with an empty memory.
 
     Raises:
         UserError: if there is none of that name.

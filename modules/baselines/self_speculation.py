@@ -1,5 +1,5 @@
-"""The target as its own draft model: some of its layers, the others skipped (SWIFT arXiv:2410.06916, Draft & Verify
-arXiv:2309.08168), or its first layers only.
+"""Self-speculation: some of the target's layers as the draft model, the others skipped (SWIFT arXiv:2410.06916,
+Draft & Verify arXiv:2309.08168), or its first layers only.
 
 Shapes: B rows, F new tokens, W cache slots in use, N tokens, D hidden size, L tokens of a text.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..drafters.parts.causal_drafter import CausalDraft
-from ..drafters.parts.decoder_block import Sight
+from ..drafters.parts.decoder_block import AttentionContext
 from ..errors import UserError
 from ..features import Features
 from ..interfaces.proposer import Scores
@@ -20,9 +20,9 @@ from ..target.model import Target
 
 
 class LayerDraft(CausalDraft):
-    """A draft model made of the target's layers `kept`, with the target's embedding, last norm and output layer.
+    """Draft model of the target's layers `kept`, with the target's embedding, last norm and output layer.
 
-    It reads the text by itself, into a cache of its own: its states are those of a model that consists of the kept
+    It has a cache of its own and reads the prompt itself: its states are those of a model that consists of the kept
     layers. The papers let the skipping pass read the target's cache, whose keys come from the whole model: that saves
     this cache and reading the prompt, and the kept layers then attend to better states than they could have computed.
     For the first layers of a target both are the same states, computed twice here.
@@ -47,39 +47,39 @@ class LayerDraft(CausalDraft):
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Layers of the target that run."""
+        """Layers of the target that are run."""
         return self._kept
 
     @property
     def num_layers(self) -> int:
-        """The target's."""
+        """Number of layers of the target."""
         return self.target.num_layers
 
     @property
     def device(self) -> torch.device:
-        """The target's."""
+        """Device of the target."""
         return self.target.device
 
-    def run(self, tokens_BF: Tensor, sight: Sight, key_positions_BW: Tensor) -> Tensor:
+    def run(self, tokens_BF: Tensor, attention: AttentionContext, key_positions_BW: Tensor) -> Tensor:
         """One pass of the kept layers."""
         with skipping(self.target.layers, self.kept):
             return self.target.decoder(  # type: ignore[no-any-return]
                 inputs_embeds=self.target.embed(tokens_BF),
-                attention_mask=sight.visible_BNW[:, None],
-                position_ids=sight.positions_BN.clamp(max=self.target.context_length - 1),
-                past_key_values=sight.cache,
+                attention_mask=attention.visible_BNW[:, None],
+                position_ids=attention.positions_BN.clamp(max=self.target.context_length - 1),
+                past_key_values=attention.cache,
                 use_cache=True,
                 key_positions=key_positions_BW,
             ).last_hidden_state
 
     def read_out(self, final: Tensor) -> Scores:
-        """By the target's output layer."""
+        """Log-probabilities by the target's output layer."""
         logits = self.target.logits(final)
         wide = torch.promote_types(logits.dtype, torch.float32)
         return Scores(log_probs_BFHQ=logits.to(wide).log_softmax(-1))
 
     def expand_bytes(self) -> int:
-        """The kept layers and the output layer."""
+        """Bytes of the kept layers and the output layer."""
         kept = (parameter for layer in self.kept for parameter in self.target.layers[layer].parameters())
         return self.target.output_weight().nbytes + sum(parameter.nbytes for parameter in kept)
 
@@ -90,7 +90,7 @@ def first_layers(target: Target, count: int | None = None) -> LayerDraft:
 
 
 def every_other_layer(target: Target) -> LayerDraft:
-    """Where SWIFT begins its search: of the layers between the first and the last, every second one is skipped."""
+    """Starting point of SWIFT's search: of the layers between the first and the last, every second one is skipped."""
     last = target.num_layers - 1
     return LayerDraft(target, [layer for layer in range(last + 1) if layer in (0, last) or layer % 2 == 0])
 
@@ -99,19 +99,19 @@ def every_other_layer(target: Target) -> LayerDraft:
 def search_layers(
     target: Target, texts: Sequence[Sequence[int]], count: int, *, trials: int = 100, seed: int = 0
 ) -> tuple[tuple[int, ...], float]:
-    """Which `count` layers agree best with the whole target on texts of its own (SWIFT, section 4.2).
+    """The `count` layers that agree best with the whole target on texts of its own (SWIFT, section 4.2).
 
     One pass over all texts scores a choice; each trial exchanges one kept layer for a skipped one and is kept if it is
-    better. SWIFT decides for attention and MLP separately and mixes in Bayesian steps; here a layer is skipped whole.
+    better. SWIFT decides for attention and MLP separately and adds Bayesian steps; here a layer is skipped whole.
 
     Args:
         texts: token ids, at least two each.
         count: layers to keep; the first and the last are always among them when it is 2 or more.
         trials: exchanges tried.
-        seed: of the exchanges.
+        seed: seed of the exchanges.
 
     Returns:
-        The layers, ascending, and the share of positions where their argmax is the target's.
+        The layers, ascending, and the share of positions at which their argmax is the target's.
 
     Raises:
         UserError: if `count` is not between 1 and the number of layers, or there is no text.
@@ -150,7 +150,7 @@ def _batch(texts: Sequence[Sequence[int]]) -> Features:
 
 
 def _argmax(target: Target, features: Features, kept: Sequence[int]) -> Tensor:
-    """The likeliest next token at every real position, [P], by the kept layers alone."""
+    """Most probable next token at every position that is not padding, [P], by the kept layers alone."""
     with skipping(target.layers, kept):
         encoded = target.encode(features)
     final_PD = encoded.final()[encoded.segments_BL >= 0]

@@ -1,4 +1,4 @@
-"""Token Recycling: what the target found likely behind a token, it will find likely again (arXiv:2408.08696).
+"""Token Recycling: drafts from a matrix of earlier most probable next tokens (arXiv:2408.08696).
 
 Shapes: V target vocabulary, C candidates of a token, B rows, F frontier nodes, M nodes of a pass, E all nodes of all
 rows.
@@ -14,20 +14,21 @@ from ..interfaces.proposer import DraftState, Frontier, Observation, Proposer, S
 from ..token_tree import Topology
 
 RANK_PROBABILITIES = (0.45, 0.13, 0.07, 0.05, 0.04, 0.03, 0.02, 0.02)
-"""How likely the candidate of each rank is assumed to be the next token: it shapes the tree and orders mixed drafts."""
+"""Assumed probability that the candidate of each rank is the next token: it shapes the tree and orders mixed drafts."""
 
 
 class Recycling(Proposer):
-    """A matrix of the last `candidates` likeliest successors of every token, shared by all rows and requests.
+    """Drafter with a matrix of the latest `candidates` most probable next tokens of every token, shared by all rows.
 
-    Every verified node rewrites its token's line, the rejected nodes too; of two nodes with the same token the later
-    one wins. As in the paper the matrix outlives requests; unlike there, a token that was never verified has no guess
-    instead of token 0, and of a prompt only the last token teaches, since the logits of the others are not computed.
+    Every verified node rewrites the line of its token, the rejected nodes too; of two nodes with the same token the
+    later one is kept. As in the paper the matrix is kept across requests; unlike there, a token that was never verified
+    has no guess instead of token 0, and of a prompt only the last token is used, since the logits of the others are not
+    computed.
 
     Args:
         vocab_size: tokens of the target.
-        device: where the matrix lives: `vocab_size * candidates * 8` bytes.
-        candidates: successors remembered for each token.
+        device: holds the matrix: `vocab_size * candidates * 8` bytes.
+        candidates: next tokens stored for each token.
     """
 
     family = "recycling"
@@ -35,17 +36,17 @@ class Recycling(Proposer):
     def __init__(self, vocab_size: int, device: torch.device, candidates: int = len(RANK_PROBABILITIES)) -> None:
         if not 1 <= candidates <= len(RANK_PROBABILITIES):
             raise UserError(f"candidates must be between 1 and {len(RANK_PROBABILITIES)}, got {candidates}")
-        # The last line is written by nodes that must teach nothing.
+        # The last line is written for padding, and never read.
         self.successors_VC = torch.full((vocab_size + 1, min(candidates, vocab_size)), -1, device=device)
         self.log_probs_C = torch.tensor(RANK_PROBABILITIES[: self.successors_VC.shape[1]], device=device).log()
 
     @property
     def reads_logits(self) -> bool:
-        """The logits are all it learns from."""
+        """True: the matrix is filled from logits."""
         return True
 
     def start(self, rows: int, capacity: int) -> DraftState:
-        """Rows have no state of their own."""
+        """An empty state: nothing belongs to a row."""
         return DraftState()
 
     def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
@@ -60,24 +61,24 @@ class Recycling(Proposer):
         self.successors_VC[torch.where(repeated_E, unused, tokens_E)] = lines_EC
 
     def expand(self, state: DraftState, frontier: Frontier) -> Scores:
-        """The remembered successors of each node's token, by rank."""
+        """The stored next tokens of each node's token, by rank."""
         candidates_BFHC = self.successors_VC[frontier.tokens_BF][:, :, None]
         scores_BFHC = torch.where(candidates_BFHC >= 0, self.log_probs_C, -torch.inf)
         return Scores(log_probs_BFHQ=scores_BFHC, candidates_BFHQ=candidates_BFHC.clamp(min=0))
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Clear the memory."""
         self.successors_VC.fill_(-1)
 
     def clear(self, state: DraftState, rows_R: Tensor) -> None:
-        """Nothing belongs to a row."""
+        """Do nothing: nothing belongs to a row."""
 
     def keep(self, state: DraftState, rows_R: Tensor) -> None:
-        """Nothing belongs to a row."""
+        """Do nothing: nothing belongs to a row."""
 
 
 def recycling_tree(size: int, depth: int = 6) -> Topology:
-    """The tree of `size` nodes that is best if a candidate's chance depends on its rank alone, in best-first order.
+    """Best tree of `size` nodes if a candidate's probability depends on its rank alone, in best-first order.
 
     The paper's template has 80 nodes below the root and depth 6, found by hand for an A100.
 
@@ -98,7 +99,7 @@ def recycling_tree(size: int, depth: int = 6) -> Topology:
 
 
 def required(observation: Observation, family: str) -> Verified:
-    """The logits of an observation.
+    """The verified nodes of an observation, with their logits.
 
     Raises:
         ValueError: if it carries none.

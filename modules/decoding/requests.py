@@ -33,7 +33,7 @@ class Request:
     """0 is greedy; a sampled answer has one from 0.001 to 1000, where float32 keeps what it stands for."""
 
     def fault(self, context_length: int, vocab_size: int) -> str:
-        """What is wrong with this request, in a sentence that names it; empty when nothing is."""
+        """The error of this request, in a sentence that names it; empty for a sound one."""
         total = len(self.tokens) + self.max_new_tokens
         if not 0 <= self.index <= LARGEST_INDEX:
             return f"prompt {self.index}: an index must be from 0 to 2^63 - 1; number the requests from 0"
@@ -129,7 +129,7 @@ class Generation:
     finish: Finish = "length"
     """Why it ended: an end token, the length limit, a stop text, or an error."""
     error: str = ""
-    """What went wrong, in a sentence that names the request; empty unless `finish` is "error"."""
+    """The error, in a sentence that names the request; empty unless `finish` is "error"."""
 
     @property
     def passes(self) -> int:

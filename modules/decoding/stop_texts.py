@@ -8,7 +8,7 @@ _CONTEXT = 8
 
 
 def first_stop(tokenizer: Any, before: Sequence[int], new: Sequence[int], stops: Sequence[str]) -> int | None:
-    """How many of the new tokens complete the first stop text, or None.
+    """The number of new tokens that complete the first stop text, or None.
 
     Only the end of the answer is decoded: as many tokens as hold a character more than the longest stop text, and a
     few for those whose text depends on the token before. Where a stop text seems to be there, the whole answer decides.
@@ -25,7 +25,7 @@ def first_stop(tokenizer: Any, before: Sequence[int], new: Sequence[int], stops:
 
 
 def _tail(tokenizer: Any, tokens: Sequence[int], characters: int) -> int:
-    """How many of the last tokens hold more than so many characters; all of them where none do."""
+    """The number of last tokens that surely hold more than so many characters; all where none do."""
     count = _CONTEXT + characters
     while count < len(tokens):
         text = tokenizer.decode(list(tokens[len(tokens) - count + _CONTEXT :]), skip_special_tokens=False)

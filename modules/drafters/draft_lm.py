@@ -1,17 +1,17 @@
-"""A small language model of the target's vocabulary that reads the text by itself and drafts token by token (FastDraft,
-arXiv:2411.11055), or several tokens a pass through mask tokens (PARD, arXiv:2504.18583).
+"""A small language model with the target's vocabulary that reads the text itself and drafts token by token (FastDraft,
+arXiv:2411.11055), or several tokens in one pass through mask tokens (PARD, arXiv:2504.18583).
 
-It reads tokens alone. Its state at index p predicts the token at p + 1: while decoding, every token up to the root has
-been read, and the root's own state scores the root's children.
+It reads tokens alone. Its state at position p predicts the token at p + 1: while decoding it reads every token up to
+the root, and the root's own state scores the root's children.
 
-Shapes: B rows, L positions, F nodes of a draft pass, H depths answered at once, K draft steps, D hidden size of the
+Shapes: B rows, L positions, F nodes of a draft pass, H depths scored at once, K draft steps, D hidden size of the
 draft, V target vocabulary, Q entries of the draft vocabulary.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from ..config_checks import settings_of
 from ..errors import UserError
 from ..features import Features
 from ..interfaces.drafter import Drafter, Drafts
+from ..interfaces.family_card import FamilyCard
 from ..interfaces.proposer import Scores
 from ..target.draft_vocabulary import require_ids
 from ..target.excerpt import layer_list
@@ -30,14 +31,14 @@ from ..target.kv_cache import RowCache
 from ..target.layer_skipping import skipping
 from ..target.model import Target, post_process
 from ..target.submodel import config_of, fields_of, new_model
-from .draft_lm_config import DraftLMConfig, beginning, check_fit
+from .draft_lm_config import DraftLMConfig, check_fit, initial_model
 from .parts.causal_drafter import SLOT, CausalDraft, CausalState
-from .parts.decoder_block import Sight
+from .parts.decoder_block import AttentionContext
 from .parts.mask_tokens import by_depth, conditional_drop, pack, useful, visible
 
 
 class DraftLM(CausalDraft, Drafter):
-    """A causal language model of transformers as a drafter; all its weights are its own.
+    """A causal language model of transformers as a drafter; it borrows no weights.
 
     Own weights: `decoder.*` under transformers' names, `head.weight` unless the output layer is the embedding,
     `mask_embedding` with several depths, `token_ids` with a reduced vocabulary. Make a new one with `DraftLM.create`.
@@ -48,6 +49,12 @@ class DraftLM(CausalDraft, Drafter):
     """
 
     family = "draft_lm"
+    card = FamilyCard(
+        name="draft language model", papers=("2411.11055", "2407.01955", "2504.18583"), exports=("huggingface",),
+        guesses="a small model with the target's vocabulary, new or from the target's layers, token by token or "
+                "several a pass through mask tokens",
+        cost="needs no target states in training; one model run for each level of the tree",
+    )
     token_ids: Tensor | None
     mask_embedding: nn.Parameter | None
 
@@ -80,11 +87,11 @@ class DraftLM(CausalDraft, Drafter):
     # Making one ------------------------------------------------------------------------------------------------------
 
     @classmethod
-    def create(cls, config: DraftLMConfig, target: Target, token_ids_Q: Tensor | None = None) -> "DraftLM":
-        """A new draft beside `target`.
+    def create(cls, config: DraftLMConfig, target: Target, token_ids_Q: Tensor | None = None) -> Self:
+        """A new draft model for `target`, bound to it.
 
         Args:
-            config: what it begins with.
+            config: its shape and its first weights.
             target: the model it drafts for.
             token_ids_Q: ids of the reduced draft vocabulary, when `config.vocabulary_size` asks for one.
 
@@ -92,19 +99,19 @@ class DraftLM(CausalDraft, Drafter):
             UserError: if the layers, the folder or the ids do not fit.
         """
         require_ids(config.vocabulary_size, token_ids_Q)
-        model = beginning(config, target)
+        model = initial_model(config, target)
         drafter = cls(config, model)
-        # A sketch of a target has no values to begin with.
+        # A target on the meta device, used for planning, has no values.
         if target.device.type != "meta":
-            drafter._begin(model.get_output_embeddings(), token_ids_Q)
-        # Half precision would lose small updates: masters stay in float32.
+            drafter._initialise(model.get_output_embeddings(), token_ids_Q)
+        # Half precision would lose small updates: trained weights stay in float32.
         drafter.to(device=target.device, dtype=torch.promote_types(target.dtype, torch.float32))
         drafter.bind(target)
         return drafter
 
     @torch.no_grad()
-    def _begin(self, output: nn.Linear, token_ids_Q: Tensor | None) -> None:
-        """Begin the reduced output layer with the rows of a whole one, the mask token as the token in its place."""
+    def _initialise(self, output: nn.Linear, token_ids_Q: Tensor | None) -> None:
+        """Initialise the reduced output layer with rows of the whole one, the mask embedding with its token's."""
         if self.token_ids is not None and self.head is not None and token_ids_Q is not None:
             self.token_ids.copy_(token_ids_Q)
             for name, parameter in self.head.named_parameters():
@@ -118,12 +125,12 @@ class DraftLM(CausalDraft, Drafter):
         return self.embedding_weight().shape[1]
 
     def describe(self) -> dict[str, Any]:
-        """The settings and the model's configuration, JSON-ready; not the folder it began with."""
+        """The settings and the model's configuration, JSON-ready, without the folder of its first weights."""
         return {**asdict(self.config), "folder": None, "model": fields_of(self.architecture)}
 
     @classmethod
-    def rebuild(cls, description: dict[str, Any], identity: TargetIdentity) -> "DraftLM":
-        """An equal drafter, NaN until its weights are loaded. Raises UserError on an unknown description."""
+    def rebuild(cls, description: dict[str, Any], identity: TargetIdentity) -> Self:
+        """An equal drafter whose weights are NaN until loaded. Raises UserError on an unknown description."""
         given = settings_of(description, DraftLMConfig, "a draft language model is", "model")
         model = new_model(config_of(given.pop("model")))
         lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
@@ -134,12 +141,12 @@ class DraftLM(CausalDraft, Drafter):
         return drafter
 
     def bind(self, target: Target) -> None:
-        """Nothing is borrowed, but the vocabularies must have been compared before it runs."""
+        """Compare the vocabularies, which must be done before it runs; it borrows nothing."""
         require_vocabulary(self.vocab_size, target, "at hand")
         self._bound, self._packs = True, target.packed is not None
 
-    def _apply(self, fn: Any, recurse: bool = True) -> "DraftLM":
-        """Move or cast the weights. Rotary frequencies are moved only: rounded ones would be other positions."""
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Move or cast the weights. Rotary frequencies are only moved: rounded ones would change positions."""
         kept = {name: buffer for name, buffer in self.decoder.named_buffers() if buffer.is_floating_point()}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, buffer in kept.items():
@@ -147,16 +154,16 @@ class DraftLM(CausalDraft, Drafter):
             setattr(self.decoder.get_submodule(owner), last, buffer.to(self.device))
         return self
 
-    # What the contract asks ------------------------------------------------------------------------------------------
+    # The contract's properties ---------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """Device of the weights."""
         return self._embedding().weight.device
 
     @property
     def reads_states(self) -> bool:
-        """It reads tokens alone."""
+        """False: it reads tokens alone."""
         return False
 
     @property
@@ -166,24 +173,24 @@ class DraftLM(CausalDraft, Drafter):
 
     @property
     def reach(self) -> int | None:
-        """With mask tokens the depths of one pass; else as deep as anyone likes."""
+        """The depths of one pass with mask tokens; without them None, no limit."""
         return self.config.depths if self.slots else None
 
     @property
     def unrolls(self) -> int | None:
-        """Without mask tokens: the exit that drafts, again and again."""
+        """The exit that drafts autoregressively; None with mask tokens."""
         if self.slots:
             return None
         return self.config.exits.index(self.depth) if self.config.exits else 0
 
     @property
     def depth(self) -> int:
-        """Layers that run while decoding."""
+        """Number of layers that run while decoding."""
         return self.config.decode_exit or len(self._layers())
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Every exit predicts the next token, mask token k the one k places further."""
+        """1 for every exit; with mask tokens 1 for the token itself and k + 1 for mask token k."""
         if self.slots:
             return tuple(range(1, self.config.depths + 1))
         return (1,) * max(1, len(self.config.exits))
@@ -191,34 +198,34 @@ class DraftLM(CausalDraft, Drafter):
     # Training --------------------------------------------------------------------------------------------------------
 
     def forward(self, features: Features) -> Drafts:
-        """States at all positions, segments isolated: of every exit, or of every depth."""
+        """States of every exit, or of every depth, at all positions; segments do not see each other."""
         if self.slots:
             return self._forward_depths(features)
         positions_BL = features.positions_BL
-        with self._leaving() as states:
+        with self._exit_states() as states:
             final_BLD = self._states(self.embed(features.tokens_BL), features.visible(), positions_BL, positions_BL)
         norm = _last_norm(self.decoder) if states else None
         exits = [norm(state) for state in states] if norm is not None else []
         return Drafts(hidden_BLKD=torch.stack([*exits, final_BLD], dim=2), offsets=self.offsets)
 
     def _forward_depths(self, features: Features) -> Drafts:
-        """One pass over the texts and the mask tokens kept; while evaluating, all are."""
+        """States of one pass over the texts and the kept mask tokens; in evaluation mode all are kept."""
         kept_BLK = torch.ones(*features.tokens_BL.shape, self.config.depths, dtype=torch.bool, device=self.device)
         if self.training:
             kept_BLK = conditional_drop(useful(features, self.config.depths), self.config.keep_rate,
                                         self.config.keep_least)
         slots = pack(kept_BLK)
         masks_BS = torch.full_like(slots.anchors_BS, SLOT)
-        behind_BS = features.positions_BL.gather(1, slots.anchors_BS) + slots.depths_BS
-        positions_BM = torch.cat([features.positions_BL, behind_BS], dim=1).clamp(max=self.positions - 1)
+        positions_BS = features.positions_BL.gather(1, slots.anchors_BS) + slots.depths_BS
+        positions_BM = torch.cat([features.positions_BL, positions_BS], dim=1).clamp(max=self.positions - 1)
         embedded_BMD = self.embed(torch.cat([features.tokens_BL, masks_BS], dim=1))
         states_BMD = self._states(embedded_BMD, visible(features, slots), positions_BM, positions_BM)
         hidden_BLKD = by_depth(states_BMD, slots, kept_BLK.shape[1], self.config.depths)
         return Drafts(hidden_BLKD=hidden_BLKD, offsets=self.offsets, valid_BLK=kept_BLK if self.training else None)
 
     @contextmanager
-    def _leaving(self) -> Iterator[list[Tensor]]:
-        """Collect the outputs of the layers before each exit but the last."""
+    def _exit_states(self) -> Iterator[list[Tensor]]:
+        """Context in which the outputs at all exits but the last are collected."""
         states: list[Tensor] = []
 
         def keep(_module: nn.Module, _args: Any, output: Any) -> None:
@@ -232,7 +239,7 @@ class DraftLM(CausalDraft, Drafter):
                 handle.remove()
 
     def project(self, hidden: Tensor, step: int) -> Tensor:
-        """Draft logits [..., Q] for states [..., D], every step by the one output layer."""
+        """Draft logits [..., Q] of states [..., D]; every step has the same output layer."""
         if self.head is None:
             tied_VD = self._embedding().weight
             return self._post_process(functional.linear(hidden.to(tied_VD.dtype), tied_VD))
@@ -249,7 +256,7 @@ class DraftLM(CausalDraft, Drafter):
     # Passes ----------------------------------------------------------------------------------------------------------
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embeddings [..., D] of token ids, the learned one where a mask token stands."""
+        """Embeddings [..., D] of token ids; the learned one for mask tokens."""
         if self.mask_embedding is None:
             return cast(Tensor, self._embedding()(tokens))
         found = self._embedding()(tokens.clamp(min=0))
@@ -267,7 +274,7 @@ class DraftLM(CausalDraft, Drafter):
 
     @property
     def positions(self) -> int:
-        """Its own context length."""
+        """Largest context of the draft model, in tokens."""
         return int(getattr(self.architecture, "max_position_embeddings", 1 << 30))
 
     @property
@@ -276,7 +283,7 @@ class DraftLM(CausalDraft, Drafter):
         return self.config.depths - 1
 
     def expand_bytes(self) -> int:
-        """The layers that run and the output layer; of the embedding a row a token."""
+        """Bytes of the layers that run and of the output layer; embedding rows do not count."""
         layers = sum(parameter.nbytes for layer in self._layers()[: self.depth] for parameter in layer.parameters())
         return layers + (self._embedding() if self.head is None else self.head).weight.nbytes
 
@@ -287,35 +294,35 @@ class DraftLM(CausalDraft, Drafter):
 
     @property
     def num_layers(self) -> int:
-        """All of them."""
+        """Number of layers of the whole model."""
         return len(self._layers())
 
     def start(self, rows: int, capacity: int) -> CausalState:
-        """An empty state; the linear layers are packed for it when they have changed."""
+        """An empty state; the linear layers are packed if they have changed."""
         tied_VD = self._embedding().weight if self.head is None else None
         self._packing.refresh(self, wanted=self._packs, output_VD=tied_VD)
         return super().start(rows, capacity)
 
-    def run(self, tokens_BF: Tensor, sight: Sight, key_positions_BW: Tensor) -> Tensor:
-        """One pass of the layers up to the exit."""
-        positions_BF = sight.positions_BN.clamp(max=self.positions - 1)
+    def run(self, tokens_BF: Tensor, attention: AttentionContext, key_positions_BW: Tensor) -> Tensor:
+        """Final states of one pass of the layers up to the exit."""
+        positions_BF = attention.positions_BN.clamp(max=self.positions - 1)
         with self._packing.installed(), skipping(self._layers(), self.kept):
-            return self._states(self.embed(tokens_BF), sight.visible_BNW, positions_BF, key_positions_BW, sight.cache)
+            embedded_BFD, visible_BFW = self.embed(tokens_BF), attention.visible_BNW
+            return self._states(embedded_BFD, visible_BFW, positions_BF, key_positions_BW, attention.cache)
 
     def read_out(self, final: Tensor) -> Scores:
-        """By its own output layer."""
+        """Scores by its own output layer."""
         packed = self._packing.output
         with self._packing.installed():
             logits = self.project(final, 0) if packed is None else self._post_process(packed(final))
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        return Scores(log_probs_BFHQ=logits.to(wide).log_softmax(-1), token_ids_Q=self.token_ids)
+        return Scores.from_logits(logits, self.token_ids)
 
 
 def _last_norm(decoder: nn.Module) -> nn.Module:
-    """The norm behind the last layer."""
+    """The norm after the last layer."""
     norms = [module for module in decoder.children() if "norm" in type(module).__name__.lower()]
     if not norms:
-        raise UserError(f"{type(decoder).__name__} has no norm behind its layers that an early exit could share; leave "
+        raise UserError(f"{type(decoder).__name__} has no norm after its layers that an early exit could share; leave "
                         "exits out")
     return norms[-1]
 
@@ -324,11 +331,11 @@ def _last_norm(decoder: nn.Module) -> nn.Module:
 def as_model(drafter: DraftLM, target: Target) -> Any:
     """The draft as a causal language model of transformers, over the whole vocabulary, up to the exit that drafts.
 
-    A reduced output layer becomes a whole one: the trained rows, and for all other tokens the embedding's where the
-    two are tied, the target's where the draft began as layers of the target.
+    A reduced output layer becomes a whole one: the trained rows, and for all other tokens the embedding's rows when the
+    two are tied, or the target's when the draft was initialised with layers of the target.
 
     Raises:
-        UserError: if a reduced output layer began with rows that nobody has any more.
+        UserError: if the first rows of a reduced output layer are no longer available.
     """
     output = _whole_output(drafter, target)
     given = fields_of(drafter.architecture)
@@ -346,7 +353,7 @@ def as_model(drafter: DraftLM, target: Target) -> Any:
 
 
 def _whole_output(drafter: DraftLM, target: Target) -> dict[str, Tensor] | None:
-    """The output layer over the whole vocabulary; None where it is the embedding."""
+    """The output layer over the whole vocabulary; None when it is the embedding."""
     if drafter.head is None:
         return None
     weights = {name: parameter.detach() for name, parameter in drafter.head.named_parameters()}
@@ -354,7 +361,7 @@ def _whole_output(drafter: DraftLM, target: Target) -> dict[str, Tensor] | None:
         return weights
     tied = drafter.architecture.tie_word_embeddings
     if not (tied or drafter.config.layers) or "bias" in weights:
-        raise UserError(f"this draft answers {len(drafter.token_ids)} tokens and has no rows for the others; train "
+        raise UserError(f"this draft proposes {len(drafter.token_ids)} tokens and has no rows for the others; train "
                         "with layers of the target, with tied: true or with vocabulary_size: null for a whole output "
                         "layer")
     base_VD = drafter.embedding_weight() if tied else target.output_weight()

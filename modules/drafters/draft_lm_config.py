@@ -1,4 +1,4 @@
-"""What a draft language model begins as: new layers, some of the target's, or those of a folder."""
+"""Settings of a draft language model and its initial model: new layers, some of the target's, or those of a folder."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -7,24 +7,25 @@ from typing import Any
 
 from ..config_checks import check_sizes
 from ..errors import UserError
+from ..interfaces.drafter import DrafterConfig
 from ..target.hf_folder import read_config, read_model
 from ..target.model import Target
 from ..target.submodel import chosen, copy_layers, new_model, smaller
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftLMConfig:
-    """Where a draft language model comes from, its shape, and how many tokens a pass of it gives.
+class DraftLMConfig(DrafterConfig):
+    """The shape of a draft language model, its first weights and its tokens per pass.
 
-    It is either `num_layers` new ones, or some `layers` of the target, or the model in a `folder`.
+    It has `num_layers` new layers, or a copy of some `layers` of the target, or it is the model in a `folder`.
     """
 
     layers: tuple[int, ...] | None = None
-    """Layers of the target to begin with, ascending; their width, embedding and output layer are the target's."""
+    """Layers of the target to copy, ascending; width, embedding and output layer are then the target's."""
     folder: str | None = None
-    """A Hugging Face folder to begin with, such as another run's export."""
+    """A Hugging Face folder with the first weights, such as another run's export."""
     num_layers: int | None = None
-    """Decoder layers of a new model; 2 when nothing else is given. Few and wide ones draft fastest at equal size."""
+    """Decoder layers of a new model; 2 by default. Few wide layers draft fastest at equal size."""
     hidden_size: int | None = None
     """Width of a new model; None takes the target's."""
     num_heads: int | None = None
@@ -36,23 +37,20 @@ class DraftLMConfig:
     tied: bool | None = None
     """Whether the output layer is the embedding; None as in the target."""
     freeze_embedding: bool = False
-    """Keep the embedding as it began. On a CPU its gradient costs more than that of all layers."""
-    vocabulary_size: int | None = None
-    """Entries of a reduced draft vocabulary, the most frequent tokens of the training data, with an output layer of
-    its own; None keeps them all."""
+    """Do not train the embedding. On a CPU its gradient costs more than that of all layers."""
     exits: tuple[int, ...] = ()
-    """Numbers of layers after which the model is trained to answer too, ascending, the last being all of them (S2D,
-    arXiv:2407.01955); empty trains the last alone."""
+    """Early exits: numbers of layers after which the model is trained to predict too, ascending, the last being all of
+    them (S2D, arXiv:2407.01955); empty trains the last alone."""
     decode_exit: int | None = None
-    """Which of `exits` drafts; None for the last."""
+    """The exit that drafts; None for the last."""
     depths: int = 1
-    """Tokens guessed in one pass of the draft: above 1, a learned mask token stands in for each one not yet known."""
+    """Tokens guessed in one pass of the draft: above 1, a learned mask token replaces each one not yet known."""
     keep_rate: float = 0.7
     """Share of the training positions that keep their k-th mask token is `keep_rate ** k`."""
     keep_least: float = 0.2
-    """The least share."""
+    """Lower bound of that share."""
     mask_token_id: int | None = None
-    """A reserved token in whose place the mask token is exported; None exports without."""
+    """A reserved token whose embedding holds the mask token's in exports; None exports without mask tokens."""
 
     def __post_init__(self) -> None:
         check_sizes(num_layers=self.num_layers, hidden_size=self.hidden_size, num_heads=self.num_heads,
@@ -64,18 +62,18 @@ class DraftLMConfig:
             raise UserError("keep_least and keep_rate must satisfy 0 < keep_least <= keep_rate <= 1, got "
                             f"{self.keep_least} and {self.keep_rate}")
         if self.mask_token_id is not None and self.depths == 1:
-            raise UserError(f"mask_token_id {self.mask_token_id} means nothing with depths 1; set depths to the tokens "
+            raise UserError(f"mask_token_id {self.mask_token_id} has no effect with depths 1; set depths to the tokens "
                             "of a draft pass, or leave mask_token_id out")
 
     def _check_source(self) -> None:
         if self.layers is not None and self.folder is not None:
-            raise UserError("layers and folder are two beginnings; give one of them")
-        begun = "layers" if self.layers is not None else "folder" if self.folder is not None else None
+            raise UserError("set `layers` or `folder`, not both")
+        chosen_by = "layers" if self.layers is not None else "folder" if self.folder is not None else None
         for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "intermediate_size"):
-            if begun is not None and getattr(self, name) is not None:
-                raise UserError(f"{name} is decided by {begun}; leave {name} out, or {begun}")
+            if chosen_by is not None and getattr(self, name) is not None:
+                raise UserError(f"{name} is set by {chosen_by}; leave {name} out, or {chosen_by}")
         if self.folder is not None and self.tied is not None:
-            raise UserError("tied is decided by folder; leave tied out, or folder")
+            raise UserError("tied is set by folder; leave tied out, or folder")
 
     def _check_exits(self) -> None:
         if list(self.exits) != sorted(set(self.exits)) or (self.exits and self.exits[0] < 1):
@@ -87,8 +85,7 @@ class DraftLMConfig:
 
 
 def planned(config: DraftLMConfig, target: Target) -> Any:
-    """The configuration of the model that a draft begins as: refuses what cannot be made beside `target`, reading no
-    weights.
+    """Configuration of a draft's initial model, checked against `target` without reading weights.
 
     Raises:
         UserError: if layers, widths, exits or the folder's vocabulary do not fit.
@@ -107,20 +104,20 @@ def planned(config: DraftLMConfig, target: Target) -> Any:
 
 
 def check_fit(config: DraftLMConfig, layers: int, vocab_size: int) -> None:
-    """Refuse exits and mask tokens that a draft of this size does not have. Raises UserError."""
+    """Check exits and mask token against the draft's size. Raises UserError when they do not fit."""
     if config.exits and config.exits[-1] != layers:
         raise UserError(f"the last of exits must be all {layers} layers of the draft, got {list(config.exits)}")
     if config.mask_token_id is not None and not 0 <= config.mask_token_id < vocab_size:
         raise UserError(f"mask_token_id must lie between 0 and {vocab_size - 1}, got {config.mask_token_id}")
 
 
-def beginning(config: DraftLMConfig, target: Target) -> Any:
-    """The causal language model that a draft begins as."""
-    architecture, sketched = planned(config, target), target.device.type == "meta"
-    if config.folder is not None and not sketched:
+def initial_model(config: DraftLMConfig, target: Target) -> Any:
+    """The causal language model with a draft's first weights."""
+    architecture, on_meta = planned(config, target), target.device.type == "meta"
+    if config.folder is not None and not on_meta:
         return read_model(Path(config.folder), target)
-    with target.device if sketched else nullcontext():
+    with target.device if on_meta else nullcontext():
         model = new_model(architecture)
-    if config.layers is not None and not sketched:
+    if config.layers is not None and not on_meta:
         copy_layers(model, target, config.layers)
     return model

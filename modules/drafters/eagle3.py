@@ -1,58 +1,55 @@
-"""EAGLE-3: a decoder layer over several of the target's states, trained on its own ones as it drafts
-(arXiv:2503.01840); with EAGLE-3.1's norms (arXiv:2605.09992), and with more layers behind the first.
+"""EAGLE-3: a decoder layer over several of the target's states, trained on its own states as while drafting
+(arXiv:2503.01840); also with EAGLE-3.1's norms (arXiv:2605.09992) and with more than one layer.
 
 Shapes: B rows, N positions, D hidden size, V target vocabulary, Q entries of the draft vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..config_checks import check_sizes, settings_of
+from ..config_checks import check_sizes
 from ..errors import UserError
 from ..features import Features
+from ..interfaces.family_card import FamilyCard
 from ..target.draft_vocabulary import OwnOutput
-from ..target.identity import TargetIdentity
 from ..target.model import Target
-from .eagle_base import FeedbackDrafter, block_beside
-from .parts.decoder_block import Attention, BlockConfig, DecoderBlock, GatedMLP, Sight
+from .eagle_base import EagleDrafter
+from .parts.decoder_block import Attention, AttentionContext, BlockConfig, DecoderBlock, GatedMLP, ResidualLayer
+from .parts.feature_drafter import FeatureConfig, block_like
 
 _PROBE = 64
-"""Tokens of the pass that shows what the target's last norm does."""
+"""Tokens of the target pass that measures its last norm."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Config:
+class Eagle3Config(FeatureConfig):
     """The shape of an EAGLE-3 drafter."""
 
     taps: tuple[int, ...] | None = None
-    """Layers of the target, from 0, whose outputs are read, ascending; None takes a low, a middle and a high one as the
-    official code does: 1, L/2 - 1 and L - 4 of L layers."""
+    """Layers of the target, from 0, whose outputs are read, ascending; None takes a low, a middle and a high one as in
+    the official code: 1, L/2 - 1 and L - 4 of L layers."""
     steps: int = 7
-    """Draft steps of the training-time test, at every index."""
+    """Draft steps of the training-time test at each position."""
     num_layers: int = 1
-    """Decoder layers; the first reads token and state, the others go on from it as ordinary ones do. The paper's is
-    1, and so is the only one that the official code and SGLang run."""
+    """Decoder layers; the first reads token and state, the others are ordinary ones after it. The paper has 1; the
+    official code and SGLang run no other number."""
     hidden_size: int | None = None
-    """Width of its layers; None takes the target's. Another one needs `target_hidden_size`."""
+    """Width of its layers; None takes the target's. Any other width needs `target_hidden_size`."""
     target_hidden_size: int | None = None
-    """Width of the target's states. Naming it allows `hidden_size` to be another one: neither the target's embedding
-    nor its output layer fits then, and the drafter trains both of its own."""
+    """Width of the target's states. It must be set for `hidden_size` to differ: neither the target's embedding nor its
+    output layer fits then, and the drafter trains its own."""
     fc_norm: bool = False
-    """Whether each tapped state goes through an RMSNorm of its own before `fc` (EAGLE-3.1, arXiv:2605.09992), so that
-    the layers of the target count alike whatever the size of their states."""
+    """Whether each tapped state has a separate RMSNorm before `fc` (EAGLE-3.1, arXiv:2605.09992), so that the layers of
+    the target count alike whatever the size of their states."""
     norm_output: bool = False
-    """Whether the next step reads the state behind the norm in front of the output layer (EAGLE-3.1), not before it."""
+    """Whether the next step reads the state after the norm of the output layer (EAGLE-3.1) or before it."""
     output: Literal["shared", "copy"] = "copy"
-    """`copy` trains an output layer of its own, `shared` reads the target's and adds no weights."""
-    rope_base: float | None = None
-    """Base of the rotary embedding; None takes the target's. The official trainer's is always 10000."""
-    vocabulary_size: int | None = None
-    """Entries of a reduced draft vocabulary, the most frequent tokens of the training data; None keeps them all."""
+    """`copy` trains the drafter's own output layer, `shared` reads the target's and adds no weights."""
 
     def __post_init__(self) -> None:
         check_sizes(steps=self.steps, num_layers=self.num_layers, vocabulary_size=self.vocabulary_size,
@@ -64,17 +61,17 @@ class Eagle3Config:
 
 
 def chosen_taps(taps: Sequence[int] | None, target: Target) -> tuple[int, ...]:
-    """The layers that are read of this target.
+    """The tapped layers of this target.
 
     Raises:
-        UserError: if one is not a layer of it.
+        UserError: if a tap is not a layer of the target.
     """
     layers, last = target.num_layers, target.num_layers - 1
     if taps is None:
         return tuple(sorted({min(1, last), max(0, layers // 2 - 1), max(0, layers - 4)}))
     for tap in taps:
         if tap == layers:
-            raise UserError(f"tap {tap} would be the state behind the last norm of {target.identity.name}, which is no "
+            raise UserError(f"tap {tap} would be the state after the last norm of {target.identity.name}, which is no "
                             f"layer's output; its last layer is {last}")
         if not 0 <= tap < layers:
             raise UserError(f"tap {tap} is not a layer of {target.identity.name}; choose from 0 to {last}")
@@ -82,10 +79,10 @@ def chosen_taps(taps: Sequence[int] | None, target: Target) -> tuple[int, ...]:
 
 
 def chosen_width(config: Eagle3Config, target: Target) -> int:
-    """The width of the layers beside this target.
+    """The width of the drafter's layers for this target.
 
     Raises:
-        UserError: if it is not the target's and nothing says that it may be, or the target's is said to be another.
+        UserError: if it differs from the target's and `target_hidden_size` is not set, or is set to a wrong width.
     """
     name, states = target.identity.name, target.hidden_size
     width = config.hidden_size or states
@@ -94,8 +91,7 @@ def chosen_width(config: Eagle3Config, target: Target) -> int:
                         f"wide; set it to {states}, or leave it out with hidden_size")
     if width != states and config.target_hidden_size is None:
         raise UserError(f"hidden_size is {width}, but the states of {name} are {states} wide; set target_hidden_size "
-                        f"to {states} for a drafter with an embedding and an output layer of its own, or leave "
-                        "hidden_size out")
+                        f"to {states} for a drafter with its own embedding and output layer, or leave hidden_size out")
     if width != states and config.output == "shared":
         raise UserError(f"output is 'shared', but the output layer of {name} reads states {states} wide, not of "
                         f"hidden_size {width}; set output to copy, or leave hidden_size out")
@@ -103,15 +99,15 @@ def chosen_width(config: Eagle3Config, target: Target) -> int:
 
 
 class OwnEmbedding(nn.Embedding):
-    """The embedding of a drafter of another width than its target, NaN until it is begun or loaded."""
+    """The embedding of a drafter whose width differs from the target's, NaN until initialised or loaded."""
 
     def reset_parameters(self) -> None:
         """NaN everywhere; nothing is drawn."""
         nn.init.constant_(self.weight, float("nan"))
 
 
-class WideBlock(nn.Module):
-    """EAGLE-3's layer: attention reads token and state side by side, each behind a norm; the residual is the state."""
+class WideBlock(ResidualLayer):
+    """EAGLE-3's layer: attention reads token and state concatenated, each after a norm; the residual is the state."""
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
@@ -121,43 +117,44 @@ class WideBlock(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
 
-    def forward(self, embedded_BND: Tensor, read_BND: Tensor, sight: Sight) -> Tensor:
-        """The states behind the layer, [B, N, D]."""
+    def forward(self, embedded_BND: Tensor, read_BND: Tensor, attention: AttentionContext) -> Tensor:
+        """The states after the layer, [B, N, D]."""
         joined = torch.cat([self.input_layernorm(embedded_BND), self.hidden_norm(read_BND)], dim=-1)
-        hidden_BND = read_BND + self.self_attn(joined, sight)
+        hidden_BND = read_BND + self.self_attn(joined, attention)
         passed_BND: Tensor = hidden_BND + self.mlp(self.post_attention_layernorm(hidden_BND))
         return passed_BND
 
-    @torch.no_grad()
-    def silence(self) -> None:
-        """Let the layer add nothing at the start."""
-        self.self_attn.o_proj.weight.zero_()
-        self.mlp.down_proj.weight.zero_()
 
-
-class Eagle3(FeedbackDrafter):
-    """fc over the target's tapped states, and behind it layers that go on with their own states while they draft.
+class Eagle3(EagleDrafter):
+    """fc over the target's tapped states, then decoder layers that read their own states while drafting.
 
     Own weights, named as in the official code: `fc.weight` [D, taps D], `midlayer.*`, `norm.weight`, with `fc_norm`
     also `fc_norm.{tap}.weight` [D], with more layers `layers.{1...}.*`, with `output="copy"` `lm_head.weight` [Q, D],
-    and with a reduced vocabulary its ids, `token_ids` [Q]. The target's embedding is borrowed, but for layers of
-    another width than the target's, which have `embed_tokens.weight` [V, D]; `fc` and `fc_norm` then read the target's
-    width. Make a new one with `Eagle3.create`.
+    and with a reduced vocabulary its ids, `token_ids` [Q]. The target's embedding is borrowed, except by layers
+    of a different width, which have `embed_tokens.weight` [V, D]; `fc` and `fc_norm` then read the target's width. Make
+    a new one with `Eagle3.create`.
 
     Args:
-        config: its settings, the taps named.
+        config: its settings, `taps` included.
         block: the shape of its layer.
         vocab_size: the target's vocabulary.
     """
 
     family = "eagle3"
+    card = FamilyCard(
+        name="EAGLE-3, EAGLE-3.1", papers=("2503.01840", "2605.09992"), exports=("eagle",),
+        guesses="one decoder layer (or more) over several of the target's states, trained on its own states",
+        cost="needs the longest training; one layer run for each level of the tree",
+    )
+    config: Eagle3Config
+    config_class = Eagle3Config
+    described_as = "an EAGLE-3 drafter is"
 
     def __init__(self, config: Eagle3Config, block: BlockConfig, *, vocab_size: int) -> None:
-        super().__init__(block, vocab_size=vocab_size, vocabulary_size=config.vocabulary_size,
-                         target_width=config.target_hidden_size)
+        super().__init__(config, block, vocab_size=vocab_size, target_width=config.target_hidden_size)
         if config.taps is None:
-            raise UserError("the taps of an EAGLE-3 drafter must be named; use Eagle3.create, which chooses them")
-        self.config, width = config, block.hidden_size
+            raise UserError("the taps of an EAGLE-3 drafter must be set; use Eagle3.create, which chooses them")
+        width = block.hidden_size
         self.embed_tokens = None if self.hidden_size == width else OwnEmbedding(vocab_size, width)
         self.fc_norm = nn.ModuleList(
             nn.RMSNorm(self.hidden_size, eps=block.norm_eps) for _ in (config.taps if config.fc_norm else ())
@@ -170,88 +167,63 @@ class Eagle3(FeedbackDrafter):
         self.lm_head = OwnOutput(width, entries) if config.output == "copy" else None
 
     @classmethod
-    def create(cls, config: Eagle3Config, target: Target, token_ids_Q: Tensor | None = None) -> "Eagle3":
-        """A new drafter beside `target`, bound to it, whose layers have the shape of the target's.
-
-        Args:
-            token_ids_Q: ids of the reduced draft vocabulary, when `config.vocabulary_size` asks for one.
-
-        Raises:
-            UserError: if a tap is not a layer of the target, the widths do not go together, or the ids do not agree
-                with the configuration.
-        """
-        config, width = replace(config, taps=chosen_taps(config.taps, target)), chosen_width(config, target)
-        with target.device:
-            block = _of_width(block_beside(target, config.rope_base), width)
-            drafter = cls(config, block, vocab_size=target.vocab_size)
-        drafter.begin(target, token_ids_Q)
-        drafter._begin_as_the_highest_tap(target)
-        return drafter
+    def fitted(cls, config: Eagle3Config, target: Target) -> tuple[Eagle3Config, BlockConfig]:
+        """(settings with the taps chosen, shape of the layers). Raises UserError when taps or widths do not fit."""
+        block = _of_width(block_like(target, config.rope_base), chosen_width(config, target))
+        return replace(config, taps=chosen_taps(config.taps, target)), block
 
     @torch.no_grad()
-    def _begin_as_the_highest_tap(self, target: Target) -> None:
-        """Let the highest tap come through unchanged at first, and be read as the target reads its last layer.
+    def initialise(self, target: Target) -> None:
+        """Set weights that pass the highest tap on unchanged and read it as the target reads its last layer.
 
-        The official code begins at random and trains for days.
+        The official code starts with random weights and trains for days.
         """
         self.fc.weight.zero_()
-        self.midlayer.silence()
+        self.midlayer.zero_output()
         for layer in self._further():
-            layer.silence()
+            layer.zero_output()
         if target.device.type == "meta":
-            # A sketch of a target, to plan with, has no values.
+            # A target on the meta device, used for planning, has no values.
             return
         norm_D = _last_norm(target, self.block.norm_eps)
         if self.embed_tokens is not None:
-            self._begin_in_principal_directions(target, norm_D, self.embed_tokens)
+            self._initialise_principal(target, norm_D, self.embed_tokens)
             return
         self.fc.weight[:, -len(norm_D) :] = torch.eye(len(norm_D), device=norm_D.device)
         self.norm.weight.copy_(norm_D)
         if self.lm_head is not None:
             self.lm_head.weight.copy_(self._rows().weight_QD)
 
-    def _begin_in_principal_directions(self, target: Target, norm_D: Tensor, embedding: OwnEmbedding) -> None:
-        """The same in as many directions of the target's states as there is room for: those in which its output layer
-        tells tokens apart most. The embedding is seen likewise, in its own."""
+    def _initialise_principal(self, target: Target, norm_D: Tensor, embedding: OwnEmbedding) -> None:
+        """Initialise a narrower or wider drafter from the principal components of the LM head and of the embedding."""
         width, wide = self.block.hidden_size, len(norm_D)
         read_QD = self._rows().weight_QD.to(norm_D.dtype) * norm_D
         axes_DE = _principal(read_QD, width)
         self.fc.weight[:, -wide:] = axes_DE.mT
-        # A state of as large a norm in E components instead of D has a larger root mean square.
+        # A state with the same norm in E components in place of D has a larger root mean square.
         self.norm.weight.fill_((wide / width) ** 0.5)
         if self.lm_head is not None:
             self.lm_head.weight.copy_(read_QD @ axes_DE)
         table_VD = target.model.get_input_embeddings().weight.to(norm_D.dtype)
         embedding.weight.copy_(table_VD @ _principal(table_VD, width))
 
-    def describe(self) -> dict[str, Any]:
-        """The configuration, JSON-ready."""
-        return {**asdict(self.config), "taps": list(self.taps), "block": asdict(self.block)}
-
-    @classmethod
-    def rebuild(cls, description: dict[str, Any], identity: TargetIdentity) -> "Eagle3":
-        """An equal drafter whose weights are still to be loaded. Raises UserError on an unknown description."""
-        given = settings_of(description, Eagle3Config, "an EAGLE-3 drafter is", "block")
-        block, taps = BlockConfig.from_dict(given.pop("block")), tuple(given.pop("taps"))
-        return cls(Eagle3Config(**given, taps=taps), block, vocab_size=identity.vocab_size)
-
     @property
     def taps(self) -> tuple[int, ...]:
-        """The layers whose outputs it reads, low to high."""
+        """The target layers whose outputs it reads, ascending."""
         return self.config.taps or ()
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers, the first among them."""
+        """Number of decoder layers."""
         return self.config.num_layers
 
     @property
     def trained_steps(self) -> int:
-        """Those of the training-time test."""
+        """Number of training-time-test steps."""
         return self.config.steps
 
     def fuse(self, final_BND: Tensor, taps: dict[int, Tensor]) -> Tensor:
-        """One state of the tapped ones, low to high side by side.
+        """One state from the concatenated tapped states, ascending by layer.
 
         Raises:
             ValueError: if a tap is missing.
@@ -265,50 +237,50 @@ class Eagle3(FeedbackDrafter):
         return fused_BND
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        self._rows()  # Unbound, it refuses to run even where it would need nothing of the target.
+        self._rows()  # An unbound drafter refuses to run even if it would read nothing of the target.
         if self.embed_tokens is None:
             return super()._embed(tokens)
         embedded: Tensor = self.embed_tokens(tokens)
         return embedded
 
-    def step(self, embedded_BND: Tensor, read_BND: Tensor, sight: Sight) -> Tensor:
+    def step(self, embedded_BND: Tensor, read_BND: Tensor, attention: AttentionContext) -> Tensor:
         """The last layer's states, [B, N, D], before the norm."""
-        passed_BND: Tensor = self.midlayer(embedded_BND, read_BND, sight)
+        passed_BND: Tensor = self.midlayer(embedded_BND, read_BND, attention)
         for layer in self._further():
-            passed_BND = layer(passed_BND, sight)
+            passed_BND = layer(passed_BND, attention)
         return passed_BND
 
     def _further(self) -> list[DecoderBlock]:
-        """The layers behind the first."""
+        """The layers after the first."""
         return [layer for layer in self.layers.values() if isinstance(layer, DecoderBlock)]
 
     def feed(self, own: Tensor) -> Tensor:
-        """The state itself, the gradient with it, so that a step learns what serves the next ones."""
+        """The state itself with its gradient, so that a step also learns to serve the next ones."""
         return self.finish(own) if self.config.norm_output else own
 
     def finish(self, own: Tensor) -> Tensor:
-        """The state behind the norm."""
+        """The state after the norm."""
         finished: Tensor = self.norm(own)
         return finished
 
     def project(self, hidden: Tensor, step: int) -> Tensor:
-        """Draft logits [..., Q] of finished states [..., D], by one output layer for every step."""
+        """Draft logits [..., Q] of normalised states [..., D], by one output layer for every step."""
         if self.lm_head is None:
             return super().project(hidden, step)
         return self._rows().through(hidden, self.lm_head)
 
     def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
-        """Its own output layer, when it has one."""
+        """The weights of its own output layer, when it has one."""
         return () if self.lm_head is None else tuple(self.lm_head.parameters())
 
     def expand_bytes(self) -> int:
-        """The layers, which expanding runs without `fc` and what stands before it, and one output layer."""
+        """Bytes of the layers and of one output layer; `fc` and its norms run in `observe` alone."""
         fusing = sum(parameter.nbytes for part in (self.fc, self.fc_norm) for parameter in part.parameters())
         own = sum(parameter.nbytes for parameter in self.parameters()) - fusing - self._table_bytes()
         return own if self.lm_head is not None else own + self._rows().weight_QD.nbytes
 
     def observe_bytes(self) -> int:
-        """Everything but the output layer and the embedding, of which rows are looked up."""
+        """Bytes of all own weights but the output layer and the embedding, in which rows are looked up."""
         return super().observe_bytes() - self._table_bytes()
 
     def _table_bytes(self) -> int:
@@ -316,7 +288,7 @@ class Eagle3(FeedbackDrafter):
 
 
 def _of_width(block: BlockConfig, width: int) -> BlockConfig:
-    """The block at another width in the same proportions, its heads as wide as before."""
+    """The block at a given width in the same proportions, with heads of the same width."""
     heads = max(1, round(block.num_heads * width / block.hidden_size))
     shared = max(1, heads * block.num_kv_heads // block.num_heads)
     while heads % shared:
@@ -326,16 +298,16 @@ def _of_width(block: BlockConfig, width: int) -> BlockConfig:
 
 
 def _principal(rows_ND: Tensor, size: int) -> Tensor:
-    """The orthonormal directions [D, size] in which the rows are largest, largest first; zero beyond D of them."""
+    """The first principal components [D, size] of the rows, not centred; zero beyond D of them."""
     axes_DD = torch.linalg.eigh(rows_ND.mT @ rows_ND).eigenvectors.flip(-1)[:, :size]
     return functional.pad(axes_DD, (0, size - axes_DD.shape[1]))
 
 
 @torch.no_grad()
 def _last_norm(target: Target, eps: float) -> Tensor:
-    """The weight [D] by which RMSNorm of the last layer's output comes nearest to the target's final states.
+    """The weight [D] with which RMSNorm of the last layer's output fits the target's final states best.
 
-    Exactly the target's own where its last norm is an RMSNorm, however it writes its weight.
+    It is exactly the target's own weight if its last norm is an RMSNorm.
     """
     last = target.num_layers - 1
     tokens = [place % target.vocab_size for place in range(min(_PROBE, target.context_length))]

@@ -1,4 +1,4 @@
-"""Hydra: heads that also read the tokens guessed before them; Hydra++: deeper ones, behind a layer that reads the whole
+"""Hydra: heads that also read the tokens guessed before them; Hydra++: deeper heads after a layer that reads the whole
 text (arXiv:2402.05109).
 
 Shapes: B rows, L positions, N new positions, K heads, D hidden size, Z width of what a head reads, Q entries of the
@@ -7,7 +7,7 @@ draft vocabulary, R rows of a decoding state, F frontier nodes.
 
 import math
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,31 +17,31 @@ from ..config_checks import settings_of
 from ..errors import UserError
 from ..features import Features
 from ..interfaces.drafter import Drafts
+from ..interfaces.family_card import FamilyCard
 from ..interfaces.proposer import DraftState, Frontier, Observation, Scores
-from ..target.draft_vocabulary import OwnOutput
 from ..target.identity import TargetIdentity
 from ..target.model import Target
 from .hydra_heads import HydraConfig, HydraHead, PrefixLayer
 from .parts.block_cache import BlockRows
-from .parts.decoder_block import BlockConfig, Sight
-from .parts.shared_embeddings import BorrowingDrafter
+from .parts.decoder_block import AttentionContext, BlockConfig
+from .parts.heads import HeadDrafter
 
 
 class HydraState(DraftState):
-    """What the heads read next: one state a row, and the paths of the nodes that were expanded last."""
+    """The input of the heads: one state for each row, and the paths of the nodes that were expanded last."""
 
     def __init__(self, context_RD: Tensor, rows: BlockRows | None) -> None:
         self.context_RD, self.rows = context_RD, rows
-        self.uproot()
+        self.drop_tree()
 
-    def uproot(self) -> None:
-        """Forget the tree."""
+    def drop_tree(self) -> None:
+        """Discard the tree."""
         self.level = 0
         self.nodes_RF = torch.empty(0)
         self.paths_RFZ = torch.empty(0)
 
-    def follow(self, frontier: Frontier, embedded_RFD: Tensor) -> Tensor:
-        """Take in the next level: the state and the embeddings of each node's path, side by side, [R, F, Z]."""
+    def extend_paths(self, frontier: Frontier, embedded_RFD: Tensor) -> Tensor:
+        """Add the next level; returns the state and the embeddings of each node's path, concatenated, [R, F, Z]."""
         rows, width, _ = embedded_RFD.shape
         if self.level == 0:
             above_RFZ = self.context_RD[:rows, None].expand(-1, width, -1)
@@ -53,8 +53,8 @@ class HydraState(DraftState):
         return self.paths_RFZ
 
 
-class Hydra(BorrowingDrafter):
-    """K heads that draft one after another: head k reads the state and the k + 1 tokens behind it.
+class Hydra(HeadDrafter):
+    """K heads that draft one after another: head k reads the state and the k + 1 tokens after it.
 
     Own weights: `heads.{k}.first.{linear,res_connection}.{weight,bias}`, `heads.{k}.blocks.{layer}.linear.*`, with
     `output="copy"` also `outputs.{k}.{weight,bias}`, with `prefix` also `prefix.block.*` and `prefix.norm.weight`, and
@@ -69,23 +69,28 @@ class Hydra(BorrowingDrafter):
     """
 
     family = "hydra"
+    card = FamilyCard(
+        name="Hydra, Hydra++", papers=("2402.05109",), exports=("hydra",),
+        guesses="heads that also read the tokens guessed before them; Hydra++ adds a decoder layer before the heads",
+        cost="one head run for each level of the tree: more drafting time than Medusa, more accepted",
+    )
 
     def __init__(
         self, config: HydraConfig, *, hidden_size: int, vocab_size: int, block: BlockConfig | None = None
     ) -> None:
         if config.prefix != (block is not None):
-            raise UserError(f"prefix is {config.prefix}, so the shape of its layer must be {_expected(config)}")
-        super().__init__(hidden_size=hidden_size, vocab_size=vocab_size, vocabulary_size=config.vocabulary_size)
+            raise UserError(f"prefix is {config.prefix}, so the shape of its layer must be "
+                            f"{'given' if config.prefix else 'left out'}")
+        super().__init__(config, hidden_size=hidden_size, vocab_size=vocab_size)
         self.config, self.block = config, block
         self.prefix = None if block is None else PrefixLayer(block)
         self.heads = nn.ModuleList(HydraHead(config, hidden_size, step) for step in range(config.num_heads))
-        copies, entries = config.num_heads if config.output == "copy" else 0, config.vocabulary_size or vocab_size
-        # With a bias, as the official code has it.
-        self.outputs = nn.ModuleList(OwnOutput(hidden_size, entries, bias=True) for _ in range(copies))
+        # With a bias, as in the official code.
+        self.outputs = self.own_outputs(config, hidden_size, vocab_size, bias=True)
 
     @classmethod
-    def create(cls, config: HydraConfig, target: Target, token_ids_Q: Tensor | None = None) -> "Hydra":
-        """New heads beside `target`, bound to it, that all begin as its output layer.
+    def create(cls, config: HydraConfig, target: Target, token_ids_Q: Tensor | None = None) -> Self:
+        """New heads for `target`, bound to it, that all start as its output layer.
 
         Args:
             config: their shape; the prefix layer has that of the target's layers.
@@ -100,24 +105,16 @@ class Hydra(BorrowingDrafter):
             drafter = cls(config, hidden_size=target.hidden_size, vocab_size=target.vocab_size, block=block)
         if drafter.prefix is not None:
             drafter.prefix.fit(target)
-        drafter.begin(target, token_ids_Q)
-        drafter._copy_output()
+        drafter.attach(target, token_ids_Q)
+        drafter.copy_output()
         return drafter
-
-    @torch.no_grad()
-    def _copy_output(self) -> None:
-        borrowed = self._rows()
-        for step in range(len(self.outputs)):
-            weight_QD, bias_Q = self.output_parameters(step)
-            weight_QD.copy_(borrowed.weight_QD)
-            bias_Q.copy_(torch.zeros_like(bias_Q) if borrowed.bias_Q is None else borrowed.bias_Q)
 
     def describe(self) -> dict[str, Any]:
         """The configuration, JSON-ready."""
         return {**asdict(self.config), "block": None if self.block is None else asdict(self.block)}
 
     @classmethod
-    def rebuild(cls, description: dict[str, Any], identity: TargetIdentity) -> "Hydra":
+    def rebuild(cls, description: dict[str, Any], identity: TargetIdentity) -> Self:
         """An equal drafter whose weights are still to be loaded. Raises UserError on an unknown description."""
         shape = settings_of(description, HydraConfig, "Hydra heads are", "block")
         block = shape.pop("block")
@@ -128,32 +125,19 @@ class Hydra(BorrowingDrafter):
             block=None if block is None else BlockConfig.from_dict(block),
         )
 
-    @property
-    def reach(self) -> int:
-        """One depth a head."""
-        return self.config.num_heads
-
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        """Head k at index p guesses token p + 2 + k: the target's own output layer guesses p + 1."""
-        return tuple(range(2, 2 + self.config.num_heads))
-
     # Training --------------------------------------------------------------------------------------------------------
 
     def forward(self, features: Features) -> Drafts:
-        """All heads at all positions, each on the true tokens before the one that it guesses."""
-        hidden_BLKD = self._states(self.context(features), self.behind(features))
-        return Drafts(
-            hidden_BLKD=hidden_BLKD, offsets=self.offsets, estimates=tuple(offset - 1 for offset in self.offsets)
-        )
+        """The states of all heads at all positions, each head on the true tokens before the one that it guesses."""
+        return self.drafts(self._states(self.context(features), self.next_embeddings(features)))
 
     def context(self, features: Features) -> Tensor:
-        """What the heads read of the text, [B, L, D]: the target's final states, or the prefix layer's."""
+        """The states that the heads read, [B, L, D]: the target's final ones, or the prefix layer's."""
         final_BLD = self._noisy(features.final().to(self.dtype))
-        return final_BLD if self.prefix is None else self.prefix(final_BLD, Sight.training(features))
+        return final_BLD if self.prefix is None else self.prefix(final_BLD, AttentionContext.training(features))
 
-    def behind(self, features: Features) -> list[Tensor]:
-        """Embeddings of the 1, 2, ... K tokens behind each position, [B, L, D] each; zero beyond its segment."""
+    def next_embeddings(self, features: Features) -> list[Tensor]:
+        """Embeddings of the 1st, 2nd, ... K-th token after each position, [B, L, D] each; zero beyond its segment."""
         embedded_BLD = self._noisy(self._embed(features.tokens_BL))
         segments_BL, length = features.segments_BL, features.tokens_BL.shape[1]
         following = []
@@ -166,56 +150,43 @@ class Hydra(BorrowingDrafter):
         return following
 
     def _states(self, context_BLD: Tensor, following: list[Tensor]) -> Tensor:
-        """Draft states [B, L, K, D]. Dropout is drawn once for all heads: own draws would keep a copy for each."""
+        """Draft states [B, L, K, D]. All heads share one dropout mask; separate ones would each keep a copy."""
         share = self.config.dropout
         parts = [functional.dropout(part, share, self.training) for part in (context_BLD, *following)]
         return torch.stack([head.deepen(head.first.split(parts[: step + 2])) for step, head in self.steps()], dim=-2)
 
     def steps(self) -> list[tuple[int, HydraHead]]:
-        """The heads, numbered."""
+        """The heads with their numbers."""
         return [(step, head) for step, head in enumerate(self.heads) if isinstance(head, HydraHead)]
 
     def _noisy(self, states_BLD: Tensor) -> Tensor:
         _, length, width = states_BLD.shape
-        return self.disturbed(states_BLD, self.config.noise / math.sqrt(length * width))
-
-    def project(self, hidden: Tensor, step: int) -> Tensor:
-        """Draft logits [..., Q] of head `step` for its states [..., D]."""
-        if not self.outputs:
-            return self._rows()(hidden)
-        return self._rows().through(hidden, self._outputs()[step])
-
-    def _outputs(self) -> list[OwnOutput]:
-        return [layer for layer in self.outputs if isinstance(layer, OwnOutput)]
-
-    def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
-        """The trained weights that `project` reads for head `step`; none when the output layer is shared."""
-        return tuple(self.outputs[step].parameters()) if self.outputs else ()
+        return self.with_noise(states_BLD, self.config.noise / math.sqrt(length * width))
 
     # Decoding --------------------------------------------------------------------------------------------------------
 
     def start(self, rows: int, capacity: int) -> HydraState:
         """A state in which no row has been observed yet; the linear layers are packed if they have changed."""
-        self.lay_out()
+        self.pack_linears()
         context_RD = next(self.heads.parameters()).new_zeros(rows, self.hidden_size)
         read = None if self.prefix is None else BlockRows(1, rows, capacity, context_RD.device)
         return HydraState(context_RD, read)
 
     @torch.no_grad()
     def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
-        """Keep what the heads read at each row's last real position; a row without one keeps what it had.
+        """Store the heads' input at each row's last real position; a row without one keeps its former input.
 
-        The prefix layer reads accepted positions only: nothing it wrote has ever to be taken back.
+        The prefix layer reads accepted positions only, so that its cache never has to be rewound.
         """
-        held, counts_R = _hydra(state), observation.counts_B
-        held.uproot()
+        held, counts_R = _hydra_state(state), observation.counts_B
+        held.drop_tree()
         order_N = torch.arange(observation.final_BND.shape[1], device=counts_R.device)
         padding_RN = order_N >= counts_R[:, None]
         states_RND = observation.final_BND.to(self.dtype).masked_fill(padding_RN[..., None], 0)
         if self.prefix is not None and held.rows is not None:
-            sight = held.rows.read(rows_R.tolist(), states_RND.shape[1])
+            attention = held.rows.read(rows_R.tolist(), states_RND.shape[1])
             with self._packing.installed():
-                states_RND = self.prefix(states_RND, sight)
+                states_RND = self.prefix(states_RND, attention)
             held.rows.commit(counts_R, counts_R.tolist())
         last_R = (counts_R - 1).clamp(min=0)
         newest_RD = states_RND[torch.arange(len(last_R), device=last_R.device), last_R]
@@ -225,55 +196,51 @@ class Hydra(BorrowingDrafter):
 
     @torch.no_grad()
     def expand(self, state: DraftState, frontier: Frontier) -> Scores:
-        """Scores of the children of one level of the tree, which its own head answers.
+        """Scores of the children of one level of the tree, by the head of that level.
 
-        The whole path of a node is read at once: sums of products kept for each node would cost less arithmetic, but
-        the same reading of weights, which is what counts for a few nodes.
+        The whole path of a node is read at once: storing partial products for each node would save arithmetic, but not
+        the reading of weights, which takes most of the time for a few nodes.
 
         Raises:
             ValueError: if the level has no head.
         """
-        held = _hydra(state)
+        held = _hydra_state(state)
         if (step := held.level) == self.config.num_heads:
-            raise ValueError(f"level {step} of the tree was asked for, but there are {step} heads, one a level")
+            raise ValueError(f"level {step} of the tree needs a head, but there are {step} heads, one for each level")
         _, head = self.steps()[step]
-        joined_RFZ = held.follow(frontier, self._embed(frontier.tokens_BF))
+        joined_RFZ = held.extend_paths(frontier, self._embed(frontier.tokens_BF))
         with self._packing.installed():
             logits_RFQ = self.project(head.deepen(head.first(joined_RFZ)), step)
-        wide = torch.promote_types(logits_RFQ.dtype, torch.float32)
-        return Scores(log_probs_BFHQ=logits_RFQ.to(wide).log_softmax(-1)[:, :, None], token_ids_Q=self.token_ids)
+        return Scores.from_logits(logits_RFQ[:, :, None], self.token_ids)
 
     def expand_bytes(self) -> int:
-        """One head, of the mean size, with its output layer: each level of a tree is asked of its own."""
+        """Bytes of one head of average size with its output layer: each level of a tree runs one head."""
         heads = sum(weight.nbytes for part in (self.heads, self.outputs) for weight in part.parameters())
         return heads // self.config.num_heads + (0 if self.outputs else self._rows().weight_QD.nbytes)
 
     def observe_bytes(self) -> int:
-        """The prefix layer."""
+        """Bytes of the prefix layer."""
         return 0 if self.prefix is None else sum(weight.nbytes for weight in self.prefix.parameters())
 
     def clear(self, state: DraftState, rows_R: Tensor) -> None:
-        """Forget these rows, and what the prefix layer read of them."""
-        held = _hydra(state)
-        held.uproot()
+        """Reset these rows, the prefix layer's cache included."""
+        held = _hydra_state(state)
+        held.drop_tree()
         held.context_RD = held.context_RD.index_fill(0, rows_R, 0)
         if held.rows is not None:
             held.rows.clear(rows_R.tolist())
 
     def keep(self, state: DraftState, rows_R: Tensor) -> None:
-        """Let row r be the former row rows_R[r]."""
-        held = _hydra(state)
-        held.uproot()
+        """Keep the rows `rows_R`, in that order."""
+        held = _hydra_state(state)
+        held.drop_tree()
         held.context_RD = held.context_RD[rows_R]
         if held.rows is not None:
             held.rows.keep(rows_R.tolist())
 
 
-def _hydra(state: DraftState) -> HydraState:
+def _hydra_state(state: DraftState) -> HydraState:
     if not isinstance(state, HydraState):
         raise TypeError(f"Hydra needs the state that its own start() made, got {type(state).__name__}")
     return state
 
-
-def _expected(config: HydraConfig) -> str:
-    return "given" if config.prefix else "left out"

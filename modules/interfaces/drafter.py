@@ -1,14 +1,14 @@
-"""The contract every drafter family fulfils: weights here, sequence state outside.
+"""The contract of every drafter family: the drafter holds weights, the state of a sequence is passed in.
 
-What proposes tokens while decoding is a `Proposer`; one whose weights are trained and shipped is a `Drafter`.
+A `Proposer` proposes tokens while decoding; a `Drafter` is a proposer with trained weights that an artifact ships.
 
-Shapes: B rows, L positions, K draft steps answered by one call, D hidden size, F frontier nodes, H depths answered,
+Shapes: B rows, L positions, K draft steps of one call, D hidden size, F frontier nodes, H depths scored,
 Q entries of the draft vocabulary or candidates of a node, R ranks used, M nodes of a pass, V target vocabulary.
 """
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
@@ -17,30 +17,38 @@ from ..target.draft_vocabulary import OutputRows
 from ..target.identity import TargetIdentity
 from ..target.model import Target
 from ..target.packed_linear import DecodingLinears
+from .family_card import FamilyCard
 from .proposer import Proposer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drafts:
-    """What a drafter's training forward gives: one hidden state for each draft step at each index.
+class DrafterConfig:
+    """Settings that the shape of every drafter has; each family adds its own."""
 
-    The k-th state at index p predicts the token at p + offsets[k]; the vocabulary projection is left to the loss, which
-    takes it in chunks.
+    vocabulary_size: int | None = None
+    """Entries of a reduced draft vocabulary, the most frequent tokens of the training data; None keeps them all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafts:
+    """Output of a drafter's training forward: one hidden state for each draft step at each position.
+
+    The k-th state at position p predicts the token at p + offsets[k]; the loss applies the output layer, in chunks.
     """
 
     hidden_BLKD: Tensor
     """Draft hidden states, ready for the output layer."""
     offsets: tuple[int, ...]
-    """How far ahead of its index each of the K states predicts, in tokens; several may predict the same."""
+    """Distance in tokens from a position to the token that each of its K states predicts; they may be equal."""
     valid_BLK: Tensor | None = None
-    """False where a draft step has no state at an index, such as one dropped in training: there it neither learns nor
-    counts, and its hidden state is any finite one. None, as always in evaluation mode, when no state is missing."""
+    """False where a draft step has no state at a position, such as one dropped in training: it adds nothing to the loss
+    there, and its hidden state may be any finite one. None when no state is missing, as always in evaluation mode."""
     estimates: tuple[int, ...] | None = None
-    """How far ahead of its index the target's final state lies that each of the K states resembles, when the family
-    says so; the output layer of the target then predicts from it the token at `offsets`."""
+    """Distance in tokens from a position to the target's final state that each of its K states estimates, from which
+    the target's output layer predicts the token at `offsets`. None for families that estimate no target states."""
     estimated_BLKD: Tensor | None = None
-    """The states that resemble the target's, where a family keeps them apart from those that the output layer reads;
-    None when they are `hidden_BLKD`."""
+    """The estimated target states, for families that keep them apart from the states that the output layer reads; None
+    when they are `hidden_BLKD`."""
 
     def __post_init__(self) -> None:
         shape = self.hidden_BLKD.shape
@@ -55,26 +63,45 @@ class Drafts:
                 raise ValueError(f"{name} must have one entry for each of the {shape[2]} draft steps, got {ahead}")
         for offset, estimate in zip(self.offsets, self.estimates or (), strict=bool(self.estimates)):
             if not 0 <= estimate < offset:
-                raise ValueError(f"a state that predicts {offset} tokens ahead cannot resemble the target's state "
-                                 f"{estimate} ahead, which has seen that token or lies behind")
+                raise ValueError(f"a state that predicts {offset} tokens ahead cannot estimate the target's state "
+                                 f"{estimate} ahead, which has seen that token or comes before the position")
 
 
 class Drafter(nn.Module, Proposer):
-    """A small trained model that guesses what its target says next. It holds weights only.
+    """A small trained model that proposes the target's next tokens. It holds weights only.
 
-    Borrowed parts of the target (embedding, output layer, first layers) are attached by `bind` and never saved,
-    trained or moved by this module.
+    Borrowed parts of the target (embedding, output layer) are attached by `bind`; this module never saves, trains or
+    moves them.
     """
+
+    card: ClassVar[FamilyCard]
+    """The family's row in the table of methods."""
+    export_refusal: ClassVar[str | None] = None
+    """Why no export format can hold the family, as a sentence for users; None when one can."""
 
     def __init__(self) -> None:
         super().__init__()
         self._packing = DecodingLinears()
 
     def train(self, mode: bool = True) -> Self:
-        """Training runs the plain layers: it gives back the memory of those packed for decoding."""
+        """Switch the mode; training runs the plain layers and frees the memory of those packed for decoding."""
         if mode:
             self._packing.release()
         return super().train(mode)
+
+    @classmethod
+    @abstractmethod
+    def create(cls, config: Any, target: Target, token_ids_Q: Tensor | None = None) -> "Drafter":
+        """Make a new, initialised drafter for `target` and bind it.
+
+        Args:
+            config: the family's own settings.
+            target: the model it drafts for.
+            token_ids_Q: ids of the reduced draft vocabulary, when `config.vocabulary_size` asks for one.
+
+        Raises:
+            UserError: if settings, target and ids do not agree.
+        """
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
@@ -83,7 +110,7 @@ class Drafter(nn.Module, Proposer):
     @classmethod
     @abstractmethod
     def rebuild(cls, description: dict[str, Any], identity: TargetIdentity) -> "Drafter":
-        """Make a drafter from `describe()`'s answer, its own weights to be loaded, its borrowed parts unbound.
+        """Make a drafter from the result of `describe()`; its weights are still to be loaded, the target to be bound.
 
         Raises:
             UserError: if the description does not fit the family.
@@ -91,40 +118,40 @@ class Drafter(nn.Module, Proposer):
 
     @abstractmethod
     def bind(self, target: Target) -> None:
-        """Borrow what the family needs from `target`. Raises UserError when the target does not fit."""
+        """Borrow the parts of `target` that the family reads. Raises UserError when the target does not fit."""
 
     @property
     def reads_states(self) -> bool:
-        """Whether `forward` reads the target's states, final or tapped; a draft language model does not."""
+        """Whether `forward` reads the target's final or tapped states; a draft language model does not."""
         return True
 
     @property
     def unrolls(self) -> int | None:
-        """The training step whose answers at the following indices are those of the following draft steps, for a family
-        that drafts by asking itself again; None when its K training steps are its K draft steps."""
+        """The training step that an autoregressive drafter applies repeatedly while decoding; None for a drafter whose
+        K training steps are its K draft steps."""
         return None
 
     @property
     @abstractmethod
     def state_size(self) -> int:
-        """Components of what `forward` gives at one index and step: the state that the output layer reads, and beside
-        it the estimate of the target's where that is another."""
+        """Width of the output of `forward` at one position and step: the state that the output layer reads, plus the
+        estimate of the target's state where that is a separate one."""
 
     @property
     def trained_steps(self) -> int:
-        """Draft steps that training forms at every index: rows must be longer than they reach."""
+        """Draft steps trained at each position; training rows must be longer than these steps reach."""
         return self.reach or 1
 
     @abstractmethod
     def forward(self, features: Features) -> Drafts:
-        """Training: the draft hidden states at all positions at once."""
+        """Draft hidden states of all positions at once, for training."""
 
     @abstractmethod
     def project(self, hidden: Tensor, step: int) -> Tensor:
-        """Draft logits [..., Q] of draft step `step` for hidden states [..., D]: the output layer of that step."""
+        """Draft logits [..., Q] of hidden states [..., D] by the output layer of draft step `step`."""
 
     def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
-        """The trained weights that `project` reads for draft step `step`; none where it borrows them."""
+        """The trained weights that `project` reads for draft step `step`; empty when it borrows them."""
         return ()
 
     @property
@@ -133,6 +160,6 @@ class Drafter(nn.Module, Proposer):
         return None
 
     def expand_bytes(self) -> int:
-        """The own weights and the borrowed rows of the output layer; a family that reads others says so."""
+        """Bytes of the own weights and of the borrowed output layer; families that read other weights override this."""
         borrowed = sum(part.weight_QD.nbytes for part in vars(self).values() if isinstance(part, OutputRows))
         return borrowed + sum(parameter.nbytes for parameter in self.parameters())

@@ -1,7 +1,7 @@
 """The interface of everything that proposes tokens while decoding, trained or not.
 
-Shapes: B rows, F frontier nodes, H depths answered, Q entries of the draft vocabulary or candidates of a node, R ranks
-used, N new positions, M nodes of a pass, D hidden size, V target vocabulary, O nodes asked about.
+Shapes: B rows, F frontier nodes, H depths scored, Q entries of the draft vocabulary or candidates of a node, R ranks
+used, N new positions, M nodes of a pass, D hidden size, V target vocabulary, O nodes with their own values.
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, kw_only=True)
 class Frontier:
-    """Nodes of a growing tree whose children are asked for."""
+    """The nodes of a growing tree whose children the drafter proposes next."""
 
     nodes_BF: Tensor
     """Index of each node in the tree, int64; 0 is the root."""
@@ -28,20 +28,26 @@ class Frontier:
 class Scores:
     """Log-probabilities of the children of a frontier.
 
-    A one-shot family answers H > 1 depths at once: level h scores every descendant h + 1 levels below the frontier
-    node, whatever the path between. A recurrent family answers H = 1.
+    A parallel family scores H > 1 depths at once: depth h scores every descendant h + 1 levels below the frontier node,
+    whatever the path between. An autoregressive family has H = 1.
     """
 
     log_probs_BFHQ: Tensor
-    """Draft log-probabilities, float32; minus infinity stands for "no guess"."""
+    """Draft log-probabilities, float32; minus infinity means "no guess"."""
     token_ids_Q: Tensor | None = None
     """Target-vocabulary id of each entry of a reduced draft vocabulary; None when Q is the whole vocabulary."""
     candidates_BFHQ: Tensor | None = None
-    """Instead of `token_ids_Q`: the ids of a few candidates, other ones at every node. Only a drafter that answers
-    this way may have fewer guesses than asked for."""
+    """In place of `token_ids_Q`: the ids of a few candidates, different at each node. Only a drafter that sets this may
+    return fewer guesses than requested."""
+
+    @classmethod
+    def from_logits(cls, logits_BFHQ: Tensor, token_ids_Q: Tensor | None = None) -> "Scores":
+        """Scores of a drafter's logits, normalised in float32 or wider."""
+        wide = torch.promote_types(logits_BFHQ.dtype, torch.float32)
+        return cls(log_probs_BFHQ=logits_BFHQ.to(wide).log_softmax(-1), token_ids_Q=token_ids_Q)
 
     def best(self, width: int) -> "Proposals":
-        """The `width` likeliest children of each node, best first.
+        """The `width` most probable children of each node, best first.
 
         Raises:
             ValueError: if the draft vocabulary is smaller than `width`.
@@ -67,37 +73,37 @@ class Proposals:
     tokens_BFHR: Tensor
     """Target-vocabulary ids; any id where there is no guess."""
     guessed_BFHR: Tensor | None
-    """Where the drafter has a guess at all; None when it has one everywhere."""
+    """True where the drafter has a guess; None when it has one everywhere."""
     log_probs_BFHR: Tensor
-    """Their draft log-probabilities."""
+    """Draft log-probabilities of the children."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """What the target said at the nodes of a pass, the rejected ones included."""
+    """The target's logits at all nodes of a pass, rejected ones included."""
 
     tokens_BM: Tensor
     """Token of each node, int64."""
     real_BM: Tensor
-    """False at padding nodes, where the logits mean nothing."""
+    """False at padding nodes; their logits have no meaning."""
     logits_BMV: Tensor
-    """The target's next-token logits behind each node."""
+    """The target's next-token logits after each node."""
     places_BM: Tensor
     """Column of the node in the observation's `tokens_BN`; -1 for nodes that were rejected."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """Everything a drafter may look at after a pass: what was newly accepted, and what the target thought there.
+    """The data a drafter receives after a target pass: the newly accepted tokens and the target's states at them.
 
-    Row b has `counts_B[b]` new positions, left-aligned and padded on the right. Their tokens have been through the
-    target (the last root and the accepted nodes); `roots_B` is the token the target decided next, which has not.
+    Row b has `counts_B[b]` new positions, left-aligned and padded on the right. The target has processed their tokens
+    (the last root and the accepted nodes); it has not yet processed `roots_B`, the token it chose next.
     """
 
     tokens_BN: Tensor
-    """Tokens that went through the target, int64."""
+    """Tokens that the target has processed, int64."""
     counts_B: Tensor
-    """How many of them are real, per row."""
+    """Number of real positions in each row."""
     final_BND: Tensor
     """The target's final states (after its last norm) at those tokens."""
     taps: dict[int, Tensor]
@@ -110,12 +116,12 @@ class Observation:
 
     @property
     def real_BN(self) -> Tensor:
-        """Where a token is real and no padding."""
+        """True at real tokens, False at padding."""
         return torch.arange(self.tokens_BN.shape[1], device=self.counts_B.device) < self.counts_B[:, None]
 
     @property
-    def behind_BN(self) -> Tensor:
-        """The token behind each one, int64; behind the last real one it is the root. Behind padding it is any."""
+    def next_BN(self) -> Tensor:
+        """The token after each token, int64: the root after the last real one, any token after padding."""
         shifted_BN = torch.cat([self.tokens_BN[:, 1:], self.roots_B[:, None]], dim=1)
         last_B1 = self.counts_B[:, None] - 1
         here_N = torch.arange(self.tokens_BN.shape[1], device=self.counts_B.device)
@@ -123,11 +129,11 @@ class Observation:
 
 
 class DraftState:
-    """Sequence state of a batch of rows; each family keeps its own kind."""
+    """Base of the sequence state of a batch of rows; each family has its own subclass."""
 
 
 class Proposer(ABC):
-    """Guesses what the target says next; sequence state stays outside, so that rows can come, go and share it."""
+    """Proposer of the target's next tokens. Sequence state is passed in, so that rows can join and leave."""
 
     family: ClassVar[str]
     """Name of the family in artifacts, recipes and reports."""
@@ -139,12 +145,12 @@ class Proposer(ABC):
 
     @property
     def reach(self) -> int | None:
-        """How deep below the root it can score: a one-shot family's depths; None for as deep as anyone likes."""
+        """Depths below the root that it can score, for a parallel family; None when there is no limit."""
         return None
 
     @property
     def reads_logits(self) -> bool:
-        """Whether observations must carry the target's logits; they need not by default."""
+        """Whether observations must contain the target's logits; False by default."""
         return False
 
     @abstractmethod
@@ -153,35 +159,35 @@ class Proposer(ABC):
 
     @abstractmethod
     def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
-        """Take in what the last pass taught about the rows `rows_R` of the state; N counts new positions."""
+        """Update the rows `rows_R` of the state with the observation of the last target pass."""
 
     @abstractmethod
     def expand(self, state: DraftState, frontier: Frontier) -> Scores:
-        """One draft step: scores of the children of the frontier nodes.
+        """Scores of the children of the frontier nodes: one draft step.
 
-        The first call after an observation gets the root; a node is asked for once, after its parent.
+        The first call after an observation has the root as its frontier; each node is passed once, after its parent.
         """
 
     @abstractmethod
     def clear(self, state: DraftState, rows_R: Tensor) -> None:
-        """Forget everything about the rows `rows_R`: other sequences take their places."""
+        """Reset the rows `rows_R`, so that other sequences can use them."""
 
-    def forget(self) -> None:  # noqa: B027 -- doing nothing is right for most
-        """Drop what was learnt from earlier sequences; most families keep nothing beyond their weights."""
+    def forget(self) -> None:  # noqa: B027 -- most families have nothing to drop
+        """Drop what was stored from earlier sequences; most families store nothing but their weights."""
 
     @abstractmethod
     def keep(self, state: DraftState, rows_R: Tensor) -> None:
-        """Let the state's row r be the former row rows_R[r], the others leave; later rows are pulled forward only."""
+        """Keep the rows `rows_R` alone: the new row r is the former row rows_R[r], and no row moves back."""
 
     def expand_bytes(self) -> int:
-        """Bytes of weights that one `expand` reads, own and borrowed ones; lookups in a table count nothing."""
+        """Bytes of weights that one `expand` reads, own and borrowed; table lookups do not count."""
         return 0
 
     def observe_bytes(self) -> int:
-        """Bytes of weights that one `observe` reads; most families only note what they will read later."""
+        """Bytes of weights that one `observe` reads; 0 for families that only store the observation."""
         return 0
 
 
 def spread(values_BOQ: Tensor, origin_BF: Tensor) -> Tensor:
-    """The values of each node of a level, [B, F, Q]."""
+    """Values of each node of a tree level, [B, F, Q]: row `origin_BF` of the values that the level shares."""
     return values_BOQ.gather(1, origin_BF[..., None].expand(-1, -1, values_BOQ.shape[-1]))

@@ -9,11 +9,13 @@ drafter was asked about, Q draft vocabulary.
 """
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..interfaces.family_card import FamilyCard
 from ..interfaces.proposer import DraftState, Frontier, Proposer, spread
 from ..random_streams import Draws
 from ..token_tree import Drawn, TokenTree
@@ -71,6 +73,12 @@ class Eagle2Tree(Policy):
     Raises:
         ValueError: if a number is too small.
     """
+
+    card: ClassVar[FamilyCard] = FamilyCard(
+        name="EAGLE-2", papers=("2406.16858",), needs_export=False,
+        guesses="a tree that grows where the drafter is confident, for any family: `--policy eagle2-32`",
+        cost="no training; more drafting than a static tree of the same size",
+    )
 
     def __init__(self, nodes: int = 60, depth: int = 6, width: int = 10) -> None:
         for name, value, bound in (("nodes", nodes, 2), ("depth", depth, 1), ("width", width, 1)):

@@ -103,7 +103,7 @@ class Target:
             found_1LV = self._read_as_tree(text_1L)
         name = self.identity.architecture
         self_check.check_attention(name, self.config, windows, calls, passes=2, context_length=self.context_length)
-        self_check.check_logits(name, found_1LV, expected_1LV)
+        self_check.check_logits(name, self.dtype, found_1LV, expected_1LV)
         if small is not None:
             Target(small, None, name=self.identity.name, pack=False)
 

@@ -154,13 +154,19 @@ def in_order(prompt_1MV: Tensor, tree_1MV: Tensor) -> Tensor:
     return torch.cat([prompt_1MV, tree_1MV[:, list(_CHAIN)]], dim=1)
 
 
-def check_logits(name: str, found_1LV: Tensor, expected_1LV: Tensor) -> None:
+def check_logits(name: str, dtype: torch.dtype, found_1LV: Tensor, expected_1LV: Tensor) -> None:
     """Compare the logits of tree passes with those of the model's own forward pass.
+
+    Args:
+        name: the architecture.
+        dtype: of the model; some return wider logits, which are no more exact.
+        found_1LV: along the check's text.
+        expected_1LV: the model's own.
 
     Raises:
         UserError: if they differ by more than rounding, or are not finite.
     """
-    bound = _BOUNDS.get(expected_1LV.dtype, _HALF_PRECISION_BOUND) * float(expected_1LV.abs().max())
+    bound = _BOUNDS.get(dtype, _HALF_PRECISION_BOUND) * float(expected_1LV.abs().max())
     gap = float((found_1LV - expected_1LV).abs().max())
     if not gap <= bound:
         raise UserError(

@@ -29,7 +29,7 @@ _RECORDED = f"{NAME}-recorded"
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What a layer handed to the attention function, apart from queries, keys and values."""
+    """The arguments of one call of the attention function, apart from queries, keys and values."""
 
     sliding_window: int | None
     """The layer's window in tokens; None for full attention."""

@@ -1,8 +1,8 @@
-"""How far a draft's own confidence can be trusted: the probability it gave each guess against whether it came true.
+"""Calibration of a draft's confidence: the probability that it gave its guesses, and the share that was right.
 
-A tree that follows the draft's confidence (EAGLE-2, arXiv:2406.16858, sections 3.2 and 4) is as good as that confidence
-is calibrated. Stored greedy answers tell of every guess of a pass whether it was right, the rejected ones included, so
-the curve costs nothing beyond a replay that is made anyway.
+A tree that follows the draft's confidence (EAGLE-2, arXiv:2406.16858, sections 3.2 and 4) is only as good as that
+confidence is calibrated. A stored greedy answer shows for every guess of a pass whether it is right, the rejected ones
+included, so the curve costs nothing beyond a replay that is made anyway.
 
 Shapes: N nodes of a tree, A tokens of an answer left to draft, C bins of confidence.
 """
@@ -31,47 +31,47 @@ BINS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class ConfidenceBin:
-    """Guesses of like confidence."""
+    """Guesses of similar confidence."""
 
     guesses: int
-    """How many."""
+    """Number of guesses."""
     mean_confidence: float | None
-    """Probability that the draft gave them on average; None without any."""
+    """Average probability that the draft gave them; None without guesses."""
     acceptance_rate: float | None
-    """Share of them that the target agreed with; None without any."""
+    """Share of them that is right; None without guesses."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfidenceCurve:
-    """Confidence against acceptance."""
+    """Calibration curve: acceptance by confidence."""
 
     guesses: int
-    """Of all bins."""
+    """Number of guesses in all bins."""
     mean_confidence: float
-    """Probability that the draft gave them on average."""
+    """Average probability that the draft gave them."""
     acceptance_rate: float
-    """Share of them that the target agreed with."""
+    """Share of them that is right."""
     expected_calibration_error: float
     """Distance between confidence and acceptance of a bin, averaged over guesses (arXiv:1706.04599, eq. 3)."""
     bins: tuple[ConfidenceBin, ...]
-    """Equal bins from 0 to 1, the last with 1 itself."""
+    """Equal bins from 0 to 1; the last one includes 1."""
 
 
 class ConfidenceTally:
-    """Sums over the guesses of each bin: how many, their confidence, how many were right."""
+    """Sums over the guesses of each bin: their number, their confidence, the number of right ones."""
 
     def __init__(self) -> None:
         self.sums_C3 = torch.zeros(BINS, 3, dtype=torch.float64)
 
     def add(self, log_probs_N: Tensor, right_N: Tensor) -> None:
-        """Count guesses by the probabilities whose logarithms are given."""
+        """Add guesses with these log-probabilities."""
         confidence_N = log_probs_N.double().exp().clamp(max=1)
         bins_N = (confidence_N * BINS).long().clamp(max=BINS - 1)
         self.sums_C3.index_add_(0, bins_N, torch.stack([torch.ones_like(confidence_N), confidence_N, right_N.double()],
                                                        dim=1))
 
     def curve(self) -> ConfidenceCurve | None:
-        """The means; None when nothing was counted."""
+        """The calibration curve; None without guesses."""
         count, confidence, right = self.sums_C3.sum(0).tolist()
         if not count:
             return None
@@ -90,18 +90,18 @@ def _bin(count: float, confidence: float, right: float) -> ConfidenceBin:
 
 @dataclass(kw_only=True)
 class Confidence:
-    """What was learnt of one drafter's confidence."""
+    """Confidence tallies of one drafter, by token and by path."""
 
     token: ConfidenceTally = field(default_factory=ConfidenceTally)
-    """Probability of a token given the guesses before it, where these were right, and whether it was right too."""
+    """Probability of a token given the guesses before it, counted where these were right."""
     path: ConfidenceTally = field(default_factory=ConfidenceTally)
-    """Product of the probabilities down to a node, which EAGLE-2 ranks by, and whether the whole path was right."""
+    """Product of the probabilities down to a node, by which EAGLE-2 ranks; right if the whole path is."""
 
     def add(self, guesses: "Guesses", topology: Topology, answer_A: Tensor) -> None:
         """Count the guesses of one pass.
 
         Args:
-            answer_A: what the target says next; of deeper guesses nobody knows whether they are right.
+            answer_A: the target's next tokens; deeper guesses are not counted.
         """
         depths_N, parents_N = torch.tensor(topology.depths), torch.tensor(topology.parents).clamp(min=0)
         # Where the drafter had no guess, there is no path either.
@@ -110,8 +110,8 @@ class Confidence:
         right_N = guesses.tokens_N == answer_A[(depths_N - 1).clamp(0, len(answer_A) - 1)]
         right_N[0] = True
         followed_N = ~(topology.ancestors_NN & ~right_N).any(-1)
-        asked_N = known_N & followed_N[parents_N]
-        self.token.add(guesses.log_probs_N[asked_N], right_N[asked_N])
+        counted_N = known_N & followed_N[parents_N]
+        self.token.add(guesses.log_probs_N[counted_N], right_N[counted_N])
         self.path.add(path_N[known_N], followed_N[known_N])
 
     def curves(self) -> dict[str, ConfidenceCurve]:
@@ -122,7 +122,7 @@ class Confidence:
 
 @dataclass(frozen=True)
 class Guesses:
-    """What a drafter proposed at the nodes of a static tree in one pass of one row, the root being certain."""
+    """Guesses of a drafter at the nodes of a static tree in one pass of one row; the root is certain."""
 
     tokens_N: Tensor
     """Token of each node."""
@@ -131,7 +131,7 @@ class Guesses:
 
 
 class NotingTree(StaticTree):
-    """A static tree that keeps, pass by pass, what was proposed for its one row, and how sure the drafter was."""
+    """A static tree that records the guesses for its one row and their log-probabilities, pass by pass."""
 
     def __init__(self, topology: Topology) -> None:
         super().__init__(topology)
@@ -150,14 +150,14 @@ class NotingTree(StaticTree):
 
 def replay_noting(drafter: Drafter, target: Target, features: Sequence[Features], topology: Topology,
                   confidence: Confidence) -> Acceptance:
-    """`replay`, one row at a time, that also adds every guess to a drafter's `confidence`.
+    """`replay`, one row at a time, that also adds every guess to `confidence`.
 
     Args:
         drafter: bound to the target, on the features' device.
         target: the target that wrote the answers.
         features: encoded rows, one conversation each.
         topology: the static tree.
-        confidence: gets the guesses.
+        confidence: the tallies to which the guesses are added.
     """
     source, policy = Replay(target, features), NotingTree(topology)
     result = decode(source, source.requests, DecodeSettings(batch_size=1), drafter=drafter, policy=policy)
@@ -168,7 +168,7 @@ def replay_noting(drafter: Drafter, target: Target, features: Sequence[Features]
 
 
 def _ahead(generations: Sequence[Generation]) -> list[Tensor]:
-    """What each answer still had to say before each of its passes; its first token is the prompt's pass."""
+    """Remaining tokens of each answer before each of its passes; its first token comes from the prompt's pass."""
     found = []
     for generation in generations:
         tokens_A, place = torch.tensor(generation.tokens), 1

@@ -1,7 +1,7 @@
-"""What a pass costs on this machine, and the tree size that pays.
+"""Cost model of decoding steps on this machine, and the fastest tree size.
 
-Seconds of some passes and drafts are measured, a model of few non-negative terms is fitted to them, and from it follow
-the seconds of any tree size, batch and context, the tokens per second to expect, and the size with the most of them.
+Seconds of some passes and drafts are measured, and a model of few non-negative terms is fitted to them. It predicts the
+seconds of any tree size, batch and context, the tokens per second, and the size with the most tokens per second.
 
 Shapes: S samples, T terms of a model.
 """
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 MOST_KNOTS = 8
-"""Places at which the seconds of a pass may bend."""
+"""Largest number of knots of the piecewise linear functions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One kind of step and what it took."""
+    """Measured seconds of one kind of step."""
 
     size: int
     """Nodes of each row's tree, the root included."""
@@ -41,7 +41,7 @@ class CostCurve:
     """Seconds of one decoding step at one batch and context, by nodes of its tree."""
 
     sizes: tuple[int, ...]
-    """Nodes, ascending, the first 1."""
+    """Numbers of nodes, ascending from 1."""
     pass_seconds: tuple[float, ...]
     """Seconds of a verifying pass of so many nodes, commit included."""
     draft_seconds: tuple[float, ...]
@@ -50,7 +50,7 @@ class CostCurve:
     """Tokens already in the cache."""
 
     def step_seconds(self, size: int) -> float:
-        """Seconds of a drafted step with a tree of `size` nodes, interpolated between the sizes known."""
+        """Seconds of a drafted step with a tree of `size` nodes, interpolated between the known sizes."""
         return _interpolate(self.sizes, self.pass_seconds, size) + _interpolate(self.sizes, self.draft_seconds, size)
 
     @property
@@ -64,13 +64,13 @@ class CostModel:
     """Fitted seconds of a step by nodes N of its tree, rows B and tokens of context C.
 
     A pass: a constant, a piecewise linear function of the N B tokens in it (memory bound at first, then compute bound:
-    a roofline without assuming where it bends), B C for reading the keys and values, N B C for comparing with them. A
+    a roofline without assuming where it bends), B C for reading the keys and values, N B C for attention to them. A
     draft: a constant, a piecewise linear function of N (levels come with nodes), B - 1, (B - 1) N, B C and N B C. No
     weight is negative, so that nothing gets faster by being larger.
     """
 
     knots: tuple[int, ...]
-    """Tokens, ascending from 1, at which the seconds may bend; beyond the last the slope stays."""
+    """Numbers of tokens, ascending from 1, at which the slope may change; beyond the last one it stays."""
     pass_weights: tuple[float, ...]
     """Seconds of each term of a pass."""
     draft_weights: tuple[float, ...]
@@ -78,11 +78,11 @@ class CostModel:
     largest: int
     """Nodes of the largest tree that was drafted."""
     context: int
-    """Tokens of context where nothing else is said."""
+    """Default tokens of context."""
     pass_error: float
-    """Median over the samples of how far the fitted seconds of a pass are off, as a share of the measured."""
+    """Median relative error of the fitted seconds of a pass over the samples."""
     draft_error: float
-    """The same for drafts."""
+    """Median relative error of the fitted seconds of a draft."""
 
     @classmethod
     def fit(cls, samples: Sequence[Sample], context: int) -> "CostModel":
@@ -90,10 +90,10 @@ class CostModel:
 
         Args:
             samples: measured steps; some with trees of 1 node.
-            context: what predictions assume where nothing else is said.
+            context: default tokens of context of predictions.
 
         Raises:
-            ValueError: without any sample of 1 node.
+            ValueError: if no sample has 1 node.
         """
         if not any(sample.size == 1 for sample in samples):
             raise ValueError("a model of the cost needs passes of 1 node to compare with, got none")
@@ -122,11 +122,11 @@ class CostModel:
         return self.pass_seconds(size, batch, context) + self.draft_seconds(size, batch, context)
 
     def predict(self, accepted_length: float, size: int, batch: int = 1, context: int | None = None) -> float:
-        """Tokens per second over plain decoding of the same batch, when a pass emits `accepted_length` tokens a row."""
+        """Speed-up over plain decoding of the same batch, if a pass emits `accepted_length` tokens for each row."""
         return accepted_length * self.pass_seconds(1, batch, context) / self.step_seconds(size, batch, context)
 
     def curve(self, batch: int = 1, context: int | None = None) -> CostCurve:
-        """The seconds of every size that was drafted."""
+        """Seconds of every size up to the largest tree that was drafted."""
         sizes = tuple(range(1, self.largest + 1))
         return CostCurve(
             sizes=sizes,
@@ -144,10 +144,10 @@ class CostModel:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "CostModel":
-        """Read what `to_dict` wrote.
+        """A model from the fields that `to_dict` gives.
 
         Raises:
-            KeyError, TypeError, ValueError: if it is something else.
+            KeyError, TypeError, ValueError: if the fields are others.
         """
         lists = {name: tuple(fields[name]) for name in ("knots", "pass_weights", "draft_weights")}
         return cls(**{**fields, **lists})
@@ -160,7 +160,7 @@ class TreeChoice:
     size: int
     """Nodes of the tree, the root included; 1 when drafting does not pay."""
     expected_accepted_length: float
-    """Tokens per pass that the calibration expects of it."""
+    """Tokens per pass that are expected of it."""
     predicted_speedup: float
     """Predicted tokens per second over plain decoding."""
 
@@ -183,7 +183,7 @@ def choose_size(expected_lengths: Sequence[float], cost: CostCurve) -> TreeChoic
 
 @dataclass(frozen=True)
 class _Terms:
-    """Weights of the terms of one function, and how well they fit."""
+    """Weights of the terms of one function, with the error of the fit."""
 
     weights: tuple[float, ...]
     error: float
@@ -201,8 +201,8 @@ class _Terms:
 
 
 def least_squares(terms_ST: Tensor, wanted_S: Tensor) -> Tensor:
-    """The non-negative weights that come closest, [T], float64 (Lawson & Hanson 1974, chapter 23)."""
-    # Terms differ by many orders of magnitude; scaled to length 1, one tolerance serves them all.
+    """Non-negative least-squares weights, [T], float64 (Lawson & Hanson 1974, chapter 23)."""
+    # Terms differ by many orders of magnitude; scaled to length 1, one tolerance is enough.
     scale_T = terms_ST.norm(dim=0).clamp(min=1e-300)
     terms_ST = terms_ST / scale_T
     weights_T = torch.zeros_like(scale_T)
@@ -218,7 +218,7 @@ def least_squares(terms_ST: Tensor, wanted_S: Tensor) -> Tensor:
 
 
 def _inside(terms_ST: Tensor, wanted_S: Tensor, weights_T: Tensor, used_T: Tensor) -> tuple[Tensor, Tensor]:
-    """The best weights of the terms used; on the way there, those that would turn negative are given up."""
+    """Best weights of the terms used, after removing those that would become negative."""
     used_T = used_T.clone()
     while True:
         free_T = torch.zeros_like(weights_T)
@@ -233,7 +233,7 @@ def _inside(terms_ST: Tensor, wanted_S: Tensor, weights_T: Tensor, used_T: Tenso
 
 
 def _knots(tokens: Sequence[int]) -> tuple[int, ...]:
-    """Token counts that were measured, thinned out to powers of two; the last slope has samples on both its ends."""
+    """Measured token counts, thinned out to factors of two; the last slope has samples at both ends."""
     measured = sorted(set(tokens))
     doubled = [measured[0]]
     for count in measured[:-1]:
@@ -243,7 +243,7 @@ def _knots(tokens: Sequence[int]) -> tuple[int, ...]:
 
 
 def _rising(knots: Sequence[int], count: int) -> list[float]:
-    """How far `count` reaches into each interval between knots; the last one has no end."""
+    """Part of `count` in each interval between knots; the last interval has no end."""
     inner = [float(min(max(count - low, 0), high - low)) for low, high in pairwise(knots)]
     return [*inner, float(max(count - knots[-1], 0))]
 

@@ -1,7 +1,7 @@
-"""Which shape of draft model pays: FastDraft's memory-bound speed-up, from bytes and from measured passes.
+"""Choice of a draft model's shape by FastDraft's memory-bound speed-up, from bytes or from measured passes.
 
-A pass of a small batch reads every weight once, so its time is that of its bytes; but layers come one after the other
-and each has a time of its own, however narrow it is. At equal bytes few wide layers are therefore faster than many
+A pass of a small batch reads every weight once, so its time is proportional to its bytes; but layers run one after the
+other and each has a fixed cost, however narrow it is. At equal bytes few wide layers are therefore faster than many
 narrow ones (arXiv:2411.11055, section 3.1).
 """
 
@@ -13,18 +13,18 @@ from ..errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A decoder with gated MLPs; a draft of this shape reads one row of its embedding a token and all of the rest."""
+    """Shape of a decoder with gated MLPs; a pass reads an embedding row for each token and all other weights."""
 
     layers: int
     """Decoder layers."""
     hidden: int
-    """Width."""
+    """Hidden size."""
     heads: int
     """Attention heads."""
     kv_heads: int
     """Key-value heads."""
     intermediate: int
-    """Width of the MLP."""
+    """Intermediate size of the MLP."""
     outputs: int
     """Rows of the output layer: the vocabulary, or a reduced one."""
 
@@ -39,23 +39,23 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Sized:
-    """A shape and what it promises at its best draft length."""
+    """Predicted speed-up of a shape at its best draft length."""
 
     shape: Shape
     """The shape."""
     cost: float
     """Time of its step over that of a pass of the target."""
     length: int
-    """Tokens drafted a pass at which it is fastest."""
+    """Number of drafted tokens per pass at which it is fastest."""
     speedup: float
-    """Tokens per second over the target alone; below 1 it does not pay."""
+    """Tokens per second over the target alone; below 1 drafting is slower."""
 
 
 def block_efficiency(acceptance: float, length: int) -> float:
     """Tokens per target pass of a chain whose tokens are each accepted with this probability (arXiv:2211.17192, eq. 1).
 
     Raises:
-        UserError: if `acceptance` is no probability or `length` is negative.
+        UserError: if `acceptance` is not a probability or `length` is negative.
     """
     if not 0 <= acceptance <= 1 or length < 0:
         raise UserError(f"acceptance must lie between 0 and 1 and length from 0 up, got {acceptance} and {length}")
@@ -68,7 +68,7 @@ def memory_bound_speedup(efficiency: float, cost: float, length: int) -> float:
 
 
 def best_length(acceptance: float, cost: float, *, longest: int = 16) -> tuple[int, float]:
-    """(tokens to draft, memory-bound speed-up) where it is greatest; (0, 1.0) where drafting does not pay."""
+    """(tokens to draft, memory-bound speed-up) where it is greatest; (0, 1.0) where drafting is slower."""
     found = ((length, memory_bound_speedup(block_efficiency(acceptance, length), cost, length))
              for length in range(longest + 1))
     return max(found, key=lambda one: (one[1], -one[0]))
@@ -89,7 +89,7 @@ def rank_shapes(
         shapes: the candidates.
         target: the target's shape.
         acceptance: the probability that a token drafted by a model of a shape is accepted: measured, or one for all.
-        budget: most weights that a pass of the draft may read; None for no bound.
+        budget: largest number of weights that a pass of the draft may read; None for no bound.
         seconds: measured time of a draft step of a shape; None estimates the cost by the ratio of the weights read.
         target_seconds: measured time of a pass of the target; given with `seconds`.
 
@@ -98,7 +98,7 @@ def rank_shapes(
         ValueError: if one of the times is given without the other.
     """
     if (seconds is None) != (target_seconds is None):
-        raise ValueError("measured times of the drafts and of the target belong together; give both or neither")
+        raise ValueError("measured times of the drafts and of the target are used together; give both or neither")
     candidates = list(shapes)
     fitting = [shape for shape in candidates if budget is None or shape.weights <= budget]
     if not fitting:

@@ -20,16 +20,16 @@ from .tree_search import search_tree
 
 @dataclass(frozen=True, kw_only=True)
 class Acceptance:
-    """What decoding held-out text gave."""
+    """Acceptance measured by decoding held-out text."""
 
     accepted_length: float
     """Tokens emitted per pass, the bonus included."""
     by_position: tuple[float, ...]
     """Share of passes that accepted at least 1, 2, … drafted tokens."""
     tokens: int
-    """Tokens decoded."""
+    """Number of tokens decoded."""
     passes: int
-    """Passes made."""
+    """Number of passes."""
 
 
 def replay(
@@ -49,7 +49,7 @@ def replay(
         features: encoded rows, one conversation each.
         topology: the static tree.
         batch_size: rows at a time; does not change the result.
-        max_answers: at most so many answers; all by default.
+        max_answers: largest number of answers; all by default.
     """
     source = Replay(target, features, max_answers)
     result = decode(
@@ -59,7 +59,7 @@ def replay(
 
 
 def acceptance_of(result: DecodeResult, depth: int) -> Acceptance:
-    """How much was accepted of drafts of at most `depth` tokens."""
+    """Acceptance of a decoding result with drafts of at most `depth` tokens."""
     emitted = [count for generation in result.generations for count in generation.emitted]
     passes = len(emitted)
     reached = tuple(sum(count > least for count in emitted) / passes if passes else 0.0
@@ -76,7 +76,7 @@ def decoded_acceptance(drafter: Drafter, target: Target, features: Sequence[Feat
     """Accepted length of the best static tree of `nodes` nodes on held-out greedy answers.
 
     The tree is searched on every second row and measured on the others (with a single row, on the same), so that it
-    is not judged by the text it was fitted to.
+    is not measured on the text it was fitted to.
     """
     rows = [row for batch in features for row in _unbatch(batch)]
     fitted, measured = (rows[0::2], rows[1::2]) if len(rows) > 1 else (rows, rows)
@@ -104,11 +104,11 @@ def answered_anew(target: Target, features: Sequence[Features], batch_size: int 
     """The prompts of stored conversations with the greedy answers that `target` gives now, one row each, encoded.
 
     These answers are the target's own, so that drafts can be replayed on them exactly. Each is at most as long as the
-    one it stands for.
+    answer it replaces.
 
     Args:
         target: writes and encodes the answers.
-        features: encoded conversations, one a row; each of their answers is a prompt of its own here.
+        features: encoded conversations, one a row; each of their answers gives one request.
         batch_size: answers written at a time; it changes none of them.
     """
     requests = Replay(target, features).requests

@@ -1,4 +1,4 @@
-"""Decoding against stored text: the exact accepted length of a drafter without a pass of the target.
+"""Replay of stored greedy answers: the exact accepted length of a drafter without a pass of the target.
 
 Greedy decoding emits the target's greedy answer whatever is drafted, so on a stored greedy answer every accepted
 path, and every state that a drafter observes, is already known. `Replay` answers the loop's passes from there.
@@ -29,12 +29,12 @@ class StoredRow:
 
 
 class Replay:
-    """Stands in for the target on encoded greedy answers.
+    """Target whose passes are read from encoded greedy answers.
 
     Args:
         target: the target that wrote and encoded them.
         features: encoded batches, one conversation a row (no packing).
-        max_answers: at most so many answers, in order; all by default.
+        max_answers: largest number of answers, in order; all by default.
     """
 
     def __init__(self, target: Target, features: Sequence[Features], max_answers: int | None = None) -> None:
@@ -62,36 +62,36 @@ class Replay:
 
     @property
     def device(self) -> torch.device:
-        """Where the stored states are."""
+        """Device of the stored states."""
         return next(iter(self.rows.values())).final_LD.device if self.rows else self.target.device
 
     @property
     def vocab_size(self) -> int:
-        """The target's."""
+        """Vocabulary size of the target."""
         return self.target.vocab_size
 
     @property
     def context_length(self) -> int:
-        """The target's."""
+        """Context length of the target."""
         return self.target.context_length
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """None: an answer ends where the stored one does."""
+        """No end tokens: an answer ends where the stored one does."""
         return ()
 
     @property
     def tokenizer(self) -> Any:
-        """The target's."""
+        """Tokenizer of the target."""
         return self.target.tokenizer
 
     def start(self, rows: int, capacity: int, taps: Sequence[int] = (), prefix: Sequence[int] = ()) -> "ReplayRows":
-        """Open an empty batch of rows; a prefix saves nothing here."""
+        """An empty batch of rows; a shared prefix has no use here."""
         return ReplayRows(self, rows, tuple(taps))
 
 
 class ReplayRows:
-    """A batch of stored conversations, each read as far as it has been committed."""
+    """A batch of stored conversations, each read up to its last committed token."""
 
     def __init__(self, replay: Replay, rows: int, taps: tuple[int, ...]) -> None:
         self.replay, self.taps = replay, taps
@@ -100,7 +100,7 @@ class ReplayRows:
         self._running: list[int] = []
 
     def run(self, tree: TokenTree, rows: list[int] | None = None, select_BM: Tensor | None = None) -> PassOutput:
-        """Look up what the target said at each node's position; true of accepted nodes, irrelevant at the others."""
+        """Stored output at each node's position: right for accepted nodes, irrelevant for the others."""
         self._running = list(range(len(self.stored))) if rows is None else rows
         vocab_size = self.replay.target.vocab_size
         finals: list[Tensor] = []
@@ -127,17 +127,17 @@ class ReplayRows:
         )
 
     def commit(self, path_BK: Tensor, counts_B: Tensor, host_counts: list[int], *, moved: bool = True) -> None:
-        """Read on by the accepted tokens."""
+        """Advance each row by its accepted tokens."""
         for row, count in zip(self._running, host_counts, strict=True):
             self.lengths[row] += count
 
     def open(self, row: int, index: int) -> int:
-        """Begin the stored conversation of request `index` in a row; nothing of it has been read."""
+        """Start the stored conversation of request `index` in a row; nothing of it has been read."""
         self.stored[row], self.lengths[row] = self.replay.rows[index], 0
         return 0
 
     def wipe(self, row: int) -> None:
-        """Nothing to do: a row keeps nothing but its place."""
+        """Do nothing: a row keeps only its position."""
 
     def keep(self, order: list[int]) -> None:
         """Make row order[r] the row r and drop the rest."""
@@ -146,7 +146,7 @@ class ReplayRows:
 
 
 def _spans(marks: list[bool]) -> list[tuple[int, int]]:
-    """[start, stop) of each run of True."""
+    """Range [start, stop) of each run of True."""
     edges = [
         place
         for place in range(len(marks) + 1)

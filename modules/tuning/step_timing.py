@@ -1,6 +1,6 @@
-"""Seconds of decoding steps on this machine: what the cost model is fitted to.
+"""Timing of decoding steps on this machine, to which the cost model is fitted.
 
-All kinds of steps take turns, so that a busy moment of the machine hits every one alike; medians count.
+All kinds of steps take turns, so that contention affects every one alike; medians are used.
 
 Shapes: B rows, N nodes or tokens read, D hidden size, V vocabulary.
 """
@@ -22,13 +22,13 @@ from ..verification.tree_walk import down_to
 from .cost_model import CostModel, Sample
 
 SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Nodes of the trees that are timed with one row."""
+"""Tree sizes that are timed with one row."""
 BATCHES = ((4, (1, 4, 16)), (8, (1, 8)), (16, (1, 4)))
-"""Rows, and nodes of the trees that are timed with so many."""
+"""Pairs of a number of rows and the tree sizes that are timed with it."""
 LONG = ((1, (1, 16)), (4, (1, 8)))
-"""The same behind a context that is several times as long."""
+"""Pairs of a number of rows and the tree sizes that are timed with a longer context."""
 LONGER = 4
-"""How many times."""
+"""Length of the longer context, as a multiple of the other."""
 
 
 @torch.no_grad()
@@ -45,17 +45,17 @@ def measure_cost(
 
     Args:
         target: the target.
-        drafter: bound to it.
-        topology: best-first order of the tree, or a chain.
+        drafter: a drafter that is bound to the target.
+        topology: a tree in best-first order, or a chain.
         context: tokens that target and drafter have read; at most what the target's context allows.
         repeats: steps of each kind, after one round of warm-up.
-        seconds: start no further round after so many; two are always made.
+        seconds: start no further round after this time; two are always made.
     """
     benches = _benches(target, drafter, topology, context, repeats)
     times: dict[tuple[int, int, int], list[tuple[float, float]]] = defaultdict(list)
-    began = time.monotonic()
+    started = time.monotonic()
     for turn in range(repeats + 1):
-        if turn > 1 and time.monotonic() - began > seconds:
+        if turn > 1 and time.monotonic() - started > seconds:
             break
         for bench in benches:
             for size in bench.sizes:
@@ -76,7 +76,7 @@ def measure_cost(
 
 
 def _benches(target: Target, drafter: Proposer, topology: Topology, context: int, repeats: int) -> list["_Bench"]:
-    """One for each batch and context, each with the tree sizes that it times."""
+    """Benches for each batch and context, with the tree sizes that they time."""
     room = target.context_length - topology.size - 1
     kinds = [(1, SIZES, context), *((rows, sizes, context) for rows, sizes in BATCHES)]
     kinds += [(rows, sizes, LONGER * context) for rows, sizes in LONG]
@@ -88,9 +88,9 @@ def _benches(target: Target, drafter: Proposer, topology: Topology, context: int
 
 
 class _Bench:
-    """Rows that have read as many blank tokens, and the drafter's state beside them.
+    """Rows that have a context of arbitrary tokens, with the drafter's state.
 
-    What a pass costs does not depend on what its tokens say, so nothing is computed for the context.
+    The cost of a pass does not depend on its tokens, so nothing is computed for the context.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class _Bench:
     ) -> None:
         self.target, self.drafter, self.topology = target, drafter, topology
         self.batch, self.context, self.sizes = batch, context, sizes
-        # The target forgets each step, the drafter's text grows by its token.
+        # The target's cache is rewound after each step; the drafter's text grows by one token.
         steps = (repeats + 1) * len(sizes)
         self.rows = target.start(batch, context + topology.size, drafter.taps)
         self.rows.cache.assume(context)
@@ -135,7 +135,7 @@ class _Bench:
 
     def step(self, size: int) -> tuple[float, float]:
         """(seconds of the pass, seconds of the drafter) of one step in which nothing is accepted."""
-        began = _now(self.target.device)
+        started = _now(self.target.device)
         tree = self._grown(size)
         drafted = _now(self.target.device)
         output = self.rows.run(tree)
@@ -149,10 +149,10 @@ class _Bench:
         answers = verified(tree, accepted, output) if self.drafter.reads_logits else None
         resumed = _now(self.target.device)
         self.drafter.observe(self.state, self.rows_B, observation(tree, accepted, output, answers))
-        return passed - drafted, drafted - began + _now(self.target.device) - resumed
+        return passed - drafted, drafted - started + _now(self.target.device) - resumed
 
     def _grown(self, size: int) -> TokenTree:
-        """The prefix of the tree; of a drafter that has no guess, with padding in its place."""
+        """Prefix of the tree that the drafter grows; without a guess, the prefix with root tokens in all nodes."""
         topology = self.topology.prefix(size)
         roots_BN = self.roots_B[:, None].expand(-1, size)
         if size == 1:

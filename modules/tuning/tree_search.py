@@ -1,4 +1,4 @@
-"""How good a drafter is on held-out text: the best static tree, what it should accept, the decoded accepted length.
+"""Search for the best static tree of a drafter, and its expected accepted length.
 
 Shapes: K draft steps, P places where a draft starts, R proposals of a step.
 """
@@ -13,13 +13,13 @@ from ..token_tree import Topology
 from .held_out_ranks import MAX_RANK
 
 _SHRINKAGE = 20.0
-"""Observations that the independent estimate of a path is worth beside the counted ones."""
+"""Weight of the independent estimate of a path, as a number of observations."""
 
 
 class PathEstimate:
-    """How often the true continuation takes a path of ranks, estimated on held-out text.
+    """Probability that the true continuation takes a path of ranks, estimated on held-out text.
 
-    Counted jointly, which sees that easy passages are easy for all heads, and shrunk towards the product of exactly-
+    Counted jointly, since easy passages are easy for all heads, and shrunk towards the product of exactly-
     rank-i accuracies (arXiv:2401.10774, 2.3.3) where a path was seen rarely: P(path) = P(parent) (n(path) + s
     a_k(rank)) / (n(parent) + s).
     """
@@ -55,8 +55,8 @@ class PathEstimate:
 def search_tree(table_PK: Tensor, max_nodes: int, max_rank: int = MAX_RANK) -> tuple[Topology, tuple[float, ...]]:
     """The static tree that maximises the expected accepted length, nodes in best-first order.
 
-    A node's probability is never above its parent's, so taking the likeliest remaining node each time is optimal and
-    every prefix of the tree is the best tree of its size.
+    A node's probability is never above its parent's, so taking the most probable remaining node each time is optimal
+    and every prefix of the tree is the best tree of its size.
 
     Returns:
         The tree of at most `max_nodes` nodes, and for each size from 1 the expected accepted length, the bonus
@@ -90,11 +90,10 @@ def search_tree(table_PK: Tensor, max_nodes: int, max_rank: int = MAX_RANK) -> t
 
 
 def expected_lengths(table_PKR: Tensor, topology: Topology) -> tuple[float, ...]:
-    """Tokens that a pass emits under a sampling target, the bonus included, for each prefix of a static tree: from one
-    node, the root, up to all.
+    """Expected tokens of a pass under a sampling target, the bonus included, for each prefix of a static tree.
 
     Args:
-        table_PKR: of `chance_table`.
+        table_PKR: the table that `chance_table` gives.
         topology: the tree; a node deeper than K steps, or of a rank beyond R, is never accepted.
     """
     places, steps, ranks = table_PKR.shape

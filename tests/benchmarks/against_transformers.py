@@ -4,11 +4,11 @@
         [--layers N] [--draft-tokens N] [--copied N] [--plain-linears]
 
 The same prompts, the same draft model (the target's first layers), the same number of drafted tokens, one row, greedy.
-All ways take turns prompt by prompt in one process, so that a busy moment of the machine hits them alike; each way's
-first prompt is decoded once before, untimed. After `--minutes` no further prompt is begun: the table then says how many
-there were. The accepted length is new tokens per pass of the target, the prompt's pass included, for both: transformers
-drafts before it reads the prompt, so that its prompt pass verifies as well. Ranges are 95 % bootstrap intervals over
-prompts, both loops drawn together.
+All methods take turns prompt by prompt in one process, so that contention affects them alike; each method's
+first prompt is decoded once before, untimed. After `--minutes` no further prompt is started: the table then says how
+many there were. The accepted length is new tokens per pass of the target, the prompt's pass included, for both:
+transformers drafts before it reads the prompt, so that its prompt pass verifies as well. Ranges are 95 % bootstrap
+intervals over prompts, both loops drawn together.
 """
 
 import argparse
@@ -46,9 +46,9 @@ from draftsmith.modules import (
 PROMPTS = Path(__file__).resolve().parents[2] / "recipes" / "handwritten.jsonl"
 PAIRS = {"plain": "transformers, plain", "prompt lookup": "transformers, prompt_lookup",
          "first layers": "transformers, assistant_model"}
-"""Our ways, each beside transformers' own."""
+"""Our methods, each with its counterpart in transformers."""
 AIM = 1.3
-"""How many times transformers' tokens per second this loop should reach."""
+"""Speed that this loop should reach, as a multiple of transformers'."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Answer:
 
 @dataclass
 class Tally:
-    """What one way has decoded."""
+    """The answers of one method."""
 
     answers: list[Answer] = field(default_factory=list)
 
@@ -77,7 +77,7 @@ class Tally:
         return sum(len(answer.tokens) for answer in self.answers) / sum(answer.passes for answer in self.answers)
 
     def equal(self, reference: Sequence[Sequence[int]]) -> int:
-        """Answers that are the reference's, token by token."""
+        """Number of answers that equal the reference token by token."""
         return sum(answer.tokens == wanted for answer, wanted in zip(self.answers, reference, strict=True))
 
 
@@ -136,12 +136,12 @@ def peer(target: Target, new_tokens: int, **options: Any) -> Way:
     def run(prompt: tuple[int, ...]) -> Answer:
         tokens = torch.tensor([prompt], device=target.device)
         with target.native() as model, counted(target.layers[-1]) as calls, torch.no_grad():
-            began = now(target)
+            started = now(target)
             found = model.generate(
                 tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new_tokens, do_sample=False,
                 eos_token_id=None, pad_token_id=0, use_cache=True, **options,
             )
-            seconds = now(target) - began
+            seconds = now(target) - started
         return Answer(found[0, len(prompt) :].tolist(), calls[0], seconds)
 
     return run
@@ -151,24 +151,24 @@ def own(target: Target, new_tokens: int, drafter: Proposer | None = None, policy
     """Decode with this project's loop."""
 
     def run(prompt: tuple[int, ...]) -> Answer:
-        began = now(target)
+        started = now(target)
         result = decode(target, [Request(prompt, 0, new_tokens)], DecodeSettings(ignore_eos=True), drafter=drafter,
                         policy=policy)
-        seconds = now(target) - began
+        seconds = now(target) - started
         return Answer(result.generations[0].tokens, result.stats.target_calls + result.stats.prefill_calls, seconds)
 
     return run
 
 
 def now(target: Target) -> float:
-    """Seconds, once the device has done what it was given."""
+    """Seconds, after the device has finished its work."""
     if target.device.type == "cuda":
         torch.cuda.synchronize(target.device)
     return time.perf_counter()
 
 
 def ways(target: Target, options: argparse.Namespace) -> dict[str, Way]:
-    """All ways by name."""
+    """All methods by name."""
     assistant = truncated_model(target, options.layers)
     assistant.generation_config.num_assistant_tokens = options.draft_tokens
     assistant.generation_config.num_assistant_tokens_schedule = "constant"
@@ -189,24 +189,24 @@ def ways(target: Target, options: argparse.Namespace) -> dict[str, Way]:
 
 def measure(target: Target, named: dict[str, Way], prompts: Sequence[tuple[int, ...]],
             minutes: float) -> tuple[dict[str, Tally], ContentionProbe]:
-    """Decode every prompt by every way, each time another one first, and watch the machine."""
+    """Decode every prompt by every method, each time another one first, and probe the machine for contention."""
     tallies, names = {name: Tally() for name in named}, list(named)
     for name in names:
         named[name](prompts[0])
-    probe, began = ContentionProbe(target), time.monotonic()
+    probe, started = ContentionProbe(target), time.monotonic()
     for turn, prompt in enumerate(prompts):
-        if turn > 1 and time.monotonic() - began > 60 * minutes:
+        if turn > 1 and time.monotonic() - started > 60 * minutes:
             break
         probe.sample()
         for name in (*names[turn % len(names) :], *names[: turn % len(names)]):
             tallies[name].answers.append(named[name](prompt))
-        print(f"prompt {turn + 1} of {len(prompts)}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+        print(f"prompt {turn + 1} of {len(prompts)}, {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     probe.sample()
     return tallies, probe
 
 
 def ratio(ours: Tally, theirs: Tally) -> tuple[float, tuple[float, float] | None]:
-    """Our tokens per second over theirs, and its interval."""
+    """Our tokens per second over theirs, with its interval."""
     tokens_NW, seconds_NW = (
         np.array([[amount(one) for one in pair] for pair in zip(ours.answers, theirs.answers, strict=True)])
         for amount in (lambda one: len(one.tokens), lambda one: one.seconds)
@@ -244,15 +244,15 @@ def show(tallies: dict[str, Tally], probe: ContentionProbe) -> None:
 def main(words: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--target", default=DEFAULT_NAME)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--minutes", type=float, default=8, help="begin no further prompt after this time")
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--target", default=DEFAULT_NAME, help="hub id, folder, GGUF file or name")
+    parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
+    parser.add_argument("--minutes", type=float, default=8, help="start no further prompt after this time")
+    parser.add_argument("--prompts", type=int, default=16, help="handwritten prompts used")
+    parser.add_argument("--new-tokens", type=int, default=96, help="length of each answer")
     parser.add_argument("--layers", type=int, help="layers of the draft model; a quarter of the target's by default")
-    parser.add_argument("--draft-tokens", type=int, default=3)
-    parser.add_argument("--copied", type=int, default=7)
-    parser.add_argument("--ngram", type=int, default=3)
+    parser.add_argument("--draft-tokens", type=int, default=3, help="tokens that the draft model guesses a pass")
+    parser.add_argument("--copied", type=int, default=7, help="tokens that prompt lookup guesses a pass")
+    parser.add_argument("--ngram", type=int, default=3, help="longest suffix that prompt lookup compares")
     parser.add_argument("--plain-linears", action="store_true", help="do not pack linear layers for oneDNN")
     options = parser.parse_args(words)
     if options.prompts < 1 or options.new_tokens < 1:

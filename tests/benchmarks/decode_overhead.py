@@ -1,12 +1,12 @@
-"""What the loop adds to a pass of the target: milliseconds by part, and the pass over a bare transformers forward.
+"""Overhead of the decoding loop: milliseconds of a pass by part, and the pass over a bare transformers forward.
 
     python tests/benchmarks/decode_overhead.py [--target NAME] [--context TOKENS] [--passes N] [--batch-size N]
 
 Plain decoding, chains and trees are drafted by a one-shot drafter (Medusa's shape, untrained) and by a recurrent one
-(the target's first layer). The pass without drafting is held against a forward of the same model over as many tokens
-behind a `DynamicCache` of the same length, once with the very linear layers that our target uses (packed for oneDNN on
-a CPU), so that only the loop's own work is left, and once untouched. All ways take turns pass by pass in one process;
-medians are printed. A probe repeated throughout says whether the machine was busy with something else.
+(the target's first layer). The pass without drafting is compared with a forward of the same model over as many tokens
+after a `DynamicCache` of the same length, once with the linear layers that our target uses (packed for oneDNN on a
+CPU), so that only the loop's own work is left, and once untouched. All methods take turns pass by pass in one process;
+medians are printed. A repeated probe reports contention.
 """
 
 import argparse
@@ -40,13 +40,13 @@ from draftsmith.modules.baselines.token_recycling import recycling_tree
 from transformers import DynamicCache
 
 PARTS = ("target", "draft", "accept", "commit", "rest")
-"""Where the time of a pass goes; growing the tree and observing the pass are both drafting."""
+"""Parts of a pass; growing the tree and observing the pass are both drafting."""
 AIM = 1.05
-"""Most that a pass should cost over a bare forward with the same linear layers."""
+"""Largest ratio that a pass should have to a bare forward with the same linear layers."""
 HEADS, ENTRIES = 7, 2048
-"""Of the one-shot drafter: depths it answers, entries of its vocabulary."""
+"""Heads of the one-shot drafter, and the size of its vocabulary."""
 WARM_UP = 3
-"""Passes of each way that are not counted."""
+"""Passes of each method that are not counted."""
 
 
 @dataclass
@@ -58,12 +58,12 @@ class Watch:
     passes: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, its seconds added to a part."""
+        """A function that adds its seconds to a part."""
 
         def run(*args: Any, **options: Any) -> Any:
-            began = clock(self.target)
+            started = clock(self.target)
             answer = function(*args, **options)
-            self.now[part] += clock(self.target) - began
+            self.now[part] += clock(self.target) - started
             return answer
 
         return run
@@ -71,20 +71,20 @@ class Watch:
     def step(self, passes: Iterator[Any]) -> None:
         """Make one pass and note its parts."""
         self.now = dict.fromkeys(PARTS, 0.0)
-        began = clock(self.target)
+        started = clock(self.target)
         next(passes)
-        self.now["rest"] = clock(self.target) - began - sum(self.now.values())
+        self.now["rest"] = clock(self.target) - started - sum(self.now.values())
         for part, seconds in self.now.items():
             self.passes[part].append(seconds)
 
 
 def prompt(target: Target, row: int, length: int) -> tuple[int, ...]:
-    """Tokens of a row, in which nothing repeats."""
+    """Tokens of a row, none of which repeats."""
     return tuple((10 + row + place) % target.vocab_size for place in range(length))
 
 
 class Drafted:
-    """The loop with one drafter and policy, its parts under a watch."""
+    """The loop with one drafter and policy, its parts timed."""
 
     def __init__(self, target: Target, context: int, passes: int, batch: int, drafter: Proposer | None,
                  policy: Policy | None) -> None:
@@ -114,7 +114,7 @@ class Drafted:
 
 
 def _every(passes: Iterator[Any], rows: int) -> Iterator[Any]:
-    """One item a pass: the loop yields one a row."""
+    """One item for each pass: the loop yields one for each row."""
     while True:
         for _ in range(rows):
             item = next(passes)
@@ -122,7 +122,7 @@ def _every(passes: Iterator[Any], rows: int) -> Iterator[Any]:
 
 
 class Bare:
-    """The model itself over `size` tokens behind a cache of its own, which forgets them again."""
+    """The model itself over `size` tokens after a cache of its own, which is cropped again."""
 
     def __init__(self, target: Target, context: int, size: int, batch: int) -> None:
         self.target, self.seconds = target, list[float]()
@@ -135,9 +135,9 @@ class Bare:
     @torch.no_grad()
     def step(self) -> None:
         """One forward."""
-        began = clock(self.target)
+        started = clock(self.target)
         self.target.model(input_ids=self.tokens, past_key_values=self.cache, use_cache=True)
-        self.seconds.append(clock(self.target) - began)
+        self.seconds.append(clock(self.target) - started)
         self.cache.crop(-self.tokens.shape[1])
 
 
@@ -154,7 +154,7 @@ Pairs = dict[str, tuple[Proposer | None, Policy | None]]
 
 
 def ways(target: Target) -> Pairs:
-    """Drafters and policies by name; each has its own, since each is wired to its own watch."""
+    """Drafters and policies by name; each has its own, since each has its own timers."""
     chosen: Pairs = {"plain": (None, None)}
     shapes: dict[str, Callable[[], Policy]] = {
         "chain of 3": lambda: Chain(3),
@@ -171,7 +171,7 @@ def ways(target: Target) -> Pairs:
 
 @dataclass(frozen=True)
 class Row:
-    """Medians of one way, in seconds."""
+    """Medians of one method, in seconds."""
 
     name: str
     size: int
@@ -180,21 +180,21 @@ class Row:
 
     @property
     def verified(self) -> float:
-        """A pass without its draft."""
+        """Seconds of a pass without its draft."""
         return sum(seconds for part, seconds in self.parts.items() if part != "draft")
 
     def over(self, kind: str) -> float:
-        """That, over a bare forward."""
+        """Ratio of a pass without its draft to a bare forward."""
         return self.verified / self.bare[kind]
 
 
 def measure(target: Target, options: argparse.Namespace, probe: ContentionProbe) -> list[Row]:
-    """Let all ways take turns."""
+    """Time all methods in turn."""
     total = options.passes + WARM_UP
     drafted = {name: Drafted(target, options.context, total, options.batch_size, *pair)
                for name, pair in ways(target).items()}
     sizes = sorted({way.size for way in drafted.values()})
-    # The loop reads on while it is measured; a bare forward stands in the middle of its way.
+    # The context grows while the loop is measured; the bare forward gets the middle length.
     middle = options.context + total // 2
     bare = {kind: {size: Bare(target, middle, size, options.batch_size) for size in sizes}
             for kind in ("same layers", "untouched")}
@@ -229,20 +229,20 @@ def show(rows: list[Row]) -> None:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--target", default=DEFAULT_NAME)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--passes", type=int, default=25)
-    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--target", default=DEFAULT_NAME, help="hub id, folder, GGUF file or name")
+    parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
+    parser.add_argument("--context", type=int, default=128, help="tokens before the first pass")
+    parser.add_argument("--passes", type=int, default=25, help="passes of each method")
+    parser.add_argument("--batch-size", type=int, default=1, help="rows")
     options = parser.parse_args()
     target = load_target(TargetConfig(name=options.target, device=options.device))
     probe = ContentionProbe(target)
-    began = time.monotonic()
+    started = time.monotonic()
     rows = measure(target, options, probe)
     where = machine(target)
     print(f"{options.target}, {where['dtype']}, {where['machine']['processor']}, {where['machine']['device']}, "
           f"{where['threads']} threads, torch {torch.__version__}; context {options.context}, batch "
-          f"{options.batch_size}, {options.passes} passes each, {time.monotonic() - began:.0f} s")
+          f"{options.batch_size}, {options.passes} passes each, {time.monotonic() - started:.0f} s")
     show(rows)
     busy = ", ".join(f"{size} tokens +{share:.0%}" for size, share in probe.excess.items())
     print(f"probe: {busy}: {'contended' if probe.contended else 'quiet'}; aim: {AIM} over a bare forward with the same "

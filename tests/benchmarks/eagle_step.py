@@ -1,9 +1,9 @@
-"""Time and peak memory of EAGLE-3's training steps: scores joined by log-sum-exp, against one softmax over all keys.
+"""Time and peak memory of EAGLE-3's training steps: scores joined by log-sum-exp, and one softmax over all keys.
 
     python tests/benchmarks/eagle_step.py --lengths 512 1024 --steps 3 7
 
-What would need more memory than is free (or than --memory GiB) is left out, with the reason in its row: the textbook's
-scores of 4096 tokens and 7 steps alone take some 25 GiB.
+A measurement that needs more memory than is free (or than --memory GiB) is left out, with the reason in its row: the
+textbook's scores of 4096 tokens and 7 steps alone take some 25 GiB.
 """
 
 import argparse
@@ -32,26 +32,26 @@ RESERVE = 0.8
 
 
 def textbook_bytes(length: int, steps: int, width: int) -> int:
-    """What the textbook's attention holds at its peak: every step keeps its weights over all keys there are and their
-    mask, and the last one has its scores before and behind the mask beside them."""
+    """Peak bytes of the textbook's attention: every step keeps its weights over all keys and their mask, and the last
+    one also its scores before and after the mask."""
     seen = [length * length * (step + 1) for step in range(steps)]
     heads = width // HEAD
     return sum(seen) * (4 * heads + 1) + 2 * 4 * heads * seen[-1]
 
 
 def free_bytes(device: str) -> int:
-    """Memory that nobody uses."""
+    """Free memory."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]
-    told = Path("/proc/meminfo")
-    for line in told.read_text(encoding="utf-8").splitlines() if told.is_file() else ():
+    meminfo = Path("/proc/meminfo")
+    for line in meminfo.read_text(encoding="utf-8").splitlines() if meminfo.is_file() else ():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def too_large(way: str, length: int, steps: int, width: int, room: float) -> str | None:
-    """Why this is not tried; None where it fits."""
+    """The reason to leave a measurement out; None where it fits."""
     needed = textbook_bytes(length, steps, width) if way == "textbook" else 0
     if needed <= room:
         return None
@@ -59,25 +59,25 @@ def too_large(way: str, length: int, steps: int, width: int, room: float) -> str
 
 
 def once(way: str, length: int, steps: int, width: int) -> tuple[float, float]:
-    """(seconds, MiB at the peak above what stood there before) of forward and backward of one row."""
+    """(seconds, MiB at the peak above what was held before) of forward and backward of one row."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     heads = width // HEAD
     block = WideBlock(BlockConfig(hidden_size=width, intermediate_size=2 * width, num_heads=heads,
                                   num_kv_heads=max(1, heads // 3), head_dim=HEAD)).to(device)
     features = Features.from_rows([([1] * length, [True] * length)]).to(device)
     read, embedded = torch.randn(2, 1, length, width, device=device)
-    sights, before, began = WAYS[way](features), peak(device), time.perf_counter()
+    attentions, before, started = WAYS[way](features), peak(device), time.perf_counter()
     total = torch.zeros((), device=device)
     for step in range(steps):
-        read = block(embedded, read, sights(step))
+        read = block(embedded, read, attentions(step))
         total = total + read.square().mean()
     total.backward()
     held = peak(device) - before
-    return time.perf_counter() - began, held
+    return time.perf_counter() - started, held
 
 
 def peak(device: str) -> float:
-    """The greatest memory so far, in MiB."""
+    """Largest memory so far, in MiB."""
     if device == "cuda":
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() / 2**20
@@ -85,11 +85,11 @@ def peak(device: str) -> float:
 
 
 def main() -> None:
-    """Print a table, each figure from a process of its own, since a peak cannot be taken back."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096])
-    parser.add_argument("--steps", type=int, nargs="+", default=[3, 7])
-    parser.add_argument("--width", type=int, default=576)
+    """Print a table, each figure from a process of its own, since a peak never falls."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096], help="tokens of the row")
+    parser.add_argument("--steps", type=int, nargs="+", default=[3, 7], help="steps of the training-time test")
+    parser.add_argument("--width", type=int, default=576, help="hidden size")
     parser.add_argument("--memory", type=float, help="GiB that a process may take; 0.8 of what is free by default")
     parser.add_argument("--way", choices=[*WAYS], help="measure this one alone, here, without a table")
     given = parser.parse_args()

@@ -1,10 +1,11 @@
-"""Is every greedy token the target's own? 100,000 drafted tokens held against transformers' `generate`, in float32.
+"""Greedy answers of every drafter, 100,000 tokens in all, compared with transformers' `generate` in float32.
 
     python tests/benchmarks/identity.py [--tokens N] [--target NAME] [--batch-size N] [--out DIR]
 
-Random, always wrong and perfect drafts, a mixture of them in static and dynamic trees, and every drafter that needs no
-training continue the handwritten prompts, batched. A first difference is allowed only where the target's own logits
-nearly tie (gap below 1e-4), at most once in 10,000 tokens; each is printed. Exits with 1 when that rule is broken.
+Random, always wrong and always right drafts, a mixture of them in static and dynamic trees, and every drafter that
+needs no training continue the handwritten prompts, in batches. A first difference is allowed only where the target's
+own logits nearly tie (gap below 1e-4), at most once in 10,000 tokens; each is printed. Exits with 1 when that rule is
+broken.
 
 A killed run goes on where it stopped. A reference comes from a padded batch; where an answer differs from it, the
 reference is made once more, alone and unpadded, before anything is blamed on the drafts.
@@ -53,17 +54,17 @@ from draftsmith.modules.baselines.token_recycling import recycling_tree
 from torch import Tensor
 
 ALLOWED_EVERY = 10_000
-"""Tokens in which a near-tie may fall the other way once."""
+"""Number of tokens for which one near-tie may be decided differently."""
 MARGIN = 1.24
-"""Answers that end early are made up for by asking for so many times the tokens needed."""
+"""Factor by which more tokens are requested than needed, since answers may end early."""
 CANDIDATES = 4
-"""Guesses of the scripted drafts below a node."""
+"""Number of guesses that a scripted drafter makes for each node."""
 REFERENCE = "generate"
-"""The way of the references among the stored answers."""
+"""Method name of the references among the stored answers."""
 
 
 class ScriptState(DraftState):
-    """What each row will say by the references, how far it has come, and the depth of each node of its tree."""
+    """The reference answer of each row, the number of tokens emitted, and the depth of each node of the tree."""
 
     def __init__(self, rows: int) -> None:
         self.answers: list[tuple[int, ...]] = [()] * rows
@@ -72,12 +73,12 @@ class ScriptState(DraftState):
 
 
 class Script(Proposer):
-    """Drafts that know the answers and use that to be right, wrong, or either by chance; or that know nothing.
+    """A drafter that knows the answers and is right, wrong, or right by chance; or that knows nothing.
 
     Args:
         known: the answer of each prompt.
-        share: how often the right token is among a node's guesses: 1 is an oracle, 0 is always wrong, None guesses
-            blindly.
+        share: probability that the right token is among a node's guesses: 1 is always right, 0 always wrong, None
+            guesses at random.
         vocab_size: tokens of the target.
     """
 
@@ -88,11 +89,11 @@ class Script(Proposer):
         self.generator = torch.Generator().manual_seed(0)
 
     def start(self, rows: int, capacity: int) -> ScriptState:
-        """Rows that have read nothing."""
+        """Rows that have read nothing yet."""
         return ScriptState(rows)
 
     def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
-        """A row's first observation is its prompt; then count on."""
+        """The first observation of a row is its prompt; later ones count its tokens."""
         held = _script(state)
         held.depths_BM = None
         counts = observation.counts_B.tolist()
@@ -103,7 +104,7 @@ class Script(Proposer):
                 held.emitted[row] += count
 
     def expand(self, state: DraftState, frontier: Frontier) -> Scores:
-        """A few guesses a node, in random order of likelihood."""
+        """A few guesses for each node, in random order of likelihood."""
         held, shape = _script(state), (*frontier.nodes_BF.shape, 1, CANDIDATES)
         depths_BF = self._depths(held, frontier)
         truths_BF = torch.tensor([
@@ -117,12 +118,12 @@ class Script(Proposer):
             ids_BFHC = missed_BFHC % self.vocab_size
             hit_BF = torch.rand(truths_BF.shape, generator=self.generator) < self.share
             ids_BFHC[..., 0, 0] = torch.where(hit_BF, truths_BF, ids_BFHC[..., 0, 0])
-            # An oracle's guess is its likeliest, any other may stand at any rank.
+            # A drafter that is always right ranks the right token first; any other may rank it anywhere.
             scores_BFHC[..., 0, 0] += float(self.share == 1)
         return Scores(log_probs_BFHQ=scores_BFHC.log_softmax(-1), candidates_BFHQ=ids_BFHC)
 
     def _depths(self, held: ScriptState, frontier: Frontier) -> Tensor:
-        """Tokens between the root and each frontier node, remembered for its children."""
+        """Depth of each frontier node, stored for its children."""
         nodes = int(frontier.nodes_BF.max()) + 1
         before_BM = frontier.nodes_BF[:, :0] if held.depths_BM is None else held.depths_BM
         missing = max(0, nodes - before_BM.shape[1])
@@ -133,12 +134,12 @@ class Script(Proposer):
         return depths_BF
 
     def clear(self, state: DraftState, rows_R: Tensor) -> None:
-        """Other prompts follow in these rows."""
+        """Prepare these rows for other prompts."""
         for row in rows_R.tolist():
             _script(state).emitted[row] = 0
 
     def keep(self, state: DraftState, rows_R: Tensor) -> None:
-        """Let row r be the former row rows_R[r]."""
+        """Make the former row rows_R[r] the row r."""
         held, order = _script(state), rows_R.tolist()
         held.answers, held.emitted = [held.answers[row] for row in order], [held.emitted[row] for row in order]
         held.depths_BM = None
@@ -158,7 +159,7 @@ def ways(target: Target, known: dict[tuple[int, ...], tuple[int, ...]]) -> dict[
     def script(share: float | None) -> Script:
         return Script(known, share, target.vocab_size)
 
-    def trained_by_nothing(name: str) -> Way:
+    def untrained(name: str) -> Way:
         return lambda: baseline(name, target)
 
     return {
@@ -169,7 +170,7 @@ def ways(target: Target, known: dict[tuple[int, ...], tuple[int, ...]]) -> dict[
         "right by chance, tree of 16": lambda: (script(0.7), StaticTree(recycling_tree(16))),
         "right by chance, EAGLE-2 tree of 12": lambda: (script(0.7), Eagle2Tree(12, 4, 3)),
         "right by chance, DySpec tree of 12": lambda: (script(0.7), DySpecTree(12, 4, 3)),
-        **{name: trained_by_nothing(name) for name in BASELINES},
+        **{name: untrained(name) for name in BASELINES},
         "ngrams, DySpec tree of 8": lambda: (baseline("ngrams", target)[0], DySpecTree(8, 3, 3)),
         "recycling, EAGLE-2 tree of 12": lambda: (baseline("recycling", target)[0], Eagle2Tree(12, 4, 3)),
     }
@@ -205,13 +206,13 @@ class Store:
         self.answers[answer.way, answer.prompt] = answer
 
     def add(self, answer: Answer) -> None:
-        """Remember an answer, on disk too."""
+        """Store an answer, on disk too."""
         self._keep(answer)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(answer)) + "\n")
 
     def missing(self, way: str, prompts: int) -> list[int]:
-        """Prompts that a way has not answered yet."""
+        """Prompts without a stored answer of a method."""
         return [prompt for prompt in range(prompts) if (way, prompt) not in self.answers]
 
 
@@ -224,7 +225,7 @@ def refer(target: Target, prompts: Sequence[tuple[int, ...]], new_tokens: int, b
             found = generate(model, target, [prompts[prompt] for prompt in chosen], max_new_tokens=new_tokens)
         for prompt, tokens in zip(chosen, found, strict=True):
             store.add(Answer(REFERENCE, prompt, tuple(tokens), len(tokens)))
-        say(f"{REFERENCE}: {start + len(chosen)} of {len(missing)} answers")
+        report(f"{REFERENCE}: {start + len(chosen)} of {len(missing)} answers")
 
 
 def draft(target: Target, name: str, way: Way, prompts: Sequence[tuple[int, ...]], new_tokens: int, batch: int,
@@ -237,15 +238,15 @@ def draft(target: Target, name: str, way: Way, prompts: Sequence[tuple[int, ...]
             store.add(Answer(name, generation.request.index, tuple(generation.tokens), generation.passes))
 
     if requests:
-        began = time.monotonic()
+        started = time.monotonic()
         drafter, policy = way()
         decode(target, requests, DecodeSettings(batch_size=batch), drafter=drafter, policy=policy, on_tokens=keep)
-        say(f"{name}: {len(requests)} answers in {time.monotonic() - began:.0f} s")
+        report(f"{name}: {len(requests)} answers in {time.monotonic() - started:.0f} s")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One way, held against the references."""
+    """One method, compared with the references."""
 
     way: str
     tokens: int
@@ -255,7 +256,7 @@ class Verdict:
 
     @property
     def unexplained(self) -> int:
-        """Differences that no near-tie explains."""
+        """Number of differences that no near-tie explains."""
         return sum(not divergence["near_tie"] for divergence in self.divergences)
 
     @property
@@ -264,15 +265,15 @@ class Verdict:
         return max((divergence["gap"] or 0.0 for divergence in self.divergences), default=0.0)
 
 
-class Jury:
-    """Compares stored answers; a reference made again is kept for the other ways."""
+class Comparer:
+    """Compares stored answers; a reference that was decoded again is kept for the other methods."""
 
     def __init__(self, target: Target, prompts: Sequence[tuple[int, ...]], new_tokens: int, store: Store) -> None:
         self.target, self.prompts, self.new_tokens, self.store = target, prompts, new_tokens, store
         self.judge, self.alone = greedy_judge(target), dict[int, list[int]]()
 
     def verdict(self, way: str) -> Verdict:
-        """All answers of a way."""
+        """Verdict on all answers of a method."""
         answers = [self.store.answers[way, prompt] for prompt in range(len(self.prompts))]
         compared = [(answer, self._compared(answer)) for answer in answers]
         passes = sum(answer.passes for answer in answers)
@@ -314,20 +315,20 @@ def table(verdicts: Sequence[Verdict]) -> Iterator[str]:
 
 
 def broken(verdicts: Sequence[Verdict], wanted: int) -> str:
-    """Why the identity rule is not kept, or was not tried; empty when it is."""
+    """The reason why the identity rule is broken or was not tested; empty when it holds."""
     tokens, unexplained = sum(v.tokens for v in verdicts), sum(v.unexplained for v in verdicts)
     ties = sum(len(v.divergences) for v in verdicts)
     if unexplained:
         return f"{unexplained} answers differ where the target's logits do not tie"
     if ties * ALLOWED_EVERY > max(tokens, ALLOWED_EVERY):
-        return f"{ties} near-ties fell the other way in {tokens:,} tokens, more than one in {ALLOWED_EVERY:,}"
+        return f"{ties} near-ties were decided differently in {tokens:,} tokens, more than one in {ALLOWED_EVERY:,}"
     if tokens < wanted:
         return f"only {tokens:,} of {wanted:,} tokens were decoded: answers ended early; ask for more tokens"
     return ""
 
 
-def say(line: str) -> None:
-    """Progress, at once."""
+def report(line: str) -> None:
+    """Print a line of progress without delay."""
     print(line, flush=True)
 
 
@@ -335,10 +336,11 @@ def main() -> int:
     """Decode, compare, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tokens", type=int, default=100_000, help="drafted tokens, over all drafters")
-    parser.add_argument("--target", default=DEFAULT_NAME)
+    parser.add_argument("--target", default=DEFAULT_NAME, help="hub id, folder, GGUF file or name")
     parser.add_argument("--prompts", type=int, default=80, help="handwritten prompts used")
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--out", type=Path, default=Path("runs/identity"))
+    parser.add_argument("--batch-size", type=int, default=16, help="rows")
+    parser.add_argument("--out", type=Path, default=Path("runs/identity"),
+                        help="folder of the answers; a stopped run continues there")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     target = load_target(TargetConfig(name=options.target, device="cpu", dtype="float32"))
@@ -351,21 +353,21 @@ def main() -> int:
     named = ways(target, known)
     for name, way in named.items():
         draft(target, name, way, prompts, new_tokens, options.batch_size, store)
-    jury = Jury(target, prompts, new_tokens, store)
-    verdicts = [jury.verdict(name) for name in named]
+    comparer = Comparer(target, prompts, new_tokens, store)
+    verdicts = [comparer.verdict(name) for name in named]
     reason = broken(verdicts, options.tokens)
     where = machine(target)
     (options.out / "identity.json").write_text(json.dumps(
         {**header, **where, "verdicts": [asdict(verdict) for verdict in verdicts], "broken": reason}, indent=2) + "\n",
         encoding="utf-8")
-    say(f"{options.target}, {where['dtype']}, {where['machine']['processor']}, torch {torch.__version__}, transformers "
-        f"{transformers.__version__}; {len(prompts)} prompts, at most {new_tokens} tokens each")
+    report(f"{options.target}, {where['dtype']}, {where['machine']['processor']}, torch {torch.__version__}, "
+           f"transformers {transformers.__version__}; {len(prompts)} prompts, at most {new_tokens} tokens each")
     for line in table(verdicts):
-        say(line)
+        report(line)
     for verdict in verdicts:
         for divergence in verdict.divergences:
-            say(f"{verdict.way}: {divergence}")
-    say(f"{sum(verdict.tokens for verdict in verdicts):,} tokens: {reason or 'the identity rule holds'}")
+            report(f"{verdict.way}: {divergence}")
+    report(f"{sum(verdict.tokens for verdict in verdicts):,} tokens: {reason or 'the identity rule holds'}")
     return 1 if reason else 0
 
 

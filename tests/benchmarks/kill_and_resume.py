@@ -1,8 +1,9 @@
-"""Kill -9 the tiny recipe at random moments in distillation and training, and compare bytes with a run left in peace.
+"""Files that differ after the tiny recipe was killed (`kill -9`) at random moments and resumed.
 
     python tests/benchmarks/kill_and_resume.py --kills 10
 
-Prints one row a kill and the verdict; exits with 1 when any shard or artifact differs.
+Kills distillation and training, compares all bytes with an undisturbed run, and prints one row for each kill. Exits
+with 1 when any shard or artifact differs.
 """
 
 import argparse
@@ -25,12 +26,12 @@ KILLED_IN = (1, 2, 3)
 LONGER = ("--model.config.max_steps", "300", "--evaluate.limit", "1", "--evaluate.speed_prompts", "0")
 """Training takes about as long as distillation, so that kills hit both."""
 MACHINE_FILES = {"stats.json", "tuning.json"}
-"""What a run says about the machine and the clock: it may differ."""
+"""Files about the machine and the time, which may differ."""
 
 
 @dataclass(frozen=True)
 class Kill:
-    """One kill from outside."""
+    """One kill."""
 
     stage: int
     seconds: float
@@ -45,7 +46,7 @@ class Attempt:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         self.log = out.with_suffix(".log").open("ab")
         self.process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=self.log, env=environment, text=True)
-        self.stage, self.began = 0, time.monotonic()
+        self.stage, self.started = 0, time.monotonic()
         self.spent: dict[int, float] = {}
         self.reader = threading.Thread(target=self._follow, daemon=True)
         self.reader.start()
@@ -55,8 +56,8 @@ class Attempt:
         for line in self.process.stdout:
             if line.startswith("["):
                 now = time.monotonic()
-                self.spent[self.stage] = now - self.began
-                self.stage, self.began = int(line[1]), now
+                self.spent[self.stage] = now - self.started
+                self.stage, self.started = int(line[1]), now
 
     def finish(self) -> int:
         """Wait for the end; returns the exit code."""
@@ -66,7 +67,7 @@ class Attempt:
         return code
 
     def kill_in_work(self, delay: float) -> int | None:
-        """Kill -9 after `delay` seconds of work in KILLED_IN; the stage hit, or None when they ended first."""
+        """Kill the process after `delay` seconds of work in KILLED_IN; the stage, or None when they ended first."""
         worked, last = 0.0, time.monotonic()
         while self.process.poll() is None and self.stage <= max(KILLED_IN):
             time.sleep(0.01)
@@ -96,7 +97,7 @@ def undisturbed(out: Path, extra: tuple[str, ...] = ()) -> float:
 
 
 def disturbed(out: Path, kills: int, work: float, chance: random.Random, extra: tuple[str, ...] = ()) -> list[Kill]:
-    """Kill up to `kills` times, each time going on in the same folder, then let it end."""
+    """Kill up to `kills` times, each time resuming in the same folder, then let it finish."""
     done: list[Kill] = []
     while len(done) < kills:
         attempt = Attempt(out, extra)
@@ -112,7 +113,7 @@ def disturbed(out: Path, kills: int, work: float, chance: random.Random, extra: 
 
 
 def compare(folder: Path, kills: int, seed: int, extra: tuple[str, ...] = (), *, show: bool = True) -> list[str]:
-    """Names of files that differ between runs killed `kills` times in all and a run left in peace."""
+    """Names of files that differ between runs killed `kills` times in all and an undisturbed run."""
     chance = random.Random(seed)
     work = undisturbed(folder / "peace", extra)
     expected, different, total, series = fingerprints(folder / "peace"), [], 0, 0
@@ -134,9 +135,9 @@ def compare(folder: Path, kills: int, seed: int, extra: tuple[str, ...] = (), *,
 
 def main() -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--kills", type=int, default=10, help="kills in all")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="seed of the moments")
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="draftsmith-kill-"))
     print(f"seed {given.seed}\nkill  stage          work done   shards")

@@ -1,10 +1,10 @@
-"""Peak memory of drafted decoding beside plain decoding of the same prompts, and the largest allocation of a pass.
+"""Peak memory of drafted and of plain decoding of the same prompts, and the largest allocation of a pass.
 
     python tests/benchmarks/memory.py [--target NAME] [--context TOKENS] [--new-tokens N] [--batch-size N]
 
-Every tensor storage that is made while decoding is counted from its making to its end, on any device and whatever else
-the process holds; the target's weights are added. Exits with 1 when drafting takes over 10 % more than plain decoding
-and the drafter's own weights and state together.
+Every tensor storage that is made while decoding is counted as long as it lives, on any device and independently of what
+else the process holds; the target's weights are added. Exits with 1 when drafting takes over 10 % more than plain
+decoding and the drafter's own weights and state together.
 """
 
 import argparse
@@ -36,11 +36,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 BOUND = 1.10
-"""Most that drafting may take over plain decoding and the drafter together."""
+"""Largest allowed ratio of drafted decoding to plain decoding and the drafter together."""
 
 
 class Tally(TorchDispatchMode):
-    """Bytes of the storages made inside the block: those alive, the most that ever were, and the largest one."""
+    """Bytes of the storages made inside the block: those alive, their peak, and the largest one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,11 +48,11 @@ class Tally(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # What comes in from outside was made before: a view of it is no allocation.
+        # Arguments were made before: a view of one is no allocation.
         for storage in _storages((args, kwargs)):
             if (key := storage._cdata) not in self._known:
                 self._known.add(key)
-                # Another may be made in its place once it has gone.
+                # Another storage may get the same address later.
                 weakref.finalize(storage, self._known.discard, key)
         answer = func(*args, **(kwargs or {}))
         for storage in _storages(answer):
@@ -72,7 +72,7 @@ class Tally(TorchDispatchMode):
         self.live -= size
 
     def restart(self) -> None:
-        """Forget the largest allocation so far."""
+        """Reset the largest allocation."""
         self.largest = 0
 
 
@@ -85,14 +85,14 @@ def _storages(values: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Usage:
-    """What one way of decoding took, in bytes."""
+    """Bytes that one method of decoding took."""
 
     peak: int
-    """Most that was alive at once, the cache included, the target's weights not."""
+    """Peak of the bytes alive at once, with the cache, without the target's weights."""
     largest: int
     """Largest allocation of a pass after the prompt's."""
     weights: int
-    """The drafter's own weights, made before the tally began."""
+    """The drafter's own weights, made before the tally started."""
     state: int
     """The drafter's state as it starts; part of the peak."""
 
@@ -139,16 +139,16 @@ WAYS: dict[str, Way] = {
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--target", default=DEFAULT_NAME)
-    parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--new-tokens", type=int, default=12)
-    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--target", default=DEFAULT_NAME, help="hub id, folder, GGUF file or name")
+    parser.add_argument("--context", type=int, default=256, help="tokens of each prompt")
+    parser.add_argument("--new-tokens", type=int, default=12, help="length of each answer")
+    parser.add_argument("--batch-size", type=int, default=1, help="rows")
     options = parser.parse_args()
     target = load_target(TargetConfig(name=options.target, device="cpu"))
     base = weights(target.model)
     print(f"{options.target}, {str(target.dtype).removeprefix('torch.')}: weights {base / 2**20:.1f} MiB; context "
           f"{options.context}, {options.new_tokens} new tokens, {options.batch_size} rows")
-    print("| way | peak beside all weights MiB | drafter's weights MiB | its state MiB | largest of a pass MiB | "
+    print("| method | peak without weights MiB | drafter's weights MiB | its state MiB | largest of a pass MiB | "
           "all over plain and drafter |")
     print("|---|---|---|---|---|---|")
     worst, plain = 0.0, 0

@@ -1,4 +1,4 @@
-"""The benchmark against transformers runs on the tiny target, and its ratio is what it says."""
+"""The benchmark against transformers runs on the tiny target, and its ratio is that of the sums."""
 
 import importlib.util
 import sys
@@ -23,12 +23,12 @@ def benchmark() -> ModuleType:
 
 def test_the_table_has_a_row_for_each_pair(benchmark: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     benchmark.main(["--target", "tiny-random", "--prompts", "3", "--new-tokens", "8", "--minutes", "0"])
-    told = capsys.readouterr()
-    rows = [line for line in told.out.splitlines() if line.startswith("| ")][1:]
+    printed = capsys.readouterr()
+    rows = [line for line in printed.out.splitlines() if line.startswith("| ")][1:]
     assert [row.split(" | ")[0] for row in rows] == ["| plain", "| prompt lookup", "| first layers"]
-    assert all(row.endswith("2 / 2 of 2 |") for row in rows)  # no third prompt was begun after the time
-    assert "prompt 2 of 3" in told.err
-    assert "times transformers" in told.out
+    assert all(row.endswith("2 / 2 of 2 |") for row in rows)  # no third prompt was started after the time
+    assert "prompt 2 of 3" in printed.err
+    assert "times transformers" in printed.out
 
 
 def test_a_mistake_is_one_sentence(benchmark: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

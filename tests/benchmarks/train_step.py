@@ -1,9 +1,9 @@
-"""Seconds of an optimizer step of shipped recipes on the embedded target, by the arithmetic of training.
+"""Seconds of an optimizer step of shipped recipes on the embedded target, in float32 and in bf16.
 
     python tests/benchmarks/train_step.py eagle3 hydra_plus_plus medusa --steps 8
 
-The target's states are computed beforehand, as a run that stores them does. Rows hold random tokens, of which each step
-learns all: what it costs does not depend on them. The ways take turns, so that a busy machine disturbs both.
+The target's states are computed beforehand, as in a run that stores them. Rows hold random tokens, and each step learns
+all of them: its cost does not depend on them. Both precisions take turns, so that contention affects both.
 """
 
 import argparse
@@ -20,7 +20,7 @@ WAYS = ("32-true", "bf16-mixed")
 
 
 def seconds(recipe_name: str, steps: int) -> tuple[int, dict[str, list[float]]]:
-    """Tokens of a step, and how long each took, by arithmetic; one warms up."""
+    """(tokens of a step, seconds of each step by precision), without the first step."""
     recipe = COMMANDS["run"].parse(["--config", recipe_path(recipe_name), "--out", "runs/train_step"]).values
     target = load_target(recipe.target)
     module = recipe.model(target, token_counts=torch.ones(target.vocab_size))
@@ -33,7 +33,7 @@ def seconds(recipe_name: str, steps: int) -> tuple[int, dict[str, list[float]]]:
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(steps + 1):
         for way in WAYS:
-            began = time.perf_counter()
+            started = time.perf_counter()
             with torch.autocast(target.device.type, torch.bfloat16, enabled=way == "bf16-mixed"):
                 learned = module.loss(batch)
             learned.total.backward()
@@ -44,15 +44,15 @@ def seconds(recipe_name: str, steps: int) -> tuple[int, dict[str, list[float]]]:
             torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            found[way].append(time.perf_counter() - began)
+            found[way].append(time.perf_counter() - started)
     return length * rows, {way: taken[1:] for way, taken in found.items()}
 
 
 def main() -> None:
     """Print a row for each recipe."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("recipes", nargs="+", help="shipped recipes by name")
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of each precision")
     options = parser.parse_args()
     print(f"{torch.get_num_threads()} threads\n\n| recipe | tokens | 32-true, s | bf16-mixed, s | ratio |\n"
           "|---|--:|--:|--:|--:|")

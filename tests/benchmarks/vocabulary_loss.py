@@ -1,12 +1,12 @@
-"""Time and peak memory of the vocabulary loss, in chunks and plain, with its gradient.
+"""Time and peak memory of the vocabulary loss and its gradient, in chunks and plain.
 
     python tests/benchmarks/vocabulary_loss.py [--tokens 512] [--vocabulary 32768 131072] [--variants ...] [--chunk N]
 
 Every variant runs in a process of its own, since a peak of resident memory never falls. The peak is counted from just
 before the first step; batch, states and their gradient are part of it. "plain" projects all tokens at once and keeps
-the logits for backward, as a training script without chunks does; it takes no metrics, "chunked" does. "copy" trains an
-output weight of its own for every head, whose gradients both must hold. Seconds are CPU seconds of one thread, which a
-busy machine distorts least: one warm-up step on few tokens, then the fastest of three.
+the logits for backward, as a training script without chunks does; it computes no metrics, "chunked" does. "copy" trains
+an output layer of its own for every head, whose gradients both must hold. Seconds are CPU seconds of one thread, which
+contention distorts least: one warm-up step on few tokens, then the fastest of three.
 """
 
 import argparse
@@ -38,10 +38,10 @@ def measure(variant: str, options: argparse.Namespace) -> dict[str, float]:
     def chunked(states, final, features):
         from draftsmith.modules.interfaces.drafter import Drafts
         from draftsmith.trainers.chunked_losses import VocabularyLoss
-        from draftsmith.trainers.objectives import Objective, taught
+        from draftsmith.trainers.objectives import Objective, teacher_output_of
 
         def teacher(rows):
-            return taught(functional.linear(rows, weight), rows.new_zeros(len(rows)))
+            return teacher_output_of(functional.linear(rows, weight), rows.new_zeros(len(rows)))
 
         objective = Objective(name="soft" if kind == "soft" else "hard")
         loss = VocabularyLoss(project=project, entries=vocabulary, weights=(1.0,) * HEADS, parameters=tuple(owned),
@@ -69,9 +69,9 @@ def measure(variant: str, options: argparse.Namespace) -> dict[str, float]:
         states = torch.randn(1, count, HEADS, width, requires_grad=True)
         for parameter in owned:
             parameter.grad = None
-        begun = time.process_time()
+        started = time.process_time()
         (chunked if way == "chunked" else plain)(states, features.final(), features).backward()
-        return time.process_time() - begun
+        return time.process_time() - started
 
     step(16)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -80,7 +80,7 @@ def measure(variant: str, options: argparse.Namespace) -> dict[str, float]:
 
 
 def apart(variant: str, tokens: int, options: argparse.Namespace, vocabulary: int) -> dict[str, float]:
-    """The same in a fresh process."""
+    """Seconds and MiB of one variant, in a new process."""
     command = [sys.executable, __file__, "--only", variant, "--tokens", str(tokens), "--width", str(options.width),
                "--vocabulary", str(vocabulary), *(["--chunk", str(options.chunk)] if options.chunk else [])]
     answer = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -88,12 +88,13 @@ def apart(variant: str, tokens: int, options: argparse.Namespace, vocabulary: in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tokens", type=int, default=512, help="tokens of the batch; peaks also at twice as many")
     parser.add_argument("--width", type=int, default=576, help="hidden size")
-    parser.add_argument("--vocabulary", type=int, nargs="+", default=[32_768, 131_072])
+    parser.add_argument("--vocabulary", type=int, nargs="+", default=[32_768, 131_072], help="entries")
     parser.add_argument("--chunk", type=int, help="logits alive at once; the library's choice by default")
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), help="labels and method")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.only:

@@ -152,7 +152,8 @@ def test_no_pickle_is_read(tmp_path: Path, tiny_target: Target, monkeypatch: pyt
 def test_a_foreign_class_runs_only_when_trusted(tmp_path: Path, tiny_target: Target,
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "somebodys_module.py").write_text(
-        "from draftsmith.modules.drafters.medusa import Medusa\n\n\nclass Mine(Medusa):\n    family = 'mine'\n\nWORD = 'none'\n")
+        "from draftsmith.modules.drafters.medusa import Medusa\n\n\nclass Mine(Medusa):\n    family = 'mine'\n\n"
+        "WORD = 'none'\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     folder = save(tmp_path / "a", tiny_target)
     edit(folder, family="mine", **{"class": "somebodys_module.Mine"})

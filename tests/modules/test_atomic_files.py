@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Files and folders that are written completely or not at all."""
 
 import os
 import stat
@@ -25,7 +25,7 @@ def test_a_writer_that_dies_leaves_the_old_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path: Path) -> None:
     def fills(partial: Path) -> None:
         partial.write_text("half")
         raise OSError(28, "No space left on device")

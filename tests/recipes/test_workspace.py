@@ -21,7 +21,7 @@ CONFIG = "--model.init_args.config"
     (["--model", "draftsmith.trainers.DraftLMModule", f"{CONFIG}.drafter.layers", "[0, 7]"], "7"),
     ([f"{CONFIG}.drafter.vocabulary_size", "100000"], "100000"),
     (["--model", "draftsmith.trainers.Eagle3Module", f"{CONFIG}.drafter.taps", "[0, 2]"],
-     "tap 2 would be the state behind the last norm of tiny-random, which is no layer's output; its last layer is 1"),
+     "tap 2 would be the state after the last norm of tiny-random, which is no layer's output; its last layer is 1"),
     (["--model", "draftsmith.trainers.Eagle3Module", f"{CONFIG}.drafter.steps", "40", "--batch.row_length", "41"],
      "40 draft steps need rows of at least 42 tokens, but batch.row_length is 41; raise it, or train fewer steps"),
     (["--model", "draftsmith.trainers.EagleModule", f"{CONFIG}.drafter.vocabulary_size", "101"],

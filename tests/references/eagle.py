@@ -3,23 +3,23 @@ changes at one index."""
 
 import torch
 from draftsmith.modules import Eagle, Features
-from draftsmith.modules.drafters.parts.decoder_block import Sight, rotate
+from draftsmith.modules.drafters.parts.decoder_block import AttentionContext, rotate
 from torch import Tensor
 
 
 class PlainRollout:
-    """The sights of successive steps: T x (T J) scores, step 0 causal, all later steps on the diagonal alone."""
+    """The attentions of successive steps: T x (T J) scores, step 0 causal, all later steps on the diagonal alone."""
 
     def __init__(self, features: Features) -> None:
-        self.first, self.held = Sight.training(features), dict[int, list[tuple[Tensor, Tensor]]]()
+        self.first, self.held = AttentionContext.training(features), dict[int, list[tuple[Tensor, Tensor]]]()
 
-    def __call__(self, step: int) -> Sight:
-        sight = PlainSight(positions_BN=self.first.positions_BN + step, visible_BNW=self.first.visible_BNW)
-        object.__setattr__(sight, "rollout", self)
-        return sight
+    def __call__(self, step: int) -> AttentionContext:
+        attention = PlainSight(positions_BN=self.first.positions_BN + step, visible_BNW=self.first.visible_BNW)
+        object.__setattr__(attention, "rollout", self)
+        return attention
 
 
-class PlainSight(Sight):
+class PlainSight(AttentionContext):
     rollout: PlainRollout
 
     def mix(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:

@@ -3,7 +3,7 @@ softmax over all of its states."""
 
 import torch
 from draftsmith.modules import Falcon
-from draftsmith.modules.drafters.parts.decoder_block import Sight
+from draftsmith.modules.drafters.parts.decoder_block import AttentionContext
 from draftsmith.modules.drafters.parts.lstm import LSTM
 from torch import Tensor, nn
 
@@ -29,7 +29,7 @@ def told(drafter: Falcon, final_LD: Tensor, embedded_LD: Tensor, end: int, block
         places = torch.arange(last - size + 1, last + 1)
         asked = torch.where(places[:, None] >= 0, states[places.clamp(min=0)], 0)
         sees = (torch.arange(last + 1 + size) <= last).expand(1, last + 1 + size, -1)
-        sight = Sight(positions_BN=torch.cat([torch.arange(last + 1), places])[None], visible_BNW=sees)
-        found += drafter.layers[0](torch.cat([states, asked])[None], sight)[0, last + 1 :]
+        attention = AttentionContext(positions_BN=torch.cat([torch.arange(last + 1), places])[None], visible_BNW=sees)
+        found += drafter.layers[0](torch.cat([states, asked])[None], attention)[0, last + 1 :]
         read += [torch.cat([embedded_LD[last + 1 + place], found[place - size]]) for place in range(size)]
     return found

@@ -1,4 +1,4 @@
-"""Endless training text in which every token decides the next: a walk along one fixed cycle of token ids."""
+"""Endless deterministic training text: a walk along one fixed cycle of token ids."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +18,7 @@ def cycle_target() -> Target:
 
 
 def cycle_rows(number: int, rows: int = 2) -> Features:
-    """Rows that begin anywhere on the cycle, with a prompt of 3 to 7 unsupervised tokens: `number` decides both."""
+    """Rows from a random start on the cycle with a prompt of 3 to 7 unsupervised tokens, both set by `number`."""
     starts = torch.randint(len(CYCLE), (rows,), generator=torch.Generator().manual_seed(number)).tolist()
     tokens = [[CYCLE[(start + place) % len(CYCLE)] for place in range(LENGTH)] for start in starts]
     supervised = [place >= 3 + number % 5 for place in range(LENGTH)]
@@ -26,7 +26,7 @@ def cycle_rows(number: int, rows: int = 2) -> Features:
 
 
 def merged(batches: list[Features]) -> Features:
-    """One batch of the rows of several."""
+    """The rows of several batches as one batch."""
     return Features(**{name: torch.cat([getattr(batch, name) for batch in batches])
                        for name in ("tokens_BL", "supervised_BL", "segments_BL", "positions_BL")})
 
@@ -44,7 +44,7 @@ class _Endless(IterableDataset[Features]):
 
 
 class CycleData(L.LightningDataModule):
-    """Micro-batch n of rank r is global batch n * world + r, as the data room does it; `merge` of them make one."""
+    """Micro-batch n of rank r is global batch n * world + r, as in the data room; `merge` of them form one."""
 
     def __init__(self, held_out: int = 2, merge: int = 1) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Drafters for tests: they know the answer, or nothing, or are always wrong.
+"""Scripted drafters for tests: always right, random, or always wrong.
 
-They are recurrent (one level a call), unlike Medusa, so that both kinds go through the loop.
+They are autoregressive (one level in each call), unlike Medusa, so that the loop is tested with both kinds.
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from torch import Tensor
 
 @dataclass
 class History(DraftState):
-    """Tokens of each row (the root last), and the depth of each node of the tree being grown."""
+    """Tokens of each row (the root last), and the depth of each node of the growing tree."""
 
     rows: list[list[int]]
     depths: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class History(DraftState):
 
 
 class ScriptedDrafter(Drafter):
-    """Knows the full text of every prompt and scores the next tokens by `mode`: oracle, wrong, random or mixed."""
+    """A drafter that has the full texts and scores the next tokens by `mode`: oracle, wrong, random or mixed."""
 
     family = "scripted"
 
@@ -39,6 +39,10 @@ class ScriptedDrafter(Drafter):
         super().__init__()
         self.vocab_size, self.texts, self.mode = vocab_size, texts, mode
         self.generator = torch.Generator().manual_seed(seed)
+
+    @classmethod
+    def create(cls, config: Any, target: Target, token_ids_Q: Tensor | None = None) -> "ScriptedDrafter":
+        raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
         return {}
@@ -76,7 +80,7 @@ class ScriptedDrafter(Drafter):
         assert isinstance(state, History)
         for place, row in enumerate(rows_R.tolist()):
             new = observation.tokens_BN[place, : int(observation.counts_B[place])].tolist()
-            # The last root has been through the target now; it is the first of the new tokens.
+            # The target has processed the last root now; it is the first of the new tokens.
             state.rows[row] = [*state.rows[row][:-1], *new, int(observation.roots_B[place])]
             assert observation.final_BND.shape[1] == observation.tokens_BN.shape[1]
 
@@ -105,7 +109,7 @@ class ScriptedDrafter(Drafter):
 
 
 class TargetDrafter(ScriptedDrafter):
-    """Proposes what the target itself finds likely; answers are remembered by prefix."""
+    """A drafter with the target's own distribution; logits are cached by prefix."""
 
     def __init__(self, target: Target) -> None:
         super().__init__(target.vocab_size, [], "target")

@@ -1,4 +1,4 @@
-"""Observations written by hand, for drafters that are tested without a target."""
+"""Hand-written observations for tests of drafters without a target."""
 
 import torch
 from draftsmith.modules import Frontier, Observation, Proposer, Verified
@@ -26,7 +26,7 @@ def observe(drafter: Proposer, state: DraftState, rows: list[int], texts: list[l
 
 
 def frontier(nodes: list[int], parents: list[int], tokens: list[list[int]]) -> Frontier:
-    """A frontier whose nodes have the same places in every row."""
+    """A frontier with the same nodes in every row."""
     rows = len(tokens)
     return Frontier(
         nodes_BF=torch.tensor([nodes] * rows), parents_BF=torch.tensor([parents] * rows), tokens_BF=torch.tensor(tokens)
@@ -34,7 +34,7 @@ def frontier(nodes: list[int], parents: list[int], tokens: list[list[int]]) -> F
 
 
 def logits_of(successors: list[list[int]], vocab_size: int) -> Tensor:
-    """Logits [1, M, V] whose likeliest tokens at each node are these, in order."""
+    """Logits [1, M, V] whose most probable tokens at each node are the given ones, in order."""
     logits = torch.full((1, len(successors), vocab_size), -20.0)
     for node, tokens in enumerate(successors):
         for rank, token in enumerate(tokens):

@@ -27,6 +27,10 @@ class TableDrafter(Drafter):
         super().__init__()
         self.log_q_VQ, self.ids_Q, self.calls = log_q_VQ, token_ids_Q, 0
 
+    @classmethod
+    def create(cls, config: Any, target: Target, token_ids_Q: Tensor | None = None) -> "TableDrafter":
+        raise NotImplementedError
+
     def describe(self) -> dict[str, Any]:
         return {}
 

@@ -1,4 +1,4 @@
-"""Training as every family does it: learns, resumes exactly, means the same however a step is cut, fails in words."""
+"""Shared training: it learns, resumes exactly, does not depend on how a step is divided, and reports its errors."""
 
 import dataclasses
 from pathlib import Path
@@ -33,16 +33,16 @@ def train(target: Target, out: Path, settings: MedusaTrainConfig = SMALL, data: 
 
 
 def weights(out: Path) -> dict[str, Tensor]:
-    """Drafter weights of the newest checkpoint, which is that of the last step."""
+    """Drafter weights of the newest checkpoint, that of the last step."""
     return torch.load(out / "last.ckpt", weights_only=True)["state_dict"]
 
 
 class Power(Exception):
-    """The machine goes off."""
+    """An interruption of the run."""
 
 
 class Interrupted(MedusaModule):
-    """Goes off in one micro-batch of its life."""
+    """A module that is interrupted in one micro-batch."""
 
     at = 0
 
@@ -97,7 +97,7 @@ def test_a_finished_run_is_not_trained_again(target: Target, tmp_path: Path) -> 
 
 
 def test_accumulated_micro_batches_equal_one_batch(target: Target, tmp_path: Path) -> None:
-    """Their counts of labels differ, so that a mean of means would show; the clip is active in both."""
+    """Their counts of labels differ, so that a mean of means would differ; both are clipped."""
     train(target, tmp_path / "one", config(clip=0.05), CycleData(merge=3))
     train(target, tmp_path / "three", config(clip=0.05, accumulate=3))
     one, three = weights(tmp_path / "one"), weights(tmp_path / "three")
@@ -130,7 +130,7 @@ def test_the_gradient_is_that_of_the_weighted_mean(target: Target, tmp_path: Pat
 
 
 class OffByOne(MedusaModule):
-    """Learns the token one place too far ahead: the classic mistake."""
+    """A module that learns the token one position too far ahead."""
 
     def build_drafter(self) -> Medusa:
         drafter = super().build_drafter()
@@ -146,7 +146,7 @@ def first_head_accuracy(target: Target, module: MedusaModule) -> float:
     return float((module.drafter.project(states, 0).argmax(-1) == labels[valid]).float().mean())
 
 
-def test_the_first_head_learns_a_deterministic_text_and_an_off_by_one_does_not(target: Target, tmp_path: Path) -> None:
+def test_a_deterministic_text_is_learned_unless_labels_are_off_by_one(target: Target, tmp_path: Path) -> None:
     settings = config(max_steps=250, lr=2e-2, warmup_steps=10, validate_every=250, checkpoint_every=250,
                       drafter=MedusaConfig(num_heads=2, output="copy"))
     module, result = train(target, tmp_path / "right", settings)
@@ -175,17 +175,17 @@ def test_a_drafter_built_before_fit_borrows_from_where_the_target_is(target: Tar
 
 
 class Scheduled(MedusaModule):
-    """The second head counts more and more, as a family's own schedule may have it."""
+    """A module in which the weight of the second head grows with progress."""
 
     def weights(self, steps: int) -> tuple[float, ...]:
         self.asked.append(self.progress)
-        # As if time went on between two micro-batches.
+        # As if time passed between two micro-batches.
         return (1.0, self.progress + 0.1 * len(self.asked))
 
     asked: ClassVar[list[float]] = []
 
 
-def test_weights_may_follow_progress_and_hold_for_a_whole_step(target: Target, tmp_path: Path) -> None:
+def test_weights_may_follow_progress_and_are_constant_within_a_step(target: Target, tmp_path: Path) -> None:
     Scheduled.asked.clear()
     seen: list[tuple[Tensor, Tensor]] = []
 
@@ -212,7 +212,7 @@ def test_weights_may_follow_progress_and_hold_for_a_whole_step(target: Target, t
 
 
 @pytest.mark.parametrize("objective", ["reverse_kl", "jsd", "tvd", "lk_alpha", "lk_hybrid"])
-def test_every_objective_trains_and_lowers_itself(objective: Any, target: Target, tmp_path: Path) -> None:
+def test_every_objective_lowers_its_loss(objective: Any, target: Target, tmp_path: Path) -> None:
     losses: list[float] = []
 
     class Watched(MedusaModule):
@@ -227,7 +227,7 @@ def test_every_objective_trains_and_lowers_itself(objective: Any, target: Target
 
 
 class Blind(Medusa):
-    """Reads no state of the target."""
+    """A drafter that reads no target states."""
 
     @property
     def reads_states(self) -> bool:
@@ -245,7 +245,7 @@ class BlindModule(MedusaModule):
 
 
 @pytest.mark.parametrize(("settings", "passes"), [({}, 0), ({"objective": "soft"}, 3)])
-def test_the_target_runs_in_a_step_only_where_it_is_read(
+def test_the_target_runs_in_a_step_only_when_it_is_read(
     settings: dict[str, Any], passes: int, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded: list[int] = []
@@ -290,7 +290,7 @@ def test_stored_states_train_like_computed_ones(target: Target, tmp_path: Path) 
 
 
 class Unsupervised(CycleData):
-    """Nobody wrote an answer."""
+    """Data without answers."""
 
     def on_before_batch_transfer(self, batch: Features, dataloader_idx: int) -> Features:
         return dataclasses.replace(batch, supervised_BL=torch.zeros_like(batch.supervised_BL))
@@ -308,7 +308,7 @@ def test_a_vocabulary_without_the_texts_tokens_stops(target: Target, tmp_path: P
         fit(module, CycleData(), tmp_path, progress=False)
 
 
-def test_a_loss_that_is_no_number_stops_and_names_the_step(target: Target, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_stops_and_names_the_step(target: Target, tmp_path: Path) -> None:
     class Broken(MedusaModule):
         def training_step(self, batch: Features, batch_idx: int) -> Tensor:
             if batch_idx == 3:
@@ -345,7 +345,7 @@ def test_a_folder_that_cannot_be_made_is_refused(target: Target, tmp_path: Path)
 
 
 def test_a_reduced_vocabulary_needs_counts(target: Target) -> None:
-    with pytest.raises(UserError, match="vocabulary_size is 20, but nobody counted"):
+    with pytest.raises(UserError, match="vocabulary_size is 20, but the tokens of the training data were not counted"):
         MedusaModule(target, config(drafter=MedusaConfig(vocabulary_size=20)))
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoint is kept, when things are written, what the user sees; and writing that survives a kill."""
+"""Choice of the checkpoint, times of writing, the progress line, and atomic writing."""
 
 import dataclasses
 import math
@@ -34,7 +34,7 @@ def target() -> Target:
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, lengths: list[float], **changes: Any) -> list[dict[str, torch.Tensor]]:
-    """Let validation tell these lengths one after another; the weights that it saw are collected."""
+    """Replace validation by these lengths in order; the validated weights are collected."""
     seen: list[dict[str, torch.Tensor]] = []
 
     def decoded_acceptance(drafter: Any, target: Any, rows: Any, nodes: int) -> Told:
@@ -78,12 +78,12 @@ def test_the_best_so_far_survives_an_interruption(
         fit(Stops(target, SETTINGS), CycleData(), tmp_path, progress=False)
     seen = scripted(monkeypatch, [1.4, 1.3, 1.2])
     result = fit(MedusaModule(target, SETTINGS), CycleData(), tmp_path, progress=False)
-    # Step 6 was checkpointed with what was found at 2, 4 and 6; only the last step is left.
+    # The checkpoint of step 6 has the measurements of 2, 4 and 6; only the last step is left.
     assert len(seen) == 1
     assert (result.step, result.accepted_length) == (4, 1.4)
 
 
-def test_few_held_out_tokens_are_told_once(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_held_out_tokens_give_one_warning(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, [1.0, 1.1, 1.2, 1.3, 1.4], tokens=999)
     with pytest.warns(UserWarning, match="decodes only 999 tokens") as told:
         fit(MedusaModule(target, SETTINGS), CycleData(), tmp_path, progress=False)
@@ -117,7 +117,7 @@ def test_tensorboard_gets_the_figures(target: Target, tmp_path: Path, monkeypatc
     assert {"head1/top1", "head2/loss", "expected_accepted_length", "learning_rate"} <= set(events.Tags()["scalars"])
 
 
-def test_weights_are_the_same_bytes_each_time_and_damage_is_told(tmp_path: Path) -> None:
+def test_weights_are_written_as_the_same_bytes_and_damage_is_reported(tmp_path: Path) -> None:
     module = torch.nn.Linear(4, 4)
     for name in ("a", "b"):
         save_weights(tmp_path / name, module.state_dict())

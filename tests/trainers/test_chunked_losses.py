@@ -1,4 +1,4 @@
-"""The chunked loss against its plain twin, and what must not change it: padding, packing, accumulation, chunk size."""
+"""The chunked loss against its plain twin, and its independence of padding, packing, accumulation and chunk size."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,7 +24,7 @@ NAMES = ("hard", "soft", "reverse_kl", "jsd", "tvd", "lk_alpha", "lk_hybrid")
 
 
 def ragged(target: Target, lengths: tuple[int, ...] = (9, 4, 12)) -> Features:
-    """Encoded rows of several lengths with holes in the supervision."""
+    """Encoded rows of several lengths with gaps in the supervision."""
     rows = [(torch.randint(4, target.vocab_size, (length,)).tolist(), (torch.rand(length) < 0.7).tolist())
             for length in lengths]
     return target.encode(Features.from_rows(rows))
@@ -95,7 +95,7 @@ def test_a_dropped_draft_step_neither_learns_nor_counts(tiny_target_f64: Target)
     valid = torch.rand(3, 12, 3) < 0.5
 
     def dropped(drafts: Drafts) -> Drafts:
-        # What stands at a dropped place must not matter.
+        # The state of a dropped step must not matter.
         hidden = torch.where(valid[..., None], drafts.hidden_BLKD, 1e3)
         return dataclasses.replace(drafts, hidden_BLKD=hidden, valid_BLK=valid)
 
@@ -128,8 +128,8 @@ def test_feature_loss_equals_the_plain_twin(ids: Tensor | None, tiny_target_f64:
     assert not torch.allclose(other[1], found[1]), "another state must show"
 
 
-def test_states_kept_for_the_target_alone_are_held_to_it(tiny_target_f64: Target) -> None:
-    """And what the output layer reads is not."""
+def test_separate_estimates_are_compared_with_the_targets_states(tiny_target_f64: Target) -> None:
+    """The states for the output layer are not compared with them."""
     features, drafter = ragged(tiny_target_f64), heads(tiny_target_f64)
     kept = torch.randn(3, 12, 3, 32, dtype=torch.float64, requires_grad=True)
     apart = lambda drafts: dataclasses.replace(drafts, estimates=(1, 2, 3), estimated_BLKD=kept)  # noqa: E731
@@ -139,7 +139,7 @@ def test_states_kept_for_the_target_alone_are_held_to_it(tiny_target_f64: Target
     assert float(kept.grad.abs().sum()) > 0
 
 
-def test_features_are_refused_where_the_states_estimate_none(tiny_target: Target) -> None:
+def test_a_feature_loss_needs_estimated_states(tiny_target: Target) -> None:
     features, drafter = ragged(tiny_target), heads(tiny_target)
     with pytest.raises(UserError, match="feature_weight is above 0, but the states of this drafter estimate none"):
         run(drafter, tiny_target, features, "hard", feature_weight=1.0,
@@ -149,7 +149,7 @@ def test_features_are_refused_where_the_states_estimate_none(tiny_target: Target
 @pytest.mark.parametrize(("changes", "told"), [
     ({"offsets": (1, 2)}, "offsets must have one entry for each of the 3 draft steps"),
     ({"estimates": (1,)}, "estimates must have one entry"),
-    ({"estimates": (2, 2, 3)}, "predicts 2 tokens ahead cannot resemble the target's state 2 ahead"),
+    ({"estimates": (2, 2, 3)}, "predicts 2 tokens ahead cannot estimate the target's state 2 ahead"),
     ({"valid_BLK": torch.ones(3, 12, 2, dtype=torch.bool)}, "valid_BLK must have the shape"),
     ({"estimated_BLKD": torch.ones(3, 12, 2, 32)}, r"needs estimates and the shape \(3, 12, 3\) .* \(3, 12, 2, 32\)"),
     ({"estimated_BLKD": torch.ones(3, 12, 3, 32), "estimates": None}, "estimated_BLKD needs estimates .* got None"),
@@ -161,7 +161,7 @@ def test_impossible_drafts_are_refused(changes: dict[str, Any], told: str, tiny_
 
 
 @pytest.mark.parametrize("ids", [None, IDS])
-def test_mean_acceptance_is_told_where_it_is_known(ids: Tensor | None, tiny_target_f64: Target) -> None:
+def test_mean_acceptance_is_reported_where_it_is_known(ids: Tensor | None, tiny_target_f64: Target) -> None:
     features, drafter = ragged(tiny_target_f64), heads(tiny_target_f64, ids=ids)
     drafts = drafter(features)
     figures = {name: describe(run(drafter, tiny_target_f64, features, name)[1], WEIGHTS, drafts.offsets)
@@ -213,7 +213,7 @@ def test_supervision_equals_the_token_by_token_twin(data: st.DataObject) -> None
 
 
 def padded(features: Features, left: int, right: int) -> Features:
-    """The same rows between padding whose states are nonsense."""
+    """The same rows between padding with arbitrary states."""
     def widen(tensor: Tensor, value: float) -> Tensor:
         shape = list(tensor.shape)
         pad = [torch.full([shape[0], width, *shape[2:]], value, dtype=tensor.dtype) for width in (left, right)]
@@ -226,7 +226,7 @@ def padded(features: Features, left: int, right: int) -> Features:
 
 
 def packed(features: Features) -> Features:
-    """All rows behind each other in one."""
+    """All rows concatenated to one."""
     real = features.segments_BL >= 0
     rows = torch.arange(real.shape[0])[:, None].expand_as(real)
     return Features(

@@ -1,4 +1,4 @@
-"""Two processes on gloo learn what one does."""
+"""Two processes on gloo train the same weights as one."""
 
 import os
 import re
@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "references" / "distributed_fit.p
 
 
 def run(out: Path, accumulate: int, processes: int, *more: str) -> list[str]:
-    """What each process printed."""
+    """Output of each process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -23,7 +23,7 @@ def run(out: Path, accumulate: int, processes: int, *more: str) -> list[str]:
     answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240,
                             env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
     assert answer.returncode == 0, answer.stderr[-3000:]
-    # Two processes write to one pipe: their lines may run into one another.
+    # Two processes write to one pipe: their lines may be joined.
     return re.findall(r"step \d+, accepted length \d+\.\d{6}, \d+ steps", answer.stdout)
 
 
@@ -44,7 +44,7 @@ def test_two_processes_equal_one_that_accumulates(tmp_path: Path) -> None:
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_two_processes_end_by_time_at_the_same_step(tmp_path: Path) -> None:
-    """Their clocks differ by days; were each to go by its own, one would wait for the other for ever."""
+    """Their clocks differ by days; if each used its own, one would wait for the other forever."""
     told = run(tmp_path, 1, 2, "0.02")
     steps = torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"]
     assert len(told) == 2

@@ -1,4 +1,4 @@
-"""Medusa-2: the joint loss, who learns when, resuming, and decoding with a target that has changed."""
+"""Medusa-2: the joint loss, trained weights in each stage, resuming, and decoding with a changed target."""
 
 import dataclasses
 import itertools
@@ -56,7 +56,7 @@ def target() -> Target:
 
 
 def at(module: Medusa2Module, progress: float) -> Medusa2Module:
-    """The module as it is after that share of its steps."""
+    """The module after the given share of its steps."""
     kind = type("Placed", (type(module),), {"global_step": int(progress * module.config.max_steps)})
     module.__class__ = kind
     return module
@@ -102,7 +102,7 @@ def test_two_learning_rates_and_a_warm_up_in_each_stage(target: Target) -> None:
 
 
 def test_a_run_that_ends_by_time_warms_up_over_as_many_steps(target: Target) -> None:
-    """Its steps are counted, though it ends long before the last of them."""
+    """The steps of the rise are counted although the run ends long before the last one."""
     module = Medusa2Module(target, config(max_steps=10**6, max_minutes=1.0, warmup_steps=4, lr=1.0, schedule="sine"))
     found = []
     for step in range(50):
@@ -113,7 +113,7 @@ def test_a_run_that_ends_by_time_warms_up_over_as_many_steps(target: Target) -> 
     assert found[49] == pytest.approx(0.5, abs=0.03)
 
 
-def test_what_a_draft_wrote_is_not_taught_to_the_target_as_its_own(target: Target) -> None:
+def test_a_drafts_text_is_not_a_label_of_the_target(target: Target) -> None:
     for keep, learns in (("text", True), ("target", False)):
         assert Medusa2Module(target, config(keep=keep, objective="soft")).learns_text is learns
 
@@ -140,7 +140,7 @@ def test_the_joint_loss_is_the_plain_one(shape: dict[str, Any], keep: Any, targe
 
 
 def test_at_the_start_the_target_agrees_with_itself(target: Target) -> None:
-    """B is zero: KL and its gradient are zero, the acceptance is one; the stored held-out answers may serve."""
+    """B is zero: KL and its gradient are zero, the acceptance is one, and the stored held-out answers are used."""
     module = at(Medusa2Module(target, config(schedule="sine", max_steps=10)), 0.0)
     module.configure_model()
     learned = module.loss(cycle_rows(1))
@@ -153,12 +153,12 @@ def test_at_the_start_the_target_agrees_with_itself(target: Target) -> None:
     learned.total.backward()
     assert all(weight.grad.abs().max() < 1e-4 for weight in module.learning.parameters())
     rows = [target.encode(cycle_rows(number, rows=1)) for number in range(3)]
-    assert module.judges(rows) == (target, rows)
+    assert module.verifier(rows) == (target, rows)
     assert not changed(module).learning.unchanged
-    assert module.judges(rows)[0] is not target
+    assert module.verifier(rows)[0] is not target
 
 
-def test_the_stages_teach_whom_they_should(target: Target, tmp_path: Path) -> None:
+def test_each_stage_trains_its_own_weights(target: Target, tmp_path: Path) -> None:
     class Watched(Medusa2Module):
         def on_train_batch_end(self, *args: Any) -> None:
             super().on_train_batch_end(*args)
@@ -176,7 +176,7 @@ def test_the_stages_teach_whom_they_should(target: Target, tmp_path: Path) -> No
 
 
 def test_an_interrupted_run_ends_in_the_same_bits(target: Target, tmp_path: Path) -> None:
-    """Low-rank weights are in both files, dropout is on, and one interruption stands in each stage."""
+    """Low-rank weights are in both files, dropout is on, and each stage has one interruption."""
     class Power(Exception):
         """The machine goes off."""
 
@@ -207,7 +207,7 @@ def test_an_interrupted_run_ends_in_the_same_bits(target: Target, tmp_path: Path
 
 
 def test_answers_written_anew_are_the_adapted_targets_own(target: Target) -> None:
-    """So that replaying drafts on them is exact: accepted lengths equal those of real decoding."""
+    """Replaying drafts on them is exact: accepted lengths equal those of real decoding."""
     module = changed(Medusa2Module(target, config()), size=0.3)
     adapted = target.adapted(module.adapter)
     stored = [target.encode(cycle_rows(number, rows=1)) for number in range(3)]
@@ -223,11 +223,11 @@ def test_answers_written_anew_are_the_adapted_targets_own(target: Target) -> Non
 
 
 def test_the_heads_and_the_target_learn(target: Target, tmp_path: Path) -> None:
-    """On text that decides every next token, held to the text alone, both follow it."""
+    """Trained on a deterministic text alone, both learn it."""
     settings = config(max_steps=120, lr=1e-2, warmup_steps=5, validate_every=120, checkpoint_every=120, keep="text",
                       first_stage=0.25, heads_weight=1.0, drafter=MedusaConfig(num_heads=2, output="copy"))
     module, _ = train(target, tmp_path, settings)
-    # The last weights, not those that were accepted best: they may be from before the target began to learn.
+    # The last weights, not the best ones, which may be from before the second stage.
     stored = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
     module.load_state_dict(stored)
     adapted, features = target.adapted(module.adapter), cycle_rows(77, rows=8)
@@ -254,7 +254,7 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) ->
 def test_layers_that_cannot_learn_are_refused(target: Target) -> None:
     with pytest.raises(UserError, match=r"no linear layer 'query_key_value'; it has q_proj, k_proj"):
         Medusa2Module(target, config(lora=LoraConfig(modules=("query_key_value",))))
-    with pytest.raises(UserError, match=r"\['lm_head'\] name the output layer, which the heads share; give them own"):
+    with pytest.raises(UserError, match=r"name the output layer, which the heads share; set drafter.output to copy"):
         Medusa2Module(target, config(lora=LoraConfig(modules=("lm_head",))))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.modules import Target, UserError
-from draftsmith.trainers.objectives import Objective, Teacher, log_alpha, taught
+from draftsmith.trainers.objectives import Objective, Teacher, log_alpha, teacher_output_of
 from references import objectives as plain
 from torch import Tensor
 
@@ -41,33 +41,34 @@ def test_values_and_gradients_equal_the_plain_twins(name: Any, ids: Tensor | Non
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "lk_hybrid"])
 def test_gradients_are_those_of_small_differences(name: Any, tiny_target_f64: Target) -> None:
-    """`lk_hybrid` holds its share constant, so its gradient is no derivative of its value: the twin above checks it."""
+    """`lk_hybrid` detaches its share, so its gradient is no derivative of its value: the twin above checks it."""
     final, logits, labels = case(tiny_target_f64, IDS, rows=2)
-    teaching = Teacher(tiny_target_f64, IDS, mass=True)(final)
-    assert torch.autograd.gradcheck(lambda rows: Objective(name=name)(rows, labels, teaching), logits.requires_grad_())
+    teacher_output = Teacher(tiny_target_f64, IDS, mass=True)(final)
+    objective = Objective(name=name)
+    assert torch.autograd.gradcheck(lambda rows: objective(rows, labels, teacher_output), logits.requires_grad_())
 
 
 @pytest.mark.parametrize("name", ["hard", "soft"])
 @pytest.mark.parametrize("ids", [None, IDS], ids=["whole", "reduced"])
-def test_the_likeliest_tokens_can_weigh_more(name: Any, ids: Tensor | None, tiny_target_f64: Target) -> None:
+def test_the_most_probable_tokens_can_weigh_more(name: Any, ids: Tensor | None, tiny_target_f64: Target) -> None:
     final, logits, labels = case(tiny_target_f64, ids)
-    teaching = Teacher(tiny_target_f64, ids)(final)
+    teacher_output = Teacher(tiny_target_f64, ids)(final)
     objective = Objective(name=name, top_weight=2.0, top_k=5)
     assert objective.needs_teacher
-    plain_loss = Objective(name=name)(logits, labels, teaching)
+    plain_loss = Objective(name=name)(logits, labels, teacher_output)
     for row in range(len(labels)):
-        p, q = teaching.p_NQ[row], logits[row].softmax(-1)
+        p, q = teacher_output.p_NQ[row], logits[row].softmax(-1)
         best = sorted(range(len(p)), key=lambda entry: -float(p[entry]))[:5]
         expected = plain_loss[row] - 2.0 * sum(p[entry] * q[entry].log() for entry in best)
-        torch.testing.assert_close(objective(logits, labels, teaching)[row], expected)
-    assert torch.autograd.gradcheck(lambda rows: objective(rows, labels, teaching), logits.requires_grad_())
+        torch.testing.assert_close(objective(logits, labels, teacher_output)[row], expected)
+    assert torch.autograd.gradcheck(lambda rows: objective(rows, labels, teacher_output), logits.requires_grad_())
 
 
 @pytest.mark.parametrize(("settings", "told"), [
     ({"top_weight": -1.0}, "top_weight must be a finite number of at least 0, got -1.0"),
     ({"top_k": 0}, "top_k must be at least 1, got 0"),
 ])
-def test_impossible_weights_of_the_likeliest_are_refused(settings: dict[str, Any], told: str) -> None:
+def test_impossible_top_weights_are_refused(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError, match=told):
         Objective(**settings)
 
@@ -75,9 +76,9 @@ def test_impossible_weights_of_the_likeliest_are_refused(settings: dict[str, Any
 def test_the_acceptance_counts_the_mass_outside_as_lost(tiny_target_f64: Target) -> None:
     final, _, _ = case(tiny_target_f64, IDS)
     p = tiny_target_f64.logits(final).softmax(-1)
-    teaching = Teacher(tiny_target_f64, IDS, mass=True)(final)
-    # A draft that equals the renormalised target is accepted as often as the target stays inside, and no oftener.
-    alpha = log_alpha(teaching.log_p_NQ, teaching).exp()
+    teacher_output = Teacher(tiny_target_f64, IDS, mass=True)(final)
+    # The acceptance of a draft that equals the renormalised target is the target's mass inside the vocabulary.
+    alpha = log_alpha(teacher_output.log_p_NQ, teacher_output).exp()
     torch.testing.assert_close(alpha, p[:, IDS].sum(-1))
     assert (alpha < 0.9).all()
     whole = Teacher(tiny_target_f64)(final)
@@ -85,12 +86,12 @@ def test_the_acceptance_counts_the_mass_outside_as_lost(tiny_target_f64: Target)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_half_precision_logits_are_judged_in_float32(name: Any) -> None:
+def test_half_precision_losses_are_computed_in_float32(name: Any) -> None:
     logits, labels = torch.randn(3, 50).bfloat16(), torch.tensor([1, 2, 3])
-    teaching = taught(torch.randn(3, 50).bfloat16(), torch.zeros(3))
-    found = Objective(name=name)(logits, labels, teaching)
+    teacher_output = teacher_output_of(torch.randn(3, 50).bfloat16(), torch.zeros(3))
+    found = Objective(name=name)(logits, labels, teacher_output)
     assert found.dtype == torch.float32
-    torch.testing.assert_close(found, Objective(name=name)(logits.float(), labels, teaching))
+    torch.testing.assert_close(found, Objective(name=name)(logits.float(), labels, teacher_output))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -100,18 +101,18 @@ def test_extreme_logits_stay_finite(name: Any) -> None:
     logits[0, 7] = 1e4
     known = torch.tensor([[0.0, 1.0, 2.0, 3.0, *[-math.inf] * 4]])
     rows = logits.requires_grad_()
-    loss = Objective(name=name)(rows, torch.tensor([1]), taught(known, torch.zeros(1)))
+    loss = Objective(name=name)(rows, torch.tensor([1]), teacher_output_of(known, torch.zeros(1)))
     loss.sum().backward()
     assert loss.isfinite().all()
     assert rows.grad is not None
     assert rows.grad.isfinite().all()
 
 
-def test_a_perfect_draft_loses_nothing(tiny_target_f64: Target) -> None:
+def test_a_perfect_draft_has_no_loss(tiny_target_f64: Target) -> None:
     final, _, labels = case(tiny_target_f64, None)
-    teaching = Teacher(tiny_target_f64)(final)
+    teacher_output = Teacher(tiny_target_f64)(final)
     for name in ("reverse_kl", "jsd", "tvd", "lk_alpha", "lk_hybrid"):
-        loss = Objective(name=name)(teaching.log_p_NQ, labels, teaching)  # type: ignore[arg-type]
+        loss = Objective(name=name)(teacher_output.log_p_NQ, labels, teacher_output)  # type: ignore[arg-type]
         torch.testing.assert_close(loss, torch.zeros_like(loss), atol=1e-12, rtol=0)
 
 
@@ -119,12 +120,12 @@ def test_a_one_hot_target_makes_lk_alpha_cross_entropy() -> None:
     logits, labels = torch.randn(3, 20, dtype=torch.float64), torch.tensor([4, 0, 19])
     known = torch.full((3, 20), -math.inf, dtype=torch.float64)
     known[torch.arange(3), labels] = 0.0
-    teaching = taught(known, torch.zeros(3, dtype=torch.float64))
-    torch.testing.assert_close(Objective(name="lk_alpha")(logits, labels, teaching),
+    teacher_output = teacher_output_of(known, torch.zeros(3, dtype=torch.float64))
+    torch.testing.assert_close(Objective(name="lk_alpha")(logits, labels, teacher_output),
                                Objective(name="hard")(logits, labels, None))
 
 
-def test_a_teacher_is_asked_for(tiny_target_f64: Target) -> None:
+def test_a_teacher_is_required(tiny_target_f64: Target) -> None:
     final, logits, labels = case(tiny_target_f64, IDS)
     with pytest.raises(ValueError, match="soft needs the target's distribution"):
         Objective(name="soft")(logits, labels, None)

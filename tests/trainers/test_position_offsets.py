@@ -1,4 +1,4 @@
-"""Positions moved on in training: which, how far, and that nothing else is."""
+"""Position offsets in training: the positions that get one, its size, and that nothing else changes."""
 
 import dataclasses
 from pathlib import Path
@@ -12,7 +12,7 @@ from draftsmith.trainers import fit
 from draftsmith.trainers.eagle import EagleModule, EagleTrainConfig
 from draftsmith.trainers.eagle3 import Eagle3Module, Eagle3TrainConfig
 from draftsmith.trainers.falcon import FalconModule, FalconTrainConfig
-from draftsmith.trainers.position_offsets import PositionConfig, moved
+from draftsmith.trainers.position_offsets import PositionConfig, with_offsets
 from support.cycle import CycleData, cycle_target
 from torch import Tensor
 
@@ -22,7 +22,7 @@ SMALL = Eagle3TrainConfig(max_steps=6, lr=1e-2, warmup_steps=2, validate_every=3
 
 
 def rows() -> Features:
-    """A window that begins at its sixth token beside a whole conversation, and one alone behind padding."""
+    """A window from its sixth token on with a whole conversation, and a window alone after padding."""
     segments = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, -1], [-1, -1, 0, 0, 0, 0, 0, 0, 0]])
     positions = torch.tensor([[5, 6, 7, 0, 1, 2, 3, 4, 0], [0, 0, 0, 1, 2, 3, 4, 5, 6]])
     tokens = torch.arange(18).view(2, 9) + 20
@@ -30,18 +30,18 @@ def rows() -> Features:
 
 
 class Seen(Exception):
-    """A step has come as far as its loss."""
+    """Raised when a step reaches its loss."""
 
 
 class Watched(Eagle3Module):
-    """Shows what a step learns from, and goes no further."""
+    """A module that stops at its loss and exposes the batch."""
 
     def loss(self, features: Features) -> Any:
         self.seen = features
         raise Seen
 
 
-def learnt_from(target: Target, batch: Features, positions: PositionConfig) -> Features:
+def training_batch(target: Target, batch: Features, positions: PositionConfig) -> Features:
     module = Watched(target, dataclasses.replace(SMALL, positions=positions))
     module.configure_model()
     with pytest.raises(Seen):
@@ -51,17 +51,17 @@ def learnt_from(target: Target, batch: Features, positions: PositionConfig) -> F
 
 def offsets(features: Features, **settings: int) -> Tensor:
     given = {"anchors": 2, "limit": 1000, "highest": 100} | settings
-    return moved(features, **given).positions_BL - features.positions_BL
+    return with_offsets(features, **given).positions_BL - features.positions_BL
 
 
-def test_what_follows_the_anchors_of_a_conversation_moves_by_one_number() -> None:
+def test_positions_after_the_anchors_share_one_offset_per_conversation() -> None:
     found = offsets(rows())
     first, second, third = found[0, 0], found[0, 5], found[1, 4]
     assert found.tolist() == [[*[int(first)] * 3, 0, 0, *[int(second)] * 3, 0], [0] * 4 + [int(third)] * 5]
     assert len({int(first), int(second), int(third)}) == 3
 
 
-def test_every_offset_up_to_the_room_comes_and_none_beyond() -> None:
+def test_every_offset_up_to_the_limit_occurs_and_none_beyond() -> None:
     """The window of the first row ends at position 7, the others at 4 and 6."""
     found = torch.stack([offsets(rows(), limit=6, highest=9) for _ in range(400)])
     drawn = [set(found[:, row, place].tolist()) for row, place in ((0, 0), (0, 5), (1, 4))]
@@ -70,7 +70,7 @@ def test_every_offset_up_to_the_room_comes_and_none_beyond() -> None:
     assert not offsets(rows(), highest=3).any()
 
 
-def test_the_seed_alone_decides() -> None:
+def test_offsets_depend_on_the_seed_alone() -> None:
     torch.manual_seed(4)
     once = offsets(rows())
     torch.manual_seed(4)
@@ -78,8 +78,8 @@ def test_the_seed_alone_decides() -> None:
     assert not torch.equal(offsets(rows()), once)
 
 
-def test_nothing_but_positions_changes_and_the_target_reads_its_own(tiny_target: Target) -> None:
-    plain, far = (learnt_from(tiny_target, rows(), positions)
+def test_only_positions_change_and_the_target_reads_its_own(tiny_target: Target) -> None:
+    plain, far = (training_batch(tiny_target, rows(), positions)
                   for positions in (PositionConfig(), PositionConfig(offset=300)))
     assert torch.equal(plain.positions_BL, rows().positions_BL)
     assert int((far.positions_BL - plain.positions_BL).max()) > 0
@@ -89,7 +89,7 @@ def test_nothing_but_positions_changes_and_the_target_reads_its_own(tiny_target:
 
 
 @pytest.mark.parametrize(("kind", "config"), [(EagleModule, EagleTrainConfig), (FalconModule, FalconTrainConfig)])
-def test_the_others_of_the_line_are_moved_alike(
+def test_every_feature_drafter_gets_the_same_offsets(
     kind: Any, config: Any, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def loss(self: Any, features: Features) -> Any:
@@ -106,14 +106,14 @@ def test_the_others_of_the_line_are_moved_alike(
 
 
 def test_the_highest_position_of_the_last_step_lies_inside_the_context(tiny_target: Target) -> None:
-    highest = max(int(learnt_from(tiny_target, rows(), PositionConfig(offset="max")).positions_BL.max())
+    highest = max(int(training_batch(tiny_target, rows(), PositionConfig(offset="max")).positions_BL.max())
                   for _ in range(200))
     reached = highest + SMALL.drafter.steps - 1
     assert tiny_target.context_length - 12 < reached < tiny_target.context_length
 
 
 def test_the_last_position_of_the_last_block_lies_inside_the_context(tiny_target: Target) -> None:
-    """A Falcon drafter of two blocks of two reads its own estimates three places behind an index."""
+    """A Falcon drafter of two blocks of two reads its own estimates three positions after a position."""
     highest = 0
     config = FalconTrainConfig(positions=PositionConfig(offset="max"), drafter=FalconConfig(block_size=2, blocks=2))
 
@@ -132,7 +132,7 @@ def test_the_last_position_of_the_last_block_lies_inside_the_context(tiny_target
 
 
 class Power(Exception):
-    """The machine goes off."""
+    """An interruption of the run."""
 
 
 class Interrupted(Eagle3Module):
@@ -145,7 +145,7 @@ class Interrupted(Eagle3Module):
 
 
 @pytest.mark.filterwarnings("ignore:validation decodes only")
-def test_a_run_repeats_its_offsets_when_it_goes_on(tmp_path: Path) -> None:
+def test_a_resumed_run_repeats_its_offsets(tmp_path: Path) -> None:
     def trained(name: str, config: Eagle3TrainConfig = SMALL) -> dict[str, Tensor]:
         fit(Interrupted(cycle_target(), config), CycleData(), tmp_path / name, progress=False)
         return torch.load(tmp_path / name / "last.ckpt", weights_only=True)["state_dict"]
@@ -177,7 +177,7 @@ def test_an_offset_beyond_the_context_is_refused(tiny_target: Target) -> None:
         Eagle3Module(tiny_target, config)
 
 
-def test_as_far_as_nobody_knows_is_refused(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_context_length_is_refused(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Target, "context_length", 1 << 30)
     with pytest.raises(UserError, match="configuration of tiny-random does not say how long its context is"):
         Eagle3Module(tiny_target, SMALL)

@@ -1,4 +1,4 @@
-"""The learning rate's shape."""
+"""The learning-rate schedule."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 from draftsmith.trainers.schedules import warmup_cosine
 
 
-def test_warm_up_is_linear_and_the_first_step_learns() -> None:
+def test_warm_up_is_linear_and_starts_above_zero() -> None:
     factor = warmup_cosine(4, 20)
     assert [factor(step) for step in range(5)] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
 
@@ -26,7 +26,7 @@ def test_odd_lengths_stay_within_bounds(warmup: int, steps: int) -> None:
     assert values[0] > 0
 
 
-def test_time_takes_the_rate_down_when_it_is_further_on_than_the_steps() -> None:
+def test_the_rate_follows_time_when_it_is_further_on_than_steps() -> None:
     spent = [0.0]
     factor = warmup_cosine(10, 110, lambda: spent[0])
     assert factor(35) == pytest.approx(warmup_cosine(10, 110)(35))

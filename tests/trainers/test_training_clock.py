@@ -1,4 +1,4 @@
-"""A run that ends by time: what counts, where the learning rate goes, what a resumed one has left."""
+"""Runs that end by time: counted time, learning rate, remaining time after resuming."""
 
 import dataclasses
 import math
@@ -25,11 +25,11 @@ def train(out: Path, kind: type[MedusaModule], **changes: Any) -> FitResult:
 
 
 class Power(Exception):
-    """The machine goes off."""
+    """An interruption of the run."""
 
 
 class Ticking:
-    """A clock that a test moves: each step of training takes a second, each measurement a hundred."""
+    """A simulated clock: each training step takes a second, each measurement a hundred."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -39,7 +39,7 @@ class Ticking:
 
 
 class Timed(MedusaModule):
-    """Trains by the moved clock."""
+    """A module that trains with the simulated clock."""
 
     time = Ticking()
     rates: ClassVar[list[float]] = []
@@ -52,7 +52,7 @@ class Timed(MedusaModule):
 
 @pytest.fixture
 def ticking(monkeypatch: pytest.MonkeyPatch) -> Ticking:
-    """Let only steps and measurements take time."""
+    """Replace the clock: only steps and measurements take time."""
     Timed.time = Ticking()
     Timed.rates.clear()
     monkeypatch.setattr(clock, "time", Timed.time)
@@ -86,7 +86,7 @@ def test_steps_end_a_run_before_its_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("ticking")
-def test_a_resumed_run_has_the_time_that_was_left(tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_remaining_time(tmp_path: Path) -> None:
     class Stops(Timed):
         def training_step(self, batch: Features, batch_idx: int) -> Tensor:
             if batch_idx == 6:
@@ -117,6 +117,6 @@ def test_a_pause_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert watch.seconds == 3.0
 
 
-def test_time_without_an_end_is_measured_all_the_same(tmp_path: Path) -> None:
+def test_time_is_measured_without_a_limit_too(tmp_path: Path) -> None:
     result = train(tmp_path, MedusaModule, max_steps=2, max_minutes=None)
     assert 0 < result.seconds < 60

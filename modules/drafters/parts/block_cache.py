@@ -1,10 +1,10 @@
-"""A batch of sequences inside a drafter's own decoder blocks: what they have read, and the tree that grows behind it.
+"""The cache of a drafter's own decoder blocks for a batch of sequences: the committed text and the growing tree.
 
-The keys stand in a `RowCache`: the committed positions of each row first, then the nodes of the growing tree in the
-order in which they were asked for. Nodes are never committed; the next reading writes over them.
+The keys are in a `RowCache`: first the committed positions of each row, then the nodes of the growing tree in the order
+in which they were added. Nodes are never committed; the next reading overwrites them.
 
-Shapes: B rows, N new positions, J positions asked again, F new nodes, P slots of a node, M nodes in the cache, W cache
-slots in use.
+Shapes: B rows, N new positions, J repeated queries, F new nodes, P slots of a node, M nodes in the cache, W cache slots
+in use.
 """
 
 import torch
@@ -13,62 +13,63 @@ from torch.nn.functional import pad
 
 from ...interfaces.proposer import Frontier
 from ...target.kv_cache import RowCache, Window
-from .decoder_block import Sight
+from .decoder_block import AttentionContext
 
 
 class BlockRows:
-    """Cache, masks and positions of one drafter's blocks; weights are elsewhere.
+    """Cache, masks and positions of one drafter's blocks; it holds no weights.
 
-    Position ids count the positions that were read, so they equal slots; a node's is its row's length plus the nodes
-    above it in the cache.
+    Position ids count the positions read, so they equal slots; a node's is its row's length plus the number of its
+    ancestors in the cache.
 
     Args:
         num_layers: blocks that write keys.
-        rows: sequences.
-        capacity: most tokens of one, the largest tree included; more nodes than that only cost a larger copy.
-        device: where it lives.
+        rows: number of sequences.
+        capacity: most tokens of one sequence, the largest tree included; more nodes only cause a larger copy.
+        device: device of the cache.
     """
 
     nodes_BM: Tensor
     """Index in the tree of each node in the cache."""
     above_BMM: Tensor
-    """Which nodes in the cache each of them sees: its ancestors there and itself."""
+    """True where a node in the cache sees another one: its ancestors and itself."""
 
     def __init__(self, num_layers: int, rows: int, capacity: int, device: torch.device) -> None:
         self.cache = RowCache(num_layers, rows, capacity, device)
-        self.uproot()
+        self.drop_tree()
 
-    def read(self, rows: list[int], size: int) -> Sight:
-        """What `size` new positions of these rows see: all committed ones, and each other causally.
+    def read(self, rows: list[int], size: int) -> AttentionContext:
+        """Attention context of `size` new positions of these rows: they see all committed ones and each other causally.
 
-        Give the sight to the blocks, then `commit`. Drafted nodes are forgotten. What stands in padding columns must be
-        finite: nobody sees it, and it is written over, but 0 * NaN is NaN.
+        Run the blocks with it, then call `commit`. Drafted nodes are discarded. Padding columns must be finite: no
+        token sees them and they are overwritten, but 0 * NaN is NaN.
         """
-        self.uproot()
-        window = self._open(rows, size, behind=0)
+        self.drop_tree()
+        window = self._open(rows, size, after=0)
         slots_W = torch.arange(window.width, device=window.slots_BN.device)
-        return Sight(
+        return AttentionContext(
             positions_BN=window.slots_BN, visible_BNW=slots_W <= window.slots_BN[..., None], cache=self.cache
         )
 
-    def reread(self, rows: list[int], size: int, counts_B: Tensor, again: int) -> Sight:
-        """What the `size` new positions see, as in `read`, and behind them the `again` ones before each row's last.
+    def reread(self, rows: list[int], size: int, counts_B: Tensor, again: int) -> AttentionContext:
+        """Attention context of the `size` new positions, as in `read`, and of repeated queries: the `again` positions
+        before each row's last one.
 
-        Those are asked a second time, now that they may see all up to the last one; the keys that they write in doing
-        so stand behind the new ones, nobody sees them, and they are not to be committed.
+        The repeated queries see all positions up to the last one; their keys come after the new ones, no token sees
+        them, and they are never committed.
 
         Args:
-            counts_B: how many of the new positions are real.
+            counts_B: number of real new positions in each row.
         """
-        self.uproot()
-        window = self._open(rows, size + again, behind=0)
+        self.drop_tree()
+        window = self._open(rows, size + again, after=0)
         new_BN = window.slots_BN[:, :size]
         last_B1 = new_BN[:, :1] + counts_B[:, None] - 1
         again_BJ = last_B1 - torch.arange(again, 0, -1, device=last_B1.device)
-        # A row without any position sees one all the same: a softmax of nothing is NaN.
+        # A row without any position sees one nevertheless: a softmax over no key is NaN.
         until_BN = torch.cat([new_BN, last_B1.clamp(min=0).expand(-1, again)], dim=1)
         slots_W = torch.arange(window.width, device=new_BN.device)
-        return Sight(
+        return AttentionContext(
             positions_BN=torch.cat([new_BN, again_BJ], dim=1),
             visible_BNW=slots_W <= until_BN[..., None],
             cache=self.cache,
@@ -78,18 +79,17 @@ class BlockRows:
         """Keep the first counts_B[b] positions of the last reading in each of its rows."""
         self.cache.commit(counts_B[:, None], counts_B, host_counts, moved=False)
 
-    def sprout(self, frontier: Frontier, places: int = 1) -> Sight:
-        """What new nodes of the tree see: all committed positions, their ancestors in the cache and themselves.
+    def add_nodes(self, frontier: Frontier, places: int = 1) -> AttentionContext:
+        """Attention context of new nodes: they see all committed positions, their cached ancestors and themselves.
 
-        A node whose parent is not in the cache, such as the root, stands right behind the committed positions.
+        A node whose parent is not in the cache, such as the root, comes right after the committed positions.
 
         Args:
-            places: neighbouring slots and positions that each node takes; they see each other. The same for all nodes
-                of a tree.
+            places: adjacent slots and positions of each node, which see each other; the same for all nodes of a tree.
         """
         batch, width = frontier.nodes_BF.shape
         held = self.nodes_BM.shape[1]
-        window = self._open(list(range(batch)), width * places, behind=held * places)
+        window = self._open(list(range(batch)), width * places, after=held * places)
         parent_BFM = frontier.parents_BF[:, :, None] == self.nodes_BM[:batch, None]
         inherited_BFM = (parent_BFM.float() @ self.above_BMM[:batch].float()) > 0
         itself_BFF = torch.eye(width, dtype=torch.bool, device=parent_BFM.device).expand(batch, -1, -1)
@@ -97,65 +97,64 @@ class BlockRows:
         self.above_BMM = torch.cat([pad(self.above_BMM[:batch], (0, width)), seen_BFM], dim=1)
         self.nodes_BM = torch.cat([self.nodes_BM[:batch], frontier.nodes_BF], dim=1)
         lengths_B1 = self.cache.lengths_B[:batch, None]
-        behind_BW = torch.arange(window.width, device=lengths_B1.device) - lengths_B1
-        node_BW = behind_BW if places == 1 else behind_BW.div(places, rounding_mode="floor")
+        after_BW = torch.arange(window.width, device=lengths_B1.device) - lengths_B1
+        node_BW = after_BW if places == 1 else after_BW.div(places, rounding_mode="floor")
         column_BW = node_BW.clamp(0, held + width - 1)
         inside_BW = (node_BW >= 0) & (node_BW < held + width)
         drafted_BFW = seen_BFM.gather(2, column_BW[:, None].expand(-1, width, -1)) & inside_BW[:, None]
-        visible_BFW = (behind_BW < 0)[:, None] | drafted_BFW
+        visible_BFW = (after_BW < 0)[:, None] | drafted_BFW
         above_BF = inherited_BFM.sum(-1)
         if places == 1:
-            return Sight(positions_BN=lengths_B1 + above_BF, visible_BNW=visible_BFW, cache=self.cache)
+            return AttentionContext(positions_BN=lengths_B1 + above_BF, visible_BNW=visible_BFW, cache=self.cache)
         order_P = torch.arange(places, device=lengths_B1.device)
-        return Sight(
+        return AttentionContext(
             positions_BN=lengths_B1 + (above_BF[..., None] * places + order_P).flatten(1),
             visible_BNW=visible_BFW.repeat_interleave(places, dim=1),
             cache=self.cache,
         )
 
     def key_positions(self) -> Tensor:
-        """Position id of every slot of the running pass, [B, W]: for sliding windows, which follow positions. For trees
-        of one slot a node.
+        """Position id of every slot of the running pass, [B, W], for sliding windows; for trees with one slot a node.
 
         Raises:
             ValueError: if no pass is running.
         """
         window = self.cache.window
         if window is None:
-            raise ValueError("there is no pass; read or sprout first")
+            raise ValueError("there is no pass; call read or add_nodes first")
         slots_W = torch.arange(window.width, device=window.slots_BN.device)
         if not self.nodes_BM.shape[1]:
             return slots_W.expand(len(window.host_rows), -1)
         lengths_B1 = self.cache.lengths_B[window.rows_B1]
-        behind_BW = slots_W - lengths_B1
+        after_BW = slots_W - lengths_B1
         depths_BM = self.above_BMM.sum(-1) - 1
         return torch.where(
-            behind_BW < 0, slots_W, lengths_B1 + depths_BM.gather(1, behind_BW.clamp(0, depths_BM.shape[1] - 1))
+            after_BW < 0, slots_W, lengths_B1 + depths_BM.gather(1, after_BW.clamp(0, depths_BM.shape[1] - 1))
         )
 
-    def uproot(self) -> None:
-        """Forget the drafted nodes; their slots are written over."""
+    def drop_tree(self) -> None:
+        """Discard the drafted nodes; their slots are overwritten."""
         lengths_B = self.cache.lengths_B
         self.nodes_BM = lengths_B.new_zeros(len(lengths_B), 0)
         self.above_BMM = lengths_B.new_zeros(len(lengths_B), 0, 0, dtype=torch.bool)
 
     def clear(self, rows: list[int]) -> None:
-        """Forget rows. Their slots are zeroed: a NaN would reach the next sequence through the mask, 0 * NaN is NaN."""
-        self.uproot()
+        """Reset rows. Their slots are zeroed: a NaN would reach the next sequence through the mask, 0 * NaN is NaN."""
+        self.drop_tree()
         for row in rows:
             self.cache.wipe(row)
 
     def keep(self, order: list[int]) -> None:
-        """Let row r be the former row order[r]; an order may only pull later rows forward."""
-        self.uproot()
+        """Keep the rows `order`, which never moves a row back."""
+        self.drop_tree()
         for destination, source in enumerate(order):
             if source != destination:
-                # The row that leaves may have been longer, and may hold NaN behind what is written over it.
+                # The replaced row may have been longer and may hold NaN after the part that is overwritten.
                 self.cache.wipe(destination)
                 self.cache.move(source, destination)
 
-    def _open(self, rows: list[int], size: int, *, behind: int) -> Window:
-        # Neighbouring rows are read through a view of the cache, others through a copy.
-        together = rows == list(range(len(rows)))
-        self.cache.reserve(max(self.cache.host_lengths[row] for row in rows) + behind + size)
-        return self.cache.open(slice(0, len(rows)) if together else rows, size, behind=behind)
+    def _open(self, rows: list[int], size: int, *, after: int) -> Window:
+        # Adjacent rows are read through a view of the cache, others through a copy.
+        adjacent = rows == list(range(len(rows)))
+        self.cache.reserve(max(self.cache.host_lengths[row] for row in rows) + after + size)
+        return self.cache.open(slice(0, len(rows)) if adjacent else rows, size, behind=after)

@@ -1,6 +1,6 @@
-"""Decoding with a causal draft model that reads the text by itself, into a cache of its own, and grows trees there.
+"""Decoding with a causal draft model that reads the text itself, into its own cache, and grows trees there.
 
-Shapes: B rows, R rows that change, F nodes of a draft pass, W cache slots in use, N tokens, H depths answered at once,
+Shapes: B rows, R rows that change, F nodes of a draft pass, W cache slots in use, N tokens, H depths scored at once,
 Q draft vocabulary, D hidden size.
 """
 
@@ -12,38 +12,38 @@ from torch import Tensor
 
 from ...interfaces.proposer import DraftState, Frontier, Observation, Proposer, Scores
 from .block_cache import BlockRows
-from .decoder_block import Sight
+from .decoder_block import AttentionContext
 from .row_text import Text
 
 WAITING = 16
-"""Accepted tokens that wait for the root's pass; a longer text, such as a prompt, is read at once."""
+"""Most accepted tokens that are read together with the root; a longer text, such as a prompt, is read at once."""
 SLOT = -1
-"""Stands for a mask token: it has a learned embedding and no id."""
+"""Placeholder id of a mask token, which has a learned embedding and no id."""
 
 
 class CausalState(Text):
-    """The texts, and what the draft model has read of them, with the tree drafted behind it."""
+    """The texts, the draft model's cache of them and the drafted tree."""
 
     def __init__(self, rows: int, capacity: int, read: BlockRows) -> None:
         super().__init__(rows, capacity, 0, read.cache.lengths_B.device)
         self.read = read
         self.host_lengths = [0] * rows
-        """Tokens of each text, the root not counted."""
+        """Tokens of each text without the root."""
         self.rooted = False
-        """Whether the roots have been read: they count as read for the tree behind them alone."""
+        """Whether the cache holds the roots, which it does only while their trees are drafted."""
 
-    def uproot(self) -> None:
-        """Forget the roots and the nodes behind them."""
+    def drop_tree(self) -> None:
+        """Discard the roots and the nodes of their trees."""
         if self.rooted:
             self.read.cache.rewind(len(self.host_lengths), 1)
             self.rooted = False
-        self.read.uproot()
+        self.read.drop_tree()
 
 
 class CausalDraft(Proposer):
-    """A draft model with a causal cache: its states are those of one fresh pass over the text and the path drafted.
+    """A draft model with a causal cache: its states equal those of one pass over the text and the drafted path.
 
-    Whoever inherits says which layers run and what reads their states; text, cache and trees are kept here.
+    This class holds text, cache and trees; a subclass defines the layers that run and the output layer.
     """
 
     @property
@@ -54,39 +54,39 @@ class CausalDraft(Proposer):
     @property
     @abstractmethod
     def num_layers(self) -> int:
-        """Layers that the model numbers."""
+        """Number of layers of the whole model."""
 
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """Device of the weights."""
 
     @abstractmethod
-    def run(self, tokens_BF: Tensor, sight: Sight, key_positions_BW: Tensor) -> Tensor:
-        """Final states [B, F, D] of new tokens, `SLOT` for a mask token, written into the cache of `sight`."""
+    def run(self, tokens_BF: Tensor, attention: AttentionContext, key_positions_BW: Tensor) -> Tensor:
+        """Final states [B, F, D] of new tokens, `SLOT` for a mask token; keys go to the cache of `attention`."""
 
     @abstractmethod
     def read_out(self, final: Tensor) -> Scores:
-        """Scores of states [B, F, H, D]: depth h of node f is read from `final[:, f, h]`."""
+        """Scores of states [B, F, H, D]: those of depth h of node f come from `final[:, f, h]`."""
 
     @property
     def slots(self) -> int:
-        """Mask tokens read behind the root, one for each depth beyond the first; none where depths come one by one."""
+        """Mask tokens after the root, one for each depth beyond the first; 0 when depths are drafted one by one."""
         return 0
 
     def start(self, rows: int, capacity: int) -> CausalState:
         """An empty state."""
-        # Beside a row with tokens waiting, the others are padded.
+        # Rows are padded to the row with the most unread tokens.
         read = BlockRows(len(self.kept), rows, capacity + WAITING + 1 + self.slots, self.device)
-        # The model numbers all its layers, the storage holds the kept ones; the others never write.
+        # The storage holds the layers that run alone; the model numbers all of them, but the others never write.
         places = {layer: place for place, layer in enumerate(self.kept)}
         read.cache.layers = [read.cache.layers[places.get(layer, 0)] for layer in range(self.num_layers)]
         return CausalState(rows, capacity, read)
 
     def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
-        """Note the new tokens. A few wait for the root's pass; many are read at once."""
-        held = _causal(state)
-        held.uproot()
+        """Store the new tokens. A few are read together with the root, many are read at once."""
+        held = _causal_state(state)
+        held.drop_tree()
         held.append(rows_R, observation)
         rows = rows_R.tolist()
         for row, count in zip(rows, observation.counts_B.tolist(), strict=True):
@@ -99,18 +99,18 @@ class CausalDraft(Proposer):
         """Log-probabilities of the children of the frontier nodes; with mask tokens of every depth below the root.
 
         Raises:
-            ValueError: if a drafter with mask tokens is asked about another node.
+            ValueError: if a drafter with mask tokens gets a node other than the root.
         """
-        held = _causal(state)
+        held = _causal_state(state)
         if not held.rooted:
             return self.read_out(self._root(held)[:, None])
         if self.slots:
-            raise ValueError(f"this {self.family} drafter answers every depth from the root at once; ask for the root")
-        sight = held.read.sprout(frontier)
-        return self.read_out(self.run(frontier.tokens_BF, sight, held.read.key_positions())[:, :, None])
+            raise ValueError(f"this {self.family} drafter scores every depth from the root at once; pass only the root")
+        attention = held.read.add_nodes(frontier)
+        return self.read_out(self.run(frontier.tokens_BF, attention, held.read.key_positions())[:, :, None])
 
     def _root(self, held: CausalState) -> Tensor:
-        """Read what is waiting, the root and the mask tokens behind it; states of the root's depths, [B, H, D]."""
+        """Read the unread tokens, the root and the mask tokens; returns states of the root's depths, [B, H, D]."""
         final_BND, counts_B = self._read(held, list(range(len(held.host_lengths))), roots=1)
         held.rooted = True
         wanted_BH = counts_B[:, None] - 1 + torch.arange(1 + self.slots, device=counts_B.device)
@@ -118,45 +118,45 @@ class CausalDraft(Proposer):
 
     @torch.no_grad()
     def _read(self, held: CausalState, rows: list[int], *, roots: int) -> tuple[Tensor, Tensor]:
-        """Run the tokens of these rows that are not in the cache, with their roots if `roots` is 1, and keep them.
+        """Run the tokens of these rows that are not in the cache, with their roots if `roots` is 1, and commit them.
 
-        Mask tokens stand behind each root; they are seen by their successors and not kept.
+        Mask tokens come after each root; later mask tokens see them, and they are not committed.
 
         Returns:
-            The final states [R, N, D], left-aligned, and the counts [R], mask tokens not counted.
+            The final states [R, N, D], left-aligned, and the counts [R] without mask tokens.
         """
         device = held.roots_S.device
         counts = [held.host_lengths[row] + roots - held.read.cache.host_lengths[row] for row in rows]
         rows_R, counts_R = torch.tensor(rows, device=device), torch.tensor(counts, device=device)
-        sight = held.read.read(rows, max(counts) + roots * self.slots)
-        places_RN = sight.positions_BN.clamp(max=held.tokens_SL.shape[1] - 1)
+        attention = held.read.read(rows, max(counts) + roots * self.slots)
+        places_RN = attention.positions_BN.clamp(max=held.tokens_SL.shape[1] - 1)
         tokens_RN = held.tokens_SL[rows_R[:, None], places_RN].clamp(min=0)
         if self.slots and roots:
             order_N = torch.arange(tokens_RN.shape[1], device=device)
             tokens_RN = torch.where(order_N < counts_R[:, None], tokens_RN, SLOT)
-        final_RND = self.run(tokens_RN, sight, held.read.key_positions())
+        final_RND = self.run(tokens_RN, attention, held.read.key_positions())
         held.read.commit(counts_R, counts)
         return final_RND, counts_R
 
     def clear(self, state: DraftState, rows_R: Tensor) -> None:
-        """Forget the rows' texts and what was read of them."""
-        held, rows = _causal(state), rows_R.tolist()
-        held.uproot()
+        """Reset the rows, texts and cache."""
+        held, rows = _causal_state(state), rows_R.tolist()
+        held.drop_tree()
         held.clear(rows_R)
         held.read.clear(rows)
         for row in rows:
             held.host_lengths[row] = 0
 
     def keep(self, state: DraftState, rows_R: Tensor) -> None:
-        """Let row r be the former row rows_R[r]."""
-        held, order = _causal(state), rows_R.tolist()
-        held.uproot()
+        """Keep the rows `rows_R`, in that order."""
+        held, order = _causal_state(state), rows_R.tolist()
+        held.drop_tree()
         held.keep(rows_R)
         held.read.keep(order)
         held.host_lengths = [held.host_lengths[row] for row in order]
 
 
-def _causal(state: DraftState) -> CausalState:
+def _causal_state(state: DraftState) -> CausalState:
     if not isinstance(state, CausalState):
         raise TypeError(f"a draft model needs the state that its own start() made, got {type(state).__name__}")
     return state

@@ -1,7 +1,7 @@
-"""Decoder blocks of a drafter's own: normalisation, rotary embedding, grouped-query attention and a gated MLP.
+"""Decoder blocks that a drafter trains: normalisation, rotary embedding, grouped-query attention and a gated MLP.
 
-They are Llama's, with Llama's parameter names, so that official checkpoints map one to one. Every pass brings an
-explicit boolean mask: training rows, chunks of a prompt and tree nodes differ in it alone (`block_rows.py`).
+They are Llama's, with Llama's parameter names, so that official checkpoints map one to one. Every pass has an explicit
+boolean mask; training rows, chunks of a prompt and tree nodes differ in their masks alone (`block_cache.py`).
 
 Shapes: B rows, N tokens of a pass, W keys they may see, D hidden size, H heads, G key-value heads, E head dimension.
 """
@@ -19,7 +19,7 @@ from ...target.kv_cache import RowCache
 from ...target.model import Target
 
 OFFICIAL_ROPE_BASE = 10_000.0
-"""Base of the rotary embedding in the official Hydra, EAGLE-1 and Kangaroo code, whatever their target's is."""
+"""Base of the rotary embedding in the official Hydra, EAGLE-1 and Kangaroo code, whatever the target's base."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class BlockConfig:
     num_kv_heads: int
     """Key-value heads; a divisor of `num_heads`."""
     head_dim: int
-    """Width E of a head; even, since the rotary embedding turns pairs."""
+    """Width E of a head; even, since the rotary embedding rotates pairs."""
     norm_eps: float = 1e-6
     """Added to the mean square inside RMSNorm."""
     rope_base: float = OFFICIAL_ROPE_BASE
@@ -54,45 +54,45 @@ class BlockConfig:
 
     @classmethod
     def like(cls, target: Target, *, rope_base: float = OFFICIAL_ROPE_BASE) -> "BlockConfig":
-        """The shape of the target's own layers; what its configuration does not say is as in Llama."""
-        said: dict[str, Any] = {**target.config.to_dict(), "num_heads": target.config.num_attention_heads}
-        heads = int(said["num_heads"])
+        """The shape of the target's own layers; Llama's values where its configuration has none."""
+        given: dict[str, Any] = {**target.config.to_dict(), "num_heads": target.config.num_attention_heads}
+        heads = int(given["num_heads"])
         return cls(
             hidden_size=target.hidden_size,
-            intermediate_size=int(said.get("intermediate_size") or 4 * target.hidden_size),
+            intermediate_size=int(given.get("intermediate_size") or 4 * target.hidden_size),
             num_heads=heads,
-            num_kv_heads=int(said.get("num_key_value_heads") or heads),
-            head_dim=int(said.get("head_dim") or target.hidden_size // heads),
-            norm_eps=float(said.get("rms_norm_eps") or cls.norm_eps),
+            num_kv_heads=int(given.get("num_key_value_heads") or heads),
+            head_dim=int(given.get("head_dim") or target.hidden_size // heads),
+            norm_eps=float(given.get("rms_norm_eps") or cls.norm_eps),
             rope_base=rope_base,
         )
 
     @classmethod
     def from_dict(cls, description: dict[str, Any]) -> "BlockConfig":
-        """Read what `dataclasses.asdict` gave. Raises UserError if a field is missing or unknown."""
+        """The inverse of `dataclasses.asdict`. Raises UserError if a field is missing or unknown."""
         if set(description) != (known := {field.name for field in fields(cls)}):
             raise UserError(f"a decoder block is described by {sorted(known)}, got {sorted(description)}")
         return cls(**description)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sight:
-    """Where the tokens of a pass stand and what they see."""
+class AttentionContext:
+    """Positions, visible keys and cache of the tokens of one pass."""
 
     positions_BN: Tensor
     """Position id of each token, int64."""
     visible_BNW: Tensor
-    """True where a token sees a key. Every token must see one, itself at least."""
+    """True where a token sees a key. Every token must see at least one, such as itself."""
     cache: RowCache | None = None
-    """Where keys and values are written and read; None when the pass sees its own tokens only."""
+    """The cache of keys and values; None when the tokens see each other alone."""
 
     @classmethod
-    def training(cls, features: Features) -> "Sight":
-        """Each token of a packed row sees its own segment up to itself."""
+    def training(cls, features: Features) -> "AttentionContext":
+        """The context of training rows: each token of a packed row sees its own segment up to itself."""
         return cls(positions_BN=features.positions_BL, visible_BNW=features.visible())
 
-    def mix(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:
-        """What the heads of a layer take from the keys they see, [B, H, N, E]; new keys enter the cache."""
+    def attend(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:
+        """Attention output of a layer's heads, [B, H, N, E]; the new keys and values are added to the cache."""
         if self.cache is not None:
             key_BGNE, value_BGNE = self.cache.write(layer, key_BGNE, value_BGNE)
         grouped = query_BHNE.shape[1] != key_BGNE.shape[1]
@@ -102,7 +102,7 @@ class Sight:
 
 
 def rotate(heads_BHNE: Tensor, positions_BN: Tensor, base: float) -> Tensor:
-    """Rotary position embedding (arXiv:2104.09864, eq. 34): element j turns with element j + E/2, angles in float32."""
+    """Rotary position embedding (arXiv:2104.09864, eq. 34): element j rotates with j + E/2, angles in float32."""
     half = heads_BHNE.shape[-1] // 2
     order = torch.arange(half, device=positions_BN.device, dtype=torch.float32)
     angles_B1NE = (positions_BN[:, None, :, None].float() * base ** (-order / half)).repeat(1, 1, 1, 2)
@@ -114,9 +114,9 @@ class Attention(nn.Module):
     """Grouped-query attention with rotary positions and a boolean mask.
 
     Args:
-        config: the block it belongs to.
-        layer: which layer of the cache is its own.
-        input_size: width of what it reads, where that is not the block's (EAGLE-3 reads two states side by side).
+        config: the shape of its block.
+        layer: number of its layer in the cache.
+        input_size: width of its input when that is not the block's (EAGLE-3 concatenates two states).
     """
 
     def __init__(self, config: BlockConfig, layer: int = 0, *, input_size: int | None = None) -> None:
@@ -128,12 +128,12 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=False)
         self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
 
-    def forward(self, hidden_BND: Tensor, sight: Sight) -> Tensor:
-        """What the tokens take from those they see, [B, N, D]."""
+    def forward(self, hidden_BND: Tensor, attention: AttentionContext) -> Tensor:
+        """The attention output, [B, N, D]."""
         base = self.config.rope_base
-        query = rotate(self._heads(self.q_proj(hidden_BND)), sight.positions_BN, base)
-        key = rotate(self._heads(self.k_proj(hidden_BND)), sight.positions_BN, base)
-        mixed_BHNE = sight.mix(self.layer, query, key, self._heads(self.v_proj(hidden_BND)))
+        query = rotate(self._heads(self.q_proj(hidden_BND)), attention.positions_BN, base)
+        key = rotate(self._heads(self.k_proj(hidden_BND)), attention.positions_BN, base)
+        mixed_BHNE = attention.attend(self.layer, query, key, self._heads(self.v_proj(hidden_BND)))
         mixed_BND: Tensor = self.o_proj(mixed_BHNE.transpose(1, 2).flatten(2))
         return mixed_BND
 
@@ -145,9 +145,9 @@ class GatedMLP(nn.Module):
     """down(SiLU(gate(x)) * up(x)) (SwiGLU, arXiv:2002.05202).
 
     Args:
-        width: of what it reads.
-        intermediate_size: of what is gated.
-        output_size: width of what it adds, where that is not `width`.
+        width: width of the input.
+        intermediate_size: width of the gated layer.
+        output_size: width of the output when that is not `width`.
     """
 
     def __init__(self, width: int, intermediate_size: int, *, output_size: int | None = None) -> None:
@@ -157,13 +157,26 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, width if output_size is None else output_size, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """What is added to the states, [..., D] of states [..., D]; [..., output_size] where that was given."""
+        """The update of states [..., D]: [..., D], or [..., output_size] when that is given."""
         added: Tensor = self.down_proj(functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
         return added
 
 
-class DecoderBlock(nn.Module):
-    """A Llama layer: what attention and the MLP find is added to the residual stream."""
+class ResidualLayer(nn.Module):
+    """A layer whose attention and MLP add to a residual stream."""
+
+    self_attn: Attention
+    mlp: GatedMLP
+
+    @torch.no_grad()
+    def zero_output(self) -> None:
+        """Initialise the layer to add nothing: the residual stream passes unchanged, and gradients still flow."""
+        self.self_attn.o_proj.weight.zero_()
+        self.mlp.down_proj.weight.zero_()
+
+
+class DecoderBlock(ResidualLayer):
+    """A Llama layer: normalisation, attention and the MLP on a residual stream."""
 
     def __init__(self, config: BlockConfig, layer: int = 0) -> None:
         super().__init__()
@@ -172,14 +185,8 @@ class DecoderBlock(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
 
-    def forward(self, hidden_BND: Tensor, sight: Sight) -> Tensor:
-        """The residual stream behind the block, [B, N, D]."""
-        hidden_BND = hidden_BND + self.self_attn(self.input_layernorm(hidden_BND), sight)
+    def forward(self, hidden_BND: Tensor, attention: AttentionContext) -> Tensor:
+        """The residual stream after the block, [B, N, D]."""
+        hidden_BND = hidden_BND + self.self_attn(self.input_layernorm(hidden_BND), attention)
         passed_BND: Tensor = hidden_BND + self.mlp(self.post_attention_layernorm(hidden_BND))
         return passed_BND
-
-    @torch.no_grad()
-    def silence(self) -> None:
-        """Let the block add nothing at the start: the residual stream passes it unchanged, gradients do not."""
-        self.self_attn.o_proj.weight.zero_()
-        self.mlp.down_proj.weight.zero_()

@@ -1,10 +1,10 @@
-"""A long short-term memory whose state is known behind every position, so that a draft can go on from any of them.
+"""A long short-term memory whose state is known after every position, so that a draft can continue from any of them.
 
-torch's own gives the state behind the last position alone, and cannot begin anew inside a row; its arithmetic is the
+torch's own LSTM returns the state after the last position alone and cannot restart inside a row; the arithmetic is the
 same, gate by gate (arXiv:1402.1128, without peepholes).
 
-Shapes: B rows, N positions, Z width of what is read, D hidden size, G gates (4 D: input, forget, cell, output), M
-layers; a leading `...` stands for any rows, side by side.
+Shapes: B rows, N positions, Z input width, D hidden size, G gates (4 D: input, forget, cell, output), M layers; a
+leading `...` stands for any batch dimensions.
 """
 
 from collections.abc import Iterator
@@ -15,54 +15,55 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 Memory = tuple[Tensor, Tensor]
-"""What each layer says and what it keeps, [M, ..., D] each."""
+"""(output, cell) of each layer, [M, ..., D] each."""
 
 
 class LSTMLayer(nn.Module):
-    """One layer. Its weights are torch's: `input.{weight,bias}` is `{weight,bias}_ih`, `hidden.*` is `*_hh`."""
+    """One LSTM layer. Its weights are torch's: `input.{weight,bias}` is `{weight,bias}_ih`, `hidden.*` is `*_hh`."""
 
     def __init__(self, input_size: int, size: int) -> None:
         super().__init__()
         self.input = nn.Linear(input_size, 4 * size)
         self.hidden = nn.Linear(size, 4 * size)
 
-    def forward(self, read_BNZ: Tensor, said_BD: Tensor, kept_BD: Tensor, going_BN: Tensor) -> Memory:
-        """What it says and keeps behind every position, [B, N, D] each.
+    def forward(self, read_BNZ: Tensor, output_BD: Tensor, cell_BD: Tensor, continues_BN: Tensor) -> Memory:
+        """(output, cell) after every position, [B, N, D] each.
 
         Args:
-            read_BNZ: what it reads.
-            said_BD: what it said before the first position.
-            kept_BD: what it kept there.
-            going_BN: False where a position begins anew, with nothing before it.
+            read_BNZ: the input.
+            output_BD: the output before the first position.
+            cell_BD: the cell before the first position.
+            continues_BN: False where a position starts a new sequence.
         """
         gates_BNG = self.input(read_BNZ) + self.hidden.bias
         weight_GD = self.hidden.weight
-        given = gates_BNG.to(weight_GD.dtype), weight_GD, said_BD, kept_BD, going_BN.to(weight_GD.dtype)[..., None]
+        continues_BN1 = continues_BN.to(weight_GD.dtype)[..., None]
+        given = gates_BNG.to(weight_GD.dtype), weight_GD, output_BD, cell_BD, continues_BN1
         # In the weight's own precision: rounding would add up from position to position.
         with torch.autocast(read_BNZ.device.type, enabled=False):
             if torch.is_grad_enabled():
                 return cast(Memory, _Recurrence.apply(*given))  # type: ignore[no-untyped-call]
-            said, kept = zip(*((said_BD, kept_BD) for said_BD, kept_BD, _ in _walk(*given)), strict=True)
-            return torch.stack(said, dim=1), torch.stack(kept, dim=1)
+            outputs, cells = zip(*((output_BD, cell_BD) for output_BD, cell_BD, _ in _walk(*given)), strict=True)
+            return torch.stack(outputs, dim=1), torch.stack(cells, dim=1)
 
-    def step(self, read: Tensor, said: Tensor, kept: Tensor) -> Memory:
-        """The same behind one more position of each of any rows, [..., D] each."""
-        return _passed(self.input(read) + self.hidden(said), kept)[:2]
+    def step(self, read: Tensor, output: Tensor, cell: Tensor) -> Memory:
+        """(output, cell) after one more position, [..., D] each."""
+        return _cell_step(self.input(read) + self.hidden(output), cell)[:2]
 
     @torch.no_grad()
-    def silence(self) -> None:
-        """Let it say nothing at the start: nothing is offered to be kept, so that gradients reach what would be."""
+    def zero_output(self) -> None:
+        """Initialise the output to zero through the cell's candidate values, which gradients still reach."""
         for weight in self.parameters():
             weight.chunk(4)[2].zero_()
 
 
 class LSTM(nn.Module):
-    """Layers above each other, each reading what the one below says.
+    """Stacked layers, each reading the output of the one below.
 
     Args:
-        input_size: width of what the first one reads.
-        size: width of what they say.
-        num_layers: how many.
+        input_size: width of the first layer's input.
+        size: width of the outputs.
+        num_layers: number of layers.
     """
 
     def __init__(self, input_size: int, size: int, num_layers: int) -> None:
@@ -70,90 +71,92 @@ class LSTM(nn.Module):
         self.size = size
         self.layers = nn.ModuleList(LSTMLayer(size if layer else input_size, size) for layer in range(num_layers))
 
-    def blank(self, rows: int) -> Memory:
-        """What is known before the first position, [M, B, D] each."""
+    def zero_memory(self, rows: int) -> Memory:
+        """The memory before the first position, [M, B, D] each."""
         weight = next(self.parameters())
-        nothing = weight.new_zeros(len(self.layers), rows, self.size)
-        return nothing, nothing
+        zeros = weight.new_zeros(len(self.layers), rows, self.size)
+        return zeros, zeros
 
-    def forward(self, read_BNZ: Tensor, before: Memory, going_BN: Tensor) -> Memory:
-        """What the layers say and keep behind every position, [M, B, N, D] each."""
-        said, kept = [], []
-        for layer, said_BD, kept_BD in zip(self._each(), *before, strict=True):
-            said_BND, kept_BND = layer(read_BNZ, said_BD, kept_BD, going_BN)
-            said.append(said_BND)
-            kept.append(kept_BND)
-            read_BNZ = said_BND
-        return torch.stack(said), torch.stack(kept)
+    def forward(self, read_BNZ: Tensor, before: Memory, continues_BN: Tensor) -> Memory:
+        """(outputs, cells) of the layers after every position, [M, B, N, D] each."""
+        outputs, cells = [], []
+        for layer, output_BD, cell_BD in zip(self._each(), *before, strict=True):
+            output_BND, cell_BND = layer(read_BNZ, output_BD, cell_BD, continues_BN)
+            outputs.append(output_BND)
+            cells.append(cell_BND)
+            read_BNZ = output_BND
+        return torch.stack(outputs), torch.stack(cells)
 
     def step(self, read: Tensor, before: Memory) -> Memory:
-        """The same behind one more position of each of any rows, [M, ..., D] each."""
-        said, kept = [], []
-        for layer, said_before, kept_before in zip(self._each(), *before, strict=True):
-            read, held = layer.step(read, said_before, kept_before)
-            said.append(read)
-            kept.append(held)
-        return torch.stack(said), torch.stack(kept)
+        """(outputs, cells) of the layers after one more position, [M, ..., D] each."""
+        outputs, cells = [], []
+        for layer, output, cell in zip(self._each(), *before, strict=True):
+            read, cell_after = layer.step(read, output, cell)
+            outputs.append(read)
+            cells.append(cell_after)
+        return torch.stack(outputs), torch.stack(cells)
 
-    def silence(self) -> None:
-        """Let the last layer say nothing at the start."""
-        self._each()[-1].silence()
+    def zero_output(self) -> None:
+        """Initialise the last layer's output to zero."""
+        self._each()[-1].zero_output()
 
     def _each(self) -> list[LSTMLayer]:
         return [layer for layer in self.layers if isinstance(layer, LSTMLayer)]
 
 
-def _passed(gates: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What is said, what is kept and the opened gates behind a position, of its gates' sums and what was kept."""
-    taken, held, offered, shown = gates.chunk(4, dim=-1)
-    taken, held, offered, shown = taken.sigmoid(), held.sigmoid(), offered.tanh(), shown.sigmoid()
-    kept = held * kept + taken * offered
-    return shown * kept.tanh(), kept, torch.cat([taken, held, offered, shown], dim=-1)
+def _cell_step(gates: Tensor, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(output, cell, activated gates) after a position, of the gates' sums and the cell before it."""
+    enter, forget, candidate, emit = gates.chunk(4, dim=-1)
+    enter, forget, candidate, emit = enter.sigmoid(), forget.sigmoid(), candidate.tanh(), emit.sigmoid()
+    cell = forget * cell + enter * candidate
+    return emit * cell.tanh(), cell, torch.cat([enter, forget, candidate, emit], dim=-1)
 
 
 def _walk(
-    gates_BNG: Tensor, weight_GD: Tensor, said_BD: Tensor, kept_BD: Tensor, going_BN1: Tensor
+    gates_BNG: Tensor, weight_GD: Tensor, output_BD: Tensor, cell_BD: Tensor, continues_BN1: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """What `_passed` gives at position after position."""
-    for gates_BG, going_B1 in zip(gates_BNG.unbind(1), going_BN1.unbind(1), strict=True):
-        sums_BG = torch.addmm(gates_BG, said_BD * going_B1, weight_GD.mT)
-        said_BD, kept_BD, opened_BG = _passed(sums_BG, kept_BD * going_B1)
-        yield said_BD, kept_BD, opened_BG
+    """The result of `_cell_step` at position after position."""
+    for gates_BG, continues_B1 in zip(gates_BNG.unbind(1), continues_BN1.unbind(1), strict=True):
+        sums_BG = torch.addmm(gates_BG, output_BD * continues_B1, weight_GD.mT)
+        output_BD, cell_BD, activated_BG = _cell_step(sums_BG, cell_BD * continues_B1)
+        yield output_BD, cell_BD, activated_BG
 
 
 class _Recurrence(torch.autograd.Function):
-    """Position after position; the gradient of the weight is one product at the end, not one a position."""
+    """All positions in order; the weight's gradient is one product at the end, in place of one for each position."""
 
     @staticmethod
     def forward(
-        ctx: Any, gates_BNG: Tensor, weight_GD: Tensor, said_BD: Tensor, kept_BD: Tensor, going_BN1: Tensor
+        ctx: Any, gates_BNG: Tensor, weight_GD: Tensor, output_BD: Tensor, cell_BD: Tensor, continues_BN1: Tensor
     ) -> Memory:
-        walked = zip(*_walk(gates_BNG, weight_GD, said_BD, kept_BD, going_BN1), strict=True)
-        said_BND, kept_BND, opened_BNG = (torch.stack(parts, dim=1) for parts in walked)
-        ctx.save_for_backward(said_BD, kept_BD, said_BND, kept_BND, opened_BNG, weight_GD, going_BN1)
-        return said_BND, kept_BND
+        walked = zip(*_walk(gates_BNG, weight_GD, output_BD, cell_BD, continues_BN1), strict=True)
+        output_BND, cell_BND, activated_BNG = (torch.stack(parts, dim=1) for parts in walked)
+        ctx.save_for_backward(output_BD, cell_BD, output_BND, cell_BND, activated_BNG, weight_GD, continues_BN1)
+        return output_BND, cell_BND
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, said_BND: Tensor, kept_BND: Tensor) -> tuple[Tensor | None, ...]:
-        first_said_BD, first_kept_BD, told_BND, held_BND, opened_BNG, weight_GD, going_BN1 = ctx.saved_tensors
-        before_BND = torch.cat([first_kept_BD[:, None], held_BND[:, :-1]], dim=1) * going_BN1
-        said_BD, kept_BD, gates = torch.zeros_like(first_said_BD), torch.zeros_like(first_kept_BD), []
-        for place in reversed(range(said_BND.shape[1])):
-            gates_BG, kept_BD = _back(said_BND[:, place] + said_BD, kept_BND[:, place] + kept_BD,
-                                      opened_BNG[:, place], before_BND[:, place], held_BND[:, place])
+    def backward(ctx: Any, d_output_BND: Tensor, d_cell_BND: Tensor) -> tuple[Tensor | None, ...]:
+        first_output_BD, first_cell_BD, output_BND, cell_BND, *rest = ctx.saved_tensors
+        activated_BNG, weight_GD, continues_BN1 = rest
+        before_BND = torch.cat([first_cell_BD[:, None], cell_BND[:, :-1]], dim=1) * continues_BN1
+        d_output_BD, d_cell_BD, gates = torch.zeros_like(first_output_BD), torch.zeros_like(first_cell_BD), []
+        for place in reversed(range(d_output_BND.shape[1])):
+            gates_BG, d_cell_BD = _back(d_output_BND[:, place] + d_output_BD, d_cell_BND[:, place] + d_cell_BD,
+                                        activated_BNG[:, place], before_BND[:, place], cell_BND[:, place])
             gates.append(gates_BG)
-            said_BD, kept_BD = (gates_BG @ weight_GD) * going_BN1[:, place], kept_BD * going_BN1[:, place]
+            d_output_BD = (gates_BG @ weight_GD) * continues_BN1[:, place]
+            d_cell_BD = d_cell_BD * continues_BN1[:, place]
         gates_BNG = torch.stack(gates[::-1], dim=1)
-        read_BND = torch.cat([first_said_BD[:, None], told_BND[:, :-1]], dim=1) * going_BN1
-        return gates_BNG, gates_BNG.flatten(0, 1).mT @ read_BND.flatten(0, 1), said_BD, kept_BD, None
+        read_BND = torch.cat([first_output_BD[:, None], output_BND[:, :-1]], dim=1) * continues_BN1
+        return gates_BNG, gates_BNG.flatten(0, 1).mT @ read_BND.flatten(0, 1), d_output_BD, d_cell_BD, None
 
 
-def _back(said_BD: Tensor, kept_BD: Tensor, opened_BG: Tensor, before_BD: Tensor, after_BD: Tensor) -> Memory:
-    """Gradients of the gates' sums [B, G] and of what was kept before, of those of what is said and kept."""
-    taken, held, offered, shown = opened_BG.chunk(4, dim=-1)
+def _back(d_output_BD: Tensor, d_cell_BD: Tensor, activated_BG: Tensor, before_BD: Tensor, after_BD: Tensor) -> Memory:
+    """Gradients of the gates' sums [B, G] and of the cell before, from those of output and cell."""
+    enter, forget, candidate, emit = activated_BG.chunk(4, dim=-1)
     bounded = after_BD.tanh()
-    kept_BD = kept_BD + said_BD * shown * (1 - bounded**2)
-    gates = (kept_BD * offered * taken * (1 - taken), kept_BD * before_BD * held * (1 - held),
-             kept_BD * taken * (1 - offered**2), said_BD * bounded * shown * (1 - shown))
-    return torch.cat(gates, dim=-1), kept_BD * held
+    d_cell_BD = d_cell_BD + d_output_BD * emit * (1 - bounded**2)
+    gates = (d_cell_BD * candidate * enter * (1 - enter), d_cell_BD * before_BD * forget * (1 - forget),
+             d_cell_BD * enter * (1 - candidate**2), d_output_BD * bounded * emit * (1 - emit))
+    return torch.cat(gates, dim=-1), d_cell_BD * forget

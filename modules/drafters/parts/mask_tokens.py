@@ -1,10 +1,10 @@
-"""Training a language model to answer several tokens at once through mask tokens (PARD, arXiv:2504.18583).
+"""Mask tokens, with which a language model is trained to predict several tokens at once (PARD, arXiv:2504.18583).
 
-Behind a text that ends at its token p, K - 1 mask tokens stand at the positions p + 1, p + 2, ...: the k-th of them
-predicts the token at p + k + 1. In training every index p of a text is such an end, an *anchor*. All texts and all
-their mask tokens share one pass: mask token k of anchor p sees the text up to p and the anchor's own mask tokens up to
-itself, and no token sees a mask token. Running all of them would make a pass K times as long, so only a falling share
-of the anchors keeps its k-th one (conditional drop, section 3.3): share r ** k, at least r_min.
+After a text that ends at its token p, K - 1 mask tokens take the positions p + 1, p + 2, ...: the k-th of them predicts
+the token at p + k + 1. In training every position p of a text is such an end, an *anchor*. All texts and all their mask
+tokens share one pass: mask token k of anchor p sees the text up to p and the anchor's own mask tokens up to itself, and
+no text token sees a mask token. All of them would make a pass K times as long, so only a falling share of the anchors
+keeps its k-th mask token (conditional drop, section 3.3): share r ** k, at least r_min.
 
 Shapes: B rows, L positions, K depths, S mask tokens of a row.
 """
@@ -19,30 +19,30 @@ from ...features import Features
 
 @dataclass(frozen=True, kw_only=True)
 class Slots:
-    """The mask tokens that are run, packed to the left; a row with fewer of them is padded."""
+    """The mask tokens of a pass, left-aligned; rows with fewer of them are padded."""
 
     anchors_BS: Tensor
-    """Index of the text's last token."""
+    """Position of the text's last token in its row."""
     depths_BS: Tensor
-    """Which mask token behind it, from 1."""
+    """Number of the mask token after it, from 1."""
     real_BS: Tensor
     """False at padding."""
 
 
 def useful(features: Features, depths: int) -> Tensor:
-    """Which depths have something to learn at each index, bool [B, L, K]: every label up to there exists.
+    """True for depths with a label at a position, bool [B, L, K]: all labels up to that depth exist.
 
-    An index without a label of its own never ends a draft's text, and a guess needs those before it.
+    While decoding a text never ends at a position without a label, and a guess needs the guesses before it.
     """
     valid_BLK = torch.stack([features.labels(depth + 1)[1] for depth in range(depths)], dim=-1)
     return valid_BLK.long().cumprod(-1).bool()
 
 
 def conditional_drop(useful_BLK: Tensor, rate: float, least: float) -> Tensor:
-    """Which mask tokens are kept, a random choice; bool [B, L, K], depth 0 (the token itself) as it was.
+    """A random choice of the mask tokens that are kept, bool [B, L, K]; depth 0 (the token itself) is unchanged.
 
-    Anchors are ranked once by chance, so that an anchor which keeps mask token k keeps all those before it: they are
-    what it sees.
+    Anchors are ranked once at random, so that an anchor that keeps mask token k also keeps those before it, which mask
+    token k sees.
     """
     anchors_BL = useful_BLK[..., 0]
     chance_BL = torch.rand(anchors_BL.shape, device=anchors_BL.device).masked_fill(~anchors_BL, 2.0)
@@ -54,15 +54,15 @@ def conditional_drop(useful_BLK: Tensor, rate: float, least: float) -> Tensor:
 
 def pack(kept_BLK: Tensor) -> Slots:
     """The kept mask tokens of each row in the order of their anchors."""
-    behind = kept_BLK.shape[-1] - 1
+    masks = kept_BLK.shape[-1] - 1
     flat_BM = kept_BLK[..., 1:].flatten(1)
     width = int(flat_BM.sum(-1).max())
     order_BS = flat_BM.byte().argsort(dim=-1, descending=True, stable=True)[:, :width]
-    return Slots(anchors_BS=order_BS // behind, depths_BS=order_BS % behind + 1, real_BS=flat_BM.gather(1, order_BS))
+    return Slots(anchors_BS=order_BS // masks, depths_BS=order_BS % masks + 1, real_BS=flat_BM.gather(1, order_BS))
 
 
 def visible(features: Features, slots: Slots) -> Tensor:
-    """Who sees whom among the tokens of a row and the mask tokens behind them, bool [B, L + S, L + S]."""
+    """Attention mask of the tokens of a row followed by its mask tokens, bool [B, L + S, L + S]."""
     text_BLL = features.visible()
     anchors_BS, depths_BS = slots.anchors_BS, slots.depths_BS
     length = text_BLL.shape[1]
@@ -77,7 +77,7 @@ def visible(features: Features, slots: Slots) -> Tensor:
 
 
 def by_depth(states_BMD: Tensor, slots: Slots, length: int, depths: int) -> Tensor:
-    """States of tokens and mask tokens as [B, L, K, D]: depth k of index p; zero where no mask token was run."""
+    """States of tokens and mask tokens as [B, L, K, D]: depth k of position p; zero for dropped mask tokens."""
     batch, _, width = states_BMD.shape
     result = states_BMD.new_zeros(batch, length, depths, width)
     rows_BS = torch.arange(batch, device=states_BMD.device)[:, None].expand_as(slots.anchors_BS)

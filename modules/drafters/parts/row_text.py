@@ -1,4 +1,4 @@
-"""The tokens of each row of a batch, kept on the device.
+"""The tokens of each row of a batch, on the device.
 
 Shapes: S rows of a state, R rows that change, L places of the text buffer, N new positions, G tokens of a window.
 """
@@ -13,10 +13,10 @@ class Text(DraftState):
     """The tokens of each row, the root last, allocated once.
 
     Args:
-        rows: sequences.
-        capacity: most tokens of one.
-        margin: places before the first token that hold no token: a window may reach so far back.
-        device: where it lives.
+        rows: number of sequences.
+        capacity: most tokens of one sequence.
+        margin: empty places before the first token, into which a window may reach.
+        device: device of the tokens.
     """
 
     def __init__(self, rows: int, capacity: int, margin: int, device: torch.device) -> None:
@@ -25,10 +25,10 @@ class Text(DraftState):
         self.roots_S = torch.full((rows,), margin, device=device)
 
     def append(self, rows_R: Tensor, observation: Observation) -> Tensor:
-        """Take in the new tokens and the root behind them; returns the place of each new token, [R, N]."""
+        """Add the new tokens and the root after them; returns the place of each new token, [R, N]."""
         columns_N = torch.arange(observation.tokens_BN.shape[1], device=rows_R.device)
-        # What went through the target begins with the former root, so it is written over it. What is written beyond
-        # a row's count lies behind its root and is overwritten by what comes next.
+        # The processed tokens start with the former root and overwrite it. Tokens beyond a row's count come after its
+        # root and are overwritten next time.
         places_RN = self.roots_S[rows_R, None] + columns_N
         self.tokens_SL[rows_R[:, None], places_RN] = observation.tokens_BN
         self.roots_S[rows_R] += observation.counts_B
@@ -36,25 +36,25 @@ class Text(DraftState):
         return places_RN
 
     def clear(self, rows_R: Tensor) -> None:
-        """Forget the rows' texts."""
+        """Delete the rows' texts."""
         self.tokens_SL[rows_R] = -1
         self.roots_S[rows_R] = self.margin
 
     def keep(self, rows_R: Tensor) -> None:
-        """Let row r be the former row rows_R[r]."""
+        """Keep the rows `rows_R`, in that order."""
         self.tokens_SL, self.roots_S = self.tokens_SL[rows_R], self.roots_S[rows_R]
 
     def endings(self, rows_R: Tensor, places_RN: Tensor, length: int) -> Tensor:
-        """The `length` tokens that end at each place, [R, N, length]; -1 before the text begins."""
+        """The `length` tokens up to each place, [R, N, length]; -1 before the start of the text."""
         back_G = torch.arange(1 - length, 1, device=places_RN.device)
         return self.tokens_SL[rows_R[:, None, None], places_RN[..., None] + back_G]
 
 
 def text_of(state: DraftState) -> Text:
-    """The state, if it is a text.
+    """The given state as a `Text`.
 
     Raises:
-        TypeError: if another family made it.
+        TypeError: if it is another family's state.
     """
     if not isinstance(state, Text):
         raise TypeError(f"this drafter needs the state that its own start() made, got {type(state).__name__}")

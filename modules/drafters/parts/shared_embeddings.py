@@ -1,4 +1,4 @@
-"""What drafters have in common that read the target's embedding and output layer.
+"""Base of the drafters that borrow the target's embedding and output layer.
 
 Shapes: B rows, L positions, Q entries of the draft vocabulary, D hidden size.
 """
@@ -18,13 +18,13 @@ from ...target.model import Target
 class BorrowingDrafter(Drafter):
     """A drafter that borrows the target's embedding and its output layer, whole or over a reduced draft vocabulary.
 
-    The ids of such a vocabulary, `token_ids` [Q], are saved with its own weights; nothing borrowed is. While decoding,
-    its own linear layers run packed.
+    The ids of such a vocabulary, `token_ids` [Q], are saved with the drafter's own weights; borrowed weights are never
+    saved. While decoding, its own linear layers run packed.
 
     Args:
         hidden_size: the target's width.
         vocab_size: the target's vocabulary.
-        vocabulary_size: entries of a reduced draft vocabulary; None for the whole.
+        vocabulary_size: entries of a reduced draft vocabulary; None for the whole vocabulary.
 
     Raises:
         UserError: if the draft vocabulary is larger than the target's.
@@ -41,10 +41,10 @@ class BorrowingDrafter(Drafter):
         ids = None if vocabulary_size is None else torch.zeros(vocabulary_size, dtype=torch.long)
         self.register_buffer("token_ids", ids)
         self._borrowed: OutputRows | None = None
-        self.register_load_state_dict_post_hook(_borrow_again)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_rebind)  # type: ignore[no-untyped-call]
 
-    def begin(self, target: Target, token_ids_Q: Tensor | None) -> None:
-        """Take over the draft vocabulary, move to the target and borrow from it.
+    def attach(self, target: Target, token_ids_Q: Tensor | None) -> None:
+        """Set the draft vocabulary, move to the target's device and bind to the target.
 
         Raises:
             UserError: if the ids do not agree with the configuration.
@@ -52,7 +52,7 @@ class BorrowingDrafter(Drafter):
         require_ids(None if self.token_ids is None else len(self.token_ids), token_ids_Q)
         if self.token_ids is not None and token_ids_Q is not None:
             self.token_ids.copy_(token_ids_Q)
-        # Half precision would lose small updates: masters stay in float32.
+        # Half precision would lose small updates: trained weights stay in float32.
         self.to(device=target.device, dtype=torch.promote_types(target.dtype, torch.float32))
         self.bind(target)
 
@@ -65,8 +65,8 @@ class BorrowingDrafter(Drafter):
                 "target it was trained for")
         self._borrowed = OutputRows(target, self.token_ids)
 
-    def lay_out(self) -> None:
-        """Pack what decoding multiplies with, where the target is packed, too."""
+    def pack_linears(self) -> None:
+        """Pre-pack the linear layers for oneDNN if the target's are packed."""
         wanted = self._borrowed is not None and self._borrowed.target.packed is not None
         self._packing.refresh(self, wanted=wanted)
         if self._borrowed is not None and wanted and not self.output_parameters(0):
@@ -82,23 +82,27 @@ class BorrowingDrafter(Drafter):
         embedded: Tensor = self._rows().target.embed(tokens).to(self.dtype)
         return embedded
 
+    def project(self, hidden: Tensor, step: int) -> Tensor:
+        """Draft logits [..., Q] of hidden states [..., D] by the target's output layer, the same for every step."""
+        return self._rows()(hidden)
+
     def following(self, features: Features, places: int) -> Tensor:
-        """Embeddings of the tokens `places` behind each index, [B, L, D]; zero beyond its segment."""
+        """Embeddings of the tokens `places` after each position, [B, L, D]; zero after the end of its segment."""
         segments_BL, length = features.segments_BL, features.tokens_BL.shape[1]
-        behind_L = torch.arange(places, places + length, device=segments_BL.device)
-        there_L = behind_L.clamp(max=length - 1)
-        inside_BL = (behind_L < length) & (segments_BL[:, there_L] == segments_BL) & (segments_BL >= 0)
+        after_L = torch.arange(places, places + length, device=segments_BL.device)
+        there_L = after_L.clamp(max=length - 1)
+        inside_BL = (after_L < length) & (segments_BL[:, there_L] == segments_BL) & (segments_BL >= 0)
         return self._embed(features.tokens_BL[:, there_L]).masked_fill(~inside_BL[..., None], 0)
 
-    def disturbed(self, states: Tensor, noise: float) -> Tensor:
-        """The target's states with uniform noise between -noise and noise in training."""
+    def with_noise(self, states: Tensor, noise: float) -> Tensor:
+        """The target's states; in training with uniform noise between -noise and noise."""
         if not (self.training and noise):
             return states
         return states + (2 * torch.rand_like(states) - 1) * noise
 
     @property
     def state_size(self) -> int:
-        """The target's width, unless a family says otherwise."""
+        """The target's width; families with other states override it."""
         return self.hidden_size
 
     @property
@@ -112,7 +116,7 @@ class BorrowingDrafter(Drafter):
         return next(self.parameters()).dtype
 
 
-def _borrow_again(module: nn.Module, _incompatible: Any) -> None:
-    """Loaded token ids may differ from those the borrowed rows were selected by."""
+def _rebind(module: nn.Module, _incompatible: Any) -> None:
+    """Borrow again after loading: the loaded token ids may differ from those that selected the borrowed rows."""
     if isinstance(module, BorrowingDrafter) and module._borrowed is not None:
         module.bind(module._borrowed.target)

@@ -1,20 +1,20 @@
-"""What the steps of a drafter see that is trained as it drafts: all positions at once, each going on by itself.
+"""Attention of the training-time test: draft steps trained as while drafting, from all positions at once.
 
-Step j of index p attends to step 0's keys at its segment's indices up to p and to its own index's keys of the steps 1
-to j (training-time test, arXiv:2503.01840, section 3.2; the streams of HASS, arXiv:2408.15766, section 3.2, seen from
-where a draft begins). That is what a draft j tokens deep reads from its cache.
+Step j of position p attends to step 0's keys at its segment's positions up to p and to its own position's keys of the
+steps 1 to j (training-time test, arXiv:2503.01840, section 3.2; the streams of HASS, arXiv:2408.15766, section 3.2,
+numbered by the start of the draft). These are the keys in the cache of a draft that is j tokens deep.
 
-With several layers each does so with its own keys: a draft reads in every layer what that layer wrote of the target's
-states up to p, and of the draft itself; the states that a layer reads at step j are those of the layer below at step j.
+With several layers each has its own keys: in every layer a draft reads the keys that this layer wrote for the target's
+states up to p and for the draft itself; a layer's input at step j is the output of the layer below at step j.
 
-No score of step j is formed against another index's keys of the steps before: the attention over step 0 is joined with
-the few diagonal scores by their log-sum-exp, and memory grows with J, not with J times the length squared.
+No score of step j is computed against another position's keys of the steps before: the attention over step 0 is
+combined with the few diagonal scores by their log-sum-exp: memory grows with J, not with J times the length squared.
 
-A drafter of blocks (Falcon, arXiv:2412.12639) takes several indices at a step: those of a block see each other, the
-blocks before it and the text up to where it began.
+A drafter of blocks (Falcon, arXiv:2412.12639) has several positions in one step: those of a block see each other, the
+blocks before it and the text up to the start of the draft.
 
-Shapes: B rows, L positions, K indices of a block, H query heads, G key-value heads, R query heads of a key-value head,
-E head dimension, J steps, X head dimension with room for the diagonal.
+Shapes: B rows, L positions, K positions of a block, H query heads, G key-value heads, R query heads of a key-value
+head, E head dimension, J steps, X head dimension with room for the diagonal.
 """
 
 from dataclasses import dataclass, field
@@ -25,15 +25,15 @@ from torch.nn import functional
 
 from ...features import Features
 from ...target.tree_attention import additive
-from .decoder_block import Sight
+from .decoder_block import AttentionContext
 
 _ROOM = 8
-"""Components added to a head; two are used, but fused kernels want a multiple of eight."""
+"""Components added to a head; two are used, but fused kernels need a multiple of eight."""
 
 
 @dataclass
 class _Keys:
-    """What one layer has written: step 0 with room for the diagonal, and the steps after it."""
+    """Keys and values of one layer: step 0 with room for the diagonal, and the steps after it."""
 
     past_BGLX: tuple[Tensor, Tensor]
     mask_B1LL: Tensor
@@ -41,65 +41,65 @@ class _Keys:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepSight(Sight):
-    """What one step sees; the steps of a rollout share their keys."""
+class StepAttention(AttentionContext):
+    """Attention context of one step; the steps of a rollout share their keys."""
 
     step: int
-    """Step 0 reads the target's states, every later one the step before it."""
+    """Number of the step; step 0 reads the target's states, each later one the step before it."""
     keys: dict[int, _Keys]
-    """By layer; written by step 0."""
+    """Keys by layer, written by step 0."""
 
-    def mix(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:
-        """What the heads take from step 0 and from their own index, [B, H, L, E]."""
+    def attend(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:
+        """Attention output over step 0 and the heads' own positions, [B, H, L, E]."""
         if self.step == 0:
             below = next(iter(self.keys.values()), None)
             mask = self._additive(key_BGNE.dtype) if below is None else below.mask_B1LL
             self.keys[layer] = _Keys(_with_room(key_BGNE, value_BGNE), mask)
-            return super().mix(layer, query_BHNE, key_BGNE, value_BGNE)
+            return super().attend(layer, query_BHNE, key_BGNE, value_BGNE)
         held = self.keys[layer]
         held.own.append((key_BGNE, value_BGNE))
         return _joined(query_BHNE, held)
 
     def _additive(self, dtype: torch.dtype) -> Tensor:
-        """What is visible, and one more key for every index, as numbers to be added to the scores: a boolean mask would
-        be turned into that by each step, which would keep its own for backward. All layers share it."""
+        """The mask, with one more key for every position, as numbers to add to the scores; all layers share it. Each
+        step would convert a boolean mask to such numbers and keep its own copy for backward."""
         return additive(functional.pad(self.visible_BNW, (0, 1), value=True)[:, None], dtype)
 
 
 class Rollout:
-    """The sights of successive steps over a batch."""
+    """Attention contexts of successive steps over a batch."""
 
     def __init__(self, features: Features) -> None:
-        self.first = Sight.training(features)
+        self.first = AttentionContext.training(features)
         self.keys: dict[int, _Keys] = {}
 
-    def __call__(self, step: int) -> Sight:
-        """What step `step` sees; ask for the steps in order."""
-        return StepSight(
+    def __call__(self, step: int) -> AttentionContext:
+        """Attention context of step `step`; call it for the steps in order."""
+        return StepAttention(
             positions_BN=self.first.positions_BN + step, visible_BNW=self.first.visible_BNW, step=step, keys=self.keys
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockSight(Sight):
-    """What one block behind every index sees; the queries of its K indices stand one after the other, [K * L]."""
+class BlockAttention(AttentionContext):
+    """Attention context of one block after every position; the queries of its K positions are concatenated, [K * L]."""
 
     block: int
-    """Block 0 reads the target's states, every later one the estimates of the one before it."""
+    """Number of the block; block 0 reads the target's states, each later one the estimates of the one before it."""
     size: int
-    """Indices of a block, K."""
+    """Positions of a block, K."""
     written: dict[int, tuple[Tensor, Tensor]]
-    """Keys and values of the text, by layer; block 0 writes them."""
+    """Keys and values of the text by layer, written by block 0."""
     keys: dict[int, _Keys]
-    """The same with room for the diagonal, and the blocks behind them; block 1 makes them."""
+    """These keys and values with room for the diagonal, and those of the later blocks; created by block 1."""
 
-    def mix(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:
-        """What the heads take from the text and from the blocks behind their own index, [B, H, K * L, E]."""
+    def attend(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:
+        """Attention output over the text and the blocks after the heads' own positions, [B, H, K * L, E]."""
         keys, values = key_BGNE.chunk(self.size, dim=2), value_BGNE.chunk(self.size, dim=2)
         if self.block == 0:
-            # The last query of a block stands at its index itself; the others are asked again, their keys known.
+            # The last query of a block is at the position itself; the others are repeated, and their keys are known.
             self.written[layer] = keys[-1], values[-1]
-            return super().mix(layer, query_BHNE, keys[-1], values[-1])
+            return super().attend(layer, query_BHNE, keys[-1], values[-1])
         if layer not in self.keys:
             visible_BLX = functional.pad(self.visible_BNW, (0, 1), value=True)
             self.keys[layer] = _Keys(_with_room(*self.written[layer]), additive(visible_BLX[:, None], key_BGNE.dtype))
@@ -109,23 +109,23 @@ class BlockSight(Sight):
 
 
 class BlockRollout:
-    """The sights of successive blocks over a batch, each begun behind every index.
+    """Attention contexts of successive blocks over a batch, with a draft that starts after every position.
 
     Args:
         features: the batch.
-        size: indices of a block.
+        size: positions of a block.
     """
 
     def __init__(self, features: Features, size: int) -> None:
-        self.first, self.size = Sight.training(features), size
+        self.first, self.size = AttentionContext.training(features), size
         self.written: dict[int, tuple[Tensor, Tensor]] = {}
         self.keys: dict[int, _Keys] = {}
 
-    def __call__(self, block: int) -> Sight:
-        """What block `block` sees; ask in order. Block 0 ends at its index, block b ends b K behind it."""
+    def __call__(self, block: int) -> AttentionContext:
+        """Attention context of block `block`; call it in order. Block b ends b K positions after the position."""
         first, visible_BLL = self.size * (block - 1) + 1, self.first.visible_BNW
         positions = [self.first.positions_BN + first + place for place in range(self.size)]
-        return BlockSight(
+        return BlockAttention(
             positions_BN=torch.cat(positions, dim=1),
             visible_BNW=visible_BLL if block else visible_BLL.repeat(1, self.size, 1),
             block=block, size=self.size, written=self.written, keys=self.keys,
@@ -133,10 +133,10 @@ class BlockRollout:
 
 
 def _with_room(key_BGLE: Tensor, value_BGLE: Tensor) -> tuple[Tensor, Tensor]:
-    """One more key, which every index sees: its score is what a query says of its diagonal, its value marks the share.
+    """Keys and values with one more key, which every position sees, for the diagonal's score and share.
 
-    The score of that key is the sum of the query's two added components, the second holding what rounding took from
-    the first.
+    The score of that key is the sum of the query's two added components; the second one holds the rounding error of the
+    first.
     """
     keys, values = (functional.pad(states, (0, _ROOM, 0, 1)) for states in (key_BGLE, value_BGLE))
     size = key_BGLE.shape[-1]
@@ -150,8 +150,8 @@ def _with_room(key_BGLE: Tensor, value_BGLE: Tensor) -> tuple[Tensor, Tensor]:
 def _joined(query_BHLE: Tensor, held: _Keys) -> Tensor:
     """Attention over step 0 and the diagonal as one softmax, [B, H, L, E].
 
-    With d the log-sum-exp of the diagonal scores, softmax over [step 0, d] gives step 0 its final weights and the
-    diagonal its total one, which its own softmax divides.
+    With d the log-sum-exp of the diagonal scores, softmax over [step 0, d] gives the final weights of step 0 and the
+    total weight of the diagonal, which the diagonal's own softmax distributes.
     """
     (keys, values), size = held.past_BGLX, query_BHLE.shape[-1]
     scale = size**-0.5
@@ -173,7 +173,7 @@ def _joined(query_BHLE: Tensor, held: _Keys) -> Tensor:
 
 
 def _split(total_BHL1: Tensor, like: Tensor) -> Tensor:
-    """The number in components of the queries' type that add up to it, [B, H, L, 8]."""
+    """The number as components of the queries' type whose sum it is, [B, H, L, 8]."""
     high = total_BHL1.to(like.dtype)
     low = (total_BHL1 - high.to(total_BHL1.dtype)).to(like.dtype)
     return functional.pad(torch.cat([high, low], dim=-1), (0, _ROOM - 2))

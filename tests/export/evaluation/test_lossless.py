@@ -1,4 +1,4 @@
-"""What is called a divergence, which of them a near-tie, and the reference that answers are held to."""
+"""Divergences, near-ties, and the reference that answers are compared with."""
 
 import importlib
 
@@ -82,18 +82,18 @@ def test_generate_in_a_padded_batch_equals_generate_alone(tiny_target_f64: Targe
     assert together == alone
 
 
-def test_generate_forgets_the_habits_of_a_checkpoint_and_they_come_back() -> None:
+def test_generate_ignores_the_settings_of_a_checkpoint_and_they_come_back() -> None:
     target = Target(tiny_model(dtype=torch.float64), tiny_tokenizer(), name="tiny-random")
     with native_model(target) as model:
         expected = generate(model, target, PROMPTS, max_new_tokens=20)
-    habits = target.model.generation_config
-    habits.repetition_penalty, habits.no_repeat_ngram_size = 3.0, 2
+    own = target.model.generation_config
+    own.repetition_penalty, own.no_repeat_ngram_size = 3.0, 2
     with native_model(target) as model:
         assert generate(model, target, PROMPTS, max_new_tokens=20) == expected
-    assert target.model.generation_config is habits
+    assert target.model.generation_config is own
     with target.native() as model:
         row = model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=20, do_sample=False, pad_token_id=0)
-    assert row[0, len(PROMPTS[0]):].tolist() != expected[0]  # the habits do change the answer when they are kept
+    assert row[0, len(PROMPTS[0]):].tolist() != expected[0]  # the own do change the answer when they are kept
 
 
 def test_the_reference_ends_at_the_tokens_of_the_generation_config() -> None:

@@ -22,7 +22,7 @@ from draftsmith.modules import (
     UserError,
 )
 from draftsmith.modules.drafters.eagle3 import WideBlock
-from draftsmith.modules.drafters.eagle_base import FeedbackDrafter
+from draftsmith.modules.drafters.eagle_base import EagleDrafter
 from draftsmith.modules.drafters.parts.decoder_block import BlockConfig
 from draftsmith.modules.drafters.parts.training_time_test import Rollout
 from draftsmith.modules.target.tiny_model import tiny_tokenizer
@@ -89,7 +89,7 @@ def level(nodes: list[int], parents: list[int], tokens: list[int]) -> Frontier:
                     tokens_BF=torch.tensor([tokens]))
 
 
-def check_steps(drafter: FeedbackDrafter, features: Features, tensors: dict[str, Tensor]) -> None:
+def check_steps(drafter: EagleDrafter, features: Features, tensors: dict[str, Tensor]) -> None:
     """Four positions, two, then three single steps on the drafter's own states."""
     state = drafter.start(1, 32)
     for first, end in ((0, 4), (4, 6)):
@@ -164,10 +164,10 @@ def test_the_official_trainer_gives_the_same_steps() -> None:
     block.load_state_dict({key.removeprefix("weight/midlayer."): value for key, value in tensors.items()
                            if key.startswith("weight/")})
     read, embedded = tensors["input/fused"], tensors["input/token_embeddings"]
-    sights = Rollout(Features.from_rows([(list(range(6)), [True] * 6)]))
+    attentions = Rollout(Features.from_rows([(list(range(6)), [True] * 6)]))
     with torch.no_grad():
         for step in range(4):
-            read = block(embedded[:, step : step + 6], read, sights(step))
+            read = block(embedded[:, step : step + 6], read, attentions(step))
             torch.testing.assert_close(read, tensors["output/hidden"][step], **CLOSE)
 
 
@@ -184,7 +184,7 @@ def test_official_drafters_come_back_as_they_were(tmp_path: Path, name: str) -> 
     assert {key: after[key] for key in same} == {key: before[key] for key in same}
 
 
-def written(drafter: FeedbackDrafter | Medusa, target: Target, out: Path) -> Path:
+def written(drafter: EagleDrafter | Medusa, target: Target, out: Path) -> Path:
     artifact = Artifact(drafter=drafter, target=target, topology=Topology.chain(1), identity=target.identity,
                         provenance={})
     return export_artifact(artifact, target, "eagle", out)
@@ -208,7 +208,6 @@ MADE = {
 @pytest.mark.parametrize("name", MADE)
 def test_export_and_import_draft_the_same(tmp_path: Path, tiny_target: Target, name: str) -> None:
     drafter = randomised(MADE[name](tiny_target))
-    assert isinstance(drafter, FeedbackDrafter)
     back = import_eagle(written(drafter, tiny_target, tmp_path / "out"), tiny_target)
     assert back.block == drafter.block
     features = tiny_target.encode(Features.from_rows([([9, 8, 7, 30, 31, 32], [True] * 6)]), drafter.taps)

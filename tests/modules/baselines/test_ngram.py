@@ -12,7 +12,7 @@ V = 12
 
 def teach(drafter: Ngrams, state: DraftState, row: int, text: list[int], successors: list[list[int]],
           places: list[int] | None = None) -> None:
-    """Show a text (its last token the root) with the likeliest successors of its tokens."""
+    """Show a text (its last token the root) with the most probable next tokens of each token."""
     places = list(range(len(text) - 1)) if places is None else places
     verified = Verified(
         tokens_BM=torch.tensor([[text[max(place, 0)] for place in places]]),
@@ -36,7 +36,7 @@ def test_the_longest_context_is_used_and_its_probabilities_are_the_targets() -> 
     drafter = Ngrams(NgramConfig(longest=2, candidates=2), V, CPU)
     state = drafter.start(1, 32)
     teach(drafter, state, 0, [1, 2, 3, 2, 9, 1, 2], [[2, 5], [3, 5], [2, 5], [9, 5], [1, 5], [2, 5]])
-    # Before the root 2 stands 1: only the first 2 has that context, the second stood behind 3.
+    # The token before the root 2 is 1: only the first 2 has that context, the second came after 3.
     probs = logits_of([[3, 5]], V)[0, 0].softmax(-1)
     assert guesses(drafter, state) == {3: round(float(probs[3]), 4), 5: round(float(probs[5]), 4)}
 
@@ -49,7 +49,7 @@ def test_equal_contexts_are_averaged_and_duplicates_merged() -> None:
     assert guesses(drafter, state) == {7: round(chance * 2 / 3, 4), 8: round(chance / 3, 4)}
 
 
-def test_only_the_latest_entries_are_averaged_and_the_oldest_are_forgotten() -> None:
+def test_only_the_latest_entries_are_averaged_and_the_oldest_are_overwritten() -> None:
     drafter = Ngrams(NgramConfig(longest=1, candidates=1, averaged=1, memory=3), V, CPU)
     state = drafter.start(1, 32)
     teach(drafter, state, 0, [2, 7, 2, 8, 3, 4, 2], [[7], [2], [8], [3], [4], [2]])
@@ -60,7 +60,7 @@ def test_only_the_latest_entries_are_averaged_and_the_oldest_are_forgotten() -> 
     assert list(guesses(drafter, state)) == [6]
 
 
-def test_rejected_nodes_are_not_remembered_and_rows_share_the_memory() -> None:
+def test_rejected_nodes_are_not_stored_and_rows_share_the_memory() -> None:
     drafter = Ngrams(NgramConfig(longest=2, candidates=1), V, CPU)
     state = drafter.start(2, 32)
     teach(drafter, state, 0, [1, 2, 3], [[9], [2], [3]], places=[-1, 0, 1])
@@ -71,7 +71,7 @@ def test_rejected_nodes_are_not_remembered_and_rows_share_the_memory() -> None:
     assert scores.tokens_BFHR.flatten().tolist()[1] == 3
 
 
-def test_nodes_of_a_tree_are_asked_by_their_own_paths() -> None:
+def test_nodes_of_a_tree_have_the_contexts_of_their_own_paths() -> None:
     drafter = Ngrams(NgramConfig(longest=3, candidates=2, averaged=1), V, CPU)
     state = drafter.start(1, 64)
     teach(drafter, state, 0, [1, 2, 3, 4, 9, 9, 1, 2], [[2, 11], [3, 9], [4, 10], [9, 10], [9, 10], [1, 10], [2, 11]])
@@ -82,7 +82,7 @@ def test_nodes_of_a_tree_are_asked_by_their_own_paths() -> None:
     assert bool(tree.real_BN.all())
 
 
-def test_cleared_rows_forget_their_text_but_not_what_was_learnt() -> None:
+def test_cleared_rows_lose_their_text_and_the_memory_stays() -> None:
     drafter = Ngrams(NgramConfig(longest=3, candidates=1), V, CPU)
     state = drafter.start(2, 32)
     teach(drafter, state, 1, [1, 2, 3, 2], [[2], [3], [2]])
@@ -96,7 +96,7 @@ def test_cleared_rows_forget_their_text_but_not_what_was_learnt() -> None:
     assert guesses(drafter, state) == {}
 
 
-def test_mistakes_are_named() -> None:
+def test_wrong_settings_are_refused() -> None:
     with pytest.raises(UserError, match="memory must be at least 1, got 0"):
         NgramConfig(memory=0)
     with pytest.raises(UserError, match=r"averaged must be at most memory \(2\), got 3"):

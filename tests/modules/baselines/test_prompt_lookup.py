@@ -1,4 +1,4 @@
-"""Copying from the text so far: the longest and latest occurrence, to the last token, and never from another row."""
+"""Prompt lookup: the longest and latest occurrence is copied, to the last token, and never from another row."""
 
 import random
 
@@ -9,7 +9,7 @@ from support.observations import ROOT, frontier, observe
 
 
 def copied(text: list[int], *, shortest: int = 1, longest: int = 3, count: int = 4) -> list[int]:
-    """What a lookup proposes behind a text; empty where it has no guess."""
+    """Tokens that prompt lookup drafts after a text; empty where it has no guess."""
     drafter = Lookup(LookupConfig(shortest=shortest, longest=longest, copied=count), torch.device("cpu"))
     state = drafter.start(1, 64)
     observe(drafter, state, [0], [text])
@@ -19,7 +19,7 @@ def copied(text: list[int], *, shortest: int = 1, longest: int = 3, count: int =
 
 
 def plain_copy(text: list[int], shortest: int, longest: int, count: int) -> list[int]:
-    """The slow plain twin."""
+    """The slow plain reference."""
     for length in range(min(longest, len(text)), shortest - 1, -1):
         for end in range(len(text) - 1, length - 1, -1):
             if text[end - length : end] == text[-length:]:
@@ -30,21 +30,21 @@ def plain_copy(text: list[int], shortest: int, longest: int, count: int) -> list
     return []
 
 
-def test_the_longest_suffix_wins_over_a_later_shorter_one() -> None:
+def test_the_longest_suffix_is_preferred_to_a_later_shorter_one() -> None:
     assert copied([1, 2, 3, 10, 11, 12, 13, 9, 3, 20, 1, 2, 3]) == [10, 11, 12, 13]
 
 
-def test_of_equal_suffixes_the_latest_wins() -> None:
+def test_of_equal_suffixes_the_latest_is_copied() -> None:
     assert copied([7, 8, 1, 1, 1, 7, 8, 2, 3, 4, 5, 7, 8]) == [2, 3, 4, 5]
 
 
-def test_a_tail_shorter_than_the_copy_goes_on_with_what_it_copied() -> None:
+def test_a_copy_that_reaches_the_end_of_the_text_continues_with_its_own_tokens() -> None:
     assert copied([5, 6, 9, 5]) == [6, 9, 5, 6]
     assert copied([5, 5]) == [5, 5, 5, 5]
 
 
 @pytest.mark.parametrize("text", [[5], [5, 6], [5, 6, 7, 8], [0, 1]])
-def test_new_tokens_have_no_guess_and_the_pass_shrinks_to_the_root(text: list[int]) -> None:
+def test_without_an_earlier_match_the_tree_is_the_root_alone(text: list[int]) -> None:
     assert copied(text) == []
 
 
@@ -54,7 +54,7 @@ def test_a_suffix_below_the_shortest_is_not_copied() -> None:
     assert copied(text, shortest=4, longest=16) == []
 
 
-def test_equals_the_plain_twin_on_random_texts() -> None:
+def test_equals_the_plain_reference_on_random_texts() -> None:
     rng = random.Random(0)
     for _ in range(150):
         text = [rng.randrange(3) for _ in range(rng.randrange(1, 14))]
@@ -63,7 +63,7 @@ def test_equals_the_plain_twin_on_random_texts() -> None:
         assert copied(text, shortest=shortest, longest=longest, count=5) == plain_copy(text, shortest, longest, 5), text
 
 
-def test_rows_are_ragged_and_come_go_and_move() -> None:
+def test_rows_of_different_lengths_are_added_cleared_and_moved() -> None:
     drafter = Lookup(LookupConfig(copied=3), torch.device("cpu"))
     state = drafter.start(3, 32)
     observe(drafter, state, [0, 1, 2], [[1, 2, 3, 1], [4, 5, 6, 7], [8, 9, 8]])
@@ -90,13 +90,13 @@ def test_a_token_0_in_the_padding_is_not_part_of_the_text() -> None:
     assert Chain(2).grow(drafter, state, torch.tensor([0, 0])).size == 1
 
 
-def test_mistakes_are_named() -> None:
+def test_wrong_settings_and_calls_are_refused() -> None:
     with pytest.raises(UserError, match=r"shortest must be between 1 and longest \(3\), got 4"):
         LookupConfig(shortest=4)
     with pytest.raises(UserError, match="copied must be at least 1, got 0"):
         LookupConfig(copied=0)
     drafter = Lookup(LookupConfig(), torch.device("cpu"))
-    with pytest.raises(ValueError, match="ask for 1 node, got 2"):
+    with pytest.raises(ValueError, match="must have 1 node, got 2"):
         drafter.expand(drafter.start(1, 8), frontier([0, 1], [-1, 0], [[4, 4]]))
     with pytest.raises(TypeError, match="state that its own start"):
         drafter.expand(object(), ROOT)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The drafters without training, by name, through the common loop: the target's own words come out."""
+"""Drafters without training, by name, in the decoding loop: the answers are the target's own."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_greedy_output_is_the_targets_own_in_any_batch(tiny_target_f64: Target, 
     expected = [native_greedy(target, request.tokens, request.max_new_tokens) for request in requests]
     drafter, policy = baseline(name, target)
     lengths = []
-    # Three rows for eight requests: finished rows are refilled, then the batch shrinks. What was learnt stays.
+    # Three rows for eight requests: finished rows are refilled, then the batch shrinks. The memory stays.
     for batch_size, chunk in ((1, 512), (3, 7), (8, 16)):
         settings = DecodeSettings(batch_size=batch_size, prefill_chunk=chunk, ignore_eos=True)
         result = decode(target, requests, settings, drafter=drafter, policy=policy)
@@ -61,8 +61,8 @@ def test_sampled_output_is_the_same_with_and_without(tiny_target_f64: Target, na
 
 def test_a_batch_of_greedy_and_sampled_rows_ends_where_each_ends(tiny_target_f64: Target) -> None:
     target = tiny_target_f64
-    hot = repetitive(target, 0.8)
-    requests = [hot[place] if place % 2 else request for place, request in enumerate(repetitive(target))]
+    sampled = repetitive(target, 0.8)
+    requests = [sampled[place] if place % 2 else request for place, request in enumerate(repetitive(target))]
     plain = decode(target, requests, DecodeSettings()).generations
     for name in BASELINES:
         drafter, policy = baseline(name, target)
@@ -82,11 +82,11 @@ def test_a_text_that_repeats_is_copied_in_few_passes(tiny_target_f64: Target) ->
     assert found.tokens == expected
 
 
-def test_where_nobody_has_a_guess_a_pass_has_one_token(tiny_target_f64: Target) -> None:
+def test_without_a_guess_in_any_row_a_pass_has_one_token(tiny_target_f64: Target) -> None:
     target = tiny_target_f64
     sizes: list[int] = []
 
-    class Watched(Chain):
+    class RecordingChain(Chain):
         def grow(self, *args):  # type: ignore[no-untyped-def]
             tree = super().grow(*args)
             sizes.append(tree.size)
@@ -95,15 +95,15 @@ def test_where_nobody_has_a_guess_a_pass_has_one_token(tiny_target_f64: Target) 
     drafter, _ = baseline("prompt_lookup", target)
     requests = [Request((5, 6, 7), 0, 40), Request((8, 9), 1, 40)]
     result = decode(
-        target, requests, DecodeSettings(batch_size=2, ignore_eos=True), drafter=drafter, policy=Watched(7)
+        target, requests, DecodeSettings(batch_size=2, ignore_eos=True), drafter=drafter, policy=RecordingChain(7)
     )
     assert sizes[0] == 1
     assert set(sizes) == {1, 8}
     assert [g.tokens for g in result.generations] == [native_greedy(target, r.tokens, 40) for r in requests]
 
 
-class Spy(Recycling):
-    """Keeps what it is shown."""
+class RecordingDrafter(Recycling):
+    """Token Recycling that keeps its observations."""
 
     def __init__(self, target: Target) -> None:
         super().__init__(target.vocab_size, target.device)
@@ -116,25 +116,25 @@ class Spy(Recycling):
 
 def test_observed_logits_belong_to_the_accepted_tokens(tiny_target_f64: Target) -> None:
     target, request = tiny_target_f64, repetitive(tiny_target_f64)[0]
-    spy, (_, policy) = Spy(target), baseline("recycling", target)
+    recorder, (_, policy) = RecordingDrafter(target), baseline("recycling", target)
     answer = decode(
-        target, [request], DecodeSettings(ignore_eos=True, prefill_chunk=4), drafter=spy, policy=policy
+        target, [request], DecodeSettings(ignore_eos=True, prefill_chunk=4), drafter=recorder, policy=policy
     ).generations[0].tokens
     text = [*request.tokens, *answer]
     with target.native() as model, torch.no_grad():
         truth_LV = model(torch.tensor([text])).logits[0]
-    begun, accepted = 0, 0
-    for shown in spy.seen:
-        verified, count = shown.verified, int(shown.counts_B[0])
+    read, accepted = 0, 0
+    for observed in recorder.seen:
+        verified, count = observed.verified, int(observed.counts_B[0])
         assert verified is not None
         for node, place in enumerate(verified.places_BM[0].tolist()):
-            if place >= 0 and begun + place < len(text):
-                assert int(verified.tokens_BM[0, node]) == int(shown.tokens_BN[0, place]) == text[begun + place]
-                torch.testing.assert_close(verified.logits_BMV[0, node], truth_LV[begun + place], atol=1e-9, rtol=0)
+            if place >= 0 and read + place < len(text):
+                assert int(verified.tokens_BM[0, node]) == int(observed.tokens_BN[0, place]) == text[read + place]
+                torch.testing.assert_close(verified.logits_BMV[0, node], truth_LV[read + place], atol=1e-9, rtol=0)
                 accepted += 1
         in_pass = verified.places_BM.shape[1] > 1
         assert int((verified.places_BM >= 0).sum()) == (count if in_pass else 1)
-        begun += count
+        read += count
     assert accepted >= len(answer)
 
 

@@ -1,4 +1,4 @@
-"""Some layers of the target as a draft model: step by step it says what one fresh pass of those layers says."""
+"""Some layers of the target as a draft model: each step scores as a pass of those layers without cache does."""
 
 import random
 
@@ -30,13 +30,13 @@ def deep_target() -> Target:
 
 
 def fresh(target: Target, kept: tuple[int, ...], text: list[int]) -> Tensor:
-    """Log-probabilities behind a text, from one native pass of the kept layers without any cache."""
+    """Log-probabilities after a text, from one native pass of the kept layers without any cache."""
     with target.native() as model, skipping(target.layers, kept), torch.no_grad():
         return model(torch.tensor([text]), use_cache=False).logits[0, -1].log_softmax(-1)
 
 
 def check(drafter: LayerDraft, state: DraftState, texts: list[list[int]], bound: float = 1e-9) -> None:
-    """Grow a branching tree behind the texts and compare every node with a fresh pass over its path."""
+    """Grow a branching tree after the texts and compare every node with a fresh pass over its path."""
     children = [[text[0], text[-1]] for text in texts]
     grandchildren = [[text[0], 17, text[-1]] for text in texts]
     steps = [
@@ -78,7 +78,7 @@ def test_sliding_windows_follow_positions() -> None:
     check(drafter, state, [list(range(4, 26))], 1e-5)
 
 
-def test_ragged_rows_come_go_and_move(deep_target: Target) -> None:
+def test_rows_of_different_lengths_are_added_cleared_and_moved(deep_target: Target) -> None:
     drafter, rng = LayerDraft(deep_target, (0, 3)), random.Random(2)
     state = drafter.start(3, 100)
     texts = [[rng.randrange(4, 90) for _ in range(count)] for count in (3, 30, 9)]

@@ -1,4 +1,4 @@
-"""The matrix of successors: who writes which line, and what is proposed from it."""
+"""The matrix of next tokens: each verified node writes its line, and the tree is filled from it."""
 
 import pytest
 import torch
@@ -25,14 +25,14 @@ def taught(*passes: Verified, candidates: int = 3) -> Recycling:
     return drafter
 
 
-def test_every_verified_node_writes_its_line_and_the_later_of_two_wins() -> None:
+def test_every_verified_node_writes_its_line_and_the_later_of_two_is_kept() -> None:
     drafter = taught(seen([4, 5, 4], [[1, 2, 3], [6, 7, 8], [9, 8, 7]]))
     assert drafter.successors_VC[4].tolist() == [9, 8, 7]
     assert drafter.successors_VC[5].tolist() == [6, 7, 8]
     assert drafter.successors_VC[6].tolist() == [-1, -1, -1]
 
 
-def test_a_later_pass_rewrites_and_padding_teaches_nothing() -> None:
+def test_a_later_pass_rewrites_and_padding_is_not_stored() -> None:
     drafter = taught(
         seen([4, 5], [[1, 2, 3], [6, 7, 8]]),
         seen([4, 5, 4], [[3, 2, 1], [1, 2, 3], [9, 9, 9]], [True, False, False]),
@@ -46,7 +46,7 @@ def test_the_tree_is_filled_from_the_matrix_and_ends_where_a_token_is_new() -> N
     tree = StaticTree(Topology.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 1)])).grow(
         drafter, drafter.start(2, 8), torch.tensor([4, 9])
     )
-    # Nothing is known behind token 2, nor of the second row's root.
+    # Nothing is stored for token 2, nor for the second row's root.
     assert tree.tokens_BN[0].tolist() == [4, 1, 2, 4, 5, 2]
     assert tree.real_BN.tolist() == [[True] * 6, [True] + [False] * 5]
     assert tree.parents_BN[0].tolist() == [-1, 0, 0, 1, 1, 3]
@@ -54,7 +54,7 @@ def test_the_tree_is_filled_from_the_matrix_and_ends_where_a_token_is_new() -> N
     assert StaticTree(Topology.chain(2)).grow(drafter, drafter.start(2, 8), torch.tensor([4, 9])).size == 1
 
 
-def test_expand_answers_by_rank() -> None:
+def test_proposals_are_ordered_by_rank() -> None:
     drafter = taught(seen([4], [[7, 2, 9]]))
     scores = drafter.expand(drafter.start(1, 8), frontier([0, 1], [-1, 0], [[4, 5]]))
     proposals = scores.best(4)
@@ -73,7 +73,7 @@ def test_the_tree_is_best_first() -> None:
         recycling_tree(0)
 
 
-def test_mistakes_are_named() -> None:
+def test_wrong_settings_and_calls_are_refused() -> None:
     with pytest.raises(UserError, match="candidates must be between 1 and 8, got 9"):
         Recycling(12, CPU, 9)
     drafter = Recycling(12, CPU)

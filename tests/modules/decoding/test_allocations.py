@@ -6,7 +6,6 @@ from benchmarks.memory import Tally, measured
 from draftsmith.modules import (
     Chain,
     DecodeSettings,
-    Falcon,
     Loop,
     Policy,
     Proposer,
@@ -16,18 +15,18 @@ from draftsmith.modules import (
     baseline,
 )
 from draftsmith.modules.baselines.token_recycling import recycling_tree
-from draftsmith.modules.drafters.eagle_base import FeedbackDrafter
+from draftsmith.modules.drafters.parts.feature_drafter import FeatureDrafter
 from support.families import CASES
 
 NODES = 4
 
 
 def way(original: Target, name: str) -> tuple[Target, Proposer | None, Policy | None]:
-    """What verifies, drafts and grows."""
+    """A target, a drafter and a policy."""
     if name == "plain":
         return original, None, None
     if name in CASES:
-        target = CASES[name].judge(original)
+        target = CASES[name].verifier(original)
         return target, CASES[name].make(target).eval(), StaticTree(recycling_tree(NODES))
     return original, baseline(name, original)[0], Chain(NODES - 1)
 
@@ -54,9 +53,9 @@ def steady(original: Target, name: str, context: int) -> tuple[int, int]:
 def test_no_pass_copies_the_cache(tiny_target: Target, name: str) -> None:
     (short, _), (long, keys) = steady(tiny_target, name, 30), steady(tiny_target, name, 400)
     drafter = way(tiny_target, name)[1]
-    again = drafter.config.block_size - 1 if isinstance(drafter, Falcon) else 0
-    # The mask: a number for each node, or index that is asked again, and slot. Whatever else grows would be the size of
-    # a layer's keys.
+    again = drafter.block_size - 1 if isinstance(drafter, FeatureDrafter) else 0
+    # The mask: a number for each node, or repeated query, and slot. Anything else that grows would have the size of a
+    # layer's keys.
     mask = 2 * (NODES + again) * (400 + 2 * 24 + NODES + again) * 4
     assert long <= max(short, mask) < keys
 
@@ -97,9 +96,7 @@ def test_drafting_takes_little_more_than_plain_decoding(tiny_target: Target, nam
 
 
 def keys_of(drafter: Proposer, rows: int, length: int) -> int:
-    """Bytes of what the blocks of an EAGLE or a Falcon keep of the text: as much as as many layers of the target, a
-    state of its own that grows with the text."""
-    if not isinstance(drafter, FeedbackDrafter | Falcon):
+    """Bytes of the keys and values of a feature drafter's own decoder layers over the text."""
+    if not isinstance(drafter, FeatureDrafter):
         return 0
-    layers = 1 if isinstance(drafter, Falcon) else drafter.num_layers
-    return 2 * layers * drafter.block.num_kv_heads * drafter.block.head_dim * rows * length * 4
+    return 2 * drafter.num_layers * drafter.block.num_kv_heads * drafter.block.head_dim * rows * length * 4

@@ -105,7 +105,10 @@ def test_repetition_penalty_of_half_precision_logits_is_applied_in_float32(dtype
     for seed in range(40):
         generator = torch.Generator().manual_seed(seed)
         prompt = torch.randint(4, target.vocab_size, (6,), generator=generator)
-        logits_V = (torch.randn(target.vocab_size, generator=generator) * 0.1 + 4).to(dtype)
+        # The tokens that occurred lead, a few rounding steps apart: divided by the penalty, some of them would tie.
+        logits_V = torch.zeros(target.vocab_size, dtype=dtype)
+        steps = torch.randint(0, 12, (6,), generator=generator) * torch.finfo(dtype).eps * 2
+        logits_V[prompt] = (3.5 + steps).to(dtype)
         verifier = referee.Referee(settings, 1, 8, target.vocab_size, False, target.device)
         verifier.open(0, Request(tuple(prompt.tolist()), 0, 4))
         chosen_B, _ = verifier.first_tokens([0], torch.tensor([0]), logits_V[None, None])
@@ -347,7 +350,7 @@ def g_test(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float]
 
 
 def sampled_counts(target: Target, drafter: TargetDrafter, draws: int) -> Counter[tuple[int, ...]]:
-    """How often each triple of tokens was emitted; the second and third stand behind a drafted tree."""
+    """Counts of the emitted triples of tokens; the second and third come from a drafted tree."""
     requests = [Request(PROMPT, index, 3, TEMPERATURE) for index in range(draws)]
     policy = StaticTree(Topology((-1, 0, 0, 0, 1, 1, 2), (0, 0, 1, 2, 0, 1, 0)))
     result = decode(

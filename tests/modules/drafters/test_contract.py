@@ -1,4 +1,4 @@
-"""What every drafter family must show, run over all of them."""
+"""Tests of every drafter family: alignment, train equals decode, losslessness, learning, artifacts."""
 
 import random
 from dataclasses import replace
@@ -38,7 +38,7 @@ from support.families import CASES, randomised
 from torch import Tensor
 
 TREE = Topology((-1, 0, 0, 1, 1, 2), (0, 0, 1, 0, 1, 0))
-"""A root, two children, and three grandchildren: no family is asked for more depths than two heads answer."""
+"""A root, two children, and three grandchildren: two depths, which every family can score."""
 LENGTHS = (9, 14, 6)
 STEPS = 120
 
@@ -48,7 +48,7 @@ def test_every_family_has_a_case(tiny_target: Target) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_states_are_as_wide_as_plans_count_them(name: str, tiny_target: Target) -> None:
+def test_state_size_is_the_width_of_the_states(name: str, tiny_target: Target) -> None:
     drafter, target = made(name, tiny_target)
     drafts = drafter(target.encode(Features.from_rows(conversations(target)), drafter.taps))
     found = [states.shape[-1] for states in (drafts.hidden_BLKD, drafts.estimated_BLKD) if states is not None]
@@ -58,18 +58,18 @@ def test_states_are_as_wide_as_plans_count_them(name: str, tiny_target: Target) 
 @cache
 def judge(name: str, original: Target) -> Target:
     """The target that verifies drafts, one object for all tests."""
-    return CASES[name].judge(original)
+    return CASES[name].verifier(original)
 
 
 def made(name: str, original: Target) -> tuple[Drafter, Target]:
-    """A drafter and the target that verifies its drafts: the original, unless that learns too. Equal every time."""
+    """A drafter and the target that verifies its drafts: the original, unless it is trained too. Equal every time."""
     target = judge(name, original)
     torch.manual_seed(7)
     return randomised(CASES[name].make(target).to(target.dtype)), target
 
 
-def test_a_target_that_learns_too_is_another_one(tiny_target: Target) -> None:
-    """Else the rows of such a family would show nothing."""
+def test_a_trained_target_differs_from_the_original(tiny_target: Target) -> None:
+    """Otherwise the cases of such a family would test nothing."""
     features = Features.from_rows(conversations(tiny_target))
     for name in CASES:
         target = judge(name, tiny_target)
@@ -80,7 +80,7 @@ def test_a_target_that_learns_too_is_another_one(tiny_target: Target) -> None:
 
 
 def conversations(target: Target, lengths: tuple[int, ...] = LENGTHS) -> list[tuple[list[int], list[bool]]]:
-    """Random rows whose supervision has holes: prompt, answer, prompt, answer."""
+    """Random rows with alternating prompts and answers."""
     rng = random.Random(5)
     return [([rng.randrange(4, target.vocab_size) for _ in range(length)],
              [place >= 2 and place % 5 != 4 for place in range(length)]) for length in lengths]
@@ -91,7 +91,7 @@ def alone(target: Target, drafter: Drafter, row: tuple[list[int], list[bool]]) -
 
 
 def packed(target: Target, drafter: Drafter, rows: list[tuple[list[int], list[bool]]], *, left: int = 0) -> Features:
-    """All rows in one, with `left` places of padding before and three behind."""
+    """All rows in one, with `left` positions of padding before them and three after."""
     tokens, supervised, segments, positions = [0] * left, [False] * left, [-1] * left, [0] * left
     for number, (row, flags) in enumerate(rows):
         tokens += row
@@ -114,7 +114,7 @@ def starts(lengths: tuple[int, ...], left: int) -> list[int]:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("left", [0, 4])
-def test_strangers_in_a_row_and_padding_change_nothing(name: str, left: int, tiny_target: Target) -> None:
+def test_other_segments_and_padding_change_nothing(name: str, left: int, tiny_target: Target) -> None:
     (drafter, target), rows = made(name, tiny_target), conversations(tiny_target)
     with torch.no_grad():
         together = drafter(packed(target, drafter, rows, left=left)).hidden_BLKD[0]
@@ -128,7 +128,7 @@ def test_strangers_in_a_row_and_padding_change_nothing(name: str, left: int, tin
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_no_guess_looks_at_the_token_it_guesses(name: str, tiny_target: Target) -> None:
+def test_no_guess_reads_the_token_it_guesses(name: str, tiny_target: Target) -> None:
     (drafter, target), row = made(name, tiny_target), conversations(tiny_target)[1]
     with torch.no_grad():
         before = drafter(alone(target, drafter, row))
@@ -149,8 +149,8 @@ Answer = tuple[int, Tensor, list[int], Tensor]
 
 
 def answers(name: str, original: Target, row: tuple[list[int], list[bool]]) -> list[Answer]:
-    """All that the loss judges at a row, in its order: the target's own next token, where the target learns too, and
-    then every draft step."""
+    """The terms of a row's loss in their order: the target's own next token, if the target is trained too, and then
+    every draft step."""
     drafter, target = made(name, original)
     features = alone(target, drafter, row)
     drafts, every = drafter(features), list(range(target.vocab_size))
@@ -170,7 +170,7 @@ def answers(name: str, original: Target, row: tuple[list[int], list[bool]]) -> l
 
 
 def placed(name: str, original: Target, **settings: Any) -> DraftModule:
-    """The module three quarters through a run, when everything learns, with the weights of `made`."""
+    """The module at three quarters of a run, when all weights are trained, with the weights of `made`."""
     module = CASES[name].module(original, max_minutes=1.0, **settings)
     module.configure_model()
     module.seconds = 45.0
@@ -180,7 +180,7 @@ def placed(name: str, original: Target, **settings: Any) -> DraftModule:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_loss_is_that_of_every_label_by_hand(name: str, tiny_target: Target) -> None:
+def test_the_loss_equals_the_sum_over_labels_by_hand(name: str, tiny_target: Target) -> None:
     rows, module = conversations(tiny_target), placed(name, tiny_target, objective="hard")
     expected, count = 0.0, 0
     with torch.no_grad():
@@ -199,7 +199,7 @@ def test_the_loss_is_that_of_every_label_by_hand(name: str, tiny_target: Target)
     assert float(total) == pytest.approx(expected, rel=1e-4)
 
 
-def test_supervision_is_the_tokens_own_property(tiny_target: Target) -> None:
+def test_supervision_follows_the_predicted_token(tiny_target: Target) -> None:
     (drafter, target), rows = made("medusa", tiny_target), conversations(tiny_target)
     found = supervise(packed(target, drafter, rows), (1, 3))
     written = [token for tokens, flags in rows for place, token in enumerate(tokens) if flags[place] and place >= 1]
@@ -210,7 +210,7 @@ def test_supervision_is_the_tokens_own_property(tiny_target: Target) -> None:
 
 
 def observed(features: Features, rows: list[int], first: int, counts: list[int]) -> Observation:
-    """The next tokens of some rows, left-aligned, with garbage behind them."""
+    """The next tokens of some rows, left-aligned, with garbage after them."""
     width = max(1, *counts)
 
     def cut(states_BLD: Tensor) -> Tensor:
@@ -230,8 +230,8 @@ def chain_scores(drafter: Drafter, features: Features, observations: list[tuple[
     """Log-probabilities [B, depth, Q] of the true tokens' successors, drafted step by step."""
     rows = torch.arange(len(roots))
     state = drafter.start(len(roots), 64)
-    for told in observations:
-        drafter.observe(state, torch.tensor(told[0]), observed(features, *told))
+    for seen in observations:
+        drafter.observe(state, torch.tensor(seen[0]), observed(features, *seen))
     levels: list[Tensor] = []
     for level in range(depth):
         places = torch.tensor(roots) + level
@@ -264,7 +264,7 @@ def test_train_equals_decode(name: str, tiny_target: Target) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_rows_are_cleared_moved_and_leave(name: str, tiny_target: Target) -> None:
+def test_rows_can_be_cleared_moved_and_removed(name: str, tiny_target: Target) -> None:
     drafter, target = made(name, tiny_target)
     features = target.encode(Features.from_rows(conversations(target, (16, 16, 16))), drafter.taps)
     order = torch.tensor([2, 1])
@@ -301,7 +301,7 @@ def requests(target: Target, temperature: float = 0.0) -> list[Request]:
 
 @cache
 def reference(target: Target) -> list[list[int]]:
-    """What transformers' own generate answers."""
+    """Answers of transformers' own generate."""
     answers = []
     for request in requests(target):
         prompt = torch.tensor([request.tokens])
@@ -315,7 +315,7 @@ def reference(target: Target) -> list[list[int]]:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_greedy_answers_are_those_of_generate(
+def test_greedy_answers_equal_those_of_generate(
     name: str, policy: str, batch_size: int, tiny_target_f64: Target
 ) -> None:
     drafter, target = made(name, tiny_target_f64)
@@ -325,7 +325,7 @@ def test_greedy_answers_are_those_of_generate(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_sampled_answers_are_those_of_the_target_alone(name: str, tiny_target_f64: Target) -> None:
+def test_sampled_answers_equal_those_of_the_target_alone(name: str, tiny_target_f64: Target) -> None:
     settings, (drafter, target) = DecodeSettings(batch_size=3, ignore_eos=True, seed=4), made(name, tiny_target_f64)
     asked = requests(target, temperature=0.9)
     plain = decode(target, asked, settings)
@@ -334,7 +334,7 @@ def test_sampled_answers_are_those_of_the_target_alone(name: str, tiny_target_f6
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_target_sees_each_node_once(name: str, tiny_target: Target) -> None:
+def test_the_target_processes_each_node_once(name: str, tiny_target: Target) -> None:
     (drafter, target), request = made(name, tiny_target), requests(tiny_target)[0]
     seen: dict[int, int] = dict.fromkeys(range(target.num_layers), 0)
 
@@ -364,7 +364,7 @@ def trained(name: str, folder: Path) -> DraftModule:
 
 
 def accuracy(module: DraftModule) -> float:
-    """Share of held-out tokens that are the first step's best guess, beside the target as it has become."""
+    """Share of held-out tokens that are the first step's best guess, with the trained target."""
     target = module.target if module.adapter is None else module.target.adapted(module.adapter)
     module.drafter.bind(target)
     rows = [target.encode(rows, module.drafter.taps) for rows in CycleData(held_out=6).validation_features()]
@@ -372,7 +372,7 @@ def accuracy(module: DraftModule) -> float:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_follows_from_every_token_is_learnt(name: str, tmp_path: Path) -> None:
+def test_training_learns_a_deterministic_text(name: str, tmp_path: Path) -> None:
     before = cycle_target().identity.weights_hash
     module = trained(name, tmp_path)
     target = module.target
@@ -392,7 +392,7 @@ def test_a_new_drafter_depends_on_the_seed_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_labels_one_place_off_teach_nothing_of_use(
+def test_labels_one_position_off_do_not_train_a_useful_drafter(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family = type(CASES[name].make(cycle_target()))
@@ -412,7 +412,7 @@ def test_labels_one_place_off_teach_nothing_of_use(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_borrowed_weights_are_not_among_its_own(name: str, tiny_target: Target) -> None:
+def test_borrowed_weights_are_not_parameters(name: str, tiny_target: Target) -> None:
     (drafter, target), module = made(name, tiny_target), placed(name, tiny_target)
     theirs = {parameter.data_ptr() for one in (tiny_target, target) for parameter in one.model.parameters()}
     own = [*drafter.parameters(), *drafter.state_dict().values()]
@@ -436,11 +436,11 @@ def test_an_unbound_drafter_refuses_to_run(name: str, tiny_target: Target) -> No
 
 COPYING = ("medusa-copy", "medusa-copy-reduced", "medusa-2-copy", "hydra-copy-reduced", "draft-lm-exits-reduced",
            "eagle3", "eagle3.1", "eagle3-layers", "eagle3-reduced")
-"""Cases with weights that begin as copies of the target's."""
+"""Cases with weights that start as copies of the target's."""
 
 
 def copies(drafter: Drafter, target: Target) -> list[str]:
-    """Names of its own matrices that equal one of the target's, or those of its rows that the draft vocabulary has."""
+    """Names of own matrices that equal one of the target's, or its rows of the draft vocabulary."""
     theirs = [weight for weight in target.model.parameters() if weight.ndim == 2]
     if drafter.token_ids_Q is not None:
         theirs += [weight[drafter.token_ids_Q] for weight in theirs if len(weight) == target.vocab_size]
@@ -448,9 +448,9 @@ def copies(drafter: Drafter, target: Target) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_weights_that_were_never_loaded_are_not_numbers(name: str, tiny_target: Target) -> None:
-    """Forgetting to load shows at once wherever a weight begins as a copy of the target's."""
-    # Under the target's own seed a new model of its shape would begin as the target.
+def test_weights_that_were_never_loaded_are_nan(name: str, tiny_target: Target) -> None:
+    """A weight that starts as a copy of the target's is NaN until it is loaded."""
+    # With the target's own seed a new model of its shape would equal the target.
     torch.manual_seed(1)
     target = judge(name, tiny_target)
     drafter = CASES[name].make(target)
@@ -461,7 +461,7 @@ def test_weights_that_were_never_loaded_are_not_numbers(name: str, tiny_target: 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_artifact_says_the_same(name: str, tiny_target: Target, tmp_path: Path) -> None:
+def test_a_loaded_artifact_gives_the_same_states(name: str, tiny_target: Target, tmp_path: Path) -> None:
     (drafter, target), adapter = made(name, tiny_target), CASES[name].change(tiny_target)
     save_artifact(tmp_path / "artifact", drafter, tiny_target.identity, {}, TREE, adapter)
     loaded = load_artifact(tmp_path / "artifact", tiny_target)
@@ -478,7 +478,7 @@ def test_an_artifact_says_the_same(name: str, tiny_target: Target, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_tree_deeper_than_it_answers_is_refused(name: str, tiny_target: Target) -> None:
+def test_a_tree_deeper_than_the_reach_is_refused(name: str, tiny_target: Target) -> None:
     drafter, _ = made(name, tiny_target)
     if drafter.reach is None:
         Chain(40).check(drafter)
@@ -488,10 +488,10 @@ def test_a_tree_deeper_than_it_answers_is_refused(name: str, tiny_target: Target
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_guesses_do_not_depend_on_what_was_asked_before(name: str, tiny_target: Target) -> None:
-    """Two siblings asked for together or one tree after the other: a node's children depend on its path alone.
+def test_guesses_do_not_depend_on_earlier_frontiers(name: str, tiny_target: Target) -> None:
+    """A node's children depend on its path alone, with siblings in one frontier or one tree after the other.
 
-    Between two trees stands an observation, here of nothing: the first call after it is about the root.
+    An observation, here of no tokens, comes between two trees: the first call after it has the root as its frontier.
     """
     drafter, target = made(name, tiny_target)
     features = target.encode(Features.from_rows(conversations(target, (12,))), drafter.taps)

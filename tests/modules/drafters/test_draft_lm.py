@@ -1,4 +1,4 @@
-"""Draft language models: their beginnings, exits, mask tokens, decoding, and the Hugging Face folder they become."""
+"""Draft language models: initial models, exits, mask tokens, decoding, and their export as a Hugging Face folder."""
 
 import copy
 import json
@@ -47,13 +47,11 @@ TREE = Topology((-1, 0, 0, 1), (0, 0, 1, 0))
 
 def made(config: DraftLMConfig, target: Target) -> DraftLM:
     ids = None if config.vocabulary_size is None else IDS
-    drafter = randomised(DraftLM.create(config, target, ids))
-    assert isinstance(drafter, DraftLM)
-    return drafter
+    return randomised(DraftLM.create(config, target, ids))
 
 
 def two_turns() -> Features:
-    """Two conversations in a row, padding behind them, supervision with a hole."""
+    """Two conversations in a row, padding after them, supervision with a gap."""
     tokens = torch.arange(5, 18)[None]
     segments = torch.tensor([[0] * 6 + [1] * 5 + [-1] * 2])
     positions = torch.tensor([[*range(6), *range(5), 0, 0]])
@@ -64,7 +62,7 @@ def two_turns() -> Features:
 # Beginnings -----------------------------------------------------------------------------------------------------------
 
 
-def test_all_layers_of_the_target_are_the_target(tiny_target_f64: Target) -> None:
+def test_a_copy_of_all_layers_equals_the_target(tiny_target_f64: Target) -> None:
     target = tiny_target_f64
     drafter = DraftLM.create(DraftLMConfig(layers=(0, 1)), target)
     requests = requests_for(target, 4, 30)
@@ -86,7 +84,7 @@ def test_chosen_layers_are_copied_in_order() -> None:
     assert torch.equal(drafter.embedding_weight(), target.model.get_input_embeddings().weight)
 
 
-def test_sliding_windows_stay_with_their_layers() -> None:
+def test_copied_layers_keep_their_sliding_windows() -> None:
     target = random_target(4, head_dim=8, sliding_window=6)
     drafter = DraftLM.create(DraftLMConfig(layers=(1, 2)), target)
     assert drafter.architecture.layer_types == target.config.layer_types[1:3]
@@ -103,7 +101,7 @@ def test_sliding_windows_stay_with_their_layers() -> None:
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_a_frozen_embedding_stays_and_a_tied_output_with_it(tiny_target: Target, frozen: bool) -> None:
+def test_a_frozen_embedding_is_not_trained_nor_a_tied_output(tiny_target: Target, frozen: bool) -> None:
     config = DraftLMConfig(num_layers=1, hidden_size=16, tied=True, freeze_embedding=frozen)
     drafter = DraftLM.create(config, tiny_target)
     assert bool(drafter.output_parameters(0)) is not frozen
@@ -130,7 +128,7 @@ def scores_at_root(drafter: DraftLM, text: list[int]) -> torch.Tensor:
     return drafter.expand(state, frontier([0], [-1], [[text[-1]]])).log_probs_BFHQ[0, 0]
 
 
-def test_weights_that_changed_are_packed_again(tiny_target: Target) -> None:
+def test_changed_weights_are_packed_again(tiny_target: Target) -> None:
     drafter = made(DraftLMConfig(num_layers=1, vocabulary_size=6), tiny_target)
     scores_at_root(drafter, [5, 6, 7])
     for parameter in drafter.parameters():
@@ -143,7 +141,7 @@ def test_weights_that_changed_are_packed_again(tiny_target: Target) -> None:
         assert not any("forward" in module.__dict__ for module in one.modules())
 
 
-def test_mask_tokens_are_asked_about_once(tiny_target: Target) -> None:
+def test_mask_tokens_score_all_depths_from_the_root(tiny_target: Target) -> None:
     drafter = made(DEPTHS, tiny_target)
     state = drafter.start(1, 64)
     observe(drafter, state, [0], [[5, 6, 7]])
@@ -152,7 +150,7 @@ def test_mask_tokens_are_asked_about_once(tiny_target: Target) -> None:
         drafter.expand(state, frontier([1], [0], [[9]]))
 
 
-def test_a_pass_with_mask_tokens_is_a_pass_over_each_text(tiny_target: Target) -> None:
+def test_a_pass_with_mask_tokens_equals_passes_over_each_text(tiny_target: Target) -> None:
     drafter, text = made(DEPTHS, tiny_target), [5, 9, 11, 20, 7]
     found = scores_at_root(drafter, text)
     for depth in range(3):
@@ -160,8 +158,8 @@ def test_a_pass_with_mask_tokens_is_a_pass_over_each_text(tiny_target: Target) -
         torch.testing.assert_close(found[depth], expected, atol=1e-5, rtol=1e-4)
 
 
-def test_what_a_draft_with_mask_tokens_reads_is_not_kept(tiny_target: Target) -> None:
-    """Observations in pieces and asking in between change nothing: mask tokens leave no trace."""
+def test_mask_tokens_are_never_committed(tiny_target: Target) -> None:
+    """Observations in pieces with drafts in between give the same scores: mask tokens are not committed."""
     drafter, text = made(DEPTHS, tiny_target), list(range(5, 30))
     state = drafter.start(1, 64)
     for start, stop in ((0, 4), (3, 5), (4, 9), (8, 25)):
@@ -173,7 +171,7 @@ def test_what_a_draft_with_mask_tokens_reads_is_not_kept(tiny_target: Target) ->
 # Mask tokens in training ----------------------------------------------------------------------------------------------
 
 
-def test_who_sees_whom_is_written_out() -> None:
+def test_the_attention_mask_equals_a_written_one() -> None:
     features = two_turns()
     kept = torch.zeros(1, 13, 3, dtype=torch.bool)
     kept[0, 1, 1] = kept[0, 1, 2] = kept[0, 7, 1] = True
@@ -186,13 +184,13 @@ def test_who_sees_whom_is_written_out() -> None:
     assert [row.nonzero()[:, 0].tolist() for row in mask[13:]] == [[0, 1, 13], [0, 1, 13, 14], [6, 7, 15]]
 
 
-def test_only_labels_of_the_same_answer_are_guessed() -> None:
+def test_mask_tokens_guess_labels_of_the_same_answer_only() -> None:
     found = useful(two_turns(), 3)[0].nonzero().tolist()
-    # Index 0 guesses 1 and 2 and stops at the hole at 3; index 9 guesses 10, the end of its conversation.
+    # Index 0 guesses 1 and 2 and stops at the gap at 3; index 9 guesses 10, the end of its conversation.
     assert [pair for pair in found if pair[0] in (0, 1, 9, 10)] == [[0, 0], [0, 1], [1, 0], [9, 0]]
 
 
-def test_the_drop_is_nested_and_as_large_as_said() -> None:
+def test_the_drop_is_nested_and_has_the_given_share() -> None:
     everywhere = torch.ones(2, 100, 5, dtype=torch.bool)
     kept = conditional_drop(everywhere, 0.7, 0.3)
     assert kept.sum(1).tolist() == [[100, 70, 49, 34, 30]] * 2
@@ -200,7 +198,7 @@ def test_the_drop_is_nested_and_as_large_as_said() -> None:
     assert not kept[0].equal(kept[1])
 
 
-def test_what_is_dropped_changes_nothing_else(tiny_target: Target) -> None:
+def test_dropped_mask_tokens_change_no_other_state(tiny_target: Target) -> None:
     drafter, features = made(DEPTHS, tiny_target), two_turns()
     with torch.no_grad():
         whole = drafter(features)
@@ -212,20 +210,20 @@ def test_what_is_dropped_changes_nothing_else(tiny_target: Target) -> None:
     torch.testing.assert_close(dropped.hidden_BLKD[kept], whole.hidden_BLKD[kept], atol=1e-5, rtol=1e-4)
 
 
-def test_training_runs_no_more_mask_tokens_than_are_kept(tiny_target: Target) -> None:
+def test_training_runs_the_kept_mask_tokens_only(tiny_target: Target) -> None:
     drafter, seen = made(replace(DEPTHS, depths=6, keep_rate=0.5, keep_least=0.1), tiny_target).train(), []
     drafter.decoder.layers[0].register_forward_pre_hook(
         lambda _module, args, kwargs: seen.append((args[0] if args else kwargs["hidden_states"]).shape[1]),
         with_kwargs=True)
     drafter(Features.from_rows([(list(range(4, 84)), [True] * 80)]))
-    # 80 tokens and 79 anchors: 39 + 19 + 9 + 7 + 7 mask tokens at most, less those behind the end.
+    # 80 tokens and 79 anchors: 39 + 19 + 9 + 7 + 7 mask tokens at most, less those after the end.
     assert 80 + 60 <= seen[0] <= 80 + 81
 
 
 # Exits ----------------------------------------------------------------------------------------------------------------
 
 
-def test_an_exit_is_the_model_of_its_first_layers(tiny_target: Target) -> None:
+def test_an_exit_equals_the_model_of_its_first_layers(tiny_target: Target) -> None:
     config = DraftLMConfig(layers=(0, 1), exits=(1, 2), decode_exit=1)
     drafter = made(config, tiny_target)
     features = Features.from_rows([([5, 9, 11, 20, 7], [True] * 5)])
@@ -241,7 +239,7 @@ def test_an_exit_is_the_model_of_its_first_layers(tiny_target: Target) -> None:
                                rtol=1e-4)
 
 
-def test_exits_weigh_the_same_and_text_is_all_learnt(tiny_target: Target) -> None:
+def test_exits_have_equal_weights_and_text_trains_all_tokens(tiny_target: Target) -> None:
     settings = DraftLMTrainConfig(drafter=DraftLMConfig(layers=(0, 1), exits=(1, 2)), decay=0.5, learn="text")
     module = DraftLMModule(tiny_target, settings)
     module.configure_model()
@@ -255,7 +253,7 @@ def test_exits_weigh_the_same_and_text_is_all_learnt(tiny_target: Target) -> Non
 # Calibration and cost -------------------------------------------------------------------------------------------------
 
 
-def test_ranks_unroll_over_the_following_indices(tiny_target: Target) -> None:
+def test_ranks_follow_the_unrolled_step(tiny_target: Target) -> None:
     drafter, features = made(DraftLMConfig(num_layers=1), tiny_target), two_turns()
     table, expected = rank_table(drafter, [features], 5), []
     with torch.no_grad():
@@ -273,7 +271,7 @@ def test_ranks_unroll_over_the_following_indices(tiny_target: Target) -> None:
     assert table.tolist() == expected
 
 
-def test_the_cost_is_that_of_a_draft_with_a_text(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cost_is_measured_with_a_context(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter, read = made(DraftLMConfig(num_layers=1), tiny_target), []
     right = DraftLM.observe
 
@@ -283,7 +281,7 @@ def test_the_cost_is_that_of_a_draft_with_a_text(tiny_target: Target, monkeypatc
 
     monkeypatch.setattr(DraftLM, "observe", watched)
     measure_cost(tiny_target, drafter, Topology.chain(3), context=40, repeats=1)
-    # Every kind of bench lets it read its context before anything is timed; a step adds a token.
+    # Every measurement lets it read its context before timing starts; a step adds a token.
     assert read.count(40) == 4
     assert min(read) == 40
     assert read[-1] > 40
@@ -307,7 +305,7 @@ def exported(drafter: DraftLM, target: Target, out: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_the_folder_gives_the_same_logits(name: str, tiny_target: Target, tmp_path: Path) -> None:
+def test_an_exported_folder_gives_the_same_logits(name: str, tiny_target: Target, tmp_path: Path) -> None:
     drafter = made(FOLDERS[name], tiny_target)
     folder = exported(drafter, tiny_target, tmp_path / "draft")
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -331,7 +329,7 @@ def made_from(folder: Path, target: Target) -> DraftLM:
     return DraftLM.create(DraftLMConfig(folder=str(folder)), target).eval()
 
 
-def test_a_tied_folder_holds_one_table(tiny_target: Target, tmp_path: Path) -> None:
+def test_a_tied_folder_holds_one_embedding(tiny_target: Target, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     folder = exported(made(FOLDERS["tied"], tiny_target), tiny_target, tmp_path / "draft")
@@ -343,7 +341,7 @@ def test_a_tied_folder_holds_one_table(tiny_target: Target, tmp_path: Path) -> N
     assert config["torch_dtype"] == "float32"
 
 
-def test_transformers_own_assisted_generation_takes_it(tiny_target: Target, tmp_path: Path) -> None:
+def test_transformers_assisted_generation_runs_it(tiny_target: Target, tmp_path: Path) -> None:
     folder = exported(DraftLM.create(DraftLMConfig(layers=(0, 1)), tiny_target), tiny_target, tmp_path / "draft")
     prompt = torch.tensor([[5, 9, 11]])
     with tiny_target.native() as model:
@@ -352,7 +350,7 @@ def test_transformers_own_assisted_generation_takes_it(tiny_target: Target, tmp_
     assert answers[0] == answers[1]
 
 
-def test_a_mask_token_is_exported_in_its_place(tiny_target: Target, tmp_path: Path) -> None:
+def test_a_mask_token_is_exported_as_the_reserved_token(tiny_target: Target, tmp_path: Path) -> None:
     drafter = made(replace(DEPTHS, mask_token_id=3), tiny_target)
     folder = exported(drafter, tiny_target, tmp_path / "draft")
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -362,7 +360,7 @@ def test_a_mask_token_is_exported_in_its_place(tiny_target: Target, tmp_path: Pa
     torch.testing.assert_close(found, scores_at_root(drafter, [5, 9, 11]), atol=1e-5, rtol=1e-4)
 
 
-def test_stages_chain_through_the_folder(tiny_target: Target, tmp_path: Path) -> None:
+def test_a_second_stage_starts_from_the_folder(tiny_target: Target, tmp_path: Path) -> None:
     first = made(DraftLMConfig(num_layers=1, hidden_size=16), tiny_target)
     folder = exported(first, tiny_target, tmp_path / "draft")
     second = DraftLM.create(DraftLMConfig(folder=str(folder), depths=3, vocabulary_size=6), tiny_target, IDS)
@@ -373,8 +371,8 @@ def test_stages_chain_through_the_folder(tiny_target: Target, tmp_path: Path) ->
     assert torch.equal(second.head.weight, first.head.weight[IDS])
 
 
-def test_a_folder_is_planned_beside_the_sketch_of_a_target(tiny_target: Target, tmp_path: Path) -> None:
-    """The sketch has neither weights nor a tokenizer."""
+def test_a_folder_can_be_planned_with_a_meta_target(tiny_target: Target, tmp_path: Path) -> None:
+    """A meta target has neither weights nor a tokenizer."""
     first = made(DraftLMConfig(num_layers=1, hidden_size=16), tiny_target)
     config = DraftLMConfig(folder=str(exported(first, tiny_target, tmp_path / "draft")))
     assert planned(config, sketch_target(TargetConfig(name="tiny-random"))).hidden_size == 16
@@ -383,7 +381,7 @@ def test_a_folder_is_planned_beside_the_sketch_of_a_target(tiny_target: Target, 
         planned(config, sketch_target(TargetConfig(name="tiny-random")))
 
 
-def test_a_folder_is_known_by_its_model_alone(tiny_target: Target, tmp_path: Path) -> None:
+def test_a_folder_digest_depends_on_its_model_alone(tiny_target: Target, tmp_path: Path) -> None:
     config = DraftLMConfig(num_layers=1, hidden_size=16)
     folder = exported(made(config, tiny_target), tiny_target, tmp_path / "draft")
     known = folder_digest(folder)
@@ -400,7 +398,7 @@ def test_a_folder_is_known_by_its_model_alone(tiny_target: Target, tmp_path: Pat
 
 
 def test_a_checkpoint_of_another_model_in_the_folder_is_refused(tiny_target: Target, tmp_path: Path) -> None:
-    """The same settings, the same folder, another model in it."""
+    """Same settings and same folder with another model in it."""
     config, checkpoint = DraftLMConfig(num_layers=1, hidden_size=16), dict[str, Any]()
     settings = DraftLMTrainConfig(drafter=DraftLMConfig(folder=str(tmp_path / "draft")))
     for model in (made(config, tiny_target), DraftLM.create(config, tiny_target)):
@@ -420,15 +418,15 @@ def test_a_checkpoint_of_another_model_in_the_folder_is_refused(tiny_target: Tar
 @pytest.mark.parametrize(("settings", "told"), [
     ({"num_layers": 0}, "num_layers must be a whole number of at least 1, got 0"),
     ({"depths": 0}, "depths"), ({"vocabulary_size": 1.5}, "got 1.5"),
-    ({"layers": (0,), "folder": "x"}, "two beginnings"),
-    ({"layers": (0,), "hidden_size": 16}, "hidden_size is decided by layers"),
-    ({"folder": "x", "num_layers": 2}, "num_layers is decided by folder"),
-    ({"folder": "x", "tied": True}, "tied is decided by folder"),
+    ({"layers": (0,), "folder": "x"}, "set `layers` or `folder`, not both"),
+    ({"layers": (0,), "hidden_size": 16}, "hidden_size is set by layers"),
+    ({"folder": "x", "num_layers": 2}, "num_layers is set by folder"),
+    ({"folder": "x", "tied": True}, "tied is set by folder"),
     ({"exits": (2, 1)}, "exits must be ascending"), ({"exits": (0, 2)}, "from 1"),
     ({"exits": (1, 2), "depths": 3}, "cannot be trained together"),
     ({"exits": (1, 2), "decode_exit": 3}, r"decode_exit must be one of exits \[1, 2\], got 3"),
     ({"keep_rate": 0.1}, "keep_least <= keep_rate"), ({"keep_least": 0.0}, "0 < keep_least"),
-    ({"mask_token_id": 3}, "means nothing with depths 1"),
+    ({"mask_token_id": 3}, "has no effect with depths 1"),
 ])
 def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError, match=told):
@@ -443,7 +441,7 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) ->
     ({"num_layers": 3, "exits": (1, 2)}, r"must be all 3 layers of the draft, got \[1, 2\]"),
     ({"depths": 2, "mask_token_id": 100}, "between 0 and 99, got 100"),
 ])
-def test_what_does_not_fit_the_target_is_refused_with_the_recipe(
+def test_settings_that_do_not_fit_the_target_are_refused(
     settings: dict[str, Any], told: str, tiny_target: Target
 ) -> None:
     with pytest.raises(UserError, match=told):
@@ -490,7 +488,7 @@ def test_unreadable_folders_are_refused(tiny_target: Target, tmp_path: Path) -> 
         made_from(tmp_path, tiny_target)
 
 
-def test_a_reduced_layer_without_the_other_rows_cannot_be_exported(tiny_target: Target, tmp_path: Path) -> None:
+def test_a_reduced_layer_without_other_rows_cannot_be_exported(tiny_target: Target, tmp_path: Path) -> None:
     drafter = made(DraftLMConfig(num_layers=1, hidden_size=16, vocabulary_size=6), tiny_target)
     with pytest.raises(UserError, match="answers 6 tokens and has no rows for the others"):
         exported(drafter, tiny_target, tmp_path / "draft")
@@ -499,7 +497,7 @@ def test_a_reduced_layer_without_the_other_rows_cannot_be_exported(tiny_target: 
 def test_ids_descriptions_and_training_settings_must_fit(tiny_target: Target) -> None:
     with pytest.raises(UserError, match="vocabulary_size is 7 but 6 token ids were given"):
         DraftLM.create(DraftLMConfig(vocabulary_size=7), tiny_target, IDS)
-    with pytest.raises(UserError, match="nobody counted"):
+    with pytest.raises(UserError, match="were not counted"):
         DraftLMModule(tiny_target, DraftLMTrainConfig(drafter=DraftLMConfig(vocabulary_size=7)))
     with pytest.raises(UserError, match="is described by"):
         DraftLM.rebuild({"layers": 2}, tiny_target.identity)

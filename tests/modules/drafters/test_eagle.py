@@ -1,5 +1,4 @@
-"""The EAGLE line: the steps of training against their plain twins, trees against paths, what is forgotten and what is
-learnt."""
+"""EAGLE-1 and EAGLE-3: training steps against their plain twins, trees against paths, discarded states, learning."""
 
 import dataclasses
 import random
@@ -19,8 +18,8 @@ from draftsmith.modules import (
     UserError,
 )
 from draftsmith.modules.drafters.eagle3 import chosen_taps
-from draftsmith.modules.drafters.eagle_base import FeedbackDrafter, FeedbackState
-from draftsmith.modules.drafters.parts.decoder_block import Sight
+from draftsmith.modules.drafters.eagle_base import EagleDrafter, EagleState
+from draftsmith.modules.drafters.parts.decoder_block import AttentionContext
 from draftsmith.modules.drafters.parts.training_time_test import Rollout
 from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.trainers.eagle import EagleModule, EagleTrainConfig
@@ -31,7 +30,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 FSPAD = EagleConfig(feature_sampling=True, partial_alignment=True, steps=2)
-MAKERS: dict[str, Callable[[Target], FeedbackDrafter]] = {
+MAKERS: dict[str, Callable[[Target], EagleDrafter]] = {
     "eagle": lambda target: Eagle.create(EagleConfig(), target),
     "eagle-fspad": lambda target: Eagle.create(FSPAD, target),
     "eagle3": lambda target: Eagle3.create(Eagle3Config(), target),
@@ -40,14 +39,12 @@ MAKERS: dict[str, Callable[[Target], FeedbackDrafter]] = {
 }
 
 
-def made(name: str, target: Target) -> FeedbackDrafter:
-    drafter = randomised(MAKERS[name](target).to(target.dtype))
-    assert isinstance(drafter, FeedbackDrafter)
-    return drafter
+def made(name: str, target: Target) -> EagleDrafter:
+    return randomised(MAKERS[name](target).to(target.dtype))
 
 
-def packed(target: Target, drafter: FeedbackDrafter, length: int = 14) -> Features:
-    """Rows of two segments with padding between and behind."""
+def packed(target: Target, drafter: EagleDrafter, length: int = 14) -> Features:
+    """Rows of two segments with padding between and after them."""
     chance = random.Random(2)
     segments = [[0] * cut + [-1] + [1] * (length - cut - 3) + [-1] * 2 for cut in (3, 6, 8)]
     positions = [[row[:place].count(segment) for place, segment in enumerate(row)] for row in segments]
@@ -58,12 +55,12 @@ def packed(target: Target, drafter: FeedbackDrafter, length: int = 14) -> Featur
     ), drafter.taps)
 
 
-def text(target: Target, drafter: FeedbackDrafter, tokens: list[int]) -> Features:
+def text(target: Target, drafter: EagleDrafter, tokens: list[int]) -> Features:
     return target.encode(Features.from_rows([(tokens, [True] * len(tokens))]), drafter.taps)
 
 
 def news(features: Features, first: int, count: int) -> Observation:
-    """The next tokens of the only row, two columns of garbage behind them."""
+    """The next tokens of the only row, two columns of garbage after them."""
     def cut(states: Tensor) -> Tensor:
         return torch.cat([states[:, first : first + count], torch.full_like(states[:, :2], torch.nan)], dim=1)
 
@@ -73,7 +70,7 @@ def news(features: Features, first: int, count: int) -> Observation:
                        roots_B=features.tokens_BL[:, first + count])
 
 
-def read(drafter: FeedbackDrafter, features: Features, *counts: int) -> FeedbackState:
+def read(drafter: EagleDrafter, features: Features, *counts: int) -> EagleState:
     state, first = drafter.start(1, 64), 0
     for count in counts:
         drafter.observe(state, torch.tensor([0]), news(features, first, count))
@@ -90,16 +87,16 @@ def level(nodes: list[int], parents: list[int], tokens: list[int]) -> Frontier:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_the_steps_are_one_softmax_over_all_keys_and_so_are_their_gradients(
+def test_steps_and_gradients_equal_one_softmax_over_all_keys(
     name: str, tiny_target_f64: Target
 ) -> None:
     drafter = made(name, tiny_target_f64)
     features = packed(tiny_target_f64, drafter)
     inside = features.segments_BL >= 0
     found = []
-    for sights in (Rollout, PlainRollout):
+    for attentions in (Rollout, PlainRollout):
         drafter.zero_grad()
-        states = torch.stack(drafter.rollout(features, 5, sights(features)), dim=2)[inside]
+        states = torch.stack(drafter.rollout(features, 5, attentions(features)), dim=2)[inside]
         (states * torch.linspace(-1, 1, states.numel()).view_as(states)).sum().backward()
         found.append((states.detach(), [p.grad.clone() for p in drafter.parameters() if p.grad is not None]))
     (states, grads), (plain_states, plain_grads) = found
@@ -110,21 +107,21 @@ def test_the_steps_are_one_softmax_over_all_keys_and_so_are_their_gradients(
 
 
 @pytest.mark.parametrize("size", [1.0, 40.0])
-def test_scores_of_any_size_are_joined_exactly(size: float, tiny_target: Target) -> None:
-    """A diagonal that has nearly all of the mass, or nearly none."""
+def test_scores_of_any_size_are_combined_exactly(size: float, tiny_target: Target) -> None:
+    """A diagonal with nearly all of the mass, or nearly none."""
     drafter = made("eagle", tiny_target)
     features = packed(tiny_target, drafter)
     with torch.no_grad():
         for parameter in (drafter.get_parameter("layers.0.self_attn.q_proj.weight"),
                           drafter.get_parameter("layers.0.self_attn.k_proj.weight")):
             parameter *= size
-        joined, plain = (drafter.rollout(features, 4, sights(features)) for sights in (Rollout, PlainRollout))
+        joined, plain = (drafter.rollout(features, 4, attentions(features)) for attentions in (Rollout, PlainRollout))
     for one, other in zip(joined, plain, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
-def test_what_is_kept_for_backward_grows_with_the_steps_alone(tiny_target: Target) -> None:
-    """No scores of T x T J: each further step keeps as much as the one before it, and so do longer rows."""
+def test_memory_for_backward_grows_with_the_steps_alone(tiny_target: Target) -> None:
+    """No scores have the size T x T J: each further step stores as much as the one before it, on longer rows too."""
     def kept(steps: int, length: int) -> int:
         drafter = made("eagle", tiny_target)
         features, sizes = text(tiny_target, drafter, [9] * length), dict[int, int]()
@@ -156,7 +153,7 @@ def test_steps_that_do_not_fit_a_row_are_refused(name: str, tiny_target: Target)
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_deep_drafts_are_the_steps_of_training(name: str, tiny_target: Target) -> None:
+def test_deep_drafts_equal_the_steps_of_training(name: str, tiny_target: Target) -> None:
     drafter, tokens = made(name, tiny_target), list(range(20, 34))
     features = text(tiny_target, drafter, tokens)
     with torch.no_grad():
@@ -170,7 +167,7 @@ def test_deep_drafts_are_the_steps_of_training(name: str, tiny_target: Target) -
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_node_says_what_its_path_alone_says(name: str, tiny_target: Target) -> None:
+def test_a_node_scores_like_its_path_alone(name: str, tiny_target: Target) -> None:
     drafter, tokens = made(name, tiny_target), list(range(20, 34))
     features = text(tiny_target, drafter, tokens)
     levels = [([0], [-1]), ([1, 2, 3], [0, 0, 0]), ([7, 4, 6], [2, 1, 2]), ([9, 8], [7, 4])]
@@ -190,7 +187,7 @@ def test_a_node_says_what_its_path_alone_says(name: str, tiny_target: Target) ->
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_what_was_drafted_is_forgotten_and_the_targets_states_are_read(name: str, tiny_target: Target) -> None:
+def test_drafted_states_are_discarded_and_the_targets_are_read(name: str, tiny_target: Target) -> None:
     drafter, tokens = made(name, tiny_target), list(range(20, 34))
     features = text(tiny_target, drafter, tokens)
     used, fresh = read(drafter, features, 5), read(drafter, features, 9)
@@ -211,7 +208,7 @@ def test_what_was_drafted_is_forgotten_and_the_targets_states_are_read(name: str
 # EAGLE-1 and HASS -----------------------------------------------------------------------------------------------------
 
 
-def test_it_begins_with_the_targets_state(tiny_target: Target) -> None:
+def test_a_new_drafter_passes_the_targets_state_on(tiny_target: Target) -> None:
     drafter = Eagle.create(EagleConfig(), tiny_target)
     features = text(tiny_target, drafter, list(range(20, 30)))
     with torch.no_grad():
@@ -219,7 +216,7 @@ def test_it_begins_with_the_targets_state(tiny_target: Target) -> None:
         torch.testing.assert_close(drafter(features).hidden_BLKD[:, :, 0], features.final())
 
 
-def test_each_step_is_held_to_the_state_it_estimates(tiny_target: Target) -> None:
+def test_each_step_is_compared_with_the_state_it_estimates(tiny_target: Target) -> None:
     config = EagleTrainConfig(drafter=EagleConfig(steps=2), feature_weight=10.0)
     module = EagleModule(tiny_target, config)
     drafter = module.drafter = Eagle.create(config.drafter, tiny_target)
@@ -237,10 +234,9 @@ def test_each_step_is_held_to_the_state_it_estimates(tiny_target: Target) -> Non
         assert float(told.total - plain.loss(features).total) == pytest.approx(expected, rel=1e-4)
 
 
-def test_passes_are_those_of_hass(tiny_target_f64: Target) -> None:
-    """Its streams stand where the state is; here a step stands where its draft begins, k places before."""
+def test_passes_equal_those_of_hass(tiny_target_f64: Target) -> None:
+    """Its streams are numbered by the state's position, here by the start of the draft, k positions before."""
     drafter = made("eagle", tiny_target_f64)
-    assert isinstance(drafter, Eagle)
     features = text(tiny_target_f64, drafter, list(range(20, 32)))
     embedded_LD = drafter.following(features, 1)[0]
     with torch.no_grad():
@@ -252,7 +248,6 @@ def test_passes_are_those_of_hass(tiny_target_f64: Target) -> None:
 
 def test_no_gradient_of_a_pass_goes_through_the_one_before(tiny_target: Target) -> None:
     drafter = randomised(Eagle.create(EagleConfig(steps=2), tiny_target))
-    assert isinstance(drafter, Eagle)
     features = text(tiny_target, drafter, list(range(20, 32)))
     first, second = drafter.rollout(features, 2, Rollout(features))
     first.retain_grad()
@@ -261,7 +256,7 @@ def test_no_gradient_of_a_pass_goes_through_the_one_before(tiny_target: Target) 
     assert drafter.fc.weight.grad is not None
 
 
-def test_the_likeliest_tokens_are_an_option_of_its_training(tiny_target: Target) -> None:
+def test_training_can_weight_the_most_probable_tokens(tiny_target: Target) -> None:
     settings = {"drafter": EagleConfig(steps=2), "objective": "hard", "feature_weight": 0.0}
     losses = []
     for weight in (0.0, 10.0):
@@ -277,14 +272,13 @@ def test_the_likeliest_tokens_are_an_option_of_its_training(tiny_target: Target)
 
 def test_noise_is_added_in_training_alone(tiny_target: Target) -> None:
     drafter = randomised(Eagle.create(EagleConfig(noise=0.1), tiny_target))
-    assert isinstance(drafter, Eagle)
     final = text(tiny_target, drafter, list(range(20, 30))).final()
     assert torch.equal(drafter.fuse(final, {}), final)
     apart = drafter.train().fuse(final, {}) - final
     assert 0.05 < float(apart.abs().max()) <= 0.1 + 1e-6
 
 
-def test_states_and_tokens_of_the_target_are_learnt(tiny_target: Target) -> None:
+def test_training_learns_the_targets_states_and_tokens(tiny_target: Target) -> None:
     """With the paper's own objective, on the target's own states and distributions."""
     module = EagleModule(tiny_target, EagleTrainConfig())
     drafter = module.drafter = Eagle.create(EagleConfig(), tiny_target)
@@ -323,7 +317,7 @@ def halved(target: Target) -> tuple[EagleModule, Features]:
 def test_two_states_are_computed_and_the_second_is_fed_back(tiny_target_f64: Target) -> None:
     drafter = made("eagle-fspad", tiny_target_f64)
     features = text(tiny_target_f64, drafter, list(range(20, 30)))
-    itself = Sight(positions_BN=features.positions_BL, visible_BNW=torch.eye(10, dtype=torch.bool)[None])
+    itself = AttentionContext(positions_BN=features.positions_BL, visible_BNW=torch.eye(10, dtype=torch.bool)[None])
     group = drafter.block.num_heads // drafter.block.num_kv_heads
     with torch.no_grad():
         steps = drafter.rollout(features, 3, lambda _step: itself)
@@ -354,7 +348,7 @@ def test_the_output_layer_reads_the_first_state_alone_in_training_and_while_deco
 
 @pytest.mark.parametrize(("kept", "taught", "untouched"), [("feature", slice(32, 64), slice(0, 32)),
                                                          ("token", slice(0, 32), slice(32, 64))])
-def test_neither_loss_reaches_the_state_of_the_other(
+def test_each_loss_trains_its_own_state_only(
     kept: str, taught: slice, untouched: slice, tiny_target: Target
 ) -> None:
     """The rows of `down_proj` that lead to one state get no gradient of the other's loss, at any step."""
@@ -365,7 +359,7 @@ def test_neither_loss_reaches_the_state_of_the_other(
         drafts = dataclasses.replace(drafts, hidden_BLKD=drafts.hidden_BLKD.detach())
     else:
         drafts = dataclasses.replace(drafts, estimated_BLKD=drafts.estimated_BLKD.detach())
-    total, _ = module._judge(module.weights(2), None)(drafts, features)
+    total, _ = module._vocabulary_loss(module.weights(2), None)(drafts, features)
     total.backward()
     gradient = module.drafter.get_parameter("layers.0.mlp.down_proj.weight").grad
     assert gradient is not None
@@ -373,7 +367,7 @@ def test_neither_loss_reaches_the_state_of_the_other(
     assert float(gradient[taught].abs().min(dim=0).values.max()) > 0
 
 
-def test_both_states_begin_as_the_targets_and_every_new_weight_is_reached(tiny_target: Target) -> None:
+def test_both_states_start_as_the_targets_and_all_weights_get_gradients(tiny_target: Target) -> None:
     module = EagleModule(tiny_target, EagleTrainConfig(drafter=FSPAD))
     drafter = module.drafter = Eagle.create(FSPAD, tiny_target)
     features = text(tiny_target, drafter, list(range(20, 30)))
@@ -398,8 +392,8 @@ def test_both_states_begin_as_the_targets_and_every_new_weight_is_reached(tiny_t
 
 @pytest.mark.parametrize("sampling", [False, True])
 @pytest.mark.parametrize("partial", [False, True])
-def test_what_the_changes_weigh(sampling: bool, partial: bool, tiny_target: Target) -> None:
-    """Of width 32, with a gated MLP of 64: three matrices and a norm, and half a matrix more."""
+def test_fspad_adds_the_expected_number_of_weights(sampling: bool, partial: bool, tiny_target: Target) -> None:
+    """Width 32 and a gated MLP of 64: three matrices and a norm, and half a matrix more."""
     plain = Eagle.create(EagleConfig(), tiny_target)
     drafter = Eagle.create(EagleConfig(feature_sampling=sampling, partial_alignment=partial), tiny_target)
     more = 4 * ((3 * 32 * 64 + 32) * sampling + 32 * 64 * partial)
@@ -410,8 +404,8 @@ def test_what_the_changes_weigh(sampling: bool, partial: bool, tiny_target: Targ
     assert own == {f"sampling.{part}.weight" for part in ("norm", "gate_proj", "up_proj", "down_proj") if sampling}
 
 
-def test_a_state_that_nothing_teaches_is_refused() -> None:
-    with pytest.raises(UserError, match=r"partial_alignment keeps a state that feature_weight alone teaches, got "
+def test_a_state_without_a_loss_is_refused() -> None:
+    with pytest.raises(UserError, match=r"partial_alignment has a state that only feature_weight trains, got "
                                         r"feature_weight 0.0; set it above 0 .*, or partial_alignment to false"):
         EagleTrainConfig(drafter=EagleConfig(partial_alignment=True), feature_weight=0.0)
     EagleTrainConfig(drafter=EagleConfig(feature_sampling=True), feature_weight=0.0)
@@ -421,8 +415,8 @@ def test_a_state_that_nothing_teaches_is_refused() -> None:
 
 
 @pytest.mark.parametrize("normed", [False, True])
-def test_it_begins_as_the_last_layer_when_that_is_its_tap(normed: bool, tiny_target: Target) -> None:
-    """With the target's own last norm and output layer behind it: it repeats the target's guess of the token before."""
+def test_it_starts_as_the_last_layer_when_that_is_its_tap(normed: bool, tiny_target: Target) -> None:
+    """With the target's own last norm and output layer it repeats the target's guess of the token before."""
     drafter = Eagle3.create(Eagle3Config(taps=(0, 1), fc_norm=normed), tiny_target)
     features = text(tiny_target, drafter, list(range(20, 30)))
     with torch.no_grad():
@@ -452,7 +446,7 @@ def _deep(layers: int) -> Target:
     return Target(model, tiny_tokenizer(), name="deep")
 
 
-def test_every_step_teaches_what_the_steps_before_it_read(tiny_target: Target) -> None:
+def test_every_step_trains_the_steps_before_it(tiny_target: Target) -> None:
     drafter = made("eagle3", tiny_target)
     features = text(tiny_target, drafter, list(range(20, 32)))
     states = drafter.rollout(features, 4, Rollout(features))
@@ -461,19 +455,16 @@ def test_every_step_teaches_what_the_steps_before_it_read(tiny_target: Target) -
         assert float(gradient.abs().sum()) > 0
 
 
-def test_the_state_behind_the_norm_is_fed_back_when_asked_for(tiny_target: Target) -> None:
+def test_norm_output_feeds_the_normalised_state_back(tiny_target: Target) -> None:
     plain, normed = (randomised(Eagle3.create(Eagle3Config(taps=(1,), norm_output=norm), tiny_target))
                      for norm in (False, True))
-    assert isinstance(plain, Eagle3)
-    assert isinstance(normed, Eagle3)
     own = torch.randn(1, 4, 32)
     assert torch.equal(plain.feed(own), own)
     torch.testing.assert_close(normed.feed(own), torch.nn.functional.rms_norm(own, (32,), normed.norm.weight, 1e-6))
 
 
-def test_every_tapped_state_goes_through_a_norm_of_its_own_when_asked_for(tiny_target: Target) -> None:
+def test_fc_norm_normalises_every_tapped_state(tiny_target: Target) -> None:
     drafter = randomised(Eagle3.create(Eagle3Config(fc_norm=True), tiny_target))
-    assert isinstance(drafter, Eagle3)
     features = text(tiny_target, drafter, list(range(20, 30)))
     normed = [weight * state / torch.sqrt(state.square().mean(-1, keepdim=True) + drafter.block.norm_eps)
               for weight, state in zip([drafter.get_parameter(f"fc_norm.{tap}.weight") for tap in (0, 1)],
@@ -484,8 +475,8 @@ def test_every_tapped_state_goes_through_a_norm_of_its_own_when_asked_for(tiny_t
 
 
 @pytest.mark.parametrize("normed", [False, True])
-def test_wider_layers_begin_as_the_last_layer_too(normed: bool, tiny_target: Target) -> None:
-    """All of the target's states have room in them; only the shape of what is said differs."""
+def test_wider_layers_start_as_the_last_layer_too(normed: bool, tiny_target: Target) -> None:
+    """Wider layers can hold all of the target's states; only the shape differs."""
     drafter = Eagle3.create(Eagle3Config(hidden_size=48, target_hidden_size=32, fc_norm=normed), tiny_target)
     assert (drafter.block.num_heads, drafter.block.num_kv_heads, drafter.block.head_dim) == (6, 3, 8)
     features = text(tiny_target, drafter, list(range(20, 30)))
@@ -494,7 +485,7 @@ def test_wider_layers_begin_as_the_last_layer_too(normed: bool, tiny_target: Tar
         torch.testing.assert_close(found, tiny_target.logits(features.final()), atol=2e-3, rtol=1e-3)
 
 
-def test_narrower_layers_begin_with_what_tells_tokens_apart_most(tiny_target: Target) -> None:
+def test_narrower_layers_start_with_principal_components(tiny_target: Target) -> None:
     drafter = Eagle3.create(Eagle3Config(hidden_size=24, target_hidden_size=32), tiny_target)
     features = text(tiny_target, drafter, list(range(20, 44)))
     with torch.no_grad():
@@ -503,9 +494,8 @@ def test_narrower_layers_begin_with_what_tells_tokens_apart_most(tiny_target: Ta
     assert float(torch.corrcoef(torch.stack([found, wanted]))[0, 1]) > 0.8
 
 
-def test_an_embedding_of_its_own_is_learnt(tiny_target: Target) -> None:
+def test_its_own_embedding_is_trained(tiny_target: Target) -> None:
     drafter = randomised(Eagle3.create(Eagle3Config(steps=2, hidden_size=24, target_hidden_size=32), tiny_target))
-    assert isinstance(drafter, Eagle3)
     features = text(tiny_target, drafter, [20, 21, 22, 23])
     drafter.rollout(features, 2, Rollout(features))[1].sum().backward()
     table_VD = drafter.get_parameter("embed_tokens.weight")
@@ -539,7 +529,7 @@ def test_widths_that_do_not_go_together_are_refused(config: Eagle3Config, told: 
     (Eagle3Config(taps=(0, 2)), "tap 2 would be the state behind the last norm of tiny-random, which is no layer's "
                                 "output; its last layer is 1"),
 ])
-def test_what_is_no_layer_is_not_tapped(config: Eagle3Config, told: str, tiny_target: Target) -> None:
+def test_a_tap_must_be_a_layer(config: Eagle3Config, told: str, tiny_target: Target) -> None:
     with pytest.raises(UserError, match=told):
         Eagle3.create(config, tiny_target)
     with pytest.raises(UserError, match=told):
@@ -554,7 +544,7 @@ def test_what_is_no_layer_is_not_tapped(config: Eagle3Config, told: str, tiny_ta
     ({"num_layers": 0}, "num_layers must be a whole number of at least 1, got 0"),
     ({"output": "own"}, "output must be 'shared' or 'copy', got 'own'"),
 ])
-def test_impossible_settings_of_the_third_are_refused(settings: dict[str, object], told: str) -> None:
+def test_impossible_eagle3_settings_are_refused(settings: dict[str, object], told: str) -> None:
     with pytest.raises(UserError, match=told):
         Eagle3Config(**settings)  # type: ignore[arg-type]
 

@@ -31,9 +31,7 @@ TOKENS = list(range(20, 38))
 
 
 def made(config: FalconConfig, target: Target) -> Falcon:
-    drafter = randomised(Falcon.create(config, target).to(target.dtype))
-    assert isinstance(drafter, Falcon)
-    return drafter
+    return randomised(Falcon.create(config, target).to(target.dtype))
 
 
 def text(target: Target, tokens: list[int]) -> Features:
@@ -41,7 +39,7 @@ def text(target: Target, tokens: list[int]) -> Features:
 
 
 def packed(target: Target) -> Features:
-    """Rows of two segments, padding before, between and behind."""
+    """Rows of two segments, with padding before, between and after them."""
     segments = torch.tensor([[-1] * 2 + [0] * cut + [-1] + [1] * (15 - cut) for cut in (2, 7)] + [[0] * 16 + [-1] * 2])
     positions = torch.tensor([[row[:place].count(segment) for place, segment in enumerate(row)]
                               for row in segments.tolist()])
@@ -51,7 +49,7 @@ def packed(target: Target) -> Features:
 
 
 def news(features: Features, first: int, count: int) -> Observation:
-    """The next tokens of the only row, two columns of garbage behind them."""
+    """The next tokens of the only row, two columns of garbage after them."""
     final = features.final()[:, first : first + count]
     tokens = torch.cat([features.tokens_BL[:, first : first + count], torch.tensor([[7, 8]])], dim=1)
     return Observation(tokens_BN=tokens, counts_B=torch.tensor([count]), taps={},
@@ -75,7 +73,7 @@ def level(nodes: list[int], parents: list[int], tokens: list[int]) -> Frontier:
 # The recurrent network ------------------------------------------------------------------------------------------------
 
 
-def test_the_recurrent_network_is_torchs_own_and_so_are_its_gradients() -> None:
+def test_the_lstm_and_its_gradients_equal_torchs() -> None:
     torch.manual_seed(0)
     own = LSTM(6, 4, 2).double()
     theirs, read_BNZ = torch_lstm(own), torch.randn(3, 5, 6, dtype=torch.float64, requires_grad=True)
@@ -95,12 +93,12 @@ def test_the_recurrent_network_is_torchs_own_and_so_are_its_gradients() -> None:
         torch.testing.assert_close(found, wanted)
 
 
-def test_it_begins_anew_goes_on_from_anywhere_and_its_gradients_are_right() -> None:
+def test_the_lstm_restarts_and_continues_anywhere_with_right_gradients() -> None:
     torch.manual_seed(0)
     own, read_BNZ = LSTM(3, 2, 2).double(), torch.randn(2, 5, 3, dtype=torch.float64)
     going = torch.tensor([[False, True, True, False, True]] * 2)
-    said, kept = own(read_BNZ, own.blank(2), going)
-    alone = own(read_BNZ[:, 3:], own.blank(2), torch.ones(2, 2, dtype=torch.bool))
+    said, kept = own(read_BNZ, own.zero_memory(2), going)
+    alone = own(read_BNZ[:, 3:], own.zero_memory(2), torch.ones(2, 2, dtype=torch.bool))
     torch.testing.assert_close((said[:, :, 3:], kept[:, :, 3:]), alone)
     torch.testing.assert_close(own.step(read_BNZ[:, 2], (said[:, :, 1], kept[:, :, 1])), (said[:, :, 2], kept[:, :, 2]))
     before = tuple(torch.randn(2, 2, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
@@ -113,7 +111,7 @@ def test_it_begins_anew_goes_on_from_anywhere_and_its_gradients_are_right() -> N
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_blocks_are_those_of_the_plain_twin(name: str, tiny_target_f64: Target) -> None:
+def test_blocks_equal_the_plain_twin(name: str, tiny_target_f64: Target) -> None:
     drafter, features = made(CONFIGS[name], tiny_target_f64), packed(tiny_target_f64)
     blocks, size = 3, CONFIGS[name].block_size
     with torch.no_grad():
@@ -127,7 +125,7 @@ def test_blocks_are_those_of_the_plain_twin(name: str, tiny_target_f64: Target) 
 
 
 def test_every_estimate_of_a_block_sees_its_end(tiny_target: Target) -> None:
-    """The relaxed causal mask: an index before the end sees the end, which it would not under a strict one."""
+    """The relaxed causal mask: a position before the end sees the end, unlike with a strict mask."""
     drafter, features = made(FalconConfig(block_size=3), tiny_target), text(tiny_target, TOKENS)
     final_BLD = features.final().clone()
     final_BLD[0, 6] += 1.0
@@ -138,7 +136,7 @@ def test_every_estimate_of_a_block_sees_its_end(tiny_target: Target) -> None:
     assert not bool(apart[:6].any())
 
 
-def test_a_new_drafter_gives_back_the_states_of_its_queries(tiny_target: Target) -> None:
+def test_a_new_drafter_returns_the_states_of_its_queries(tiny_target: Target) -> None:
     drafter, features = Falcon.create(FalconConfig(block_size=3), tiny_target).eval(), text(tiny_target, TOKENS)
     with torch.no_grad():
         hidden = drafter(features).hidden_BLKD[0]
@@ -147,7 +145,7 @@ def test_a_new_drafter_gives_back_the_states_of_its_queries(tiny_target: Target)
         torch.testing.assert_close(hidden[2:, place], features.final()[0, 2 - behind : len(TOKENS) - behind])
 
 
-def test_own_estimates_are_read_without_gradients(tiny_target: Target) -> None:
+def test_estimates_are_read_without_gradients(tiny_target: Target) -> None:
     drafter, features = made(FalconConfig(blocks=2), tiny_target), text(tiny_target, TOKENS)
     estimates = drafter.rollout(features, 2)
     for first in estimates[:2]:
@@ -162,7 +160,7 @@ def test_own_estimates_are_read_without_gradients(tiny_target: Target) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("counts", [(1,), (2, 0, 1), (3, 1, 3)])
-def test_deep_drafts_are_the_blocks_of_training(name: str, counts: tuple[int, ...], tiny_target: Target) -> None:
+def test_deep_drafts_equal_the_blocks_of_training(name: str, counts: tuple[int, ...], tiny_target: Target) -> None:
     drafter, features, end = made(CONFIGS[name], tiny_target), text(tiny_target, TOKENS), sum(counts) - 1
     with torch.no_grad():
         hidden_LKD = drafter(features).hidden_BLKD[0]
@@ -174,7 +172,7 @@ def test_deep_drafts_are_the_blocks_of_training(name: str, counts: tuple[int, ..
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_node_says_what_its_path_alone_says(name: str, tiny_target: Target) -> None:
+def test_a_node_scores_like_its_path_alone(name: str, tiny_target: Target) -> None:
     drafter, features = made(CONFIGS[name], tiny_target), text(tiny_target, TOKENS)
     levels = [([0], [-1]), ([1, 2, 3], [0, 0, 0]), ([7, 4, 6], [2, 1, 2]), ([9, 8, 10], [7, 4, 7]),
               ([12, 11], [10, 9]), ([15, 13, 14], [12, 12, 11]), ([16], [14])]
@@ -195,7 +193,7 @@ def test_a_node_says_what_its_path_alone_says(name: str, tiny_target: Target) ->
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_what_was_drafted_is_forgotten_and_the_targets_states_are_read(name: str, tiny_target: Target) -> None:
+def test_drafted_states_are_discarded_and_the_targets_are_read(name: str, tiny_target: Target) -> None:
     drafter, features = made(CONFIGS[name], tiny_target), text(tiny_target, TOKENS)
     used, fresh = read(drafter, features, 5), read(drafter, features, 9)
     for nodes, above in (([0], [-1]), ([1, 2], [0, 0]), ([3, 4], [1, 2]), ([5, 6], [4, 4])):
@@ -217,7 +215,7 @@ def test_the_layer_runs_once_for_a_block(size: int, depth: int, runs: int, tiny_
     assert len(calls) == runs
 
 
-def test_ranks_are_told_of_whole_blocks(tiny_target: Target) -> None:
+def test_ranks_cover_whole_blocks(tiny_target: Target) -> None:
     for size, steps in ((2, 6), (4, 8), (7, 7)):
         drafter = made(FalconConfig(block_size=size), tiny_target)
         assert rank_table(drafter, [text(tiny_target, TOKENS)]).shape == (len(TOKENS) - 2, steps)
@@ -227,7 +225,7 @@ def test_ranks_are_told_of_whole_blocks(tiny_target: Target) -> None:
 # Training and refusals ------------------------------------------------------------------------------------------------
 
 
-def test_states_and_tokens_of_the_target_are_learnt(tiny_target: Target) -> None:
+def test_training_learns_the_targets_states_and_tokens(tiny_target: Target) -> None:
     """With the default objective, on the target's own states and distributions."""
     module = FalconModule(tiny_target, FalconTrainConfig())
     drafter, features = Falcon.create(FalconConfig(), tiny_target), packed(tiny_target)
@@ -253,15 +251,15 @@ def test_noise_is_added_in_training_alone(tiny_target: Target) -> None:
     assert not torch.allclose(moved, still[0])
 
 
-@pytest.mark.parametrize(("settings", "told_so"), [
+@pytest.mark.parametrize(("settings", "estimates_so"), [
     ({"block_size": 0}, "block_size must be a whole number of at least 1, got 0"),
     ({"block_size": 1.5}, "block_size must be a whole number of at least 1, got 1.5"),
     ({"blocks": -1}, "blocks must be a whole number of at least 1, got -1"),
     ({"vocabulary_size": 0}, "vocabulary_size must be a whole number of at least 1, got 0"),
     ({"noise": -0.5}, "noise must not be negative, got -0.5"),
 ])
-def test_impossible_settings_are_refused(settings: dict[str, int], told_so: str) -> None:
-    with pytest.raises(UserError, match=re.escape(told_so)):
+def test_impossible_settings_are_refused(settings: dict[str, int], estimates_so: str) -> None:
+    with pytest.raises(UserError, match=re.escape(estimates_so)):
         FalconConfig(**settings)
 
 
@@ -286,7 +284,7 @@ def test_an_unknown_description_is_refused(tiny_target: Target) -> None:
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
-def test_no_layout_of_a_serving_engine_holds_it(format_name: str, tiny_target: Target, tmp_path: Path) -> None:
+def test_it_states_its_export_refusal(format_name: str, tiny_target: Target, tmp_path: Path) -> None:
     drafter = made(FalconConfig(), tiny_target)
     save_artifact(tmp_path / "artifact", drafter, tiny_target.identity, {}, Topology.chain(2))
     with pytest.raises(UserError, match="no serving engine runs a Falcon drafter"):

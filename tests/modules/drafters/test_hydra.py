@@ -42,7 +42,7 @@ SHAPES = [
 
 
 def randomised(config: HydraConfig, target: Target, ids: Tensor | None = None) -> Hydra:
-    """Heads that are no longer the identity."""
+    """Heads with noise on their weights."""
     drafter = Hydra.create(config, target, ids)
     for parameter in drafter.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
@@ -73,7 +73,7 @@ def encoded(target: Target, rows: int = 3, length: int = 12) -> Features:
 
 
 def observation(features: Features, rows: list[int], first: list[int], counts: list[int]) -> Observation:
-    """The next counts[b] positions of the given rows from first[b] on, left-aligned, NaN behind them."""
+    """The next counts[b] positions of the given rows from first[b] on, left-aligned, NaN after them."""
     width = max(max(counts), 1)
     places = torch.tensor(first)[:, None] + torch.arange(width)
     index = torch.tensor(rows)[:, None]
@@ -100,7 +100,7 @@ def level(nodes: list[int], parents: list[int], tokens_BF: Tensor) -> Frontier:
 
 
 def log_probs(drafter: Hydra, features: Features) -> Tensor:
-    """What the training forward predicts, [B, L, K, Q]."""
+    """Predictions of the training forward, [B, L, K, Q]."""
     hidden = drafter(features).hidden_BLKD
     return torch.stack([drafter.project(hidden[:, :, step], step).log_softmax(-1)
                         for step in range(drafter.config.num_heads)], dim=2)
@@ -111,7 +111,7 @@ def log_probs(drafter: Hydra, features: Features) -> Tensor:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("config", "ids"), SHAPES)
-def test_every_head_reads_what_the_plain_twin_reads(
+def test_every_head_equals_the_plain_twin(
     config: HydraConfig, ids: Tensor | None, seed: int, tiny_target: Target
 ) -> None:
     drafter, features = randomised(config, tiny_target, ids), packed(tiny_target, seed)
@@ -124,10 +124,10 @@ def test_every_head_reads_what_the_plain_twin_reads(
 
 
 @pytest.mark.parametrize("settings", [{}, PLUS])
-def test_a_guess_depends_on_no_token_from_its_own_on_nor_on_other_segments(
+def test_a_guess_depends_neither_on_later_tokens_nor_on_other_segments(
     settings: dict[str, Any], tiny_target: Target
 ) -> None:
-    """Head k at p guesses p + 2 + k: tokens and states from there on change nothing, whatever is changed."""
+    """Head k at p guesses p + 2 + k: its guess does not depend on tokens and states from there on."""
     drafter, features = randomised(HydraConfig(num_heads=3, **settings), tiny_target), packed(tiny_target, 1)
     before = drafter(features).hidden_BLKD
     for row, changed in ((0, 7), (1, 4), (2, 10)):
@@ -151,7 +151,7 @@ def test_head_k_at_p_predicts_p_plus_2_plus_k(tiny_target: Target) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_layers": 3, "output": "copy"}])
-def test_heads_begin_as_the_targets_output_layer(settings: dict[str, Any], tiny_target: Target) -> None:
+def test_heads_start_as_the_targets_output_layer(settings: dict[str, Any], tiny_target: Target) -> None:
     drafter, features = Hydra.create(HydraConfig(num_heads=3, **settings), tiny_target), encoded(tiny_target)
     hidden = drafter(features).hidden_BLKD
     torch.testing.assert_close(hidden, features.final()[:, :, None].expand_as(hidden), atol=1e-6, rtol=1e-5)
@@ -159,7 +159,7 @@ def test_heads_begin_as_the_targets_output_layer(settings: dict[str, Any], tiny_
     torch.testing.assert_close(drafter.project(hidden[:, :, 1], 1), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_prefix_layer_begins_by_changing_the_states_next_to_nothing(tiny_target: Target) -> None:
+def test_a_new_prefix_layer_barely_changes_the_states(tiny_target: Target) -> None:
     drafter, features = Hydra.create(HydraConfig(num_heads=2, **PLUS), tiny_target), encoded(tiny_target)
     context, final = drafter.context(features), features.final()
     assert torch.cosine_similarity(context, final, dim=-1).min() > 0.9999
@@ -168,7 +168,7 @@ def test_a_prefix_layer_begins_by_changing_the_states_next_to_nothing(tiny_targe
     assert torch.equal(found, expected)
 
 
-def test_all_trained_parts_learn_and_the_target_does_not(tiny_target: Target) -> None:
+def test_all_trained_parts_get_gradients_and_the_target_none(tiny_target: Target) -> None:
     drafter = randomised(HydraConfig(num_heads=3, **PLUS, output="copy"), tiny_target)
     hidden = drafter(encoded(tiny_target)).hidden_BLKD
     torch.stack([drafter.project(hidden[:, :, step], step).logsumexp(-1).sum() for step in range(3)]).sum().backward()
@@ -176,8 +176,8 @@ def test_all_trained_parts_learn_and_the_target_does_not(tiny_target: Target) ->
     assert all(parameter.grad is None for parameter in tiny_target.model.parameters())
 
 
-def test_backward_keeps_the_embeddings_once_for_all_heads(tiny_target: Target) -> None:
-    """Tensors kept for backward grow with K, not with K times K: nothing like [B, L, K, (K + 1) D] stands anywhere."""
+def test_backward_stores_the_embeddings_once_for_all_heads(tiny_target: Target) -> None:
+    """Tensors stored for backward grow with K, not with K times K: none has the size [B, L, K, (K + 1) D]."""
 
     def kept(heads: int) -> int:
         drafter, features = Hydra.create(HydraConfig(num_heads=heads), tiny_target), encoded(tiny_target, 2, 12)
@@ -214,13 +214,13 @@ def test_train_equals_decode_along_the_true_tokens(
         tokens = torch.stack([features.tokens_BL[row, last[row] + 1 + step] for row in range(3)])[:, None]
         scores = drafter.expand(state, level([step], [step - 1], tokens))
         expected = torch.stack([trained[row, last[row], step] for row in range(3)])
-        # Decoding packs its linear layers, which rounds otherwise.
+        # Decoding packs its linear layers, which rounds differently.
         torch.testing.assert_close(scores.log_probs_BFHQ[:, 0, 0], expected, atol=1e-5, rtol=3e-5)
         assert scores.token_ids_Q is None if ids is None else torch.equal(scores.token_ids_Q, ids)
 
 
 @pytest.mark.parametrize("settings", [{}, PLUS])
-def test_a_tree_gives_every_node_what_its_path_alone_gives(settings: dict[str, Any], tiny_target: Target) -> None:
+def test_every_node_of_a_tree_scores_like_its_path_alone(settings: dict[str, Any], tiny_target: Target) -> None:
     drafter, features = randomised(HydraConfig(num_heads=3, **settings), tiny_target), encoded(tiny_target)
     state, last = observed(drafter, features)
     tokens = torch.randint(4, 90, (3, 9))
@@ -241,7 +241,7 @@ def test_a_tree_gives_every_node_what_its_path_alone_gives(settings: dict[str, A
 
 
 @pytest.mark.parametrize("settings", [{}, PLUS])
-def test_rows_move_are_cleared_and_leave(settings: dict[str, Any], tiny_target: Target) -> None:
+def test_rows_can_be_moved_cleared_and_removed(settings: dict[str, Any], tiny_target: Target) -> None:
     drafter, features = randomised(HydraConfig(num_heads=2, **settings), tiny_target), encoded(tiny_target)
     state, last = observed(drafter, features)
     root = level([0], [-1], torch.tensor([[7], [8], [9]]))
@@ -266,7 +266,7 @@ def test_rows_move_are_cleared_and_leave(settings: dict[str, Any], tiny_target: 
     torch.testing.assert_close(found[1], before[1])
 
 
-def test_a_row_that_went_wrong_leaves_no_nan(tiny_target: Target) -> None:
+def test_a_failed_row_leaves_no_nan(tiny_target: Target) -> None:
     drafter, features = randomised(HydraConfig(num_heads=2, **PLUS), tiny_target), encoded(tiny_target)
     final = features.final().clone()
     final[0, 4] = float("nan")
@@ -280,7 +280,7 @@ def test_a_row_that_went_wrong_leaves_no_nan(tiny_target: Target) -> None:
     torch.testing.assert_close(found, torch.stack([trained[2, 3, 0], trained[1, 2, 0]]), atol=1e-5, rtol=1e-5)
 
 
-def test_the_state_is_as_large_as_the_rows_and_stays_in_place(tiny_target: Target) -> None:
+def test_the_state_grows_with_the_rows_and_stays_in_place(tiny_target: Target) -> None:
     drafter = randomised(HydraConfig(num_heads=3, **PLUS), tiny_target)
     state, _ = observed(drafter, encoded(tiny_target))
     assert state.rows is not None
@@ -301,7 +301,7 @@ def test_a_level_without_a_head_is_refused(tiny_target: Target) -> None:
     drafter = Hydra.create(HydraConfig(num_heads=1), tiny_target)
     state, root = drafter.start(1, 8), level([0], [-1], torch.tensor([[3]]))
     drafter.expand(state, root)
-    with pytest.raises(ValueError, match="level 1 of the tree was asked for, but there are 1 heads"):
+    with pytest.raises(ValueError, match="level 1 of the tree needs a head, but there are 1 heads"):
         drafter.expand(state, level([1], [0], torch.tensor([[3]])))
     with pytest.raises(UserError, match="2 tokens deep, but this hydra drafter answers 1"):
         StaticTree(Topology.chain(2)).check(drafter)
@@ -329,7 +329,7 @@ def answers(target: Target, drafter: Hydra | None, policy: Policy | None, batch_
 @pytest.mark.parametrize("policy", [TREE, Chain(3), Eagle2Tree(9, 6, 3), DySpecTree(9, 6, 3)],
                          ids=lambda policy: type(policy).__name__)
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_greedy_answers_are_the_targets(
+def test_greedy_answers_equal_the_targets(
     settings: dict[str, Any], policy: Policy, batch_size: int, tiny_target_f64: Target
 ) -> None:
     drafter = randomised(HydraConfig(num_heads=3, **settings), tiny_target_f64)
@@ -375,7 +375,7 @@ def test_borrowed_weights_are_neither_saved_nor_trained_nor_copied(
 
 
 @pytest.mark.parametrize(("config", "ids"), SHAPES)
-def test_a_rebuilt_drafter_says_the_same(config: HydraConfig, ids: Tensor | None, tiny_target: Target) -> None:
+def test_a_rebuilt_drafter_gives_the_same_states(config: HydraConfig, ids: Tensor | None, tiny_target: Target) -> None:
     drafter, features = randomised(config, tiny_target, ids), encoded(tiny_target)
     described = json.loads(json.dumps(drafter.describe()))
     for loads_first in (True, False):
@@ -426,5 +426,5 @@ def test_impossible_shapes_are_refused(settings: dict[str, object], told: str) -
 
 def test_it_compiles_in_one_graph(tiny_target: Target) -> None:
     drafter, features = randomised(HydraConfig(num_heads=2), tiny_target), encoded(tiny_target)
-    explained = torch._dynamo.explain(drafter._states)(drafter.context(features), drafter.behind(features))
+    explained = torch._dynamo.explain(drafter._states)(drafter.context(features), drafter.next_embeddings(features))
     assert explained.graph_break_count == 0

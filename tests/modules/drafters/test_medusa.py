@@ -25,7 +25,7 @@ SHAPES = [
 
 
 def randomised(config: MedusaConfig, target: Target, ids: torch.Tensor | None) -> Medusa:
-    """Heads that are no longer the identity."""
+    """Heads with noise on their weights."""
     drafter = Medusa.create(config, target, ids)
     for parameter in drafter.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
@@ -38,7 +38,7 @@ def encoded(target: Target, rows: int = 3, length: int = 9) -> Features:
 
 
 def observation(features: Features, rows: list[int], first: int, counts: list[int]) -> Observation:
-    """The next counts[b] positions of the given rows, left-aligned, garbage behind them."""
+    """The next counts[b] positions of the given rows, left-aligned, garbage after them."""
     width = max(max(counts), 1)
     tokens = features.tokens_BL[rows, first : first + width]
     final = features.final()[rows, first : first + width].clone()
@@ -69,7 +69,7 @@ def test_train_equals_decode(config: MedusaConfig, ids: torch.Tensor | None, tin
 
 
 @pytest.mark.parametrize(("config", "ids"), SHAPES)
-def test_heads_begin_as_the_targets_output_layer(
+def test_heads_start_as_the_targets_output_layer(
     config: MedusaConfig, ids: torch.Tensor | None, tiny_target: Target
 ) -> None:
     drafter, features = Medusa.create(config, tiny_target, ids), encoded(tiny_target)
@@ -87,7 +87,7 @@ def test_head_k_at_p_predicts_p_plus_2_plus_k(tiny_target: Target) -> None:
     assert drafter(encoded(tiny_target)).offsets == (2, 3, 4)
 
 
-def test_rows_move_are_cleared_and_leave(tiny_target: Target) -> None:
+def test_rows_can_be_moved_cleared_and_removed(tiny_target: Target) -> None:
     drafter, features = randomised(MedusaConfig(num_heads=2), tiny_target, None), encoded(tiny_target)
     state = drafter.start(3, 64)
     drafter.observe(state, torch.arange(3), observation(features, [0, 1, 2], 0, [1, 2, 3]))
@@ -102,7 +102,7 @@ def test_rows_move_are_cleared_and_leave(tiny_target: Target) -> None:
     torch.testing.assert_close(cleared[0], drafter.expand(drafter.start(1, 64), ROOT).log_probs_BFHQ[0])
 
 
-def test_tied_blocks_say_what_equal_blocks_of_their_own_say_and_stay_one(tiny_target: Target) -> None:
+def test_tied_blocks_equal_separate_equal_blocks(tiny_target: Target) -> None:
     tied = randomised(MedusaConfig(num_heads=1, num_layers=3, tie_blocks=True), tiny_target, None)
     free = Medusa.create(MedusaConfig(num_heads=1, num_layers=3), tiny_target)
     weights = tied.state_dict()
@@ -140,7 +140,7 @@ def test_borrowed_weights_are_neither_saved_nor_trained_nor_copied(
 
 
 @pytest.mark.parametrize(("config", "ids"), SHAPES)
-def test_a_rebuilt_drafter_says_the_same(
+def test_a_rebuilt_drafter_gives_the_same_states(
     config: MedusaConfig, ids: torch.Tensor | None, tiny_target: Target
 ) -> None:
     drafter, features = randomised(config, tiny_target, ids), encoded(tiny_target)
@@ -239,7 +239,7 @@ def test_the_official_codes_logits(name: str, tiny_target: Target) -> None:
     weights |= {f"heads.{head}.{layer}.linear.{part}": tensors[f"weight/{head}.{layer}.linear.{part}"]
                 for head in range(heads) for layer in range(layers) for part in ("weight", "bias")}
     drafter.load_state_dict(weights)
-    # The fixture's target is a bare matrix: a head without bias, scale or cap, as the tiny target's.
+    # The fixture's target is a matrix alone: an output layer without bias, scale or cap, like the tiny target's.
     drafter._borrowed = OutputRows(tiny_target)
     states = drafter._states(tensors["input/hidden_states"])
     found = torch.stack([drafter.project(states[:, :, head], head) for head in range(heads)])

@@ -121,12 +121,12 @@ def test_layers_that_the_target_lacks_are_refused(tiny_target: Target) -> None:
         tiny_target.adapted(wide)
 
 
-@pytest.mark.parametrize(("settings", "told"), [
+@pytest.mark.parametrize(("settings", "message"), [
     ({"rank": 0}, "lora.rank must be at least 1, got 0"), ({"alpha": 0.0}, "lora.alpha must be above 0"),
     ({"dropout": 1.0}, "lora.dropout must be at least 0 and below 1, got 1.0"),
 ])
-def test_impossible_adapters_are_refused(settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_impossible_adapters_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         LoraConfig(**settings)
 
 

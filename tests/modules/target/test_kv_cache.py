@@ -63,15 +63,15 @@ def test_a_full_row_is_refused(tiny_target: Target) -> None:
 
 
 def test_level_rows_are_written_as_ragged_ones_are(tiny_target_f64: Target) -> None:
-    """Rows of one length are copied as a block; the same two rows beside a longer one are scattered."""
+    """Rows of one length are copied as a block; the same two rows next to a longer one are scattered."""
     texts, tree = torch.tensor([[5, 6, 7, 8], [9, 8, 7, 6]]), TokenTree.prompts
     level, ragged = tiny_target_f64.start(2, 12), tiny_target_f64.start(3, 12)
     ragged.run(tree(torch.full((1, 2), 4), torch.tensor([2])), [2])
     ragged.commit(torch.arange(2)[None], torch.tensor([2]), [2], moved=False)
     for piece in texts.split(2, dim=1):
-        beside = torch.cat([piece, torch.full((1, 2), 4)])
+        three = torch.cat([piece, torch.full((1, 2), 4)])
         found = level.run(tree(piece, torch.tensor([2, 2])))
-        wanted = ragged.run(tree(beside, torch.tensor([2, 2, 2])))
+        wanted = ragged.run(tree(three, torch.tensor([2, 2, 2])))
         assert level.cache.window is not None
         assert ragged.cache.window is not None
         assert (level.cache.window.start is None, ragged.cache.window.start is None) == (False, True)

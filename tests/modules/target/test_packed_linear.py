@@ -15,7 +15,7 @@ PACKABLE = [name for name in CASES if not name.startswith("medusa-2")]
 
 
 def decoded(drafter: Drafter, target: Target) -> list[float]:
-    """Log-probabilities at the root behind a text, from a state of their own, and after decoding a few tokens."""
+    """Log-probabilities at the root after a text, from a state of their own, and after decoding a few tokens."""
     decode(target, [Request((5, 9, 11), 0, 4)], DecodeSettings(), drafter=drafter, policy=StaticTree(TREE))
     seen: list[float] = []
     original = drafter.expand

@@ -53,6 +53,12 @@ def test_sane_models_load_in_every_number_type(family: str, dtype: torch.dtype) 
     Target(random_model(family).to(dtype), tiny_tokenizer(), name=family)
 
 
+def test_half_precision_that_returns_float32_logits_loads() -> None:
+    model = random_model("Llama").to(torch.bfloat16)
+    model.lm_head.register_forward_hook(lambda _module, _inputs, output: output.float())
+    Target(model, tiny_tokenizer(), name="wide logits")
+
+
 @pytest.mark.parametrize("family", WINDOWED)
 def test_a_window_longer_than_the_checks_text_loads_and_decodes(family: str) -> None:
     model = random_model(family, **SLIDING)

@@ -1,4 +1,4 @@
-"""How sure a draft is, and how often it is right: hand-made drafts of known calibration, a plain twin, every family."""
+"""Calibration of confidence: tables of known calibration, a plain reference, every family."""
 
 import random
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from torch import Tensor
 
 TREE = Topology.from_paths([(0,), (1,), (0, 0), (2,), (0, 1), (1, 0), (0, 0, 0), (1, 0, 1)])
 WALK = (0.68, 0.21, 0.11)
-"""Chances of the three tokens behind any token of the texts."""
+"""Probabilities of the three tokens that may follow any token of the texts."""
 PROMPT = 2
 
 
@@ -47,7 +47,7 @@ def texts(count: int = 30, length: int = 60) -> list[list[int]]:
 
 
 def stored(target: Target, rows: list[list[int]]) -> list[Features]:
-    """Texts as if the target had answered them: a replay asks for nothing but their tokens here."""
+    """Texts as if the target had answered them: a replay reads nothing but their tokens here."""
     features = [Features.from_rows([(row, [False] * PROMPT + [True] * (len(row) - PROMPT))]) for row in rows]
     return [replace(one, final_BLD=torch.zeros(*one.tokens_BL.shape, target.hidden_size)) for one in features]
 
@@ -67,7 +67,7 @@ def curves(target: Target, drafter: Drafter, rows: list[list[int]],
     return confidence.curves()
 
 
-def test_a_draft_that_knows_its_chances_lies_on_the_diagonal(tiny_target: Target) -> None:
+def test_a_calibrated_draft_lies_on_the_diagonal(tiny_target: Target) -> None:
     found = curves(tiny_target, TableDrafter(table(tiny_target.vocab_size, WALK)), texts())
     for curve in found.values():
         assert curve.guesses > 2000
@@ -77,10 +77,10 @@ def test_a_draft_that_knows_its_chances_lies_on_the_diagonal(tiny_target: Target
     assert [place for place, one in enumerate(bins) if one.guesses] == [1, 2, 6]
     assert [bins[place].mean_confidence for place in (1, 2, 6)] == pytest.approx([0.11, 0.21, 0.68])
     assert bins[6].acceptance_rate == pytest.approx(0.68, abs=0.04)
-    assert found["path"].bins[4].mean_confidence == pytest.approx(0.68**2), "twice the likeliest"
+    assert found["path"].bins[4].mean_confidence == pytest.approx(0.68**2), "the most probable token twice"
 
 
-def test_a_draft_that_promises_too_much_lies_under_it(tiny_target: Target) -> None:
+def test_an_overconfident_draft_lies_under_the_diagonal(tiny_target: Target) -> None:
     promised = (0.97, 0.02, 0.01)
     found = curves(tiny_target, TableDrafter(table(tiny_target.vocab_size, promised)), texts())
     top = found["token"].bins[-1]
@@ -111,12 +111,12 @@ def depth_children(log_q_HV: Tensor) -> Callable[[int, int], list[tuple[int, flo
 
 
 @pytest.mark.parametrize("kind", ["recurrent", "one-shot", "missing"])
-def test_counts_equal_the_plain_twin(kind: str, tiny_target: Target) -> None:
+def test_counts_equal_the_plain_reference(kind: str, tiny_target: Target) -> None:
     rows, vocab_size = texts(6, 25), tiny_target.vocab_size
     log_q = table(vocab_size, (0.65, 0.24, 0.11))
     if kind == "one-shot":
         log_q = torch.full((3, vocab_size), -9.0).index_copy(1, torch.arange(20, 27), torch.rand(3, 7)).log_softmax(-1)
-    # The last one asks for a fourth guess of the root, which the table does not have: neither has what is below.
+    # The last tree has a fourth guess of the root, which the table does not have, nor anything below it.
     tree = Topology.from_paths([*TREE.paths[1:], (3,), (3, 0)]) if kind == "missing" else TREE
     drafter = DepthDrafter(log_q) if kind == "one-shot" else TableDrafter(log_q)
     children = (depth_children if kind == "one-shot" else table_children)(log_q)
@@ -129,17 +129,17 @@ def test_counts_equal_the_plain_twin(kind: str, tiny_target: Target) -> None:
         torch.testing.assert_close(kept.sums_C3, torch.tensor(wanted, dtype=torch.float64), rtol=1e-5, atol=1e-4)
 
 
-def test_a_drafter_without_a_guess_is_not_blamed(tiny_target: Target) -> None:
+def test_missing_guesses_are_not_counted(tiny_target: Target) -> None:
     """Its trees are cut down to the guesses there are."""
     log_q = torch.full((tiny_target.vocab_size, 2), -torch.inf)
-    log_q[20:23, 1] = 0.0  # sure of the token that follows in number, and silent elsewhere
+    log_q[20:23, 1] = 0.0  # sure of the token that follows in number, and without a guess elsewhere
     found = curves(tiny_target, CandidateDrafter(log_q), [[20, 21, 22, 23, 30, 20, 30]] * 2, Topology.chain(2))
-    # A pass after 22 (23 and nothing), one after 30 without a guess, one after 20 (21, wrong; 22 is behind the end).
+    # A pass after 22 (23 and nothing), one after 30 without a guess, one after 20 (21, wrong; 22 is after the end).
     assert [(one.guesses, one.acceptance_rate) for one in (found["token"], found["token"].bins[-1])] == [(4, 0.5)] * 2
     assert found["path"] == found["token"]
 
 
-def test_what_is_behind_the_answer_is_not_judged(tiny_target: Target) -> None:
+def test_guesses_after_the_end_of_the_answer_are_not_counted(tiny_target: Target) -> None:
     log_q = torch.full((tiny_target.vocab_size, tiny_target.vocab_size), -20.0).fill_diagonal_(0.0)
     found = curves(tiny_target, TableDrafter(log_q.roll(1, 1)), [[20, 21, 22, 23, 24]], Topology.chain(6))
     assert (found["token"].guesses, found["token"].acceptance_rate) == (2, 1.0)
@@ -147,7 +147,7 @@ def test_what_is_behind_the_answer_is_not_judged(tiny_target: Target) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_family_tells_its_confidence(name: str, tiny_target_f64: Target) -> None:
+def test_the_confidence_of_every_family_is_counted(name: str, tiny_target_f64: Target) -> None:
     target = tiny_target_f64
     drafter = randomised(CASES[name].make(target).to(target.dtype))
     requests = [(5, 20 + index, 7, 9) for index in range(4)]
@@ -156,7 +156,7 @@ def test_every_family_tells_its_confidence(name: str, tiny_target_f64: Target) -
     noted = replay_noting(drafter, target, features, tree, confidence)
     assert noted == replay(drafter, target, features, tree)
     found = confidence.curves()
-    # Every pass asks the root for two guesses, and what was accepted was judged.
+    # Every pass has two guesses at the root, and every accepted token is counted.
     assert found["path"].guesses >= 4 * noted.passes - 4 * len(requests)
     assert found["token"].guesses >= 2 * noted.passes - len(requests)
     accepted = noted.tokens - noted.passes

@@ -1,4 +1,4 @@
-"""The cost model: it finds a known law again, chooses as brute force does, and drafts only where that pays."""
+"""The cost model: it recovers a known law, chooses as brute force does, and drafts only where that is faster."""
 
 import json
 import random
@@ -63,7 +63,7 @@ def lengths(share: float, largest: int = 64) -> list[float]:
     return found
 
 
-def test_a_known_law_is_found_again() -> None:
+def test_a_known_law_is_recovered() -> None:
     model = CostModel.fit(sampled(roofline, draft), context=192)
     assert model.pass_error < 1e-6
     assert model.draft_error < 1e-6
@@ -74,7 +74,7 @@ def test_a_known_law_is_found_again() -> None:
     assert model.draft_seconds(1, 4, 192) == 0.0
 
 
-def test_noise_bends_the_law_a_little_and_nothing_gets_faster_by_being_larger() -> None:
+def test_noise_changes_the_law_a_little_and_nothing_gets_faster_by_being_larger() -> None:
     model = CostModel.fit(sampled(roofline, draft, noise=0.1), context=192)
     assert 0.01 < model.pass_error < 0.1
     for size, batch, context in KINDS:
@@ -104,7 +104,7 @@ def test_the_size_is_that_of_brute_force(batch: int, share: float) -> None:
         assert model.predict(expected[best - 1], best, batch) == pytest.approx(choice.predicted_speedup)
 
 
-def test_larger_batches_want_smaller_trees() -> None:
+def test_larger_batches_get_smaller_trees() -> None:
     model = CostModel.fit(sampled(roofline, draft), context=192)
     sizes = [choose_size(lengths(0.9), model.curve(batch)).size for batch in (1, 2, 4, 8, 16)]
     assert sizes == sorted(sizes, reverse=True)

@@ -1,4 +1,4 @@
-"""The arithmetic of draft sizes."""
+"""Ranking of draft model shapes: weights, block efficiency, speed-up."""
 
 import random
 
@@ -26,7 +26,7 @@ def test_weights_are_those_of_the_model(tiny_target: Target) -> None:
 
 
 @pytest.mark.parametrize(("acceptance", "length"), [(0.6, 3), (0.9, 5), (0.2, 1)])
-def test_block_efficiency_is_what_chance_gives(acceptance: float, length: int) -> None:
+def test_block_efficiency_equals_a_simulation(acceptance: float, length: int) -> None:
     rng, total = random.Random(0), 0
     for _ in range(20_000):
         accepted = 0
@@ -55,7 +55,7 @@ def test_shapes_are_ranked_by_bytes_or_by_time() -> None:
     assert timed[0].cost == pytest.approx(0.1)
 
 
-def test_budgets_and_halves_are_refused() -> None:
+def test_wrong_budgets_and_arguments_are_refused() -> None:
     small, large = sorted((WIDE, DEEP), key=lambda shape: shape.weights)
     found = rank_shapes([large, small], TARGET, lambda _: 0.6, budget=small.weights)
     assert [one.shape for one in found] == [small]

@@ -78,7 +78,7 @@ def test_replay_gives_the_accepted_length_of_real_decoding(tiny_target_f64: Targ
 
 
 def made(kind: str, target: Target) -> Medusa | DraftLM:
-    """A drafter that guesses differently at each place: with steps of its own, or asking itself again."""
+    """A drafter that guesses differently at each place: with separate steps, or autoregressive."""
     drafter = (Medusa.create(MedusaConfig(num_heads=3), target) if kind == "steps"
                else DraftLM.create(DraftLMConfig(layers=(0,)), target)).eval().to(target.dtype)
     assert (drafter.unrolls is None) == (kind == "steps")
@@ -89,7 +89,7 @@ def made(kind: str, target: Target) -> Medusa | DraftLM:
 
 
 def packed(batches: list[Features]) -> list[Features]:
-    """All rows of a batch behind one another in one, each a segment of its own."""
+    """All rows of a batch packed into one, each a segment of its own."""
     found = []
     for batch in batches:
         real = [row[row >= 0].shape[0] for row in batch.segments_BL]
@@ -102,7 +102,7 @@ def packed(batches: list[Features]) -> list[Features]:
     return found
 
 
-def test_chances_ask_for_a_temperature(tiny_target_f64: Target) -> None:
+def test_chances_need_a_temperature_above_0(tiny_target_f64: Target) -> None:
     with pytest.raises(ValueError, match=r"temperature must be above 0, got 0\.0"):
         chance_table(made("steps", tiny_target_f64), tiny_target_f64, [], 0.0)
 
@@ -116,7 +116,7 @@ def test_states_stored_in_half_precision_are_widened(tiny_target: Target) -> Non
 
 
 @pytest.mark.parametrize("kind", ["steps", "unrolled"])
-def test_a_target_that_hardly_samples_takes_the_greedy_tokens(kind: str, tiny_target_f64: Target) -> None:
+def test_a_target_at_a_very_low_temperature_takes_the_greedy_tokens(kind: str, tiny_target_f64: Target) -> None:
     target = tiny_target_f64
     features = packed(encoded_answers(target, [Request((5, 20 + at, 7), at, 25 + at) for at in range(7)]))
     drafter = made(kind, target)
@@ -129,7 +129,7 @@ def test_a_target_that_hardly_samples_takes_the_greedy_tokens(kind: str, tiny_ta
 
 @pytest.mark.parametrize("kind", ["steps", "unrolled"])
 def test_expected_lengths_are_those_of_sampled_decoding(kind: str, tiny_target_f64: Target) -> None:
-    """An answer's first pass and its last draft fewer tokens: they are few here, and allowed for."""
+    """An answer's first pass and its last draft fewer tokens: they are few here, and within the tolerance."""
     target = tiny_target_f64
     requests = [Request((5, 20 + index, 7), index, 120, 1.0) for index in range(40)]
     answers = decode(target, requests, DecodeSettings(batch_size=40)).generations
@@ -142,10 +142,10 @@ def test_expected_lengths_are_those_of_sampled_decoding(kind: str, tiny_target_f
     assert expected[-1] > 1.1
     assert result.accepted_length == pytest.approx(expected[-1], abs=0.03)
     greedy = expected_lengths(chance_table(drafter, target, features, 1e-3), tree)
-    assert abs(greedy[-1] - result.accepted_length) > 0.05, "another temperature would show"
+    assert abs(greedy[-1] - result.accepted_length) > 0.05, "another temperature would be noticed"
 
 
-def test_a_node_counts_with_all_above_it() -> None:
+def test_a_node_counts_only_with_its_ancestors() -> None:
     table_PKR = torch.tensor([[[0.5, 0.25], [0.5, 0.0]], [[1.0, 0.0], [0.0, 0.5]]])
     tree = Topology((-1, 0, 1, 0, 1, 2, 0), (0, 0, 0, 1, 1, 0, 2))
     # Depth 3 and rank 2 are beyond the table.

@@ -1,10 +1,10 @@
-"""Decoder blocks against a plain twin and transformers' own; their cache: chunks, trees, rows that move and fail."""
+"""Decoder blocks against a plain twin and transformers' own; their cache: chunks, trees, moved and failed rows."""
 
 import pytest
 import torch
 from draftsmith.modules import Features, Frontier, Target, UserError
 from draftsmith.modules.drafters.parts.block_cache import BlockRows
-from draftsmith.modules.drafters.parts.decoder_block import BlockConfig, DecoderBlock, Sight
+from draftsmith.modules.drafters.parts.decoder_block import AttentionContext, BlockConfig, DecoderBlock
 from references.decoder_block import block as plain_block
 from torch import Tensor
 from transformers import LlamaConfig
@@ -26,23 +26,23 @@ def chain(length: int) -> list[list[int]]:
     return [list(range(place + 1)) for place in range(length)]
 
 
-def sight(positions: list[int], seen: list[list[int]]) -> Sight:
+def attention(positions: list[int], seen: list[list[int]]) -> AttentionContext:
     visible = torch.zeros(1, len(seen), len(positions), dtype=torch.bool)
     for token, keys in enumerate(seen):
         visible[0, token, keys] = True
-    return Sight(positions_BN=torch.tensor([positions]), visible_BNW=visible)
+    return AttentionContext(positions_BN=torch.tensor([positions]), visible_BNW=visible)
 
 
-def test_it_is_the_plain_twin_under_any_mask_and_positions() -> None:
+def test_a_block_equals_the_plain_twin_with_any_mask_and_positions() -> None:
     block, hidden = made(), torch.randn(5, 16, dtype=torch.float64)
     positions, seen = [3, 4, 5, 5, 6], [[0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 3, 4]]
-    found = block(hidden[None], sight(positions, seen))[0]
+    found = block(hidden[None], attention(positions, seen))[0]
     torch.testing.assert_close(found, plain_block(block, hidden, positions, seen), atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("base", [10_000.0, 500_000.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_it_is_transformers_own_layer_under_the_same_names(base: float, dtype: torch.dtype) -> None:
+def test_a_block_equals_transformers_layer_with_the_same_names(base: float, dtype: torch.dtype) -> None:
     config = LlamaConfig(
         hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=6,
         rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": base}, attn_implementation="sdpa")
@@ -53,7 +53,7 @@ def test_it_is_transformers_own_layer_under_the_same_names(base: float, dtype: t
     mask = torch.ones(7, 7, dtype=torch.bool).tril().expand(2, -1, -1)
     turned = LlamaRotaryEmbedding(config)(hidden, positions)
     expected = theirs(hidden, attention_mask=mask[:, None], position_ids=positions, position_embeddings=turned)
-    found = block(hidden, Sight(positions_BN=positions, visible_BNW=mask))
+    found = block(hidden, AttentionContext(positions_BN=positions, visible_BNW=mask))
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
 
 
@@ -62,9 +62,9 @@ def test_packed_segments_do_not_see_each_other() -> None:
     features = Features(
         tokens_BL=torch.zeros(1, 7, dtype=torch.long), supervised_BL=torch.ones(1, 7, dtype=torch.bool),
         segments_BL=torch.tensor([[0, 0, 0, 1, 1, 1, -1]]), positions_BL=torch.tensor([[0, 1, 2, 0, 1, 2, 0]]))
-    found = block(hidden, Sight.training(features))
+    found = block(hidden, AttentionContext.training(features))
     for part in (slice(0, 3), slice(3, 6)):
-        alone = block(hidden[:, part], sight([0, 1, 2], chain(3)))
+        alone = block(hidden[:, part], attention([0, 1, 2], chain(3)))
         torch.testing.assert_close(found[:, part], alone)
 
 
@@ -79,8 +79,8 @@ def read(rows: BlockRows, block: DecoderBlock, index: list[int], hidden_BND: Ten
 
 
 def whole(block: DecoderBlock, hidden_ND: Tensor) -> Tensor:
-    """The last output of a text read at once."""
-    out: Tensor = block(hidden_ND[None], sight(list(range(len(hidden_ND))), chain(len(hidden_ND))))
+    """The last output of a text in one pass."""
+    out: Tensor = block(hidden_ND[None], attention(list(range(len(hidden_ND))), chain(len(hidden_ND))))
     return out[0]
 
 
@@ -101,7 +101,7 @@ def frontier(nodes: list[list[int]], parents: list[list[int]]) -> Frontier:
 
 
 @pytest.mark.parametrize("capacity", [32, 6])
-def test_a_tree_behind_ragged_rows_equals_each_path_alone_and_is_forgotten(capacity: int) -> None:
+def test_a_tree_after_ragged_rows_equals_each_path_alone_and_is_discarded(capacity: int) -> None:
     """Two levels that differ by row; node 0, the root, is not in the cache. A small cache grows."""
     block, rows = made(), BlockRows(1, 2, capacity, CPU)
     texts, nodes = torch.randn(2, 5, 16, dtype=torch.float64), torch.randn(2, 7, 16, dtype=torch.float64)
@@ -111,7 +111,7 @@ def test_a_tree_behind_ragged_rows_equals_each_path_alone_and_is_forgotten(capac
     above: list[dict[int, list[int]]] = [{0: []}, {0: []}]
     for number, parents in levels:
         asked = torch.stack([nodes[row, number[row]] for row in range(2)])
-        found = block(asked, rows.sprout(frontier(number, parents)))
+        found = block(asked, rows.add_nodes(frontier(number, parents)))
         for row in range(2):
             for column, (node, parent) in enumerate(zip(number[row], parents[row], strict=True)):
                 above[row][node] = [*above[row][parent], node]
@@ -123,7 +123,7 @@ def test_a_tree_behind_ragged_rows_equals_each_path_alone_and_is_forgotten(capac
         torch.testing.assert_close(after[row, 0], expected)
 
 
-def test_a_row_that_went_wrong_leaves_nothing_behind() -> None:
+def test_a_failed_row_leaves_nothing_in_the_cache() -> None:
     block, rows = made(), BlockRows(1, 3, 16, CPU)
     texts = torch.randn(3, 8, 16, dtype=torch.float64)
     texts[0, 5] = float("nan")
@@ -139,14 +139,14 @@ def test_a_row_that_went_wrong_leaves_nothing_behind() -> None:
     assert rows.cache.storage.isfinite().all()
 
 
-def test_nothing_is_copied_whole_while_decoding() -> None:
+def test_decoding_never_copies_the_whole_cache() -> None:
     block, rows = made(), BlockRows(1, 2, 64, CPU)
     read(rows, block, [0, 1], torch.randn(2, 4, 16, dtype=torch.float64), [4, 4])
     assert rows.cache.storage is not None
     place = rows.cache.storage.data_ptr()
     for _ in range(3):
-        sight = rows.sprout(frontier([[1, 2]] * 2, [[0, 0]] * 2))
-        block(torch.randn(2, 2, 16, dtype=torch.float64), sight)
+        attention = rows.add_nodes(frontier([[1, 2]] * 2, [[0, 0]] * 2))
+        block(torch.randn(2, 2, 16, dtype=torch.float64), attention)
         read(rows, block, [0, 1], torch.randn(2, 3, 16, dtype=torch.float64), [1, 3])
     rows.read([0, 1], 3)
     keys, _ = rows.cache.write(0, *torch.zeros(2, 2, 2, 3, 6, dtype=torch.float64))
@@ -154,17 +154,17 @@ def test_nothing_is_copied_whole_while_decoding() -> None:
     assert rows.cache.storage.shape == (2, 2, 2, 64, 6)
 
 
-def test_a_silent_block_adds_nothing_and_learns() -> None:
+def test_a_zero_output_block_adds_nothing_and_gets_gradients() -> None:
     block, hidden = DecoderBlock(CONFIG), torch.randn(1, 4, 16)
-    block.silence()
-    out = block(hidden, sight([0, 1, 2, 3], chain(4)))
+    block.zero_output()
+    out = block(hidden, attention([0, 1, 2, 3], chain(4)))
     assert torch.equal(out, hidden)
     (out**2).sum().backward()
     assert block.self_attn.o_proj.weight.grad is not None
     assert block.self_attn.o_proj.weight.grad.abs().sum() > 0
 
 
-def test_the_targets_shape_is_taken_over(tiny_target: Target) -> None:
+def test_a_block_like_the_target_has_its_shape(tiny_target: Target) -> None:
     config = BlockConfig.like(tiny_target)
     assert (config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim,
             config.rope_base) == (32, 64, 4, 2, 8, 10_000.0)

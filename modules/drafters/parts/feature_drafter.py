@@ -1,0 +1,118 @@
+"""Shared parts of drafters that predict the target's states and read their tokens from them (EAGLE, Falcon).
+
+Shapes: B rows, N positions, D hidden size.
+"""
+
+from abc import abstractmethod
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Self
+
+from torch import Tensor
+
+from ...config_checks import settings_of
+from ...interfaces.drafter import DrafterConfig
+from ...target.identity import TargetIdentity
+from ...target.model import Target
+from .decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
+from .shared_embeddings import BorrowingDrafter
+
+DEPTHS = 6
+"""Fewest draft steps that `forward` computes outside training: draft trees are fitted to them."""
+FIRST_OFFSET = 2
+"""Distance in tokens from a position to the token that its first draft step predicts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureConfig(DrafterConfig):
+    """Settings that all feature drafters share."""
+
+    rope_base: float | None = None
+    """Base of the rotary embedding; None takes the target's. The official code's is always 10000."""
+
+
+class FeatureDrafter(BorrowingDrafter):
+    """A drafter over the target's states whose decoder layers have the shape of the target's.
+
+    Args:
+        config: the family's settings.
+        block: the shape of its layers.
+        vocab_size: the target's vocabulary.
+        target_width: width of the target's states; None when it is the layers' width.
+    """
+
+    config: FeatureConfig
+    config_class: ClassVar[type[FeatureConfig]]
+    """The family's own settings."""
+    described_as: ClassVar[str]
+    """Subject of the error about an unknown description: "a Falcon drafter is"."""
+
+    def __init__(
+        self, config: FeatureConfig, block: BlockConfig, *, vocab_size: int, target_width: int | None = None
+    ) -> None:
+        super().__init__(hidden_size=target_width or block.hidden_size, vocab_size=vocab_size,
+                         vocabulary_size=config.vocabulary_size)
+        self.config, self.block = config, block
+
+    @classmethod
+    def create(cls, config: Any, target: Target, token_ids_Q: Tensor | None = None) -> Self:
+        """A new drafter for `target`, initialised and bound to it.
+
+        Args:
+            config: the family's settings.
+            target: the model it drafts for.
+            token_ids_Q: ids of the reduced draft vocabulary, when `config.vocabulary_size` asks for one.
+
+        Raises:
+            UserError: if settings, target and ids do not agree.
+        """
+        config, block = cls.fitted(config, target)
+        with target.device:
+            drafter = cls(config, block, vocab_size=target.vocab_size)
+        drafter.attach(target, token_ids_Q)
+        drafter.initialise(target)
+        return drafter
+
+    @classmethod
+    def fitted(cls, config: Any, target: Target) -> tuple[Any, BlockConfig]:
+        """(settings, shape of the layers) for this target. Raises UserError when they do not fit it."""
+        return config, block_like(target, config.rope_base)
+
+    @abstractmethod
+    def initialise(self, target: Target) -> None:
+        """Set the first weights of a new drafter, such as those that pass the target's state on unchanged."""
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers that write keys; one by default."""
+        return 1
+
+    @property
+    def block_size(self) -> int:
+        """Tokens drafted by one run of the layers; one by default."""
+        return 1
+
+    def describe(self) -> dict[str, Any]:
+        """The settings and the shape of the layers, JSON-ready."""
+        given = {name: list(value) if isinstance(value, tuple) else value
+                 for name, value in asdict(self.config).items()}
+        return {**given, "block": asdict(self.block)}
+
+    @classmethod
+    def rebuild(cls, description: dict[str, Any], identity: TargetIdentity) -> Self:
+        """An equal drafter whose weights are still to be loaded. Raises UserError on an unknown description."""
+        given = settings_of(description, cls.config_class, cls.described_as, "block")
+        block = BlockConfig.from_dict(given.pop("block"))
+        given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+        return cls(cls.config_class(**given), block, vocab_size=identity.vocab_size)
+
+
+def block_like(target: Target, rope_base: float | None = None) -> BlockConfig:
+    """The shape of the target's own layers.
+
+    Args:
+        rope_base: base of the rotary embedding; None takes the target's, or the official code's when the target's
+            configuration has none.
+    """
+    given: dict[str, Any] = target.config.to_dict()
+    own = (given.get("rope_parameters") or {}).get("rope_theta") or given.get("rope_theta")
+    return BlockConfig.like(target, rope_base=float(rope_base or own or OFFICIAL_ROPE_BASE))

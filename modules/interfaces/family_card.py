@@ -1,0 +1,35 @@
+"""The table of methods for choosing one: a row for each drafter family, training variant and tree policy."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyCard:
+    """One method in plain words; each family states its own."""
+
+    name: str
+    """Name in papers, such as EAGLE-3."""
+    guesses: str
+    """The way it guesses, in one line."""
+    cost: str
+    """Cost of training or drafting, in one phrase."""
+    papers: tuple[str, ...] = ()
+    """arXiv numbers, the method's own first."""
+    exports: tuple[str, ...] = ()
+    """Names of the export formats that can hold it; empty when no serving engine runs it."""
+    needs_export: bool = True
+    """Whether there is an artifact to export; False for tree policies and for drafting without training."""
+
+    def row(self) -> str:
+        """The method's row of the table."""
+        papers = ", ".join(f"[{paper}](https://arxiv.org/abs/{paper})" for paper in self.papers)
+        nothing = "no serving engine" if self.needs_export else "nothing to export"
+        formats = ", ".join(f"`{name}`" for name in self.exports) or nothing
+        return f"| {self.name} | {self.guesses}{f' ({papers})' if papers else ''} | {self.cost} | {formats} |"
+
+
+def method_table(cards: Iterable[FamilyCard]) -> str:
+    """The cards as a Markdown table, in the given order."""
+    return "\n".join(["| method | how it guesses | cost | exports to |", "|---|---|---|---|",
+                      *(card.row() for card in cards)])

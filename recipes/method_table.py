@@ -1,0 +1,43 @@
+"""The README's table of methods, generated from the families: `python -m draftsmith.recipes.method_table README.md`."""
+
+import inspect
+import sys
+from pathlib import Path
+
+from .. import trainers
+from ..modules import BASELINES, DRAFTERS, Eagle2Tree, UserError
+from ..modules.atomic_files import write_file
+from ..modules.interfaces.family_card import FamilyCard, method_table
+from ..trainers import DraftModule
+
+MARKERS = ("<!-- families -->", "<!-- /families -->")
+"""Lines of the README before and after the table."""
+
+
+def cards() -> list[FamilyCard]:
+    """Cards of all drafter families, training variants and tree policies, and of drafting without training."""
+    modules = [value for value in vars(trainers).values() if inspect.isclass(value) and issubclass(value, DraftModule)]
+    variants = [module.card for module in modules if module.card is not None]
+    training_free = FamilyCard(
+        name="without training", guesses=", ".join(f"`{name}`" for name in BASELINES), needs_export=False,
+        cost="no training; baselines of every evaluation",
+    )
+    return [*(family.card for family in DRAFTERS), *variants, Eagle2Tree.card, training_free]
+
+
+def with_table(text: str) -> str:
+    """A README with the generated table between its markers.
+
+    Raises:
+        UserError: if a marker is missing.
+    """
+    before, first, rest = text.partition(MARKERS[0])
+    _, last, after = rest.partition(MARKERS[1])
+    if not (first and last):
+        raise UserError(f"the table of methods needs the lines {MARKERS[0]} and {MARKERS[1]}; add them")
+    return f"{before}{first}\n{method_table(cards())}\n{last}{after}"
+
+
+if __name__ == "__main__":
+    file = Path(sys.argv[1])
+    write_file(file, with_table(file.read_text(encoding="utf-8")))

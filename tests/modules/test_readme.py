@@ -1,0 +1,39 @@
+"""modules/README.md: the map names every file, the steps name files that exist, the glossary stays short."""
+
+import re
+from pathlib import Path
+
+from draftsmith.modules import DRAFTERS
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "modules" / "README.md").read_text()
+
+
+def section(title: str) -> str:
+    """The text below one heading."""
+    return README.split(f"## {title}\n")[1].split("\n## ")[0]
+
+
+def test_the_map_names_every_file() -> None:
+    named = set(re.findall(r"`(\w+)`", section("Map")))
+    files = {path.stem for path in (ROOT / "modules").rglob("*.py")} - {"__init__"}
+    assert files <= named, f"missing in the map of modules/README.md: {sorted(files - named)}"
+    assert named <= files | {"box"}, f"no files of the map: {sorted(named - files)}"
+
+
+def test_the_steps_hold_for_every_family() -> None:
+    """Each family has the files that the steps name, but for those shared with another family."""
+    for family in (cls.family for cls in DRAFTERS):
+        assert f"{family}.py" in {path.name for path in (ROOT / "modules" / "drafters").glob("*.py")}
+        for step in (f"trainers/{family}.py", f"tests/support/families/{family}.py"):
+            assert (ROOT / step).is_file(), step
+    named = re.findall(r"`((?:modules|trainers|recipes|tests|export)/[\w/.]+)`", section("Add a method"))
+    assert len(named) >= 10
+    for path in named:
+        assert (ROOT / path).exists() or "X" in path, path
+
+
+def test_the_glossary_has_at_most_25_terms() -> None:
+    terms = re.findall(r"^\| ([\w -]+) \|", section("Glossary"), flags=re.MULTILINE)[1:]
+    assert 20 <= len(terms) <= 25
+    assert len(terms) == len(set(terms))

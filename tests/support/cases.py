@@ -1,0 +1,63 @@
+"""Cases: the kinds of drafters on which the tests of all families run."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from draftsmith.modules import Adapter, Drafter, Target
+from draftsmith.trainers import DraftModule
+
+D = TypeVar("D", bound=Drafter)
+IDS = torch.tensor([0, 1, 2, 5, 9, *range(28, 48), 60])
+"""A reduced vocabulary that contains the cycle of tests/support/cycle.py."""
+
+
+def _unchanged(_target: Target) -> None:
+    """No change of the target, as in most families."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of drafter for a tiny target."""
+
+    make: Callable[[Target], Drafter]
+    """A new drafter, bound to the target that verifies its drafts."""
+    module: Callable[..., DraftModule]
+    """Its LightningModule, from (target, **training settings)."""
+    change: Callable[[Target], Adapter | None] = _unchanged
+    """A change of the target as training might make it, for families that train it: the same every time."""
+
+    def verifier(self, target: Target) -> Target:
+        """The target that verifies its drafts: the given one, or a changed copy of it."""
+        adapter = self.change(target)
+        return target if adapter is None else target.adapted(adapter)
+
+
+def case(module: type[DraftModule], train_config: Callable[..., Any], config: Any, ids: torch.Tensor | None = None,
+         **settings: Any) -> Case:
+    """A drafter of this shape, trained by this module.
+
+    Args:
+        module: its LightningModule, which knows the drafter's class.
+        train_config: makes the module's config.
+        config: the drafter's settings.
+        ids: its reduced vocabulary.
+        settings: training settings that differ from the family's defaults on the cycle's text.
+    """
+    def made(target: Target, **given: Any) -> DraftModule:
+        counts = torch.zeros(target.vocab_size)
+        if ids is not None:
+            counts[ids] = 1.0
+        return module(target, train_config(drafter=config, **settings | given), token_counts=counts)
+
+    return Case(make=lambda target: module.drafter_class.create(config, target, ids), module=made)
+
+
+def randomised(drafter: D) -> D:
+    """The drafter with noise on all weights, so that none keeps a special initial value."""
+    generator = torch.Generator().manual_seed(3)
+    for parameter in drafter.parameters():
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.data += (0.3 if parameter.ndim == 1 else 0.3 / parameter.shape[-1] ** 0.5) * noise.to(parameter)
+    return drafter.eval()

@@ -1,0 +1,20 @@
+"""EAGLE-3 and EAGLE-3.1, also with more layers or another width."""
+
+import torch
+from draftsmith.modules import Eagle3Config
+from draftsmith.trainers.eagle3 import Eagle3Module, Eagle3TrainConfig
+from support.cases import IDS, Case, case
+
+
+def _eagle3(config: Eagle3Config, ids: torch.Tensor | None = None) -> Case:
+    return case(Eagle3Module, Eagle3TrainConfig, config, ids, objective="hard")
+
+
+CASES = {
+    "eagle3": _eagle3(Eagle3Config(steps=3)),
+    "eagle3-shared": _eagle3(Eagle3Config(steps=2, taps=(1,), output="shared", norm_output=True)),
+    "eagle3.1": _eagle3(Eagle3Config(steps=3, fc_norm=True, norm_output=True)),
+    "eagle3-layers": _eagle3(Eagle3Config(steps=3, num_layers=2, vocabulary_size=len(IDS)), IDS),
+    "eagle3-narrow": _eagle3(Eagle3Config(steps=3, fc_norm=True, hidden_size=24, target_hidden_size=32)),
+    "eagle3-reduced": _eagle3(Eagle3Config(steps=4, vocabulary_size=len(IDS)), IDS),
+}

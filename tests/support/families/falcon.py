@@ -1,0 +1,18 @@
+"""Falcon with blocks of several sizes."""
+
+import torch
+from draftsmith.modules import FalconConfig
+from draftsmith.trainers.falcon import FalconModule, FalconTrainConfig
+from support.cases import IDS, Case, case
+
+
+def _falcon(config: FalconConfig, ids: torch.Tensor | None = None) -> Case:
+    # The cycle is not the target's own text: its distributions and states do not help.
+    return case(FalconModule, FalconTrainConfig, config, ids, objective="hard", feature_weight=0.0)
+
+
+CASES = {
+    "falcon": _falcon(FalconConfig()),
+    "falcon-blocks-reduced": _falcon(FalconConfig(block_size=3, blocks=2, noise=0.1, vocabulary_size=len(IDS)), IDS),
+    "falcon-official": _falcon(FalconConfig(block_size=4, skip=False, rope_base=10_000.0)),
+}

@@ -1,0 +1,37 @@
+"""Medusa heads alone, and trained with the target (Medusa-2)."""
+
+import torch
+from draftsmith.modules import Adapter, MedusaConfig, Target
+from draftsmith.modules.target.adapter import LowRank, choose_layers
+from draftsmith.trainers.lora import LoraConfig
+from draftsmith.trainers.medusa import MedusaModule, MedusaTrainConfig
+from draftsmith.trainers.medusa2 import Medusa2Module, Medusa2TrainConfig
+from support.cases import IDS, Case, case
+
+
+def _with_target(config: MedusaConfig, lora: LoraConfig) -> Case:
+    # The cycle is not the original's own text: trained to stay like the original, the target would not learn it.
+    heads = case(Medusa2Module, Medusa2TrainConfig, config, keep="text", first_stage=0.25, heads_weight=1.0, lora=lora)
+
+    def change(target: Target) -> Adapter:
+        generator = torch.Generator().manual_seed(4)
+        layers = {}
+        for name in choose_layers(target.model, lora.modules, without=target.head):
+            outputs, inputs = target.model.get_submodule(name).weight.shape
+            a_RI = torch.randn(lora.rank, inputs, generator=generator, dtype=torch.float64) / inputs**0.5
+            b_OR = 0.3 * torch.randn(outputs, lora.rank, generator=generator, dtype=torch.float64)
+            layers[name] = LowRank(a_RI=a_RI.to(target.dtype), b_OR=b_OR.to(target.dtype))
+        return Adapter(layers, lora.alpha / lora.rank)
+
+    return Case(make=heads.make, module=heads.module, change=change)
+
+
+CASES = {
+    "medusa": case(MedusaModule, MedusaTrainConfig, MedusaConfig(num_heads=3, num_layers=3)),
+    "medusa-copy": case(MedusaModule, MedusaTrainConfig, MedusaConfig(num_heads=2, output="copy")),
+    "medusa-copy-reduced": case(MedusaModule, MedusaTrainConfig, MedusaConfig(
+        num_heads=2, num_layers=2, output="copy", vocabulary_size=len(IDS)), IDS),
+    "medusa-2": _with_target(MedusaConfig(num_heads=3), LoraConfig(rank=4, alpha=8.0)),
+    "medusa-2-copy": _with_target(MedusaConfig(num_heads=2, output="copy"), LoraConfig(
+        rank=2, alpha=4.0, modules=("q_proj", "down_proj", "lm_head"))),
+}

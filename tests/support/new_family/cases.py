@@ -1,0 +1,10 @@
+"""Bigram drafters."""
+
+from draftsmith.modules.drafters.bigram import BigramConfig
+from draftsmith.trainers.bigram import BigramModule, BigramTrainConfig
+from support.cases import IDS, case
+
+CASES = {
+    "bigram": case(BigramModule, BigramTrainConfig, BigramConfig()),
+    "bigram-reduced": case(BigramModule, BigramTrainConfig, BigramConfig(width=16, vocabulary_size=len(IDS)), IDS),
+}
