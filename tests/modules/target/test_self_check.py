@@ -119,6 +119,10 @@ def test_a_wrong_mask_or_position_is_refused_in_every_number_type(
         return mask_BNW, places_BW
 
     model = tiny_model(dtype=dtype)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            # A sibling then moves the logits by less than half precision is allowed to round them.
+            layer.self_attn.o_proj.weight *= 0.1
     Target(copy.deepcopy(model), tiny_tokenizer(), name="tiny")
     monkeypatch.setattr(target_model, "_visible", changed)
     with pytest.raises(UserError, match="does not decode token trees exactly"):
