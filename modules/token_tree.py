@@ -1,4 +1,4 @@
-"""Token trees: what a drafter proposes and one target pass verifies.
+"""Token trees: a drafter's proposal, verified by one target pass.
 
 Shapes: B rows, N nodes, K nodes of a path, D hidden size, M virtual nodes. Node 0 is the root: the last token the
 target has decided, which has not been through the target yet. Parents precede children; a chain is a tree.
@@ -69,7 +69,7 @@ class Topology:
 
     @property
     def width(self) -> int:
-        """How many proposals of one node are used at most."""
+        """Largest number of proposals of one node that are used."""
         return max(self.ranks[1:], default=-1) + 1
 
     @cached_property
@@ -156,7 +156,7 @@ def _constants(topology: Topology, device: torch.device) -> tuple[Tensor, Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """How sampled nodes were drawn: from the parent's q, without replacement, siblings in the order of their indices.
+    """Draws of sampled nodes: from the parent's q, without replacement, siblings in the order of their indices.
 
     The first sampled child of a node was drawn from q, each later one from q with the earlier ones removed and the rest
     renormalised. Whether a node was drawn at all may depend on other tokens, never on its own.

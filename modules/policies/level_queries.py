@@ -1,4 +1,4 @@
-"""What policies do with a drafter's answers: look them up by level, temper them, sample from them.
+"""Queries of a drafter by tree level: scores looked up, tempered and sampled from.
 
 Shapes: B rows, F nodes of a level, K children of one node, O nodes the drafter was asked about, H depths answered at
 once, Q entries of the draft vocabulary or candidates of a node.
@@ -12,8 +12,8 @@ from ..interfaces.proposer import DraftState, Frontier, Proposer, spread
 from ..random_streams import Draws
 
 
-class Asker:
-    """Puts a level of a tree to a drafter; what a one-shot family has answered already is looked up.
+class LevelQueries:
+    """Scores of one tree level after another; what a one-shot family has answered already is looked up.
 
     A one-shot family scores a depth whatever the path, so the nodes of a level share the scores of the node that it was
     asked about.

@@ -1,4 +1,4 @@
-"""The rules by which drafted tokens are accepted, behind one interface.
+"""Rules of acceptance: which drafted tokens are kept, under one interface.
 
 Exact rules, which emit the target's distribution: equality for point masses (the default), rejection for tokens that
 were sampled from a q that the tree carries. Typical acceptance is not exact and says so.
@@ -24,7 +24,7 @@ class Chances:
     """Random numbers for one verification, uniform in [0, 1) and independent; ignored in greedy rows."""
 
     choices_BN: Tensor
-    """For the target's choice behind each node: that of the place the chosen token would take."""
+    """For the target's choice after each node: the number of the place that the chosen token would take."""
     tests_BN: Tensor
     """For the acceptance test of each node; only rules of rejection read it."""
 
@@ -37,7 +37,7 @@ class Rule(ABC):
 
     @abstractmethod
     def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
-        """Judge one tree a row by the target's logits behind each node (penalties applied, temperature not)."""
+        """Decide on one tree a row by the target's logits after each node (penalties applied, temperature not)."""
 
 
 class Equality(Rule):
@@ -52,8 +52,8 @@ class Equality(Rule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What a rule of rejection says about the children of one node a row."""
+class SiblingOutcome:
+    """Outcome of rejection for the children of one node a row."""
 
     accept_BK: Tensor
     """Probability of accepting each child once the ones before it were rejected; 0 where there is none."""
@@ -61,7 +61,9 @@ class Verdict:
     """Distribution of the emitted token when every child was rejected."""
 
 
-def judge(target_BV: Tensor, log_q_BV: Tensor, tokens_BK: Tensor, real_BK: Tensor, sampled_BK: Tensor) -> Verdict:
+def reject_siblings(
+    target_BV: Tensor, log_q_BV: Tensor, tokens_BK: Tensor, real_BK: Tensor, sampled_BK: Tensor
+) -> SiblingOutcome:
     """Recursive rejection over siblings in the order they were drawn (arXiv:2402.14160; EAGLE-1's code).
 
     Start with P = p. Accept the j-th child x with probability min(1, P(x) / q_j(x)), where q_j is q without the earlier
@@ -86,7 +88,7 @@ def judge(target_BV: Tensor, log_q_BV: Tensor, tokens_BK: Tensor, real_BK: Tenso
         rest_BV = torch.where(real_B1, normalised((rest_BV - q_BV).clamp(min=0), rest_BV), rest_BV)
         without_BV = log_left_BV.scatter(1, token_B1, -torch.inf)
         log_left_BV = torch.where(real_B1 & sampled_B1, without_BV, log_left_BV)
-    return Verdict(accept_BK=torch.cat([*accepts, rest_BV[:, :0]], dim=1), rest_BV=rest_BV)
+    return SiblingOutcome(accept_BK=torch.cat([*accepts, rest_BV[:, :0]], dim=1), rest_BV=rest_BV)
 
 
 def normalised(mass_BV: Tensor, otherwise_BV: Tensor) -> Tensor:
@@ -117,20 +119,20 @@ class Rejection(Rule):
         rest_BV = torch.zeros_like(logits_BNV[:, 0], dtype=torch.float64)
         for _ in range(tree.max_depth + 1):
             children_BK, real_BK = tree.children(here_B)
-            verdict = self._verdict(tree, logits_BNV[rows_B, here_B], sampling, here_B)
-            rest_BV = torch.where(walking_B[:, None], verdict.rest_BV, rest_BV)
+            outcome = self._outcome(tree, logits_BNV[rows_B, here_B], sampling, here_B)
+            rest_BV = torch.where(walking_B[:, None], outcome.rest_BV, rest_BV)
             if children_BK.shape[1] == 0:
                 break
-            passed_BK = real_BK & (chances.tests_BN.gather(1, children_BK) < verdict.accept_BK)
+            passed_BK = real_BK & (chances.tests_BN.gather(1, children_BK) < outcome.accept_BK)
             walking_B = walking_B & passed_BK.any(-1)
             first_B1 = passed_BK.long().argmax(-1, keepdim=True)
             here_B = torch.where(walking_B, children_BK.gather(1, first_B1)[:, 0], here_B)
         return down_to(tree, here_B, draw(rest_BV, chances.choices_BN[rows_B, here_B]))
 
-    def _verdict(self, tree: TokenTree, logits_BV: Tensor, sampling: Sampling, here_B: Tensor) -> Verdict:
+    def _outcome(self, tree: TokenTree, logits_BV: Tensor, sampling: Sampling, here_B: Tensor) -> SiblingOutcome:
         children_BK, real_BK = tree.children(here_B)
         sampled_BN = torch.zeros_like(tree.real_BN) if tree.drawn is None else tree.drawn.sampled_BN
-        return judge(
+        return reject_siblings(
             sampling.distribution(logits_BV[:, None])[:, 0].double(),
             tree.draft_at(here_B[:, None], logits_BV.shape[-1])[:, 0],
             tree.tokens_BN.gather(1, children_BK),
@@ -142,7 +144,7 @@ class Rejection(Rule):
 class ChainRejection(Rule):
     """Rejection along a chain, all places at once (arXiv:2211.17192, algorithm 1): what `Rejection` does, in one step.
 
-    Accept x with probability min(1, p(x) / q(x)); behind the last accepted token draw from max(p - q, 0), normalised,
+    Accept x with probability min(1, p(x) / q(x)); after the last accepted token draw from max(p - q, 0), normalised,
     and from p when the chain ends there.
     """
 
@@ -176,7 +178,7 @@ class Typical(Rule):
     """Medusa's typical acceptance (arXiv:2401.10774, eq. 4): faster, and not the target's distribution.
 
     In sampled rows a token is accepted when p(x) > min(epsilon, delta exp(-H(p))), H in nats; the longest accepted
-    path wins, then the likeliest. The token behind it is drawn from p. Greedy rows are verified by equality. The
+    path wins, then the likeliest. The token after it is drawn from p. Greedy rows are verified by equality. The
     official code adds 1e-5 inside the logarithm; here 0 log 0 = 0.
 
     Raises:
@@ -220,7 +222,7 @@ class Typical(Rule):
 
 
 class AcceptAll(Rule):
-    """Takes the draft at its word: every drafted token of a chain is kept, and the target adds one behind it.
+    """Accepts every drafted token of a chain; the target adds one after it.
 
     What is emitted is the draft's own text, with a token of the target's after each chain. It is for data that a draft
     is to learn on (arXiv:2310.08461), never for answers: it is not lossless, and says so.
@@ -243,7 +245,7 @@ _EQUALITY, _REJECTION, _CHAIN_REJECTION = Equality(), Rejection(), ChainRejectio
 
 
 def exact_rule(tree: TokenTree) -> Rule:
-    """The exact rule for how a tree was drawn: equality for point masses, rejection for samples.
+    """The exact rule for a tree: equality for point masses, rejection for samples.
 
     A tree in which no node has two children is taken for a chain, whose padding, if any, stands at its end.
     """

@@ -24,7 +24,7 @@ _ARGMAX_BLOCK = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the target turns logits into a distribution, in transformers' order: temperature, top-k, top-p, min-p."""
+    """Processing of the target's logits in transformers' order: temperature, top-k, top-p, min-p."""
 
     temperature_B: Tensor
     """Per row, float32; 0 is greedy, others lie between LEAST_TEMPERATURE and GREATEST_TEMPERATURE."""
@@ -38,7 +38,7 @@ class Sampling:
     """Rows with a temperature above 0, known on the host."""
 
     def distribution(self, logits_BNV: Tensor) -> Tensor:
-        """What the next token is drawn from, [B, N, V], float32 or wider; in greedy rows all of it is on the argmax."""
+        """Distribution of the next token, [B, N, V], float32 or wider; in greedy rows all of it is on the argmax."""
         greedy_BNV = torch.zeros_like(logits_BNV, dtype=torch.promote_types(logits_BNV.dtype, torch.float32))
         greedy_BNV = greedy_BNV.scatter(-1, logits_BNV.argmax(-1, keepdim=True), 1.0)
         if not self.sampling_rows:

@@ -1,4 +1,4 @@
-"""Is the output the target's own, whatever drafts? Greedy token by token, sampled by its distribution, and fuzzed.
+"""Comparison of drafted output with the target's own: greedy token by token, sampled by distribution, and fuzzed.
 
     PYTHONPATH=tests python tests/benchmarks/lossless_campaign.py [--minutes N] [--out FILE] [--parts NAME ...]
 
@@ -121,7 +121,7 @@ def table(store: Store, totals: dict[str, int]) -> Iterator[str]:
 
 
 def broken(store: Store) -> list[str]:
-    """What is wrong, in sentences; nothing when all is well."""
+    """Sentences that say what is wrong; nothing when all is well."""
     found = [f"{part} {name}: {one.note or 'differs'}" for part in PARTS if part != "rules"
              for name, one in store.outcomes[part].items() if one.wrong]
     found += [f"the wrong rule {name} was not seen (p = {one.p})" for name, one in store.outcomes["rules"].items()

@@ -89,7 +89,7 @@ def test_turns_of_one_prompt_share_no_number() -> None:
 
 
 def test_the_numbers_of_ordinary_seeds_stay() -> None:
-    """Recorded before seeds and indices of more than 32 bits were told apart."""
+    """Recorded before seeds and indices of more than 32 bits had numbers of their own."""
     assert uniform_stream(0, 0, 3).tolist() == [0.011546754286331562, 0.24154919656271812, 0.11142585551493822]
     assert uniform_stream(7, 5, 2).tolist() == [0.0487398305493153, 0.8109222632854719]
     assert uniform_stream(2**40 + 1, 2**33 + 5, 2).tolist() == [0.3919603071458868, 0.7121856431172376]

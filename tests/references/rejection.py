@@ -43,24 +43,24 @@ def siblings(q, width, sampled):
     return torch.tensor(lists), torch.tensor(chances, dtype=q.dtype)
 
 
-def level_law(judge, p, q, width, sampled):
+def level_law(reject_siblings, p, q, width, sampled):
     """([V] probability that a token is emitted as an accepted child, [V] as the bonus) at a node, by enumeration."""
     lists, chances = siblings(q, width, sampled)
     marks = torch.full_like(lists, sampled, dtype=torch.bool)
     log_q = q.log().expand(len(lists), -1)
-    verdict = judge(p.expand(len(lists), -1), log_q, lists, torch.ones_like(marks), marks)
+    outcome = reject_siblings(p.expand(len(lists), -1), log_q, lists, torch.ones_like(marks), marks)
     accepted, reached = torch.zeros_like(p), chances
     for rank in range(width):
-        accepted.index_add_(0, lists[:, rank], reached * verdict.accept_BK[:, rank])
-        reached = reached * (1 - verdict.accept_BK[:, rank])
-    return accepted, (reached[:, None] * verdict.rest_BV / verdict.rest_BV.sum(-1, keepdim=True)).sum(0)
+        accepted.index_add_(0, lists[:, rank], reached * outcome.accept_BK[:, rank])
+        reached = reached * (1 - outcome.accept_BK[:, rank])
+    return accepted, (reached[:, None] * outcome.rest_BV / outcome.rest_BV.sum(-1, keepdim=True)).sum(0)
 
 
-def pair_law(judge, p_of, q_of, width, sampled):
-    """[V, V] law of the first two tokens behind a tree two levels deep; a row that stops early goes on with p."""
-    accepted, bonus = level_law(judge, p_of(()), q_of(()), width, sampled)
+def pair_law(reject_siblings, p_of, q_of, width, sampled):
+    """[V, V] law of the first two tokens after a tree two levels deep; a row that stops early goes on with p."""
+    accepted, bonus = level_law(reject_siblings, p_of(()), q_of(()), width, sampled)
     rows = []
     for token in range(len(accepted)):
-        below = sum(level_law(judge, p_of((token,)), q_of((token,)), width, sampled))
+        below = sum(level_law(reject_siblings, p_of((token,)), q_of((token,)), width, sampled))
         rows.append(accepted[token] * below + bonus[token] * p_of((token,)))
     return torch.stack(rows)

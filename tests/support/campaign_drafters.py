@@ -115,7 +115,7 @@ class HelpedState(DraftState):
 
 
 class Helped(Wrapped):
-    """A drafter that is told the right token at a share of the nodes, so that whole paths are accepted.
+    """A drafter that knows the right token at a share of the nodes, so that whole paths are accepted.
 
     Drafters that name their candidates are left as they are.
 

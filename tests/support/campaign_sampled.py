@@ -139,7 +139,7 @@ def wrong_cells() -> dict[str, Callable[[], Outcome]]:
 
 
 def _wrong(name: str, rule: Any, policy: Policy, temperature: float, draft: str, judged: Rejection | None) -> Outcome:
-    inside: Callable[[], AbstractContextManager[Any]] = partial(wrong_rules.judged_by, rule) if rule else nullcontext
+    inside: Callable[[], AbstractContextManager[Any]] = partial(wrong_rules.rejecting_by, rule) if rule else nullcontext
     if name == "likeliest_as_samples":
         inside = likeliest_as_samples
     outcome = sampled(name, "eagle3", policy, temperature, "none", draft, inside=inside, rule=judged,

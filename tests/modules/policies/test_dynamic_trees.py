@@ -1,4 +1,4 @@
-"""How trees grow: EAGLE-2 against brute force, DySpec against what a heap guarantees, sampling, every family."""
+"""Growing trees: EAGLE-2 against brute force, DySpec against what a heap guarantees, sampling, every family."""
 
 from collections.abc import Callable
 from typing import Any
@@ -237,7 +237,7 @@ def test_drafting_accepting_and_committing_read_nothing_on_the_host(
     family: Callable[[Target], Medusa | Hydra],
 ) -> None:
     """Under FakeTensorMode a hidden `.item()` raises."""
-    # The constants of a topology outlive a test: fake ones must neither be found nor left behind.
+    # The constants of a topology outlive a test: fake ones must neither be found nor remain.
     for remembered in (_constants, _inner, _span):
         remembered.cache_clear()
         request.addfinalizer(remembered.cache_clear)

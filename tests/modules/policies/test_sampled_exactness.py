@@ -84,13 +84,13 @@ def test_the_tests_have_power_at_every_temperature(name: str, draft: str, temper
     """A rule that draws from p after a rejection is seen wherever something is drafted."""
     if (name, draft) == ("unsure chain", "flat"):
         pytest.skip("nothing is drafted: no guess is sure enough")
-    with wrong_rules.judged_by(wrong_rules.no_residual):
+    with wrong_rules.rejecting_by(wrong_rules.no_residual):
         assert detected(POLICIES[name], draft, temperature)
 
 
 @pytest.mark.parametrize("draft", ["confident", "certain"])
 def test_a_q_that_underflows_is_seen(draft: str) -> None:
-    with wrong_rules.judged_by(wrong_rules.underflowing_q):
+    with wrong_rules.rejecting_by(wrong_rules.underflowing_q):
         assert detected(POLICIES["tree"], draft, 0.1) == (draft == "certain")
         assert not detected(POLICIES["tree"], draft, 1.0)
 

@@ -87,7 +87,7 @@ class PerRow(DepthDrafter):
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_cut_depends_on_nothing_later(name: str, sampled: bool) -> None:
-    """Rows share their first `place` distributions and differ behind: so do their drafts, up to there."""
+    """Rows share their first `place` distributions and differ after them: so do their drafts, up to there."""
     rows, depth = 64, 6
     start = random_log_probs(depth, 8, sharpness=2.0, seed=8)
     seen = set()
@@ -108,7 +108,7 @@ def test_a_cut_depends_on_nothing_later(name: str, sampled: bool) -> None:
 
 
 class AnticipatingChain(SampledChain):
-    """Wrong: drops a token whose own q is below a bound, instead of stopping behind it."""
+    """Wrong: drops a token whose own q is below a bound, instead of stopping after it."""
 
     def grow(self, drafter, state, roots_B, draws=None):  # type: ignore[no-untyped-def]
         tree = super().grow(drafter, state, roots_B, draws)

@@ -20,7 +20,7 @@ from draftsmith.modules import (
     UserError,
     exact_rule,
 )
-from draftsmith.modules.verification.acceptance_rules import judge
+from draftsmith.modules.verification.acceptance_rules import reject_siblings
 from draftsmith.modules.verification.sampling import draw, penalise
 from references import wrong_rules
 from references.rejection import pair_law, walk
@@ -41,7 +41,7 @@ def raw_logits(prefix: tuple[int, ...], seed: int = 0) -> Tensor:
 
 
 def ours(prefix: tuple[int, ...], setting: tuple[float, int, float, float]) -> Tensor:
-    """The target's processed distribution behind the prompt and a path, as the loop forms it."""
+    """The target's processed distribution after the prompt and a path, as the loop forms it."""
     temperature, top_k, top_p, penalty = setting
     seen_BV = torch.zeros(1, SIZE, dtype=torch.bool)
     seen_BV[:, list(PROMPT)] = True
@@ -80,7 +80,7 @@ def draft(prefix: tuple[int, ...]) -> Tensor:
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
 def test_rejection_has_the_targets_law(width: int, setting: tuple[float, int, float, float], sampled: bool) -> None:
-    law = pair_law(judge, lambda prefix: ours(prefix, setting), draft, width, sampled)
+    law = pair_law(reject_siblings, lambda prefix: ours(prefix, setting), draft, width, sampled)
     torch.testing.assert_close(law, expected_pairs(setting), atol=1e-7, rtol=0)
 
 
@@ -105,10 +105,10 @@ def test_an_oracle_is_always_accepted_and_point_masses_with_their_sum() -> None:
     p = draft(())[None]
     everything = torch.ones(1, 3, dtype=torch.bool)
     tokens = p.topk(3).indices
-    verdict = judge(p, p.log(), tokens, everything, everything)
-    assert float(verdict.accept_BK[0, 0]) == 1.0
-    verdict = judge(p, p.log(), tokens, everything, ~everything)
-    some = 1 - (1 - verdict.accept_BK).prod()
+    outcome = reject_siblings(p, p.log(), tokens, everything, everything)
+    assert float(outcome.accept_BK[0, 0]) == 1.0
+    outcome = reject_siblings(p, p.log(), tokens, everything, ~everything)
+    some = 1 - (1 - outcome.accept_BK).prod()
     torch.testing.assert_close(some, p.topk(3).values.sum())
 
 

@@ -60,7 +60,7 @@ def test_follow_equals_the_plain_walk_on_random_trees() -> None:
 def test_filler_tokens_beyond_a_short_path_are_never_accepted() -> None:
     tokens = torch.tensor([[5, 1, 0, 0]])
     tree = TokenTree.from_parents(tokens, torch.tensor([[-1, 0, 1, 2]]), torch.tensor([[True, True, False, False]]))
-    # The target's choice is the filler id everywhere behind node 1.
+    # The target's choice is the filler id everywhere after node 1.
     accepted = follow(tree, torch.tensor([[1, 0, 0, 0]]))
     assert accepted.counts_B.tolist() == [2]
     assert accepted.bonus_B.tolist() == [0]
@@ -101,7 +101,7 @@ def test_equality_verification_has_the_targets_distribution(width: int) -> None:
 
 
 def processors(temperature: float, top_k: int, top_p: float, min_p: float) -> LogitsProcessorList:
-    """What `generate` applies for these settings, in its own order."""
+    """The processors that `generate` applies for these settings, in its own order."""
     settings = GenerationConfig(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p or None)
     return tiny_model()._get_logits_processor(settings)
 
