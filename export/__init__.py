@@ -1,6 +1,7 @@
-"""Artifacts, foreign layouts, evaluation and its report."""
+"""Artifacts, checkpoint layouts of other projects, evaluation and its report."""
 
 from .artifact import FORMAT_VERSION, Artifact, Tuning, load_artifact, read_description, save_artifact, save_tuning
+from .evaluation.contention import busy_warning
 from .evaluation.evaluate import evaluate
 from .evaluation.methods import EvaluateConfig, Method, PromptSets, Question
 from .evaluation.results import Evaluation, EvaluationRun, Lossless, Measures
@@ -26,6 +27,7 @@ __all__ = [
     "PromptSets",
     "Question",
     "Tuning",
+    "busy_warning",
     "evaluate",
     "export_adapted",
     "export_artifact",

@@ -1,7 +1,7 @@
-"""The artifact: a trained drafter, its tree and where it came from, in one folder without a pickle.
+"""Artifact: a trained drafter, its tree and its provenance, in one folder without a pickle.
 
-config.json, model.safetensors and README.md depend on what was trained alone: two equal runs write equal bytes.
-tuning.json holds what was measured on one machine.
+config.json, model.safetensors and README.md depend only on the training: two equal runs write equal bytes. tuning.json
+holds measurements of one machine.
 """
 
 import hashlib
@@ -46,10 +46,10 @@ OWNED = frozenset({CONFIG, WEIGHTS, CARD, TUNING})
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """What was measured on one machine: it may be absent, and another machine measures its own."""
+    """Measurements of one machine; may be absent, and another machine makes its own."""
 
     device: str
-    """Device the passes ran on, for people: "cpu, 2 threads"."""
+    """Device the passes ran on, as text: "cpu, 2 threads"."""
     dtype: str
     """Number format of the target, such as float32."""
     tree_size: int
@@ -59,14 +59,14 @@ class Tuning:
     expected_accepted_length: tuple[float, ...] = ()
     """Estimated tokens per pass for a tree of 1, 2, 3 ... nodes, greedy; empty when it was not computed."""
     expected_sampled: tuple[float, ...] = ()
-    """The same at temperature 1; what is known of it serves all temperatures above 0."""
+    """The same at temperature 1, used for all temperatures above 0; empty when it was not computed."""
     given: bool = False
-    """Whether the recipe named the size: it then serves every batch, otherwise each has its own."""
+    """Whether the recipe sets the size: every batch size then uses it, otherwise each has its own."""
 
     @classmethod
     def of(cls, target: Target, tree_size: int, cost: CostModel, expected: Sequence[float] = (), *,
            given: bool = False) -> "Tuning":
-        """What was measured with `target`, with the name of its device."""
+        """The measurements made with `target`, with the name of its device."""
         threads = f", {torch.get_num_threads()} threads" if target.device.type == "cpu" else ""
         return cls(device=f"{target.device.type}{threads}", dtype=str(target.dtype).removeprefix("torch."),
                    tree_size=tree_size, cost=cost, expected_accepted_length=tuple(expected), given=given)
@@ -82,22 +82,22 @@ class Tuning:
 
 @dataclass(frozen=True, kw_only=True)
 class Artifact:
-    """A drafter ready to decode beside its target."""
+    """A drafter with the target that verifies its drafts, ready to decode."""
 
     drafter: Drafter
     """The drafter, bound to `target`."""
     target: Target
-    """What verifies its drafts: the target it was loaded beside, or a copy of that with `adapter` merged into it."""
+    """The verifying target: the one it was loaded for, or a copy of it with `adapter` merged into its weights."""
     topology: Topology
     """The static tree in best-first order: any prefix of it is the best smaller tree."""
     identity: TargetIdentity
-    """The target it belongs to."""
+    """Identity of the target it was trained for."""
     provenance: dict[str, Any]
-    """Recipe, data manifest hash, measured acceptance, versions."""
+    """Recipe, hash of the data manifest, measured acceptance, versions."""
     tuning: Tuning | None = None
-    """What was measured on this machine, if anything was."""
+    """Measurements of this machine; None if there are none."""
     adapter: Adapter | None = None
-    """How the artifact changes its target; None where it leaves it alone."""
+    """Changes of the target's weights; None if the artifact leaves the target unchanged."""
 
     @property
     def tree_size(self) -> int:
@@ -105,9 +105,9 @@ class Artifact:
         return self.size_for(1)
 
     def predicted_speedup(self, name: str = STATIC, *, batch_size: int = 1) -> float | None:
-        """What the cost fitted on this machine predicts for greedy rows and the static tree that the policy names.
+        """Speed-up that the cost model fitted on this machine predicts for greedy rows and a static tree.
 
-        None where nothing was measured here, no length was estimated for its size, or the tree is no static one.
+        None if nothing was measured here, no accepted length was estimated for its size, or the policy is not static.
         """
         kind, size = parse_policy(name)
         if kind != STATIC or self.tuning is None:
@@ -122,13 +122,14 @@ class Artifact:
         return whole if self.tuning is None else min(self.tuning.size_for(batch_size, temperature), whole)
 
     def policy(self, name: str = STATIC, *, batch_size: int = 1, temperature: float = 0.0) -> Policy:
-        """How this artifact drafts: by default its own tree, cut to `size_for(batch_size, temperature)` nodes; other
-        policies, too, take that many nodes, or that tree's depth, unless their name says how many.
+        """The policy to draft with: by default the artifact's tree, cut to `size_for(batch_size, temperature)` nodes.
+
+        Other policies also take that many nodes, or that tree's depth, unless their name contains a number.
 
         Args:
-            name: one of `modules.POLICIES`, with a number of nodes or tokens where you like: static-16, chain-3.
+            name: one of `modules.POLICIES`, optionally with a number of nodes or tokens: static-16, chain-3.
             batch_size: rows that are decoded at once.
-            temperature: theirs; less is accepted where the target samples, and smaller trees pay.
+            temperature: their sampling temperature; above 0 less is accepted, and smaller trees pay.
 
         Raises:
             UserError: if there is no such policy, or it asks for more than the tree or the family has.
@@ -140,16 +141,16 @@ class Artifact:
 
 def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, provenance: dict[str, Any],
                   topology: Topology, adapter: Adapter | None = None) -> Path:
-    """Write config.json, model.safetensors and README.md; the bytes depend on the arguments and versions alone.
+    """Write config.json, model.safetensors and README.md; the bytes depend only on the arguments and versions.
 
-    Absolute paths inside `provenance` are cut to their last part: they would tell where, not what. An artifact already
-    in `folder` is replaced as a whole, its tuning included.
+    Absolute paths inside `provenance` are cut to their last part, which depends on no machine. An artifact already in
+    `folder` is replaced as a whole, its tuning included.
 
     Args:
         provenance: JSON-ready facts; `acceptance` ({accepted_length, by_position, tokens}), `data_manifest` and
             `recipe` are shown on the model card.
         topology: the tree, best node first.
-        adapter: how the artifact changes its target; `identity` is that of the unchanged one.
+        adapter: changes of the target's weights; `identity` is that of the unchanged target.
 
     Raises:
         UserError: if a weight is not finite, or `folder` holds other files or cannot be written.
@@ -191,11 +192,12 @@ def read_description(folder: Path) -> dict[str, Any]:
 
 
 def load_artifact(folder: Path, target: Target, *, trust: bool = False) -> Artifact:
-    """Load an artifact beside its target and bind it.
+    """Load an artifact for its target and bind it.
 
     Args:
-        target: the one it was made for; an artifact with an adapter decodes with a changed copy of it.
-        trust: import the class that the artifact names when its family is not one of this package's. That runs code.
+        target: the one it was trained for; an artifact with an adapter decodes with a changed copy of it.
+        trust: whether the class that the artifact names is imported, which runs its code, if its family is not one of
+            this package's.
 
     Raises:
         UserError: if the artifact is missing, damaged or of another format version; if it belongs to another target;
@@ -216,7 +218,7 @@ def load_artifact(folder: Path, target: Target, *, trust: bool = False) -> Artif
         raise UserError(f"{folder / CONFIG} lacks {error}; the artifact is damaged, train or copy it again") from error
     except (TypeError, ValueError) as error:
         raise UserError(f"{folder / CONFIG} is damaged ({error}); train or copy the artifact again") from error
-    # The states that it will read come in the target's number format, on the target's device.
+    # It reads the target's states, which have the target's number format and device.
     drafter.to(device=target.device, dtype=target.dtype)
     decoder = target if adapter is None else target.adapted(adapter)
     drafter.bind(decoder)
@@ -226,7 +228,7 @@ def load_artifact(folder: Path, target: Target, *, trust: bool = False) -> Artif
 
 
 def read_tuning(folder: Path) -> Tuning | None:
-    """tuning.json of an artifact, or None where nothing was measured yet.
+    """tuning.json of an artifact; None if nothing was measured yet.
 
     Raises:
         UserError: if the file is damaged.
@@ -244,7 +246,7 @@ def read_tuning(folder: Path) -> Tuning | None:
 
 
 def drafter_class(config: Mapping[str, Any], *, trust: bool) -> type[Drafter]:
-    """The class of an artifact's drafter: one of this package's families, or, if trusted, the one it names.
+    """The class of an artifact's drafter: one of this package's families or, if trusted, the class it names.
 
     Raises:
         UserError: if the family is unknown and `trust` is False, or the class cannot be imported.
@@ -274,7 +276,7 @@ def portable(value: Any) -> Any:
     if isinstance(value, (str, Path)):
         text = str(value)
         path = PureWindowsPath(text) if PureWindowsPath(text).is_absolute() else PurePosixPath(text)
-        # Two parts at least: "/think" is more likely a word to a model than a place.
+        # At least two parts: "/think" is more likely text for a model than a path.
         return path.name if path.is_absolute() and len(path.parts) > 2 else text
     return value
 
@@ -284,8 +286,8 @@ def model_card(config: Mapping[str, Any], parameters: int) -> str:
     provenance, target = config["provenance"], config["target"]
     lines = [
         f"# {config['family'].capitalize()} drafter for {target['name']}", "",
-        f"Guesses what {target['name']} says next, so that it decodes several tokens in one pass. Greedy output is the",
-        "target's own, token by token; sampled output has the target's distribution.", "",
+        f"Drafts the next tokens of {target['name']}, which verifies several of them in one pass. Greedy output equals",
+        "the target's own, token by token; sampled output has the target's distribution.", "",
         *_adapter_lines(config),
         "| | |", "|---|---|",
         f"| family | {config['family']} |",
@@ -300,14 +302,14 @@ def model_card(config: Mapping[str, Any], parameters: int) -> str:
         "from draftsmith.export import load_artifact", "from draftsmith.modules import TargetConfig, load_target", "",
         f"target = load_target(TargetConfig(name={target['name']!r}))",
         'artifact = load_artifact(Path("this folder"), target)', "```", "",
-        "It is refused beside any other target. `config.json` holds the recipe and the tree; nothing here is a pickle.",
+        "Loading it for any other target is refused. `config.json` holds the recipe and the tree; no file is a pickle.",
     ]
     return "\n".join(lines) + "\n"
 
 
 def _description(drafter: Drafter, identity: TargetIdentity, provenance: dict[str, Any], topology: Topology,
                  weights_sha256: str) -> dict[str, Any]:
-    """What config.json holds."""
+    """The content of config.json."""
     return {
         "format": "draftsmith",
         "format_version": FORMAT_VERSION,
@@ -326,8 +328,8 @@ def _adapter_lines(config: Mapping[str, Any]) -> list[str]:
     if "adapter" not in config:
         return []
     return ["**It changes the target.** The artifact holds a low-rank adapter of "
-            f"{len(config['adapter']['layers'])} of the target's layers; what is said above holds for the adapted",
-            "target, which loading puts beside the original one.", ""]
+            f"{len(config['adapter']['layers'])} of the target's layers; the sentence above is true of the adapted",
+            "target, a copy that loading makes of the original one.", ""]
 
 
 def _acceptance_rows(provenance: Mapping[str, Any]) -> list[str]:
@@ -352,7 +354,7 @@ def _own_weights(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _load_weights(drafter: Drafter, path: Path, config: Mapping[str, Any]) -> Adapter | None:
-    """Fill the drafter; the adapter's weights stand in the same file and are returned."""
+    """Load the drafter's weights; returns the adapter whose weights are in the same file, if there is one."""
     if not path.is_file():
         raise UserError(f"{path} is missing; the artifact is incomplete, copy or train it again")
     if _sha256(path) != config["weights_sha256"]:

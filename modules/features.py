@@ -45,7 +45,7 @@ class Features:
 
     @property
     def encoded(self) -> bool:
-        """Whether the target's states are there at every token."""
+        """True where the target's states are there at every token."""
         return self.final_BLD is not None and self.missing_BL is None
 
     def labels(self, offset: int) -> tuple[Tensor, Tensor]:

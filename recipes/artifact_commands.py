@@ -1,5 +1,6 @@
 """The commands that use an artifact: evaluate, export, generate. They need none of the training extras."""
 
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,10 @@ from ..export import (
     write_report,
 )
 from ..modules import STATIC, DecodeSettings, Request, Target, TargetConfig, UserError, load_target, stream
+from ..modules.decoding.pass_recorder import PassRecorder
+from ..modules.decoding.token_text import TokenText
 from .chat_settings import ARTIFACT_TARGET, TemplateConfig, artifact_target, handwritten_prompts, prompt_sets
+from .draft_colours import MarkedAnswer, marks_for
 from .parsing import Command, Parsed
 
 
@@ -110,6 +114,10 @@ class GenerateArguments:
     """Seed of the sampled answer."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer."""
+    show_drafts: bool = False
+    """Mark who wrote each token: accepted guesses of the draft are green, rejected ones dim and struck through, the
+    rest is the target's own. Without colours ([accepted], ~rejected~) where the output is no terminal or NO_COLOR is
+    set; FORCE_COLOR asks for colours in files and pipes too."""
     policy: str = STATIC
     """How it drafts: static (the tree tuned on the machine that trained it), chain, eagle2, dyspec, ...; with a number
     of nodes or tokens where you like, static-16, chain-3."""
@@ -127,13 +135,18 @@ def generate(parsed: Parsed[GenerateArguments]) -> None:
     tokens = given.template.build(target).prompt([{"role": "user", "content": given.prompt}])
     request = Request(tuple(tokens), 0, given.max_new_tokens, given.temperature)
     settings = DecodeSettings(top_k=given.top_k, top_p=given.top_p, seed=given.seed, stop=given.stop)
-    passes = stream(artifact.target, request, settings, drafter=artifact.drafter,
+    recorder = PassRecorder() if given.show_drafts else None
+    passes = stream(artifact.target, request, settings, drafter=artifact.drafter, observer=recorder,
                     policy=artifact.policy(given.policy, temperature=given.temperature))
     counts: list[int] = []
     began = time.perf_counter()
-    for text in readable(target, count_into(passes, counts)):
+    counted = count_into(passes, counts)
+    marked = recorder and MarkedAnswer(target.tokenizer, marks_for(sys.stdout.isatty(), os.environ), recorder)
+    for text in marked.text(counted) if marked else readable(target, counted):
         print(text, end="", flush=True)
     seconds, drafted = time.perf_counter() - began, counts[1:]
+    if marked:
+        print(f"\n\n{marked.summary()}", end="", flush=True)
     length = sum(drafted) / max(1, len(drafted))
     print(f"\n[{sum(counts)} tokens in {len(drafted)} passes: {length:.2f} tokens per pass, "
           f"{sum(counts) / seconds:.1f} tokens/s with the prompt's pass]", file=sys.stderr)
@@ -148,15 +161,10 @@ def count_into(passes: Iterator[list[int]], counts: list[int]) -> Iterator[list[
 
 def readable(target: Target, passes: Iterator[list[int]]) -> Iterator[str]:
     """New text after each pass. A character whose bytes are not all there yet waits for the rest."""
-    tokens: list[int] = []
-    shown = ""
-    for new in passes:
-        tokens += new
-        text = target.tokenizer.decode(tokens, skip_special_tokens=True)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            yield text[len(shown):]
-            shown = text
-    yield target.tokenizer.decode(tokens, skip_special_tokens=True)[len(shown):]
+    pieces = TokenText(target.tokenizer)
+    for tokens in passes:
+        yield "".join(map(pieces.add, tokens))
+    yield pieces.rest()
 
 
 @dataclass(frozen=True, kw_only=True)

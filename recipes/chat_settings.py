@@ -70,7 +70,7 @@ def question(template: ChatTemplate, prompt: Prompt) -> Question:
         texts = [str(template.tokenizer.decode(list(answer), skip_special_tokens=True)) for answer in answers]
         return template.prompt(prompt.messages(texts))
 
-    return Question(prompt=ask, turns=len(prompt.turns), category=prompt.category or "")
+    return Question(prompt=ask, turns=len(prompt.turns), category=prompt.category or "", text=prompt.turns[0])
 
 
 def prompt_sets(template: ChatTemplate, sets: dict[str, list[Prompt]]) -> PromptSets:

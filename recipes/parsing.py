@@ -93,13 +93,18 @@ class Command(Generic[T]):
         return text
 
     def expand(self, arguments: Sequence[str]) -> list[str]:
-        """Dashes in keys become underscores, keys of the home section get its name, shipped recipes their path."""
+        """Dashes in keys become underscores, keys of the home section get its name, shipped recipes their path, and a
+        switch without a value is switched on."""
         words = [self._expand_key(word) for word in arguments]
+        known = fields(self.arguments)  # type: ignore[arg-type]
+        switches = {f"--{field.name}" for field in known if field.type is bool}
         for place, word in enumerate(words):
             if word == "--config" and place + 1 < len(words):
                 words[place + 1] = recipe_path(words[place + 1])
             elif word.startswith("--config="):
                 words[place] = f"--config={recipe_path(word.removeprefix('--config='))}"
+            elif word in switches and words[place + 1 : place + 2] not in (["true"], ["false"]):
+                words[place] = f"{word}=true"
         return words
 
     def _expand_key(self, word: str) -> str:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from ..data.datamodule import DraftDataModule
 from ..export import (
     Method,
     Tuning,
+    busy_warning,
     evaluate,
     load_artifact,
     save_artifact,
@@ -247,6 +249,8 @@ def perform_stages(workspace: Workspace, chosen: Sequence[str]) -> None:
 
 def run(parsed: Parsed[Recipe]) -> None:
     """Do everything in one recipe, from prompts to the report; stages whose output is complete are skipped."""
+    if (warning := busy_warning()) is not None:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
     perform_stages(Workspace(parsed.values, parsed.settings), [stage.name for stage in STAGES])
 
 

@@ -214,17 +214,17 @@ class DraftModule(L.LightningModule):
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether the objective of some draft step reads the target's distribution."""
+        """True if the objective of some draft step reads the target's distribution."""
         return self.config.objective_settings().needs_teacher
 
     @property
     def learns_text(self) -> bool:
-        """Whether the training data's tokens are labels, as if the target had written them."""
+        """True if the training data's tokens are labels, as if the target had written them."""
         return not self.needs_teacher
 
     @property
     def needs_states(self) -> bool:
-        """Whether a training step reads the target's states; otherwise it runs no target pass."""
+        """True if a training step reads the target's states; otherwise it runs no target pass."""
         return self.drafter.reads_states or self.needs_teacher or self.config.feature_weight > 0
 
     def encoded(self, features: Features) -> Features:
@@ -319,7 +319,7 @@ class DraftModule(L.LightningModule):
 
     @property
     def finished(self) -> bool:
-        """Whether the newest optimizer step was the last one."""
+        """True after the last optimizer step."""
         return self.progress >= 1.0
 
     def _take_time(self) -> None:

@@ -97,7 +97,7 @@ class LearningTarget(nn.Module):
 
     @property
     def unchanged(self) -> bool:
-        """Whether the copy still equals the original: all changes are zero."""
+        """True while the copy still equals the original: all changes are zero."""
         return not any(bool(b.any()) for b in self.b)
 
     def read(self) -> Adapter:

@@ -199,7 +199,7 @@ class Medusa2Module(MedusaModule):
 
     @property
     def learns_text(self) -> bool:
-        """Whether the text's tokens are labels, of the heads or with `keep: text` of the target."""
+        """True if the text's tokens are labels, of the heads or with `keep: text` of the target."""
         return super().learns_text or self.config.keep == "text"
 
     def describe(self, sums_KC: Tensor, learned: BatchLoss) -> dict[str, float]:

@@ -185,12 +185,12 @@ class Objective:
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether it reads the target's distribution."""
+        """True if it reads the target's distribution."""
         return self.name != "hard" or self.top_weight > 0
 
     @property
     def needs_mass(self) -> bool:
-        """Whether it reads the acceptance and therefore the target's whole distribution."""
+        """True if it reads the acceptance and therefore the target's whole distribution."""
         return self.name in ("lk_alpha", "lk_hybrid")
 
     def __call__(self, logits_NQ: Tensor, labels_N: Tensor, teacher_output: TeacherOutput | None) -> Tensor:

@@ -1,8 +1,8 @@
-"""Bootstrap confidence intervals: how far a figure would move with other prompts of the same kind.
+"""Bootstrap confidence intervals: how much a figure would vary with other prompts of the same kind.
 
 Prompts are drawn again with replacement, the figure is computed anew from those drawn, and the interval holds the
-middle 95 % (the percentile method; Efron and Tibshirani 1993, chapter 13). The draws depend on the seed and the number
-of prompts alone, so that all figures and all methods of an evaluation are drawn together: paired.
+middle 95 % (the percentile method; Efron and Tibshirani 1993, chapter 13). The draws depend only on the seed and the
+number of prompts, so that all figures and all methods of an evaluation are drawn together: paired.
 
 Shapes: R draws, N prompts.
 """
@@ -22,11 +22,11 @@ CONFIDENCE = 0.95
 
 
 def interval(count: int, figure: Callable[[Draws], Floats], seed: int) -> Interval | None:
-    """The interval of a figure over `count` prompts; None with fewer than two, where nothing can be drawn anew.
+    """The interval of a figure over `count` prompts; None with fewer than two, which cannot be resampled.
 
     Args:
         count: prompts, or groups of prompts that were decoded together.
-        figure: from the prompts' places in each draw, [R, N], to the figure of each draw, [R].
+        figure: maps the indices of the prompts in each draw, [R, N], to the figure of each draw, [R].
         seed: of the draws.
     """
     if count < 2:
@@ -38,5 +38,5 @@ def interval(count: int, figure: Callable[[Draws], Floats], seed: int) -> Interv
 
 @cache
 def draws(count: int, seed: int) -> Draws:
-    """`RESAMPLES` times `count` of the places 0 to count - 1, [R, N]."""
+    """`RESAMPLES` draws of `count` indices from 0 to count - 1, with replacement, [R, N]."""
     return np.random.default_rng([seed % 2**63, count]).integers(count, size=(RESAMPLES, count))

@@ -1,8 +1,9 @@
-"""Seconds: the ways to decode take turns on the same prompts in one process, and a probe watches the machine."""
+"""Contention: whether other programs slow this machine down, before and while decoding is timed."""
 
+import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -13,13 +14,17 @@ import torch
 from ...modules import Target, TokenTree, Topology
 
 CONTENTION_BOUND = 0.15
-"""How far a repeated pass may leave its best before the machine counts as busy with something else."""
+"""Share by which a repeated pass may exceed its fastest time before the machine counts as busy."""
 PROBED_SIZES = (1, 8)
 """Tokens of the passes that are repeated throughout."""
 REPEATS = 5
 """Passes of each size a sample; their median counts."""
 PROBE_CONTEXT = 32
 """Tokens that the probed row has read."""
+START_SAMPLES, START_SECONDS = 6, 3.0
+"""Samples before anything is timed: at most so many, and after two of them none once so many seconds have passed."""
+PROCESSOR_TIMES = Path("/proc/stat")
+"""Time that each processor has spent since the machine started, by kind of work (Linux)."""
 
 
 class ContentionProbe:
@@ -37,33 +42,103 @@ class ContentionProbe:
         self.samples: dict[int, list[float]] = {size: [] for size in PROBED_SIZES}
         self._pass_seconds(max(PROBED_SIZES))
 
+    def warning(self) -> str | None:
+        """Sentence for a machine that is busy before anything is timed; None when it is quiet.
+
+        Its passes are not among the samples, which are judged at the end.
+        """
+        found = self._start_excess()
+        return None if found <= CONTENTION_BOUND else (
+            f"the machine is busy: repeating one pass of the target took up to {found:.0%} longer than its fastest "
+            f"time (on a quiet machine at most {CONTENTION_BOUND:.0%}), so that the speeds of this evaluation will not "
+            "be reliable, while accepted lengths and the comparison of answers are not affected; stop other programs, "
+            "or evaluate again when the machine is quiet")
+
+    def _start_excess(self) -> float:
+        """The largest excess of a few samples in a row; the first passes, which warm up, are left out."""
+        self._sample()
+        started, samples = clock(self.target), [self._sample(), self._sample()]
+        while len(samples) < START_SAMPLES and clock(self.target) - started < START_SECONDS:
+            samples.append(self._sample())
+        return max(_excess([sample[size] for sample in samples]) for size in PROBED_SIZES)
+
     def sample(self) -> None:
         """Measure both sizes once more."""
-        for size in PROBED_SIZES:
-            self.samples[size].append(median(self._pass_seconds(size) for _ in range(REPEATS)))
+        for size, seconds in self._sample().items():
+            self.samples[size].append(seconds)
 
     @property
     def excess(self) -> dict[int, float]:
-        """By size: how far its worst sample left its best, as a share of the best; 0.0 with fewer than two samples."""
-        return {size: max(seconds) / min(seconds) - 1 if seconds else 0.0 for size, seconds in self.samples.items()}
+        """Excess of the slowest sample over the fastest, as a share of it, by size; 0.0 with fewer than two samples."""
+        return {size: _excess(seconds) for size, seconds in self.samples.items()}
 
     @property
     def contended(self) -> bool:
-        """Whether any sample left its best by more than the bound."""
+        """Whether any sample exceeded the fastest by more than the bound."""
         return max(self.excess.values()) > CONTENTION_BOUND
 
     def to_dict(self) -> dict[str, Any]:
-        """What the probe saw, for the header of an evaluation."""
+        """The samples in short, for the header of an evaluation."""
         return {"bound": CONTENTION_BOUND,
                 "best_seconds": {str(size): min(seconds) for size, seconds in self.samples.items() if seconds},
                 "worst_excess": {str(size): excess for size, excess in self.excess.items()},
                 "samples": len(self.samples[PROBED_SIZES[0]])}
+
+    def _sample(self) -> dict[int, float]:
+        return {size: median(self._pass_seconds(size) for _ in range(REPEATS)) for size in PROBED_SIZES}
 
     def _pass_seconds(self, size: int) -> float:
         started = clock(self.target)
         # Never committed: the next pass overwrites it.
         self.rows.run(self.trees[size])
         return clock(self.target) - started
+
+
+def _excess(seconds: Sequence[float]) -> float:
+    return max(seconds) / min(seconds) - 1 if seconds else 0.0
+
+
+def busy_warning(*, seconds: float = 0.5, times: Path = PROCESSOR_TIMES,
+                 sleep: Callable[[float], object] = time.sleep) -> str | None:
+    """Sentence for a machine on which other programs leave fewer free processors than torch has threads; else None.
+
+    It needs no target, so that a run can report it before its first stage. While this process sleeps, all processor
+    time is that of others. A load average would still count programs that ended a minute ago, and timing a loop would
+    notice a second busy processor only with as many threads as decoding uses.
+
+    Args:
+        seconds: how long to look.
+        times: the system's processor times. Where there is no such file nothing is known, and None is returned; the
+            probe of an evaluation then still finds out.
+        sleep: waits for so many seconds.
+    """
+    if not times.is_file():
+        return None
+    before = _processor_times(times)
+    sleep(seconds)
+    after = _processor_times(times)
+    idle = [(after[name][0] - before[name][0]) / max(1, after[name][1] - before[name][1])
+            for name in before.keys() & after.keys()]
+    threads = min(torch.get_num_threads(), len(idle))
+    taken = 1 - sum(idle) / threads if threads else 0.0
+    return None if taken <= CONTENTION_BOUND else (
+        f"the machine is busy: other programs take {taken:.0%} of the processor time that this run needs, so that it "
+        "will take longer, or train fewer steps where minutes limit it, and the speeds in its report will not be "
+        "reliable; stop other programs, or measure again with draftsmith evaluate when the machine is quiet")
+
+
+def _processor_times(path: Path) -> dict[str, tuple[int, int]]:
+    """(idle, all) ticks of each processor that this process may use."""
+    allowed = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    found: dict[str, tuple[int, int]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        name, _, fields = line.partition(" ")
+        if name in allowed:
+            # user, nice, system, idle, waiting for a disk, two kinds of interrupts, taken by the hypervisor; what
+            # follows is part of the first two.
+            ticks = [int(field) for field in fields.split()[:8]]
+            found[name] = (ticks[3] + ticks[4], sum(ticks))
+    return found
 
 
 def clock(target: Target) -> float:
@@ -74,13 +149,13 @@ def clock(target: Target) -> float:
 
 
 def rotated(names: Sequence[str], turn: int) -> list[str]:
-    """The names in an order that starts with another one each turn, so that no way always comes first."""
+    """The names in an order that starts with another one each turn, so that none always comes first."""
     start = turn % len(names)
     return [*names[start:], *names[:start]]
 
 
 def machine(target: Target) -> dict[str, Any]:
-    """Where an evaluation ran: processor, device, number format, threads and versions; no name of the machine."""
+    """The machine of an evaluation: processor, device, number format, threads and versions, but no host name."""
     device = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else "cpu"
     return {
         "machine": {"processor": processor(), "device": device, "system": platform.system()},
@@ -92,7 +167,7 @@ def machine(target: Target) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The processor's model name where the system tells it, else its architecture."""
+    """The processor's model name where the system reports it, else its architecture."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -1,7 +1,6 @@
-"""What a method reads from memory, and the speed-up that would be its own if nothing else took time.
+"""Bytes of weights that drafting and the target read: decoding few rows is bound by reading weights.
 
-Decoding few rows is bound by reading weights. With c the bytes that a draft step reads over those of a target pass,
-gamma draft steps a pass and tau tokens a pass, drafting then gains tau / (c * gamma + 1) (arXiv:2411.11055).
+The memory-bound speed-up (`modules.tuning.draft_model_sizing`) follows from their ratio.
 """
 
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from ...modules import DraftState, Ensemble, Frontier, Observation, Proposer, Sc
 
 @dataclass
 class Meter:
-    """Bytes of weights that a drafter has read so far."""
+    """Count of the bytes of weights that a drafter has read."""
 
     drafted: int = 0
     """By `expand` and by `observe` after a verifying pass, all parts of an ensemble together. Reading prompts does not
@@ -24,7 +23,7 @@ class Meter:
 
 @contextmanager
 def metered(drafter: Proposer | None, meter: Meter) -> Iterator[None]:
-    """Count inside the block what the drafter reads."""
+    """Count what the drafter reads inside the block."""
     parts = _parts(drafter)
     for part in parts:
         counter = _Counter(part, meter)
@@ -43,7 +42,8 @@ def _parts(drafter: Proposer | None) -> tuple[Proposer, ...]:
 
 
 class _Counter:
-    """Stands before one drafter. A verifying pass is drafted before it is observed, a piece of a prompt is not."""
+    """Counting methods in place of one drafter's. Before the drafter observes a verifying pass it has drafted for it;
+    before it observes a piece of a prompt it has not."""
 
     def __init__(self, part: Proposer, meter: Meter) -> None:
         self._expand, self._observe = part.expand, part.observe
@@ -63,14 +63,12 @@ class _Counter:
 
 
 def target_bytes(target: Target) -> int:
-    """Bytes of weights that a pass of the target reads; of an embedding that is not the output layer too, only a few
-    lines are looked up. All experts of a mixture count, though a small batch reads some only."""
+    """Bytes of weights that a pass of the target reads.
+
+    An embedding counts only where it is also the output layer: otherwise a few of its rows are looked up. All experts
+    of a mixture count, though a small batch reads only some.
+    """
     embedding = target.model.get_input_embeddings().weight
     looked_up: int = embedding.nbytes if embedding is not target.head.weight else 0
     every: int = sum(parameter.nbytes for parameter in target.model.parameters())
     return every - looked_up
-
-
-def memory_bound_speedup(block_efficiency: float, draft_share: float) -> float:
-    """tau / (c * gamma + 1) with c * gamma the bytes drafting reads for each byte of the target (arXiv:2411.11055)."""
-    return block_efficiency / (draft_share + 1)

@@ -1,4 +1,4 @@
-"""What an evaluation is asked to do: its settings, the questions, and the methods that take part."""
+"""Input of an evaluation: its settings, the questions, and the methods to measure."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ Answered = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
-    """What is decoded and what is timed."""
+    """Settings of an evaluation."""
 
     max_new_tokens: int = 128
     """Longest answer, in tokens."""
@@ -38,21 +38,22 @@ class EvaluateConfig:
     top_p: float = 1.0
     """Sample within this share of the probability."""
     seed: int = 0
-    """Seed of the random streams of the answers, and of the resampling behind the intervals."""
+    """Seed of the random streams of the answers, and of of the resampling for the intervals."""
     speed_prompts: int = 8
-    """Prompts of each set whose decoding is timed (each by every method, plainly and by `generate`); 0 times none. The
-    same fill whole batches of every size, so their number is rounded down to a multiple of all batch sizes, and is the
-    least such multiple where fewer are asked for."""
+    """Prompts of each set whose decoding is timed (with every method, without drafts and by `generate`); 0 times none.
+    The same prompts fill whole batches of every size, so their number is rounded down to a multiple of all batch sizes;
+    where fewer are given it is the least such multiple."""
     tree_prompts: int = 0
-    """Prompts of each set whose greedy answers are replayed through smaller and larger trees, which also tells how far
-    the draft's confidence can be trusted; 0 replays none."""
+    """Prompts of each set whose greedy answers are replayed through smaller and larger trees, which also measures how
+    well the draft's confidence is calibrated; 0 replays none."""
     limit: int | None = None
     """Use at most this many prompts of each set, spread over it; None uses all."""
     policies: tuple[str, ...] = (STATIC,)
-    """How artifacts draft, each measured in turn: static (the tree tuned here), chain, sampled, sampled-chain, eagle2,
-    dyspec, stopping; with a number of nodes or tokens where you like, [static,chain-3,eagle2-32]."""
+    """Policies that artifacts draft with, each measured in turn: static (the tree tuned on this machine), chain,
+    sampled, sampled-chain, eagle2, dyspec, stopping; optionally with a number of nodes or tokens,
+    [static,chain-3,eagle2-32]."""
     baselines: tuple[str, ...] = ()
-    """Drafters without training that are measured as well: prompt_lookup, suffix_match, recycling, ngrams, layer_skip,
+    """Drafters without training that are measured too: prompt_lookup, suffix_match, recycling, ngrams, layer_skip,
     first_layers."""
     untimed_batch_size: int = 8
     """Rows decoded at once for prompts that are not timed; it changes neither acceptance nor identity."""
@@ -78,7 +79,7 @@ class EvaluateConfig:
             if not 0 <= temperature < float("inf"):
                 raise UserError(f"a temperature must be at least 0 and finite, got {temperature}")
         for batch_size in self.batches:
-            # What the decoding loop checks itself is not checked twice.
+            # The decoding loop checks its own settings.
             self.settings(batch_size)
 
     @property
@@ -94,7 +95,7 @@ class EvaluateConfig:
         return tuple(dict.fromkeys(given))
 
     def timed(self, members: int) -> int:
-        """Prompts that are timed of a set of so many: they fill whole batches of every size; 0 where none can."""
+        """Timed prompts of a set with `members` prompts: they fill whole batches of every size; 0 if none can."""
         if self.speed_prompts == 0:
             return 0
         least = math.lcm(*self.batches)
@@ -107,14 +108,16 @@ class EvaluateConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A conversation to be answered turn by turn."""
+    """A conversation that is answered turn by turn."""
 
     prompt: Callable[[Answered], Sequence[int]]
-    """From the target's answers so far to the tokens of the next turn's prompt, those answers inside it."""
+    """Maps the target's answers so far to the tokens of the next turn's prompt, which contains them."""
     turns: int = 1
-    """How many answers it wants."""
+    """Number of answers."""
     category: str = ""
     """Its category; "" for none."""
+    text: str = ""
+    """Its first turn as it was written, for the report; "" where only the tokens are known."""
 
     @classmethod
     def single(cls, tokens: Sequence[int], category: str = "") -> "Question":
@@ -128,31 +131,30 @@ PromptSets = Mapping[str, Sequence[Question]]
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One way to draft that takes part in an evaluation; several may enter the same one."""
+    """A drafter and its policy, measured in an evaluation next to others."""
 
     name: str
-    """How the report calls it; names must differ."""
+    """Its name in the report; names must differ."""
     family: str
     """Its family, such as medusa."""
     drafter: Proposer | None
-    """What drafts; None decodes with the target alone."""
+    """The drafter; None decodes with the target alone."""
     policy_for: Callable[[int, float], Policy] | None
-    """From the rows decoded at once and their temperature to how their trees grow; None for the target alone. Where the
-    largest tree of two batch sizes is the same, so is the policy."""
+    """Maps the number of rows decoded at once and their temperature to the policy that grows their trees; None for the
+    target alone. Batch sizes whose largest tree is the same have the same policy."""
     trees: Topology | None = None
     """A static tree, best node first, whose smaller and larger prefixes are compared too."""
     predicted_speedup: Callable[[int], float | None] | None = None
-    """What the cost fitted on this machine predicts for so many greedy rows at once; None where nothing was measured.
-    """
+    """Speed-up that the cost model fitted on this machine predicts for a number of greedy rows; None without one."""
 
     @classmethod
     def of(cls, artifact: Artifact, *, name: str | None = None, policy: str = STATIC) -> "Method":
-        """The method an artifact stands for.
+        """The method that drafts with an artifact.
 
         Args:
-            artifact: what drafts.
-            name: how the report calls it; None takes the family's name.
-            policy: how it drafts; `static` takes at each batch size the tree tuned for it.
+            artifact: the drafter, with its tree.
+            name: its name in the report; None takes the family's name.
+            policy: name of the policy; `static` takes at each batch size the tree tuned for it.
 
         Raises:
             UserError: if there is no such policy, or it asks for more than the artifact has.
@@ -170,12 +172,12 @@ class Method:
 
     @classmethod
     def of_baseline(cls, name: str, target: Target) -> "Method":
-        """The drafter without training of this name, with nothing remembered."""
+        """The baseline drafter of this name, which has not read any text yet."""
         drafter, policy = baseline(name, target)
         return cls(name=name, family=drafter.family, drafter=drafter, policy_for=lambda _rows, _temperature: policy)
 
     def predicted(self, batch_size: int) -> float | None:
-        """The speed-up to expect of so many greedy rows; None where nothing was measured."""
+        """The predicted speed-up for so many greedy rows; None where nothing was measured."""
         return None if self.predicted_speedup is None else self.predicted_speedup(batch_size)
 
     def nodes(self, batch_size: int, temperature: float) -> int:

@@ -1,4 +1,4 @@
-"""What the target alone answered, kept beside data that several runs share: it is the same for all of them."""
+"""Answers of the target alone, kept in a file next to data that several runs share: they are the same for all."""
 
 import hashlib
 import json
@@ -16,15 +16,15 @@ _FORMAT = "draftsmith references"
 
 
 class References:
-    """Answers by all that they depend on: the target, the prompt, the settings and the versions that decoded them.
+    """Store of answers by all that they depend on: target, prompt, settings, versions and machine.
 
     Args:
-        file: where they are kept; None keeps nothing.
-        target: who answers.
-        config: how.
+        file: the file they are kept in; None keeps nothing.
+        target: the model that answers.
+        config: its length limit, sampling filters and seed.
 
     Raises:
-        UserError: if the file holds something else.
+        UserError: if the file holds anything but references.
     """
 
     def __init__(self, file: Path | None, target: Target, config: EvaluateConfig) -> None:
@@ -36,22 +36,22 @@ class References:
         self._seed = config.seed
 
     def find(self, prompt: tuple[int, ...], temperature: float, index: int) -> tuple[int, ...] | None:
-        """The answer to a prompt; None where it has not been given yet.
+        """The known answer to a prompt; None if there is none yet.
 
         Args:
             prompt: its tokens.
             temperature: 0 is greedy.
-            index: the random stream of a sampled answer.
+            index: number of the random stream of a sampled answer.
         """
         found = self._known.get(self._key(prompt, temperature, index))
         return None if found is None else tuple(found)
 
-    def note(self, prompt: tuple[int, ...], temperature: float, index: int, answer: tuple[int, ...]) -> None:
-        """Take in an answer."""
+    def add(self, prompt: tuple[int, ...], temperature: float, index: int, answer: tuple[int, ...]) -> None:
+        """Add an answer; `save` writes it."""
         self._known[self._key(prompt, temperature, index)] = list(answer)
 
     def save(self) -> None:
-        """Write what is known, beside what others have written meanwhile, for runs to come."""
+        """Write all known answers, and those that other runs have added to the file meanwhile."""
         if self.file is not None:
             self._known = {**_read(self.file), **self._known}
             content = {"format": _FORMAT, "answers": self._known}
@@ -63,10 +63,10 @@ class References:
 
 
 def _read(file: Path | None) -> dict[str, list[int]]:
-    """What a file holds; nothing where there is none yet.
+    """The answers in a file; empty if there is no file yet.
 
     Raises:
-        UserError: if it holds something else: it is not ours to write over.
+        UserError: if it holds anything else, which must not be overwritten.
     """
     if file is None or not file.exists():
         return {}

@@ -1,4 +1,4 @@
-"""What an evaluation found: records of single answers and timings, their summary by group, and its JSON."""
+"""Results of an evaluation: records of single answers and timings, their summary by group, and the JSON."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -7,18 +7,19 @@ from typing import Any
 import numpy as np
 
 from ...modules import ConfidenceCurve, repeats_itself
+from ...modules.tuning.draft_model_sizing import memory_bound_speedup
 from .bootstrap import Draws, Floats, Interval, interval
-from .memory_traffic import memory_bound_speedup
+from .sample_records import SampleAnswer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A drafted answer beside its reference."""
+    """Comparison of a drafted answer with its reference."""
 
     divergence: int | None
     """First index at which they differ; None when they are equal."""
     gap: float | None = None
-    """Target logits there: the best one minus the lower of the two tokens that were chosen; None when equal."""
+    """Target logits at that index: the best one minus the lower of the two chosen tokens'; None when equal."""
     near_tie: bool = False
     """True when that gap is within the rounding of the number format, so that the target itself is undecided."""
 
@@ -28,9 +29,9 @@ class Answer:
     """One turn of a question answered by one method."""
 
     question: int
-    """Number of the question: what is drawn anew for the intervals is a question with all its turns."""
+    """Number of the question: the intervals resample questions, each with all its turns."""
     turn: int
-    """Which of its turns, from 1."""
+    """Its turn, from 1."""
     prompt_set: str
     """Set of the question."""
     category: str
@@ -40,14 +41,14 @@ class Answer:
     emitted: tuple[int, ...]
     """Tokens emitted by each target pass after the prompt's."""
     truncated: bool
-    """Whether the length limit cut it."""
+    """Whether it reached the length limit before an end token."""
     comparison: Comparison | None
-    """How it compares with the reference; None where only the distribution is the reference's."""
+    """Comparison with the reference; None where drafts were sampled and only the distribution is the reference's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """A timed group of questions (a single one at batch size 1) with all their turns, decoded by three ways in turn."""
+    """Speeds of one group of questions (a single one at batch size 1) with all their turns."""
 
     prompt_set: str
     """Set of the questions."""
@@ -62,30 +63,30 @@ class Timing:
     seconds: float
     """Seconds of the drafted run."""
     draft_seconds: float
-    """Seconds of it spent drafting."""
+    """Seconds of them spent on drafting."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lossless:
-    """How the drafted answers compare with the reference."""
+    """Counts of drafted answers that equal and differ from their references."""
 
     prompts: int
     """Answers compared; none where drafts were sampled, which keeps the distribution, not the tokens."""
     identical: int
     """Answers equal token by token."""
     near_tie_divergences: int
-    """Answers whose first difference stands where the target itself is undecided."""
+    """Answers whose first difference is at a token where the target itself is undecided."""
     max_logit_gap_at_divergence: float | None
     """Largest gap between the target's logits of the tokens at a first difference; None when nothing differs."""
 
     @property
     def different(self) -> int:
-        """Answers that differ where the target was not undecided: drafting changed a word."""
+        """Answers that differ where the target is decided: drafting changed a word."""
         return self.prompts - self.identical - self.near_tie_divergences
 
     @classmethod
     def joined(cls, found: Iterable["Lossless"]) -> "Lossless":
-        """What several comparisons found together."""
+        """The sum of several comparisons."""
         every = list(found)
         gaps = [one.max_logit_gap_at_divergence for one in every if one.max_logit_gap_at_divergence is not None]
         return cls(prompts=sum(one.prompts for one in every), identical=sum(one.identical for one in every),
@@ -95,7 +96,7 @@ class Lossless:
 
 @dataclass(frozen=True, kw_only=True)
 class Measures:
-    """What was measured on a group of prompts: all of them, a set, or a category."""
+    """Measurements on a group of prompts: all of them, a set, or a category."""
 
     prompts: int
     """Answers decoded: one for each turn of each question."""
@@ -110,7 +111,7 @@ class Measures:
     block_efficiency: float
     """Tokens of whole answers per target pass, the prompts' passes included, one each."""
     memory_bound_speedup: float
-    """What would be gained if reading weights were all that takes time (arXiv:2411.11055)."""
+    """Speed-up if reading weights were all that takes time (arXiv:2411.11055)."""
     acceptance_by_position: tuple[float, ...]
     """Share of passes whose k-th drafted token was accepted (with all before it); accepted_length is 1 + their sum."""
     tokens_per_second: float | None
@@ -124,9 +125,9 @@ class Measures:
     speedup: float | None
     """tokens_per_second over the faster of the two baselines."""
     speedup_interval: Interval | None
-    """95 % bootstrap interval; the three ways are drawn together."""
+    """95 % bootstrap interval; the three speeds of a group are drawn together."""
     draft_time_share: float | None
-    """Share of the drafted seconds that went into drafting."""
+    """Share of the drafted run's seconds spent on drafting."""
     repetition_rate: float
     """Share of answers in which over 30 % of the 4-grams occurred before."""
     truncation_rate: float
@@ -137,7 +138,7 @@ class Measures:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """One method on all questions, at one temperature and batch size."""
+    """Results of one method on all questions, at one temperature and batch size."""
 
     name: str
     """The method's name."""
@@ -152,20 +153,20 @@ class Evaluation:
     nodes: int
     """Most nodes of a row that a pass verifies at this batch size, the root included; 1 when nothing is drafted."""
     contended: bool
-    """True when the machine was busy with something else: speeds are then not to be trusted."""
+    """True when the machine was busy with other programs: speeds are then not reliable."""
     target_calls: int
     """Forward calls of the target after the prompts': with a batch, fewer than the passes of its rows."""
     draft_share: float
     """Bytes of weights that drafting reads for each byte that the target reads."""
     predicted_speedup: float | None
-    """What the cost that was fitted on this machine predicts for greedy rows; None elsewhere."""
+    """Speed-up that the cost model fitted on this machine predicts for greedy rows; None without one."""
     overall: Measures
     """All questions."""
     accepted_length_by_tree_size: dict[str, dict[str, float]]
     """Exact accepted length of smaller and larger trees on replayed answers, by prompt set and nodes; may be empty."""
     confidence: dict[str, ConfidenceCurve]
-    """The draft's confidence against acceptance on the same answers: that of a "token" given right guesses before it,
-    and that of a whole "path"; may be empty."""
+    """The draft's confidence against acceptance on the same answers: of a "token" after right guesses, and of a whole
+    "path"; may be empty."""
     by_prompt_set: dict[str, Measures]
     """Each prompt set."""
     by_category: dict[str, Measures]
@@ -186,7 +187,7 @@ class Evaluation:
         }
 
     def measurements(self) -> list[dict[str, Any]]:
-        """A flat record of each group: all questions, then each prompt set, category and turn; None stands for all."""
+        """Flat records, one a group: all questions, then each prompt set, category and turn; None stands for all."""
         every = dict.fromkeys(self._groups())
         records = [{**self._facts(), **every, **asdict(self.overall)}]
         records += [{**self._facts(), **every, name: key, **asdict(measures)}
@@ -194,7 +195,7 @@ class Evaluation:
         return records
 
     def _facts(self) -> dict[str, Any]:
-        """What is the same for all groups; `method` is what reports call it."""
+        """Fields that are the same for all groups; `method` is the name in reports."""
         names = ("family", "target", "temperature", "batch_size", "nodes", "contended", "draft_share",
                  "predicted_speedup")
         return {"method": self.name, **{name: getattr(self, name) for name in names}}
@@ -205,17 +206,20 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRun:
-    """Everything measured in one process: the methods share its baselines."""
+    """Results of all methods measured in one process, which share its baselines."""
 
     header: dict[str, Any]
     """Machine, dtype, threads, versions, settings, contention."""
     evaluations: tuple[Evaluation, ...]
     """One for each temperature, batch size and method, in the orders given, the methods changing fastest."""
+    samples: tuple[SampleAnswer, ...] = ()
+    """Three answers of the first evaluation, with the author of each token."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON: "header", the first method at its first temperature and batch size as the main result at the top
-        level, and everything as a flat list under "measurements"."""
+        """The JSON: "header", at the top level the first method at its first temperature and batch size as the main
+        result, and everything as a flat list under "measurements"."""
         return {"header": self.header, **self.evaluations[0].to_dict(),
+                "sample_answers": [asdict(one) for one in self.samples],
                 "measurements": [record for one in self.evaluations for record in one.measurements()]}
 
     @property
@@ -272,7 +276,7 @@ def summarise(answers: Sequence[Answer], timings: Sequence[Timing], *, draft_sha
 
 
 def _length_interval(answers: Sequence[Answer], seed: int) -> Interval | None:
-    """The accepted length's: questions are drawn, each with all its turns."""
+    """Interval of the accepted length: questions are drawn, each with all its turns."""
     emitted: dict[int, int] = {}
     passes: dict[int, int] = {}
     for answer in answers:
@@ -284,16 +288,17 @@ def _length_interval(answers: Sequence[Answer], seed: int) -> Interval | None:
 
 
 def _speeds(timings: Sequence[Timing], seed: int) -> dict[str, Any]:
-    """Medians of the three ways, the speed-up over the faster baseline, and their intervals."""
+    """Medians of the three speeds, the speed-up over the faster baseline, and their intervals."""
     if not timings:
         return dict.fromkeys(("tokens_per_second", "tokens_per_second_interval", "plain_tokens_per_second",
                               "generate_tokens_per_second", "speedup", "speedup_interval"))
-    drafted_N, plain_N, generate_N = (np.array([getattr(timing, way) for timing in timings])
-                                      for way in ("drafted", "plain", "generate"))
+    drafted_N, plain_N, generate_N = (np.array([getattr(timing, name) for timing in timings])
+                                      for name in ("drafted", "plain", "generate"))
 
     def gain(drawn_RN: Draws) -> Floats:
-        ways = [np.median(way_N[drawn_RN], axis=1) for way_N in (drafted_N, plain_N, generate_N)]
-        return np.asarray(ways[0] / np.maximum(ways[1], ways[2]))
+        drafted_R, plain_R, generate_R = (np.median(speeds_N[drawn_RN], axis=1)
+                                          for speeds_N in (drafted_N, plain_N, generate_N))
+        return np.asarray(drafted_R / np.maximum(plain_R, generate_R))
 
     every_1N = np.arange(len(timings))[None]
     return {
@@ -309,7 +314,7 @@ def _speeds(timings: Sequence[Timing], seed: int) -> dict[str, Any]:
 def acceptance_by_position(emitted: Sequence[int]) -> tuple[float, ...]:
     """Share of passes that emitted more than 1, 2, 3 ... tokens; their sum is the mean accepted length minus one.
 
-    A pass emits its accepted drafts and one token of the target's own, the bonus.
+    A pass emits its accepted drafts and one token chosen by the target, the bonus.
     """
     return tuple(sum(count > position for count in emitted) / len(emitted)
                  for position in range(1, max(emitted, default=1)))

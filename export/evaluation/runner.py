@@ -1,110 +1,97 @@
-"""The bench of an evaluation: references first, then every way to decode takes its turn at the same prompts."""
+"""Runner of an evaluation: the target's own answers first, then every method on the same prompts."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from ...modules import DecodeResult, Generation, Request, Target, UserError, decode
-from .contention import ContentionProbe, clock, rotated
-from .lossless import compare, generate, greedy_judge, native_model, sampled_judge
-from .memory_traffic import Meter, metered, target_bytes
-from .methods import Answered, EvaluateConfig, Method, Question
+from ...modules import Drafter, Generation, Target, UserError
+from .contention import ContentionProbe, rotated
+from .lossless import compare, greedy_judge, sampled_judge
+from .memory_traffic import target_bytes
+from .methods import Answered, Method
 from .reference_answers import References
 from .results import Answer, Comparison, Timing
+from .schedule import Entry, Schedule, spread
+from .timed_decoding import Exchange, Records, Throughput, TimedDecoder, by_turn
+from .tree_replay import Replays, replay_trees
 
 WARM_UP_TOKENS = 8
 """Length of the answers decoded before anything is timed."""
 PLAIN, GENERATE = "plain", "generate"
-"""The two baselines, as keys beside the methods' places."""
-TURN_STREAMS = 1 << 32
-"""Random streams between a question's turns: more than there are questions."""
+"""Decoding without drafts by this project's loop and by transformers: the two baselines of every timed group."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A question in its place: `number` names it, whatever else is decoded."""
+class MethodRecord:
+    """Everything recorded of one method at one temperature and batch size."""
 
-    number: int
-    prompt_set: str
-    question: Question
-
-
-@dataclass(frozen=True, kw_only=True)
-class Exchange:
-    """One turn of a question: its prompt, the same for all methods, and the target's own answer."""
-
-    entry: Entry
-    turn: int
+    method: Method
+    """The method."""
+    batch_size: int
+    """Rows decoded at once where it was timed."""
     temperature: float
-    prompt: tuple[int, ...]
-    reference: tuple[int, ...] = ()
-
-    @property
-    def index(self) -> int:
-        """The key of its random stream."""
-        return self.entry.number + (self.turn - 1) * TURN_STREAMS
-
-
-@dataclass(kw_only=True)
-class Records:
-    """What one method has produced."""
-
-    generations: dict[int, Generation] = field(default_factory=dict)
-    """By the exchange's index."""
-    timings: list[Timing] = field(default_factory=list)
-    target_calls: int = 0
-    meter: Meter = field(default_factory=Meter)
-
-    def note(self, result: DecodeResult) -> None:
-        """Take in answers."""
-        self.target_calls += result.stats.target_calls
-        self.generations |= {one.request.index: one for one in result.generations}
-
-    def beside(self, former: "Records") -> "Records":
-        """These, and where there is no answer the former ones'."""
-        return Records(generations={**former.generations, **self.generations}, timings=self.timings,
-                       target_calls=former.target_calls + self.target_calls,
-                       meter=Meter(drafted=former.meter.drafted + self.meter.drafted))
+    """Sampling temperature; 0 is greedy."""
+    answers: list[Answer]
+    """Its answers, compared with the target's own."""
+    timings: list[Timing]
+    """Its timed groups."""
+    target_calls: int
+    """Forward calls of the target after the prompts'."""
+    draft_share: float
+    """Bytes of weights that drafting read for each byte that the target's verifying passes read."""
+    replays: Replays
+    """Its greedy answers replayed through smaller and larger trees."""
 
 
-@dataclass(kw_only=True)
-class Spent:
-    """What one way took for a group of questions."""
-
-    tokens: int = 0
-    seconds: float = 0.0
-    draft_seconds: float = 0.0
-
-    @property
-    def speed(self) -> float:
-        """Tokens per second."""
-        return self.tokens / self.seconds
-
-
-class Bench:
-    """Decodes with all methods and without any.
+class Runner:
+    """Carries out a schedule.
 
     Args:
-        advance: told how many answers are done, for the progress bar.
-        references: what the target answered in other runs.
+        target: the model that answers, and verifies.
+        schedule: what is decoded and what is timed.
+        references: answers of the target alone, known from other runs and added to.
+        advance: called with the number of answers done.
+        warn: called with a sentence if the machine is busy before anything is timed.
     """
 
-    def __init__(self, target: Target, methods: Sequence[Method], config: EvaluateConfig,
-                 advance: Callable[[int], object], references: References) -> None:
-        self.target, self.methods, self.config, self.advance = target, methods, config, advance
-        self.references = references
+    def __init__(self, target: Target, schedule: Schedule, references: References,
+                 advance: Callable[[int], object], warn: Callable[[str], object]) -> None:
+        self.target, self.schedule, self.references, self.advance, self.warn = (
+            target, schedule, references, advance, warn)
+        self.decoder = TimedDecoder(target, schedule.config)
         self.probe = ContentionProbe(target)
         self.target_bytes = target_bytes(target)
 
-    # References ------------------------------------------------------------------------------------------------------
-
-    def refer(self, entries: Sequence[Entry], temperature: float) -> list[Exchange]:
-        """Let the target answer all questions alone, turn by turn, so that every method continues the same texts.
-
-        Greedy answers are transformers' `generate`'s, sampled ones this project's plain loop's.
+    def run(self) -> list[MethodRecord]:
+        """Decode everything: one record for each temperature, batch size and method, the methods changing fastest.
 
         Raises:
             UserError: if a prompt is empty, or with its answer exceeds the context.
         """
+        if self.schedule.timed and (warning := self.probe.warning()) is not None:
+            self.warn(warning)
+        return [record for temperature in self.schedule.config.degrees for record in self._at(temperature)]
+
+    def _at(self, temperature: float) -> list[MethodRecord]:
+        """Every batch size and method at one temperature."""
+        exchanges = self._references(temperature)
+        timed = {size: self._time(exchanges, size) for size in self.schedule.groups}
+        # Their answers depend on the tree, but on no batch size: they are decoded once for each tree.
+        untimed = self._finish([one for one in exchanges if one.entry.number not in self.schedule.timed], temperature)
+        replays = [self._replay(method, exchanges) for method in self.schedule.methods]
+        return [
+            self._record(method, size, exchanges, records.with_untimed(others[method.nodes(size, temperature)]), replay)
+            for size, found in timed.items()
+            for method, records, others, replay in zip(self.schedule.methods, found, untimed, replays, strict=True)
+        ]
+
+    # The target alone ------------------------------------------------------------------------------------------------
+
+    def _references(self, temperature: float) -> list[Exchange]:
+        """Let the target answer all questions alone, turn by turn, so that every method continues the same texts.
+
+        Greedy answers are transformers' `generate`'s, sampled ones this project's plain loop's.
+        """
+        entries = self.schedule.entries
         answers: dict[int, list[tuple[int, ...]]] = {entry.number: [] for entry in entries}
         found: list[Exchange] = []
         for turn in range(1, 1 + max(entry.question.turns for entry in entries)):
@@ -121,11 +108,10 @@ class Bench:
         where = f"a prompt of the set {entry.prompt_set!r}" + (f" (turn {turn})" if turn > 1 else "")
         if not prompt:
             raise UserError(f"{where} has no tokens; remove it")
-        total = len(prompt) + self.config.max_new_tokens
-        if total > self.target.context_length:
-            raise UserError(f"{where} has {len(prompt)} tokens; with max_new_tokens {self.config.max_new_tokens} it "
-                            f"exceeds the target's context of {self.target.context_length}; shorten the prompt or "
-                            "lower max_new_tokens")
+        longest = self.schedule.config.max_new_tokens
+        if len(prompt) + longest > self.target.context_length:
+            raise UserError(f"{where} has {len(prompt)} tokens; with max_new_tokens {longest} it exceeds the target's "
+                            f"context of {self.target.context_length}; shorten the prompt or lower max_new_tokens")
         return Exchange(entry=entry, turn=turn, temperature=temperature, prompt=prompt)
 
     def _answered(self, asked: Sequence[Exchange]) -> Iterator[Exchange]:
@@ -134,26 +120,26 @@ class Bench:
             if (found := known[exchange.index]) is not None:
                 self.advance(1)
                 yield replace(exchange, reference=found)
-        for group in self._batches([exchange for exchange in asked if known[exchange.index] is None]):
+        for group in self.decoder.batches([exchange for exchange in asked if known[exchange.index] is None]):
             if group[0].temperature == 0:
-                answers = self._generate(group)[0]
+                answers = self.decoder.generate(group)[0]
             else:
-                answers = [one.tokens for one in self._decode(group, None, len(group))[0].generations]
+                answers = [one.tokens for one in self.decoder.decode(group, None, len(group))[0].generations]
             self.advance(len(group))
             for exchange, answer in zip(group, answers, strict=True):
-                self.references.note(exchange.prompt, exchange.temperature, exchange.index, tuple(answer))
+                self.references.add(exchange.prompt, exchange.temperature, exchange.index, tuple(answer))
                 yield replace(exchange, reference=tuple(answer))
 
-    def _batches(self, exchanges: Sequence[Exchange]) -> list[list[Exchange]]:
-        # Similar lengths together: a padded batch then wastes little.
-        ordered, size = sorted(exchanges, key=lambda one: len(one.prompt)), self.config.untimed_batch_size
-        return [ordered[start : start + size] for start in range(0, len(ordered), size)]
+    # The methods -----------------------------------------------------------------------------------------------------
 
-    # Methods ---------------------------------------------------------------------------------------------------------
-
-    def time(self, groups: Sequence[Sequence[Exchange]], batch_size: int) -> list[Records]:
-        """Decode groups of at most `batch_size` questions by every way in turn, timing each: records of each method."""
-        found = [Records() for _ in self.methods]
+    def _time(self, exchanges: Sequence[Exchange], batch_size: int) -> list[Records]:
+        """Time the groups of one batch size: the records of each method."""
+        turns: dict[int, list[Exchange]] = {}
+        for exchange in exchanges:
+            turns.setdefault(exchange.entry.number, []).append(exchange)
+        groups = [[exchange for entry in group for exchange in turns[entry.number]]
+                  for group in self.schedule.groups[batch_size]]
+        found = [Records() for _ in self.schedule.methods]
         if groups:
             self._warm_up(groups[0], batch_size)
         for place, group in enumerate(groups):
@@ -163,103 +149,88 @@ class Bench:
             self.probe.sample()
         return found
 
-    def finish(self, exchanges: Sequence[Exchange], temperature: float) -> list[dict[int, Records]]:
-        """Decode what is not timed, many at once: records of each method, by the nodes of the tree it drafted.
+    def _warm_up(self, group: Sequence[Exchange], batch_size: int) -> None:
+        opening = [exchange for exchange in group if exchange.turn == 1]
+        for method in (None, *self.schedule.methods):
+            self.decoder.decode(opening, method, batch_size, tokens=WARM_UP_TOKENS)
+        self.decoder.generate(opening, tokens=WARM_UP_TOKENS)
+        self._forget()
+
+    def _time_group(self, group: Sequence[Exchange], batch_size: int, found: Sequence[Records], place: int) -> None:
+        """Decode a group turn by turn with every method and both baselines, each of which goes first in turn."""
+        names = [PLAIN, GENERATE, *map(str, range(len(self.schedule.methods)))]
+        measured = {name: Throughput() for name in names}
+        for turn, asked in enumerate(by_turn(group)):
+            for name in rotated(names, place + turn):
+                self._measure(measured[name], name, asked, batch_size, found)
+            self.advance(len(asked) * len(names))
+        categories = {exchange.entry.question.category for exchange in group}
+        for number, records in enumerate(found):
+            drafted = measured[str(number)]
+            records.timings.append(Timing(
+                prompt_set=group[0].entry.prompt_set, category=min(categories) if len(categories) == 1 else None,
+                drafted=drafted.speed, plain=measured[PLAIN].speed, generate=measured[GENERATE].speed,
+                seconds=drafted.seconds, draft_seconds=drafted.draft_seconds,
+            ))
+
+    def _measure(self, throughput: Throughput, name: str, asked: Sequence[Exchange], batch_size: int,
+                 found: Sequence[Records]) -> None:
+        """Decode one turn of a group with a method or baseline and add its tokens and seconds."""
+        if name == GENERATE:
+            answers, seconds = self.decoder.generate(asked)
+            throughput.tokens += sum(map(len, answers))
+        else:
+            records = None if name == PLAIN else found[int(name)]
+            method = None if name == PLAIN else self.schedule.methods[int(name)]
+            result, seconds = self.decoder.decode(asked, method, batch_size, meter=records.meter if records else None)
+            if records is not None:
+                records.add(result)
+            throughput.tokens += sum(len(generation.tokens) for generation in result.generations)
+            throughput.draft_seconds += result.stats.draft_seconds
+        throughput.seconds += seconds
+
+    def _finish(self, exchanges: Sequence[Exchange], temperature: float) -> list[dict[int, Records]]:
+        """Decode what is not timed, many rows at once: the records of each method, by the nodes of its tree.
 
         Batch sizes with the same tree share them: how many rows are decoded at once changes no answer.
         """
-        ordered = [exchange for group in self._batches(exchanges) for exchange in group]
-        return [{nodes: self._finish(ordered, method, batch_size)
-                 for nodes, batch_size in method.tree_sizes(self.config.batches, temperature).items()}
-                for method in self.methods]
+        ordered = [exchange for group in self.decoder.batches(exchanges) for exchange in group]
+        return [{nodes: self._untimed(ordered, method, batch_size)
+                 for nodes, batch_size in method.tree_sizes(self.schedule.config.batches, temperature).items()}
+                for method in self.schedule.methods]
 
-    def _finish(self, ordered: Sequence[Exchange], method: Method, batch_size: int) -> Records:
+    def _untimed(self, ordered: Sequence[Exchange], method: Method, batch_size: int) -> Records:
         """Decode with the tree of `batch_size` rows, however many are decoded at once."""
         self._forget()
         records = Records()
         if ordered:
-            rows = self.config.untimed_batch_size
-            records.note(self._decode(ordered, method, batch_size, rows=rows, records=records, watch=True)[0])
+            records.add(self.decoder.decode(ordered, method, batch_size, rows=self.schedule.config.untimed_batch_size,
+                                            meter=records.meter, on_tokens=self._on_tokens)[0])
         return records
-
-    def answers(self, exchanges: Sequence[Exchange], records: Records, *, compared: bool) -> list[Answer]:
-        """A method's answers, each held against its reference where they can be compared."""
-        return [self._answer(exchange, records.generations[exchange.index], compared) for exchange in exchanges]
-
-    def draft_share(self, records: Records) -> float:
-        """Bytes of weights that drafting read for each byte that the target's verifying passes read."""
-        return records.meter.drafted / max(1, records.target_calls * self.target_bytes)
-
-    def _forget(self) -> None:
-        """Those that remember earlier text must not draw on what other measurements taught them."""
-        for method in self.methods:
-            if method.drafter is not None:
-                method.drafter.forget()
-
-    def _warm_up(self, group: Sequence[Exchange], batch_size: int) -> None:
-        opening = [exchange for exchange in group if exchange.turn == 1]
-        for method in (None, *self.methods):
-            self._decode(opening, method, batch_size, tokens=WARM_UP_TOKENS)
-        self._generate(opening, tokens=WARM_UP_TOKENS)
-        self._forget()
-
-    def _time_group(self, group: Sequence[Exchange], batch_size: int, found: Sequence[Records], place: int) -> None:
-        ways = [PLAIN, GENERATE, *map(str, range(len(self.methods)))]
-        spent = {way: Spent() for way in ways}
-        for turn, asked in enumerate(by_turn(group)):
-            for way in rotated(ways, place + turn):
-                self._spend(spent[way], way, asked, batch_size, found)
-            self.advance(len(asked) * len(ways))
-        categories = {exchange.entry.question.category for exchange in group}
-        for number, records in enumerate(found):
-            mine = spent[str(number)]
-            records.timings.append(Timing(
-                prompt_set=group[0].entry.prompt_set, category=min(categories) if len(categories) == 1 else None,
-                drafted=mine.speed, plain=spent[PLAIN].speed, generate=spent[GENERATE].speed, seconds=mine.seconds,
-                draft_seconds=mine.draft_seconds,
-            ))
-
-    def _spend(self, spent: Spent, way: str, asked: Sequence[Exchange], batch_size: int,
-               found: Sequence[Records]) -> None:
-        """Decode one turn of a group by one way and add what it took."""
-        if way == GENERATE:
-            answers, seconds = self._generate(asked)
-            spent.tokens += sum(map(len, answers))
-        else:
-            records = None if way == PLAIN else found[int(way)]
-            method = None if way == PLAIN else self.methods[int(way)]
-            result, seconds = self._decode(asked, method, batch_size, records=records)
-            if records is not None:
-                records.note(result)
-            spent.tokens += sum(len(generation.tokens) for generation in result.generations)
-            spent.draft_seconds += result.stats.draft_seconds
-        spent.seconds += seconds
-
-    def _decode(self, asked: Sequence[Exchange], method: Method | None, batch_size: int, *, rows: int | None = None,
-                tokens: int | None = None, records: Records | None = None,
-                watch: bool = False) -> tuple[DecodeResult, float]:
-        """Decode with the tree of `batch_size` rows, as many or `rows` at once; also the seconds it took."""
-        requests = [Request(tokens=exchange.prompt, index=exchange.index, temperature=exchange.temperature,
-                            max_new_tokens=tokens or self.config.max_new_tokens) for exchange in asked]
-        drafter = method.drafter if method else None
-        policy = method.policy_for(batch_size, asked[0].temperature) if method and method.policy_for else None
-        with metered(drafter, records.meter if records else Meter()):
-            started = clock(self.target)
-            result = decode(self.target, requests, self.config.settings(rows or batch_size), drafter=drafter,
-                            policy=policy, on_tokens=self._on_tokens if watch else None)
-            return result, clock(self.target) - started
 
     def _on_tokens(self, _generation: Generation, _tokens: list[int], finished: bool) -> None:
         if finished:
             self.advance(1)
 
-    def _generate(self, asked: Sequence[Exchange], *, tokens: int | None = None) -> tuple[list[list[int]], float]:
-        with native_model(self.target) as model:
-            started = clock(self.target)
-            answers = generate(model, self.target, [exchange.prompt for exchange in asked],
-                               max_new_tokens=tokens or self.config.max_new_tokens,
-                               temperature=asked[0].temperature, top_k=self.config.top_k, top_p=self.config.top_p)
-            return answers, clock(self.target) - started
+    def _forget(self) -> None:
+        """Drafters that remember earlier text must not profit from the texts of other measurements."""
+        for method in self.schedule.methods:
+            if method.drafter is not None:
+                method.drafter.forget()
+
+    # The records -----------------------------------------------------------------------------------------------------
+
+    def _record(self, method: Method, batch_size: int, exchanges: Sequence[Exchange], records: Records,
+                replays: Replays) -> MethodRecord:
+        """Compare every answer with its reference."""
+        temperature = exchanges[0].temperature
+        compared = method.comparable(batch_size, temperature)
+        return MethodRecord(
+            method=method, batch_size=batch_size, temperature=temperature, timings=records.timings,
+            answers=[self._answer(exchange, records.generations[exchange.index], compared) for exchange in exchanges],
+            target_calls=records.target_calls, replays=replays,
+            draft_share=records.meter.drafted / max(1, records.target_calls * self.target_bytes),
+        )
 
     def _answer(self, exchange: Exchange, generation: Generation, compared: bool) -> Answer:
         entry = exchange.entry
@@ -271,23 +242,18 @@ class Bench:
     def _compare(self, exchange: Exchange, generation: Generation) -> Comparison:
         if exchange.temperature > 0:
             return compare(exchange.prompt, generation.tokens, exchange.reference,
-                           sampled_judge(self.target, self.config.settings(1), generation.request))
+                           sampled_judge(self.target, self.schedule.config.settings(1), generation.request))
         # The reference came from a padded batch, which may flip a near-tie by itself.
         return compare(exchange.prompt, generation.tokens, exchange.reference, greedy_judge(self.target),
-                       again=lambda: self._generate([exchange])[0][0])
+                       again=lambda: self.decoder.generate([exchange])[0][0])
 
-
-def by_turn(exchanges: Iterable[Exchange]) -> list[list[Exchange]]:
-    """The exchanges of each turn, the first turn first."""
-    found: dict[int, list[Exchange]] = {}
-    for exchange in exchanges:
-        found.setdefault(exchange.turn, []).append(exchange)
-    return [found[turn] for turn in sorted(found)]
-
-
-def by_prompt_set(entries: Iterable[Entry]) -> Mapping[str, list[Entry]]:
-    """The entries of each prompt set, in order."""
-    found: dict[str, list[Entry]] = {}
-    for entry in entries:
-        found.setdefault(entry.prompt_set, []).append(entry)
-    return found
+    def _replay(self, method: Method, exchanges: Sequence[Exchange]) -> Replays:
+        """Replay some greedy answers of each prompt set through prefixes of the method's tree."""
+        if not isinstance(method.drafter, Drafter) or method.trees is None or exchanges[0].temperature > 0:
+            return Replays()
+        rows: dict[str, list[tuple[Sequence[int], Sequence[int]]]] = {}
+        for exchange in exchanges:
+            rows.setdefault(exchange.entry.prompt_set, []).append((exchange.prompt, exchange.reference))
+        chosen = {name: spread(members, self.schedule.config.tree_prompts) for name, members in rows.items()}
+        return replay_trees(self.target, method.drafter, method.trees,
+                            {name: members for name, members in chosen.items() if members})

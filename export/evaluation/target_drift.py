@@ -1,4 +1,4 @@
-"""How far an adapted target has left the original one.
+"""Drift of an adapted target: how much its answers differ from the original target's.
 
 Shapes: B rows, L positions, N tokens of the original's answers, V vocabulary.
 """
@@ -19,16 +19,16 @@ CHUNK = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Drift:
-    """The adapted target beside the original one, on the original's greedy answers to held-out prompts."""
+    """Difference between the adapted and the original target, on the original's greedy answers to held-out prompts."""
 
     prompts: int
     """Answers compared."""
     tokens: int
-    """Tokens of them, at each of which both targets were asked."""
+    """Their tokens, at each of which the distributions of both targets are compared."""
     kl: float
     """Mean KL(original || adapted) of the next token's distributions, in nats."""
     agreement: float
-    """Share of the tokens that the adapted target would have chosen as well, given the original's text before."""
+    """Share of the tokens that the adapted target would also choose after the same text."""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, ready for JSON."""
@@ -38,7 +38,7 @@ class Drift:
 @torch.no_grad()
 def measure_drift(original: Target, adapted: Target, prompts: Sequence[Sequence[int]], *, max_new_tokens: int,
                   batch_size: int = 8) -> Drift:
-    """Let the original answer the prompts greedily, and ask the adapted target what it would have said at each token.
+    """Let the original answer the prompts greedily, and compare both targets' distributions at each token.
 
     Raises:
         UserError: if there is no prompt.
@@ -64,7 +64,7 @@ def measure_drift(original: Target, adapted: Target, prompts: Sequence[Sequence[
 
 def with_drift(run: EvaluationRun, original: Target, adapted: Target, prompt_sets: PromptSets, *, max_new_tokens: int,
                limit: int = 24) -> EvaluationRun:
-    """The same run with how far its target has left the original one, on first turns of its own questions.
+    """The same run with its target's drift, measured on the first turns of its own questions.
 
     Args:
         limit: most questions of each set, spread over it.

@@ -1,8 +1,7 @@
-"""How the accepted length grows with the draft tree, and how well the draft knows its chances, by replaying answers: no
-further pass of the target is needed.
+"""Accepted length of trees of other sizes, and the calibration of the draft's confidence, from replayed answers.
 
 Greedy decoding emits the same answer through any tree, so once an answer is known, the exact accepted length of every
-other tree follows from the states at its tokens (`draftsmith.modules.replay`).
+other tree follows from the states at its tokens (`draftsmith.modules.replay`), without decoding again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,12 +17,12 @@ Answered = tuple[Sequence[int], Sequence[int]]
 
 @dataclass(frozen=True)
 class Replays:
-    """What was found without a further pass of the target."""
+    """Figures from replayed answers."""
 
     accepted_lengths: dict[str, dict[str, float]] = field(default_factory=dict)
     """By prompt set and number of nodes."""
     confidence: dict[str, ConfidenceCurve] = field(default_factory=dict)
-    """How far the draft's confidence can be trusted, over all prompt sets: that of a token, and that of a path."""
+    """Calibration of the draft's confidence over all prompt sets: of a token, and of a path."""
 
 
 def replay_trees(
@@ -32,7 +31,7 @@ def replay_trees(
     """Accepted length of the prefixes of a best-first tree, and the confidence in all guesses of the largest.
 
     Args:
-        target: wrote the answers.
+        target: the model that gave the answers.
         drafter: bound to it.
         topology: the tree, best node first.
         answers: prompts with their greedy answers, by prompt set.

@@ -1,12 +1,12 @@
 """EAGLE drafters in the layout of the official code (SafeAILab/EAGLE), written and read back.
 
-EAGLE-1: `fc`, `layers.0` without a norm in front of its attention, `embed_tokens`. EAGLE-3: `fc`, `midlayer`, `norm`,
-`lm_head` over the draft vocabulary, whose entry i stands for token i + d2t[i], and `t2d`, which marks those tokens;
+EAGLE-1: `fc`, `layers.0` without a norm before its attention, `embed_tokens`. EAGLE-3: `fc`, `midlayer`, `norm`,
+`lm_head` over the draft vocabulary, whose entry i is token i + d2t[i], and `t2d`, which marks those tokens;
 EAGLE-3.1 adds `fc_norm.{i}`, a norm for each tapped state. At position p all predict token p + 2.
 
-Layers of another width than the target's say `target_hidden_size` and have an `embed_tokens` of their own. Of several
-layers the first is `layers.0` instead of `midlayer`, the others `layers.1` and on, ordinary Llama layers: so the
-speculators library names them and vLLM reads them; the official code and SGLang know one layer.
+A drafter of another width than the target's has the key `target_hidden_size` and an `embed_tokens` of its own. With
+several layers the first is `layers.0` instead of `midlayer`, the others `layers.1` and so on, ordinary Llama layers:
+the names of the speculators library, which vLLM reads; the official code and SGLang read one layer.
 
 Shapes: V target vocabulary, Q entries of the draft vocabulary.
 """
@@ -16,55 +16,47 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ...modules import Drafter, Eagle, Eagle3, Eagle3Config, EagleConfig, Target, UserError
-from ...modules.atomic_files import whole_folder, write_file
 from ...modules.drafters.eagle3 import chosen_taps
 from ...modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
-from ...modules.target.draft_vocabulary import require_distinct
-from ..artifact import portable
-from .safetensors_reader import check_embedding, read_tensors
+from .layout_folder import layout_readme, stored, write_layout, wrong_family
+from .safetensors_reader import check_embedding, loaded, read_config, read_tensors
 
 EAGLE_FILE = "model.safetensors"
 """Official checkpoints hold the same tensors in pytorch_model.bin or here."""
-_OWNED = frozenset({"config.json", EAGLE_FILE, "README.md"})
 _EMBEDDING = "embed_tokens.weight"
 _MIDLAYER, _FIRST = "midlayer.", "layers.0."
 _TAPS = "draftsmith_taps"
-"""The tapped layers once more, counted from 0 by their outputs: the key that engines read means either."""
+"""The tapped layers by their outputs, from 0: engines disagree on whether the official key means inputs or outputs."""
 _KNOWN: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",), "rope_scaling": (None,), "attention_bias": (None, False),
     "mlp_bias": (None, False), "norm_before_fc": (None, False), "norm_before_residual": (None, False),
 }
-"""What a configuration may say of things that are built in here."""
+"""Settings that are fixed in this implementation, with the values that a configuration may give them."""
 
 
 def export_eagle(drafter: Drafter, target: Target, out: Path) -> None:
     """Write an EAGLE-1 or EAGLE-3 drafter as the official code and the serving engines read it.
 
-    EAGLE-1's layout has no output layer: a reduced draft vocabulary becomes the whole one. EAGLE-3's has an own one: a
-    shared one is written out.
+    EAGLE-1's layout has no output layer: a reduced draft vocabulary becomes the whole one. EAGLE-3's has one, into
+    which a shared one is copied.
 
     Raises:
-        UserError: if the drafter is no EAGLE or has FSPAD's changes, or the target's output layer has a bias and would
-            be written.
+        UserError: if the drafter is of another family or has FSPAD's changes, or the target's output layer has a bias
+            and would be written.
     """
     if not isinstance(drafter, Eagle | Eagle3):
-        raise UserError(f"the format eagle holds EAGLE drafters, this artifact is {drafter.family}; export that family "
-                        "in its own format")
+        raise wrong_family("eagle", "EAGLE drafters", drafter)
     if isinstance(drafter, Eagle) and (changed := _changes(drafter)):
-        raise UserError(f"this drafter has {' and '.join(changed)}, which the format eagle has no place for and no "
-                        "serving engine runs; train without to export")
-    with whole_folder(out, _OWNED) as partial:
-        save_file(eagle_tensors(drafter, target), partial / EAGLE_FILE, metadata={"format": "pt"})
-        write_file(partial / "config.json", json.dumps(_config(drafter, target), indent=2) + "\n")
-        write_file(partial / "README.md", _readme(drafter, target))
+        raise UserError(f"this drafter has {' and '.join(changed)}, which the format eagle cannot hold and no "
+                        "serving engine runs; train without it to export")
+    write_layout(out, EAGLE_FILE, eagle_tensors(drafter, target), _config(drafter, target), _readme(drafter, target))
 
 
 def _changes(drafter: Eagle) -> list[str]:
-    """FSPAD's settings that the drafter was made with."""
+    """Names of FSPAD's settings that the drafter was trained with."""
     settings = {"feature_sampling": drafter.config.feature_sampling,
                 "partial_alignment": drafter.config.partial_alignment}
     return [name for name, chosen in settings.items() if chosen]
@@ -84,8 +76,7 @@ def eagle_tensors(drafter: Eagle | Eagle3, target: Target) -> dict[str, Tensor]:
         whole = {} if ids_Q is None else _vocabulary(ids_Q.cpu(), target.vocab_size)
     if drafter.num_layers > 1:
         tensors = {_renamed(name, _MIDLAYER, _FIRST): tensor for name, tensor in tensors.items()}
-    own = {name: tensor.detach().to("cpu", torch.float32, copy=True).contiguous() for name, tensor in tensors.items()}
-    return own | whole
+    return stored(tensors) | whole
 
 
 def _renamed(name: str, former: str, prefix: str) -> str:
@@ -115,15 +106,15 @@ def import_eagle(
     Args:
         folder: holds the weights and config.json.
         target: the model it drafts for.
-        taps: layers from 0 whose outputs EAGLE-3 reads; None for what the configuration says, or the official ones.
-        rope_base: base of the rotary embedding; None for what the configuration says, or 10000. The official trainers
-            take 10000 whatever it says, so that a checkpoint of theirs may need it given.
+        taps: layers from 0 whose outputs EAGLE-3 reads; None for those in the configuration, or the official ones.
+        rope_base: base of the rotary embedding; None for the one in the configuration, or 10000. The official trainers
+            use 10000 whatever the configuration says, so that their checkpoints may need it given here.
 
     Raises:
-        UserError: if a file, a tensor or a key is missing or says what cannot be built here, the stored embedding is
-            not the target's, or the taps cannot be told.
+        UserError: if a file, a tensor or a key is missing, a setting cannot be imported, the stored embedding is not
+            the target's, or the taps are ambiguous.
     """
-    tensors, said = read_tensors(folder, EAGLE_FILE), _read_config(folder)
+    tensors, said = read_tensors(folder, EAGLE_FILE), _config_of(folder)
     block = _block(said, target, rope_base)
     if block.hidden_size == target.hidden_size:
         check_embedding(tensors.pop(_EMBEDDING, None), target, folder)
@@ -132,16 +123,7 @@ def import_eagle(
         drafter: Eagle | Eagle3 = _third(tensors, said, block, target, taps, folder)
     else:
         drafter = _first(tensors, said, block, target, folder)
-    try:
-        drafter.load_state_dict(tensors)
-    except RuntimeError as error:
-        raise UserError(f"the EAGLE drafter in {folder} does not fit its configuration or {target.identity.name} "
-                        f"(width {target.hidden_size}, {target.vocab_size} tokens): "
-                        f"{' '.join(str(error).split())}") from error
-    require_distinct(drafter.token_ids_Q)
-    drafter.to(device=target.device, dtype=torch.promote_types(target.dtype, torch.float32))
-    drafter.bind(target)
-    return drafter.eval()
+    return loaded(drafter, tensors, target, f"the EAGLE drafter in {folder} does not fit its configuration or")
 
 
 def _first(tensors: dict[str, Tensor], said: dict[str, Any], block: BlockConfig, target: Target, folder: Path) -> Eagle:
@@ -149,7 +131,7 @@ def _first(tensors: dict[str, Tensor], said: dict[str, Any], block: BlockConfig,
     if (layers := said.get("num_hidden_layers") or 1) != 1:
         raise UserError(f"{folder / 'config.json'} says num_hidden_layers: {layers}; EAGLE-1 has 1")
     if block.hidden_size != target.hidden_size:
-        raise UserError(f"{folder / 'config.json'} says target_hidden_size: {said['target_hidden_size']} beside "
+        raise UserError(f"{folder / 'config.json'} says target_hidden_size: {said['target_hidden_size']} and "
                         f"hidden_size: {block.hidden_size}; EAGLE-1 is as wide as its target")
     return Eagle(EagleConfig(bias="fc.bias" in tensors), block, vocab_size=target.vocab_size)
 
@@ -171,7 +153,7 @@ def _third(tensors: dict[str, Tensor], said: dict[str, Any], block: BlockConfig,
     width, wanted = tensors["fc.weight"].shape[1] if "fc.weight" in tensors else 0, len(read) * target.hidden_size
     if width != wanted:
         raise UserError(f"fc in {folder} reads {width} numbers, but the {len(read)} taps {list(read)} of "
-                        f"{target.identity.name} are {wanted}; say which layers are read by taps")
+                        f"{target.identity.name} are {wanted}; give the layers that are read as taps")
     config = Eagle3Config(taps=read, fc_norm=bool(said.get("fc_norm")), norm_output=bool(said.get("norm_output")),
                           num_layers=said.get("num_hidden_layers") or 1, hidden_size=said["hidden_size"],
                           target_hidden_size=said.get("target_hidden_size"),
@@ -180,24 +162,21 @@ def _third(tensors: dict[str, Tensor], said: dict[str, Any], block: BlockConfig,
 
 
 def _taps(said: dict[str, Any], folder: Path) -> tuple[int, ...] | None:
-    """The layers whose outputs are read. Lists in the wild begin with 2 and mean inputs, or with 1 and mean outputs."""
+    """The layers whose outputs are read. Published lists start with 2 and mean inputs, or with 1 and mean outputs."""
     if _TAPS in said:
         return tuple(said[_TAPS])
     ids = (said.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     if ids is None:
         return None
     if not ids or ids[0] not in (1, 2):
-        raise UserError(f"{folder} reads the layers {ids} by number; whether their inputs or outputs cannot be told: "
-                        "give those whose outputs are read, from 0, by taps")
+        raise UserError(f"{folder} reads the layers {ids}, but does not say whether their inputs or outputs; "
+                        "give the layers whose outputs are read, from 0, as taps")
     return tuple(layer - ids[0] + 1 for layer in ids)
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _config_of(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
-    try:
-        said: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"{path} cannot be read as JSON ({error}); copy it again") from error
+    said = read_config(path)
     for key, known in _KNOWN.items():
         if key in said and said[key] not in known:
             raise UserError(f"{path} says {key}: {json.dumps(said[key])}; only {json.dumps(known[-1])} can be imported")
@@ -205,18 +184,18 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _block(said: dict[str, Any], target: Target, rope_base: float | None) -> BlockConfig:
-    """The shape of the layers, by the configuration.
+    """The shape of the layers, from the configuration.
 
     Raises:
-        UserError: if it says too little, or the states it reads are not as wide as the target's.
+        UserError: if a key is missing, or the states that the drafter reads are not as wide as the target's.
     """
     missing = [key for key in ("hidden_size", "intermediate_size", "num_attention_heads") if key not in said]
     if missing:
-        raise UserError(f"config.json says nothing of {', '.join(missing)}; copy it again")
+        raise UserError(f"config.json lacks {', '.join(missing)}; copy it again")
     states = said.get("target_hidden_size") or said["hidden_size"]
     if states != target.hidden_size:
-        told = "target_hidden_size" if said.get("target_hidden_size") else "hidden_size, without a target_hidden_size"
-        raise UserError(f"the EAGLE drafter reads states {states} wide ({told}), but those of {target.identity.name} "
+        key = "target_hidden_size" if said.get("target_hidden_size") else "hidden_size, without a target_hidden_size"
+        raise UserError(f"the EAGLE drafter reads states {states} wide ({key}), but those of {target.identity.name} "
                         f"are {target.hidden_size} wide; load the target it was trained for")
     heads = said["num_attention_heads"]
     named = said.get("rope_theta") or (said.get("rope_parameters") or {}).get("rope_theta")
@@ -242,7 +221,7 @@ def _config(drafter: Eagle | Eagle3, target: Target) -> dict[str, Any]:
     if isinstance(drafter, Eagle):
         return {**said, "bias": drafter.config.bias}
     entries = drafter.vocab_size if drafter.token_ids_Q is None else len(drafter.token_ids_Q)
-    # By the inputs of layers, as the official code and its followers count.
+    # By the inputs of layers, as in the official code.
     layers = {"eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in drafter.taps], "use_aux_hidden_state": True}
     if drafter.hidden_size != block.hidden_size:
         said["target_hidden_size"] = drafter.hidden_size
@@ -251,12 +230,9 @@ def _config(drafter: Eagle | Eagle3, target: Target) -> dict[str, Any]:
 
 
 def _readme(drafter: Eagle | Eagle3, target: Target) -> str:
-    name = "EAGLE-1" if isinstance(drafter, Eagle) else "EAGLE-3"
     layout = "In the layout of SafeAILab/EAGLE, which vLLM and SGLang read too."
     if drafter.num_layers > 1:
         layout = (f"Its {drafter.num_layers} layers are named as the speculators library does, which vLLM reads; "
                   "SafeAILab/EAGLE and SGLang know one layer.")
-    return (
-        f"# {name} drafter for {portable(target.identity.name)}\n\n{layout} "
-        "The artifact's tree is not part of it.\n"
-    )
+    return layout_readme(f"{'EAGLE-1' if isinstance(drafter, Eagle) else 'EAGLE-3'} drafter", target,
+                         f"{layout} The artifact's tree is not part of it.")

@@ -1,14 +1,14 @@
-"""A draft language model as an ordinary Hugging Face folder, which every serving engine loads as a draft model."""
+"""Draft language model as an ordinary Hugging Face folder, which serving engines load as a draft model."""
 
 import copy
 import json
 from pathlib import Path
 from typing import Any
 
-from ...modules import Drafter, DraftLM, Target, UserError
+from ...modules import Drafter, DraftLM, Target
 from ...modules.atomic_files import whole_folder, write_file
 from ...modules.drafters.draft_lm import as_model
-from ..artifact import portable
+from .layout_folder import layout_readme, wrong_family
 
 TRAINED = "draft_token_ids.json"
 """The ids of a reduced vocabulary, ascending."""
@@ -23,16 +23,15 @@ def export_huggingface(drafter: Drafter, target: Target, out: Path) -> None:
     """Write a draft language model as config.json, model.safetensors, generation_config.json and tokenizer files.
 
     The folder holds the target's whole vocabulary, since engines compare ids: a reduced output layer becomes a whole
-    one, in which the tokens that the draft never learnt keep the rows that it began with. A mask token stands in the
-    place of `mask_token_id`, where there is one.
+    one, in which the tokens that the draft never learnt keep the initial rows. A mask token, where there is one, has
+    the id `mask_token_id`.
 
     Raises:
-        UserError: if the drafter is no language model, its reduced output layer cannot be completed, or `out` cannot be
+        UserError: if the drafter is of another family, its reduced output layer cannot be completed, or `out` cannot be
             written.
     """
     if not isinstance(drafter, DraftLM):
-        raise UserError(f"the format huggingface holds draft language models, this artifact is {drafter.family}; "
-                        "export that family in its own format")
+        raise wrong_family("huggingface", "draft language models", drafter)
     model = as_model(drafter, target)
     if target.model.generation_config is not None:
         model.generation_config = copy.deepcopy(target.model.generation_config)
@@ -48,7 +47,7 @@ def export_huggingface(drafter: Drafter, target: Target, out: Path) -> None:
 
 
 def _for_engines(config: dict[str, Any], drafter: DraftLM) -> dict[str, Any]:
-    """Keys under the names that engines read: transformers has renamed some, and does not know mask tokens."""
+    """Keys by the names that engines read: transformers has renamed some, and has none for mask tokens."""
     keys: dict[str, Any] = {"torch_dtype": config.get("dtype") or config.get("torch_dtype")}
     rope = config.get("rope_parameters") or {}
     if "rope_theta" in rope:
@@ -59,21 +58,20 @@ def _for_engines(config: dict[str, Any], drafter: DraftLM) -> dict[str, Any]:
 
 
 def _readme(drafter: DraftLM, target: Target) -> str:
-    name, depths, mask = portable(target.identity.name), drafter.config.depths, drafter.config.mask_token_id
-    lines = [
-        f"# A draft language model for {name}\n",
-        f"{drafter.depth} layers with the vocabulary and tokenizer of the target. Serve it with\n",
-        "* transformers: `target.generate(..., assistant_model=draft)`",
+    depths, mask = drafter.config.depths, drafter.config.mask_token_id
+    paragraphs = [
+        f"{drafter.depth} layers with the vocabulary and tokenizer of the target. Serve it with",
+        "* transformers: `target.generate(..., assistant_model=draft)`\n"
         "* vLLM: `--speculative-config '{\"method\": \"draft_model\", \"model\": \"THIS_FOLDER\", "
         f"\"num_speculative_tokens\": {max(3, depths)}}}'`",
     ]
     if mask is not None:
-        lines.append(f"\nIt answers {depths} tokens in one pass through mask tokens, whose id is {mask} "
-                     "(`pard_token`): add `\"parallel_drafting\": true` there.")
+        paragraphs.append(f"It answers {depths} tokens in one pass through mask tokens, whose id is {mask} "
+                          "(`pard_token`): add `\"parallel_drafting\": true` there.")
     elif depths > 1:
-        lines.append("\nIt was trained to answer several tokens in one pass through a mask token that has no id and is "
-                     "not in this folder: here it drafts one by one. Train with `mask_token_id` to export it.")
+        paragraphs.append("It was trained to answer several tokens in one pass through a mask token that has no id and "
+                          "is not in this folder: here it drafts one by one. Train with `mask_token_id` to export it.")
     if drafter.token_ids is not None:
-        lines.append(f"\nIts output layer was trained for the {len(drafter.token_ids)} tokens in {TRAINED} alone; the "
-                     "rows of all others are those that it began with.")
-    return "\n".join(lines) + "\n"
+        paragraphs.append(f"Its output layer was trained for the {len(drafter.token_ids)} tokens in {TRAINED} alone; "
+                          "the rows of all others are the initial ones.")
+    return layout_readme("A draft language model", target, *paragraphs)

@@ -7,45 +7,37 @@ the last norm.
 Shapes: D hidden size, V target vocabulary.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ...modules import Drafter, Medusa, MedusaConfig, Target, UserError
-from ...modules.atomic_files import whole_folder, write_file
 from ..artifact import portable
+from .head_blocks import require_whole_output, tied
+from .layout_folder import layout_readme, stored, write_layout, wrong_family
+from .safetensors_reader import loaded, read_tensors
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"
-"""The name that TGI insists on; vLLM takes any."""
-_OWNED = frozenset({"config.json", MEDUSA_FILE, "README.md"})
+"""The name that TGI requires; vLLM takes any."""
 _TENSOR = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
 
 
 def export_medusa(drafter: Drafter, target: Target, out: Path) -> None:
     """Write Medusa heads as FasterDecoding/Medusa, TGI and vLLM up to 0.32 load them.
 
-    A shared output layer is written out once for each head, since vLLM knows no other way. A reduced draft vocabulary
-    with a shared layer becomes the whole one: the same heads over more rows. An own reduced layer has no rows to write
-    for the other tokens and is refused.
+    A shared output layer is written once for each head, since vLLM reads no other form. A reduced draft vocabulary
+    with a shared layer becomes the whole one: the same heads over more rows. A reduced layer of
+    its own has no rows to write for the other tokens and is refused.
 
     Raises:
-        UserError: if the drafter is no Medusa, its own output layer is reduced, or the target's has a bias.
+        UserError: if the drafter is of another family, its own output layer is reduced, or the target's has a bias.
     """
     if not isinstance(drafter, Medusa):
-        raise UserError(f"the format medusa holds Medusa heads, this artifact is {drafter.family}; export that "
-                        "family in its own format")
-    tensors = medusa_tensors(drafter, target)
-    with whole_folder(out, _OWNED) as partial:
-        save_file(tensors, partial / MEDUSA_FILE, metadata={"format": "pt"})
-        write_file(partial / "config.json", json.dumps(_medusa_config(drafter, target), indent=2) + "\n")
-        write_file(partial / "README.md", _medusa_readme(drafter, target))
+        raise wrong_family("medusa", "Medusa heads", drafter)
+    write_layout(out, MEDUSA_FILE, medusa_tensors(drafter, target), _config(drafter, target), _readme(drafter, target))
 
 
 def medusa_tensors(drafter: Medusa, target: Target) -> dict[str, Tensor]:
@@ -54,84 +46,62 @@ def medusa_tensors(drafter: Medusa, target: Target) -> dict[str, Tensor]:
     Raises:
         UserError: if their own output layer is reduced, or the target's has a bias.
     """
-    if drafter.config.output == "copy" and drafter.token_ids_Q is not None:
-        raise UserError(f"these heads have own output layers over {drafter.config.vocabulary_size} tokens; the layout "
-                        "needs a row for every token: train with output: shared, or with vocabulary_size: null")
+    require_whole_output(drafter)
     if getattr(target.head, "bias", None) is not None:
         raise UserError(f"the output layer of {target.identity.name} has a bias, for which the layout has no place")
     tensors: dict[str, Tensor] = {}
     for head, blocks in enumerate(drafter.heads):
         for layer in range(drafter.config.num_layers):
-            # A tied block is stored as often as it is passed through: the layout knows no other way.
+            # The layout stores a tied block as often as it is applied.
             block = [*blocks.children()][0 if drafter.config.tie_blocks else layer]
             for name, tensor in block.state_dict().items():
                 tensors[f"{head}.{layer}.{name}"] = tensor
         output = drafter.output_parameters(head)
         tensors[f"{head}.{drafter.config.num_layers}.weight"] = output[0] if output else target.output_weight()
-    own = {name: tensor.detach().to("cpu", torch.float32, copy=True).contiguous() for name, tensor in tensors.items()}
-    _check_medusa(own, drafter)
+    own = stored(tensors)
+    _check(own, drafter)
     return own
 
 
 def import_medusa(folder: Path, target: Target) -> Medusa:
     """Read Medusa heads in the FasterDecoding layout (safetensors only) and bind them to `target`.
 
-    The number of heads and blocks is counted in the weights: official configs are known to state it wrongly. Where all
-    blocks of every head are equal they were one block in the official code, and stay one (`tie_blocks`). Heads without
-    output layers share the target's.
+    The number of heads and blocks is counted in the weights: some official configs state it wrongly. Where all blocks
+    of every head are equal they were one block in the official code, and stay one (`tie_blocks`). Heads without output
+    layers share the target's.
 
     Raises:
         UserError: if there is no safetensors file, a tensor is missing, unknown, or of another shape than the target's.
     """
-    tensors = _read_foreign(folder)
-    heads = 1 + max(head for head, _, _ in tensors)
-    layers = 1 + max((layer for _, layer, part in tensors if part != "weight"), default=-1)
-    own = any(part == "weight" for _, _, part in tensors)
-    tied = layers > 1 and _tied(tensors)
-    config = MedusaConfig(num_heads=heads, num_layers=layers, tie_blocks=tied, output="copy" if own else "shared")
-    drafter = Medusa.create(config, target)
-    state: dict[str, Tensor] = {}
-    for (head, layer, part), tensor in tensors.items():
-        if part == "weight":
-            state[f"outputs.{head}.weight"] = tensor
-        elif layer == 0 or not tied:
-            state[f"heads.{head}.{layer}.{part}"] = tensor
-    try:
-        drafter.load_state_dict(state)
-    except RuntimeError as error:
-        raise UserError(f"the Medusa heads in {folder} do not fit {target.identity.name} (width {target.hidden_size}, "
-                        f"{target.vocab_size} tokens): {' '.join(str(error).split())}") from error
-    return drafter.eval()
+    blocks, outputs = _own_names(read_tensors(folder, MEDUSA_FILE), folder)
+    heads = 1 + max([*outputs, *(head for head, _, _ in blocks)])
+    layers = 1 + max((layer for _, layer, _ in blocks), default=-1)
+    shared = layers > 1 and tied(blocks, first=0)
+    config = MedusaConfig(num_heads=heads, num_layers=layers, tie_blocks=shared, output="copy" if outputs else "shared")
+    state = {f"outputs.{head}.weight": tensor for head, tensor in outputs.items()}
+    state |= {f"heads.{head}.{layer}.{part}": tensor for (head, layer, part), tensor in blocks.items()
+              if layer == 0 or not shared}
+    return loaded(Medusa.create(config, target), state, target, f"the Medusa heads in {folder} do not fit")
 
 
-def _tied(tensors: Mapping[tuple[int, int, str], Tensor]) -> bool:
-    """Whether every block is equal to the first of its head; independent training never leaves them so."""
-    firsts = ((tensors.get((head, 0, part)), tensor) for (head, _, part), tensor in tensors.items() if part != "weight")
-    return all(first is not None and torch.equal(first, tensor) for first, tensor in firsts)
-
-
-def _read_foreign(folder: Path) -> dict[tuple[int, int, str], Tensor]:
-    path = next((folder / name for name in (MEDUSA_FILE, "model.safetensors") if (folder / name).is_file()), None)
-    if path is None:
-        raise UserError(f"{folder} holds neither {MEDUSA_FILE} nor model.safetensors; a .pt or .bin file is a pickle, "
-                        "which is never read: convert it to safetensors first")
-    try:
-        raw = load_file(path)
-    except SafetensorError as error:
-        raise UserError(f"{path} is not a readable safetensors file ({error}); copy it again") from error
-    found: dict[tuple[int, int, str], Tensor] = {}
-    for name, tensor in raw.items():
+def _own_names(tensors: Mapping[str, Tensor], folder: Path) -> tuple[dict[tuple[int, int, str], Tensor],
+                                                                     dict[int, Tensor]]:
+    """(blocks by head, layer and name within the block; output layers by head)."""
+    blocks: dict[tuple[int, int, str], Tensor] = {}
+    outputs: dict[int, Tensor] = {}
+    for name, tensor in tensors.items():
         match = _TENSOR.fullmatch(name)
         if match is None:
-            raise UserError(f"{path} holds {name!r}, no tensor of Medusa heads; give a folder with heads alone")
-        found[int(match[1]), int(match[2]), match[3]] = tensor
-    if not found:
-        raise UserError(f"{path} holds no tensor; give a folder with Medusa heads")
-    return found
+            raise UserError(f"{folder} holds {name!r}, no tensor of Medusa heads; give a folder with only the heads")
+        if match[3] == "weight":
+            outputs[int(match[1])] = tensor
+        else:
+            blocks[int(match[1]), int(match[2]), match[3]] = tensor
+    return blocks, outputs
 
 
-def _medusa_config(drafter: Medusa, target: Target) -> dict[str, Any]:
-    # No "architectures": TGI takes its absence for Medusa. Without medusa_fc_bias vLLM drops the biases silently.
+def _config(drafter: Medusa, target: Target) -> dict[str, Any]:
+    # No "architectures": TGI recognises Medusa by its absence. Without medusa_fc_bias vLLM drops the biases silently.
     return {
         "base_model_name_or_path": portable(target.identity.name),
         "hidden_size": drafter.hidden_size,
@@ -142,8 +112,8 @@ def _medusa_config(drafter: Medusa, target: Target) -> dict[str, Any]:
     }
 
 
-def _check_medusa(tensors: Mapping[str, Tensor], drafter: Medusa) -> None:
-    """Engines ignore missing and unknown tensors silently, so the whole table is checked here."""
+def _check(tensors: Mapping[str, Tensor], drafter: Medusa) -> None:
+    """Check names and shapes of all tensors: engines ignore missing and unknown ones silently."""
     width, layers = drafter.hidden_size, drafter.config.num_layers
     expected: dict[str, tuple[int, ...]] = {}
     for head in range(drafter.config.num_heads):
@@ -157,13 +127,14 @@ def _check_medusa(tensors: Mapping[str, Tensor], drafter: Medusa) -> None:
         raise ValueError(f"the export would hold wrong tensors: {', '.join(wrong[:5])}")
 
 
-def _medusa_readme(drafter: Medusa, target: Target) -> str:
-    return (
-        f"# Medusa heads for {portable(target.identity.name)}\n\n"
-        f"{drafter.config.num_heads} heads in the layout of FasterDecoding/Medusa. Serve them with\n\n"
+def _readme(drafter: Medusa, target: Target) -> str:
+    heads = drafter.config.num_heads
+    return layout_readme(
+        "Medusa heads", target,
+        f"{heads} heads in the layout of FasterDecoding/Medusa. Serve them with",
         "* Text Generation Inference: `text-generation-launcher --model-id THIS_FOLDER --speculate "
-        f"{drafter.config.num_heads}`\n"
+        f"{heads}`\n"
         "* vLLM up to 0.32 (removed later): `--speculative-config '{\"method\": \"medusa\", "
-        f"\"model\": \"THIS_FOLDER\", \"num_speculative_tokens\": {drafter.config.num_heads}}}'`\n\n"
-        "These engines draft a chain from the best token of each head; the tree of the artifact is not used there.\n"
+        f"\"model\": \"THIS_FOLDER\", \"num_speculative_tokens\": {heads}}}'`",
+        "These engines draft a chain from the best token of each head; the tree of the artifact is not used there.",
     )

@@ -1,6 +1,6 @@
-"""An adapted target as a folder of its own: what loads it needs neither this project nor peft.
+"""Adapted target as a folder of its own, which loads without this project and without peft.
 
-As a Hugging Face model alone (`merged`), or with Medusa heads among its tensors (`medusa`), the layout of Medusa v1.0:
+As a Hugging Face model only (`merged`), or with Medusa heads among its tensors (`medusa`), the layout of Medusa v1.0:
 heads under `medusa_head.` in a shard of their own, their number in the model's config.json.
 """
 
@@ -25,11 +25,10 @@ def export_adapted(artifact: Artifact, format_name: str, out: Path) -> Path:
     """Write an artifact that changes its target to `out` (new or empty); returns it.
 
     Raises:
-        UserError: if the format cannot hold an adapted target, the heads cannot be said in it, or `out` cannot be
-            written.
+        UserError: if the format cannot hold an adapted target or these heads, or `out` cannot be written.
     """
     if format_name not in ADAPTED_FORMATS:
-        raise UserError(f"this artifact changes its target, which the format {format_name!r} has no place for; choose "
+        raise UserError(f"this artifact changes its target, which the format {format_name!r} cannot hold; choose "
                         f"one of {', '.join(ADAPTED_FORMATS)}")
     ADAPTED_FORMATS[format_name](artifact, out)
     return out
@@ -66,18 +65,18 @@ def _save_target(artifact: Artifact, folder: Path) -> None:
 
 
 def _add_shard(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Put further tensors beside a saved model: a file of their own, and an index of all."""
+    """Add tensors to a saved model: in a file of their own, with an index of all files."""
     save_file(tensors, folder / HEADS, metadata={"format": "pt"})
-    # A single file would be taken for the whole model by readers that look for it first.
+    # Readers that look for a single file first would take it for the whole model.
     if (folder / SINGLE).is_file():
         (folder / SINGLE).rename(folder / "model-00001-of-00001.safetensors")
-    places: dict[str, str] = {}
+    files: dict[str, str] = {}
     size = 0
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
-            places |= dict.fromkeys(opened.keys(), file.name)
+            files |= dict.fromkeys(opened.keys(), file.name)
         size += file.stat().st_size
-    write_file(folder / INDEX, json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=2) + "\n")
+    write_file(folder / INDEX, json.dumps({"metadata": {"total_size": size}, "weight_map": files}, indent=2) + "\n")
 
 
 def _readme(artifact: Artifact, drafts: str) -> str:
@@ -88,4 +87,4 @@ def _readme(artifact: Artifact, drafts: str) -> str:
 
 ADAPTED_FORMATS: dict[str, Callable[[Artifact, Path], None]] = {"merged": export_merged,
                                                                 "medusa": export_medusa_merged}
-"""What writes an artifact that changes its target, by format."""
+"""Writers of artifacts that change their target, by format."""

@@ -1,4 +1,4 @@
-"""The checkpoint layouts an artifact can be exported to, by name."""
+"""Registry of the checkpoint layouts that an artifact can be exported to."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ def export_artifact(artifact: Artifact, target: Target, format_name: str, out: P
     """Write `artifact` in the layout of a serving engine to `out` (new, empty, or an earlier export); returns it.
 
     Raises:
-        UserError: if the format is unknown, the drafter cannot be said in it, or `out` cannot be written.
+        UserError: if the format is unknown or cannot hold the drafter, or `out` cannot be written.
     """
     if artifact.adapter is not None:
         raise ValueError("an artifact that changes its target is exported by draftsmith.export.layouts.merged_target")
@@ -33,6 +33,6 @@ EXPORTERS: dict[str, Callable[[Drafter, Target, Path], None]] = {
     "hydra": export_hydra,
     "medusa": export_medusa,
 }
-"""What writes each format."""
+"""Writers of the formats, by name."""
 FORMATS: tuple[str, ...] = tuple(EXPORTERS)
-"""Names accepted by `export_artifact`."""
+"""Names of formats that `export_artifact` accepts."""

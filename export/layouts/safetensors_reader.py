@@ -1,29 +1,34 @@
-"""Weights of other projects: safetensors files alone, since a pickle can run code."""
+"""Reader of drafters in other projects' layouts: safetensors files only, since a pickle can run code."""
 
+import json
 from pathlib import Path
+from typing import Any, TypeVar
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ...modules import Target, UserError
+from ...modules import Drafter, Target, UserError
+from ...modules.target.draft_vocabulary import require_distinct
 
 _ROUNDING = 1e-2
-"""How far an embedding may lie from the target's, relative to its largest element: half precision is closer."""
+"""Largest difference of an embedding from the target's, relative to its largest element: half precision is closer."""
+D = TypeVar("D", bound=Drafter)
 
 
 def read_tensors(folder: Path, file: str) -> dict[str, Tensor]:
-    """The tensors of `file`, or else of model.safetensors, in `folder`.
+    """The tensors of `file` in `folder`, or of model.safetensors where there is no such file.
 
     Raises:
-        UserError: if neither is there, or it is damaged or empty.
+        UserError: if there is neither, or it is damaged or empty.
     """
     path = next((folder / name for name in (file, "model.safetensors") if (folder / name).is_file()), None)
     if path is None:
         stem = Path(file).stem
         raise UserError(
             f"{folder} holds neither {file} nor model.safetensors; a .pt or .bin file is a pickle, which is never "
-            "read: convert it first, where you trust it, with safetensors.torch.save_file({name: tensor.clone() for "
+            "read: if you trust it, convert it first with safetensors.torch.save_file({name: tensor.clone() for "
             f"name, tensor in torch.load('{stem}.pt', weights_only=True).items()}}, '{file}')")
     try:
         tensors: dict[str, Tensor] = load_file(path)
@@ -34,11 +39,44 @@ def read_tensors(folder: Path, file: str) -> dict[str, Tensor]:
     return tensors
 
 
-def check_embedding(stored_VD: Tensor | None, target: Target, folder: Path) -> None:
-    """A drafter that borrows the target's embedding may come with the one it was trained with: they must be the same.
+def read_config(path: Path) -> dict[str, Any]:
+    """A checkpoint's config.json.
 
     Raises:
-        UserError: if they are not.
+        UserError: if it cannot be read.
+    """
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{path} cannot be read as JSON ({error}); copy it again") from error
+    return config
+
+
+def loaded(drafter: D, tensors: dict[str, Tensor], target: Target, mismatch: str) -> D:
+    """The drafter with these weights, on the target's device in at least float32, bound to the target.
+
+    Args:
+        mismatch: start of the error message, up to the name of the target.
+
+    Raises:
+        UserError: if a tensor is missing, unknown or of another shape, or the draft vocabulary holds an id twice.
+    """
+    try:
+        drafter.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise UserError(f"{mismatch} {target.identity.name} (width {target.hidden_size}, {target.vocab_size} tokens): "
+                        f"{' '.join(str(error).split())}") from error
+    require_distinct(drafter.token_ids_Q)
+    drafter.to(device=target.device, dtype=torch.promote_types(target.dtype, torch.float32))
+    drafter.bind(target)
+    return drafter.eval()
+
+
+def check_embedding(stored_VD: Tensor | None, target: Target, folder: Path) -> None:
+    """Check that an embedding stored with a drafter is the target's, which the drafter uses here.
+
+    Raises:
+        UserError: if it is another one.
     """
     own_VD = target.model.get_input_embeddings().weight.detach()
     if stored_VD is None:

@@ -1,4 +1,4 @@
-"""One table of several drafts that were trained and measured on equal terms: JSON, Markdown and a plot."""
+"""Comparison of drafts trained and measured on equal terms: one table as JSON, Markdown and a plot."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -13,27 +13,35 @@ from .plots import standings as plot
 
 STANDINGS_JSON, STANDINGS_MARKDOWN, STANDINGS_PLOT = "families.json", "families.md", "families.svg"
 TRAINING = ("result.json", "stats.json")
-"""What training leaves beside its checkpoints."""
+"""Files that training writes next to its checkpoints."""
 GREEDY, SAMPLED = 0.0, 1.0
 """Temperatures of the table."""
+COLUMNS_NOTE = (
+    "Tokens/pass: tokens that one pass of the target adds to an answer, 1 without drafts; best tree: the most that a "
+    "tree of any size reached; untrained: the same drafter before its first training step. Nodes: tokens that one "
+    "pass checks, the last one of the text included. Speed-up: over the faster of this project's loop without drafts "
+    "and transformers' generate. Identical: answers equal to the target's own, token by token, of those compared; at "
+    "a near-tie the target itself is undecided within rounding."
+)
+"""Explanation of the columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """What the table says about one draft; None where it was not measured."""
+    """Figures of one draft; None where something was not measured."""
 
     name: str
-    """The row's name."""
+    """Name of the row."""
     parameters: int | None
     """Trained parameters; None without training."""
     training_seconds: float | None
-    """Seconds of training, validation not counted."""
+    """Seconds of training, without validation."""
     training_steps: int | None
-    """Optimizer steps that fitted into them."""
+    """Optimizer steps in that time."""
     precision: str | None
-    """Arithmetic of the training, by Lightning's name."""
+    """Number format of the training, by Lightning's name."""
     peak_memory_bytes: int | None
-    """Largest memory of the training process."""
+    """Peak memory of the training process."""
     untrained_accepted_length: float | None
     """Tokens per pass of the same drafter before its first step, on held-out text."""
     accepted_length: dict[str, float]
@@ -43,27 +51,27 @@ class Standing:
     nodes: int
     """Nodes of the tree in use for greedy rows, root included."""
     nodes_sampled: int | None
-    """The same at temperature 1; None without it."""
+    """The same at temperature 1; None where that was not measured."""
     acceptance_by_position: tuple[float, ...]
     """Share of greedy passes that accept at least 1, 2, 3 ... drafted tokens, all prompts."""
     draft_time_share: float | None
     """Share of the decoding time spent drafting, greedy."""
     tokens_per_second: float | None
-    """Greedy, median over timed prompts."""
+    """Greedy speed, median over timed prompts."""
     speedup: float | None
-    """Greedy, over the faster of plain loop and `generate`."""
+    """Greedy speed-up over the faster of plain loop and `generate`."""
     speedup_sampled: float | None
     """The same at temperature 1."""
     identical: int
     """Answers equal to the reference at every temperature."""
     near_ties: int
-    """Answers that part where the target itself is undecided."""
+    """Answers that first differ where the target itself is undecided within rounding."""
     answers: int
     """Answers compared."""
     changes_target: bool
-    """Whether the artifact adapts its target: lossless is then said of the adapted one."""
+    """True for an artifact that adapts its target; its answers are then compared with the adapted target's."""
     drift_kl: float | None
-    """KL(original || adapted) of the next token, in nats; None where the target stays what it is."""
+    """KL(original || adapted) of the next token, in nats; None where the target is unchanged."""
     drift_agreement: float | None
     """Share of the original's greedy tokens that the adapted target chooses as well."""
     contended: bool
@@ -71,14 +79,14 @@ class Standing:
 
 
 def read_standing(name: str, folder: Path) -> Standing | None:
-    """What a run's folder says, or None while it has no evaluation."""
+    """The figures in a run's folder, or None while it has no evaluation."""
     if not (folder / JSON_NAME).is_file():
         return None
     content = _read(folder / JSON_NAME)
     training: dict[str, Any] = {}
     for file in (folder / "train" / name for name in TRAINING):
         training |= _read(file) if file.is_file() else {}
-    # Where an artifact drafted in several ways, the row is about the first of them.
+    # An artifact evaluated with several policies is represented by the first of them.
     measurements = [record for record in content["measurements"] if record["method"] == content["method"]]
     whole = [record for record in measurements if _whole(record)]
     greedy, sampled = _at(whole, GREEDY), _at(whole, SAMPLED)
@@ -112,11 +120,11 @@ def read_standing(name: str, folder: Path) -> Standing | None:
 
 
 def write_standings(out: Path, rows: Mapping[str, Path]) -> Path:
-    """Write families.json, families.md and families.svg from the rows that have been measured; returns the Markdown.
+    """Write families.json, families.md and families.svg from the measured rows; returns the path of the Markdown.
 
     Args:
         out: folder for the three files.
-        rows: folder of each row by its name, in the table's order.
+        rows: folder of each row by its name, in the order of the table.
     """
     found = [standing for name, folder in rows.items() if (standing := read_standing(name, folder)) is not None]
     header = _read(rows[found[0].name] / JSON_NAME)["header"] if found else {}
@@ -128,22 +136,23 @@ def write_standings(out: Path, rows: Mapping[str, Path]) -> Path:
 
 
 def markdown(standings: Sequence[Standing]) -> str:
-    """The table."""
+    """The table in Markdown, with an explanation of its columns."""
     columns: list[tuple[str, Callable[[Standing], str]]] = [
         ("", lambda one: f"{one.name} (changes the target)" if one.changes_target else one.name),
         ("trained parameters", lambda one: "-" if one.parameters is None else f"{one.parameters / 1e6:.1f} M"),
         ("training, s", lambda one: number(one.training_seconds, 0)),
         ("steps", lambda one: number(one.training_steps, 0)),
-        ("arithmetic", lambda one: one.precision or "-"),
+        ("number format", lambda one: one.precision or "-"),
         ("peak memory, GiB", lambda one: number(_gib(one.peak_memory_bytes), 1)),
-        ("untrained", lambda one: number(one.untrained_accepted_length, 2)),
-        *((f"{name}, {kind}", _length_of(name, temperature)) for name in _sets(standings)
+        ("tokens/pass untrained", lambda one: number(one.untrained_accepted_length, 2)),
+        *((f"tokens/pass {name}, {kind}", _length_of(name, temperature)) for name in _sets(standings)
           for kind, temperature in (("greedy", GREEDY), ("sampled", SAMPLED))),
-        *((f"{name}, best tree", _best_of(name)) for name in _sets(standings)),
+        *((f"tokens/pass {name}, best tree", _best_of(name)) for name in _sets(standings)),
         ("nodes, greedy", lambda one: str(one.nodes)),
         ("nodes, sampled", lambda one: number(one.nodes_sampled, 0)),
-        ("accepted by position", lambda one: " ".join(percent(share) for share in one.acceptance_by_position[:4])),
-        ("draft time", lambda one: percent(one.draft_time_share)),
+        ("passes accepting 1, 2, 3, 4 guesses",
+         lambda one: " ".join(percent(share) for share in one.acceptance_by_position[:4])),
+        ("time drafting", lambda one: percent(one.draft_time_share)),
         ("tokens/s", lambda one: number(one.tokens_per_second, 1)),
         ("speed-up, greedy", lambda one: times(one.speedup)),
         ("speed-up, sampled", lambda one: times(one.speedup_sampled)),
@@ -152,13 +161,15 @@ def markdown(standings: Sequence[Standing]) -> str:
     ]
     lines = ["| " + " | ".join(title for title, _ in columns) + " |", "|---" + "|--:" * (len(columns) - 1) + "|"]
     lines += ["| " + " | ".join(cell(one) for _, cell in columns) + " |" for one in standings]
+    lines += ["", COLUMNS_NOTE]
     for one in (standing for standing in standings if standing.changes_target):
-        lines += ["", f"{one.name} changes the target: its answers are held against the adapted one's, which chooses "
-                      f"{percent(one.drift_agreement)} of the original's greedy tokens (KL "
-                      f"{number(one.drift_kl, 4)} nats)."]
+        lines += ["", f"{one.name} changes the target: its answers are compared with the adapted target's, which "
+                      f"chooses {percent(one.drift_agreement)} of the original's greedy tokens (KL divergence "
+                      f"{number(one.drift_kl, 4)} nats a token)."]
     if any(one.contended for one in standings):
         busy = ", ".join(one.name for one in standings if one.contended)
-        lines += ["", f"The machine was busy with something else while speeds were measured: {busy}."]
+        lines += ["", f"The machine was busy with something else while the speeds of {busy} were measured: they are "
+                      "not reliable."]
     return "\n".join(lines) + "\n"
 
 
@@ -171,7 +182,7 @@ def _best_of(name: str) -> Callable[[Standing], str]:
 
 
 def _best(one: Standing) -> float:
-    """The greatest greedy accepted length, hand-written prompts if there are any."""
+    """The greatest greedy accepted length, on hand-written prompts if there are any."""
     found = one.best_tree or {key: value for key, value in one.accepted_length.items() if key.endswith(" 0")}
     return found.get("handwritten", max(found.values(), default=1.0))
 
@@ -195,12 +206,12 @@ def _key(prompt_set: str, temperature: float) -> str:
 
 
 def _whole(record: Mapping[str, Any]) -> bool:
-    """Whether a record is about all prompts."""
+    """True for the record of all prompts."""
     return all(record[group] is None for group in ("prompt_set", "category", "turn"))
 
 
 def _at(records: Sequence[Mapping[str, Any]], temperature: float) -> Mapping[str, Any]:
-    """The first record of a temperature; nothing when it was not measured."""
+    """The first record of a temperature; empty when it was not measured."""
     return next((record for record in records if record["temperature"] == temperature), {})
 
 

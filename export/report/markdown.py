@@ -1,4 +1,4 @@
-"""What people read: a table for the terminal, Markdown, and one HTML page with plots that needs no network."""
+"""Reports of an evaluation: a table for the terminal, Markdown, and one HTML page with plots that needs no network."""
 
 import json
 from collections.abc import Iterator
@@ -8,8 +8,10 @@ from textwrap import wrap
 from ...modules.atomic_files import write_file
 from ..artifact import Artifact
 from ..evaluation.results import Evaluation, EvaluationRun, Measures
+from .headline import headline
 from .html import page
 from .phrases import (
+    COLUMNS_NOTE,
     CONFIDENCE_NOTE,
     INTERVALS_NOTE,
     confidence_note,
@@ -30,17 +32,20 @@ from .tables import Table, confidence_table, in_detail, side_by_side
 JSON_NAME, MARKDOWN_NAME, HTML_NAME = "evaluation.json", "report.md", "report.html"
 WIDTH = 100
 """Columns of the terminal table, and of the sentences below it."""
-_HEADINGS = ("prompts", "tokens/pass", "tokens/s", "plain", "generate", "speed-up", "identical")
+_HEADINGS = ("answers", "tokens/pass", "tokens/s", "plain", "generate", "speed-up", "identical")
+TERMINAL_NOTE = ("plain and generate: tokens/s without drafts, by this project's loop and by transformers; speed-up: "
+                 "over the faster of the two")
+"""Explanation of the columns of the terminal table."""
 
 
 def write_report(out: Path, run: EvaluationRun, artifact: Artifact | None = None) -> dict[str, Path]:
     """Write evaluation.json, report.md and report.html to `out`; returns the paths by "json", "markdown", "html".
 
     Args:
-        artifact: adds its tree and what was tuned to the page.
+        artifact: the artifact whose tree and tuning the page shows; None shows none.
 
     Raises:
-        UserError: if `out` cannot be written, or matplotlib is missing (the JSON and the Markdown are there then).
+        UserError: if `out` cannot be written, or matplotlib is missing (the JSON and the Markdown are written before).
     """
     return {
         "json": write_file(out / JSON_NAME, json.dumps(run.to_dict(), indent=2, allow_nan=False) + "\n"),
@@ -53,21 +58,21 @@ def terminal_table(run: EvaluationRun) -> str:
     """The main figures as plain text, `WIDTH` columns wide unless a name is long."""
     rows = [("", *_HEADINGS), *((name, *_cells(measures)) for name, measures in _terminal_rows(run))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [f"Drafts for {run.evaluations[0].target}", ""]
+    lines = [f"Drafts for {run.evaluations[0].target}", *wrap(headline(run), WIDTH), ""]
     lines += ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in
                                                    zip(row[1:], widths[1:], strict=True))]) for row in rows]
-    lines += ["", *wrap(how_measured(run), WIDTH), ""]
+    lines += ["", *wrap(f"{how_measured(run)}. {TERMINAL_NOTE}", WIDTH), ""]
     for evaluation in _firsts(run):
-        lines += wrap(f"{evaluation.name}: accepted by position " + _positions(evaluation.overall), WIDTH)
+        lines += wrap(f"{evaluation.name}: {_positions(evaluation.overall)}", WIDTH)
         lines += [line for text in _trees(evaluation) for line in wrap(text, WIDTH)]
     lines += [line for text in ["", *verdicts(run)] for line in wrap(text, WIDTH) or [""]]
     if run.evaluations[0].contended:
-        lines += ["", *wrap("CONTENDED. " + contention_note(run), WIDTH)]
+        lines += ["", *wrap("WARNING. " + contention_note(run), WIDTH)]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def _terminal_rows(run: EvaluationRun) -> Iterator[tuple[str, Measures]]:
-    """Every evaluation; a single one with its prompt sets."""
+    """A row for every evaluation; a single one is followed by its prompt sets."""
     for evaluation in run.evaluations:
         yield label(run, evaluation), evaluation.overall
     if len(run.evaluations) == 1 and len(run.evaluations[0].by_prompt_set) > 1:
@@ -75,7 +80,7 @@ def _terminal_rows(run: EvaluationRun) -> Iterator[tuple[str, Measures]]:
 
 
 def _firsts(run: EvaluationRun) -> tuple[Evaluation, ...]:
-    """Each method at the first temperature and batch size."""
+    """The evaluation of each method at the first temperature and batch size."""
     return run.at(temperature=run.temperatures[0], batch_size=run.batch_sizes[0])
 
 
@@ -86,24 +91,25 @@ def _cells(measures: Measures) -> tuple[str, ...]:
 
 
 def markdown(run: EvaluationRun) -> str:
-    """report.md."""
-    lines = [f"# Drafts for {run.evaluations[0].target}", "", how_measured(run), "", where_measured(run), ""]
+    """Text of report.md."""
+    lines = [f"# Drafts for {run.evaluations[0].target}", "", f"**{headline(run)}**", "", how_measured(run), "",
+             where_measured(run), ""]
     if run.evaluations[0].contended:
-        lines += [f"**Contended.** {contention_note(run)}", ""]
+        lines += [f"**Warning.** {contention_note(run)}", ""]
     lines += [line for text in verdicts(run) for line in (text, "")]
     if len(run.evaluations) > 1:
         lines += ["## The methods side by side", "", *_pipes(side_by_side(run)), ""]
-    lines += [INTERVALS_NOTE, ""]
+    lines += [COLUMNS_NOTE, "", INTERVALS_NOTE, ""]
     for evaluation in _firsts(run):
         lines += [f"## {label(run, evaluation)}", "", drafting_note(evaluation), "", *_pipes(in_detail(evaluation)),
-                  "", "Accepted by position: " + _positions(evaluation.overall), "", *_predicted(evaluation)]
+                  "", f"{_positions(evaluation.overall).capitalize()}.", "", *_predicted(evaluation)]
         lines += [line for text in _trees(evaluation) for line in (text, "")]
         lines += _confidence(evaluation)
     return "\n".join(lines)
 
 
 def _pipes(table: Table) -> list[str]:
-    """A table in Markdown; intervals stand behind their figures."""
+    """A table in Markdown; intervals follow their figures."""
     lines = ["| " + " | ".join(table.columns) + " |", "|---" + "|--:" * (len(table.columns) - 1) + "|"]
     for row in table.rows:
         cells = [f"{cell.text} ({cell.interval})" if cell.interval else cell.text for cell in row]
@@ -131,4 +137,5 @@ def _trees(evaluation: Evaluation) -> list[str]:
 
 
 def _positions(measures: Measures) -> str:
-    return ", ".join(percent(share) for share in measures.acceptance_by_position) or "nothing was accepted"
+    shares = [f"{percent(share)} at least {count}" for count, share in enumerate(measures.acceptance_by_position, 1)]
+    return f"guesses that a pass accepted: {', '.join(shares)}" if shares else "no pass accepted a guess"

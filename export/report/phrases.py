@@ -1,4 +1,4 @@
-"""The sentences and number formats that the terminal, Markdown and HTML share."""
+"""Sentences and number formats that the terminal, Markdown and HTML share."""
 
 from collections.abc import Sequence
 
@@ -31,12 +31,12 @@ def span(interval: Interval | None, digits: int) -> str:
 
 
 def chosen(temperature: float) -> str:
-    """How tokens are chosen."""
+    """Name of a temperature: greedy for 0."""
     return "greedy" if temperature == 0 else f"temperature {temperature:g}"
 
 
 def label(run: EvaluationRun, evaluation: Evaluation) -> str:
-    """The method's name, and what tells this evaluation of it from its others."""
+    """The method's name, with its temperature and batch size where the run has several."""
     temperature = f", {chosen(evaluation.temperature)}" if len(run.temperatures) > 1 else ""
     return evaluation.name + temperature + (f", batch {evaluation.batch_size}" if len(run.batch_sizes) > 1 else "")
 
@@ -64,31 +64,36 @@ def where_measured(run: EvaluationRun) -> str:
 
 
 INTERVALS_NOTE = (
-    "Ranges are 95 % bootstrap intervals over prompts; one is missing where fewer than two were timed. The "
-    "memory-bound speed-up is what the tokens per pass would gain if reading weights were all that takes time "
-    "(arXiv:2411.11055)."
+    "Ranges are 95 % bootstrap intervals over prompts; there is none where fewer than two prompts were timed."
 )
-"""What the ranges and one of the columns are."""
+"""Explanation of the ranges."""
+COLUMNS_NOTE = (
+    "Tokens per pass: tokens that one pass of the target adds to an answer; 1 without drafts. Tokens/s: median over "
+    "the timed prompts; plain is this project's loop without drafts, generate is that of transformers. Speed-up: over "
+    "the faster of these two. Memory-bound speed-up: the speed-up if reading weights were all that takes time "
+    "(arXiv:2411.11055). Identical: answers equal to the target's own, token by token, of those compared."
+)
+"""Explanation of the columns."""
 
 
 SHARED_NOTE = ("Answers that are not timed are decoded once for each tree size and count at every batch size that uses "
                "it.")
-"""Said where batch sizes share answers."""
+"""Note for reports in which batch sizes share answers."""
 
 
 def drafting_note(evaluation: Evaluation) -> str:
-    """How large the trees are, and what drafting took."""
+    """Sentences on the size of the trees, the cost of drafting, and repetitive or cut answers."""
     overall = evaluation.overall
-    grown = (f"A pass verifies at most {evaluation.nodes} nodes, the last token included."
-             if evaluation.nodes > 1 else "Nothing is drafted: no tree pays on this machine.")
+    grown = (f"A pass of the target checks at most {evaluation.nodes} nodes: the last token and the guesses after it."
+             if evaluation.nodes > 1 else "Nothing is drafted: on this machine no tree makes decoding faster.")
     return (f"{grown} Drafting read {evaluation.draft_share:.2f} bytes for each byte of the target and took "
             f"{percent(overall.draft_time_share)} of the time. {percent(overall.repetition_rate)} of the answers "
-            f"repeat themselves (over 30 % repeated 4-grams), {percent(overall.truncation_rate)} reached the length "
-            "limit.")
+            f"repeat themselves (over 30 % of their sequences of four tokens occurred before), "
+            f"{percent(overall.truncation_rate)} reached the length limit.")
 
 
 def prediction_note(evaluation: Evaluation) -> str:
-    """The predicted speed-up beside the measured one; empty where nothing was predicted."""
+    """The predicted speed-up next to the measured one; empty where nothing was predicted."""
     if evaluation.predicted_speedup is None:
         return ""
     drafted, plain = evaluation.overall.tokens_per_second, evaluation.overall.plain_tokens_per_second
@@ -98,34 +103,35 @@ def prediction_note(evaluation: Evaluation) -> str:
 
 
 CONFIDENCE_OF = {"token": "a token, given the guesses before it", "path": "a whole path down to a node"}
-"""What a confidence is the confidence of, by its name in the JSON."""
+"""Events whose probability a confidence estimates, by their name in the JSON."""
 CONFIDENCE_NOTE = (
-    "Points under the diagonal are over-confident: the target accepts fewer of these guesses than the draft promises, "
-    "and a tree that follows the draft's confidence (EAGLE-2) wastes nodes on them. Points above it are "
-    "under-confident: such a tree leaves out guesses that would have come true."
+    "Under the diagonal the draft is over-confident: the target accepts fewer of these guesses than the draft expects, "
+    "and a tree built by the draft's confidence (EAGLE-2) wastes nodes on them. Above it the draft is under-confident: "
+    "such a tree leaves out guesses that the target would have accepted."
 )
-"""How the curve of confidence is read."""
+"""Explanation of the plot of confidence."""
 CALIBRATED = 0.02
-"""Mean confidence and acceptance that lie nearer than this are called equal."""
+"""Largest difference of mean confidence and acceptance at which a draft counts as well calibrated."""
 
 
 def confidence_note(evaluation: Evaluation) -> str:
-    """What the draft promised of its guesses and what came of it; empty where nothing was counted."""
+    """Sentences that compare the draft's confidence with the acceptance; empty where nothing was counted."""
     if "token" not in evaluation.confidence:
         return ""
     curve = evaluation.confidence["token"]
     excess = curve.mean_confidence - curve.acceptance_rate
     kind = ("over-confident" if excess > CALIBRATED else "under-confident" if excess < -CALIBRATED else
-            "about as sure as it may be")
-    return (f"Confidence: of {curve.guesses:,} guesses behind right ones the draft expected "
+            "well calibrated")
+    return (f"Confidence: of {curve.guesses:,} guesses that followed accepted ones the draft expected "
             f"{curve.mean_confidence:.1%} to be accepted, {curve.acceptance_rate:.1%} were: on average it is {kind}. "
-            f"Expected calibration error {curve.expected_calibration_error:.3f}"
+            "Expected calibration error (mean difference between confidence and acceptance) "
+            f"{curve.expected_calibration_error:.3f}"
             + (f", of whole paths {evaluation.confidence['path'].expected_calibration_error:.3f}."
                if "path" in evaluation.confidence else "."))
 
 
 def verdicts(run: EvaluationRun) -> list[str]:
-    """What the comparison with the references found, a sentence or two for each temperature."""
+    """Result of the comparison with the target's own answers, a sentence or two for each temperature."""
     found = [lossless_verdict(run, run.at(temperature=temperature)) for temperature in run.temperatures]
     if "drift" in run.header:
         found = [drift_note(run), *found]
@@ -134,30 +140,31 @@ def verdicts(run: EvaluationRun) -> list[str]:
 
 
 def drift_note(run: EvaluationRun) -> str:
-    """That the target is no longer the original one, and how far it has moved."""
+    """Sentence for a draft that adapts its target: how far the target differs from the original."""
     drift = run.header["drift"]
-    return (f"Changes the target: all that follows is measured with the adapted target and against it. Beside the "
-            f"original's own greedy answers to {drift['prompts']} prompts ({drift['tokens']:,} tokens) its KL is "
-            f"{drift['kl']:.3g} nats a token, and it would have chosen {drift['agreement']:.1%} of them as well.")
+    return (f"Changes the target: everything below is measured with the adapted target and compared with it. On the "
+            f"original target's greedy answers to {drift['prompts']} prompts ({drift['tokens']:,} tokens), the "
+            f"adapted one differs by a KL divergence of {drift['kl']:.3g} nats a token, and would have chosen "
+            f"{drift['agreement']:.1%} of the tokens as well.")
 
 
 def identical(found: Lossless) -> str:
-    """Answers equal to the reference, of those compared."""
+    """Answers equal to the reference, of those compared; "sampled" where none can be compared."""
     return f"{found.identical}/{found.prompts}" if found.prompts else "sampled"
 
 
 def lossless_verdict(run: EvaluationRun, evaluations: Sequence[Evaluation]) -> str:
-    """The same of some evaluations at one temperature."""
+    """The result of the comparison for some evaluations at one temperature."""
     temperature = evaluations[0].temperature
     drawn = [evaluation.name for evaluation in evaluations if not evaluation.overall.lossless.prompts]
     evaluations = [evaluation for evaluation in evaluations if evaluation.overall.lossless.prompts]
     apart = (f"{', '.join(dict.fromkeys(drawn))}: drafts were sampled, so that answers at temperature "
-             f"{temperature:g} have the target's distribution, not its tokens, and are not compared.") if drawn else ""
+             f"{temperature:g} have the target's distribution but other tokens, and are not compared.") if drawn else ""
     return " ".join(filter(None, [_compared(run, evaluations) if evaluations else "", apart]))
 
 
 def _compared(run: EvaluationRun, evaluations: Sequence[Evaluation]) -> str:
-    """The same of methods whose answers must be the reference's."""
+    """The same for methods whose answers must equal the reference."""
     found = Lossless.joined(evaluation.overall.lossless for evaluation in evaluations)
     tokens = sum(evaluation.overall.new_tokens for evaluation in evaluations)
     greedy = evaluations[0].temperature == 0
@@ -192,7 +199,7 @@ def _differ(count: int) -> str:
 
 
 def steadiness(run: EvaluationRun) -> str:
-    """How far the repeated passes left their best, and how far they may."""
+    """Largest excess of the repeated passes over their fastest, and the bound."""
     seen = run.header["contention"]
     listed = " and ".join(f"{excess:.0%} for {size} {'token' if size == '1' else 'tokens'}"
                           for size, excess in seen["worst_excess"].items())
@@ -200,6 +207,7 @@ def steadiness(run: EvaluationRun) -> str:
 
 
 def contention_note(run: EvaluationRun) -> str:
-    """Why the speeds of a contended run are not to be trusted."""
-    return (f"The machine was busy with something else: repeated passes left their best by up to "
-            f"{steadiness(run)}. Do not trust these speeds; measure again when it is quiet.")
+    """Reason why the speeds of a run on a busy machine are not reliable."""
+    return (f"The machine was busy with something else: repeating one pass of the target took up to "
+            f"{steadiness(run)} longer than its fastest. Do not rely on the speeds; measure again when the "
+            "machine is quiet. Tokens per pass and the comparison of answers are not affected.")

@@ -1,4 +1,4 @@
-"""The plots of a report, each an SVG to put inside a page. matplotlib is imported here alone."""
+"""Plots of a report, each an SVG to put inside a page. matplotlib is imported only here."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ INK, MUTED, GRID = "#1f2933", "#6b7785", "#e4e8ed"
 DRAFTED, PLAIN, GENERATE, ACCENT = "#0f766e", "#a9b4c0", "#d3dae1", "#c2410c"
 SERIES = (DRAFTED, "#4f63b6", ACCENT, "#8a5a9e", "#7a8a2b", "#b0417a", "#2f87b7", "#8a6a3f")
 BASELINE_COLORS = {"this loop, no drafts": "#8794a2", "transformers generate": "#b9c3cd"}
-"""Names and colours of the two ways without drafts."""
+"""Names and colours of the two baselines without drafts."""
 Point = tuple[float, tuple[float, float] | None]
 """A value and its interval, where it has one."""
 _STYLE: Any = {
@@ -26,14 +26,14 @@ _STYLE: Any = {
 
 
 def acceptance_by_position(curves: Mapping[str, Sequence[float]]) -> str:
-    """How often a pass accepts at least 1, 2, 3 ... drafted tokens; one line for each method or prompt set."""
+    """Share of passes that accept at least 1, 2, 3 ... guesses; one line for each method or prompt set."""
     with _Plot(4.9, 3.1) as (axes, plot):
         longest = max((len(curve) for curve in curves.values()), default=1)
         for (name, curve), color in zip(curves.items(), _cycle(len(curves)), strict=True):
             axes.plot(range(1, len(curve) + 1), [100 * share for share in curve], "o-", color=color, label=name,
                       markersize=4)
         top = max((100 * share for curve in curves.values() for share in curve), default=100)
-        axes.set(xlabel="drafted tokens accepted, at least", ylabel="share of passes, %",
+        axes.set(xlabel="guesses accepted, at least", ylabel="share of passes, %",
                  ylim=(0, min(100, 1.15 * top)), xticks=range(1, max(1, longest) + 1))
         axes.legend()
     return plot.svg("acceptance")
@@ -49,7 +49,7 @@ def accepted_length(lengths: Mapping[str, float], overall: float) -> str:
                       fontsize=9)
         axes.axvline(overall, color=ACCENT, linewidth=1, zorder=0.5)
         axes.text(overall, len(names) - 0.35, f" all {overall:.2f}", color=ACCENT, fontsize=9, va="bottom")
-        axes.set(xlabel="tokens per target pass, bonus included", xlim=(0, 1.05 * max([1.0, *lengths.values()])))
+        axes.set(xlabel="tokens per target pass", xlim=(0, 1.05 * max([1.0, *lengths.values()])))
         axes.grid(visible=False, axis="y")
     return plot.svg("length")
 
@@ -61,7 +61,7 @@ def accepted_lengths(methods: Mapping[str, Mapping[str, float]]) -> str:
     with _Plot(4.9, 1.2 + 0.29 * max(2, len(names))) as (axes, plot):
         for (method, lengths), color in zip(methods.items(), _cycle(len(methods)), strict=True):
             axes.plot([lengths[name] for name in names], range(len(names)), "o", color=color, label=method)
-        axes.set(xlabel="tokens per target pass, bonus included", yticks=range(len(names)), yticklabels=names,
+        axes.set(xlabel="tokens per target pass", yticks=range(len(names)), yticklabels=names,
                  xlim=(0.95, None), ylim=(-0.6, len(names) - 0.4))
         plot.legend_above(len(methods))
     return plot.svg("lengths")
@@ -69,15 +69,15 @@ def accepted_lengths(methods: Mapping[str, Mapping[str, float]]) -> str:
 
 def with_ranges(lines: Mapping[str, Sequence[Point]], axis: str, places: Sequence[str], title: str, name: str, *,
                 least: float = 0.0) -> str:
-    """One line a method over a few conditions, such as batch sizes, with its intervals; grey lines are baselines.
+    """One line for each method over a few conditions, such as batch sizes, with intervals; baselines are grey.
 
     Args:
         lines: by method, (value, interval) at each condition.
-        axis: what the conditions are.
+        axis: label of the conditions' axis.
         places: the conditions.
-        title: what the values are.
-        name: of the figure.
-        least: where the values' axis begins.
+        title: label of the values' axis.
+        name: name of the figure.
+        least: lower end of the values' axis.
     """
     with _Plot(4.9, 3.3) as (axes, plot):
         colors = _cycle(len(lines))
@@ -97,8 +97,8 @@ def with_ranges(lines: Mapping[str, Sequence[Point]], axis: str, places: Sequenc
 
 
 def confidence(curves: Mapping[str, ConfidenceCurve], shares: ConfidenceCurve) -> str:
-    """Acceptance by confidence, a line each beside the diagonal on which a draft knows its chances; the bars tell which
-    share of the guesses of `shares` lies in each bin.
+    """Acceptance by confidence, one line for each curve; on the diagonal a draft is calibrated. The bars are the shares
+    of the guesses of `shares` in each bin.
     """
     with _Plot(4.9, 3.4) as (axes, plot):
         width, heights = 100 / len(shares.bins), [100 * one.guesses / shares.guesses for one in shares.bins]
@@ -109,19 +109,19 @@ def confidence(curves: Mapping[str, ConfidenceCurve], shares: ConfidenceCurve) -
             points = [(100 * one.mean_confidence, 100 * one.acceptance_rate) for one in curve.bins
                       if one.mean_confidence is not None and one.acceptance_rate is not None]
             axes.plot(*zip(*points, strict=True), "o-", color=color, label=name, markersize=4)
-        axes.set(xlabel="confidence of the draft, %", ylabel="accepted, %; bars: share of guesses", xlim=(0, 100),
+        axes.set(xlabel="confidence of the draft, %", ylabel="accepted, %; bars: share of guesses, %", xlim=(0, 100),
                  ylim=(0, 100))
         plot.legend_above(len(curves))
     return plot.svg("confidence")
 
 
 def speeds(groups: Mapping[str, tuple[float, float, float]]) -> str:
-    """(drafted, plain, generate) tokens per second of each prompt set, side by side."""
+    """Bars of (drafted, plain, generate) tokens per second for each prompt set."""
     with _Plot(4.9, 3.1) as (axes, plot):
-        ways = (("with drafts", DRAFTED), ("this loop, no drafts", PLAIN), ("transformers generate", GENERATE))
-        for way, (label, color) in enumerate(ways):
-            heights = [figures[way] for figures in groups.values()]
-            places = [place + 0.27 * (way - 1) for place in range(len(groups))]
+        bars = (("with drafts", DRAFTED), ("this loop, no drafts", PLAIN), ("transformers generate", GENERATE))
+        for bar, (label, color) in enumerate(bars):
+            heights = [figures[bar] for figures in groups.values()]
+            places = [place + 0.27 * (bar - 1) for place in range(len(groups))]
             axes.bar(places, heights, width=0.25, color=color, label=label)
             for place, height in zip(places, heights, strict=True):
                 axes.text(place, height, f"{height:.1f}", ha="center", va="bottom", fontsize=9)
@@ -134,7 +134,7 @@ def speeds(groups: Mapping[str, tuple[float, float, float]]) -> str:
 
 
 def method_speeds(methods: Mapping[str, Point]) -> str:
-    """Tokens per second of each method as bars with their intervals, the baselines among them in grey."""
+    """Tokens per second of each method as bars with intervals; the baselines are grey."""
     names = sorted(methods, key=lambda name: methods[name][0])
     colors = dict(zip(methods, _cycle(len(methods)), strict=True)) | BASELINE_COLORS
     top = max(max(value, *(interval or ())) if interval else value for value, interval in methods.values())
@@ -152,14 +152,14 @@ def method_speeds(methods: Mapping[str, Point]) -> str:
 
 
 def cost_curve(cost: CostCurve, tree_size: int, expected: Sequence[float]) -> str:
-    """Milliseconds of a step by the size of its tree and, if estimated, the speed-up to expect of each size."""
+    """Milliseconds of a pass by the size of its tree and, if estimated, the expected speed-up of each size."""
     sizes = cost.sizes
     with _Plot(4.9, 3.1) as (axes, plot):
         axes.plot(sizes, [1000 * s for s in cost.pass_seconds], "o-", color=MUTED, markersize=3, label="target pass")
         axes.plot(sizes, [1000 * cost.step_seconds(size) for size in sizes], "o-", color=DRAFTED, markersize=3,
-                  label="pass and drafting")
+                  label="target pass and drafting")
         axes.axvline(tree_size, color=ACCENT, linewidth=1)
-        axes.set(xlabel="nodes of the tree", ylabel="milliseconds of a step", ylim=(0, None))
+        axes.set(xlabel="nodes of the tree (tokens checked at once)", ylabel="milliseconds", ylim=(0, None))
         handles, labels = axes.get_legend_handles_labels()
         if expected:
             right = axes.twinx()
@@ -175,7 +175,7 @@ def cost_curve(cost: CostCurve, tree_size: int, expected: Sequence[float]) -> st
 
 
 def tree(topology: Topology, used: int) -> str:
-    """The static tree from left to right; nodes beyond the `used` first are faint. Colour says the rank of a guess."""
+    """A static tree from left to right, coloured by rank of the guess; all but the first `used` nodes are faint."""
     height_of = _leaf_heights(topology)
     with _Plot(10.2, max(1.8, 0.9 + 0.17 * (max(height_of) + 1))) as (axes, plot):
         for node in range(topology.size - 1, 0, -1):
@@ -201,7 +201,7 @@ def tree(topology: Topology, used: int) -> str:
 
 
 def standings(rows: Mapping[str, tuple[float, float | None]]) -> str:
-    """Tokens per pass of each draft as a bar, its speed-up as a dot on the same scale: 1 is the target alone."""
+    """Tokens per pass of each draft as a bar and its speed-up as a dot on the same axis; 1 is the target alone."""
     names = list(rows)[::-1]
     with _Plot(6.4, 1.1 + 0.36 * max(2, len(names))) as (axes, plot):
         axes.barh(names, [rows[name][0] for name in names], color=DRAFTED, height=0.6, label="tokens per pass")
@@ -219,7 +219,7 @@ def standings(rows: Mapping[str, tuple[float, float | None]]) -> str:
 
 
 def _leaf_heights(topology: Topology) -> list[float]:
-    """A height for every node: leaves one below the other, depth first; parents level with their first child."""
+    """Height of every node: leaves one below the other, depth first; parents level with their first child."""
     children: list[list[int]] = [[] for _ in range(topology.size)]
     for node, parent in enumerate(topology.parents[1:], start=1):
         children[parent].append(node)
@@ -238,7 +238,7 @@ def _cycle(count: int) -> list[str]:
 
 
 class _Plot:
-    """One figure of `width` by `height` inches with its axes; the drawing takes the house style inside the block."""
+    """A figure of `width` by `height` inches with axes; drawing inside the block uses the style of the report."""
 
     def __init__(self, width: float, height: float) -> None:
         try:
@@ -260,12 +260,12 @@ class _Plot:
         self._context.__exit__(None, None, None)
 
     def legend_above(self, entries: int) -> None:
-        """The legend in a line of its own above the axes, where it covers nothing."""
+        """Put the legend in a line above the axes, where it covers nothing."""
         self.figure.legend(loc="outside upper left", ncols=min(3, entries), fontsize=8.5, handletextpad=0.3,
                            columnspacing=1.2)
 
     def svg(self, name: str) -> str:
-        """The figure without its XML prologue; `name` keeps the ids of several figures on a page apart."""
+        """SVG of the figure without its XML prologue; `name` keeps the ids of the figures on a page distinct."""
         with self._style({**_STYLE, "svg.hashsalt": name}):
             buffer = io.StringIO()
             self.figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})

@@ -1,4 +1,4 @@
-"""The tables of a report, as cells that Markdown and HTML write in their own ways."""
+"""Tables of a report, as cells that Markdown and HTML format."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from .phrases import CONFIDENCE_OF, identical, number, percent, span, times
 
 FIGURES = ("answers", "tokens per pass", "tokens/s", "plain tokens/s", "generate tokens/s", "speed-up",
            "memory-bound speed-up", "identical")
-"""Columns that any group of prompts has."""
+"""Columns of every group of prompts."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Table:
 
 
 def figures(measures: Measures) -> tuple[Cell, ...]:
-    """The cells under `FIGURES`."""
+    """The cells of a row under `FIGURES`."""
     return (
         Cell(f"{measures.prompts}"),
         Cell(f"{measures.accepted_length:.2f}", span(measures.accepted_length_interval, 2)),
@@ -43,7 +43,7 @@ def figures(measures: Measures) -> tuple[Cell, ...]:
 
 
 def side_by_side(run: EvaluationRun) -> Table:
-    """Every method at every temperature and batch size; columns in which nothing differs are left out."""
+    """Every method at every temperature and batch size; a condition that is the same in all rows has no column."""
     conditions: list[tuple[str, bool, Callable[[Evaluation], str]]] = [
         ("temperature", len(run.temperatures) > 1, lambda one: f"{one.temperature:g}"),
         ("batch", len(run.batch_sizes) > 1, lambda one: f"{one.batch_size}"),
@@ -61,7 +61,7 @@ def side_by_side(run: EvaluationRun) -> Table:
 
 
 def in_detail(evaluation: Evaluation) -> Table:
-    """One method on all prompts, and on each set, category and turn."""
+    """One method on all prompts, and on each prompt set, category and turn."""
     rows: list[tuple[Cell, ...]] = [(Cell("all prompts"), *figures(evaluation.overall))]
     for heading, groups in groups_of(evaluation):
         rows.append((Cell(heading),))
@@ -70,7 +70,8 @@ def in_detail(evaluation: Evaluation) -> Table:
 
 
 def confidence_table(evaluation: Evaluation) -> Table | None:
-    """Guesses, their mean confidence and the share accepted, bin by bin; None where nothing was counted."""
+    """Guesses, their mean confidence and the share accepted in each bin of confidence; None where nothing was counted.
+    """
     if not evaluation.confidence:
         return None
     rows: list[tuple[Cell, ...]] = []
@@ -86,7 +87,7 @@ def confidence_table(evaluation: Evaluation) -> Table | None:
 
 
 def groups_of(evaluation: Evaluation) -> Iterator[tuple[str, dict[str, Measures]]]:
-    """Headings and groups that say something new: a category that is a whole prompt set by another name is not one."""
+    """Headings and groups of prompts; categories that hold the same prompts as a set of their name are left out."""
     sets = evaluation.by_prompt_set
     if len(sets) > 1:
         yield "prompt sets", sets

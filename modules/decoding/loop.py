@@ -16,6 +16,7 @@ from ..interfaces.proposer import DraftState, Observation, Proposer, Verified
 from ..policies.base import Policy
 from ..target.model import PassOutput
 from ..token_tree import TokenTree, Topology
+from ..verification.tree_walk import Accepted
 from .batch_verifier import Referee
 from .device_timer import Stopwatch
 from .pass_outcome import observation, to_host, verified
@@ -23,6 +24,8 @@ from .requests import DecodeResult, DecodeSettings, DecodeStats, Generation, Req
 from .row_errors import PARENT, DecodeError, message, screen
 from .stop_texts import first_stop
 
+Observer = Callable[[TokenTree, Accepted, Sequence[Generation]], None]
+"""Called after each pass, before its tokens are added: the trees, the accepted paths, the answer of each row."""
 _SHORTEST_PREFIX = 8
 """Tokens that prompts must share before it pays to keep them in a row of their own."""
 
@@ -75,6 +78,7 @@ class Loop:
         settings: shared by the requests.
         drafter: proposes; None decodes plainly.
         policy: how its trees grow; needed with a drafter.
+        observer: called after every pass that verifies; None costs nothing.
 
     Raises:
         UserError: if the policy makes no sense with the drafter, or two requests have the same index.
@@ -88,6 +92,7 @@ class Loop:
         *,
         drafter: Proposer | None = None,
         policy: Policy | None = None,
+        observer: Observer | None = None,
     ) -> None:
         if (drafter is None) != (policy is None):
             raise ValueError("a drafter needs a policy and a policy needs a drafter; give both or neither")
@@ -97,6 +102,7 @@ class Loop:
                 # Nothing but a root: the drafter is not needed.
                 drafter = policy = None
         self.target, self.settings, self.drafter, self.policy = target, settings, drafter, policy
+        self.observer = observer
         self.waiting: deque[Request] = deque()
         self.refused: list[Generation] = []
         requests = list(requests)
@@ -248,6 +254,8 @@ class Loop:
         self.stats.target_calls += 1
         self.stats.busy_slots += len(emitted)
         self.stats.total_slots += self._count
+        if self.observer is not None:
+            self.observer(tree, accepted, self.slots)
         for row, (tokens, fault) in enumerate(zip(emitted, faults, strict=True)):
             generation = self.slots[row]
             kept = self._take(row, tokens, fault)
@@ -326,6 +334,7 @@ def decode(
     policy: Policy | None = None,
     on_tokens: Callable[[Generation, list[int], bool], None] | None = None,
     deadline: float | None = None,
+    observer: Observer | None = None,
 ) -> DecodeResult:
     """Continue all requests.
 
@@ -337,6 +346,7 @@ def decode(
         policy: how its trees grow.
         on_tokens: called with (generation, its new tokens, whether it finished) after every pass.
         deadline: value of `time.monotonic()` after which no waiting request is started.
+        observer: called after every pass that verifies.
 
     Raises:
         UserError: if two requests have the same index, or the policy makes no sense with the drafter.
@@ -345,7 +355,7 @@ def decode(
             raised when all other rows have finished; its `result` holds every generation.
     """
     finished: dict[int, Generation] = {}
-    loop = Loop(target, requests, settings, drafter=drafter, policy=policy)
+    loop = Loop(target, requests, settings, drafter=drafter, policy=policy, observer=observer)
     for generation, tokens, done in loop.run(deadline):
         if on_tokens is not None:
             on_tokens(generation, tokens, done)
@@ -365,13 +375,14 @@ def stream(
     *,
     drafter: Proposer | None = None,
     policy: Policy | None = None,
+    observer: Observer | None = None,
 ) -> Iterator[list[int]]:
-    """Continue one request and yield its new tokens pass by pass.
+    """Continue one request and yield its new tokens pass by pass, those of a pass after `observer` was called.
 
     Raises:
         DecodeError: as `decode` does, after the tokens that came before the fault.
     """
-    loop = Loop(target, [request], settings, drafter=drafter, policy=policy)
+    loop = Loop(target, [request], settings, drafter=drafter, policy=policy, observer=observer)
     for generation, tokens, _done in loop.run():
         if generation.finish == "error":
             raise DecodeError(DecodeResult([generation], loop.stats))

@@ -199,6 +199,6 @@ def uniform_stream(seed: int, index: int, count: int) -> Any:
 
 
 def repeats_itself(tokens: Sequence[int]) -> bool:
-    """Whether over 30 % of the 4-grams of a text occurred earlier in it."""
+    """True where over 30 % of the 4-grams of a text occurred earlier in it."""
     grams = list(zip(tokens, tokens[1:], tokens[2:], tokens[3:], strict=False))
     return len(grams) - len(set(grams)) > REPEATED_SHARE * len(grams)

@@ -95,7 +95,7 @@ def unreadable(logits_BMV: Tensor) -> Tensor:
 
 
 def along(marks_BN: Tensor, accepted: Accepted) -> Tensor:
-    """Whether any node of the accepted path is marked, [B]. Other nodes have no part in what is emitted."""
+    """True in rows with a marked node on the accepted path, [B]. Other nodes have no part in what is emitted."""
     width = accepted.path_BK.shape[1]
     real_BK = torch.arange(width, device=marks_BN.device) < accepted.counts_B[:, None]
     return (marks_BN.gather(1, accepted.path_BK) & real_BK).any(-1)

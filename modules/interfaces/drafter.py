@@ -122,7 +122,7 @@ class Drafter(nn.Module, Proposer):
 
     @property
     def reads_states(self) -> bool:
-        """Whether `forward` reads the target's final or tapped states; a draft language model does not."""
+        """True if `forward` reads the target's final or tapped states; False for a draft language model."""
         return True
 
     @property

@@ -150,7 +150,7 @@ class Proposer(ABC):
 
     @property
     def reads_logits(self) -> bool:
-        """Whether observations must contain the target's logits; False by default."""
+        """True if observations must contain the target's logits; False by default."""
         return False
 
     @abstractmethod

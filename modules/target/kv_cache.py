@@ -85,22 +85,22 @@ class RowCache(Cache):
         """Slots in use in the running pass."""
         return self.window.width if self.window is not None else max(self.host_lengths)
 
-    def open(self, rows: slice | list[int], size: int, *, behind: int = 0) -> Window:
+    def open(self, rows: slice | list[int], size: int, *, gap: int = 0) -> Window:
         """Announce a pass of `size` tokens in `rows`.
 
         Args:
-            behind: slots between a row's last token and the new ones, taken by nodes that will not be committed.
+            gap: slots between a row's last token and the new ones, taken by nodes that will not be committed.
 
         Raises:
             ValueError: if a row has no room for them.
         """
         index = list(range(self.rows))[rows] if isinstance(rows, slice) else rows
-        width = max(self.host_lengths[row] for row in index) + behind + size
+        width = max(self.host_lengths[row] for row in index) + gap + size
         if width > self.capacity:
             raise ValueError(f"a row would need {width} cache slots, it has {self.capacity}; ask for a larger capacity")
         device = self.lengths_B.device
         rows_B = torch.tensor(index, device=device)
-        slots_BN = self.lengths_B[rows_B][:, None] + torch.arange(behind, behind + size, device=device)
+        slots_BN = self.lengths_B[rows_B][:, None] + torch.arange(gap, gap + size, device=device)
         level = isinstance(rows, slice) and len({self.host_lengths[row] for row in index}) == 1
         self.window = Window(
             rows=rows if isinstance(rows, slice) else rows_B,

@@ -17,7 +17,7 @@ _Stamp = tuple[int, int, float]
 
 
 def can_pack(model: nn.Module) -> bool:
-    """Whether this build has the packed product and the model is float32 on a CPU, where it pays."""
+    """True where this build has the packed product and the model is float32 on a CPU, where it pays."""
     return can_pack_weight(next(model.parameters()))
 
 

@@ -85,12 +85,12 @@ def _binding(window: int | None, context_length: int) -> int | None:
 
 
 def ends_inside(windows: Sequence[int | None]) -> bool:
-    """Whether the check's text ends before it leaves a sliding window."""
+    """True where the check's text ends before it leaves a sliding window."""
     return any(window is not None and window >= TEXT_LENGTH for window in windows)
 
 
 def is_half(dtype: torch.dtype) -> bool:
-    """Whether rounding hides errors of logits in this type."""
+    """True for number types whose rounding hides errors of logits."""
     return dtype not in _BOUNDS
 
 

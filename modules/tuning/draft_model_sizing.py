@@ -62,14 +62,19 @@ def block_efficiency(acceptance: float, length: int) -> float:
     return float(sum(acceptance**depth for depth in range(length + 1)))
 
 
-def memory_bound_speedup(efficiency: float, cost: float, length: int) -> float:
-    """tau / (c gamma + 1): tokens per pass over the time of a pass and its draft (arXiv:2411.11055, section 4)."""
-    return efficiency / (cost * length + 1)
+def memory_bound_speedup(efficiency: float, draft_share: float) -> float:
+    """tau / (c gamma + 1): the speed-up if reading weights were all that takes time (arXiv:2411.11055, section 4).
+
+    Args:
+        efficiency: tau, tokens per pass of the target.
+        draft_share: c gamma, the cost of all draft steps of a pass over the cost of the pass, in bytes or seconds.
+    """
+    return efficiency / (draft_share + 1)
 
 
 def best_length(acceptance: float, cost: float, *, longest: int = 16) -> tuple[int, float]:
     """(tokens to draft, memory-bound speed-up) where it is greatest; (0, 1.0) where drafting is slower."""
-    found = ((length, memory_bound_speedup(block_efficiency(acceptance, length), cost, length))
+    found = ((length, memory_bound_speedup(block_efficiency(acceptance, length), cost * length))
              for length in range(longest + 1))
     return max(found, key=lambda one: (one[1], -one[0]))
 

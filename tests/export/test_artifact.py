@@ -1,4 +1,4 @@
-"""Artifacts: what is in the folder, what comes back, and what is refused."""
+"""Artifacts: files of the folder, loading what was saved, and refusals."""
 
 import dataclasses
 import hashlib
@@ -39,7 +39,7 @@ def digests(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize("settings", [
     {}, {"num_layers": 2}, {"output": "copy"}, {"vocabulary_size": 20}, {"output": "copy", "vocabulary_size": 20},
 ])
-def test_what_was_saved_drafts_the_same(tmp_path: Path, tiny_target: Target, settings: dict[str, object]) -> None:
+def test_a_loaded_artifact_drafts_the_same(tmp_path: Path, tiny_target: Target, settings: dict[str, object]) -> None:
     drafter = heads(tiny_target, **settings)
     loaded = load_artifact(save(tmp_path / "a", tiny_target, drafter), tiny_target)
     assert loaded.topology == TREE
@@ -55,7 +55,7 @@ def test_what_was_saved_drafts_the_same(tmp_path: Path, tiny_target: Target, set
     assert before.generations[0].emitted == after.generations[0].emitted
 
 
-def test_equal_runs_write_equal_bytes_that_name_no_place(tmp_path: Path, tiny_target: Target) -> None:
+def test_equal_runs_write_equal_bytes_without_absolute_paths(tmp_path: Path, tiny_target: Target) -> None:
     first, second = (save(tmp_path / name, tiny_target) for name in ("first", "deeper/second"))
     assert set(digests(first)) == {"config.json", "model.safetensors", "README.md"}
     assert digests(first) == digests(second)
@@ -152,8 +152,8 @@ def test_no_pickle_is_read(tmp_path: Path, tiny_target: Target, monkeypatch: pyt
 def test_a_foreign_class_runs_only_when_trusted(tmp_path: Path, tiny_target: Target,
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "somebodys_module.py").write_text(
-        "from draftsmith.modules.drafters.medusa import Medusa\n\n\nclass Mine(Medusa):\n    family = 'mine'\n\n"
-        "WORD = 'none'\n")
+        "from draftsmith.modules.drafters.medusa import Medusa\n\n\n"
+        "class Mine(Medusa):\n    family = 'mine'\n\nWORD = 'none'\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     folder = save(tmp_path / "a", tiny_target)
     edit(folder, family="mine", **{"class": "somebodys_module.Mine"})
@@ -168,7 +168,7 @@ def test_a_foreign_class_runs_only_when_trusted(tmp_path: Path, tiny_target: Tar
         load_artifact(folder, tiny_target, trust=True)
 
 
-def test_an_artifact_is_replaced_whole_and_other_files_never(tmp_path: Path, tiny_target: Target) -> None:
+def test_an_artifact_is_replaced_as_a_whole_and_other_files_never(tmp_path: Path, tiny_target: Target) -> None:
     folder = save(tmp_path / "a", tiny_target)
     save_tuning(folder, tuning())
     save(folder, tiny_target, heads(tiny_target, seed=5))
@@ -223,7 +223,7 @@ def test_tuning_comes_back_and_sets_the_tree(tmp_path: Path, tiny_target: Target
 
 
 def test_a_sampling_target_has_a_tree_of_its_own_size(tmp_path: Path, tiny_target: Target) -> None:
-    """A fourth node pays for greedy rows alone."""
+    """A fourth node pays only for greedy rows."""
     folder = save(tmp_path / "a", tiny_target)
     greedy = dataclasses.replace(tuning(), expected_accepted_length=(1.0, 1.7, 1.9, 2.9))
     save_tuning(folder, dataclasses.replace(greedy, expected_sampled=(1.0, 1.6, 1.61, 1.62)))
@@ -252,7 +252,7 @@ def test_damaged_tuning_is_named(tmp_path: Path, tiny_target: Target) -> None:
         load_artifact(folder, tiny_target)
 
 
-def test_the_model_card_says_what_matters(tmp_path: Path, tiny_target: Target) -> None:
+def test_the_model_card_names_drafter_target_and_acceptance(tmp_path: Path, tiny_target: Target) -> None:
     card = (save(tmp_path / "a", tiny_target) / "README.md").read_text()
     for words in ("Medusa drafter for tiny-random", "3,168 parameters", "8 nodes", "1.75 tokens per target pass",
                   "50%, 25% of passes", "manifest `0a1b2c`", tiny_target.identity.weights_hash):
@@ -267,7 +267,7 @@ def test_portable(given: object, kept: object) -> None:
     assert artifact.portable(given) == kept
 
 
-def test_an_artifact_is_what_the_signature_says(tmp_path: Path, tiny_target: Target) -> None:
+def test_loading_returns_an_artifact(tmp_path: Path, tiny_target: Target) -> None:
     loaded = load_artifact(save(tmp_path / "a", tiny_target), tiny_target)
     assert isinstance(loaded, Artifact)
     assert loaded.provenance["versions"]["draftsmith"]
@@ -275,7 +275,7 @@ def test_an_artifact_is_what_the_signature_says(tmp_path: Path, tiny_target: Tar
 
 def test_each_batch_has_its_own_tree_unless_the_recipe_named_one(tmp_path: Path, tiny_target: Target) -> None:
     folder = save(tmp_path / "a", tiny_target)
-    # One row gets its tokens for next to nothing, sixteen pay for each.
+    # One row verifies more nodes at almost no cost; sixteen rows pay for each node.
     cost = CostModel(knots=(1, 16), pass_weights=(0.1, 0.0, 0.05, 0.0, 0.0), largest=8, context=32, pass_error=0.0,
                      draft_weights=(0.001, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), draft_error=0.0)
     expected = (1.0, 1.5, 1.8, 2.0, 2.1, 2.15, 2.18, 2.2)

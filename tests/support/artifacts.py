@@ -5,18 +5,14 @@ from pathlib import Path
 
 import torch
 from draftsmith.export import Tuning
-from draftsmith.modules import (
-    CostModel,
-    Target,
-    Topology,
-)
+from draftsmith.modules import CostModel, Target, Topology
 from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
 
 TREE = Topology.from_paths([(0,), (1,), (0, 0), (2,), (0, 1), (0, 0, 0), (1, 0)])
 
 
 def heads(target: Target, *, seed: int = 0, **settings: object) -> Medusa:
-    """Medusa heads whose weights are not those they begin with."""
+    """Medusa heads whose weights are not their initial ones."""
     size = settings.get("vocabulary_size")
     ids = None if size is None else torch.arange(3, 3 + int(str(size)))
     drafter = Medusa.create(MedusaConfig(**{"num_heads": 3, **settings}), target, ids)  # type: ignore[arg-type]
@@ -28,11 +24,13 @@ def heads(target: Target, *, seed: int = 0, **settings: object) -> Medusa:
 
 
 def edit(folder: Path, **changes: object) -> None:
+    """Change keys of config.json."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
 
 
 def tuning(size: int = 4) -> Tuning:
+    """Tuning for a tree of `size` nodes."""
     cost = CostModel(knots=(1, 8), pass_weights=(0.1, 0.01, 0.05, 0.0, 0.0), largest=8, context=32, pass_error=0.01,
                      draft_weights=(0.01, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), draft_error=0.02)
     return Tuning(device="cpu, 2 threads", dtype="float32", tree_size=size, cost=cost,

@@ -157,4 +157,4 @@ class BlockRows:
         # Adjacent rows are read through a view of the cache, others through a copy.
         adjacent = rows == list(range(len(rows)))
         self.cache.reserve(max(self.cache.host_lengths[row] for row in rows) + after + size)
-        return self.cache.open(slice(0, len(rows)) if adjacent else rows, size, behind=after)
+        return self.cache.open(slice(0, len(rows)) if adjacent else rows, size, gap=after)

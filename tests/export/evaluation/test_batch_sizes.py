@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from draftsmith.export import Artifact, EvaluateConfig, Evaluation, Method, Question, Tuning, evaluate
-from draftsmith.export.evaluation import runner as bench
+from draftsmith.export.evaluation import timed_decoding
+from draftsmith.export.evaluation.runner import Runner
 from draftsmith.modules import (
     CostModel,
     DecodeSettings,
@@ -29,7 +30,7 @@ TOKENS = 12
 
 
 def tuned(target: Target) -> Artifact:
-    """Some guesses come true; one row gets its tokens for next to nothing, sixteen pay for each."""
+    """An artifact with accepted drafts: one row verifies more nodes at almost no cost, sixteen rows pay for each."""
     cost = CostModel(knots=(1, 16), pass_weights=(0.1, 0.0, 0.05, 0.0, 0.0), largest=8, context=32, pass_error=0.0,
                      draft_weights=(0.001, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), draft_error=0.0)
     drafter = randomised(Medusa.create(MedusaConfig(num_heads=2), target).to(target.dtype))
@@ -39,14 +40,14 @@ def tuned(target: Target) -> Artifact:
 
 
 def accepted_length(artifact: Artifact, nodes: int) -> float:
-    """By decoding all prompts with a tree of this size."""
+    """Accepted length of all prompts decoded with a tree of this size."""
     requests = [Request(prompt, index, TOKENS) for index, prompt in enumerate(PROMPTS)]
     return decode(artifact.target, requests, DecodeSettings(), drafter=artifact.drafter,
                   policy=artifact.policy(f"static-{nodes}")).accepted_length
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
-    """Answers of TOKENS tokens that a bench drafts from now on, by (rows at once, nodes)."""
+    """Answers of TOKENS tokens that evaluations draft from now on, by (rows at once, nodes)."""
     counted: Counter[tuple[int, int]] = Counter()
 
     def watch(target: Target, requests: list[Request], settings: DecodeSettings, *, policy: Any, **more: Any) -> Any:
@@ -55,7 +56,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
             counted.update({(settings.batch_size, policy.max_size): asked})
         return decode(target, requests, settings, policy=policy, **more)
 
-    monkeypatch.setattr(bench, "decode", watch)
+    monkeypatch.setattr(timed_decoding, "decode", watch)
     return counted
 
 
@@ -112,14 +113,14 @@ def test_timed_prompts_fill_whole_batches_of_every_size(speed_prompts: int, size
 
 def test_every_batch_size_times_the_same_questions(tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[int, list[int]] = {}
-    real = bench.Bench._time_group
+    real = Runner._time_group
 
-    def watch(self: bench.Bench, group: Any, batch_size: int, *rest: Any) -> None:
+    def watch(self: Runner, group: Any, batch_size: int, *rest: Any) -> None:
         assert len(group) == batch_size
         asked.setdefault(batch_size, []).extend(exchange.entry.number for exchange in group)
         real(self, group, batch_size, *rest)
 
-    monkeypatch.setattr(bench.Bench, "_time_group", watch)
+    monkeypatch.setattr(Runner, "_time_group", watch)
     found = run(tuned(tiny_target_f64), EvaluateConfig(max_new_tokens=TOKENS, speed_prompts=8, batch_sizes=(1, 3)))
     assert asked[1] == asked[3] == [0, 3, 6, 9, 12, 15]
     assert {one.overall.prompts for one in found.values()} == {len(PROMPTS)}
@@ -142,7 +143,7 @@ def test_sets_without_whole_batches_of_every_size_are_named(tiny_target: Target)
         run(tuned(tiny_target), config)
 
 
-def test_a_sampling_target_is_drafted_for_by_its_own_tree(tiny_target_f64: Target) -> None:
+def test_sampling_has_a_tree_of_its_own(tiny_target_f64: Target) -> None:
     artifact = tuned(tiny_target_f64)
     assert artifact.tuning is not None
     lengths = (1.0, 1.2, 1.3, *[1.3] * 5)

@@ -1,4 +1,4 @@
-"""Intervals: they are the percentiles they claim to be, paired, repeatable, and hold the truth as often as they say."""
+"""Bootstrap intervals: right percentiles, paired, repeatable, and of the stated coverage."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def test_it_equals_a_plain_loop() -> None:
     assert len(means) == RESAMPLES
 
 
-def test_it_holds_the_truth_about_as_often_as_it_says() -> None:
+def test_its_coverage_is_about_the_stated_one() -> None:
     rng = np.random.default_rng(0)
     intervals = [mean_interval(rng.normal(size=40), seed) for seed in range(300)]
     held = sum(low <= 0 <= high for low, high in intervals)

@@ -1,4 +1,4 @@
-"""Evaluation: the figures mean what they say, and a changed word is found."""
+"""Evaluation: the figures are right, and a changed word is found."""
 
 import json
 from collections.abc import Sequence
@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.export import EvaluateConfig, Evaluation, Method, Question, evaluate
-from draftsmith.export.evaluation import runner as bench
+from draftsmith.export.evaluation import timed_decoding
 from draftsmith.export.evaluation.lossless import generate
+from draftsmith.export.evaluation.runner import Runner
 from draftsmith.modules import (
     Chain,
     DecodeSettings,
@@ -30,7 +31,7 @@ KEYS = {
     "acceptance_by_position", "tokens_per_second", "plain_tokens_per_second", "generate_tokens_per_second", "speedup",
     "contended", "draft_time_share", "lossless",
 }
-"""Every key that the evaluation promises."""
+"""Keys that the evaluation promises."""
 SETS = {
     "own": [Question.single((1, 5 + place, 40, 9)) for place in range(5)],
     "written": [Question.single((1, 30 + place, 8), category) for category in ("math", "coding") for place in range(3)],
@@ -40,7 +41,7 @@ CONFIG = EvaluateConfig(max_new_tokens=21, speed_prompts=2)
 
 
 def scripted(target: Target, mode: str, policy: Any = None, **request: Any) -> Method:
-    """A method that knows what the target will say to PROMPTS, and uses or spites it."""
+    """A method that knows the target's answers to PROMPTS, and drafts them or something else."""
     requests = [Request(tokens, index, 40, **request) for index, tokens in enumerate(PROMPTS)]
     answers = decode(target, requests, DecodeSettings(batch_size=8, ignore_eos=True)).generations
     texts = [[*tokens, *answer.tokens] for tokens, answer in zip(PROMPTS, answers, strict=True)]
@@ -136,7 +137,7 @@ def test_sampled_answers_equal_the_plain_loops(tiny_target_f64: Target) -> None:
 
 
 def lying_generate(change: int) -> Any:
-    """`generate` that says another word at one place of the answer to the first prompt."""
+    """`generate` with another token at one index of the answer to the first prompt."""
     def lie(model: Any, target: Target, prompts: Sequence[Sequence[int]], **settings: Any) -> list[list[int]]:
         answers = generate(model, target, prompts, **settings)
         for prompt, answer in zip(prompts, answers, strict=True):
@@ -150,7 +151,7 @@ def lying_generate(change: int) -> Any:
 @pytest.mark.parametrize("speed_prompts", [0, 1])
 def test_one_changed_word_is_found_and_no_near_tie(tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch,
                                                    speed_prompts: int) -> None:
-    monkeypatch.setattr(bench, "generate", lying_generate(4))
+    monkeypatch.setattr(timed_decoding, "generate", lying_generate(4))
     found = run(tiny_target_f64, scripted(tiny_target_f64, "mixed"), replace(CONFIG, speed_prompts=speed_prompts))
     lossless = found.overall.lossless
     assert (lossless.identical, lossless.near_tie_divergences, lossless.different) == (10, 0, 1)
@@ -244,7 +245,7 @@ def talk(place: int, asked: list[Any] | None = None) -> Question:
 
 
 def wide_draft(target: Target) -> Method:
-    """Guesses often right: without its last layer the target mostly says the same."""
+    """A draft that is often right: without its last layer the target mostly answers the same."""
     return Method(name="layers", family="layers", drafter=LayerDraft(target, range(target.num_layers - 1)),
                   policy_for=lambda _, __: Chain(2))
 
@@ -256,7 +257,8 @@ def test_the_second_turn_follows_the_targets_own_answer(tiny_target_f64: Target,
     found = evaluate(tiny_target_f64, [wide_draft(tiny_target_f64)], {"talk": [talk(0, asked)]}, config, progress=False)
     first = Request((1, 5, 40), 0, 9, temperature)
     answer, = decode(tiny_target_f64, [first], DecodeSettings()).generations
-    assert asked == [[], [answer.tokens]]  # the prompts are made once, for all methods
+    # The prompts are made once, for all methods; the first turn once more for the sample answers of the report.
+    assert asked == [[], [answer.tokens], []]
     for one in found.evaluations:
         assert (one.overall.prompts, one.overall.lossless.identical) == (2, 2)
         assert one.overall.new_tokens == 18
@@ -268,9 +270,9 @@ def test_the_second_turn_follows_the_targets_own_answer(tiny_target_f64: Target,
 
 
 def test_both_turns_are_timed_together(tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that ticks once a look: each way takes one second a turn."""
+    """A stand-in clock that moves on one second at each reading: each method takes one second a turn."""
     ticks = iter(range(10**6))
-    monkeypatch.setattr(bench, "clock", lambda _target: float(next(ticks)))
+    monkeypatch.setattr(timed_decoding, "clock", lambda _target: float(next(ticks)))
     config = EvaluateConfig(max_new_tokens=9, speed_prompts=2, baselines=("prompt_lookup",))
     found = evaluate(tiny_target_f64, [], {"talk": [talk(0), talk(1)]}, config, progress=False).evaluations[0].overall
     assert (found.tokens_per_second, found.plain_tokens_per_second, found.generate_tokens_per_second) == (9, 9, 9)
@@ -306,7 +308,7 @@ def test_references_are_made_once_for_all_batch_sizes(tiny_target_f64: Target, m
         asked.append(len(prompts))
         return generate(model, target, prompts, **settings)
 
-    monkeypatch.setattr(bench, "generate", counted)
+    monkeypatch.setattr(timed_decoding, "generate", counted)
     for sizes in ((1,), (1, 2, 5)):
         asked.clear()
         config = replace(CONFIG, batch_sizes=sizes, speed_prompts=0)
@@ -318,13 +320,13 @@ def test_references_are_made_once_for_all_batch_sizes(tiny_target_f64: Target, m
 def test_only_full_batches_are_timed(tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch, speed_prompts: int,
                                      sizes: Any) -> None:
     rows: list[tuple[int, int]] = []
-    real = bench.Bench._time_group
+    real = Runner._time_group
 
     def watched(self: Any, group: Any, batch_size: int, *rest: Any) -> None:
         rows.append((len(group), batch_size))
         real(self, group, batch_size, *rest)
 
-    monkeypatch.setattr(bench.Bench, "_time_group", watched)
+    monkeypatch.setattr(Runner, "_time_group", watched)
     config = replace(CONFIG, speed_prompts=speed_prompts, batch_sizes=sizes, baselines=("prompt_lookup",))
     found = evaluate(tiny_target_f64, [], SETS, config, progress=False)
     assert all(group == size for group, size in rows)
@@ -332,7 +334,7 @@ def test_only_full_batches_are_timed(tiny_target_f64: Target, monkeypatch: pytes
     assert all(one.overall.prompts == 11 for one in found.evaluations)
 
 
-def test_what_cannot_be_measured_is_named(tiny_target: Target) -> None:
+def test_what_cannot_be_measured_is_refused(tiny_target: Target) -> None:
     method = wide_draft(tiny_target)
     with pytest.raises(UserError, match=r"batches of 1, 8 rows cannot be timed .* 'own' has 5, .* least 8; give more"):
         evaluate(tiny_target, [method], SETS, replace(CONFIG, batch_sizes=(1, 8)), progress=False)

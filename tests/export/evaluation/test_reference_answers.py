@@ -1,4 +1,4 @@
-"""Answers of the target alone that runs share: given once, and never where anything they depend on differs."""
+"""Shared answers of the target alone: decoded once, and again where anything they depend on differs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from draftsmith.export import EvaluateConfig, Evaluation, Question, evaluate
-from draftsmith.export.evaluation import runner as bench
+from draftsmith.export.evaluation import timed_decoding
 from draftsmith.export.evaluation.reference_answers import REFERENCES, References
 from draftsmith.modules import Target, TargetConfig, UserError, load_target
 
@@ -16,15 +16,15 @@ CONFIG = EvaluateConfig(max_new_tokens=8, speed_prompts=0, temperatures=(0.0, 1.
 
 @pytest.fixture
 def generated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many prompts each call of `generate` answers."""
+    """Number of prompts of each call of `generate`."""
     counts: list[int] = []
-    original = bench.generate
+    original = timed_decoding.generate
 
     def watch(model: Any, target: Target, prompts: Sequence[Sequence[int]], **more: Any) -> list[list[int]]:
         counts.append(len(prompts))
         return original(model, target, prompts, **more)
 
-    monkeypatch.setattr(bench, "generate", watch)
+    monkeypatch.setattr(timed_decoding, "generate", watch)
     return counts
 
 
@@ -32,7 +32,7 @@ def run(target: Target, file: Path | None, config: EvaluateConfig = CONFIG) -> t
     return evaluate(target, [], SETS, config, references=file, progress=False).evaluations
 
 
-def test_a_second_run_asks_the_target_nothing_and_finds_the_same(tmp_path: Path, tiny_target_f64: Target,
+def test_a_second_run_decodes_no_reference_and_finds_the_same(tmp_path: Path, tiny_target_f64: Target,
                                                                  generated: list[int]) -> None:
     file = tmp_path / REFERENCES
     first = run(tiny_target_f64, file)
@@ -45,13 +45,13 @@ def test_a_second_run_asks_the_target_nothing_and_finds_the_same(tmp_path: Path,
 
 
 def test_a_wrong_reference_is_found_out(tmp_path: Path, tiny_target_f64: Target, generated: list[int]) -> None:
-    """Where a draft's answer parts from what was kept, the target is asked once more."""
+    """Where a drafted answer differs from a kept one, the target answers once more."""
     file = tmp_path / REFERENCES
     run(tiny_target_f64, file)
     known = References(file, tiny_target_f64, CONFIG)
     right = known.find((1, 2, 3), 0.0, 0)
     assert right is not None
-    known.note((1, 2, 3), 0.0, 0, (right[0] ^ 1, *right[1:]))
+    known.add((1, 2, 3), 0.0, 0, (right[0] ^ 1, *right[1:]))
     known.save()
     generated.clear()
     assert run(tiny_target_f64, file)[0].overall.lossless.identical == len(SETS["one"])
@@ -63,8 +63,8 @@ def test_a_wrong_reference_is_found_out(tmp_path: Path, tiny_target_f64: Target,
 ], ids=str)
 def test_other_settings_are_answered_anew(tmp_path: Path, tiny_target_f64: Target, changed: dict[str, Any]) -> None:
     known = References(tmp_path / REFERENCES, tiny_target_f64, CONFIG)
-    known.note((1, 2), 1.0, 0, (5,))
-    known.note((1, 2), 0.0, 0, (6,))
+    known.add((1, 2), 1.0, 0, (5,))
+    known.add((1, 2), 0.0, 0, (6,))
     known.save()
     other = References(tmp_path / REFERENCES, tiny_target_f64, EvaluateConfig(**{"max_new_tokens": 8, **changed}))
     assert other.find((1, 2), 1.0, 0) is None
@@ -75,16 +75,16 @@ def test_other_settings_are_answered_anew(tmp_path: Path, tiny_target_f64: Targe
 
 def test_another_target_has_answers_of_its_own(tmp_path: Path, tiny_target: Target) -> None:
     known = References(tmp_path / REFERENCES, tiny_target, CONFIG)
-    known.note((1, 2), 0.0, 0, (6,))
+    known.add((1, 2), 0.0, 0, (6,))
     known.save()
     other = load_target(TargetConfig(name="tiny-random", dtype="float64"))
     assert References(tmp_path / REFERENCES, other, CONFIG).find((1, 2), 0.0, 0) is None
 
 
-def test_what_ends_an_answer_and_how_passes_round_are_part_of_the_key(tmp_path: Path, tiny_target: Target,
+def test_end_tokens_and_packing_are_part_of_the_key(tmp_path: Path, tiny_target: Target,
                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     known = References(tmp_path / REFERENCES, tiny_target, CONFIG)
-    known.note((1, 2), 0.0, 0, (6,))
+    known.add((1, 2), 0.0, 0, (6,))
     known.save()
     assert References(tmp_path / REFERENCES, tiny_target, CONFIG).find((1, 2), 0.0, 0) == (6,)
     other = load_target(TargetConfig(name="tiny-random", pack=False))
@@ -96,8 +96,8 @@ def test_what_ends_an_answer_and_how_passes_round_are_part_of_the_key(tmp_path: 
 
 def test_two_runs_lose_nothing_of_one_another(tmp_path: Path, tiny_target: Target) -> None:
     one, two = (References(tmp_path / REFERENCES, tiny_target, CONFIG) for _ in range(2))
-    one.note((1, 2), 0.0, 0, (6,))
-    two.note((3,), 0.0, 1, (7,))
+    one.add((1, 2), 0.0, 0, (6,))
+    two.add((3,), 0.0, 1, (7,))
     one.save()
     two.save()
     both = References(tmp_path / REFERENCES, tiny_target, CONFIG)

@@ -1,4 +1,4 @@
-"""Figures of an evaluation: what is summed, what is averaged, and how sure they are."""
+"""Figures of an evaluation: sums, medians and intervals."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""An artifact that changes its target: what is saved, what decodes, how far it drifts, what it exports."""
+"""Artifacts that change their target: saving, decoding, drift and export."""
 
 import subprocess
 import sys
@@ -69,7 +69,7 @@ def test_an_adapter_that_is_not_described_is_refused(tmp_path: Path, tiny_target
         load_artifact(folder, tiny_target)
 
 
-def test_drift_is_what_whole_distributions_say(tiny_target: Target) -> None:
+def test_drift_equals_that_of_whole_distributions(tiny_target: Target) -> None:
     adapted = tiny_target.adapted(random_adapter(tiny_target, size=0.1))
     found = measure_drift(tiny_target, adapted, PROMPTS, max_new_tokens=12)
     divergence, agreed, tokens = 0.0, 0, 0
@@ -125,7 +125,7 @@ def test_the_merged_model_is_the_adapted_target(tmp_path: Path, tied: bool, tiny
     assert '"medusa_num_heads": 3' in config
 
 
-def test_formats_without_a_place_for_a_target_are_refused(tmp_path: Path, tiny_target: Target) -> None:
+def test_formats_that_cannot_hold_a_target_are_refused(tmp_path: Path, tiny_target: Target) -> None:
     artifact: Artifact = load_artifact(saved(tmp_path / "a", tiny_target), tiny_target)
-    with pytest.raises(UserError, match="changes its target, which the format 'onnx' has no place for; choose one of"):
+    with pytest.raises(UserError, match="changes its target, which the format 'onnx' cannot hold; choose one of"):
         export_adapted(artifact, "onnx", tmp_path / "out")

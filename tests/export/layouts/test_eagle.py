@@ -1,4 +1,4 @@
-"""EAGLE drafters in the official layout: what the official code computed, the same names back, mistakes named."""
+"""EAGLE drafters in the official layout: the official code's outputs, the same names after export, refused mistakes."""
 
 import json
 from pathlib import Path
@@ -41,13 +41,13 @@ TREE = [(0,), (1,), (2,), (3,), (0, 0), (0, 1), (0, 2), (1, 0), (0, 0, 0), (0, 0
 def fixture(name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     path = FIXTURES / f"{name}.safetensors"
     if not path.is_file():
-        pytest.skip(f"the recorded outputs of the official code are not beside the repository ({path.name})")
+        pytest.skip(f"the recorded outputs of the official code are not next to the repository ({path.name})")
     with safe_open(path, "pt") as file:
         return load_file(path), file.metadata()
 
 
 def official(name: str, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], Target]:
-    """(what was recorded, the checkpoint, a target of eight layers with its embedding and output layer)."""
+    """(recorded outputs, the checkpoint, a target of eight layers with its embedding and output layer)."""
     tensors, said = fixture(name)
     weights = {key.removeprefix("weight/"): value for key, value in tensors.items() if key.startswith("weight/")}
     folder.mkdir()
@@ -64,7 +64,7 @@ def official(name: str, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tens
 
 
 def features_of(tensors: dict[str, Tensor]) -> Features:
-    """Six positions with states, and the token behind them."""
+    """Six positions with states, and the token after them."""
     tokens = torch.cat([tensors["input/first_id"], tensors["input/shifted_ids"]], dim=1)[0].tolist()
     rows = Features.from_rows([(tokens, [True] * 7)])
 
@@ -78,7 +78,7 @@ def features_of(tensors: dict[str, Tensor]) -> Features:
                     positions_BL=rows.positions_BL, final_BLD=seven(final), taps=taps)
 
 
-def told(features: Features, first: int, end: int) -> Observation:
+def observation(features: Features, first: int, end: int) -> Observation:
     return Observation(tokens_BN=features.tokens_BL[:, first:end], counts_B=torch.tensor([end - first]),
                        final_BND=features.final()[:, first:end], roots_B=features.tokens_BL[:, end],
                        taps={layer: states[:, first:end] for layer, states in features.taps.items()})
@@ -93,7 +93,7 @@ def check_steps(drafter: EagleDrafter, features: Features, tensors: dict[str, Te
     """Four positions, two, then three single steps on the drafter's own states."""
     state = drafter.start(1, 32)
     for first, end in ((0, 4), (4, 6)):
-        drafter.observe(state, torch.tensor([0]), told(features, first, end))
+        drafter.observe(state, torch.tensor([0]), observation(features, first, end))
     drafter.expand(state, level([0], [-1], features.tokens_BL[0, 6:].tolist()))
     for step, token in enumerate(tensors["input/step_tokens"][0].tolist()):
         found = drafter.expand(state, level([step + 1], [step], [token])).log_probs_BFHQ[:, 0, 0]
@@ -116,7 +116,7 @@ def test_the_first_eagle_expands_the_recorded_tree(tmp_path: Path) -> None:
     tensors, _, target = official("eagle1", tmp_path / "official")
     drafter, features = import_eagle(tmp_path / "official", target), features_of(tensors)
     state = drafter.start(1, 32)
-    drafter.observe(state, torch.tensor([0]), told(features, 0, 6))
+    drafter.observe(state, torch.tensor([0]), observation(features, 0, 6))
     best = drafter.expand(state, level([0], [-1], [0])).best(10).tokens_BFHR[0, :, 0]
     proposed, rows = {(): best[0].tolist()}, [best]
     for depth in range(1, 5):
@@ -149,7 +149,7 @@ def test_the_third_eagle_grows_the_recorded_tree(tmp_path: Path) -> None:
     tensors, _, target = official("eagle3", tmp_path / "official")
     drafter, features = import_eagle(tmp_path / "official", target), features_of(tensors)
     state = drafter.start(1, 32)
-    drafter.observe(state, torch.tensor([0]), told(features, 0, 6))
+    drafter.observe(state, torch.tensor([0]), observation(features, 0, 6))
     tree = Eagle2Tree(12, 4, 4).grow(drafter, state, features.tokens_BL[:, 6])
     assert torch.equal(tree.tokens_BN, tensors["output/tree_draft_tokens"])
     assert torch.equal(tree.ancestors_BNN[0], tensors["output/tree_mask"][0, 0].bool())
@@ -220,7 +220,7 @@ def test_export_and_import_draft_the_same(tmp_path: Path, tiny_target: Target, n
     torch.testing.assert_close(found, logits, atol=1e-5, rtol=1e-5)
 
 
-def test_what_the_third_adds_stands_under_the_names_of_the_engines(tmp_path: Path, tiny_target: Target) -> None:
+def test_the_norms_of_eagle3_1_have_the_names_of_the_engines(tmp_path: Path, tiny_target: Target) -> None:
     folder = written(randomised(MADE["eagle3.1"](tiny_target)), tiny_target, tmp_path / "out")
     config = json.loads((folder / "config.json").read_text())
     assert (config["fc_norm"], config["norm_output"]) == (True, True)
@@ -229,7 +229,7 @@ def test_what_the_third_adds_stands_under_the_names_of_the_engines(tmp_path: Pat
         "fc.weight": (32, 64), "fc_norm.0.weight": (32,), "fc_norm.1.weight": (32,)}
 
 
-def test_several_layers_stand_under_the_names_that_engines_know(tmp_path: Path, tiny_target: Target) -> None:
+def test_several_layers_have_the_names_that_engines_read(tmp_path: Path, tiny_target: Target) -> None:
     folder = written(randomised(MADE["eagle3-layers"](tiny_target)), tiny_target, tmp_path / "out")
     assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 3
     shapes = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
@@ -238,7 +238,7 @@ def test_several_layers_stand_under_the_names_that_engines_know(tmp_path: Path, 
     assert "SafeAILab/EAGLE and SGLang know one layer" in (folder / "README.md").read_text()
 
 
-def test_another_width_is_told_and_checked(tmp_path: Path, tiny_target: Target) -> None:
+def test_another_width_is_written_and_checked(tmp_path: Path, tiny_target: Target) -> None:
     folder = written(randomised(MADE["eagle3-wide"](tiny_target)), tiny_target, tmp_path / "out")
     config = json.loads((folder / "config.json").read_text())
     assert (config["hidden_size"], config["target_hidden_size"]) == (48, 32)
@@ -257,7 +257,7 @@ def test_another_width_is_told_and_checked(tmp_path: Path, tiny_target: Target) 
     first = written(randomised(MADE["eagle"](tiny_target)), tiny_target, tmp_path / "first")
     said = json.loads((first / "config.json").read_text()) | {"hidden_size": 48, "target_hidden_size": 32}
     (first / "config.json").write_text(json.dumps(said))
-    with pytest.raises(UserError, match="target_hidden_size: 32 beside hidden_size: 48; EAGLE-1 is as wide as its"):
+    with pytest.raises(UserError, match="target_hidden_size: 32 and hidden_size: 48; EAGLE-1 is as wide as its"):
         import_eagle(first, tiny_target)
 
 
@@ -269,22 +269,22 @@ def test_the_first_has_one_layer(tmp_path: Path, tiny_target: Target) -> None:
         import_eagle(folder, tiny_target)
 
 
-@pytest.mark.parametrize(("settings", "told"), [
+@pytest.mark.parametrize(("settings", "message"), [
     ({"feature_sampling": True}, "this drafter has feature_sampling, which"),
     ({"partial_alignment": True}, "this drafter has partial_alignment, which"),
     ({"feature_sampling": True, "partial_alignment": True}, "this drafter has feature_sampling and partial_alignment, "
-                                                            "which the format eagle has no place for and no serving "
+                                                            "which the format eagle cannot hold and no serving "
                                                             "engine runs; train without to export"),
 ])
-def test_what_no_engine_runs_is_not_written(
-    tmp_path: Path, tiny_target: Target, settings: dict[str, bool], told: str
+def test_drafters_that_no_engine_runs_are_refused(
+    tmp_path: Path, tiny_target: Target, settings: dict[str, bool], message: str
 ) -> None:
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         written(Eagle.create(EagleConfig(**settings), tiny_target), tiny_target, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_foreign_mistakes_are_named(tmp_path: Path, tiny_target: Target) -> None:
+def test_damaged_checkpoints_are_named(tmp_path: Path, tiny_target: Target) -> None:
     folder = written(randomised(MADE["eagle3-reduced"](tiny_target)), tiny_target, tmp_path / "out")
     path, tensors = folder / "model.safetensors", load_file(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
@@ -298,7 +298,7 @@ def test_foreign_mistakes_are_named(tmp_path: Path, tiny_target: Target) -> None
     refused(r"says rope_scaling: \{\"factor\": 8\}; only null can be imported", rope_scaling={"factor": 8})
     refused(r"does not fit its configuration .*Missing key.*layers\.1\.self_attn", num_hidden_layers=2)
     refused("fc in .* reads 32 numbers, but the 2 taps .* are 64; say which layers are read", draftsmith_taps=[0, 1])
-    refused("tap 2 would be the state behind the last norm of tiny-random", draftsmith_taps=[2])
+    refused("tap 2 would be the state after the last norm of tiny-random", draftsmith_taps=[2])
     refused("names the token 200, but tiny-random has 100", {"d2t": tensors["d2t"] + 140})
     refused("d2t and t2d in .* name different tokens", {"d2t": tensors["d2t"] + 1})
     refused("does not fit its configuration .*Unexpected key.*midlayer.self_attn.q_proj.bias",
@@ -312,7 +312,7 @@ def test_foreign_mistakes_are_named(tmp_path: Path, tiny_target: Target) -> None
         import_eagle(folder, tiny_target)
     assert import_eagle(folder, tiny_target, taps=(1,), rope_base=7.0).block.rope_base == 7.0
     (folder / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="says nothing of hidden_size, intermediate_size, num_attention_heads"):
+    with pytest.raises(UserError, match="lacks hidden_size, intermediate_size, num_attention_heads"):
         import_eagle(folder, tiny_target)
     (folder / "config.json").unlink()
     with pytest.raises(UserError, match="cannot be read as JSON"):

@@ -1,4 +1,4 @@
-"""Hydra heads in the official layout: what the official code computed, the same names back, mistakes named."""
+"""Hydra heads in the official layout: the official code's outputs, the same names after export, refused mistakes."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ UNUSED = "prefix_embeding_layer.embed_tokens.weight"
 def fixture(name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     path = FIXTURES / f"{name}.safetensors"
     if not path.is_file():
-        pytest.skip(f"the recorded outputs of the official code are not beside the repository ({path.name})")
+        pytest.skip(f"the recorded outputs of the official code are not next to the repository ({path.name})")
     with safe_open(path, "pt") as file:
         return load_file(path), file.metadata()
 
@@ -66,7 +66,7 @@ def test_official_heads_give_the_recorded_outputs(tmp_path: Path, name: str) -> 
             torch.testing.assert_close(drafter.context(features), tensors["output/prefix_hidden"], atol=1e-5, rtol=1e-5)
         hidden = drafter(features).hidden_BLKD
     for step in range(drafter.config.num_heads):
-        # The official code rolls the embeddings round: at the last positions its heads read the first tokens.
+        # The official code rotates the embeddings: at the last positions its heads read the first tokens.
         real = slice(0, 6 - 1 - step)
         torch.testing.assert_close(hidden[:, real, step], tensors["output/hydra_hidden"][step][:, real],
                                    atol=1e-5, rtol=1e-5)
@@ -160,13 +160,13 @@ def test_blocks_that_differ_are_read_and_not_written(tmp_path: Path, tiny_target
     assert not (tmp_path / "out").exists()
 
 
-def test_foreign_mistakes_are_named(tmp_path: Path, tiny_target: Target) -> None:
+def test_damaged_checkpoints_are_named(tmp_path: Path, tiny_target: Target) -> None:
     folder = written(heads(tiny_target), tiny_target, tmp_path / "out")
     path, tensors = folder / "hydra_lm_head.safetensors", load_file(folder / "hydra_lm_head.safetensors")
 
-    def refused(changed: dict[str, Tensor], told: str) -> None:
+    def refused(changed: dict[str, Tensor], message: str) -> None:
         save_file(changed, path)
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             import_hydra(folder, tiny_target)
 
     refused({**tensors, "lm_head.weight": torch.zeros(2)}, "holds 'lm_head.weight', no tensor of Hydra heads")
@@ -190,5 +190,5 @@ def test_foreign_mistakes_are_named(tmp_path: Path, tiny_target: Target) -> None
     with pytest.raises(UserError, match="not a readable safetensors file"):
         import_hydra(folder, tiny_target)
     path.unlink()
-    with pytest.raises(UserError, match=r"is a pickle, which is never read: convert it first.*torch.load"):
+    with pytest.raises(UserError, match=r"is a pickle, which is never read: if you trust it, convert.*torch.load"):
         import_hydra(folder, tiny_target)

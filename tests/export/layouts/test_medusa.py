@@ -1,4 +1,4 @@
-"""Foreign layouts: against what the official code computed, and back."""
+"""Medusa heads in the official layout: the official code's outputs, the same names after export, refused mistakes."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ def head_logits(drafter: Medusa, final_BLD: torch.Tensor) -> torch.Tensor:
 def test_official_heads_give_official_logits_and_come_back_as_they_were(tmp_path: Path, name: str) -> None:
     path = FIXTURES / f"{name}.safetensors"
     if not path.is_file():
-        pytest.skip(f"the recorded outputs of the official code are not beside the repository ({path.name})")
+        pytest.skip(f"the recorded outputs of the official code are not next to the repository ({path.name})")
     tensors = load_file(path)
     with safe_open(path, "pt") as file:
         config = file.metadata()["config"]
@@ -128,7 +128,7 @@ def test_heads_without_output_layers_share_the_targets(tmp_path: Path, tiny_targ
     assert (drafter.config.output, drafter.config.num_heads, drafter.config.num_layers) == ("shared", 1, 1)
 
 
-def test_foreign_mistakes_are_named(tmp_path: Path, tiny_target: Target) -> None:
+def test_damaged_checkpoints_are_named(tmp_path: Path, tiny_target: Target) -> None:
     (tmp_path / "pickle").mkdir()
     (tmp_path / "pickle" / "medusa_lm_head.pt").write_bytes(b"\x80\x04.")
     with pytest.raises(UserError, match="is a pickle, which is never read"):
@@ -148,7 +148,7 @@ def test_foreign_mistakes_are_named(tmp_path: Path, tiny_target: Target) -> None
         import_medusa(tmp_path / "broken", tiny_target)
 
 
-def test_what_the_layout_cannot_say_is_refused(tmp_path: Path, tiny_target: Target) -> None:
+def test_heads_that_the_layout_cannot_hold_are_refused(tmp_path: Path, tiny_target: Target) -> None:
     reduced = as_artifact(heads(tiny_target, output="copy", vocabulary_size=20), tiny_target)
     with pytest.raises(UserError, match="own output layers over 20 tokens"):
         export_artifact(reduced, tiny_target, "medusa", tmp_path / "out")

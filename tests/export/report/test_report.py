@@ -1,8 +1,9 @@
-"""The report: what a person reads agrees with what was measured, and the page needs nothing but itself."""
+"""The report: its figures agree with the measurement, and the page needs nothing but itself."""
 
 import builtins
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -19,7 +20,10 @@ from draftsmith.export import (
     terminal_table,
     write_report,
 )
+from draftsmith.export.evaluation.sample_records import SampleAnswer, SampleToken
 from draftsmith.export.report import plots
+from draftsmith.export.report.headline import headline
+from draftsmith.export.report.page_style import DARK_PLOTS
 from draftsmith.export.report.phrases import lossless_verdict
 from draftsmith.modules import ConfidenceCurve, CostCurve, TargetIdentity, Topology, UserError
 from draftsmith.modules.tuning.confidence_calibration import ConfidenceTally
@@ -50,6 +54,14 @@ def an_evaluation(name: str, **changes: Any) -> Evaluation:
     return Evaluation(**(fields | changes))
 
 
+SAMPLES = tuple(
+    SampleAnswer(rank=rank, prompt_set="own", prompt="Write <b>bold</b>", accepted_length=1.5, tokens=(
+        SampleToken(text="A", guessed=False), SampleToken(text=" <i>", guessed=True),
+        SampleToken(text="\x1b[0m", guessed=False, rejected=("\n\"x\"", "</span>", "c", "d", "e")),
+        SampleToken(text="", guessed=True)))
+    for rank in ("best", "median", "worst"))
+
+
 def a_run(*, contended: bool = False, names: tuple[str, ...] = ("medusa",), batch_sizes: tuple[int, ...] = (1,),
           temperatures: tuple[float, ...] = (0.0,), of: dict[str, Any] | None = None, **changes: Any) -> EvaluationRun:
     """A run; `of` changes its evaluations, other keywords the measures of all prompts."""
@@ -65,7 +77,7 @@ def a_run(*, contended: bool = False, names: tuple[str, ...] = ("medusa",), batc
         "prompt_sets": {"own": 5, "handwritten": 5},
         "contention": {"bound": 0.15, "worst_excess": {"1": 0.04, "8": 0.31}, "samples": 5},
     }
-    return EvaluationRun(header=header, evaluations=evaluations)
+    return EvaluationRun(header=header, evaluations=evaluations, samples=SAMPLES)
 
 
 def an_artifact(tree: Topology = TREE) -> Artifact:
@@ -93,7 +105,7 @@ def test_the_page_is_whole_and_fetches_nothing(tmp_path: Path) -> None:
     linked = set(re.findall(r"""(?:href)="([^#"][^"]*)\"""", page))
     assert not linked
     assert "a &lt;small&gt; target" in page
-    assert "<small>" not in page
+    assert not re.search(r"<small>|<i>|<b>bold|\x1b", page)
 
 
 def test_every_plot_is_well_formed_with_ids_of_its_own(tmp_path: Path) -> None:
@@ -122,7 +134,7 @@ def test_a_page_without_timing_or_artifact(tmp_path: Path) -> None:
         assert "–" in terminal_table(run)
 
 
-def test_a_busy_machine_is_announced_everywhere(tmp_path: Path) -> None:
+def test_a_busy_machine_is_reported_everywhere(tmp_path: Path) -> None:
     for contended in (False, True):
         run = a_run(contended=contended)
         paths = write_report(tmp_path, run)
@@ -130,7 +142,7 @@ def test_a_busy_machine_is_announced_everywhere(tmp_path: Path) -> None:
             assert ("The machine was busy with something else" in text) == contended
 
 
-def test_methods_stand_side_by_side(tmp_path: Path) -> None:
+def test_methods_are_compared_side_by_side(tmp_path: Path) -> None:
     page = write_report(tmp_path, a_run(names=("medusa", "chain")))["html"].read_text()
     assert "The methods side by side" in page
     assert "<td>chain</td>" in page
@@ -164,7 +176,7 @@ def test_a_category_that_is_a_whole_set_is_not_shown_twice(tmp_path: Path) -> No
         "all prompts", "*prompt sets*", "own", "handwritten", "*categories*", "math"]
 
 
-def test_predicted_stands_beside_measured(tmp_path: Path) -> None:
+def test_predicted_is_next_to_measured(tmp_path: Path) -> None:
     paths = write_report(tmp_path, a_run(of={"predicted_speedup": 1.61}))
     for file in (paths["html"], paths["markdown"]):
         assert "Predicted speed-up over this loop without drafts: 1.61×, measured: 1.43×." in file.read_text()
@@ -181,18 +193,18 @@ def a_curve(confidence: float, rate: float) -> ConfidenceCurve:
     return curve
 
 
-@pytest.mark.parametrize(("rate", "words"), [(0.2, "over-confident"), (0.35, "about as sure as it may be"),
+@pytest.mark.parametrize(("rate", "words"), [(0.2, "over-confident"), (0.35, "well calibrated"),
                                              (0.6, "under-confident")])
-def test_confidence_is_drawn_told_and_kept(rate: float, words: str, tmp_path: Path) -> None:
+def test_confidence_is_drawn_reported_and_kept(rate: float, words: str, tmp_path: Path) -> None:
     found = {"token": a_curve(0.35, rate), "path": a_curve(0.32, rate)}
     paths = write_report(tmp_path, a_run(of={"confidence": found}), an_artifact())
     page, text = paths["html"].read_text(), paths["markdown"].read_text()
     assert page.count("<svg") == 6
-    for told in (page, text):
-        assert f"on average it is {words}" in told
-        assert f"Expected calibration error {found['token'].expected_calibration_error:.3f}" in told
-        assert "wastes nodes on them" in told
-        assert "1,234" in told
+    for shown in (page, text):
+        assert f"on average it is {words}" in shown
+        assert f"confidence and acceptance) {found['token'].expected_calibration_error:.3f}" in shown
+        assert "wastes nodes on them" in shown
+        assert "1,234" in shown
     assert f"| accepted | {found['token'].acceptance_rate:.0%} | – | – | – | {rate:.0%} |" in text
     kept = json.loads(paths["json"].read_text())["confidence"]
     assert kept["token"]["bins"][3]["guesses"] == 1234
@@ -216,7 +228,8 @@ def test_turns_have_rows_of_their_own(tmp_path: Path) -> None:
 def test_the_terminal_table_is_narrow_and_aligned() -> None:
     lines = terminal_table(a_run(contended=True)).splitlines()
     assert max(map(len, lines)) <= 100
-    table = lines[2:6]
+    table = lines[3:6]
+    assert lines[1].startswith("1.4 times faster, not a word changed;")
     assert len({len(line) for line in table}) == 1
     assert "medusa" in table[1]
     assert "1.94" in table[1]
@@ -254,6 +267,62 @@ def test_without_matplotlib_the_figures_are_kept_and_the_remedy_is_named(tmp_pat
     with pytest.raises(UserError, match=r"pip install 'draftsmith\[report\]'"):
         write_report(tmp_path, a_run())
     assert {path.name for path in tmp_path.iterdir()} == {"evaluation.json", "report.md"}
+
+
+@pytest.mark.parametrize(("changes", "expected"), [
+    ({}, "1.4 times faster, not a word changed."),
+    ({"speedup": 1.06, "speedup_interval": (1.02, 1.1)}, "1.06 times faster, not a word changed."),
+    ({"speedup": 1.06, "speedup_interval": (0.9, 1.2)}, "About as fast as without drafts, not a word changed."),
+    ({"speedup": 0.8, "speedup_interval": None}, "Slower, at 0.80 times the speed without drafts, not a word changed."),
+    ({"speedup": None}, "1.9 tokens per target pass instead of 1, speed not measured, not a word changed."),
+    ({"of": {"nodes": 1}}, "No speed-up because nothing was drafted, not a word changed."),
+    ({"contended": True},
+     "1.4 times faster, not a word changed; but the machine was busy, so measure the speed again."),
+    ({"contended": True, "speedup": None},
+     "1.9 tokens per target pass instead of 1, speed not measured, not a word changed."),
+    ({"lossless": (8, 2)}, "1.4 times faster, 2 of 10 answers changed, only where rounding decides between two words."),
+    ({"lossless": (8, 1)}, "1.4 times faster, but drafting changed 1 of 10 answers, which is a fault."),
+    ({"lossless": (0, 0, 0)}, "1.4 times faster, with answers drawn from the distribution of the target."),
+])
+def test_the_headline_says_what_is_true(changes: dict[str, Any], expected: str) -> None:
+    if "lossless" in changes:
+        identical, near, *prompts = changes["lossless"]
+        changes = {"lossless": Lossless(prompts=(*prompts, 10)[0], identical=identical, near_tie_divergences=near,
+                                        max_logit_gap_at_divergence=None)}
+    assert headline(a_run(**changes)) == expected
+
+
+def test_the_headline_names_the_fastest_method_and_an_adapted_target() -> None:
+    run = a_run(names=("medusa", "chain"))
+    fast = replace(run.evaluations[1], overall=measures(speedup=1.7, speedup_interval=None))
+    run = replace(run, evaluations=(run.evaluations[0], fast), header=run.header | {"drift": {}})
+    assert headline(run) == ("chain, the fastest of 2 methods: 1.7 times faster, not a word of the adapted target "
+                             "changed.")
+
+
+def test_tokens_are_marked_by_their_author(tmp_path: Path) -> None:
+    page = write_report(tmp_path, a_run())["html"].read_text()
+    assert page.count('<div class="answer">') == 3
+    assert page.count("Best: 1.50 tokens per pass, 2 of 4 tokens guessed") == 1
+    text = re.findall(r'<p class="text">(.*?)</p>', page, re.S)[0]
+    assert re.sub("<[^>]+>", "", text) == "A &lt;i&gt;␛[0m"
+    assert '<span class="guess" title="guessed by the draft and accepted"> &lt;i&gt;</span>' in text
+    assert ('<span class="missed" title="written by the target; the draft guessed “↵&quot;x&quot;”, “&lt;/span&gt;”, '
+            '“c”, “d”, …">␛[0m</span>') in text
+    assert "Write &lt;b&gt;bold&lt;/b&gt;" in page
+
+
+def test_a_report_without_samples(tmp_path: Path) -> None:
+    assert "Who wrote" not in write_report(tmp_path, replace(a_run(), samples=()))["html"].read_text()
+
+
+def test_plots_follow_the_colours_of_the_page(tmp_path: Path) -> None:
+    page = write_report(tmp_path, a_run(), an_artifact())["html"].read_text()
+    style, drawings = page.split("</style>", 1)
+    for colour in DARK_PLOTS:
+        assert colour not in drawings
+        assert style.count(f"--plot-{colour[1:]}:") == 2
+    assert set(re.findall(r"var\((--[\w-]+)\)", page)) <= set(re.findall(r"(--[\w-]+):", style))
 
 
 @pytest.mark.parametrize("tree", [Topology.chain(0), Topology.chain(3), TREE])

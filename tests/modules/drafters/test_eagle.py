@@ -526,7 +526,7 @@ def test_widths_that_do_not_go_together_are_refused(config: Eagle3Config, told: 
 @pytest.mark.parametrize(("config", "told"), [
     (Eagle3Config(taps=(0, 3)), "tap 3 is not a layer of tiny-random; choose from 0 to 1"),
     (Eagle3Config(taps=(-1, 0)), "tap -1 is not a layer of tiny-random; choose from 0 to 1"),
-    (Eagle3Config(taps=(0, 2)), "tap 2 would be the state behind the last norm of tiny-random, which is no layer's "
+    (Eagle3Config(taps=(0, 2)), "tap 2 would be the state after the last norm of tiny-random, which is no layer's "
                                 "output; its last layer is 1"),
 ])
 def test_a_tap_must_be_a_layer(config: Eagle3Config, told: str, tiny_target: Target) -> None:

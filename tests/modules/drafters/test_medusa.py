@@ -227,7 +227,7 @@ def test_it_compiles_in_one_graph(tiny_target: Target) -> None:
 def test_the_official_codes_logits(name: str, tiny_target: Target) -> None:
     path = FIXTURES / f"{name}.safetensors"
     if not path.exists():
-        pytest.skip(f"recorded outputs of the official code are not beside this checkout ({path})")
+        pytest.skip(f"recorded outputs of the official code are not next to this checkout ({path})")
     with safe_open(path, "pt") as file:
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         official = json.loads(file.metadata()["config"])

@@ -11,6 +11,7 @@ from draftsmith.modules import DecodeSettings, Request, Target, TokenTree, UserE
 from draftsmith.modules.target import model as target_model
 from draftsmith.modules.target.excerpt import excerpt
 from draftsmith.modules.target.generation_defaults import GenerationDefaults, read_defaults
+from draftsmith.modules.target.self_check import check_logits
 from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
 
 SHAPE = {
@@ -53,10 +54,11 @@ def test_sane_models_load_in_every_number_type(family: str, dtype: torch.dtype) 
     Target(random_model(family).to(dtype), tiny_tokenizer(), name=family)
 
 
-def test_half_precision_that_returns_float32_logits_loads() -> None:
-    model = random_model("Llama").to(torch.bfloat16)
-    model.lm_head.register_forward_hook(lambda _module, _inputs, output: output.float())
-    Target(model, tiny_tokenizer(), name="wide logits")
+def test_the_bound_is_that_of_the_model_even_where_its_logits_are_wider() -> None:
+    expected_1LV = torch.randn(1, 8, 100)
+    check_logits("half", torch.bfloat16, expected_1LV + 0.02, expected_1LV)
+    with pytest.raises(UserError, match=r"its logits differ by 0\.02 from its own forward pass"):
+        check_logits("single", torch.float32, expected_1LV + 0.02, expected_1LV)
 
 
 @pytest.mark.parametrize("family", WINDOWED)

@@ -40,7 +40,8 @@ def test_block_efficiency_equals_a_simulation(acceptance: float, length: int) ->
 
 def test_the_papers_formula() -> None:
     # Three tokens drafted at a tenth of the target's time each, 2.6 tokens a pass: 2.6 / 1.3.
-    assert memory_bound_speedup(2.6, 0.1, 3) == pytest.approx(2.0)
+    assert memory_bound_speedup(2.6, 0.1 * 3) == pytest.approx(2.0)
+    assert memory_bound_speedup(1.2, 0.0) == 1.2
     assert best_length(1.0, 0.1, longest=4) == (4, pytest.approx(5 / 1.4))
     assert best_length(0.3, 0.5) == (0, 1.0)
 

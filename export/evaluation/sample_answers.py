@@ -1,0 +1,74 @@
+"""Three sample answers for the report, decoded again to record the author of each token."""
+
+from collections.abc import Mapping, Sequence
+
+from ...modules import Generation, Request, Target, decode
+from ...modules.decoding.pass_recorder import PassRecorder
+from ...modules.decoding.token_text import TokenText
+from .methods import EvaluateConfig, Method, Question
+from .results import Answer
+from .sample_records import SampleAnswer, SampleToken
+
+SHORTEST = 16
+"""Answers with fewer tokens are not chosen while there are three longer ones."""
+BEST, MEDIAN, WORST = "best", "median", "worst"
+
+
+def sample_answers(target: Target, method: Method, questions: Mapping[int, Question], answers: Sequence[Answer],
+                   config: EvaluateConfig) -> tuple[SampleAnswer, ...]:
+    """Decode three answers of a method once more, outside all timing, and record who wrote each token.
+
+    Args:
+        target: the model that verifies.
+        method: the method, which drafts as at the first batch size and temperature.
+        questions: the questions by their number.
+        answers: the method's answers there, from which the best, the median and the worst are chosen.
+        config: settings of the evaluation.
+    """
+    chosen = _chosen(answers)
+    if not chosen:
+        return ()
+    requests = [Request(tokens=tuple(questions[answer.question].prompt(())), index=answer.question,
+                        max_new_tokens=config.max_new_tokens, temperature=config.degrees[0])
+                for answer in chosen.values()]
+    recorder = PassRecorder()
+    if method.drafter is not None:
+        method.drafter.forget()
+    policy = method.policy_for(config.batches[0], config.degrees[0]) if method.policy_for else None
+    found = decode(target, requests, config.settings(1), drafter=method.drafter, policy=policy, observer=recorder)
+    return tuple(
+        SampleAnswer(
+            rank=rank, prompt_set=answer.prompt_set, accepted_length=sum(one.emitted) / max(1, one.passes),
+            prompt=_text(target, questions[answer.question], one), tokens=_tokens(target, recorder, one),
+        )
+        for (rank, answer), one in zip(chosen.items(), found.generations, strict=True)
+    )
+
+
+def _chosen(answers: Sequence[Answer]) -> dict[str, Answer]:
+    """The first turns with the most, the middle and the fewest tokens per pass; fewer where there are not three."""
+    known = [answer for answer in answers if answer.turn == 1 and answer.emitted]
+    long = [answer for answer in known if len(answer.tokens) >= SHORTEST]
+    ordered = sorted(long if len(long) >= 3 else known,
+                     key=lambda answer: (-sum(answer.emitted) / len(answer.emitted), answer.question))
+    places = {BEST: 0, MEDIAN: len(ordered) // 2, WORST: len(ordered) - 1}
+    found: dict[str, Answer] = {}
+    for rank, place in places.items():
+        if ordered and ordered[place] not in found.values():
+            found[rank] = ordered[place]
+    return found
+
+
+def _text(target: Target, question: Question, generation: Generation) -> str:
+    return question.text or str(target.tokenizer.decode(list(generation.request.tokens), skip_special_tokens=True))
+
+
+def _tokens(target: Target, recorder: PassRecorder, generation: Generation) -> tuple[SampleToken, ...]:
+    pieces, found = TokenText(target.tokenizer), []
+    for one in recorder.written(generation):
+        # The guesses are read before the token is taken.
+        rejected = tuple(map(pieces.guess, one.rejected))
+        found.append(SampleToken(text=pieces.add(one.token), guessed=one.guessed, rejected=rejected))
+    if found and (rest := pieces.rest()):
+        found[-1] = SampleToken(text=rest, guessed=found[-1].guessed, rejected=found[-1].rejected)
+    return tuple(found)

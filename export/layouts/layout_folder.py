@@ -1,0 +1,42 @@
+"""Folder of a checkpoint in another project's layout: weights, config.json and README.md."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ...modules import Drafter, Target, UserError
+from ...modules.atomic_files import whole_folder, write_file
+from ..artifact import portable
+
+
+def write_layout(out: Path, file: str, tensors: dict[str, Tensor], config: Mapping[str, Any], readme: str) -> None:
+    """Write the weights as `file`, with their config.json and README.md, or nothing at all.
+
+    Raises:
+        UserError: if `out` holds other files or cannot be written.
+    """
+    with whole_folder(out, frozenset({"config.json", file, "README.md"})) as partial:
+        save_file(tensors, partial / file, metadata={"format": "pt"})
+        write_file(partial / "config.json", json.dumps(config, indent=2) + "\n")
+        write_file(partial / "README.md", readme)
+
+
+def stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in float32 on the CPU: safetensors refuses tensors that share memory."""
+    return {name: tensor.detach().to("cpu", torch.float32, copy=True).contiguous() for name, tensor in tensors.items()}
+
+
+def layout_readme(title: str, target: Target, *paragraphs: str) -> str:
+    """README.md: the title, the name of the target, and the paragraphs."""
+    return "\n\n".join([f"# {title} for {portable(target.identity.name)}", *paragraphs]) + "\n"
+
+
+def wrong_family(format_name: str, content: str, drafter: Drafter) -> UserError:
+    """The refusal of a drafter of another family than a format holds."""
+    return UserError(f"the format {format_name} holds {content}, this artifact is {drafter.family}; export that family "
+                     "in its own format")

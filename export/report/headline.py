@@ -1,0 +1,48 @@
+"""The headline of a report: in one plain sentence, how much faster decoding was and whether a word changed."""
+
+from ..evaluation.results import Evaluation, EvaluationRun, Lossless
+
+
+def headline(run: EvaluationRun) -> str:
+    """The sentence. Of several methods, the fastest at the first temperature and batch size is named."""
+    firsts = run.at(temperature=run.temperatures[0], batch_size=run.batch_sizes[0])
+    best = max(firsts, key=lambda one: one.overall.speedup or 0.0)
+    named = len(firsts) > 1 and best.overall.speedup is not None
+    first = f"{best.name}, the fastest of {len(firsts)} methods: {_speed(best)}" if named else _capital(_speed(best))
+    busy = "; but the machine was busy, so measure the speed again" if _contended(best) else ""
+    return f"{first}, {_words(run)}{busy}."
+
+
+def _speed(evaluation: Evaluation) -> str:
+    """The speed-up as words: a difference that its interval does not confirm is none."""
+    speedup, interval = evaluation.overall.speedup, evaluation.overall.speedup_interval
+    if evaluation.nodes == 1:
+        return "no speed-up because nothing was drafted"
+    if speedup is None:
+        return f"{evaluation.overall.accepted_length:.1f} tokens per target pass instead of 1, speed not measured"
+    if f"{speedup:.2f}" == "1.00" or (interval is not None and interval[0] <= 1 <= interval[1]):
+        return "about as fast as without drafts"
+    return f"{speedup:.{1 if speedup >= 1.1 else 2}f} times faster" if speedup > 1 else (
+        f"slower, at {speedup:.2f} times the speed without drafts")
+
+
+def _words(run: EvaluationRun) -> str:
+    """The result of the comparison over all evaluations that can be compared, in words."""
+    found = Lossless.joined(evaluation.overall.lossless for evaluation in run.evaluations)
+    adapted = " of the adapted target" if "drift" in run.header else ""
+    if not found.prompts:
+        return f"with answers drawn from the distribution{adapted or ' of the target'}"
+    if found.different:
+        return f"but drafting changed {found.different} of {found.prompts} answers{adapted}, which is a fault"
+    if found.near_tie_divergences:
+        return (f"{found.near_tie_divergences} of {found.prompts} answers{adapted} changed, only where rounding "
+                "decides between two words")
+    return f"not a word{adapted} changed"
+
+
+def _contended(evaluation: Evaluation) -> bool:
+    return evaluation.contended and evaluation.overall.speedup is not None
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,80 @@
+"""The text of each single token of an answer."""
+
+import unicodedata
+from typing import Any
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""Last character of a text that ends inside a character."""
+DIRECTIONS = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
+"""Bidirectional classes of characters that change the order of what follows them."""
+
+
+class TokenText:
+    """Splits the text of an answer among its tokens, as they come; the pieces together are the text.
+
+    A token that ends inside a character has an empty piece, and the token that completes the character has all of it.
+    Special tokens, such as the end of the text, are left out.
+
+    Args:
+        tokenizer: the target's.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._tokens: list[int] = []
+        # Text up to `_read` has been given out. Decoding starts one piece earlier: whether a token's leading space is
+        # text depends on a token before it.
+        self._start = self._read = 0
+
+    def add(self, token: int) -> str:
+        """The piece of the next token."""
+        self._tokens.append(token)
+        piece = self._unread()
+        if piece.endswith(_INCOMPLETE):
+            return ""
+        self._start, self._read = self._read, len(self._tokens)
+        return piece
+
+    def guess(self, token: int) -> str:
+        """The piece that a token would have if it were the next one; a special token's is its name."""
+        if token in self.tokenizer.all_special_ids:
+            return str(self.tokenizer.convert_ids_to_tokens(token))
+        self._tokens.append(token)
+        piece = self._unread()
+        self._tokens.pop()
+        return piece
+
+    def rest(self) -> str:
+        """The piece of a character that the answer leaves incomplete; empty for any other answer."""
+        piece = self._unread()
+        self._start = self._read = len(self._tokens)
+        return piece
+
+    def _unread(self) -> str:
+        shown = self._decode(self._tokens[self._start : self._read])
+        return self._decode(self._tokens[self._start :])[len(shown) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def visible(text: str, *, breaks: bool = True) -> str:
+    """The text with its control characters, which could move the cursor or change colours, as visible signs.
+
+    Args:
+        breaks: whether line breaks and tabs stay as they are; otherwise a line break is an arrow.
+    """
+    if not breaks:
+        return "".join("↵" if letter == "\n" else _sign(letter) for letter in text)
+    return "".join(letter if letter in "\n\t" else _sign(letter) for letter in text)
+
+
+def _sign(letter: str) -> str:
+    code = ord(letter)
+    if code < 0x20:
+        return chr(0x2400 + code)
+    if code == 0x7F:
+        return "\N{SYMBOL FOR DELETE}"
+    if unicodedata.category(letter) == "Cc" or unicodedata.bidirectional(letter) in DIRECTIONS:
+        return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+    return letter

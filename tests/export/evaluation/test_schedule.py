@@ -1,0 +1,64 @@
+"""The schedule of an evaluation: numbers, limits, timed groups and the amount of work."""
+
+import pytest
+from draftsmith.export import EvaluateConfig, Method, Question
+from draftsmith.export.evaluation.schedule import Schedule, spread
+from draftsmith.modules import Chain, UserError
+
+
+def questions(count: int, turns: int = 1) -> list[Question]:
+    return [Question(prompt=lambda _answers, place=place: (1, place), turns=turns) for place in range(count)]
+
+
+def method(name: str, lengths: dict[int, int] | None = None) -> Method:
+    """A method whose chain has this length at each batch size."""
+    return Method(name=name, family="none", drafter=None,
+                  policy_for=None if lengths is None else lambda rows, _temperature: Chain(lengths[rows]))
+
+
+def schedule(config: EvaluateConfig, *methods: Method, **sets: list[Question]) -> Schedule:
+    return Schedule.of(methods or (method("plain"),), sets, config)
+
+
+def test_a_limit_changes_no_number() -> None:
+    sets = {"one": questions(6), "two": questions(5)}
+    whole = schedule(EvaluateConfig(speed_prompts=0), **sets)
+    assert [entry.number for entry in whole.entries] == list(range(11))
+    limited = schedule(EvaluateConfig(speed_prompts=0, limit=2), **sets)
+    assert [(entry.prompt_set, entry.number) for entry in limited.entries] == [
+        ("one", 0), ("one", 3), ("two", 6), ("two", 8)]
+    assert {name: len(members) for name, members in limited.prompt_sets.items()} == {"one": 2, "two": 2}
+
+
+def test_timed_groups_are_full_and_of_the_same_questions_at_every_size() -> None:
+    found = schedule(EvaluateConfig(speed_prompts=4, batch_sizes=(1, 2, 4)), one=questions(9), two=questions(5))
+    numbers = {size: [[entry.number for entry in group] for group in groups] for size, groups in found.groups.items()}
+    assert numbers[4] == [[0, 2, 4, 6], [9, 10, 11, 12]]
+    assert numbers[2] == [[0, 2], [4, 6], [9, 10], [11, 12]]
+    assert numbers[1] == [[number] for number in sorted(found.timed)]
+    assert found.timed == {0, 2, 4, 6, 9, 10, 11, 12}
+
+
+def test_the_work_counts_every_answer() -> None:
+    """Two turns each: references of 10, then 4 timed by 4 (two methods, two baselines), and 6 untimed a tree."""
+    config = EvaluateConfig(speed_prompts=2, batch_sizes=(1, 2))
+    same, other = method("same", {1: 3, 2: 3}), method("other", {1: 4, 2: 2})
+    found = schedule(config, same, other, talk=questions(5, turns=2))
+    assert found.answers == 10 + 2 * 4 * 4 + (1 + 2) * 6
+
+
+def test_what_cannot_be_scheduled_is_refused() -> None:
+    with pytest.raises(UserError, match="at least one method"):
+        Schedule.of([], {"one": questions(1)}, EvaluateConfig())
+    with pytest.raises(UserError, match="2 methods are called 'plain'; name each artifact and baseline once"):
+        schedule(EvaluateConfig(), method("plain"), method("plain"), one=questions(1))
+    with pytest.raises(UserError, match="no prompt to evaluate on"):
+        schedule(EvaluateConfig(), one=[])
+    with pytest.raises(UserError, match="the set 'one' has 3, whole batches of every size need at least 4"):
+        schedule(EvaluateConfig(batch_sizes=4), one=questions(3))
+
+
+def test_a_choice_is_spread_over_the_members() -> None:
+    assert spread("abcdefgh", 3) == ["a", "c", "f"]
+    assert spread("ab", 5) == ["a", "b"]
+    assert spread("ab", 0) == []
