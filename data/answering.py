@@ -1,4 +1,4 @@
-"""Prompts become answered conversations: the target or a draft answers turn by turn, or the given text is taken."""
+"""Answered conversations: the target or a draft answers each turn, or the given text is used."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from .writers import Writer
 DOCUMENT_OPENING = 32
 """Tokens of a held-out document that the target continues; of a shorter document half."""
 TURNS = 1 << 10
-"""Random streams set aside for the turns of one prompt."""
+"""Random streams reserved for the turns of one prompt."""
 log = logging.getLogger(__name__)
 
 
@@ -22,20 +22,20 @@ class Conversation:
     """A prompt with the answers it has so far."""
 
     number: int
-    """Of the prompt in its source."""
+    """Number of the prompt in its source."""
     prompt: Prompt
     source: SourceName = "target"
-    """Who answers it."""
+    """Writer of its answers."""
     temperature: float = 0.0
-    """At which its answers are drawn; 0 is greedy."""
+    """Sampling temperature of its answers; 0 is greedy."""
     turns: list[Turn] = field(default_factory=list)
-    """Each answer behind the tokens it was decoded from."""
+    """Each answer, with the tokens before it."""
     texts: list[str] = field(default_factory=list)
     """Each answer as text."""
     truncated: int = 0
     """Answers cut by the length limit."""
     rows: list[Row] = field(default_factory=list)
-    """What is learnt from it; filled when it is complete."""
+    """Its training rows; filled when it is complete."""
 
     @property
     def repetitive(self) -> int:
@@ -43,7 +43,7 @@ class Conversation:
         return sum(repeats_itself(turn.answer) for turn in self.turns)
 
     def take(self, prompt: list[int], generation: Generation, text: str) -> None:
-        """Add one answer. A cut one has no end token, and none is made up."""
+        """Add one answer. A cut one has no end token, and none is added."""
         self.turns.append(Turn(prompt=prompt, answer=list(generation.tokens)))
         self.texts.append(text)
         self.truncated += generation.finish == "length"
@@ -64,16 +64,16 @@ class Conversation:
 
 
 class Answerer:
-    """Lets the target answer, or a draft beside it.
+    """Generates answers with the target, or with a draft.
 
-    Of a held-out document it continues the beginning.
+    A held-out document is continued from its first tokens.
 
     Args:
         target: answers.
         template: of its tokenizer.
         settings: slots, sampling filters and seed.
         max_new_tokens: longest answer.
-        on_tokens: told how many tokens every pass brought.
+        on_tokens: called with the number of tokens of each pass.
         writer: answers instead of the target; None lets the target answer.
     """
 
@@ -98,7 +98,7 @@ class Answerer:
 
         Args:
             prompts: with their numbers, which key their random streams.
-            temperatures: dealt to the prompts in turn.
+            temperatures: given to the prompts in turn.
             deadline: value of `time.monotonic()` after which no answer is started.
 
         Returns:
@@ -152,7 +152,7 @@ class Answerer:
             asked[request.index].take(list(request.tokens), generation, self._text(generation.tokens))
 
     def _before(self, one: Conversation) -> list[int]:
-        """What the next answer continues."""
+        """Tokens before the next answer."""
         if one.prompt.document is None:
             return self.template.prompt(one.prompt.messages(one.texts))
         tokens, _ = self.template.document(one.prompt.document)
@@ -166,16 +166,16 @@ class Answerer:
 
 
 def _asked(prompt: Prompt) -> int:
-    """How many answers it wants."""
+    """Number of answers that a prompt asks for."""
     return len(prompt.turns) if prompt.document is None else 1
 
 
 def take_given(
     prompts: Sequence[tuple[int, Prompt]], template: ChatTemplate, context_length: int, document_tokens: int
 ) -> tuple[list[Conversation], list[UserError]]:
-    """Take the source's own answers, cutting conversations at the target's context, and plain documents in pieces.
+    """Use the source's own answers, cutting conversations at the target's context, and plain documents in pieces.
 
-    Conversations whose mask cannot be had exactly are left out with a warning, and what was wrong with them is told.
+    Conversations whose mask cannot be had exactly are left out with a warning, and returned as errors.
 
     Raises:
         UserError: if a prompt has no answer.
@@ -188,7 +188,7 @@ def take_given(
         if not prompt.answers:
             raise UserError(
                 f"prompt {prompt.id} has no answer of its own; give messages with assistant turns, or set "
-                "distill.source: target"
+                "distill.answered_by: target"
             )
         try:
             found.append(_given(number, prompt, prompt.answers, template, context_length))
@@ -211,7 +211,7 @@ def _given(
 
 
 def _pieces(number: int, prompt: Prompt, text: str, template: ChatTemplate, length: int) -> Conversation:
-    """A document, cut into rows of at most `length` tokens; a last token alone would teach nothing."""
+    """A document, cut into rows of at most `length` tokens; a last token alone holds no label."""
     tokens, flags = template.document(text)
     cuts = [slice(start, start + length) for start in range(0, max(1, len(tokens) - 1), length)]
     one = Conversation(number=number, prompt=prompt, source="text", texts=[text])

@@ -1,4 +1,4 @@
-"""Chat messages become tokens, and every token knows whether the assistant wrote it.
+"""Tokens of chat messages, each marked as written by the assistant or not.
 
 The mask is never found by searching for text. Where the template marks the assistant's words with `{% generation %}`,
 the marks are used; elsewhere the conversation is rendered message by message, and what an answer adds to its prompt,
@@ -20,10 +20,10 @@ from ..modules import UserError
 Message = Mapping[str, str]
 MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 DATE = "26 Jul 2024"
-"""Llama 3 writes today's date into its prompt unless told one: a recipe must give the same tokens tomorrow."""
+"""Llama 3 writes today's date into its prompt unless it is given one: a recipe must give the same tokens tomorrow."""
 REMEDY = (
     "put {% generation %} ... {% endgeneration %} around the assistant's words in the template "
-    "(target.chat_template), or let the target answer (distill.source: target)"
+    "(target.chat_template), or let the target answer (distill.answered_by: target)"
 )
 TEMPLATE_FAILS = "the chat template fails: {}; change the messages, or set target.chat_template"
 BOUNDARY_PROBES = tuple(string.ascii_letters + string.digits)
@@ -31,17 +31,17 @@ BOUNDARY_PROBES = tuple(string.ascii_letters + string.digits)
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One answer as decoding sees it."""
+    """One answer with the tokens before it."""
 
     prompt: list[int]
     """Everything before the answer, the generation prompt included."""
     answer: list[int]
-    """What the assistant wrote, the token that ends its turn included."""
+    """Tokens of the assistant, the token that ends its turn included."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What the template puts around a message."""
+    """Tokens of the template around a message."""
 
     before: tuple[int, ...]
     """Tokens before its text."""
@@ -99,11 +99,11 @@ class ChatTemplate:
 
     @property
     def marked(self) -> bool:
-        """Whether the template itself says which words are the assistant's."""
+        """Whether the template itself marks the assistant's words."""
         return self.source is not None and MARK.search(self.source) is not None
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Tokens up to where the assistant's next answer begins, the generation prompt included.
+        """Tokens up to the start of the assistant's next answer, the generation prompt included.
 
         Raises:
             UserError: if the template refuses the messages, or nothing is left of them.
@@ -137,7 +137,7 @@ class ChatTemplate:
             UserError: if the mask cannot be had exactly; the message says what to do.
         """
         if not any(message["role"] == "assistant" for message in messages):
-            raise UserError("a conversation without an answer has nothing to learn from; give an assistant message")
+            raise UserError("a conversation without an answer holds no label; give an assistant message")
         if self.marked:
             return [self._render_marked(messages)]
         return join_turns(self.turns(messages))
@@ -152,13 +152,13 @@ class ChatTemplate:
         return [self._turn(messages[:place], messages[place]) for place in answered]
 
     def document(self, text: str) -> tuple[list[int], list[bool]]:
-        """(tokens, supervised) of plain text outside the template: all of it but the start token is learnt."""
+        """(tokens, supervised) of plain text outside the template: all of it but the start token is supervised."""
         tokens, bare = self._without_end(text)
         start = len(tokens) - len(bare)
         return tokens, [place >= start for place in range(len(tokens))]
 
     def user_turn(self) -> Surroundings:
-        """What stands around a user's first message: a target that continues `before` writes one."""
+        """Tokens around a user's first message: a target that continues `before` writes one."""
         if self.source is None:
             return Surroundings(before=tuple(self._plain([]) or self._start()), after=())
         before, after = self._around_user(generation_prompt=False)
@@ -167,7 +167,7 @@ class ChatTemplate:
         return Surroundings(before=tuple(before or self._start()), after=tuple(after))
 
     def _around_user(self, *, generation_prompt: bool) -> tuple[list[int], list[int]]:
-        """What renderings of different user texts share before and after them."""
+        """Tokens that renderings of different user texts share before and after the text."""
         messages = [[{"role": "user", "content": probe}] for probe in self._probes()]
         rendered = [self._encode(self._text(one, generation_prompt=generation_prompt)) for one in messages]
         before = common_prefix(rendered)
@@ -222,13 +222,13 @@ class ChatTemplate:
         return tokens, bare
 
     def _start(self) -> list[int]:
-        """The token to begin from where nothing else stands."""
+        """The start token of an empty text."""
         for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
             if token is not None:
                 return [int(token)]
-        raise UserError("this tokenizer has no start token to write prompts from; give a file (prompts.source: file)")
+        raise UserError("this tokenizer has no start token to write prompts from; give a file (prompts.origin: file)")
 
-    # The incremental way ---------------------------------------------------------------------------------------------
+    # Message by message ----------------------------------------------------------------------------------------------
 
     def _turn(self, before: Sequence[Message], answer: Message) -> Turn:
         prompt = self.prompt(before)
@@ -238,8 +238,8 @@ class ChatTemplate:
         end = self._end()
         if added[len(added) - len(end) :] != end:
             raise UserError(
-                f"the end of the answer {_short(answer['content'])} melts into what the template puts behind "
-                f"it; {REMEDY}"
+                f"the end of the answer {_short(answer['content'])} and the template's text after it share a token; "
+                f"{REMEDY}"
             )
         kept = len(added) - len(end) + self._end_tokens(end)
         return Turn(prompt=prompt, answer=added[:kept])
@@ -256,7 +256,7 @@ class ChatTemplate:
         return whole[len(prompt) :]
 
     def _end(self) -> list[int]:
-        """What the template puts behind every answer, found by rendering answers that share no character."""
+        """Tokens of the template after every answer, found by rendering answers that share no character."""
         if self._answer_end is None:
             user = {"role": "user", "content": self._probes()[0]}
             added = [self._added([user], {"role": "assistant", "content": probe}) for probe in self._probes()]
@@ -264,7 +264,7 @@ class ChatTemplate:
         return self._answer_end
 
     def _end_tokens(self, end: list[int]) -> int:
-        """How many tokens of `end` the assistant writes: up to the first special one; the rest is the template's."""
+        """Number of tokens of `end` that the assistant writes: up to and with the first special one."""
         special = self._special()
         return next((place + 1 for place, token in enumerate(end) if token in special), 0)
 
@@ -283,7 +283,7 @@ class ChatTemplate:
             if len(found) == 3:
                 return list(found.values())
         raise UserError(
-            "this tokenizer cannot tell letters apart, so no turn can be told from its template; "
+            "this tokenizer encodes different letters alike, so that turns and template cannot be separated; "
             "choose the tokenizer that belongs to the target"
         )
 
@@ -315,7 +315,7 @@ class ChatTemplate:
         if not self.tokenizer.is_fast:
             raise UserError(
                 "marks of {% generation %} need a fast tokenizer (tokenizer.json); convert it, or let the target "
-                "answer (distill.source: target)"
+                "answer (distill.answered_by: target)"
             )
         coded = self.tokenizer(texts[0], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         supervised = [_inside(span, marks[0]) for span in coded["offset_mapping"]]
@@ -346,10 +346,10 @@ class ChatTemplate:
 
 
 def join_turns(turns: Sequence[Turn]) -> list[tuple[list[int], list[bool]]]:
-    """Put turns behind one another into (tokens, supervised) rows.
+    """Join turns into (tokens, supervised) rows.
 
-    A turn whose prompt begins with exactly the row so far extends it; any other begins a row of its own. So every
-    supervised token stands behind the very tokens it was decoded behind, whatever the template does to history.
+    A turn whose prompt starts with exactly the row so far extends it; any other starts a row of its own. So every
+    supervised token follows the same tokens as when it was decoded, whatever the template does to earlier turns.
     """
     rows: list[tuple[list[int], list[bool]]] = []
     for turn in turns:
@@ -364,7 +364,7 @@ def join_turns(turns: Sequence[Turn]) -> list[tuple[list[int], list[bool]]]:
 
 
 def common_prefix(rows: Sequence[Sequence[int]]) -> list[int]:
-    """The longest beginning that all rows share."""
+    """The longest common prefix of all rows."""
     shared = []
     for column in zip(*rows, strict=False):
         if len(set(column)) > 1:

@@ -1,4 +1,4 @@
-"""Rows of tokens and states become batches: padded one conversation a row, or packed several to a row.
+"""Batches from rows of tokens and states: padded one conversation a row, or packed several to a row.
 
 Shapes: N tokens of a piece, B rows, L positions in a row, D hidden size of the target.
 """

@@ -32,23 +32,23 @@ class BatchConfig:
     rows_per_batch: int = 4
     """Packed rows of one micro-batch on one device."""
     seed: int = 0
-    """Of the order of the conversations."""
-    source: Literal["features", "tokens", "mixed"] = "features"
-    """features: states stored beforehand (`encode`); tokens: the target computes them in the step; mixed: those of the
-    first shards are stored, as many as `store_gib` has room for, and the target computes the others. Batches of mixed
-    hold what those of tokens do, in the same order."""
+    """Seed of the order of the conversations."""
+    states: Literal["stored", "computed", "mixed"] = "stored"
+    """Origin of the target's states. stored: written to disk beforehand; computed: by the target in the training
+    step; mixed: those of the first shards are stored, as many as `store_gib` has room for, the others computed. Batches
+    of mixed and of computed hold the same pieces in the same order."""
     store_gib: float | None = None
     """GiB on disk for stored states, with `mixed`. Shards are stored in their order, each whole."""
 
     def __post_init__(self) -> None:
-        if self.source not in ("features", "tokens", "mixed"):
-            raise UserError(f"batch.source must be features, tokens or mixed, got {self.source!r}")
-        if self.source == "mixed" and not 0 < (self.store_gib or 0) < math.inf:
-            raise UserError(f"batch.store_gib must be above 0 with batch.source mixed, got {self.store_gib}; say how "
-                            "many GiB of states may be stored, or set batch.source: tokens")
-        if self.source != "mixed" and self.store_gib is not None:
-            raise UserError(f"batch.store_gib {self.store_gib} means nothing with batch.source {self.source}; set "
-                            "batch.source: mixed, or leave it out")
+        if self.states not in ("stored", "computed", "mixed"):
+            raise UserError(f"batch.states must be stored, computed or mixed, got {self.states!r}")
+        if self.states == "mixed" and not 0 < (self.store_gib or 0) < math.inf:
+            raise UserError(f"batch.store_gib must be above 0 with batch.states mixed, got {self.store_gib}; say how "
+                            "many GiB of states may be stored, or set batch.states: computed")
+        if self.states != "mixed" and self.store_gib is not None:
+            raise UserError(f"batch.store_gib {self.store_gib} means nothing with batch.states {self.states}; set "
+                            "batch.states: mixed, or leave it out")
         for name, least in (("row_length", 2), ("rows_per_batch", 1)):
             if getattr(self, name) < least:
                 raise UserError(f"batch.{name} must be at least {least}, got {getattr(self, name)}")
@@ -92,7 +92,7 @@ class Split:
     ) -> None:
         records = manifest.split(name)
         self.shards = [TokenShard.read(folder / record.file, record.sha256) for record in records]
-        self.all_stored = config.source == "features"
+        self.all_stored = config.states == "stored"
         stored = [record for record in _stored(folder, manifest, config, taps) if record.split == name]
         opened = dict(zip(stored, open_features(folder, stored, taps), strict=True))
         self.states: list[FeatureShard | None] = [opened.get(record) for record in records]
@@ -100,7 +100,7 @@ class Split:
     def windows(self, length: int | None = None) -> list[Window]:
         """All rows, cut into windows of `length` tokens; windows in which nothing is supervised are left out.
 
-        Unless all states are stored, only the first window of a row can be used: the target would not see what stands
+        Unless all states are stored, only the first window of a row can be used: the target would not see the tokens
         before the others.
         """
         found = []
@@ -127,9 +127,9 @@ class Split:
 
 def _stored(folder: Path, manifest: Manifest, config: BatchConfig, taps: tuple[int, ...]) -> tuple[ShardRecord, ...]:
     """The shards whose states are read from disk."""
-    if config.source == "tokens":
+    if config.states == "computed":
         return ()
-    if config.source == "features":
+    if config.states == "stored":
         return manifest.shards
     return affordable(manifest, taps, stored_dtype(folder), config.store_bytes)
 
@@ -234,7 +234,7 @@ class DraftDataModule(lightning.LightningDataModule):
 
 
 def count_tokens(folder: str | Path) -> Tensor:
-    """How often each token of the target's vocabulary occurs among the supervised train tokens: int64 [V].
+    """Number of times that each token of the vocabulary occurs among the supervised training tokens: int64 [V].
 
     Raises:
         UserError: if the folder holds no manifest, or a shard is corrupted.

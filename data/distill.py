@@ -1,8 +1,8 @@
-"""The target answers prompts, and what it said becomes shards of training tokens.
+"""Distillation: the target answers prompts, and the answers are stored as shards of training tokens.
 
 A shard is a pure function of the recipe, its number and the shards before it: it has its own prompts, each answer has
-its own stream of random numbers, and free slots are refilled inside the shard only. So a run that was killed redoes the
-shard it was at and ends in the same bytes.
+its own stream of random numbers, and free slots are refilled inside the shard only. So a killed run makes its last
+shard again and ends with the same bytes.
 """
 
 import json
@@ -39,13 +39,13 @@ from .writers import Writer, source_of
 STATS = "stats.json"
 TEST = "test.jsonl"
 HELD_OUT_ROUNDS = 20
-"""How often more candidates are asked for until the held-out prompts are together."""
+"""Largest number of rounds in which candidates for held-out prompts are read."""
 TRUNCATED_SHARE = 0.3
 """A larger share of answers cut by the length limit deserves a warning."""
 SIZE_MARGIN = 1.05
-"""The shard meant to reach the token budget is a little larger than expected, so that seldom another follows."""
+"""The shard meant to reach the token budget is a little larger than expected, so that another one is seldom needed."""
 BARREN_CANDIDATES = 256
-"""Prompts written by the target without a usable one among them after which it is no use to go on."""
+"""Prompts written by the target without a usable one among them after which the run stops."""
 log = logging.getLogger(__name__)
 
 
@@ -67,7 +67,7 @@ def distill(
         config: how much is answered, and how.
         template: of the target's tokenizer.
         out: folder of validation-00000.safetensors, test.jsonl, train-*.safetensors, manifest.json and stats.json. A
-            folder begun with the same recipe is finished; a complete one is left as it is.
+            folder started with the same recipe is finished; a complete one is left as it is.
         writer: the draft of the artifact that `config.draft` names, where a draft writes rows.
         progress: show progress bars.
 
@@ -93,7 +93,7 @@ class Distillation:
         progress: bool,
     ) -> None:
         self.target, self.prompts, self.config, self.template, self.out = target, prompts, config, template, out
-        self.own = prompts.source == "own"
+        self.own = prompts.origin == "own"
         check_recipe(prompts, config, target.context_length)
         if (writer is None) != (config.draft is None):
             raise ValueError("distill.draft names an artifact and the writer is its draft; give both or neither")
@@ -116,7 +116,7 @@ class Distillation:
         )
         self.seen: set[int] = set()
         self.before: dict[str, float] = {}
-        self.began = time.monotonic()
+        self.started = time.monotonic()
 
     def run(self) -> Manifest:
         """Finish the folder."""
@@ -124,7 +124,7 @@ class Distillation:
             self._resume()
         if self.manifest.complete:
             return self.manifest
-        # A folder that cannot be written to is found out now, not after the first shard.
+        # A folder that cannot be written to is reported now, not after the first shard.
         self._write_stats()
         if self.manifest.held_out is None:
             self._hold_out()
@@ -133,10 +133,10 @@ class Distillation:
         self._report()
         return self.manifest
 
-    # What is there already ------------------------------------------------------------------------
+    # Earlier runs --------------------------------------------------------------------------------
 
     def _resume(self) -> None:
-        """Take up the finished shards of an earlier run."""
+        """Resume after the finished shards of an earlier run."""
         found = Manifest.load(self.out)
         wanted = self.manifest
         found.target.require_same(wanted.target)
@@ -159,7 +159,7 @@ class Distillation:
     def _require_same(self, what: str, found: object, wanted: object) -> None:
         if found != wanted:
             raise UserError(
-                f"{self.out} was begun with other settings: {what} was {found!r} and is now {wanted!r}; choose "
+                f"{self.out} was started with other settings: {what} was {found!r} and is now {wanted!r}; choose "
                 "another --out, or go back to the former setting"
             )
 
@@ -213,7 +213,7 @@ class Distillation:
         self._write_held_out(held[:wanted], position)
 
     def _write_held_out(self, held: Sequence[tuple[int, Prompt]], position: int) -> None:
-        """Write validation, answered greedily, and test, which is only asked later."""
+        """Write validation, answered greedily, and test, which is only used in the evaluation."""
         first = self.config.validation_prompts
         if any(prompt.document is not None for _, prompt in held[first:]):
             raise UserError("plain documents are no prompts to be asked in an evaluation; set distill.test_prompts: 0")
@@ -250,7 +250,7 @@ class Distillation:
             elif self.own and barren >= BARREN_CANDIDATES:
                 raise UserError(
                     f"none of {barren} prompts that the target wrote can be used; raise prompts.own_max_tokens "
-                    f"({self.prompts.own_max_tokens}), or give prompts in a file (prompts.source: file)"
+                    f"({self.prompts.own_max_tokens}), or give prompts in a file (prompts.origin: file)"
                 )
             if read < size:
                 break
@@ -263,7 +263,7 @@ class Distillation:
         self.manifest.save(self.out)
 
     def _converse(self, prompts: Sequence[tuple[int, Prompt]]) -> list[Conversation]:
-        """The conversations of these prompts, in their order, each by the source that falls to it."""
+        """The conversations of these prompts, in their order, each by the writer drawn for it."""
         dealt: dict[SourceName, list[tuple[int, Prompt]]] = {}
         for number, prompt in prompts:
             name = source_of(number, self.config.shares, self.config.seed)
@@ -287,7 +287,7 @@ class Distillation:
     def _write_shard(
         self, split: str, conversations: Sequence[Conversation], keys: Sequence[int], candidates: int
     ) -> None:
-        """Write one shard, then the manifest that vouches for it."""
+        """Write one shard, then the manifest with its hash."""
         shard = TokenShard.from_rows([row for one in conversations for row in one.rows], keys)
         data = shard.to_bytes()
         record = ShardRecord(
@@ -319,7 +319,7 @@ class Distillation:
     def _next_size(self) -> int:
         """Candidates of the next shard; fewer near the end of the token budget, by the yield so far.
 
-        At least as many as there are slots: a crumb of a shard would leave them idle.
+        At least as many as there are slots: a smaller shard would leave some idle.
         """
         budget, size = self.config.budget_tokens, self.config.shard_prompts
         if budget is None:
@@ -331,7 +331,7 @@ class Distillation:
 
     def _seconds(self) -> float:
         """Time spent on this folder, interrupted runs included."""
-        return self.before.get("seconds", 0.0) + time.monotonic() - self.began
+        return self.before.get("seconds", 0.0) + time.monotonic() - self.started
 
     def _deadline(self) -> float | None:
         minutes = self.config.budget_minutes
@@ -349,7 +349,7 @@ class Distillation:
         return "answers", self.source.total, "prompt", self.manifest.candidates
 
     def _stats(self) -> dict[str, float]:
-        """What was measured on this machine: sums over the runs that worked on the folder, and shares of busy slots."""
+        """Measurements on this machine: sums over the runs that worked on the folder, and shares of busy slots."""
         parts = {"answers": self.answerer.stats}
         if self.config.draft is not None:
             parts["drafts"] = self.drafting.stats
@@ -366,11 +366,11 @@ class Distillation:
         write_bytes(self.out / STATS, json.dumps(self._stats(), indent=2, sort_keys=True).encode())
 
     def _report(self) -> None:
-        """Warn of answers that teach little."""
+        """Warn when many answers were cut."""
         answers, cut = (self.manifest.total("train", count) for count in ("answers", "truncated"))
         if cut > TRUNCATED_SHARE * answers:
             log.warning(
-                "%d of %d answers were cut at %d tokens: drafts will rarely see an end; raise distill.max_new_tokens",
+                "%d of %d answers were cut at %d tokens: drafts will rarely learn an end; raise distill.max_new_tokens",
                 cut,
                 answers,
                 self.config.max_new_tokens,

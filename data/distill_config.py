@@ -1,4 +1,4 @@
-"""How much is distilled, and how: the settings, whether they fit together, and what the manifest keeps of them."""
+"""Settings of distillation: their checks, and their record in the manifest."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -14,20 +14,20 @@ from .writers import Writer, check_shares
 
 @dataclass(frozen=True, kw_only=True)
 class DistillConfig:
-    """How much the target answers, and how."""
+    """Number, length and sampling of the answers, and their writers."""
 
     shard_prompts: int = 128
-    """Prompts of one shard: the unit that a killed run redoes."""
+    """Prompts of one shard, which a killed run makes again."""
     slots: int = 32
     """Answers generated at once; a finished one makes room for the next prompt of its shard."""
     max_new_tokens: int = 192
     """Longest answer, in tokens; longer ones are cut and marked."""
     temperatures: tuple[float, ...] = (0.0,)
-    """Temperatures of the answers, dealt to the prompts in turn; 0 is greedy."""
+    """Sampling temperatures of the answers, given to the prompts in turn; 0 is greedy."""
     top_k: int = 0
-    """Draw from this many best tokens only; 0 draws from all."""
+    """Sample among this many best tokens; 0 is all of them."""
     top_p: float = 1.0
-    """Draw from the nucleus of this mass only."""
+    """Sample within this share of the probability."""
     budget_tokens: int | None = None
     """Stop after the shard that reaches this many answer tokens; None stops when the prompts are used up."""
     budget_minutes: float | None = None
@@ -37,17 +37,17 @@ class DistillConfig:
     test_prompts: int = 0
     """Prompts held out for evaluation, written to test.jsonl."""
     seed: int = 0
-    """Of the prompts the target writes and of sampled answers."""
-    source: Literal["target", "text", "draft", "mix"] = "target"
-    """Who writes the train rows. target: the target answers; text: answers and plain documents of the prompt source are
+    """Seed of the prompts that the target writes and of sampled answers."""
+    answered_by: Literal["target", "text", "draft", "mix"] = "target"
+    """Writer of the training rows. target: the target answers; text: answers and plain documents of the prompts are
     taken as they are; draft: an artifact's draft answers, for objectives that learn from the target's distribution;
     mix: several, by `mix`. Held-out prompts are always answered by the target."""
     mix: dict[str, float] | None = None
-    """Shares of target, text and draft among the train prompts, for source mix; they sum to 1."""
+    """Shares of target, text and draft among the train prompts, for answered_by mix; they sum to 1."""
     draft: str | None = None
     """Folder of the artifact whose draft answers."""
     draft_tokens: int = 4
-    """Tokens that the draft writes in a row; behind them stands one of the target's, before which it reads states."""
+    """Tokens that the draft writes in a row; one of the target's follows, which gives the draft new states to read."""
     document_tokens: int = 512
     """Longest piece of a plain document, in tokens; each piece is a row of its own."""
 
@@ -74,15 +74,15 @@ class DistillConfig:
                 raise UserError(f"distill.{name} must be above 0, got {getattr(self, name)}")
         if not 0 < self.top_p <= 1:
             raise UserError(f"distill.top_p must lie in (0, 1], got {self.top_p}")
-        if self.source not in (*SOURCES, "mix"):
-            raise UserError(f"distill.source must be one of {', '.join(SOURCES)}, mix, got {self.source!r}")
+        if self.answered_by not in (*SOURCES, "mix"):
+            raise UserError(f"distill.answered_by must be one of {', '.join(SOURCES)}, mix, got {self.answered_by!r}")
         self._check_shares()
 
     def _check_shares(self) -> None:
-        if (self.source == "mix") != (self.mix is not None):
+        if (self.answered_by == "mix") != (self.mix is not None):
             raise UserError(
-                f"distill.source is {self.source} and distill.mix is {self.mix}; give shares with source mix, and only "
-                "with it"
+                f"distill.answered_by is {self.answered_by} and distill.mix is {self.mix}; give shares with "
+                "answered_by mix, and only with it"
             )
         if self.mix is not None:
             check_shares(self.mix)
@@ -94,21 +94,21 @@ class DistillConfig:
 
     @property
     def shares(self) -> dict[SourceName, float]:
-        """Share of each source among the train prompts."""
+        """Share of each writer among the training prompts."""
         if self.mix is None:
-            return {name: 1.0 for name in SOURCES if name == self.source}
+            return {name: 1.0 for name in SOURCES if name == self.answered_by}
         return {name: self.mix[name] for name in SOURCES if name in self.mix}
 
 
 def check_recipe(prompts: PromptConfig, config: DistillConfig, context: int) -> None:
     """Refuse settings that cannot work together in a context of so many tokens. Raises UserError with the remedy."""
     endless = config.budget_tokens is None and config.budget_minutes is None and prompts.limit is None
-    if prompts.source == "own" and endless:
+    if prompts.origin == "own" and endless:
         raise UserError(
-            "the target writes prompts without end; set distill.budget_tokens, distill.budget_minutes or prompts.limit"
+            "prompts of the target have no limit; set distill.budget_tokens, distill.budget_minutes or prompts.limit"
         )
-    if prompts.source == "own" and "text" in config.shares:
-        raise UserError("prompts.source own brings no ready-made answers; set distill.source: target")
+    if prompts.origin == "own" and "text" in config.shares:
+        raise UserError("prompts.origin own has no ready-made answers; set distill.answered_by: target")
     if config.max_new_tokens >= context:
         raise UserError(
             f"distill.max_new_tokens {config.max_new_tokens} leaves no room for a prompt in the target's context of "
@@ -127,7 +127,7 @@ def describe_recipe(prompts: PromptConfig, config: DistillConfig, writer: Writer
     for key in ("path", "name"):
         if source[key] is not None and Path(source[key]).exists():
             source[key] = Path(source[key]).name
-    if prompts.source == "file":
+    if prompts.origin == "file":
         source["sha256"] = hash_file(Path(str(prompts.path)))
     answers = {**asdict(config), "draft": None if writer is None else writer.digest}
     recipe: dict[str, Any] = json.loads(json.dumps({"prompts": source, "distill": answers}))

@@ -36,7 +36,7 @@ PASS_TOKENS = 1024
 """Tokens of one pass of the target, padding included; a longer row is a pass of its own."""
 GIB = 2**30
 """Bytes of a GiB."""
-REMEDY = "run draftsmith distill with the same recipe, which makes it again"
+REMEDY = "run draftsmith distill with the same recipe, which makes them again"
 
 
 class FeatureShard:
@@ -65,7 +65,7 @@ def _open(file: Path) -> Any:
 
 
 def tap(layer: int) -> str:
-    """Name of the states behind a layer."""
+    """Name of the output states of a layer."""
     return f"tap_{layer}"
 
 
@@ -101,7 +101,7 @@ def affordable(
     found = tuple(record for record, end in zip(manifest.shards, ends, strict=True) if end <= room)
     if not found:
         raise UserError(f"batch.store_gib {room / GIB:.3g} has no room for the states of the first shard, which take "
-                        f"{ends[0] / GIB:.3g} GiB; raise it, or set batch.source: tokens")
+                        f"{ends[0] / GIB:.3g} GiB; raise it, or set batch.states: computed")
     return found
 
 
@@ -114,9 +114,9 @@ def encode(
     room: int | None = None,
     progress: bool = True,
 ) -> list[Path]:
-    """Store the target's final states (and taps) at every token beside the token shards, skipping what is there.
+    """Store the target's final states (and taps) at every token next to the token shards, skipping stored ones.
 
-    States that another drafter had stored stay: drafters with different taps share a folder.
+    States stored for another drafter stay: drafters with different taps share a folder.
 
     Args:
         target: the one that the shards were made with.
@@ -169,7 +169,7 @@ def open_features(folder: Path, records: Sequence[ShardRecord], taps: Sequence[i
             entry = done.get(file.name)
             if entry is None or entry["tokens"] != record.sha256:
                 raise UserError(
-                    f"{folder} holds no states {name} for {record.file}; {REMEDY}, or train with batch.source: tokens"
+                    f"{folder} holds no states {name} for {record.file}; {REMEDY}, or train with batch.states: computed"
                 )
             if hash_file(file) != entry["sha256"]:
                 raise UserError(f"{file} is corrupted (its content is not what was written); {REMEDY}")
@@ -184,7 +184,7 @@ def stored_dtype(folder: Path) -> torch.dtype:
     """
     content = _read_features(folder)
     if "dtype" not in content:
-        raise UserError(f"{folder} holds no states; {REMEDY}, or train with batch.source: tokens")
+        raise UserError(f"{folder} holds no states; {REMEDY}, or train with batch.states: computed")
     return _dtype(content["dtype"])
 
 

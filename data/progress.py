@@ -9,19 +9,19 @@ from tqdm import tqdm
 
 
 class Progress:
-    """Shows the stage at hand. Counts in another unit than the bar's only appear as a rate beside it."""
+    """Progress bar of the current stage. Counts in another unit than the bar's only appear as a rate next to it."""
 
     def __init__(self, *, shown: bool) -> None:
         self.shown = shown
         self.bar: Any = None
         self.unit = ""
-        self.began = 0.0
+        self.started = 0.0
         self.tokens = 0
 
     @contextmanager
     def stage(self, title: str, total: float | None, unit: str, done: float = 0) -> Iterator[None]:
         """Show a bar for the block. The unit "s" counts time itself; `done` counts work of an earlier run."""
-        self.unit, self.began, self.tokens = unit, time.monotonic(), 0
+        self.unit, self.started, self.tokens = unit, time.monotonic(), 0
         self.bar = tqdm(desc=title, total=total, unit=unit, initial=done, disable=not self.shown, smoothing=0.05)
         self.base = done
         try:
@@ -37,10 +37,10 @@ class Progress:
         if unit == "tok":
             self.tokens += amount
         if self.unit == "s":
-            self.bar.update(round(self.base + time.monotonic() - self.began - self.bar.n, 1))
+            self.bar.update(round(self.base + time.monotonic() - self.started - self.bar.n, 1))
         elif unit == self.unit:
             self.bar.update(amount)
         if self.unit != "tok" and self.shown:
             self.bar.set_postfix_str(
-                f"{self.tokens / max(time.monotonic() - self.began, 1e-9):.0f} tok/s", refresh=False
+                f"{self.tokens / max(time.monotonic() - self.started, 1e-9):.0f} tok/s", refresh=False
             )

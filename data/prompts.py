@@ -1,4 +1,4 @@
-"""Prompts from a file or a dataset, in the four shapes people keep them in."""
+"""Prompts from a file or a dataset, in the usual four shapes."""
 
 import hashlib
 import json
@@ -13,22 +13,22 @@ from typing import Any, Literal, Protocol
 from ..modules import UserError
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
-"""Speaker names of OpenAI-like `messages` and of ShareGPT `conversations`, in this project's words."""
+"""Roles by their names in OpenAI-like `messages` and in ShareGPT `conversations`."""
 STREAM_BUFFER = 10_000
 """Rows a streamed dataset is shuffled among."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptConfig:
-    """Where prompts come from."""
+    """Origin of the prompts, and which of them are read."""
 
-    source: Literal["own", "file", "dataset"] = "own"
+    origin: Literal["own", "file", "dataset"] = "own"
     """own: the target writes them (arXiv:2406.08464); file: a JSONL file; dataset: a name or folder for `datasets`."""
     path: str | None = None
     """JSONL file: one object a line with prompt, messages, conversations (ShareGPT), turns (Spec-Bench) or, for a plain
     document, text."""
     name: str | None = None
-    """Hub name or local folder of the dataset (source dataset)."""
+    """Hub name or local folder of the dataset (origin dataset)."""
     subset: str | None = None
     """Configuration of the dataset, where it has several."""
     split: str = "train"
@@ -48,17 +48,17 @@ class PromptConfig:
     max_prompt_tokens: int | None = None
     """Leave out prompts longer than this, in tokens; None stops at a prompt that leaves no room for an answer."""
     own_max_tokens: int = 64
-    """Longest prompt the target may write (source own), in tokens; longer ones are dropped."""
+    """Longest prompt the target may write (origin own), in tokens; longer ones are dropped."""
     own_temperature: float = 1.0
-    """Temperature at which the target writes prompts (source own)."""
+    """Temperature at which the target writes prompts (origin own)."""
     own_top_p: float = 0.95
-    """Nucleus from which the target draws when it writes prompts (source own)."""
+    """Nucleus from which the target draws when it writes prompts (origin own)."""
 
     def __post_init__(self) -> None:
         needed = {"file": self.path, "dataset": self.name, "own": "nothing"}
-        if not needed[self.source]:
-            key = "path" if self.source == "file" else "name"
-            raise UserError(f"prompts.source {self.source} needs prompts.{key}; give it")
+        if not needed[self.origin]:
+            key = "path" if self.origin == "file" else "name"
+            raise UserError(f"prompts.origin {self.origin} needs prompts.{key}; give it")
         for key in ("limit", "max_prompt_tokens", "own_max_tokens"):
             value = getattr(self, key)
             if value is not None and value < 1:
@@ -71,14 +71,14 @@ class PromptConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """User turns to be answered in order, or a plain document, which nobody answers."""
+    """User turns to be answered in order, or a plain document, which is not answered."""
 
     turns: tuple[str, ...]
     """Text of each user turn: at least one, but none of a document."""
     id: str
     """Name of the prompt in its source: a question_id, or file:line."""
     category: str | None = None
-    """Kind of prompt, where the source tells."""
+    """Kind of prompt, where the source names one."""
     system: str | None = None
     """System prompt of this conversation; None leaves it to the chat template."""
     answers: tuple[str, ...] | None = None
@@ -97,7 +97,9 @@ class Prompt:
             UserError: if it is a document.
         """
         if self.document is not None:
-            raise UserError(f"{self.id} is a plain document, nobody answers it; train on it with distill.source: text")
+            raise UserError(
+                f"{self.id} is a plain document, which is not answered; train on it with distill.answered_by: text"
+            )
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         for turn, text in enumerate(self.turns[: len(answers) + 1]):
             messages.append({"role": "user", "content": text})
@@ -107,7 +109,7 @@ class Prompt:
 
     @property
     def key(self) -> int:
-        """Signed 64-bit hash of the user turns, blind to case and spacing: equal prompts are duplicates."""
+        """Signed 64-bit hash of the user turns, ignoring case and spacing: equal prompts are duplicates."""
         texts = self.turns if self.document is None else (self.document,)
         text = "\n".join(" ".join(turn.casefold().split()) for turn in texts)
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
@@ -173,18 +175,18 @@ def load_prompts(config: PromptConfig, seed: int) -> Iterator[Prompt]:
     Raises:
         UserError: if the source cannot be read or a row is malformed.
     """
-    found = _from_file(config, seed) if config.source == "file" else _from_dataset(config, seed)
+    found = _from_file(config, seed) if config.origin == "file" else _from_dataset(config, seed)
     return islice(found, config.limit)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """A run of candidates."""
+    """Consecutive candidates."""
 
     prompts: list[tuple[int, Prompt]]
-    """Those that can be used, each with its number."""
+    """The usable ones, each with its number."""
     read: int
-    """How many there were; fewer than asked for when the source has no more."""
+    """Number of candidates; fewer than asked for when the source has no more."""
 
 
 class Source(Protocol):
@@ -192,7 +194,7 @@ class Source(Protocol):
 
     @property
     def total(self) -> int | None:
-        """How many there are at most, where that is known."""
+        """Largest number of candidates, where that is known."""
 
     def take(self, start: int, count: int) -> Taken:
         """Candidates start to start + count - 1, as far as there are."""
@@ -209,12 +211,12 @@ class ReadPrompts:
     @property
     def total(self) -> int | None:
         """The config's limit, or the lines of the file; unknown for a dataset without a limit."""
-        if self.config.limit is not None or self.config.source != "file":
+        if self.config.limit is not None or self.config.origin != "file":
             return self.config.limit
         return sum(1 for line in read_text(Path(self.config.path or ""), "prompts").split("\n") if line.strip())
 
     def take(self, start: int, count: int) -> Taken:
-        """Candidates start to start + count - 1; going back reads the source from its beginning."""
+        """Candidates start to start + count - 1; going back reads the source from its start again."""
         if start < self.position:
             self.rest, self.position = load_prompts(self.config, self.seed), 0
         for _ in islice(self.rest, start - self.position):
@@ -235,7 +237,7 @@ def _from_dataset(config: PromptConfig, seed: int) -> Iterator[Prompt]:
     try:
         import datasets
     except ImportError as error:
-        raise UserError("prompts.source dataset needs the package datasets; pip install 'draftsmith[train]'") from error
+        raise UserError("prompts.origin dataset needs the package datasets; pip install 'draftsmith[train]'") from error
     with _explained(config):
         data = _open_dataset(datasets, config)
         if config.shuffle:
@@ -262,7 +264,7 @@ def _dataset_rows(data: Any, config: PromptConfig) -> Iterator[Any]:
 
 @contextmanager
 def _explained(config: PromptConfig) -> Iterator[None]:
-    """Turn what `datasets` raises for a wrong name, split or file into one sentence."""
+    """Report an error of `datasets` about a name, split or file in one sentence."""
     from datasets.exceptions import DatasetsError
 
     try:

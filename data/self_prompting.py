@@ -1,7 +1,7 @@
-"""The target writes its own prompts (Magpie, arXiv:2406.08464).
+"""Prompts written by the target itself (Magpie, arXiv:2406.08464).
 
-An instruct model that continues the bare beginning of a conversation writes what a user would say. What it writes up to
-the end of the user's turn is a prompt; no prompt set is needed.
+An instruct model that continues the tokens before a user's turn writes a message like a user's. Its text up to the end
+of that turn is a prompt; no prompt set is needed.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from .chat import ChatTemplate
 from .prompts import Prompt, PromptConfig, Taken
 
 OPENING_TOKENS = 16
-"""Tokens of a prompt that a base model without a chat template writes: the beginning of a text to be continued."""
+"""Tokens of a prompt that a base model without a chat template writes: the start of a text to be continued."""
 
 
 class OwnPrompts:
@@ -35,11 +35,11 @@ class OwnPrompts:
 
     @property
     def total(self) -> int | None:
-        """The config's limit; without one there is no end."""
+        """The config's limit; None without one."""
         return self.config.limit
 
     def take(self, start: int, count: int) -> Taken:
-        """Write candidates start to start + count - 1 and keep those that read like a user's turn."""
+        """Write candidates start to start + count - 1 and keep the usable ones."""
         limit = self.config.limit
         count = count if limit is None else max(0, min(count, limit - start))
         longest = min(OPENING_TOKENS, self.config.own_max_tokens) if self.plain else self.config.own_max_tokens
@@ -53,7 +53,7 @@ class OwnPrompts:
         return Taken(prompts=prompts, read=count)
 
     def _text(self, generation: Generation) -> str:
-        """The prompt's text, empty where it is unfit: cut off, repetitive, or with special tokens inside."""
+        """The prompt's text, empty where it is not usable: cut off, repetitive, or with special tokens inside."""
         tokens = generation.tokens
         if not self.plain:
             if generation.finish == "length":
@@ -74,5 +74,5 @@ class OwnPrompts:
 
 
 def prompt_seed(seed: int) -> int:
-    """Seed of the prompts' random streams, apart from those of the answers."""
+    """Seed of the prompts' random streams, different from those of the answers."""
     return int.from_bytes(hashlib.sha256(f"prompts {seed}".encode()).digest()[:8], "little")

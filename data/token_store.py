@@ -1,4 +1,4 @@
-"""Token shards and the manifest that vouches for them. Nothing here is ever pickled.
+"""Token shards, and the manifest with their hashes. Nothing here is pickled.
 
 Shapes: T tokens of all rows one after another, R rows, S = R + 1 borders of rows, P prompts.
 """
@@ -38,23 +38,23 @@ class Row:
     prompt: int
     """Number of its prompt, also the key of its random stream."""
     temperature: float = 0.0
-    """At which the answer was drawn; 0 is greedy."""
+    """Sampling temperature of the answer; 0 is greedy."""
     truncated: bool = False
     """Whether an answer was cut by the length limit."""
     source: SourceName = "target"
-    """Who wrote what is supervised."""
+    """Writer of the supervised tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenShard:
-    """Rows of tokens, flat."""
+    """Rows of tokens, one after another."""
 
     tokens_T: Tensor
     """Token ids, int32."""
     supervised_T: Tensor
     """Written by the assistant, bool."""
     starts_S: Tensor
-    """Where each row starts, and where the last ends: R + 1 entries, int64."""
+    """Start index of each row and end of the last: R + 1 entries, int64."""
     prompts_R: Tensor
     """Number of each row's prompt, int64."""
     temperatures_R: Tensor
@@ -62,9 +62,9 @@ class TokenShard:
     truncated_R: Tensor
     """Whether an answer of the row was cut by the length limit, bool."""
     sources_R: Tensor
-    """Who wrote the row: its place in `SOURCES`, uint8."""
+    """Writer of the row, as its index in `SOURCES`, uint8."""
     keys_P: Tensor
-    """Hash of each prompt of the shard (`Prompt.key`), int64: what later shards must not repeat."""
+    """Hash of each prompt of the shard (`Prompt.key`), int64; later shards must not repeat them."""
 
     @classmethod
     def from_rows(cls, rows: Sequence[Row], keys: Sequence[int]) -> "TokenShard":
@@ -83,11 +83,11 @@ class TokenShard:
 
     @property
     def num_rows(self) -> int:
-        """How many rows the shard holds."""
+        """Number of rows."""
         return len(self.prompts_R)
 
     def written(self, source: SourceName) -> int:
-        """How many rows this source wrote."""
+        """Number of rows that this source wrote."""
         return int((self.sources_R == SOURCES.index(source)).sum())
 
     def span(self, row: int) -> tuple[int, int]:
@@ -112,26 +112,26 @@ class TokenShard:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardRecord:
-    """What the manifest knows about one shard."""
+    """Entry of one shard in the manifest."""
 
     file: str
     """Name inside the folder."""
     split: str
     """train or validation."""
     sha256: str
-    """Of the file's bytes."""
+    """Hash of the file's bytes."""
     candidates: int
     """Prompts read or written for it, before filtering."""
     prompts: int
-    """Prompts it holds."""
+    """Number of prompts in it."""
     rows: int
-    """Rows it holds; a conversation takes several where the template rewrites history."""
+    """Number of rows in it; a conversation takes several where the template rewrites earlier turns."""
     by_target: int
-    """Of these, how many the target answered."""
+    """Number of these that the target answered."""
     by_text: int
-    """How many are given text."""
+    """Number of these that are given text."""
     by_draft: int
-    """How many a draft answered."""
+    """Number of these that a draft answered."""
     tokens: int
     """Tokens in all rows."""
     supervised: int
@@ -151,23 +151,23 @@ class HeldOut:
     file: str
     """Name inside the folder; JSONL."""
     sha256: str
-    """Of the file's bytes."""
+    """Hash of the file's bytes."""
     prompts: int
-    """Prompts it holds."""
+    """Number of prompts in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a folder of shards was made from. A pure function of the recipe: it holds no time and no path."""
+    """Description of a folder of shards: a pure function of the recipe, without times and paths."""
 
     target: TargetIdentity
-    """Who wrote the answers."""
+    """Identity of the target that wrote the answers."""
     template_hash: str
-    """Of the chat template and its settings."""
+    """Hash of the chat template and its settings."""
     recipe: dict[str, Any]
     """Prompt source, sampling settings, budget and seed."""
     versions: dict[str, str]
-    """Of the packages that decide the bytes."""
+    """Versions of the packages that decide the bytes."""
     candidates: int = 0
     """Prompts read or written so far, all splits."""
     shards: tuple[ShardRecord, ...] = ()
@@ -257,19 +257,19 @@ def read_bytes(file: Path) -> bytes:
 
 
 def unreadable(file: Path, error: OSError) -> str:
-    """What to tell the user about a file that is gone or closed to them."""
+    """Message about a file that is missing or cannot be read."""
     return f"cannot read {file}: {error.strerror}; delete the folder {file.parent} and distil again"
 
 
 def corrupted(file: Path) -> str:
-    """What to tell the user about a file that is not what it was."""
+    """Message about a file whose content has changed."""
     return (
         f"{file} is corrupted (its content is not what was written); delete the folder {file.parent} and distil again"
     )
 
 
 def write_bytes(file: Path, data: bytes) -> None:
-    """Write a file whole or not at all, whenever the process may be killed."""
+    """Write a file whole or not at all, even when the process is killed."""
     write_atomically(file, lambda partial: partial.write_bytes(data))
 
 

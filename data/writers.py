@@ -1,4 +1,4 @@
-"""Who writes the training rows: the target, the given text, a draft, or several by shares."""
+"""Writers of the training rows: the target, the given text, a draft, or several by shares."""
 
 import hashlib
 import math
@@ -27,26 +27,26 @@ class Writer:
 
     @classmethod
     def of(cls, drafter: Drafter, tokens: int, digest: str) -> "Writer":
-        """A draft that writes up to so many tokens between two of the target's, as far as its family reaches."""
+        """A draft that writes up to `tokens` tokens between two of the target's, at most its family's reach."""
         length = tokens if drafter.reach is None else min(tokens, drafter.reach)
         return cls(drafter=drafter, policy=SampledTree(Topology.chain(length)), digest=digest)
 
     def settings(self, settings: DecodeSettings) -> DecodeSettings:
-        """Those of the loop in which the target verifies nothing: it adds one token to each chain, to end the pass."""
+        """Settings of a loop in which every token is accepted and the target adds one to each chain."""
         return replace(settings, lossy=AcceptAll())
 
 
 def check_shares(mix: Mapping[str, float]) -> None:
-    """Refuse shares that are no shares. Raises UserError."""
+    """Refuse shares of unknown writers, out of bounds, or that do not sum to 1. Raises UserError."""
     if unknown := sorted(set(mix) - set(SOURCES)):
         raise UserError(f"distill.mix knows {', '.join(SOURCES)}, got {', '.join(unknown)}")
     if not all(0 < share <= 1 for share in mix.values()) or not math.isclose(sum(mix.values()), 1, abs_tol=1e-6):
-        told = ", ".join(f"{name}: {share}" for name, share in mix.items())
-        raise UserError(f"the shares of distill.mix must be above 0 and sum to 1, got {sum(mix.values()):g} ({told})")
+        shown = ", ".join(f"{name}: {share}" for name, share in mix.items())
+        raise UserError(f"the shares of distill.mix must be above 0 and sum to 1, got {sum(mix.values()):g} ({shown})")
 
 
 def source_of(number: int, shares: Mapping[SourceName, float], seed: int) -> SourceName:
-    """Who answers prompt `number`: drawn by the shares, the same whatever came before it."""
+    """Writer of the answers to prompt `number`: drawn by the shares, whatever came before it."""
     digest = hashlib.sha256(f"sources {seed}".encode()).digest()
     place = float(uniform_stream(int.from_bytes(digest[:8], "little"), number, 1)[0])
     names = [name for name in SOURCES if name in shares]

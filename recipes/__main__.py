@@ -10,16 +10,16 @@ from importlib import import_module
 from importlib.metadata import version
 
 COMMANDS = {
-    "run": ("pipeline", "all of the following from one recipe; a stage whose output is complete is skipped"),
+    "run": ("pipeline", "from a recipe to a report: distill, train, evaluate; finished stages are skipped"),
     "distill": ("pipeline", "prompts -> answers by the target -> token shards and feature shards"),
-    "train": ("pipeline", "token shards -> a drafter -> artifact, with its draft tree"),
-    "families": ("compare_families", "several families on equal terms -> one table"),
-    "plan": ("memory_plan", "recipe -> parameters and memory it will take, without running anything"),
-    "evaluate": ("artifact_commands", "artifact on prompts -> acceptance, speed, losslessness: JSON, Markdown, HTML"),
-    "export": ("artifact_commands", "artifact -> the layout of a serving engine"),
-    "generate": ("artifact_commands", "text from a prompt, drafted and verified, streaming"),
+    "train": ("pipeline", "token shards -> trained drafter and its draft tree: an artifact"),
+    "families": ("compare_families", "several families under equal conditions -> one table"),
+    "plan": ("memory_plan", "recipe -> its parameters and memory, without running anything"),
+    "evaluate": ("artifact_commands", "artifact and prompts -> acceptance, speed, losslessness: JSON, Markdown, HTML"),
+    "export": ("artifact_commands", "artifact -> files in the layout of a serving engine"),
+    "generate": ("artifact_commands", "prompt -> answer, drafted and verified, printed as it grows"),
 }
-"""Each command: the file whose COMMANDS defines it, and what `draftsmith --help` says about it."""
+"""Each command: the file whose COMMANDS defines it, and its line in `draftsmith --help`."""
 
 USER_MISTAKE, INTERRUPTED = 2, 130
 REMEDIES = {
@@ -38,7 +38,7 @@ REMEDIES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 2 for a mistake in what was given, 130 after Ctrl-C."""
+    """Run one command; returns the exit code: 0, 2 for a mistake of the user, 130 after Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(overview(), file=sys.stdout if arguments else sys.stderr)
@@ -61,8 +61,9 @@ def overview() -> str:
         "",
         *lines,
         "",
-        "  draftsmith COMMAND --help lists the keys; draftsmith COMMAND --config FILE --print_config shows the recipe.",
-        "  A FILE that does not exist here may be the name of a recipe in the package: --config quickstart.",
+        "  draftsmith COMMAND --help lists the keys, with --family NAME also those of a family;",
+        "  draftsmith COMMAND --config FILE --print_config prints the whole recipe in force.",
+        "  FILE is a path, or the name of a recipe in the package: --config quickstart.",
     ])
 
 
@@ -98,13 +99,13 @@ def run_command(name: str, arguments: list[str]) -> int:
     except OSError as error:
         return complain(system_error(error))
     except KeyboardInterrupt:
-        print("\ndraftsmith: interrupted; the same command goes on from here", file=sys.stderr)
+        print("\ndraftsmith: interrupted; the same command resumes here", file=sys.stderr)
         return INTERRUPTED
     return 0
 
 
 def quiet_libraries() -> None:
-    """Keep what other libraries say about themselves out of the progress lines."""
+    """Keep other libraries' banners and warnings out of the progress lines."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     for category in (FutureWarning, DeprecationWarning):

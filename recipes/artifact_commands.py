@@ -29,13 +29,13 @@ from .parsing import Command, Parsed
 
 
 def own_target() -> TargetConfig:
-    """The artifact's own target, wherever it runs best."""
+    """The artifact's own target, on the default device."""
     return TargetConfig(name=ARTIFACT_TARGET)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateArguments:
-    """Measure artifacts on prompts."""
+    """Arguments of `draftsmith evaluate`."""
 
     out: Path
     """Folder for evaluation.json, report.md and report.html."""
@@ -48,9 +48,9 @@ class EvaluateArguments:
     template: TemplateConfig = field(default_factory=TemplateConfig)
     """Settings of its chat template."""
     references: Path | None = None
-    """File of the target's own answers to prompts, read and added to; evaluations that share it answer them once."""
+    """File of the target's own answers to prompts, read and added to; evaluations that share it generate them once."""
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
-    """What is decoded and what is timed."""
+    """Evaluation: decoded prompts and timing."""
 
 
 def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
@@ -83,7 +83,7 @@ def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
 
 
 def names(folders: Sequence[Path]) -> list[str | None]:
-    """What tells the folders apart: their paths without what all end and begin with; None for a single one."""
+    """Distinct names of folders: their paths without a common start and end; None for a single one."""
     if len(folders) < 2:
         return [None] * len(folders)
     paths = [list(folder.parts) for folder in folders]
@@ -96,12 +96,12 @@ def names(folders: Sequence[Path]) -> list[str | None]:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateArguments:
-    """Continue one prompt."""
+    """Arguments of `draftsmith generate`."""
 
     artifact: Path
     """Folder of the artifact."""
     prompt: str
-    """What the user says."""
+    """Text of the user's message."""
     max_new_tokens: int = 256
     """Longest answer, in tokens."""
     temperature: float = 0.0
@@ -119,7 +119,7 @@ class GenerateArguments:
     rest is the target's own. Without colours ([accepted], ~rejected~) where the output is no terminal or NO_COLOR is
     set; FORCE_COLOR asks for colours in files and pipes too."""
     policy: str = STATIC
-    """How it drafts: static (the tree tuned on the machine that trained it), chain, eagle2, dyspec, ...; with a number
+    """Draft policy: static (the tree tuned on the machine that trained it), chain, eagle2, dyspec, ...; with a number
     of nodes or tokens where you like, static-16, chain-3."""
     target: TargetConfig = field(default_factory=own_target)
     """The target; the one that the artifact names by default."""
@@ -139,12 +139,12 @@ def generate(parsed: Parsed[GenerateArguments]) -> None:
     passes = stream(artifact.target, request, settings, drafter=artifact.drafter, observer=recorder,
                     policy=artifact.policy(given.policy, temperature=given.temperature))
     counts: list[int] = []
-    began = time.perf_counter()
+    started = time.perf_counter()
     counted = count_into(passes, counts)
     marked = recorder and MarkedAnswer(target.tokenizer, marks_for(sys.stdout.isatty(), os.environ), recorder)
     for text in marked.text(counted) if marked else readable(target, counted):
         print(text, end="", flush=True)
-    seconds, drafted = time.perf_counter() - began, counts[1:]
+    seconds, drafted = time.perf_counter() - started, counts[1:]
     if marked:
         print(f"\n\n{marked.summary()}", end="", flush=True)
     length = sum(drafted) / max(1, len(drafted))
@@ -169,7 +169,7 @@ def readable(target: Target, passes: Iterator[list[int]]) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportArguments:
-    """Write an artifact for a serving engine."""
+    """Arguments of `draftsmith export`."""
 
     artifact: Path
     """Folder of the artifact."""

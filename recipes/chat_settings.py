@@ -1,4 +1,4 @@
-"""What the commands share about chat: the template's settings, rendered prompts, an artifact's own target."""
+"""Chat settings that the commands share: the template, rendered prompts, an artifact's own target."""
 
 import json
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ HANDWRITTEN = "handwritten.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class TemplateConfig:
-    """What the chat template is told besides the messages. All of it is part of the template's hash."""
+    """Settings of the chat template besides the messages. All of them are part of the template's hash."""
 
     system: str | None = None
-    """System prompt of conversations that bring none; None leaves it to the template."""
+    """System prompt of conversations that have none; None leaves it to the template."""
     tools: str | None = None
     """JSON file with a list of tool schemas for templates that show tools."""
     enable_thinking: bool | None = None
-    """Passed to templates that know it; None leaves it to the template."""
+    """Passed to chat templates that have such a setting; None leaves it to the template."""
 
     def build(self, target: Target) -> ChatTemplate:
         """The template of `target` with these settings.
@@ -64,7 +64,7 @@ def handwritten_prompts() -> list[Prompt]:
 
 
 def question(template: ChatTemplate, prompt: Prompt) -> Question:
-    """A prompt with all its user turns; what the target answered stands between them as text."""
+    """A prompt with all its user turns; the target's answers stand between them as text."""
 
     def ask(answers: Sequence[Sequence[int]]) -> list[int]:
         texts = [str(template.tokenizer.decode(list(answer), skip_special_tokens=True)) for answer in answers]

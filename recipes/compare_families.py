@@ -1,39 +1,39 @@
-"""Every family on equal terms: the same distilled tokens, the same training minutes, the same prompts, one table."""
+"""Comparison of families under equal conditions: the same distilled tokens, training minutes and prompts, one table."""
 
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ..data import DistillConfig, PromptConfig
+from ..data import DistillConfig, Manifest, PromptConfig
 from ..export import EvaluateConfig, evaluate, write_report
 from ..export.evaluation.reference_answers import REFERENCES
 from ..export.report.family_comparison import write_standings
-from ..modules import BASELINES, Target, TargetConfig, UserError
+from ..modules import BASELINES, TargetConfig, UserError, load_target
 from ..modules.atomic_files import write_file
-from ..trainers import DraftModule, Precision
+from ..trainers import Precision
 from .chat_settings import TemplateConfig, prompt_sets
-from .draft_writer import writer_digest
-from .parsing import Command, Parsed, recipe_path
+from .parsing import Command, Parsed
 from .pipeline import COMMANDS as PIPELINE
-from .pipeline import STAGES, held_out_sets
+from .pipeline import held_out_sets, perform_stages
 from .recipe import Recipe, TreeConfig
-from .workspace import Stage, Workspace, run_stages
+from .recipe_files import read_recipe, recipe_path
+from .stages import Stage, run_stages
+from .workspace import Workspace
 
 RECIPE_FILE = "recipe.yaml"
 SHARED = ("target", "template", "prompts", "distill", "tree", "evaluate")
 """Sections that all rows have in common: a row's own recipe decides the rest."""
-ENDLESS = 1_000_000
-"""Optimizer steps that no row reaches: minutes end its training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FamiliesArguments:
-    """A row for each family."""
+    """Arguments of `draftsmith families`: the rows, and what they share."""
 
     out: Path
     """Folder of the comparison: the data, a folder for each row, families.json, families.md, families.svg."""
@@ -42,21 +42,21 @@ class FamiliesArguments:
     minutes: float = 15.0
     """Training minutes of each row, validation not counted."""
     precision: Precision = "auto"
-    """Arithmetic of each row's training, whatever its own recipe says: what is faster would else learn from more."""
+    """Arithmetic of each row's training, whatever its own recipe says: a faster one would learn from more tokens."""
     only: str | None = None
-    """Bring this row up to date alone; the table keeps what the others have."""
+    """Train and measure this row alone; the table keeps what the others have."""
     target: TargetConfig = field(default_factory=TargetConfig)
     """The frozen language model."""
     template: TemplateConfig = field(default_factory=TemplateConfig)
     """Settings of its chat template."""
     prompts: PromptConfig = field(default_factory=PromptConfig)
-    """Where training prompts come from."""
+    """Origin of the training prompts."""
     distill: DistillConfig = field(default_factory=DistillConfig)
-    """How much the target answers, and how."""
+    """Number and sampling of the target's answers."""
     tree: TreeConfig = field(default_factory=TreeConfig)
     """The draft tree."""
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
-    """What is decoded and what is timed."""
+    """Evaluation: decoded prompts and timing."""
 
     def __post_init__(self) -> None:
         if not self.minutes > 0:
@@ -73,14 +73,14 @@ def row_name(row: str) -> str:
 
 
 def families(parsed: Parsed[FamiliesArguments]) -> None:
-    """Train and measure every family on equal terms and write one table; what is complete is skipped."""
+    """Every family is trained and measured under equal conditions, in one table; what is complete is skipped."""
     given = parsed.values
     recipes = {row_name(row): recipe_path(row) for row in given.rows if row not in BASELINES}
     wanted = [row_name(row) for row in given.rows if given.only in (None, row_name(row))]
     files = {name: compose(name, recipes[name], parsed) for name in wanted if name in recipes}
     for file in files.values():
-        workspace_of(file).rehearse()
-    # Whose recipe it is does not matter: what decides the data is the same for all rows.
+        workspace_of(file).check()
+    # Any row's recipe will do: the sections that decide the data are the same for all rows.
     source = next(iter(files.values()), None) or next((compose(*row, parsed) for row in recipes.items()), None)
     distil_once(source, given.out)
     for number, name in enumerate(wanted, 1):
@@ -94,18 +94,16 @@ def families(parsed: Parsed[FamiliesArguments]) -> None:
 
 
 def compose(name: str, recipe: str, parsed: Parsed[FamiliesArguments]) -> Path:
-    """Write the recipe of a row: its own family and batches, everything else as for all rows.
+    """Write the recipe of a row: its own family, drafter, training and batches; everything else as for all rows.
 
     Raises:
-        UserError: if the recipe has no model section.
+        UserError: if the recipe names no family.
     """
-    content = yaml.safe_load(Path(recipe).read_text(encoding="utf-8"))
-    try:
-        config = content["model"]["init_args"].setdefault("config", {})
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{recipe} has no model.init_args and cannot be a row; give a training recipe") from error
-    given = parsed.values
-    config |= {"max_minutes": given.minutes, "max_steps": ENDLESS, "precision": given.precision}
+    content, given = read_recipe(recipe), parsed.values
+    if "family" not in content:
+        raise UserError(f"{recipe} names no family and cannot be a row; give a training recipe")
+    limits = {"max_minutes": given.minutes, "max_steps": None, "precision": given.precision}
+    content["train"] = {**(content.get("train") or {}), **limits}
     folder = given.out / name
     content |= {section: parsed.settings[section] for section in SHARED}
     content |= {"out": str(folder), "data": str(given.out / "data"), "references": str(given.out / REFERENCES)}
@@ -116,12 +114,11 @@ def distil_once(file: Path | None, out: Path) -> None:
     """The data that all rows train on, by the recipe of one of them."""
     if file is None:
         return
-    workspace = workspace_of(file, "--out", str(out), "--data", "null")
-    run_stages(workspace, STAGES, ["distill"], before=writer_digest(workspace))
+    perform_stages(workspace_of(file, "--out", str(out), "--data", "null"), ["distill"])
 
 
 def workspace_of(file: Path, *words: str) -> Workspace:
-    """The folder and recipe of a recipe file with some keys changed."""
+    """The workspace of a recipe file with some keys changed."""
     recipe: Parsed[Recipe] = PIPELINE["run"].parse(["--config", str(file), *words])
     return Workspace(recipe.values, recipe.settings)
 
@@ -140,25 +137,19 @@ def run_row(name: str, file: Path) -> None:
 
 def measure_baseline(name: str, parsed: Parsed[FamiliesArguments]) -> None:
     """Decode the same prompts with a drafter that needs no training."""
-    given = parsed.values
-    recipe = Recipe(out=given.out / name, model=_untrained, target=given.target, template=given.template,
-                    evaluate=replace(given.evaluate, baselines=(name,)), data=given.out / "data",
-                    references=given.out / REFERENCES)
-    workspace = Workspace(recipe, parsed.settings)
+    out = parsed.values.out
     stage = Stage(name="evaluate", title="held-out prompts are decoded", sections=("target", "template", "evaluate"),
-                  work=baseline_stage)
-    run_stages(workspace, [stage], ["evaluate"], before=workspace.manifest().hash)
+                  work=partial(baseline_stage, name, parsed.values))
+    run_stages(out / name, parsed.settings, [stage], ["evaluate"], before=Manifest.load(out / "data").hash)
 
 
-def baseline_stage(workspace: Workspace) -> Sequence[Path]:
-    """Evaluate the baselines of the recipe alone."""
-    sets = prompt_sets(workspace.template, held_out_sets(workspace))
-    result = evaluate(workspace.target, [], sets, workspace.recipe.evaluate, references=workspace.recipe.references)
-    return list(write_report(workspace.out, result).values())
-
-
-def _untrained(_target: Target) -> DraftModule:
-    raise RuntimeError("a row without training has no model")
+def baseline_stage(name: str, given: FamiliesArguments) -> Sequence[Path]:
+    """Evaluate one baseline alone."""
+    target = load_target(given.target)
+    sets = prompt_sets(given.template.build(target), held_out_sets(given.out / "data"))
+    config = replace(given.evaluate, baselines=(name,))
+    result = evaluate(target, [], sets, config, references=given.out / REFERENCES)
+    return list(write_report(given.out / name, result).values())
 
 
 COMMANDS: dict[str, Command[Any]] = {

@@ -1,4 +1,4 @@
-"""What a recipe will take, from shapes alone: no weight is read, nothing is run.
+"""Memory and parameters of a recipe, from shapes alone: no weight is read, nothing is run.
 
 Shapes: B rows and L tokens of a micro-batch, D hidden size, K draft steps, V vocabulary.
 """
@@ -9,10 +9,11 @@ from typing import Any
 
 from ..modules import Drafter, Target
 from ..modules.target.loading import sketch_target
+from ..trainers import families
 from ..trainers.chunked_losses import CHUNK_ELEMENTS
+from .dry_run import dry_run
 from .parsing import Command, Parsed
 from .recipe import Recipe
-from .workspace import sketched
 
 ADAM_BYTES = 16
 """Bytes a trained parameter takes in float32: itself, its gradient, and AdamW's two moments."""
@@ -22,14 +23,14 @@ WIDE = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Parameters, and bytes by what they are for."""
+    """Parameters and bytes of a recipe by purpose."""
 
     target_parameters: int
-    """Of the frozen target."""
+    """Parameters of the frozen target."""
     target: int
-    """Its weights, in bytes on the device that holds them; packed for oneDNN they take as much again on a CPU."""
+    """Weights of the target, in bytes on its device; packed for oneDNN they take as much again on a CPU."""
     drafter_parameters: int
-    """Trained."""
+    """Trained parameters."""
     drafter: int
     """Weights, gradients and AdamW's moments, in bytes on every device."""
     batch_states: int
@@ -51,13 +52,13 @@ def plan_recipe(recipe: Recipe, target: Target) -> Plan:
     """Count parameters and bytes.
 
     Args:
-        recipe: says what is trained on what.
+        recipe: the recipe.
         target: a sketch, see `sketch_target`.
 
     Raises:
         UserError: if the family or its settings do not fit the target.
     """
-    module, batch = sketched(recipe, target), recipe.batch
+    module, batch = dry_run(recipe, target), recipe.batch
     drafter = module.drafter
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     tokens, states = batch.rows_per_batch * batch.row_length, 1 + len(drafter.taps)
@@ -78,7 +79,7 @@ def _stored(recipe: Recipe, width: int) -> int:
     """Bytes of stored states at `width` bytes a token."""
     every = (recipe.distill.budget_tokens or 0) * width
     room = recipe.batch.store_bytes
-    if recipe.batch.source == "tokens":
+    if recipe.batch.states == "computed":
         return 0
     return every if room is None else min(every or room, room)
 
@@ -117,9 +118,9 @@ def size(count: int) -> str:
 
 
 def plan(parsed: Parsed[Recipe]) -> None:
-    """Say what a recipe will take, without reading a weight or running anything."""
+    """Parameters and memory of a recipe, without reading a weight or running anything."""
     for line in lines(plan_recipe(parsed.values, sketch_target(parsed.values.target)), parsed.values):
         print(line)
 
 
-COMMANDS: dict[str, Command[Any]] = {"plan": Command(name="plan", arguments=Recipe, run=plan)}
+COMMANDS: dict[str, Command[Any]] = {"plan": Command(name="plan", arguments=Recipe, run=plan, families=families)}

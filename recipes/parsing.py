@@ -1,21 +1,45 @@
 """From the command line and a recipe file to a command's arguments, by jsonargparse."""
 
-import re
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from importlib.resources import files
-from pathlib import Path
-from typing import Any, Generic, TypeVar
+from functools import cached_property
+from typing import Any, Generic, Protocol, TypeVar
 
-from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
 from ..modules import UserError
+from .key_checks import OPTION, KeyChecks, renamed
+from .recipe_files import merge, read_recipe, recipe_path
+from .recipe_keys import keys_of
 
 T = TypeVar("T")
-SECTIONS = ("out", "target", "template", "prompts", "distill", "data", "references", "batch", "model", "tree",
-            "evaluate")
+SECTIONS = ("out", "family", "drafter", "train", "target", "template", "prompts", "distill", "data", "references",
+            "batch", "tree", "evaluate")
 """Top-level keys of a recipe. A command that has no use for one accepts it in a recipe all the same."""
 HIDDEN = "==SUPPRESS=="
+
+
+class FamilyConfigs(Protocol):
+    """The dataclasses of a family's settings."""
+
+    @property
+    def drafter(self) -> type[Any]:
+        """Shape of the drafter."""
+
+    @property
+    def train(self) -> type[Any]:
+        """Training; its field `drafter` holds the shape."""
+
+
+class Families(Protocol):
+    """The families that a command can train, as `trainers.families` names them."""
+
+    def family_names(self) -> tuple[str, ...]:
+        """Names of all families of the package."""
+
+    def family_configs(self, name: str) -> FamilyConfigs:
+        """The dataclasses of a family's settings. Raises UserError for an unknown one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +47,7 @@ class Parsed(Generic[T]):
     """A command's arguments in two forms."""
 
     values: T
-    """Ready to use: dataclasses, paths, factories."""
+    """Ready to use: dataclasses and paths."""
     settings: dict[str, Any]
     """The same as plain JSON values: what provenance records and stages compare."""
 
@@ -37,14 +61,17 @@ class Command(Generic[T]):
     arguments: type[T]
     """Frozen dataclass of the arguments; its field docstrings are the help."""
     run: Callable[[Parsed[T]], None]
-    """What it does."""
+    """The function."""
     home: tuple[str, type[Any]] | None = None
     """A section and its dataclass whose keys may be written without the section: --batch_size, --max_steps."""
+    families: Families | None = None
+    """For a command that trains: its arguments have the fields `family` and `train`, its recipes also `drafter`."""
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Names of the arguments."""
-        return tuple(field.name for field in fields(self.arguments))  # type: ignore[arg-type]
+        """Top-level keys of the arguments."""
+        names = tuple(field.name for field in fields(self.arguments))  # type: ignore[arg-type]
+        return names if self.families is None else (*names, "drafter")
 
     def execute(self, arguments: Sequence[str]) -> None:
         """Parse and run. Raises as `parse` does."""
@@ -52,85 +79,153 @@ class Command(Generic[T]):
 
     def parse(self, arguments: Sequence[str]) -> Parsed[T]:
         """The arguments in force. Raises UserError or jsonargparse's ArgumentError for what the user got wrong."""
-        parser = self.parser()
-        config = parser.parse_args(self.expand(arguments))
-        ready = self._instantiate(parser, config)
-        values = self.arguments(**{name: ready[name] for name in self.keys})
+        line = CommandLine(self, arguments)
+        config = line.namespace()
         settings = {name: config.as_dict()[name] for name in self.keys}
-        return Parsed(values=values, settings=plain(settings))
+        return Parsed(values=line.values(config), settings=plain(settings))
 
-    def _instantiate(self, parser: ArgumentParser, config: Namespace) -> Namespace:
-        """Make the configuration's dataclasses. A check that fails in one of them tells its own sentence, unwrapped."""
+
+class CommandLine(Generic[T]):
+    """One call of a command: its options, the recipe that they name, and the parser for the recipe's family.
+
+    Args:
+        command: called.
+        arguments: words of the command line after the command's name.
+
+    Raises:
+        UserError: if a recipe cannot be read, or the family is unknown.
+    """
+
+    def __init__(self, command: Command[T], arguments: Sequence[str]) -> None:
+        self.command = command
+        self.content: dict[str, Any] = {}
+        """The recipe, with what it extends and the family of the command line."""
+        words = []
+        rest = iter(underscored(word) for word in arguments)
+        for word in rest:
+            name, _, value = word.partition("=")
+            if name == "--config" and (file := value or next(rest, "")):
+                self.content = merge(self.content, read_recipe(recipe_path(file)))
+            else:
+                words.append(word)
+        self.configs = self._family_configs(words)
+        """Configs of the family's sections; None without a family."""
+        self.words = self._switched_on([self._at_home(word) for word in words])
+        """The command line without the recipe, every key with its section."""
+
+    def _family_configs(self, words: Sequence[str]) -> FamilyConfigs | None:
+        """Take the family of the command line, else the recipe's; of another one the recipe's drafter is left out."""
+        if self.command.families is None:
+            return None
+        for place, word in enumerate(words):
+            if word.startswith("--family="):
+                self.content = merge(self.content, {"family": word.partition("=")[2]})
+            elif word == "--family" and place + 1 < len(words):
+                self.content = merge(self.content, {"family": words[place + 1]})
+        name = self.content.get("family")
+        return None if name is None else self.command.families.family_configs(str(name))
+
+    def _at_home(self, word: str) -> str:
+        """An option of the home section with the section's name."""
+        option, home = OPTION.fullmatch(word), self.command.home
+        if option is None or home is None or option[1] in self.command.keys:
+            return word
+        config = self.configs.train if self.configs is not None and home[0] == "train" else home[1]
+        known = option[1] in {field.name for field in fields(config)} or renamed(f"{home[0]}.{option[1]}")
+        return f"--{home[0]}.{word[2:]}" if known else word
+
+    def _switched_on(self, words: Sequence[str]) -> list[str]:
+        """The words with `=true` after each switch that has no value."""
+        known = fields(self.command.arguments)  # type: ignore[arg-type]
+        switches = {f"--{field.name}" for field in known if field.type is bool}
+        return [f"{word}=true" if word in switches and following not in ("true", "false") else word
+                for word, following in zip(words, [*words[1:], ""], strict=True)]
+
+    @cached_property
+    def checks(self) -> KeyChecks:
+        """The keys that the command knows for this family."""
+        keys = keys_of(self.command.arguments, skip=() if self.command.families is None else ("train",))
+        if self.configs is not None:
+            keys |= keys_of(self.configs.drafter, "drafter.") | keys_of(self.configs.train, "train.", skip=("drafter",))
+        over = [name for name in SECTIONS if name not in self.command.keys]
+        return KeyChecks(self.command.name, keys, over)
+
+    def namespace(self) -> Namespace:
+        """The parsed arguments. Raises UserError or ArgumentError."""
+        if not {"--help", "-h"} & set(self.words):
+            self._check_keys()
+        words = ["--config", json.dumps(self.content, default=str), *self.words] if self.content else self.words
         try:
-            ready: Namespace = parser.instantiate(config)
-            return ready
-        except ValueError as error:
-            cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, UserError):
-                cause = cause.__cause__
-            if cause is None:
-                raise
-            raise cause from None
+            config: Namespace = self.parser.parse_args(words)
+            return config
+        except ArgumentError as error:
+            if sentence := self.checks.explain(str(error), self.content, self.words):
+                raise UserError(sentence) from error
+            raise
 
+    def _check_keys(self) -> None:
+        """Refuse wrong keys, and to train without a family. Raises UserError."""
+        self.checks.check_renamed(self.content, self.words)
+        if self.command.families is not None and self.configs is None:
+            raise UserError(f"{self.command.name} needs a family; set family in the recipe, or --family, to one of "
+                            f"{', '.join(self.command.families.family_names())}")
+        self.checks.check_content(self.content)
+        self.checks.check_words(self.words)
+
+    @cached_property
     def parser(self) -> ArgumentParser:
-        """The parser of this command: its arguments, --config, and the recipe sections that it passes over."""
+        """The parser of the command: its arguments, --config, and the recipe sections that it passes over."""
         set_parsing_settings(docstring_parse_attribute_docstrings=True)
-        # Without abbreviations: a misspelt key that is the beginning of another would be taken for it.
-        parser = ArgumentParser(prog=f"draftsmith {self.name}", exit_on_error=False, allow_abbrev=False,
-                                description=self.description())
+        # Without abbreviations: a misspelt key that is the start of another would be taken for it.
+        parser = ArgumentParser(prog=f"draftsmith {self.command.name}", exit_on_error=False, allow_abbrev=False,
+                                description=self._description())
         parser.add_argument("--config", action="config", help="Recipe: a YAML file or a shipped one's name.")
-        parser.add_class_arguments(self.arguments)
+        parser.add_class_arguments(self.command.arguments, skip=None if self.command.families is None else {"train"})
+        if self.configs is not None:
+            parser.add_class_arguments(self.configs.drafter, "drafter", instantiate=False)
+            parser.add_class_arguments(self.configs.train, "train", skip={"drafter"}, instantiate=False)
         for section in SECTIONS:
-            if section not in self.keys:
+            if section not in self.command.keys:
                 parser.add_argument(f"--{section}", type=str | dict[str, Any] | None, help=HIDDEN)
         return parser
 
-    def description(self) -> str:
-        """What the command does: the docstring of its function."""
-        text = " ".join((self.run.__doc__ or "").split())
-        if self.home is not None:
-            text += f" Keys of {self.home[0]} may be written without it, as in --{fields(self.home[1])[0].name}."
+    def _description(self) -> str:
+        """The docstring of the command's function, and where the keys of a family are listed."""
+        command = self.command
+        text = " ".join((command.run.__doc__ or "").split())
+        if command.home is not None:
+            text += f" Keys of {command.home[0]} may be written without it, as in --{fields(command.home[1])[0].name}."
+        if command.families is not None and self.configs is None:
+            text += (f" The keys of the sections drafter and train depend on the family: draftsmith {command.name} "
+                     f"--family NAME --help lists them, for {', '.join(command.families.family_names())}.")
         return text
 
-    def expand(self, arguments: Sequence[str]) -> list[str]:
-        """Dashes in keys become underscores, keys of the home section get its name, shipped recipes their path, and a
-        switch without a value is switched on."""
-        words = [self._expand_key(word) for word in arguments]
-        known = fields(self.arguments)  # type: ignore[arg-type]
-        switches = {f"--{field.name}" for field in known if field.type is bool}
-        for place, word in enumerate(words):
-            if word == "--config" and place + 1 < len(words):
-                words[place + 1] = recipe_path(words[place + 1])
-            elif word.startswith("--config="):
-                words[place] = f"--config={recipe_path(word.removeprefix('--config='))}"
-            elif word in switches and words[place + 1 : place + 2] not in (["true"], ["false"]):
-                words[place] = f"{word}=true"
-        return words
-
-    def _expand_key(self, word: str) -> str:
-        match = re.fullmatch(r"--([A-Za-z][\w.-]*)(=.*)?", word, flags=re.DOTALL)
-        if match is None:
-            return word
-        key, value = match[1].replace("-", "_"), match[2] or ""
-        if self.home is not None and key not in self.keys and key in {field.name for field in fields(self.home[1])}:
-            key = f"{self.home[0]}.{key}"
-        return f"--{key}{value}"
+    def values(self, config: Namespace) -> T:
+        """The command's arguments from the parsed ones. Raises UserError when a value is out of its bounds."""
+        try:
+            ready = self.parser.instantiate(config)
+        except ValueError as error:
+            # A check that failed in one of the dataclasses gives its own sentence, unwrapped.
+            raise user_error_of(error) or error from None
+        given = {name: ready[name] for name in self.command.keys if name not in ("drafter", "train")}
+        if self.configs is not None:
+            drafter = self.configs.drafter(**vars(ready["drafter"]))
+            given["train"] = self.configs.train(**vars(ready["train"]), drafter=drafter)
+        return self.command.arguments(**given)
 
 
-def recipe_path(name: str) -> str:
-    """`name` itself when such a file exists, else the shipped recipe of that name.
+def underscored(word: str) -> str:
+    """An option with underscores in place of dashes; any other word as it is."""
+    option = OPTION.fullmatch(word)
+    return word if option is None else f"--{option[1].replace('-', '_')}{option[2] or ''}"
 
-    Raises:
-        UserError: if there is neither.
-    """
-    if Path(name).is_file():
-        return name
-    shipped = {entry.name: str(entry) for entry in files(__package__).iterdir() if entry.name.endswith(".yaml")}
-    found = shipped.get(name) or shipped.get(f"{name}.yaml")
-    if found is None:
-        names = ", ".join(sorted(file.removesuffix(".yaml") for file in shipped))
-        raise UserError(f"there is no recipe {name!r}; give the path of a YAML file or a shipped recipe ({names})")
-    return found
+
+def user_error_of(error: BaseException) -> UserError | None:
+    """The UserError among an error and its causes; None when there is none."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, UserError):
+        cause = cause.__cause__
+    return cause
 
 
 def plain(value: Any) -> Any:

@@ -1,15 +1,17 @@
-"""What a recipe holds. Its keys are the arguments of `run`, `distill` and `train`."""
+"""The recipe: arguments of `run`, `distill`, `train` and `plan`."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from torch import Tensor
 
 from ..data import DistillConfig, PromptConfig
 from ..data.datamodule import BatchConfig
 from ..export import EvaluateConfig
 from ..modules import Target, TargetConfig, UserError
 from ..modules.tuning.held_out_ranks import MAX_RANK
-from ..trainers import DraftModule
+from ..trainers import DraftModule, TrainConfig
+from ..trainers.families import family_module
 from .chat_settings import TemplateConfig
 
 
@@ -17,20 +19,22 @@ from .chat_settings import TemplateConfig
 class TreeConfig:
     """The static draft tree: searched on held-out text, cut to the size that pays on this machine."""
 
-    max_nodes: int = 64
-    """Nodes of the tree in the artifact, root included, in best-first order."""
-    size: int | None = None
-    """Nodes to draft on this machine, root included; None measures what a pass costs here and takes the best."""
+    searched_nodes: int = 64
+    """Nodes of the tree that is searched and stored in the artifact, root included, best ones first."""
+    used_nodes: int | None = None
+    """Number of these nodes that are drafted on this machine, root included; None measures the cost of a pass here and
+    takes the best number."""
     max_rank: int = MAX_RANK
-    """Guesses of one node that the tree may use; 1 makes it a chain."""
+    """Highest rank of a guess that the tree may use; 1 makes it a chain."""
 
     def __post_init__(self) -> None:
-        if self.max_nodes < 2:
-            raise UserError(f"tree.max_nodes must be at least 2 (a root and one guess), got {self.max_nodes}")
+        if self.searched_nodes < 2:
+            raise UserError(f"tree.searched_nodes must be at least 2 (a root and one guess), got {self.searched_nodes}")
         if not 1 <= self.max_rank <= MAX_RANK:
             raise UserError(f"tree.max_rank must lie between 1 (a chain) and {MAX_RANK}, got {self.max_rank}")
-        if self.size is not None and not 1 <= self.size <= self.max_nodes:
-            raise UserError(f"tree.size must lie between 1 and tree.max_nodes {self.max_nodes}, got {self.size}")
+        if self.used_nodes is not None and not 1 <= self.used_nodes <= self.searched_nodes:
+            raise UserError(f"tree.used_nodes must lie between 1 and tree.searched_nodes {self.searched_nodes}, got "
+                            f"{self.used_nodes}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,23 +43,33 @@ class Recipe:
 
     out: Path
     """Folder of the run: data, train, artifact, evaluation.json, report.html."""
-    model: Callable[[Target], DraftModule]
-    """The drafter's family: class_path of its LightningModule, and init_args with its settings."""
+    family: str
+    """Family of the drafter by name, or the dotted path of a DraftModule subclass outside the package."""
+    train: TrainConfig
+    """Training; its field `drafter` is the recipe's section `drafter`."""
     target: TargetConfig = field(default_factory=TargetConfig)
     """The frozen language model."""
     template: TemplateConfig = field(default_factory=TemplateConfig)
     """Settings of its chat template."""
     prompts: PromptConfig = field(default_factory=PromptConfig)
-    """Where training prompts come from."""
+    """Origin of the training prompts."""
     distill: DistillConfig = field(default_factory=DistillConfig)
-    """How much the target answers, and how."""
+    """Number and sampling of the target's answers."""
     data: Path | None = None
     """Folder of data that another run distilled; None distils into the folder of this run."""
     references: Path | None = None
-    """File of the target's own answers to held-out prompts, read and added to; runs that share it answer them once."""
+    """File of the target's own answers to held-out prompts, read and added to; shared by several runs, made once."""
     batch: BatchConfig = field(default_factory=BatchConfig)
     """Training batches."""
     tree: TreeConfig = field(default_factory=TreeConfig)
     """The draft tree."""
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
-    """What is decoded and what is timed at the end."""
+    """Evaluation at the end: decoded prompts and timing."""
+
+    def module(self, target: Target, token_counts: Tensor) -> DraftModule:
+        """A new LightningModule of the recipe's family, its drafter not built yet.
+
+        Raises:
+            UserError: if the family or its settings do not fit the target.
+        """
+        return family_module(self.family)(target, self.train, token_counts=token_counts)

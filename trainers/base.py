@@ -42,8 +42,9 @@ PATIENCE = 8
 class TrainConfig:
     """Training settings of every family."""
 
-    max_steps: int = 300
-    """Optimizer steps of the whole run, unless `max_minutes` ends it before."""
+    max_steps: int | None = 300
+    """Optimizer steps of the whole run, unless `max_minutes` ends it before; None for no limit: then `max_minutes` ends
+    the run."""
     max_minutes: float | None = None
     """Minutes of training, without validation and checkpoints, after which the run ends at its current step; None for
     no limit. The learning rate follows steps or time, whichever is further on."""
@@ -92,8 +93,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_steps", "accumulate", "validate_every", "checkpoint_every", "devices"):
-            if (value := getattr(self, name)) < 1:
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"{name} must be at least 1, got {value}")
+        if self.max_steps is None and self.max_minutes is None:
+            raise UserError("max_steps and max_minutes are both null, and training would never end; set one of them")
         if self.validation_nodes < 2:
             raise UserError(f"validation_nodes must be at least 2 (a root and one draft), got {self.validation_nodes}")
         for name in ("warmup_steps", "weight_decay", "clip", "seed", "feature_weight"):
@@ -106,6 +109,10 @@ class TrainConfig:
         if self.max_minutes is not None and not self.max_minutes > 0:
             raise UserError(f"max_minutes must be above 0, got {self.max_minutes}; leave it out to end by max_steps")
         self.objective_settings()
+
+    def share_of_steps(self, step: int) -> float:
+        """Share of `max_steps` that is done after `step` optimizer steps; 0 without a limit."""
+        return 0.0 if self.max_steps is None else step / self.max_steps
 
     def objective_settings(self) -> Objective:
         """The objective with its parameters. Raises UserError when they are out of range."""
@@ -299,7 +306,7 @@ class DraftModule(L.LightningModule):
             raise UserError(f"the loss became {total} at optimizer step {step}; lower lr (now {self.config.lr}) or "
                             f"clip (now {self.config.clip}), and train again into an empty --out folder")
         self._learned += count
-        if not self._learned and step >= min(PATIENCE, self.config.max_steps):
+        if not self._learned and step >= min(PATIENCE, self.config.max_steps or PATIENCE):
             reason = "no token is supervised; check the chat template and the data"
             if missed:
                 reason = f"all {missed:.0f} labels lie outside the reduced vocabulary; raise vocabulary_size"
@@ -315,7 +322,7 @@ class DraftModule(L.LightningModule):
     @property
     def progress(self) -> float:
         """Progress of the run from 0 to 1, by steps or by time, whichever is further on."""
-        return min(1.0, max(self.global_step / self.config.max_steps, self.time_spent))
+        return min(1.0, max(self.config.share_of_steps(self.global_step), self.time_spent))
 
     @property
     def finished(self) -> bool:

@@ -103,7 +103,7 @@ def _trainer(module: DraftModule, out: Path, acceptance: DecodedAcceptance, prog
     config = module.config
     line = [ProgressLine(module, acceptance)] if progress else []
     return L.Trainer(
-        max_steps=config.max_steps, max_epochs=-1, accumulate_grad_batches=config.accumulate,
+        max_steps=config.max_steps or -1, max_epochs=-1, accumulate_grad_batches=config.accumulate,
         gradient_clip_val=config.clip or None, precision=_precision(config), accelerator=config.accelerator,
         devices=config.devices, strategy=config.strategy, logger=_logger(out), plugins=[AtomicCheckpointIO()],
         # The order matters: a checkpoint contains the measurement before it.

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 
 def warmup_cosine(
-    warmup_steps: int, max_steps: int, time_spent: Callable[[], float] = lambda: 0.0
+    warmup_steps: int, max_steps: int | None, time_spent: Callable[[], float] = lambda: 0.0
 ) -> Callable[[int], float]:
     """Factor of the peak learning rate for the optimizer step after `step` finished ones.
 
@@ -14,14 +14,14 @@ def warmup_cosine(
 
     Args:
         warmup_steps: steps of the rise.
-        max_steps: steps of the run.
+        max_steps: steps of the run; None for a run that ends by time alone.
         time_spent: elapsed share of the run's time, for runs that may end by time: the cosine follows steps or time,
             whichever is further on.
     """
 
     def factor(step: int) -> float:
         rise = (step + 1) / warmup_steps if step < warmup_steps else 1.0
-        by_steps = max(0.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
+        by_steps = 0.0 if max_steps is None else max(0.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
         progress = min(1.0, max(by_steps, time_spent()))
         return rise * 0.5 * (1.0 + math.cos(math.pi * progress))
 

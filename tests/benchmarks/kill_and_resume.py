@@ -23,7 +23,7 @@ from pathlib import Path
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "tiny.yaml"
 STAGES = {1: "distillation", 2: "encoding", 3: "training", 4: "artifact", 5: "evaluation"}
 KILLED_IN = (1, 2, 3)
-LONGER = ("--model.config.max_steps", "300", "--evaluate.limit", "1", "--evaluate.speed_prompts", "0")
+LONGER = ("--train.max_steps", "300", "--evaluate.limit", "1", "--evaluate.speed_prompts", "0")
 """Training takes about as long as distillation, so that kills hit both."""
 MACHINE_FILES = {"stats.json", "tuning.json"}
 """Files about the machine and the time, which may differ."""

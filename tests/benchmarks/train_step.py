@@ -12,7 +12,6 @@ import time
 
 import torch
 from draftsmith.modules import Features, load_target
-from draftsmith.recipes.parsing import recipe_path
 from draftsmith.recipes.pipeline import COMMANDS
 from draftsmith.trainers.metrics import weighted_mean_loss
 
@@ -21,9 +20,9 @@ WAYS = ("32-true", "bf16-mixed")
 
 def seconds(recipe_name: str, steps: int) -> tuple[int, dict[str, list[float]]]:
     """(tokens of a step, seconds of each step by precision), without the first step."""
-    recipe = COMMANDS["run"].parse(["--config", recipe_path(recipe_name), "--out", "runs/train_step"]).values
+    recipe = COMMANDS["run"].parse(["--config", recipe_name, "--out", "runs/train_step"]).values
     target = load_target(recipe.target)
-    module = recipe.model(target, token_counts=torch.ones(target.vocab_size))
+    module = recipe.module(target, torch.ones(target.vocab_size))
     module.configure_model()
     module.train()
     length, rows = recipe.batch.row_length, recipe.batch.rows_per_batch

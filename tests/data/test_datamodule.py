@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target) -> Pat
     texts = ["abcdefghijklmno"[: n + 1] * 2 for n in range(15)]
     (base / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     config = DistillConfig(shard_prompts=5, slots=4, max_new_tokens=12, validation_prompts=3)
-    source = PromptConfig(source="file", path=str(base / "prompts.jsonl"))
+    source = PromptConfig(origin="file", path=str(base / "prompts.jsonl"))
     distill(tiny_target, source, config, ChatTemplate(tiny_target.tokenizer), base / "out", progress=False)
     encode(tiny_target, base / "out", (0,), progress=False)
     return base / "out"
@@ -106,7 +106,7 @@ def test_long_conversations_become_windows_of_stored_states(folder: Path) -> Non
 
 
 def test_without_stored_states_only_beginnings_are_used(folder: Path) -> None:
-    config = replace(CONFIG, row_length=50, source="tokens")
+    config = replace(CONFIG, row_length=50, states="computed")
     data = DraftDataModule(folder, config)
     assert all(window.first == 0 for window in data.windows)
     batch = data.micro_batch(0)
@@ -181,9 +181,9 @@ def test_a_resumed_fit_goes_on_with_the_next_batch(folder: Path, tmp_path: Path)
     data = DraftDataModule(folder, CONFIG)
     assert len(whole.seen) == 14
     assert all(torch.equal(seen, data.micro_batch(number).tokens_BL) for number, seen in enumerate(whole.seen))
-    begun = fit(folder, tmp_path, 3)
+    first = fit(folder, tmp_path, 3)
     resumed = fit(folder, tmp_path, 7, tmp_path / "step-3.ckpt")
-    assert all(torch.equal(left, right) for left, right in zip(whole.seen, begun.seen + resumed.seen, strict=True))
+    assert all(torch.equal(left, right) for left, right in zip(whole.seen, first.seen + resumed.seen, strict=True))
 
 
 def test_bad_folders_and_settings_are_refused(folder: Path, tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_bad_folders_and_settings_are_refused(folder: Path, tmp_path: Path) -> N
     with pytest.raises(UserError, match=r"holds no manifest.json"):
         DraftDataModule(tmp_path, CONFIG)
     with pytest.raises(UserError, match=r"no token in the train shards .* is supervised within row_length 20"):
-        DraftDataModule(folder, replace(CONFIG, row_length=20, source="tokens"))
+        DraftDataModule(folder, replace(CONFIG, row_length=20, states="computed"))
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     replace(Manifest.load(folder), complete=False).save(tmp_path)

@@ -168,7 +168,8 @@ def answered(count: int) -> list[dict[str, Any]]:
 
 
 def test_given_answers_are_used_as_they_are_and_marked(tmp_path: Path, tiny_target: Target) -> None:
-    manifest = run(tiny_target, write_prompts(tmp_path, answered(7)), replace(SMALL, source="text"), tmp_path / "out")
+    given = replace(SMALL, answered_by="text")
+    manifest = run(tiny_target, write_prompts(tmp_path, answered(7)), given, tmp_path / "out")
     assert (manifest.written("text"), manifest.written("target")) == (manifest.total("train", "rows"), 0)
     decoded = [
         tiny_target.tokenizer.decode([t for t, s in zip(row[0], row[1], strict=True) if s])
@@ -183,7 +184,7 @@ def test_given_answers_are_used_as_they_are_and_marked(tmp_path: Path, tiny_targ
 
 def test_given_answers_are_needed_and_must_be_exact(tiny_target: Target, caplog: pytest.LogCaptureFixture) -> None:
     template = ChatTemplate(tiny_target.tokenizer)
-    with pytest.raises(UserError, match=r"prompt x has no answer of its own; .*distill.source: target"):
+    with pytest.raises(UserError, match=r"prompt x has no answer of its own; .*distill.answered_by: target"):
         take_given([(0, Prompt(turns=("a",), id="x"))], template, 100, 64)
     long = Prompt(turns=("a",), id="y", answers=("b" * 200,))
     [one], _ = take_given([(0, long)], template, 100, 64)
@@ -375,8 +376,8 @@ def test_prompts_that_do_not_fit(tmp_path: Path, tiny_target: Target) -> None:
 @pytest.mark.parametrize(
     ("prompts", "config", "message"),
     [
-        (PromptConfig(), SMALL, "writes prompts without end; set distill.budget_tokens"),
-        (PromptConfig(limit=9), replace(SMALL, source="text"), "no ready-made answers"),
+        (PromptConfig(), SMALL, "prompts of the target have no limit; set distill.budget_tokens"),
+        (PromptConfig(limit=9), replace(SMALL, answered_by="text"), "no ready-made answers"),
         (
             PromptConfig(limit=9),
             replace(SMALL, max_new_tokens=512),

@@ -14,15 +14,16 @@ from draftsmith.data.feature_store import GIB, affordable, state_names
 from draftsmith.modules import Features, MedusaConfig, Target, TargetConfig, UserError
 from draftsmith.modules.target.loading import sketch_target
 from draftsmith.recipes.__main__ import main
+from draftsmith.recipes.dry_run import dry_run
 from draftsmith.recipes.memory_plan import plan_recipe
 from draftsmith.recipes.parsing import Parsed
 from draftsmith.recipes.pipeline import COMMANDS
-from draftsmith.recipes.workspace import Workspace, sketched
+from draftsmith.recipes.workspace import Workspace
 from draftsmith.trainers import fit
 from draftsmith.trainers.medusa import MedusaModule, MedusaTrainConfig
 
 TAPS = (0,)
-ONLINE = BatchConfig(row_length=128, rows_per_batch=2, seed=1, source="tokens")
+ONLINE = BatchConfig(row_length=128, rows_per_batch=2, seed=1, states="computed")
 
 
 def tokens_of(records: Any) -> int:
@@ -32,7 +33,7 @@ def tokens_of(records: Any) -> int:
 def mixed(folder: Path, target: Target, shards: int, itemsize: int = 4, taps: tuple[int, ...] = TAPS) -> BatchConfig:
     """Room for exactly the first shards."""
     wanted = tokens_of(Manifest.load(folder).shards[:shards]) * target.hidden_size * itemsize * len(state_names(taps))
-    return replace(ONLINE, source="mixed", store_gib=(wanted + 0.5) / GIB)
+    return replace(ONLINE, states="mixed", store_gib=(wanted + 0.5) / GIB)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target) -> Pat
     texts = ["abcdefghijklmno"[: n + 1] * 2 for n in range(14)]
     (base / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     config = DistillConfig(shard_prompts=3, slots=4, max_new_tokens=12, validation_prompts=2)
-    source = PromptConfig(source="file", path=str(base / "prompts.jsonl"))
+    source = PromptConfig(origin="file", path=str(base / "prompts.jsonl"))
     distill(tiny_target, source, config, ChatTemplate(tiny_target.tokenizer), base / "out", progress=False)
     return base / "out"
 
@@ -132,7 +133,7 @@ def test_what_others_store_later_changes_no_bit(folder: Path, tiny_target: Targe
         assert (left.missing_BL is None) == (right.missing_BL is None)
         assert left.missing_BL is None or (right.missing_BL is not None and torch.equal(left.missing_BL,
                                                                                          right.missing_BL))
-    whole = DraftDataModule(folder, replace(config, source="features", store_gib=None), TAPS)
+    whole = DraftDataModule(folder, replace(config, states="stored", store_gib=None), TAPS)
     assert all(same_layout(whole.micro_batch(number), batch) for number, batch in enumerate(after))
 
 
@@ -195,11 +196,11 @@ def parsed(*words: str) -> Parsed[Any]:
 
 
 def test_a_recipe_stores_what_has_room_and_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--config", "tiny", "--out", str(tmp_path), "--model.config.max_steps", "2"]
-    assert main(["distill", *words, "--batch.source", "tokens"]) == 0
+    words = ["--config", "tiny", "--out", str(tmp_path), "--train.max_steps", "2"]
+    assert main(["distill", *words, "--batch.states", "computed"]) == 0
     shards = Manifest.load(tmp_path / "data").shards
     room = (tokens_of(shards[:-1]) * 32 * 4 + 1) / GIB  # the tiny target is 32 wide
-    words += ["--batch.source", "mixed", "--batch.store_gib", str(room)]
+    words += ["--batch.states", "mixed", "--batch.store_gib", str(room)]
     assert main(["train", *words]) == 0
     held = {file.name.removeprefix("final-") for file in (tmp_path / "data").glob("final-*")}
     assert held == {record.file for record in shards[:-1]} != set()
@@ -209,16 +210,16 @@ def test_a_recipe_stores_what_has_room_and_trains(tmp_path: Path, capsys: pytest
 
 
 def test_a_limit_that_is_not_set_decides_nothing(tmp_path: Path) -> None:
-    """Runs that were begun before there was one go on."""
-    known = {"row_length": 128, "rows_per_batch": 4, "seed": 0, "source": "features"}
-    for words, batch in (([], known), (["--batch.source", "mixed", "--batch.store_gib", "2"],
-                                       known | {"source": "mixed", "store_gib": 2.0})):
+    """Runs from before there was one are resumed."""
+    known = {"row_length": 128, "rows_per_batch": 4, "seed": 0, "states": "stored"}
+    for words, batch in (([], known), (["--batch.states", "mixed", "--batch.store_gib", "2"],
+                                       known | {"states": "mixed", "store_gib": 2.0})):
         given = parsed("--out", str(tmp_path), *words)
         assert Workspace(given.values, given.settings).decisive["batch"] == batch
 
 
 def test_the_plan_counts_what_has_room(tmp_path: Path) -> None:
-    words = ("--batch.source", "mixed", "--out", str(tmp_path / "out"))
+    words = ("--batch.states", "mixed", "--out", str(tmp_path / "out"))
     sketch = sketch_target(TargetConfig(name="tiny-random"))
     every = plan_recipe(parsed("--out", str(tmp_path)).values, sketch).stored_states
     few, many = (plan_recipe(parsed(*words, "--batch.store_gib", str(room)).values, sketch).stored_states
@@ -227,35 +228,33 @@ def test_the_plan_counts_what_has_room(tmp_path: Path) -> None:
 
 
 def test_a_target_that_learns_has_no_states_to_store(tmp_path: Path) -> None:
-    recipe = parsed("--batch.source", "mixed", "--batch.store_gib", "1", "--out", str(tmp_path)).values
+    words = ("--batch.states", "mixed", "--batch.store_gib", "1", "--out", str(tmp_path))
     sketch = sketch_target(TargetConfig(name="tiny-random"))
-    module = sketched(recipe, sketch)
-    assert not module.changes_target
-    learning = type("Learning", (type(module),), {"changes_target": True})
-    with pytest.raises(UserError, match=r"source is 'mixed', but Learning trains the target, .* set batch.source"):
-        sketched(replace(recipe, model=lambda target, **more: learning(target, module.config, **more)), sketch)
+    assert not dry_run(parsed(*words).values, sketch).changes_target
+    with pytest.raises(UserError, match=r"states is 'mixed', but Medusa2Module trains the target, .* set batch.states"):
+        dry_run(parsed(*words, "--family", "medusa2").values, sketch)
 
 
-@pytest.mark.parametrize(("settings", "told"), [
-    ({"source": "mixed"}, r"batch.store_gib must be above 0 with batch.source mixed, got None; say how many GiB"),
-    ({"source": "mixed", "store_gib": 0.0}, r"must be above 0 with batch.source mixed, got 0.0; .*source: tokens"),
-    ({"source": "mixed", "store_gib": -2.0}, r"must be above 0 with batch.source mixed, got -2.0"),
-    ({"source": "mixed", "store_gib": float("inf")}, r"must be above 0 with batch.source mixed, got inf"),
-    ({"source": "tokens", "store_gib": 2.0}, r"store_gib 2.0 means nothing with batch.source tokens; set .*mixed"),
-    ({"store_gib": 2.0}, r"batch.store_gib 2.0 means nothing with batch.source features"),
-    ({"source": "both"}, r"batch.source must be features, tokens or mixed, got 'both'"),
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"states": "mixed"}, r"batch.store_gib must be above 0 with batch.states mixed, got None; say how many GiB"),
+    ({"states": "mixed", "store_gib": 0.0}, r"must be above 0 with batch.states mixed, got 0.0; .*states: computed"),
+    ({"states": "mixed", "store_gib": -2.0}, r"must be above 0 with batch.states mixed, got -2.0"),
+    ({"states": "mixed", "store_gib": float("inf")}, r"must be above 0 with batch.states mixed, got inf"),
+    ({"states": "computed", "store_gib": 2.0}, r"store_gib 2.0 means nothing with batch.states computed; set .*mixed"),
+    ({"store_gib": 2.0}, r"batch.store_gib 2.0 means nothing with batch.states stored"),
+    ({"states": "both"}, r"batch.states must be stored, computed or mixed, got 'both'"),
 ])
-def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         BatchConfig(**settings)
 
 
 def test_too_little_room_and_missing_states_are_told(tokens: Path, folder: Path, tiny_target: Target) -> None:
-    small = replace(ONLINE, source="mixed", store_gib=2.0**-20)
+    small = replace(ONLINE, states="mixed", store_gib=2.0**-20)
     with pytest.raises(UserError, match=r"store_gib 9.54e-07 has no room for the states of the first shard, which take "
-                                        r"[\d.e-]+ GiB; raise it, or set batch.source: tokens"):
+                                        r"[\d.e-]+ GiB; raise it, or set batch.states: tokens"):
         DraftDataModule(folder, small, TAPS)
-    with pytest.raises(UserError, match=r"holds no states; run draftsmith distill .* batch.source: tokens"):
+    with pytest.raises(UserError, match=r"holds no states; run draftsmith distill .* batch.states: computed"):
         DraftDataModule(tokens, mixed(tokens, tiny_target, 3), TAPS)
     with pytest.raises(UserError, match=r"holds no states final for .*; run draftsmith distill"):
         DraftDataModule(folder, mixed(folder, tiny_target, 4), TAPS)

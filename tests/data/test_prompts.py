@@ -115,7 +115,7 @@ def test_equal_prompts_have_equal_keys_whatever_case_and_spacing() -> None:
 
 def test_candidates_are_the_same_however_often_they_are_asked_for(tmp_path: Path) -> None:
     file = write_lines(tmp_path, *({"prompt": str(number)} for number in range(9)))
-    config = PromptConfig(source="file", path=str(file), shuffle=True, limit=7)
+    config = PromptConfig(origin="file", path=str(file), shuffle=True, limit=7)
     source = ReadPrompts(config, seed=3)
     first, second = source.take(0, 4), source.take(4, 4)
     assert (first.read, second.read) == (4, 3)
@@ -130,17 +130,17 @@ def test_a_local_dataset(tmp_path: Path, streaming: bool) -> None:
     pytest.importorskip("datasets")
     (tmp_path / "set").mkdir()
     write_lines(tmp_path / "set", *({"question": f"q{number}"} for number in range(5)))
-    config = PromptConfig(source="dataset", name=str(tmp_path / "set"), column="question", streaming=streaming)
+    config = PromptConfig(origin="dataset", name=str(tmp_path / "set"), column="question", streaming=streaming)
     assert [prompt.turns[0] for prompt in load_prompts(config, 0)] == [f"q{number}" for number in range(5)]
 
 
 def test_a_dataset_saved_to_disk_and_one_that_is_missing(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"prompt": ["a", "b"]}).save_to_disk(tmp_path / "saved")
-    saved = PromptConfig(source="dataset", name=str(tmp_path / "saved"))
+    saved = PromptConfig(origin="dataset", name=str(tmp_path / "saved"))
     assert [prompt.turns for prompt in load_prompts(saved, 0)] == [("a",), ("b",)]
     with pytest.raises(UserError, match=r"cannot load the dataset .*check prompts.name"):
-        load_prompts(PromptConfig(source="dataset", name=str(tmp_path / "nowhere")), 0)
+        load_prompts(PromptConfig(origin="dataset", name=str(tmp_path / "nowhere")), 0)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -148,7 +148,7 @@ def test_a_broken_dataset_is_one_sentence(tmp_path: Path, streaming: bool) -> No
     pytest.importorskip("datasets")
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
-    config = PromptConfig(source="dataset", name=str(tmp_path / "set"), streaming=streaming)
+    config = PromptConfig(origin="dataset", name=str(tmp_path / "set"), streaming=streaming)
     with pytest.raises(UserError, match=r"cannot load the dataset .*check prompts.name"):
         list(load_prompts(config, 0))
     (tmp_path / "set" / "rows.jsonl").write_text('{"words": "a"}\n')

@@ -1,4 +1,4 @@
-"""What is written is read back, byte for byte, or refused by name."""
+"""Shards and manifests are read back byte for byte, or refused by name."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def distilled(tmp_path: Path, tiny_target: Target) -> Path:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": "ask " + "abcdefgh"[n] * (n + 1)}) + "\n" for n in range(8)))
     config = DistillConfig(shard_prompts=3, slots=2, max_new_tokens=6, validation_prompts=2)
-    source = PromptConfig(source="file", path=str(prompts))
+    source = PromptConfig(origin="file", path=str(prompts))
     distill(tiny_target, source, config, ChatTemplate(tiny_target.tokenizer), tmp_path / "data", progress=False)
     return tmp_path / "data"
 

@@ -1,4 +1,4 @@
-"""Who writes the train rows: the target, the given text, a draft, or a mix; and that a kill changes no byte."""
+"""Writers of the training rows: the target, the given text, a draft, or a mix; a kill changes no byte."""
 
 import sys
 from collections import Counter
@@ -63,7 +63,7 @@ def answered(count: int) -> list[dict[str, Any]]:
 
 
 def test_shares_are_kept_and_hang_on_the_prompt_alone() -> None:
-    config = replace(SMALL, source="mix", mix=MIX, **DRAFT)
+    config = replace(SMALL, answered_by="mix", mix=MIX, **DRAFT)
     dealt = [source_of(number, config.shares, seed=5) for number in range(4000)]
     counts = Counter(dealt)
     for name, share in MIX.items():
@@ -73,21 +73,21 @@ def test_shares_are_kept_and_hang_on_the_prompt_alone() -> None:
     assert {source_of(number, {"text": 1.0}, 0) for number in range(50)} == {"text"}
 
 
-@pytest.mark.parametrize(("settings", "told"), [
-    ({"source": "mix", "mix": {"target": 0.5, "text": 0.3}}, r"sum to 1, got 0.8 \(target: 0.5, text: 0.3\)"),
-    ({"source": "mix", "mix": {"target": 1.5, "text": -0.5}}, "must be above 0 and sum to 1"),
-    ({"source": "mix", "mix": {"target": 0.5, "books": 0.5}}, "distill.mix knows target, text, draft, got books"),
-    ({"source": "mix"}, "distill.source is mix and distill.mix is None; give shares with source mix"),
-    ({"mix": {"target": 1.0}}, "distill.source is target and distill.mix is .*; give shares"),
-    ({"source": "draft"}, "distill.draft is None, but a draft writes 100% of the train rows; name an artifact"),
-    ({"source": "mix", "mix": {"target": 0.8, "draft": 0.2}}, "distill.draft is None, but a draft writes 20%"),
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"answered_by": "mix", "mix": {"target": 0.5, "text": 0.3}}, r"sum to 1, got 0.8 \(target: 0.5, text: 0.3\)"),
+    ({"answered_by": "mix", "mix": {"target": 1.5, "text": -0.5}}, "must be above 0 and sum to 1"),
+    ({"answered_by": "mix", "mix": {"target": 0.5, "books": 0.5}}, "distill.mix knows target, text, draft, got books"),
+    ({"answered_by": "mix"}, "distill.answered_by is mix and distill.mix is None; give shares with answered_by mix"),
+    ({"mix": {"target": 1.0}}, "distill.answered_by is target and distill.mix is .*; give shares"),
+    ({"answered_by": "draft"}, "distill.draft is None, but a draft writes 100% of the train rows; name an artifact"),
+    ({"answered_by": "mix", "mix": {"target": 0.8, "draft": 0.2}}, "distill.draft is None, but a draft writes 20%"),
     ({"draft": "a"}, "distill.draft is a, but a draft writes 0% of the train rows"),
-    ({"source": "books"}, "distill.source must be one of target, text, draft, mix, got 'books'"),
+    ({"answered_by": "books"}, "distill.answered_by must be one of target, text, draft, mix, got 'books'"),
     ({"draft_tokens": 0}, "distill.draft_tokens must be at least 1, got 0"),
     ({"document_tokens": 1}, "distill.document_tokens must be at least 2, got 1"),
 ])
-def test_impossible_sources_are_refused(settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_impossible_sources_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         DistillConfig(**settings)
 
 
@@ -106,7 +106,7 @@ def test_the_draft_is_taken_at_its_word(tiny_target_f64: Target) -> None:
     assert result.generations[0].emitted == [4, 4, 4]
     for place, token in enumerate(found):
         if place % 4 == 0:
-            # The first token and every bonus are what the target says behind everything before them.
+            # The first token and every bonus are the target's after everything before them.
             with target.native() as model, torch.no_grad():
                 logits = model(torch.tensor([[*prompt, *found[:place]]])).logits[0, -1]
             assert token == int(logits.argmax())
@@ -122,7 +122,7 @@ def test_only_a_chain_is_taken_as_it_is(tiny_target: Target) -> None:
 
 
 def test_a_draft_writes_the_rows_and_the_target_the_held_out_ones(tmp_path: Path, tiny_target: Target) -> None:
-    prompts, config = write_prompts(tmp_path, many(14)), replace(SMALL, source="draft", **DRAFT)
+    prompts, config = write_prompts(tmp_path, many(14)), replace(SMALL, answered_by="draft", **DRAFT)
     manifest = make(tiny_target, prompts, config, tmp_path / "draft", draft(tiny_target))
     own = make(tiny_target, prompts, SMALL, tmp_path / "target")
     assert manifest.written("draft") == manifest.total("train", "rows") == own.written("target") == 12
@@ -151,7 +151,7 @@ def test_a_hard_objective_is_refused_on_a_drafts_words(tiny_target: Target) -> N
 def test_documents_are_learnt_whole_in_pieces(tmp_path: Path, tiny_target: Target) -> None:
     texts = [SEA * 9 + str(number) for number in range(5)]
     prompts = write_prompts(tmp_path, [{"text": text} for text in texts])
-    config = replace(SMALL, source="text", document_tokens=100)
+    config = replace(SMALL, answered_by="text", document_tokens=100)
     manifest = make(tiny_target, prompts, config, tmp_path / "out")
     found, tokenizer = rows(tmp_path / "out"), tiny_target.tokenizer
     assert max(len(tokens) for tokens, *_ in found) == 100
@@ -167,7 +167,7 @@ def test_documents_are_learnt_whole_in_pieces(tmp_path: Path, tiny_target: Targe
 
 def test_of_a_held_out_document_the_target_continues_the_beginning(tmp_path: Path, tiny_target: Target) -> None:
     prompts = write_prompts(tmp_path, [{"text": SEA + str(number)} for number in range(5)])
-    make(tiny_target, prompts, replace(SMALL, source="text"), tmp_path / "out")
+    make(tiny_target, prompts, replace(SMALL, answered_by="text"), tmp_path / "out")
     [record] = Manifest.load(tmp_path / "out").split("validation")
     shard = TokenShard.read(tmp_path / "out" / record.file)
     start, stop = shard.span(0)
@@ -178,17 +178,17 @@ def test_of_a_held_out_document_the_target_continues_the_beginning(tmp_path: Pat
     assert tokens[opening:] == greedy
 
 
-@pytest.mark.parametrize(("lines", "settings", "told"), [
-    ([{"text": SEA + str(number)} for number in range(6)], {}, "prompts.jsonl:3 is a plain document, nobody answers"),
-    ([{"text": SEA + str(number)} for number in range(6)], {"source": "text", "test_prompts": 1},
+@pytest.mark.parametrize(("lines", "settings", "message"), [
+    ([{"text": SEA + str(number)} for number in range(6)], {}, "prompts.jsonl:3 is a plain document, which is not"),
+    ([{"text": SEA + str(number)} for number in range(6)], {"answered_by": "text", "test_prompts": 1},
      "plain documents are no prompts .* set distill.test_prompts: 0"),
-    (many(8), {"source": "text"}, "has no answer of its own; .* distill.source: target"),
-    (many(30), {"source": "mix", "mix": {"target": 0.5, "text": 0.5}}, "has no answer of its own"),
+    (many(8), {"answered_by": "text"}, "has no answer of its own; .* distill.answered_by: target"),
+    (many(30), {"answered_by": "mix", "mix": {"target": 0.5, "text": 0.5}}, "has no answer of its own"),
 ])
 def test_prompts_that_do_not_fit_the_source(
-    lines: list[dict[str, Any]], settings: dict[str, Any], told: str, tmp_path: Path, tiny_target: Target
+    lines: list[dict[str, Any]], settings: dict[str, Any], message: str, tmp_path: Path, tiny_target: Target
 ) -> None:
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         make(tiny_target, write_prompts(tmp_path, lines), replace(SMALL, **settings), tmp_path / "out")
 
 
@@ -203,7 +203,7 @@ class Killed(BaseException):
 def test_a_killed_mix_ends_in_the_same_bytes(
     at: int, tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts, config = write_prompts(tmp_path, answered(26)), replace(SMALL, source="mix", mix=MIX, **DRAFT)
+    prompts, config = write_prompts(tmp_path, answered(26)), replace(SMALL, answered_by="mix", mix=MIX, **DRAFT)
     manifest = make(tiny_target, prompts, config, tmp_path / "peace", draft(tiny_target))
     found = rows(tmp_path / "peace")
     assert {source for *_, source in found} == set(SOURCES)
@@ -232,15 +232,16 @@ def test_the_manifest_hangs_on_sources_shares_and_the_artifact(tmp_path: Path, t
     prompts, hashes = write_prompts(tmp_path, answered(14)), set()
     shares = {"target": 0.5, "text": 0.5}
     for number, (settings, writer) in enumerate([
-        ({}, None), ({"source": "text"}, None), ({"source": "mix", "mix": shares}, None),
-        ({"source": "mix", "mix": {"target": 0.6, "text": 0.4}}, None),
-        ({"source": "draft", **DRAFT}, draft(tiny_target)), ({"source": "draft", **DRAFT}, draft(tiny_target, "d2")),
+        ({}, None), ({"answered_by": "text"}, None), ({"answered_by": "mix", "mix": shares}, None),
+        ({"answered_by": "mix", "mix": {"target": 0.6, "text": 0.4}}, None),
+        ({"answered_by": "draft", **DRAFT}, draft(tiny_target)),
+        ({"answered_by": "draft", **DRAFT}, draft(tiny_target, "d2")),
     ]):
         hashes.add(make(tiny_target, prompts, replace(SMALL, **settings), tmp_path / str(number), writer).hash)
     assert len(hashes) == 6
-    with pytest.raises(UserError, match=r"begun with other settings: distill.draft was 'd2' and is now 'd1'"):
-        make(tiny_target, prompts, replace(SMALL, source="draft", **DRAFT), tmp_path / "5", draft(tiny_target))
-    elsewhere = replace(SMALL, source="draft", draft="elsewhere")
+    with pytest.raises(UserError, match=r"started with other settings: distill.draft was 'd2' and is now 'd1'"):
+        make(tiny_target, prompts, replace(SMALL, answered_by="draft", **DRAFT), tmp_path / "5", draft(tiny_target))
+    elsewhere = replace(SMALL, answered_by="draft", draft="elsewhere")
     moved = make(tiny_target, prompts, elsewhere, tmp_path / "4", draft(tiny_target))
     assert moved == Manifest.load(tmp_path / "4"), "the folder's name is no part of it"
 
@@ -252,9 +253,9 @@ def test_texts_that_are_all_refused_end_no_mix(
     refused = [UserError("this conversation cannot be rendered")]
     monkeypatch.setattr(sys.modules[Distillation.__module__], "take_given", lambda *_given: ([], refused))
     prompts = write_prompts(tmp_path, answered(26))
-    mixed = replace(SMALL, source="mix", mix={"target": 0.5, "text": 0.5})
+    mixed = replace(SMALL, answered_by="mix", mix={"target": 0.5, "text": 0.5})
     manifest = make(tiny_target, prompts, mixed, tmp_path / "mix")
     assert manifest.written("text") == 0
     assert manifest.written("target") > 0
     with pytest.raises(UserError, match="cannot be rendered"):
-        make(tiny_target, prompts, replace(SMALL, source="text"), tmp_path / "text")
+        make(tiny_target, prompts, replace(SMALL, answered_by="text"), tmp_path / "text")

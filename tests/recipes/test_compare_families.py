@@ -15,9 +15,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two Medusa rows and a baseline on the tiny target."""
     folder = tmp_path_factory.mktemp("families")
     tiny = yaml.safe_load((ROOT / "recipes" / "tiny.yaml").read_text())
-    tiny["model"]["init_args"]["config"]["precision"] = "32-true"
+    tiny["train"]["precision"] = "32-true"
     for name, heads in (("two", 2), ("three", 3)):
-        tiny["model"]["init_args"]["config"]["drafter"]["num_heads"] = heads
+        tiny["drafter"]["num_heads"] = heads
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(tiny))
     shared = {name: tiny[name] for name in ("target", "prompts", "distill", "tree")}
     content = {"out": str(folder / "out"), "minutes": 0.02, "precision": "bf16-mixed", **shared,
@@ -64,9 +64,9 @@ def test_all_rows_trained_on_the_same_data(finished: Path) -> None:
 def test_nothing_is_done_twice(recipe: Path, finished: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = {file: file.stat().st_mtime_ns for file in finished.rglob("*.safetensors")}
     assert main(["families", "--config", str(recipe), "--only", "three"]) == 0
-    told = capfd.readouterr().out
-    assert told.count("already complete, skipped") == 5
-    assert "== row 1/1: three" in told
+    message = capfd.readouterr().out
+    assert message.count("already complete, skipped") == 5
+    assert "== row 1/1: three" in message
     assert {file: file.stat().st_mtime_ns for file in finished.rglob("*.safetensors")} == before
 
 
@@ -77,15 +77,15 @@ def test_a_baseline_alone_has_the_data_distilled_for_it(recipe: Path, tmp_path: 
     assert [row["name"] for row in json.loads((out / "families.json").read_text())["rows"]] == ["prompt_lookup"]
 
 
-@pytest.mark.parametrize(("words", "told"), [
+@pytest.mark.parametrize(("words", "message"), [
     (["--only", "four"], "only names 'four'; choose one of prompt_lookup, two, three"),
     (["--minutes", "0"], "minutes must be above 0, got 0.0"),
     (["--rows", "[medusa, medusa]"], "rows must be one or more different recipes or baselines"),
     (["--rows", "[nonsense]"], "there is no recipe 'nonsense'"),
-    (["--rows", "[families]"], "has no model.init_args and cannot be a row"),
+    (["--rows", "[families]"], "names no family and cannot be a row"),
 ])
 def test_what_cannot_be_compared_is_refused(
-    recipe: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    recipe: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["families", "--config", str(recipe), *words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -9,48 +9,40 @@ import subprocess
 import sys
 import time
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from draftsmith.modules import BASELINES
-from draftsmith.recipes import (
-    artifact_commands as commands,
-)
-from draftsmith.recipes import (
-    compare_families as families,
-)
-from draftsmith.recipes import (
-    memory_plan as plan,
-)
-from draftsmith.recipes import (
-    pipeline,
-)
+from draftsmith.recipes import artifact_commands, compare_families, memory_plan, pipeline
 from draftsmith.recipes.__main__ import COMMANDS, main
-from draftsmith.recipes.parsing import SECTIONS, Command
+from draftsmith.recipes.parsing import SECTIONS, Command, CommandLine
 from draftsmith.recipes.recipe import Recipe
+from draftsmith.trainers.families import family_configs, family_names
 
 SHIPPED = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml"))
 FAMILIES = next(path for path in SHIPPED if path.stem == "families")
-RECIPES = [path for path in SHIPPED if path != FAMILIES]
+RECIPES = [path for path in SHIPPED if "\nfamily:" in path.read_text()]
 TINY = next(path for path in RECIPES if path.stem == "tiny")
-FILES = {"pipeline": pipeline, "families": families, "plan": plan, "commands": commands}
+FILES = {"pipeline": pipeline, "compare_families": compare_families, "memory_plan": memory_plan,
+         "artifact_commands": artifact_commands}
 EVERY: dict[str, Command[Any]] = {name: command for file in FILES.values() for name, command in file.COMMANDS.items()}
 
 
 def parse(name: str, *words: str) -> Any:
     """The namespace that a command makes of its words."""
-    return EVERY[name].parser().parse_args(EVERY[name].expand(words))
+    return CommandLine(EVERY[name], words).namespace()
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     """The one sentence that a command refuses its words with."""
     capsys.readouterr()
     assert main([str(word) for word in words]) == 2
-    told = capsys.readouterr().err.strip().splitlines()
-    assert "Traceback" not in "\n".join(told)
-    assert told[-1].startswith("draftsmith: error: ")
-    return told[-1]
+    message = capsys.readouterr().err.strip().splitlines()
+    assert "Traceback" not in "\n".join(message)
+    assert message[-1].startswith("draftsmith: error: ")
+    return message[-1]
 
 
 # Help ----------------------------------------------------------------------------------------------------------------
@@ -59,10 +51,10 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 def test_help_is_quick_and_lists_every_command() -> None:
     seconds = []
     for _ in range(3):
-        began = time.perf_counter()
+        started = time.perf_counter()
         answer = subprocess.run([sys.executable, "-m", "draftsmith.recipes", "--help"], capture_output=True, text=True,
                                 check=True)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - started)
     assert min(seconds) < 1.5
     assert all(f"  {name}" in answer.stdout for name in COMMANDS)
 
@@ -97,8 +89,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 @pytest.mark.parametrize("name", ["run", "distill", "train"])
 def test_every_shipped_recipe_parses(path: Path, name: str) -> None:
-    parser = EVERY[name].parser()
-    assert parser.instantiate(parser.parse_args(["--config", str(path)])).model is not None
+    given = EVERY[name].parse(["--config", str(path)]).values
+    assert isinstance(given.train, family_configs(given.family).train)
 
 
 def test_the_rows_of_the_comparison_are_shipped_recipes_and_baselines() -> None:
@@ -112,16 +104,25 @@ def test_commands_that_use_an_artifact_take_the_same_recipe(path: Path) -> None:
     assert str(given.out) == "b"
 
 
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_section_of_a_shipped_recipe_has_a_comment(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert lines[0].startswith("#")
+    for above, line in pairwise(lines):
+        if re.fullmatch(r"\w+:", line):
+            assert above.startswith("# "), line
+
+
 def test_sections_are_the_fields_of_a_recipe() -> None:
-    assert sorted(SECTIONS) == sorted(field.name for field in fields(Recipe))
+    assert sorted(SECTIONS) == sorted(["drafter", *(field.name for field in fields(Recipe))])
 
 
 @pytest.mark.parametrize(("name", "words", "key", "value"), [
     ("run", ["--distill.seed", "7"], "distill.seed", 7),
     ("run", ["--distill.max-new-tokens=9"], "distill.max_new_tokens", 9),
-    ("run", ["--model.config.drafter.num_heads", "2"], "model.init_args.config.drafter.num_heads", 2),
+    ("run", ["--drafter.num_heads", "2"], "drafter.num_heads", 2),
     ("distill", ["--budget-tokens", "500"], "distill.budget_tokens", 500),
-    ("train", ["--max_steps", "5"], "model.init_args.config.max_steps", 5),
+    ("train", ["--max_steps", "5"], "train.max_steps", 5),
     ("evaluate", ["--batch-sizes", "[1,4,8]", "--artifact", "a"], "evaluate.batch_sizes", (1, 4, 8)),
     ("evaluate", ["--batch-sizes", "8", "--artifact", "a"], "evaluate.batch_sizes", 8),
     ("evaluate", ["--temperatures", "[0,1]", "--artifact", "a"], "evaluate.temperatures", (0.0, 1.0)),
@@ -141,52 +142,126 @@ def test_a_recipe_goes_by_its_shipped_name(tmp_path: Path, monkeypatch: pytest.M
 # Mistakes ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("words", "told"), [
+@pytest.mark.parametrize(("words", "message"), [
     ([], "COMMAND"),
     (["trian"], "unknown command 'trian': did you mean train"),
     (["frobnicate"], "unknown command 'frobnicate': choose one of run"),
 ])
-def test_unknown_command(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_command(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("words", "told"), [
+@pytest.mark.parametrize(("words", "message"), [
     (["--distill.sed", "1"], "distill.sed"),
     (["--frobnicate", "1"], "frobnicate"),
     (["--target.nam", "tiny-random"], "target.nam"),
     (["--distill.seed", "many"], "distill.seed.*many"),
     (["--target.dtype", "int8"], "target.dtype.*int8"),
-    (["--model", "draftsmith.trainers.Nothing"], "Nothing"),
-    (["--model.config.lr", "fast"], "fast"),
-    (["--model.config.drafter.num_heads", "0"], "num_heads must be a whole number of at least 1, got 0"),
-    (["--tree.max_nodes", "1"], "tree.max_nodes must be at least 2"),
+    (["--family", "draftsmith.trainers.Nothing"], "draftsmith.trainers.Nothing is not a subclass of .*DraftModule"),
+    (["--family", "pathlib.Path"], "family pathlib.Path is not a subclass of draftsmith.trainers.DraftModule; choose"),
+    (["--family", "no.such.Module"], "family no.such.Module cannot be imported"),
+    (["--family", "medsua"], "unknown family 'medsua': did you mean medusa"),
+    (["--train.lr", "fast"], "train.lr must be a number, got 'fast'$"),
+    (["--train.lrr", "1"], "unknown key train.lrr: did you mean train.lr"),
+    (["--lr", "1"], "unknown key lr: did you mean train.lr"),
+    (["--train.objective", "hart"], "train.objective must be one of hard, soft, .*, got 'hart'$"),
+    (["--train.max_steps", "null"], "max_steps and max_minutes are both null, .*; set one of them"),
+    (["--drafter.num_layers", "many"], "drafter.num_layers must be a whole number, got 'many'$"),
+    (["--drafter.num_heads", "0"], "num_heads must be a whole number of at least 1, got 0"),
+    (["--tree.searched_nodes", "1"], "tree.searched_nodes must be at least 2"),
     (["--tree.max_rank", "0"], r"tree.max_rank must lie between 1 \(a chain\) and 10, got 0"),
-    (["--model.class_path", "draftsmith.trainers.Medusa2Module"],
-     "batch.source is 'features', but Medusa2Module trains the target"),
-    (["--tree.size", "99"], "tree.size must lie between 1 and tree.max_nodes 16, got 99"),
-    (["--prompts.source", "file"], "prompts.source file needs prompts.path"),
+    (["--family", "medusa2"], "batch.states is 'stored', but Medusa2Module trains the target"),
+    (["--tree.used_nodes", "99"], "tree.used_nodes must lie between 1 and tree.searched_nodes 16, got 99"),
+    (["--prompts.origin", "file"], "prompts.origin file needs prompts.path"),
     (["--target.name", "no/such-model"], "no/such-model"),
     (["--target.name", "gone.gguf"], "gone.gguf.*does not exist"),
     (["--target.chat_template", "gone.jinja"], "gone.jinja"),
     (["--target.device", "toaster"], "toaster"),
     (["--template.tools", "gone.json"], "gone.json"),
-    (["--prompts.source", "file", "--prompts.path", "gone.jsonl"], "gone.jsonl"),
+    (["--prompts.origin", "file", "--prompts.path", "gone.jsonl"], "gone.jsonl"),
 ])
-def test_a_wrong_recipe(words: list[str], told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_wrong_recipe(words: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     sentence = refused(capsys, "run", "--config", TINY, "--out", tmp_path / "run", *words)
-    assert re.search(told, sentence), sentence
+    assert re.search(message, sentence), sentence
     assert not [file for file in (tmp_path / "run").rglob("*") if file.suffix in (".safetensors", ".partial")]
 
 
-@pytest.mark.parametrize(("text", "told"), [
-    ("distill: [", "config"),
-    ("frobnicate: 1\n", "frobnicate"),
-    ("just words", "config"),
+@pytest.mark.parametrize(("words", "today"), [
+    (["--model", "draftsmith.trainers.MedusaModule"], "model is now family, with the sections drafter and train"),
+    (["--model.class_path", "x"], "model.class_path is now family"),
+    (["--model.init_args.config.lr", "1"], "model.init_args.config.lr is now train.lr"),
+    (["--model.config.lr=1"], "model.config.lr is now train.lr"),
+    (["--model.config.drafter.num_heads", "1"], "model.config.drafter.num_heads is now drafter.num_heads"),
+    (["--batch.source", "tokens"], "batch.source is now batch.states (stored, computed or mixed"),
+    (["--prompts.source", "file"], "prompts.source is now prompts.origin"),
+    (["--distill.source", "text"], "distill.source is now distill.answered_by"),
+    (["--tree.size", "4"], "tree.size is now tree.used_nodes"),
+    (["--tree.max-nodes", "4"], "tree.max_nodes is now tree.searched_nodes"),
 ])
-def test_a_malformed_recipe_file(text: str, told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_an_old_key_names_the_new_one(words: list[str], today: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sentence = refused(capsys, "run", "--config", TINY, *words)
+    assert f"the key {today}" in sentence
+    assert sentence.endswith("; rename it")
+
+
+@pytest.mark.parametrize(("text", "today"), [
+    ("model:\n  class_path: draftsmith.trainers.MedusaModule\n", "model is now family"),
+    ("family: medusa\nprompts:\n  source: own\n", "prompts.source is now prompts.origin"),
+    ("family: medusa\ndistill:\n  source: target\n", "distill.source is now distill.answered_by"),
+    ("family: medusa\ntree:\n  size: 4\n", "tree.size is now tree.used_nodes"),
+])
+@pytest.mark.parametrize("name", ["run", "evaluate"])
+def test_an_old_key_of_a_recipe_names_the_new_one(name: str, text: str, today: str, tmp_path: Path,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.yaml").write_text(text)
-    assert told in refused(capsys, "run", "--config", tmp_path / "mine.yaml")
+    assert f"the key {today}" in refused(capsys, name, "--config", tmp_path / "mine.yaml", "--out", tmp_path / "out")
+
+
+def test_an_old_key_of_a_home_section(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "the key distill.source is now distill.answered_by" in refused(
+        capsys, "distill", "--config", TINY, "--source", "text")
+
+
+@pytest.mark.parametrize("family", family_names())
+@pytest.mark.parametrize("words", [["run"], ["train"]])
+def test_help_lists_the_keys_of_a_family(family: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*words, "--family", family, "--help"])
+    shown = capsys.readouterr().out
+    configs = family_configs(family)
+    for name in (*(f"drafter.{field.name}" for field in fields(configs.drafter)),
+                 *(f"train.{field.name}" for field in fields(configs.train) if field.name != "drafter")):
+        assert f"--{name}" in shown, name
+    assert "--train.drafter" not in shown
+
+
+def test_help_without_a_family_says_how_to_see_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    assert "draftsmith run --family NAME --help lists them, for medusa, hydra" in " ".join(
+        capsys.readouterr().out.split())
+    with pytest.raises(SystemExit):
+        main(["run", "--config", "eagle3", "--help"])
+    assert "--drafter.target_hidden_size" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("distill: [", "is not a YAML file: .*line 1.*; correct it"),
+    ("frobnicate: 1\n", "run needs a family; set family in the recipe"),
+    ("family: medusa\nfrobnicate: 1\n", "unknown key frobnicate: run has batch, data, distill"),
+    ("just words", "must hold the sections of a recipe .* got str"),
+    ("family: medusa\ntrain:\n  lr: 1\n  lr: 2\n", r"the key 'lr' is given twice \(line 3\)"),
+    ("family: medusa\ntrain: 3\n", "train is a section with the keys max_steps, .*, got 3"),
+    ("family: eagle3\ntrain:\n  positions: 3\n", "train.positions is a section with the keys offset, anchors, got 3"),
+    ("family: medusa\ntrain:\n  lr: null\n", "train.lr must be a number, got null"),
+    ("family: medusa\ntrain:\n  lr: [1]\n", r"train.lr must be a number, got \[1\]"),
+    ("family: medusa\ndrafter:\n  num_head: 3\n", "unknown key drafter.num_head: did you mean drafter.num_heads"),
+])
+def test_a_malformed_recipe_file(text: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    sentence = refused(capsys, "run", "--config", tmp_path / "mine.yaml", "--out", tmp_path / "out")
+    assert re.search(message, sentence), sentence
 
 
 def test_a_missing_recipe_file_names_the_shipped_ones(capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,19 +269,19 @@ def test_a_missing_recipe_file_names_the_shipped_ones(capsys: pytest.CaptureFixt
         capsys, "run", "--config", "gone.yaml")
 
 
-@pytest.mark.parametrize(("content", "told"), [
+@pytest.mark.parametrize(("content", "message"), [
     ('{"prompt": "hi"}\n{"prompt": \n', "mine.jsonl:2"),
     ('{"prompt": "hi"}\n{"prompt": " "}\n', "mine.jsonl:2"),
     ('{"question": "hi"}\n', "mine.jsonl:1"),
     ("", "mine.jsonl holds no prompt"),
     ('{"prompt": "' + "long " * 400 + '"}\n', "context"),
 ])
-def test_bad_prompts_in_distillation(content: str, told: str, capsys: pytest.CaptureFixture[str],
+def test_bad_prompts_in_distillation(content: str, message: str, capsys: pytest.CaptureFixture[str],
                                      tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text(content)
-    sentence = refused(capsys, "distill", "--config", TINY, "--out", tmp_path / "run", "--prompts.source", "file",
+    sentence = refused(capsys, "distill", "--config", TINY, "--out", tmp_path / "run", "--prompts.origin", "file",
                        "--prompts.path", tmp_path / "mine.jsonl")
-    assert told in sentence, sentence
+    assert message in sentence, sentence
 
 
 def test_a_place_that_cannot_be_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -215,17 +290,17 @@ def test_a_place_that_cannot_be_written(capsys: pytest.CaptureFixture[str], tmp_
     assert str(tmp_path / "file") in sentence
 
 
-@pytest.mark.parametrize(("code", "told"), [
+@pytest.mark.parametrize(("code", "message"), [
     (errno.ENOSPC, "No space left on device: free some space or choose another --out"),
     (errno.EACCES, "Permission denied: change its permissions or choose another path"),
 ])
-def test_a_full_disk_is_one_sentence(code: int, told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path,
+def test_a_full_disk_is_one_sentence(code: int, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path,
                                      monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError(code, os.strerror(code), str(tmp_path / "shard"))
 
     monkeypatch.setattr(pipeline, "distill", fail)
-    assert told in refused(capsys, "run", "--config", TINY, "--out", tmp_path / "run")
+    assert message in refused(capsys, "run", "--config", TINY, "--out", tmp_path / "run")
 
 
 def test_our_own_mistakes_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -249,7 +324,7 @@ def test_training_before_distilling(capsys: pytest.CaptureFixture[str], tmp_path
         capsys, "train", "--config", TINY, "--out", tmp_path / "run")
 
 
-# Mistakes beside finished work ---------------------------------------------------------------------------------------
+# Mistakes and finished work ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -292,7 +367,7 @@ def test_a_malformed_line_in_evaluation(finished: Path, capsys: pytest.CaptureFi
                                      tmp_path / "mine.jsonl", "--out", tmp_path / "report")
 
 
-@pytest.mark.parametrize(("words", "told"), [
+@pytest.mark.parametrize(("words", "message"), [
     (["--batch-sizes", "0"], "batch_size must be at least 1, got 0"),
     (["--batch-sizes", "[1,many]"], "batch_sizes"),
     (["--temperatures", "[0,-1]"], "a temperature must be at least 0 and finite, got -1"),
@@ -304,7 +379,7 @@ def test_a_malformed_line_in_evaluation(finished: Path, capsys: pytest.CaptureFi
     (["--artifact", "[SAME,OTHER]"], "this was made for the target tiny-random with weights_hash"),
 ])
 def test_a_wrong_evaluation(finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str],
-                            told: str) -> None:
+                            message: str) -> None:
     (tmp_path / "mine.jsonl").write_text('{"prompt": "hi"}\n')
     (tmp_path / "empty.jsonl").write_text("")
     other = shutil.copytree(finished / "artifact", tmp_path / "other")
@@ -315,7 +390,7 @@ def test_a_wrong_evaluation(finished: Path, capsys: pytest.CaptureFixture[str], 
     given = ["--artifact", str(finished / "artifact"), "--prompts", str(tmp_path / "mine.jsonl"), *words]
     for name, place in places.items():
         given = [word.replace(name, place) for word in given]
-    assert told in refused(capsys, "evaluate", "--out", tmp_path / "report", *given)
+    assert message in refused(capsys, "evaluate", "--out", tmp_path / "report", *given)
     assert not list(tmp_path.glob("report/*"))
 
 
@@ -332,6 +407,6 @@ def test_a_corrupted_shard_is_named_and_finished_work_kept(copied: Path, capsys:
 
 def test_other_settings_do_not_mix_with_finished_work(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--out" in refused(capsys, "run", "--config", TINY, "--out", copied, "--distill.max_new_tokens", "13")
-    sentence = refused(capsys, "run", "--config", TINY, "--out", copied, "--model.config.lr", "0.25")
+    sentence = refused(capsys, "run", "--config", TINY, "--out", copied, "--train.lr", "0.25")
     assert "lr" in sentence
     assert "0.25" in sentence

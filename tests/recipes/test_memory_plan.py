@@ -13,7 +13,7 @@ from draftsmith.recipes.pipeline import COMMANDS
 from transformers import LlamaConfig
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-TRAINING = sorted(file.stem for file in RECIPES.glob("*.yaml") if "\nmodel:" in file.read_text())
+TRAINING = sorted(file.stem for file in RECIPES.glob("*.yaml") if "\nfamily:" in file.read_text())
 LARGE = [name for name in TRAINING if name.endswith("_8b")]
 
 
@@ -46,18 +46,18 @@ def test_every_recipe_states_its_memory(
 ) -> None:
     words = ["--target.name", str(eight_billion)] if recipe in LARGE else []
     assert main(["plan", "--config", recipe, *words]) == 0
-    told = capsys.readouterr().out
-    assert re.search(r"drafter +[\d,]+ trained parameters", told)
-    assert re.search(r"training +[\d.]+ [GMK]iB a device", told)
+    message = capsys.readouterr().out
+    assert re.search(r"drafter +[\d,]+ trained parameters", message)
+    assert re.search(r"training +[\d.]+ [GMK]iB a device", message)
     if recipe in LARGE:
-        assert "8,030,261,248 parameters, 15.0 GiB" in told or "8,030,261,248 parameters, 29.9 GiB" in told
+        assert "8,030,261,248 parameters, 15.0 GiB" in message or "8,030,261,248 parameters, 29.9 GiB" in message
 
 
 def test_the_figures_are_those_of_the_real_drafter() -> None:
     parsed = COMMANDS["run"].parse(["--config", "tiny"])
     target = load_target(TargetConfig(name="tiny-random"))
     plan = plan_recipe(parsed.values, sketch_target(parsed.values.target))
-    module = parsed.values.model(target, token_counts=torch.ones(target.vocab_size))
+    module = parsed.values.module(target, torch.ones(target.vocab_size))
     module.configure_model()
     assert plan.drafter_parameters == sum(parameter.numel() for parameter in module.drafter.parameters())
     assert plan.target_parameters == sum(parameter.numel() for parameter in target.model.parameters())

@@ -26,10 +26,11 @@ from draftsmith.modules import (
     stream,
 )
 from draftsmith.recipes.__main__ import main
-from draftsmith.recipes.pipeline import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "recipes" / "tiny.yaml"
+STAGES = 5
+"""Stages of a run."""
 KEYS = {"family", "target", "prompts", "batch_size", "temperature", "new_tokens", "target_passes", "accepted_length",
         "acceptance_by_position", "tokens_per_second", "plain_tokens_per_second", "generate_tokens_per_second",
         "speedup", "contended", "draft_time_share", "lossless"}
@@ -66,20 +67,20 @@ def test_the_evaluation_has_the_promised_keys_and_is_lossless(finished: Path) ->
 def test_a_second_call_skips_every_stage(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {file: file.stat().st_mtime_ns for file in finished.rglob("*") if file.is_file()}
     run(finished)
-    assert capsys.readouterr().out.count("already complete, skipped") == len(STAGES)
+    assert capsys.readouterr().out.count("already complete, skipped") == STAGES
     assert {file: file.stat().st_mtime_ns for file in finished.rglob("*") if file.is_file()} == before
 
 
 def test_an_artifacts_draft_writes_rows_for_the_next_one(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mixed = ["--distill.source", "mix", "--distill.mix", '{"target": 0.5, "draft": 0.5}', "--distill.draft",
+    mixed = ["--distill.answered_by", "mix", "--distill.mix", '{"target": 0.5, "draft": 0.5}', "--distill.draft",
              str(finished / "artifact"), "--distill.budget_tokens", "600"]
     words = ["--config", str(TINY), "--out", str(tmp_path), *mixed]
     assert main(["distill", *words]) == 2
     assert "objective is hard and the text is learnt as it stands; choose another objective" in capsys.readouterr().err
-    assert not (tmp_path / "data").exists(), "told before anything is written"
-    assert main(["distill", *words, "--model.config.objective", "soft"]) == 0
+    assert not (tmp_path / "data").exists(), "message before anything is written"
+    assert main(["distill", *words, "--train.objective", "soft"]) == 0
     manifest = Manifest.load(tmp_path / "data")
     assert manifest.written("draft") > 0 < manifest.written("target")
     assert main(["train", *words]) == 2
@@ -89,7 +90,7 @@ def test_an_artifacts_draft_writes_rows_for_the_next_one(
 def test_a_lost_report_is_made_again_without_training(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (finished / "report.html").unlink()
     run(finished)
-    assert capsys.readouterr().out.count("already complete, skipped") == len(STAGES) - 1
+    assert capsys.readouterr().out.count("already complete, skipped") == STAGES - 1
     assert (finished / "report.html").is_file()
 
 
@@ -133,13 +134,13 @@ def test_distill_then_train_is_the_same_as_run(finished: Path, tmp_path: Path) -
 def test_generate_streams_the_plain_answer(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     artifact = str(finished / "artifact")
     assert main(["generate", "--artifact", artifact, "--prompt", "hello", "--max-new-tokens", "30"]) == 0
-    told = capsys.readouterr()
+    message = capsys.readouterr()
     target = load_target(TargetConfig(name="tiny-random"))
     tokens = target.tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], add_generation_prompt=True,
                                                   tokenize=True, return_dict=False)
     plain, = decode(target, [Request(tuple(tokens), 0, 30)], DecodeSettings()).generations
-    assert told.out.rstrip("\n") == target.tokenizer.decode(plain.tokens, skip_special_tokens=True).rstrip("\n")
-    assert "tokens per pass" in told.err
+    assert message.out.rstrip("\n") == target.tokenizer.decode(plain.tokens, skip_special_tokens=True).rstrip("\n")
+    assert "tokens per pass" in message.err
 
 
 def test_a_sampled_answer_is_drafted_by_the_tree_for_it(
@@ -258,13 +259,13 @@ def test_another_run_trains_on_the_same_data(
 ) -> None:
     out, data = tmp_path / "second", finished / "data"
     before = {file: file.stat().st_mtime_ns for file in data.iterdir()}
-    run(out, "--data", str(data), "--model.init_args.config.drafter.num_heads", "2")
-    told = capsys.readouterr().out
-    assert "[1/4] its states are stored" in told
+    run(out, "--data", str(data), "--drafter.num_heads", "2")
+    message = capsys.readouterr().out
+    assert "[1/4] its states are stored" in message
     assert not (out / "data").exists()
     assert {file: file.stat().st_mtime_ns for file in data.iterdir()} == before
-    run(out, "--data", str(data), "--model.init_args.config.drafter.num_heads", "2")
-    assert capsys.readouterr().out.count("already complete, skipped") == len(STAGES) - 1
+    run(out, "--data", str(data), "--drafter.num_heads", "2")
+    assert capsys.readouterr().out.count("already complete, skipped") == STAGES - 1
 
 
 def test_data_is_read_with_the_template_it_was_rendered_with(
@@ -291,8 +292,8 @@ def beginning_with(folder: Path, target: Target, layers: tuple[int, ...], out: P
     export_artifact(Artifact(drafter=drafter, target=target, topology=Topology.chain(2), identity=target.identity,
                              provenance={}), target, "huggingface", folder)
     content = yaml.safe_load(TINY.read_text())
-    config = {"max_steps": 2, "warmup_steps": 1, "checkpoint_every": 1, "drafter": {"folder": str(folder)}}
-    content["model"] = {"class_path": "draftsmith.trainers.DraftLMModule", "init_args": {"config": config}}
+    content |= {"family": "draft_lm", "drafter": {"folder": str(folder)},
+                "train": {"max_steps": 2, "warmup_steps": 1, "checkpoint_every": 1}}
     out.mkdir(exist_ok=True)
     (out / "recipe.yaml").write_text(yaml.safe_dump(content))
     return ["--config", str(out / "recipe.yaml"), "--out", str(out)]
@@ -310,7 +311,7 @@ def test_another_model_in_the_same_folder_is_noticed(
     assert capsys.readouterr().out.count("already complete, skipped") == 3
     beginning_with(tmp_path / "draft", target, (1,), tmp_path / "out")
     assert main(["train", *words]) == 2
-    assert 'was begun with "model_in_folder": ' in capsys.readouterr().err
+    assert 'was started with "model_in_folder": ' in capsys.readouterr().err
     shutil.rmtree(tmp_path / "out" / "train")
     assert main(["train", *words]) == 0
     assert (tmp_path / "out" / "artifact" / "model.safetensors").read_bytes() != weights

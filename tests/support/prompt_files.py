@@ -18,7 +18,7 @@ def write_prompts(folder: Path, rows: list[dict[str, Any]]) -> PromptConfig:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "prompts.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return PromptConfig(source="file", path=str(file))
+    return PromptConfig(origin="file", path=str(file))
 
 
 def many(count: int) -> list[dict[str, Any]]:

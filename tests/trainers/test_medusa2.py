@@ -281,10 +281,10 @@ def test_a_run_from_prompts_to_the_report_tells_how_far_the_target_moved(tmp_pat
 
     tiny = Path(__file__).resolve().parents[2] / "recipes" / "tiny.yaml"
     recipe = yaml.safe_load(tiny.read_text())
-    recipe["model"] = {"class_path": "draftsmith.trainers.Medusa2Module", "init_args": {"config": {
-        "max_steps": 12, "lr": 2e-2, "warmup_steps": 1, "validate_every": 6, "checkpoint_every": 6,
-        "validation_nodes": 4, "first_stage": 0.25, "drafter": {"num_heads": 2}, "lora": {"rank": 2}}}}
-    recipe["batch"]["source"] = "tokens"
+    recipe["family"], recipe["drafter"] = "medusa2", {"num_heads": 2}
+    recipe["train"] = {"max_steps": 12, "lr": 2e-2, "warmup_steps": 1, "validate_every": 6, "checkpoint_every": 6,
+                       "validation_nodes": 4, "first_stage": 0.25, "lora": {"rank": 2}}
+    recipe["batch"]["states"] = "computed"
     recipe["evaluate"] = {"max_new_tokens": 12, "speed_prompts": 1, "limit": 3, "temperatures": [0.0, 1.0]}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     out = tmp_path / "out"

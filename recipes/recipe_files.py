@@ -1,0 +1,108 @@
+"""Recipe files: found by path or shipped name, read with what they extend, and merged."""
+
+from collections.abc import Hashable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..modules import UserError
+
+EXTENDS, FAMILY, DRAFTER = "extends", "family", "drafter"
+
+
+def recipe_path(name: str) -> str:
+    """`name` itself when such a file exists, else the shipped recipe of that name.
+
+    Raises:
+        UserError: if there is neither.
+    """
+    if Path(name).is_file():
+        return name
+    shipped = {entry.name: str(entry) for entry in files(__package__).iterdir() if entry.name.endswith(".yaml")}
+    found = shipped.get(name) or shipped.get(f"{name}.yaml")
+    if found is None:
+        names = ", ".join(sorted(file.removesuffix(".yaml") for file in shipped))
+        raise UserError(f"there is no recipe {name!r}; give the path of a YAML file or a shipped recipe ({names})")
+    return found
+
+
+def read_recipe(path: str, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The sections of a recipe, those of the recipe that it extends included.
+
+    Args:
+        path: of the file.
+        extended_by: the files that led here, for finding circles.
+
+    Raises:
+        UserError: if the file cannot be read, is not a mapping, has a key twice, or extends itself.
+    """
+    file = Path(path).resolve()
+    if file in extended_by:
+        circle = " -> ".join(one.name for one in (*extended_by[extended_by.index(file):], file))
+        raise UserError(f"recipes extend each other in a circle: {circle}; remove one `extends`")
+    content = load_yaml(file)
+    if EXTENDS not in content:
+        return content
+    base = content.pop(EXTENDS)
+    if not isinstance(base, str):
+        raise UserError(f"{path}: extends must be the name or path of one recipe, got {base!r}")
+    try:
+        found = recipe_path(near(file, base))
+    except UserError as error:
+        raise UserError(f"{path} extends {base!r}, but {error}") from error
+    return merge(read_recipe(found, (*extended_by, file)), content)
+
+
+def near(file: Path, name: str) -> str:
+    """The path of `name` in the folder of `file` where there is such a recipe, else `name`."""
+    found = [path for path in (file.parent / name, file.parent / f"{name}.yaml") if path.is_file()]
+    return str(found[0]) if found else name
+
+
+def load_yaml(file: Path) -> dict[str, Any]:
+    """The mapping in a YAML file; an empty file is an empty one. Raises UserError when it is none."""
+    try:
+        content = yaml.load(file.read_text(encoding="utf-8"), Loader=UniqueKeyLoader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} is not a YAML file: {_problem(error)}; correct it") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise UserError(f"{file} must hold the sections of a recipe (key: value), got {type(content).__name__}")
+    return {str(key): value for key, value in content.items()}
+
+
+class UniqueKeyLoader(yaml.SafeLoader):
+    """PyYAML's safe loader, except that a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """A mapping whose keys are all different."""
+        keys = [str(key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for twice in sorted({key for key in keys if keys.count(key) > 1}):
+            raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _problem(error: yaml.YAMLError | UnicodeDecodeError) -> str:
+    """The problem of a file in one line, with its place."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"{error.problem} (line {error.problem_mark.line + 1})"
+    return " ".join(str(error).split())
+
+
+def merge(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the keys of `own`, which win, section by section.
+
+    The section `drafter` of `base` is left out where `own` names another family: it is the shape of another drafter.
+    """
+    if FAMILY in own and FAMILY in base and own[FAMILY] != base[FAMILY]:
+        base = {key: value for key, value in base.items() if key != DRAFTER}
+    return {**base, **{key: _merged(base.get(key), value) for key, value in own.items()}}
+
+
+def _merged(base: Any, own: Any) -> Any:
+    if not isinstance(base, dict) or not isinstance(own, dict):
+        return own
+    return {**base, **{key: _merged(base.get(key), value) for key, value in own.items()}}

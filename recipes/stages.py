@@ -1,0 +1,103 @@
+"""Stages of a run and the record of the finished ones: a stage whose output is complete is not done again."""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..modules import UserError
+from ..modules.atomic_files import write_file
+
+STAGES_FILE = "stages.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A step of a run whose output is kept."""
+
+    name: str
+    """Its name in the list of finished stages."""
+    title: str
+    """Its progress line."""
+    sections: tuple[str, ...]
+    """Recipe sections that decide its output, besides the stages before it."""
+    work: Callable[[], Sequence[Path]]
+    """Does it, resuming what an interrupted run left; returns the files that stand for its whole output."""
+
+
+def run_stages(
+    out: Path, settings: Mapping[str, Any], stages: Sequence[Stage], chosen: Sequence[str], before: str = ""
+) -> None:
+    """Run the chosen stages in order, skipping those whose output is complete.
+
+    A stage is complete when it ended with the same recipe sections after the same earlier stages and its files are
+    still the ones that it wrote.
+
+    Args:
+        out: folder of the run.
+        settings: recipe sections by name.
+        stages: all stages of the run.
+        chosen: names of those to run.
+        before: identity of anything that was done elsewhere before the first stage.
+    """
+    finished = read_finished(out)
+    for number, stage in enumerate(stages, 1):
+        key = stage_key(stage, settings, before)
+        label = f"[{number}/{len(stages)}] {stage.title}"
+        record = finished.get(stage.name)
+        if record is None or record["key"] != key or not intact(out, record["files"]):
+            if stage.name in chosen:
+                record = perform(stage, out, label, key)
+                finished = {**finished, stage.name: record}
+                write_file(out / STAGES_FILE, json.dumps(finished, indent=2, sort_keys=True) + "\n")
+        elif stage.name in chosen:
+            print(f"{label}: already complete, skipped", flush=True)
+        before = json.dumps(record["files"], sort_keys=True) if record else ""
+
+
+def perform(stage: Stage, out: Path, label: str, key: str) -> dict[str, Any]:
+    """Do a stage and return its record."""
+    print(label, flush=True)
+    started = time.monotonic()
+    files = {os.path.relpath(file, out): sha256(file) for file in stage.work()}
+    print(f"     done in {time.monotonic() - started:.0f} s", flush=True)
+    return {"key": key, "files": files}
+
+
+def stage_key(stage: Stage, settings: Mapping[str, Any], before: str) -> str:
+    """Hash of everything that decides a stage's output."""
+    sections = {section: settings[section] for section in stage.sections}
+    return hashlib.sha256(json.dumps([stage.name, sections, before], sort_keys=True).encode()).hexdigest()
+
+
+def read_finished(out: Path) -> dict[str, Any]:
+    """Records of the finished stages by name; none when the run is new.
+
+    Raises:
+        UserError: if the file is damaged.
+    """
+    file = out / STAGES_FILE
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} is damaged ({error}); delete it, finished work is found again") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file} is damaged (no JSON object); delete it, finished work is found again")
+    return content
+
+
+def intact(out: Path, files: Mapping[str, str]) -> bool:
+    """Whether all recorded files are there with the recorded content."""
+    return all((out / name).is_file() and sha256(out / name) == digest for name, digest in files.items())
+
+
+def sha256(file: Path) -> str:
+    """Hex digest of a file's bytes."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

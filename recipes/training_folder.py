@@ -1,0 +1,65 @@
+"""Folder of a training: the settings that it was started with, and the result that it left."""
+
+import json
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from ..modules import UserError
+from ..modules.atomic_files import write_file
+from ..trainers import FitResult
+from .workspace import Workspace
+
+RESULT_FILE, STATS_FILE, SETTINGS_FILE = "result.json", "stats.json", "settings.json"
+DECISIVE = ("family", "drafter", "train", "batch")
+"""Recipe sections that decide what is trained."""
+
+
+def check_settings(workspace: Workspace) -> None:
+    """Write the settings of a training into its folder, so that another recipe or other data do not resume in it.
+
+    Raises:
+        UserError: if the folder was started with other settings or data.
+    """
+    file = workspace.training / SETTINGS_FILE
+    sections = {name: workspace.decisive[name] for name in DECISIVE}
+    content = json.dumps({**sections, "data": workspace.manifest().hash}, indent=2, sort_keys=True) + "\n"
+    if not file.is_file():
+        write_file(file, content)
+    elif file.read_text(encoding="utf-8") != content:
+        raise UserError(f"{workspace.training} was started with {difference(file, content)}; delete it to train anew, "
+                        "or choose another --out")
+
+
+def difference(file: Path, content: str) -> str:
+    """The first line in which a settings file differs, for people."""
+    former, wanted = file.read_text(encoding="utf-8").splitlines(), content.splitlines()
+    pairs = ((a.strip(" ,"), b.strip(" ,")) for a, b in zip(former, wanted, strict=False) if a != b)
+    old, new = next(pairs, ("other settings", "these"))
+    return f"{old}, now it is {new}"
+
+
+def write_result(folder: Path, result: FitResult) -> list[Path]:
+    """Write the result of a training; returns the files that later stages depend on."""
+    content = {**asdict(result), "checkpoint": str(result.checkpoint.relative_to(folder))}
+    # What the machine decides stays out of what later stages depend on.
+    stats = {name: content.pop(name) for name in ("precision", "seconds", "peak_memory_bytes")}
+    write_file(folder / STATS_FILE, json.dumps(stats, indent=2) + "\n")
+    write_file(folder / RESULT_FILE, json.dumps(content, indent=2) + "\n")
+    return [folder / RESULT_FILE, result.checkpoint]
+
+
+def read_result(folder: Path) -> FitResult:
+    """The result of a finished training.
+
+    Raises:
+        UserError: if it has not been run to its end.
+    """
+    files = [folder / name for name in (RESULT_FILE, STATS_FILE)]
+    if not all(file.is_file() for file in files):
+        raise UserError(f"{folder} holds no finished training; run draftsmith train with this recipe first")
+    content = {name: value for file in files for name, value in json.loads(file.read_text(encoding="utf-8")).items()}
+    if apart := sorted({one.name for one in fields(FitResult)} ^ content.keys()):
+        raise UserError(f"{folder} was left by another version of draftsmith (its results differ in "
+                        f"{', '.join(apart)}); delete it to train anew, or choose another --out")
+    content |= {"checkpoint": folder / content["checkpoint"], "by_position": tuple(content["by_position"])}
+    return FitResult(**content)

@@ -1,0 +1,87 @@
+"""Recipe files: what they extend, which keys win, and files that cannot be read."""
+
+from pathlib import Path
+
+import pytest
+from draftsmith.modules import UserError
+from draftsmith.recipes.pipeline import COMMANDS
+from draftsmith.recipes.recipe_files import merge, read_recipe, recipe_path
+
+
+def write(folder: Path, **texts: str) -> Path:
+    """Write recipe files by name; returns the first."""
+    for name, text in texts.items():
+        (folder / f"{name}.yaml").write_text(text)
+    return folder / f"{next(iter(texts))}.yaml"
+
+
+def test_own_keys_win_section_by_section(tmp_path: Path) -> None:
+    file = write(tmp_path, mine="extends: base\nout: a\ntrain:\n  lora:\n    rank: 2\n",
+                 base="out: b\ntrain:\n  lr: 1.0\n  lora:\n    rank: 1\n    alpha: 3\ntree:\n  max_rank: 1\n")
+    assert read_recipe(str(file)) == {"out": "a", "train": {"lr": 1.0, "lora": {"rank": 2, "alpha": 3}},
+                                      "tree": {"max_rank": 1}}
+
+
+def test_a_recipe_extends_by_a_path_relative_to_itself_or_a_shipped_name(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    write(tmp_path, base="extends: embedded\nout: b\n")
+    file = write(tmp_path / "inner", mine="extends: ../base.yaml\nfamily: medusa\n")
+    content = read_recipe(str(file))
+    assert content["out"] == "b"
+    assert content["target"] == read_recipe(recipe_path("embedded"))["target"]
+
+
+def test_a_file_beside_the_recipe_comes_before_a_shipped_one(tmp_path: Path) -> None:
+    file = write(tmp_path, mine="extends: embedded\n", embedded="out: own\n")
+    assert read_recipe(str(file)) == {"out": "own"}
+
+
+def test_another_family_brings_its_own_drafter(tmp_path: Path) -> None:
+    base = {"family": "medusa", "drafter": {"num_heads": 3}, "train": {"lr": 1.0}}
+    assert merge(base, {"family": "eagle3"}) == {"family": "eagle3", "train": {"lr": 1.0}}
+    assert merge(base, {"family": "medusa"}) == base
+    words = ["--config", "tiny", "--out", str(tmp_path), "--family", "eagle3"]
+    given = COMMANDS["run"].parse(words).settings
+    assert (given["family"], given["train"]["max_steps"], given["drafter"]["steps"]) == ("eagle3", 30, 7)
+
+
+@pytest.mark.parametrize(("texts", "message"), [
+    ({"a": "extends: b\n", "b": "extends: c\n", "c": "extends: b\n"},
+     r"recipes extend each other in a circle: b.yaml -> c.yaml -> b.yaml; remove one `extends`"),
+    ({"a": "extends: a\n"}, r"in a circle: a.yaml -> a.yaml"),
+    ({"a": "extends: gone\n"}, r"a.yaml extends 'gone', but there is no recipe 'gone'; give the path"),
+    ({"a": "extends: [b, c]\n"}, r"a.yaml: extends must be the name or path of one recipe, got \['b', 'c'\]"),
+    ({"a": "out: a\nout: b\n"}, r"a.yaml is not a YAML file: the key 'out' is given twice \(line 1\)"),
+    ({"a": "extends: b\n", "b": "tree:\n  max_rank: 1\n  max_rank: 2\n"}, r"b.yaml is not .* 'max_rank' is given"),
+    ({"a": "- out\n"}, r"a.yaml must hold the sections of a recipe \(key: value\), got list"),
+])
+def test_recipes_that_cannot_be_read(texts: dict[str, str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        read_recipe(str(write(tmp_path, **texts)))
+
+
+def test_an_empty_recipe_is_an_empty_one(tmp_path: Path) -> None:
+    assert read_recipe(str(write(tmp_path, a="# nothing\n"))) == {}
+
+
+def test_what_embedded_recipes_share_stands_once(tmp_path: Path) -> None:
+    """No recipe repeats a value that it inherits."""
+    shared = read_recipe(recipe_path("embedded"))
+    extending = [file for file in Path(recipe_path("embedded")).parent.glob("*.yaml")
+                 if "\nextends: embedded" in file.read_text()]
+    assert len(extending) > 5
+    for file in extending:
+        own = "\n".join(line for line in file.read_text().splitlines() if not line.startswith("extends:"))
+        assert not repeated(read_recipe(str(write(tmp_path, own=own))), shared), file.name
+
+
+def repeated(own: dict[str, object], shared: dict[str, object]) -> list[str]:
+    """Keys of both with the same value."""
+    found = []
+    for key in {*own} & {*shared}:
+        mine, theirs = own[key], shared[key]
+        if isinstance(mine, dict) and isinstance(theirs, dict):
+            found += repeated(mine, theirs)
+        elif mine == theirs:
+            found.append(key)
+    return found
