@@ -66,10 +66,11 @@ def require_distinct(ids_Q: Tensor | None) -> None:
     """
     if ids_Q is None:
         return
-    ids, counts = ids_Q.unique(return_counts=True)
-    if bool((counts > 1).any()):
-        token = int(ids[counts.argmax()])
-        raise UserError(f"token {token} occurs {int(counts.max())} times in the draft vocabulary; give every id once, "
+    sorted_Q = ids_Q.sort().values
+    repeated = sorted_Q[1:][sorted_Q[1:] == sorted_Q[:-1]]
+    if len(repeated):
+        count = int((ids_Q == repeated[0]).sum())
+        raise UserError(f"token {int(repeated[0])} occurs {count} times in the draft vocabulary; give every id once, "
                         "as draftsmith.modules.target.draft_vocabulary.choose does")
 
 
