@@ -35,6 +35,7 @@ from ..modules import (
 )
 from ..modules.atomic_files import whole_folder, write_file
 from ..modules.target.adapter import PREFIX
+from ..modules.target.draft_vocabulary import require_distinct
 
 FORMAT_VERSION = 1
 """Raised when a reader of the previous version could not read the new files."""
@@ -366,6 +367,7 @@ def _load_weights(drafter: Drafter, path: Path, config: Mapping[str, Any]) -> Ad
     except (SafetensorError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path} does not fit the drafter that {CONFIG} describes: {reason}") from error
+    require_distinct(drafter.token_ids_Q)
     if "adapter" not in config and not changes:
         return None
     return Adapter.rebuild(config.get("adapter", {"layers": [], "scale": 1.0}), changes)

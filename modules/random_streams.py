@@ -1,8 +1,8 @@
-"""Random numbers that name themselves: each is a function of (seed, request, place, purpose), wherever it is needed.
+"""Counter-based random numbers: each is a function of (seed, request, place, purpose), wherever it is needed.
 
 `uniform_stream` in `requests.py` holds the numbers of the emitted tokens. Drafting by sampling and rejection need more:
 they come from Philox4x32-10 (Salmon et al., SC 2011), evaluated on the device, so that neither the batch, nor the
-order of the queue, nor the host has a part in them.
+order of the queue, nor the host changes them.
 
 Shapes: B rows, N nodes of a tree, F nodes asked for, Q draft vocabulary.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _STEPS = (0x9E3779B9, 0xBB67AE85)
-_TESTS, _NOISE = 1, 2
+_TESTS, _NOISE, _KEYS = 1, 2, 3
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -37,10 +37,11 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 @dataclass(frozen=True, kw_only=True)
 class Draws:
-    """The random numbers of one pass of a batch, and how hot each row is.
+    """The random numbers of one pass of a batch, and each row's temperature.
 
     Key: the low words of seed and request index. Counter: number, place of the tree's root in the answer, purpose and
-    node, high word of the seed. A pass emits at least one token, so no two passes of a request share a place.
+    node, high word of the seed. An index whose high word is not 0 gets a key and a last counter word derived from all
+    128 bits by the generator itself. A pass emits at least one token, so no two passes of a request share a place.
     """
 
     seed: int
@@ -53,7 +54,7 @@ class Draws:
     """The row's temperature, float32; 0 is greedy."""
 
     @property
-    def hot_B(self) -> Tensor:
+    def sampling_B(self) -> Tensor:
         """Rows that sample."""
         return self.temperature_B > 0
 
@@ -74,7 +75,17 @@ class Draws:
     def _words(self, purpose_BF: Tensor, count: int) -> Tensor:
         blocks = torch.arange(-(-count // 4), device=self.places_B.device)
         places_B11 = self.places_B[:, None, None]
-        counter = (blocks, places_B11, purpose_BF[..., None], torch.full_like(places_B11, (self.seed >> 32) & _MASK))
-        key = torch.full_like(places_B11, self.seed & _MASK), self.requests_B[:, None, None] & _MASK
-        words = torch.stack(philox(counter, key), dim=-1)
+        *key, last_B11 = self._key(places_B11)
+        words = torch.stack(philox((blocks, places_B11, purpose_BF[..., None], last_B11), (key[0], key[1])), dim=-1)
         return words.flatten(-2)[..., :count]
+
+    def _key(self, like_B11: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(low word, high word of the key, last word of the counter) of each row, [B, 1, 1] each."""
+        low_B11, high_B11 = (torch.full_like(like_B11, (self.seed >> shift) & _MASK) for shift in (0, 32))
+        requests_B11 = self.requests_B[:, None, None]
+        plain = (low_B11, requests_B11 & _MASK, high_B11)
+        beyond_B11 = (requests_B11 >> 32) & _MASK
+        purpose = torch.full_like(like_B11, _KEYS << 24)
+        derived = philox((beyond_B11, torch.zeros_like(like_B11), purpose, high_B11), plain[:2])
+        first, second, third = (torch.where(beyond_B11 == 0, a, b) for a, b in zip(plain, derived, strict=False))
+        return first, second, third

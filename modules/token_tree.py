@@ -1,4 +1,4 @@
-"""Token trees: what a drafter proposes and one target pass verifies.
+"""Token trees: a drafter's proposal, verified by one target pass.
 
 Shapes: B rows, N nodes, K nodes of a path, D hidden size, M virtual nodes. Node 0 is the root: the last token the
 target has decided, which has not been through the target yet. Parents precede children; a chain is a tree.
@@ -69,7 +69,7 @@ class Topology:
 
     @property
     def width(self) -> int:
-        """How many proposals of one node are used at most."""
+        """Largest number of proposals of one node that are used."""
         return max(self.ranks[1:], default=-1) + 1
 
     @cached_property
@@ -156,7 +156,7 @@ def _constants(topology: Topology, device: torch.device) -> tuple[Tensor, Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """How sampled nodes were drawn: from the parent's q, without replacement, siblings in the order of their indices.
+    """Draws of sampled nodes: from the parent's q, without replacement, siblings in the order of their indices.
 
     The first sampled child of a node was drawn from q, each later one from q with the earlier ones removed and the rest
     renormalised. Whether a node was drawn at all may depend on other tokens, never on its own.
@@ -164,8 +164,10 @@ class Drawn:
     Shapes: I distributions a row, Q entries of the draft vocabulary.
     """
 
-    probs_BIQ: Tensor
-    """Exactly the distributions drawn from, after temperature and filters, float32."""
+    log_q_BIQ: Tensor
+    """Logarithms of exactly the distributions drawn from, after temperature and filters, float32; minus infinity for
+    entries that cannot be drawn. Probabilities would underflow: what is left of q after its favourite may lie below
+    the smallest float32, and later siblings are drawn from it."""
     inner_BN: Tensor
     """Which of them is the q of a node's children, int64; any for a node without children."""
     sampled_BN: Tensor
@@ -218,18 +220,19 @@ class TokenTree:
         return found_BK.clamp(max=self.size - 1), found_BK < self.size
 
     def draft_at(self, nodes_BM: Tensor, vocab_size: int) -> Tensor:
-        """q over the target's vocabulary at M nodes, [B, M, V], float64; zeros in a tree of point masses."""
-        shape = (*nodes_BM.shape, vocab_size)
+        """log q over the target's vocabulary at M nodes, [B, M, V], float64; minus infinity where nothing is drawn."""
+        nothing_BMV = torch.full((*nodes_BM.shape, vocab_size), -torch.inf, dtype=torch.float64, device=nodes_BM.device)
         if self.drawn is None:
-            return torch.zeros(shape, dtype=torch.float64, device=nodes_BM.device)
-        probs, inner_BM = self.drawn.probs_BIQ, self.drawn.inner_BN.gather(1, nodes_BM)
-        probs_BMQ = probs.gather(1, inner_BM[..., None].expand(-1, -1, probs.shape[-1])).double()
+            return nothing_BMV
+        log_q_BIQ, inner_BM = self.drawn.log_q_BIQ, self.drawn.inner_BN.gather(1, nodes_BM)
+        log_q_BMQ = log_q_BIQ.gather(1, inner_BM[..., None].expand(-1, -1, log_q_BIQ.shape[-1])).double()
         if self.drawn.candidates_BIQ is not None:
-            ids_BMQ = self.drawn.candidates_BIQ.gather(1, inner_BM[..., None].expand_as(probs_BMQ))
-            return probs_BMQ.new_zeros(shape).scatter_add(2, ids_BMQ, probs_BMQ)
+            ids_BMQ = self.drawn.candidates_BIQ.gather(1, inner_BM[..., None].expand_as(log_q_BMQ))
+            # An impossible entry may repeat the id of a possible one.
+            return nothing_BMV.scatter_reduce(2, ids_BMQ, log_q_BMQ, "amax")
         if self.drawn.token_ids_Q is None:
-            return probs_BMQ
-        return probs_BMQ.new_zeros(shape).index_copy(2, self.drawn.token_ids_Q, probs_BMQ)
+            return log_q_BMQ
+        return nothing_BMV.index_copy(2, self.drawn.token_ids_Q, log_q_BMQ)
 
     def packed(self, size: int) -> "TokenTree":
         """The first `size` real nodes of each row, in their order; padding fills what is left.

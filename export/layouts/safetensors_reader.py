@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ...modules import Drafter, Target, UserError
+from ...modules.target.draft_vocabulary import require_distinct
 
 _ROUNDING = 1e-2
 """Largest difference of an embedding from the target's, relative to its largest element: half precision is closer."""
@@ -58,13 +59,14 @@ def loaded(drafter: D, tensors: dict[str, Tensor], target: Target, mismatch: str
         mismatch: start of the error message, up to the name of the target.
 
     Raises:
-        UserError: if a tensor is missing, unknown or of another shape.
+        UserError: if a tensor is missing, unknown or of another shape, or the draft vocabulary holds an id twice.
     """
     try:
         drafter.load_state_dict(tensors)
     except RuntimeError as error:
         raise UserError(f"{mismatch} {target.identity.name} (width {target.hidden_size}, {target.vocab_size} tokens): "
                         f"{' '.join(str(error).split())}") from error
+    require_distinct(drafter.token_ids_Q)
     drafter.to(device=target.device, dtype=torch.promote_types(target.dtype, torch.float32))
     drafter.bind(target)
     return drafter.eval()

@@ -39,14 +39,14 @@ class Referee:
         self.seen_RV = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device) if penalised else None
         self.last_R = torch.zeros(rows, dtype=torch.long, device=device)
         self.active = 0
-        self._hot = [False] * rows
+        self._samples = [False] * rows
 
     def open(self, row: int, request: Request) -> None:
         """Start a request in a row."""
         self.active = max(self.active, row + 1)
         self.temperature_R[row], self.requests_R[row], self.places_R[row] = request.temperature, request.index, 0
-        self._hot[row] = request.temperature > 0
-        if self._hot[row]:
+        self._samples[row] = request.temperature > 0
+        if self._samples[row]:
             stream = uniform_stream(self.settings.seed, request.index, self.uniforms_RT.shape[1])
             self.uniforms_RT[row] = torch.from_numpy(stream)
         if self.seen_RV is not None:
@@ -57,7 +57,7 @@ class Referee:
     def keep(self, order: list[int], order_R: Tensor) -> None:
         """Row r is the former row order[r]; the others leave."""
         self.active = len(order)
-        self._hot = [self._hot[row] for row in order]
+        self._samples = [self._samples[row] for row in order]
         for name in ("temperature_R", "requests_R", "places_R", "uniforms_RT", "seen_RV", "last_R"):
             if (held := getattr(self, name)) is not None:
                 setattr(self, name, held[order_R])
@@ -105,7 +105,7 @@ class Referee:
             top_k=self.settings.top_k,
             top_p=self.settings.top_p,
             min_p=self.settings.min_p,
-            hot_rows=tuple(place for place, row in enumerate(rows) if self._hot[row]),
+            sampling_rows=tuple(place for place, row in enumerate(rows) if self._samples[row]),
         )
 
     def _chances(self, tree: TokenTree) -> Chances:

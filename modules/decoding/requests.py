@@ -193,7 +193,9 @@ class DecodeResult:
 
 def uniform_stream(seed: int, index: int, count: int) -> Any:
     """`count` uniform numbers in [0, 1) for one request, float64; the same whatever the batch and the drafter."""
-    return np.random.Generator(np.random.Philox(key=[seed % 2**64, index % 2**64])).random(count)
+    # An array of whole numbers: a list with an entry from 2^63 becomes float64 in numpy, which loses its low digits.
+    key = np.array([seed % 2**64, index % 2**64], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key)).random(count)
 
 
 def repeats_itself(tokens: Sequence[int]) -> bool:

@@ -66,8 +66,8 @@ def examine(tree: TokenTree, outside_BN: Tensor) -> Tensor:
     faults_B = torch.where((outside_BN & tree.real_BN).any(-1), TOKEN, SOUND)
     faults_B = torch.where((late_BN & tree.real_BN).any(-1), PARENT, faults_B)
     if tree.drawn is not None:
-        infinite_B = ~tree.drawn.probs_BIQ.sum((1, 2)).isfinite()
-        faults_B = torch.where(infinite_B, DRAFT, faults_B)
+        largest_B = tree.drawn.log_q_BIQ.amax((1, 2))
+        faults_B = torch.where(largest_B.isnan() | (largest_B == torch.inf), DRAFT, faults_B)
     return faults_B
 
 

@@ -23,8 +23,8 @@ class Policy(ABC):
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are drawn from the draft: sampled answers then have the target's distribution, but are not
-        the plain loop's under the same random numbers."""
+        """True if tokens are drawn from the draft: sampled answers then have the target's distribution, but are not
+        those of plain decoding under the same random numbers."""
         return False
 
     @abstractmethod
@@ -42,7 +42,7 @@ class Policy(ABC):
         """Raise UserError when the policy makes no sense with a family; most serve all, recurrent or one-shot."""
 
     def learn(self, tree: TokenTree, accepted: Accepted) -> None:  # noqa: B027
-        """What the target accepted of the last tree, for policies that adapt; nothing by default."""
+        """Learn from what the target accepted of the last tree; most policies learn nothing."""
 
 
 def trimmed(tree: TokenTree) -> TokenTree:

@@ -13,13 +13,14 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..interfaces.family_card import FamilyCard
 from ..interfaces.proposer import DraftState, Frontier, Proposer, spread
 from ..random_streams import Draws
 from ..token_tree import Drawn, TokenTree
 from .base import Policy
-from .level_queries import Asker, check_temperature, sample, tempered, within_reach
+from .level_queries import LevelQueries, check_temperature, sample, tempered, within_reach
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class _Children:
     values_BFK: Tensor
     """log of the estimated probability that the target accepts the path down to the child."""
     places_BFK: Tensor
-    """What the rerank goes by, never above the parent's value nor above an earlier sibling's place."""
+    """Order of the rerank, never above the parent's value nor above an earlier sibling's place."""
 
 
 @dataclass
@@ -90,9 +91,9 @@ class Eagle2Tree(Policy):
         return self.nodes
 
     def grow(self, drafter: Proposer, state: DraftState, roots_B: Tensor, draws: Draws | None = None) -> TokenTree:
-        asker, depth = Asker(drafter, state), within_reach(self.depth, drafter)
+        queries, depth = LevelQueries(drafter, state), within_reach(self.depth, drafter)
         found = _rooted(roots_B)
-        probs: list[Tensor] = []
+        log_q: list[Tensor] = []
         candidates: list[Tensor] = []
         nodes_BF, above_BF, offset = torch.zeros_like(roots_B)[:, None], None, 0
         for level in range(depth):
@@ -101,19 +102,19 @@ class Eagle2Tree(Policy):
                 parents_BF=found.parents_BC.gather(1, nodes_BF),
                 tokens_BF=found.tokens_BC.gather(1, nodes_BF),
             )
-            log_q_BOQ, origin_BF = asker.ask(frontier, above_BF)
+            log_q_BOQ, origin_BF = queries.ask(frontier, above_BF)
             log_q_BOQ = self._tempered(log_q_BOQ, draws)
-            found.inner_BC = found.inner_BC.scatter(1, nodes_BF, origin_BF + sum(part.shape[1] for part in probs))
-            probs.append(log_q_BOQ)
-            candidates += [] if asker.candidates_BOQ is None else [asker.candidates_BOQ]
+            found.inner_BC = found.inner_BC.scatter(1, nodes_BF, origin_BF + sum(part.shape[1] for part in log_q))
+            log_q.append(log_q_BOQ)
+            candidates += [] if queries.candidates_BOQ is None else [queries.candidates_BOQ]
             values_BF = found.values_BC.gather(1, nodes_BF)
             children = self._children(log_q_BOQ, origin_BF, nodes_BF, values_BF, draws)
             offset = found.size
-            found.add(nodes_BF, asker.tokens(children.entries_BFK), children)
+            found.add(nodes_BF, queries.tokens(children.entries_BFK), children)
             if level + 1 < depth:
                 order_BF = _best(children.values_BFK.flatten(1), self.width)
                 nodes_BF, above_BF = order_BF + offset, order_BF // children.values_BFK.shape[2]
-        return self._rerank(found, depth, self._drawn(probs, candidates, asker, draws))
+        return self._rerank(found, depth, self._drawn(log_q, candidates, queries, draws))
 
     def _tempered(self, log_probs_BOQ: Tensor, draws: Draws | None) -> Tensor:
         # Above 0 no score is a log-probability; such a child would outrank its parent and lose it in the rerank.
@@ -127,8 +128,10 @@ class Eagle2Tree(Policy):
         values_BFK = values_BF[..., None] + best.values.gather(1, index_BFK)
         return _Children(entries_BFK=best.indices.gather(1, index_BFK), values_BFK=values_BFK, places_BFK=values_BFK)
 
-    def _drawn(self, probs: list[Tensor], candidates: list[Tensor], asker: Asker, draws: Draws | None) -> Drawn | None:
-        """How the candidates were drawn; indices into q are filled in by the rerank."""
+    def _drawn(
+        self, log_q: list[Tensor], candidates: list[Tensor], queries: LevelQueries, draws: Draws | None
+    ) -> Drawn | None:
+        """The candidates' draws; indices into q are filled in by the rerank."""
         return None
 
     def _rerank(self, found: _Candidates, depth: int, drawn: Drawn | None) -> TokenTree:
@@ -136,7 +139,7 @@ class Eagle2Tree(Policy):
         kept_BN = _best(found.places_BC, self.nodes).sort(-1).values
         parents_BN = torch.searchsorted(kept_BN, found.parents_BC.gather(1, kept_BN))
         parents_BN[:, 0] = -1
-        values_BN = found.values_BC.gather(1, kept_BN)
+        places_BN = found.places_BC.gather(1, kept_BN)
         if drawn is not None:
             drawn = replace(
                 drawn,
@@ -146,7 +149,7 @@ class Eagle2Tree(Policy):
         return TokenTree.grown(
             found.tokens_BC.gather(1, kept_BN),
             parents_BN,
-            values_BN > -torch.inf,
+            places_BN > -torch.inf,
             max_depth=depth,
             most_children=min(self.width, self.nodes - 1),
             drawn=drawn,
@@ -196,22 +199,25 @@ class DySpecTree(Eagle2Tree):
         entries_BFK = sample(log_q_BFQ, nodes_BF, min(self.width, log_q_BFQ.shape[-1]), draws)
         log_q_BFK = log_q_BFQ.gather(2, entries_BFK)
         q_BFK = log_q_BFK.double().exp()
-        # log prod (1 - R) telescopes: what is left of q before each draw.
-        left_BFK = (1 - q_BFK.cumsum(-1) + q_BFK).clamp(min=0).log()
-        places_BFK = (values_BF[..., None] + left_BFK.cummin(-1).values).to(values_BF.dtype)
+        # log prod (1 - R) telescopes: what is left of q before each draw. The draw's own q must have no part in it, not
+        # even by rounding: that would rank a sample by its own probability.
+        left_BFK = (1 - pad(q_BFK.cumsum(-1)[..., :-1], (1, 0))).clamp(min=0).log()
+        places_BFK = (values_BF[..., None] + left_BFK).to(values_BF.dtype)
         places_BFK = torch.where(log_q_BFK > -torch.inf, places_BFK, -torch.inf)
         values_BFK = torch.minimum(values_BF[..., None] + log_q_BFK, places_BFK)
         return _Children(entries_BFK=entries_BFK, values_BFK=values_BFK, places_BFK=places_BFK)
 
-    def _drawn(self, probs: list[Tensor], candidates: list[Tensor], asker: Asker, draws: Draws | None) -> Drawn | None:
+    def _drawn(
+        self, log_q: list[Tensor], candidates: list[Tensor], queries: LevelQueries, draws: Draws | None
+    ) -> Drawn | None:
         if draws is None:
             return None
-        sampled_BN = draws.hot_B[:, None].expand(-1, self.nodes)
+        sampled_BN = draws.sampling_B[:, None].expand(-1, self.nodes)
         return Drawn(
-            probs_BIQ=torch.cat(probs, dim=1).exp(),
+            log_q_BIQ=torch.cat(log_q, dim=1),
             inner_BN=sampled_BN.long(),
             sampled_BN=sampled_BN,
-            token_ids_Q=asker.token_ids_Q,
+            token_ids_Q=queries.token_ids_Q,
             candidates_BIQ=torch.cat(candidates, dim=1) if candidates else None,
         )
 

@@ -44,7 +44,7 @@ class Ensemble(Proposer):
 
     @property
     def reads_logits(self) -> bool:
-        """Whether any part reads logits."""
+        """True if any part reads logits."""
         return any(part.reads_logits for part in self.parts)
 
     def start(self, rows: int, capacity: int) -> EnsembleState:
@@ -52,12 +52,12 @@ class Ensemble(Proposer):
         return EnsembleState([part.start(rows, capacity) for part in self.parts])
 
     def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
-        """Show every part what the last pass taught."""
+        """Pass the observation on to every part."""
         for part, held in zip(self.parts, self.states(state), strict=True):
             part.observe(held, rows_R, observation)
 
     def expand(self, state: DraftState, frontier: Frontier) -> Scores:
-        """Not answered: whose node it is decides who expands it.
+        """Not answered: a node belongs to one part, which expands it.
 
         Raises:
             ValueError: always.
@@ -75,7 +75,7 @@ class Ensemble(Proposer):
             part.keep(held, rows_R)
 
     def forget(self) -> None:
-        """Let every part begin anew."""
+        """Let every part start anew."""
         for part in self.parts:
             part.forget()
 
@@ -143,7 +143,7 @@ class Union(Policy):
 
 
 def joined(tree: TokenTree, joining: TokenTree) -> TokenTree:
-    """All paths of both trees, the second one's new nodes behind the first one's; duplicates become padding.
+    """All paths of both trees, the second one's new nodes after the first one's; duplicates become padding.
 
     Raises:
         ValueError: if either has virtual nodes: they belong to one drafter's layout of the pass.
@@ -166,7 +166,7 @@ def joined(tree: TokenTree, joining: TokenTree) -> TokenTree:
 
 
 def _equal_paths(tree: TokenTree, joining: TokenTree) -> Tensor:
-    """Where a node of the joining tree stands for the same path as one of the tree, [B, M, N]."""
+    """True where a node of the joining tree stands for the same path as one of the tree, [B, M, N]."""
     same_BMN = (joining.tokens_BN[:, :, None] == tree.tokens_BN[:, None]) & (
         joining.depths_BN[:, :, None] == tree.depths_BN[:, None]
     )

@@ -1,4 +1,4 @@
-"""What policies do with a drafter's answers: look them up by level, temper them, sample from them.
+"""Queries of a drafter by tree level: scores looked up, tempered and sampled from.
 
 Shapes: B rows, F nodes of a level, K children of one node, O nodes the drafter was asked about, H depths answered at
 once, Q entries of the draft vocabulary or candidates of a node.
@@ -12,8 +12,8 @@ from ..interfaces.proposer import DraftState, Frontier, Proposer, spread
 from ..random_streams import Draws
 
 
-class Asker:
-    """Puts a level of a tree to a drafter; what a one-shot family has answered already is looked up.
+class LevelQueries:
+    """Scores of one tree level after another; what a one-shot family has answered already is looked up.
 
     A one-shot family scores a depth whatever the path, so the nodes of a level share the scores of the node that it was
     asked about.
@@ -83,7 +83,7 @@ def within_reach(depth: int, drafter: Proposer) -> int:
 def tempered(log_probs_BOQ: Tensor, temperature: float | None, draws: Draws) -> Tensor:
     """log q as it is drawn from, [B, O, Q]: at `temperature`, or each row's own; greedy rows as they are."""
     own_B = draws.temperature_B if temperature is None else torch.full_like(draws.temperature_B, temperature)
-    divisor_B = torch.where(draws.hot_B, own_B, 1.0)
+    divisor_B = torch.where(draws.sampling_B, own_B, 1.0)
     log_q_BOQ = (log_probs_BOQ / divisor_B[:, None, None]).log_softmax(-1)
     # A node without any guess has no q; the softmax of nothing would be NaN.
     nothing_BO1 = log_probs_BOQ.amax(-1, keepdim=True) == -torch.inf
@@ -93,10 +93,11 @@ def tempered(log_probs_BOQ: Tensor, temperature: float | None, draws: Draws) -> 
 def sample(log_q_BFQ: Tensor, nodes_BF: Tensor, width: int, draws: Draws) -> Tensor:
     """Entries of `width` children of each node in the order drawn, [B, F, width].
 
-    Gumbel-top-k draws without replacement (arXiv:1903.06059); greedy rows take the likeliest instead.
+    Gumbel-top-k draws without replacement (arXiv:1903.06059); greedy rows take the likeliest instead. The sum is taken
+    in float64: far below the favourite, where later siblings come from, float32 would round the noise away.
     """
-    noise_BFQ = draws.gumbels(nodes_BF, log_q_BFQ.shape[-1]) * draws.hot_B[:, None, None]
-    return (log_q_BFQ + noise_BFQ).topk(width, dim=-1).indices
+    noise_BFQ = draws.gumbels(nodes_BF, log_q_BFQ.shape[-1]) * draws.sampling_B[:, None, None]
+    return (log_q_BFQ.double() + noise_BFQ).topk(width, dim=-1).indices
 
 
 def check_temperature(temperature: float | None) -> None:

@@ -1,6 +1,6 @@
-"""How an artifact drafts, by name: what commands and recipes can ask for.
+"""Policies by name, as commands and recipes ask for them.
 
-A name is a kind, with a number behind a hyphen where it takes one: `static`, `static-16`, `chain-3`, `eagle2-32`.
+A name is a kind, with a number after a hyphen where it takes one: `static`, `static-16`, `chain-3`, `eagle2-32`.
 """
 
 from collections import Counter
@@ -99,7 +99,7 @@ def parse_policy(name: str) -> tuple[str, int | None]:
     kind, hyphen, number = name.rpartition("-") if name not in _KINDS else (name, "", "")
     if kind not in _KINDS:
         raise UserError(f"there is no policy {name!r}; choose from {', '.join(POLICIES)}, with a number of nodes or "
-                        "tokens behind a hyphen where you like, such as chain-3 or eagle2-32")
+                        "tokens after a hyphen where you like, such as chain-3 or eagle2-32")
     if not hyphen:
         return kind, None
     if not number.isdecimal() or int(number) < _KINDS[kind].least:

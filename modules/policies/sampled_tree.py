@@ -13,7 +13,7 @@ from torch import Tensor
 from ..interfaces.proposer import DraftState, Proposer, spread
 from ..random_streams import Draws
 from ..token_tree import Drawn, TokenTree, Topology
-from .level_queries import Asker, check_temperature, sample, tempered
+from .level_queries import LevelQueries, check_temperature, sample, tempered
 from .static_tree import Level, StaticTree
 
 
@@ -56,18 +56,18 @@ class SampledTree(StaticTree):
         if draws is None:
             return super().grow(drafter, state, roots_B)
         growing = _Growing(self.topology, roots_B)
-        asker = Asker(drafter, state, least=self.topology.width)
+        queries = LevelQueries(drafter, state, least=self.topology.width)
         above: Level | None = None
         for level in self._levels:
             frontier = self._frontier(level, growing.tokens_BN)
-            log_probs_BOQ, origin_BF = asker.ask(frontier, self._columns(above, level, roots_B))
+            log_probs_BOQ, origin_BF = queries.ask(frontier, self._columns(above, level, roots_B))
             log_q_BOQ = tempered(log_probs_BOQ, self.temperature, draws)
             log_q_BFQ = spread(log_q_BOQ, origin_BF)
             drawn_BFK = sample(log_q_BFQ, frontier.nodes_BF, max(level.child_ranks) + 1, draws)
-            growing.fill(level, asker.tokens(drawn_BFK), log_q_BFQ.gather(2, drawn_BFK) > -torch.inf)
-            growing.carry(level, log_q_BOQ, origin_BF, asker.candidates_BOQ)
+            growing.fill(level, queries.tokens(drawn_BFK), log_q_BFQ.gather(2, drawn_BFK) > -torch.inf)
+            growing.carry(level, log_q_BOQ, origin_BF, queries.candidates_BOQ)
             above = level
-        return growing.tree(asker, draws)
+        return growing.tree(queries, draws)
 
     def _columns(self, above: Level | None, level: Level, like_B: Tensor) -> Tensor | None:
         """Column of each inner node's parent among the inner nodes of the level above."""
@@ -85,7 +85,7 @@ class _Growing:
         self.tokens_BN = roots_B[:, None].repeat(1, topology.size)
         self.inner_BN = torch.zeros_like(self.tokens_BN)
         self.real_BN = torch.ones_like(self.tokens_BN, dtype=torch.bool)
-        self.probs: list[Tensor] = []
+        self.log_q: list[Tensor] = []
         self.candidates: list[Tensor] = []
 
     def fill(self, level: Level, tokens_BFK: Tensor, possible_BFK: Tensor) -> None:
@@ -97,21 +97,21 @@ class _Growing:
 
     def carry(self, level: Level, log_q_BOQ: Tensor, origin_BF: Tensor, candidates_BOQ: Tensor | None) -> None:
         """Remember what the children of a level were drawn from."""
-        self.inner_BN[:, level.parents] = origin_BF + sum(part.shape[1] for part in self.probs)
-        self.probs.append(log_q_BOQ.exp())
+        self.inner_BN[:, level.parents] = origin_BF + sum(part.shape[1] for part in self.log_q)
+        self.log_q.append(log_q_BOQ)
         if candidates_BOQ is not None:
             self.candidates.append(candidates_BOQ)
 
-    def tree(self, asker: Asker, draws: Draws) -> TokenTree:
+    def tree(self, queries: LevelQueries, draws: Draws) -> TokenTree:
         """The finished tree."""
         planted = self.topology.plant(self.tokens_BN)
-        if not self.probs:
+        if not self.log_q:
             return planted
         drawn = Drawn(
-            probs_BIQ=torch.cat(self.probs, dim=1),
+            log_q_BIQ=torch.cat(self.log_q, dim=1),
             inner_BN=self.inner_BN,
-            sampled_BN=draws.hot_B[:, None].expand_as(self.real_BN),
-            token_ids_Q=asker.token_ids_Q,
+            sampled_BN=draws.sampling_B[:, None].expand_as(self.real_BN),
+            token_ids_Q=queries.token_ids_Q,
             candidates_BIQ=torch.cat(self.candidates, dim=1) if self.candidates else None,
         )
         return replace(planted, real_BN=self.real_BN, drawn=drawn)

@@ -18,7 +18,7 @@ from .base import Policy, trimmed
 
 @dataclass(frozen=True)
 class Level:
-    """The nodes of one depth of a static tree that have children, and what is needed to fill those children in."""
+    """The nodes of one depth of a static tree that have children, and the places of those children."""
 
     parents: tuple[int, ...]
     children: tuple[int, ...]
@@ -83,7 +83,7 @@ class StaticTree(Policy):
 
 @dataclass(frozen=True)
 class Span:
-    """Where the nodes of some levels stand in one answer of the drafter: the same in every pass."""
+    """Places of the nodes of some levels in one answer of the drafter: the same in every pass."""
 
     children_C: Tensor
     """The nodes."""

@@ -11,7 +11,7 @@ from ..random_streams import Draws
 from ..token_tree import Drawn, TokenTree
 from ..verification.tree_walk import Accepted
 from .base import Policy
-from .level_queries import Asker, check_temperature, sample, tempered, within_reach
+from .level_queries import LevelQueries, check_temperature, sample, tempered, within_reach
 from .stopping_rules import Drafted, StoppingRule
 
 
@@ -43,9 +43,9 @@ class StoppedChain(Policy):
         return self.length + 1
 
     def grow(self, drafter: Proposer, state: DraftState, roots_B: Tensor, draws: Draws | None = None) -> TokenTree:
-        asker = Asker(drafter, state)
+        queries = LevelQueries(drafter, state)
         tokens, reals = [roots_B], [torch.ones_like(roots_B, dtype=torch.bool)]
-        probs: list[Tensor] = []
+        log_q: list[Tensor] = []
         candidates: list[Tensor] = []
         empty_BT = torch.zeros(len(roots_B), 0, device=roots_B.device)
         drafted = Drafted(log_probs_BT=empty_BT, peaks_BT=empty_BT)
@@ -55,21 +55,21 @@ class StoppedChain(Policy):
                 going, needed = torch.stack([going_B.any(), reals[-1].any()]).tolist()
                 if not going:
                     kept = len(tokens) if needed else len(tokens) - 1
-                    tokens, reals, probs = tokens[:kept], reals[:kept], probs[: kept - 1]
+                    tokens, reals, log_q = tokens[:kept], reals[:kept], log_q[: kept - 1]
                     break
-            log_probs_BQ = asker.ask(*_step(tokens[-1], place))[0][:, 0]
+            log_probs_BQ = queries.ask(*_step(tokens[-1], place))[0][:, 0]
             peak_B = log_probs_BQ.amax(-1)
             log_q_BQ, entries_B = self._pick(log_probs_BQ, place, draws)
             own_B = log_probs_BQ.gather(1, entries_B[:, None])[:, 0]
             reals.append(going_B & (own_B > -torch.inf) & ~_rows(self.stop.before(drafted, peak_B), roots_B))
-            tokens.append(asker.tokens(entries_B[:, None, None])[:, 0, 0])
-            probs.append(log_q_BQ)
-            candidates += [] if asker.candidates_BOQ is None else [asker.candidates_BOQ]
+            tokens.append(queries.tokens(entries_B[:, None, None])[:, 0, 0])
+            log_q.append(log_q_BQ)
+            candidates += [] if queries.candidates_BOQ is None else [queries.candidates_BOQ]
             drafted = Drafted(
                 log_probs_BT=torch.cat([drafted.log_probs_BT, own_B[:, None]], dim=1),
                 peaks_BT=torch.cat([drafted.peaks_BT, peak_B[:, None]], dim=1),
             )
-        return self._chain(tokens, reals, self._drawn(probs, candidates, asker, draws))
+        return self._chain(tokens, reals, self._drawn(log_q, candidates, queries, draws))
 
     def _looks(self, place: int) -> bool:
         return self.check_every > 0 and place > 0 and place % self.check_every == 0
@@ -78,7 +78,9 @@ class StoppedChain(Policy):
         """(log q of the token's draw, its entry in the draft vocabulary)."""
         return log_probs_BQ, log_probs_BQ.argmax(-1)
 
-    def _drawn(self, probs: list[Tensor], candidates: list[Tensor], asker: Asker, draws: Draws | None) -> Drawn | None:
+    def _drawn(
+        self, log_q: list[Tensor], candidates: list[Tensor], queries: LevelQueries, draws: Draws | None
+    ) -> Drawn | None:
         return None
 
     def _chain(self, tokens: list[Tensor], reals: list[Tensor], drawn: Drawn | None) -> TokenTree:
@@ -124,17 +126,19 @@ class SampledChain(StoppedChain):
         node_B1 = torch.full_like(draws.places_B, place)[:, None]
         return log_q_B1Q[:, 0], sample(log_q_B1Q, node_B1, 1, draws)[:, 0, 0]
 
-    def _drawn(self, probs: list[Tensor], candidates: list[Tensor], asker: Asker, draws: Draws | None) -> Drawn | None:
-        if draws is None or not probs:
+    def _drawn(
+        self, log_q: list[Tensor], candidates: list[Tensor], queries: LevelQueries, draws: Draws | None
+    ) -> Drawn | None:
+        if draws is None or not log_q:
             return None
-        inner_N = torch.arange(len(probs) + 1, device=probs[0].device).clamp(max=len(probs) - 1)
-        size = (len(draws.hot_B), len(inner_N))
+        inner_N = torch.arange(len(log_q) + 1, device=log_q[0].device).clamp(max=len(log_q) - 1)
+        size = (len(draws.sampling_B), len(inner_N))
         return Drawn(
-            probs_BIQ=torch.stack(probs, dim=1).exp(),
+            log_q_BIQ=torch.stack(log_q, dim=1),
             inner_BN=inner_N.expand(size),
-            sampled_BN=draws.hot_B[:, None].expand(size),
-            token_ids_Q=asker.token_ids_Q,
-            candidates_BIQ=torch.cat(candidates[: len(probs)], dim=1) if candidates else None,
+            sampled_BN=draws.sampling_B[:, None].expand(size),
+            token_ids_Q=queries.token_ids_Q,
+            candidates_BIQ=torch.cat(candidates[: len(log_q)], dim=1) if candidates else None,
         )
 
 

@@ -1,4 +1,4 @@
-"""Rules that end a draft early, behind one interface.
+"""Rules that end a draft early, under one interface.
 
 A rule sees what has been drafted and nothing later. Dropping a sampled token because of its own probability would bias
 the output (arXiv:2607.05147); so a rule stops either before a token is drawn, knowing its distribution only, or after
@@ -30,18 +30,18 @@ class Drafted:
 
 
 class StoppingRule:
-    """Says which rows draft no further. A rule may stop before a token, behind it, or both."""
+    """Says which rows draft no further. A rule may stop before a token, after it, or both."""
 
     def before(self, drafted: Drafted, peak_B: Tensor) -> Tensor | None:
         """Rows that do not draft the next token, whose distribution has the peak `peak_B` (log); None for no row."""
         return None
 
     def after(self, drafted: Drafted) -> Tensor | None:
-        """Rows that keep what they drafted, at least one token, and stop behind it; None for no row."""
+        """Rows that keep what they drafted, at least one token, and stop after it; None for no row."""
         return None
 
     def learn(self, accepted_B: Tensor, drafted_B: Tensor, length: int) -> None:
-        """How much of the last drafts, of at most `length` tokens, the target accepted; nothing by default."""
+        """Learn from how much of the last drafts, of at most `length` tokens, was accepted; nothing by default."""
 
 
 def _check_share(name: str, value: float) -> None:
@@ -80,7 +80,7 @@ class MaxProbability(StoppingRule):
 
 @dataclass(frozen=True)
 class PathProbability(StoppingRule):
-    """Stop behind the token at which the product of the drafted tokens' probabilities falls below this."""
+    """Stop after the token at which the product of the drafted tokens' probabilities falls below this."""
 
     threshold: float
     """Probability of the whole draft."""
@@ -94,7 +94,7 @@ class PathProbability(StoppingRule):
 
 @dataclass(frozen=True)
 class EarlyExit(StoppingRule):
-    """Kangaroo's second exit (arXiv:2404.18911): stop behind the first token whose distribution peaks below eta.
+    """Kangaroo's second exit (arXiv:2404.18911): stop after the first token whose distribution peaks below eta.
 
     The token that says so is kept and verified.
     """
@@ -111,7 +111,7 @@ class EarlyExit(StoppingRule):
 
 @dataclass
 class AdaptiveThreshold(StoppingRule):
-    """Draft & Verify's threshold (arXiv:2309.08168): stop behind a token less likely than a threshold that adapts.
+    """Draft & Verify's threshold (arXiv:2309.08168): stop after a token less likely than a threshold that adapts.
 
     After every pass, with m the running accepted share: m <- m / 2 + share / 2; th' = th + step while m is below
     `wanted`, th - step above it unless every draft ran to its full length; th <- 0.9 th + 0.1 th'. The share is that of

@@ -1,4 +1,4 @@
-"""A reduced draft vocabulary: which tokens a drafter may propose, and the target's output layer restricted to them.
+"""A reduced draft vocabulary: the tokens that a drafter may propose, and the target's output layer restricted to them.
 
 Shapes: V entries of the target's vocabulary, Q of the draft vocabulary, D hidden size.
 """
@@ -39,15 +39,39 @@ def choose(counts_V: Tensor, size: int, *, always: Sequence[int] = ()) -> Tensor
 
 
 def require_ids(wanted: int | None, ids_Q: Tensor | None) -> None:
-    """Refuse ids of a draft vocabulary of another size than the wanted one; None stands for the whole vocabulary.
+    """Refuse ids of a draft vocabulary of another size than the wanted one, and ids that occur twice.
+
+    Args:
+        wanted: number of entries; None for the whole vocabulary.
+        ids_Q: the ids; None for the whole vocabulary.
 
     Raises:
-        UserError: if they do not agree.
+        UserError: if the numbers do not agree, or an id occurs twice.
     """
     given = None if ids_Q is None else len(ids_Q)
     if given != wanted:
         raise UserError(f"vocabulary_size is {wanted} but {given} token ids were given; choose as many with "
                         "draftsmith.modules.target.draft_vocabulary.choose")
+    require_distinct(ids_Q)
+
+
+def require_distinct(ids_Q: Tensor | None) -> None:
+    """Refuse a draft vocabulary in which an id occurs twice; None stands for the whole vocabulary.
+
+    Of two equal ids one would have a probability that the rules of acceptance do not see, and sampled answers would
+    not have the target's distribution.
+
+    Raises:
+        UserError: if an id occurs twice.
+    """
+    if ids_Q is None:
+        return
+    sorted_Q = ids_Q.sort().values
+    repeated = sorted_Q[1:][sorted_Q[1:] == sorted_Q[:-1]]
+    if len(repeated):
+        count = int((ids_Q == repeated[0]).sum())
+        raise UserError(f"token {int(repeated[0])} occurs {count} times in the draft vocabulary; give every id once, "
+                        "as draftsmith.modules.target.draft_vocabulary.choose does")
 
 
 def draft_index(ids_Q: Tensor, vocab_size: int) -> Tensor:

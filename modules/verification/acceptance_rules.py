@@ -1,4 +1,4 @@
-"""The rules by which drafted tokens are accepted, behind one interface.
+"""Rules of acceptance: which drafted tokens are kept, under one interface.
 
 Exact rules, which emit the target's distribution: equality for point masses (the default), rejection for tokens that
 were sampled from a q that the tree carries. Typical acceptance is not exact and says so.
@@ -24,7 +24,7 @@ class Chances:
     """Random numbers for one verification, uniform in [0, 1) and independent; ignored in greedy rows."""
 
     choices_BN: Tensor
-    """For the target's choice behind each node: that of the place the chosen token would take."""
+    """For the target's choice after each node: the number of the place that the chosen token would take."""
     tests_BN: Tensor
     """For the acceptance test of each node; only rules of rejection read it."""
 
@@ -37,7 +37,7 @@ class Rule(ABC):
 
     @abstractmethod
     def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
-        """Judge one tree a row by the target's logits behind each node (penalties applied, temperature not)."""
+        """Decide on one tree a row by the target's logits after each node (penalties applied, temperature not)."""
 
 
 class Equality(Rule):
@@ -52,8 +52,8 @@ class Equality(Rule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What a rule of rejection says about the children of one node a row."""
+class SiblingOutcome:
+    """Outcome of rejection for the children of one node a row."""
 
     accept_BK: Tensor
     """Probability of accepting each child once the ones before it were rejected; 0 where there is none."""
@@ -61,7 +61,9 @@ class Verdict:
     """Distribution of the emitted token when every child was rejected."""
 
 
-def judge(target_BV: Tensor, draft_BV: Tensor, tokens_BK: Tensor, real_BK: Tensor, sampled_BK: Tensor) -> Verdict:
+def reject_siblings(
+    target_BV: Tensor, log_q_BV: Tensor, tokens_BK: Tensor, real_BK: Tensor, sampled_BK: Tensor
+) -> SiblingOutcome:
     """Recursive rejection over siblings in the order they were drawn (arXiv:2402.14160; EAGLE-1's code).
 
     Start with P = p. Accept the j-th child x with probability min(1, P(x) / q_j(x)), where q_j is q without the earlier
@@ -70,28 +72,38 @@ def judge(target_BV: Tensor, draft_BV: Tensor, tokens_BK: Tensor, real_BK: Tenso
 
     Args:
         target_BV: p at the node, float64.
-        draft_BV: q at the node, float64; any where no child was sampled.
+        log_q_BV: log q at the node, float64; any where no child was sampled.
         tokens_BK: the children's tokens.
         real_BK: which of them exist.
         sampled_BK: which of them were drawn from q.
     """
-    rest_BV, left_BV, accepts = target_BV, draft_BV, []
+    rest_BV, log_left_BV, accepts = target_BV, log_q_BV, []
     for rank in range(tokens_BK.shape[1]):
         one = slice(rank, rank + 1)
         token_B1, real_B1, sampled_B1 = tokens_BK[:, one], real_BK[:, one], sampled_BK[:, one]
         certain_BV = torch.zeros_like(rest_BV).scatter(1, token_B1, 1.0)
-        q_BV = torch.where(sampled_B1, left_BV, certain_BV)
+        q_BV = torch.where(sampled_B1, renormalised(log_left_BV), certain_BV)
         chance_B1 = (rest_BV.gather(1, token_B1) / q_BV.gather(1, token_B1)).clamp(max=1.0)
         accepts.append(torch.where(real_B1, chance_B1, 0.0))
         rest_BV = torch.where(real_B1, normalised((rest_BV - q_BV).clamp(min=0), rest_BV), rest_BV)
-        left_BV = torch.where(real_B1 & sampled_B1, normalised(left_BV.scatter(1, token_B1, 0.0), left_BV), left_BV)
-    return Verdict(accept_BK=torch.cat([*accepts, rest_BV[:, :0]], dim=1), rest_BV=rest_BV)
+        without_BV = log_left_BV.scatter(1, token_B1, -torch.inf)
+        log_left_BV = torch.where(real_B1 & sampled_B1, without_BV, log_left_BV)
+    return SiblingOutcome(accept_BK=torch.cat([*accepts, rest_BV[:, :0]], dim=1), rest_BV=rest_BV)
 
 
 def normalised(mass_BV: Tensor, otherwise_BV: Tensor) -> Tensor:
     """`mass_BV` scaled to sum to 1; a row without mass, which is never drawn from, takes `otherwise_BV`."""
     total_B1 = mass_BV.sum(-1, keepdim=True)
     return torch.where(total_B1 > 0, mass_BV / total_B1, otherwise_BV)
+
+
+def renormalised(log_q: Tensor) -> Tensor:
+    """The distribution in proportion to exp(log_q), [..., V]; zeros where nothing is possible.
+
+    A softmax, not a division by what is left of the sum: that may be far below the rounding error of the sum.
+    """
+    possible = log_q.amax(-1, keepdim=True) > -torch.inf
+    return torch.where(possible, log_q.softmax(-1), 0.0)
 
 
 class Rejection(Rule):
@@ -107,20 +119,20 @@ class Rejection(Rule):
         rest_BV = torch.zeros_like(logits_BNV[:, 0], dtype=torch.float64)
         for _ in range(tree.max_depth + 1):
             children_BK, real_BK = tree.children(here_B)
-            verdict = self._verdict(tree, logits_BNV[rows_B, here_B], sampling, here_B)
-            rest_BV = torch.where(walking_B[:, None], verdict.rest_BV, rest_BV)
+            outcome = self._outcome(tree, logits_BNV[rows_B, here_B], sampling, here_B)
+            rest_BV = torch.where(walking_B[:, None], outcome.rest_BV, rest_BV)
             if children_BK.shape[1] == 0:
                 break
-            passed_BK = real_BK & (chances.tests_BN.gather(1, children_BK) < verdict.accept_BK)
+            passed_BK = real_BK & (chances.tests_BN.gather(1, children_BK) < outcome.accept_BK)
             walking_B = walking_B & passed_BK.any(-1)
             first_B1 = passed_BK.long().argmax(-1, keepdim=True)
             here_B = torch.where(walking_B, children_BK.gather(1, first_B1)[:, 0], here_B)
         return down_to(tree, here_B, draw(rest_BV, chances.choices_BN[rows_B, here_B]))
 
-    def _verdict(self, tree: TokenTree, logits_BV: Tensor, sampling: Sampling, here_B: Tensor) -> Verdict:
+    def _outcome(self, tree: TokenTree, logits_BV: Tensor, sampling: Sampling, here_B: Tensor) -> SiblingOutcome:
         children_BK, real_BK = tree.children(here_B)
         sampled_BN = torch.zeros_like(tree.real_BN) if tree.drawn is None else tree.drawn.sampled_BN
-        return judge(
+        return reject_siblings(
             sampling.distribution(logits_BV[:, None])[:, 0].double(),
             tree.draft_at(here_B[:, None], logits_BV.shape[-1])[:, 0],
             tree.tokens_BN.gather(1, children_BK),
@@ -132,29 +144,29 @@ class Rejection(Rule):
 class ChainRejection(Rule):
     """Rejection along a chain, all places at once (arXiv:2211.17192, algorithm 1): what `Rejection` does, in one step.
 
-    Accept x with probability min(1, p(x) / q(x)); behind the last accepted token draw from max(p - q, 0), normalised,
+    Accept x with probability min(1, p(x) / q(x)); after the last accepted token draw from max(p - q, 0), normalised,
     and from p when the chain ends there.
     """
 
     def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
         p_BNV = sampling.distribution(logits_BNV).double()
-        q_BNV = self._proposals(tree, logits_BNV.shape[-1])
+        q_BMV = self._proposals(tree, logits_BNV.shape[-1])
         tokens_BM1 = tree.tokens_BN[:, 1:, None]
-        p_BM, q_BM = p_BNV[:, :-1].gather(2, tokens_BM1)[..., 0], q_BNV.gather(2, tokens_BM1)[..., 0]
+        p_BM, q_BM = p_BNV[:, :-1].gather(2, tokens_BM1)[..., 0], q_BMV.gather(2, tokens_BM1)[..., 0]
         passed_BM = tree.real_BN[:, 1:] & (chances.tests_BN[:, 1:] < p_BM / q_BM)
         deepest_B = passed_BM.long().cumprod(-1).sum(-1)
         rows_B = torch.arange(deepest_B.shape[0], device=deepest_B.device)
         last_BV = p_BNV[rows_B, deepest_B]
         next_B = (deepest_B + 1).clamp(max=tree.size - 1)
         rejected_B1 = ((next_B > deepest_B) & tree.real_BN[rows_B, next_B])[:, None]
-        q_BV = q_BNV[rows_B, next_B - 1]
+        q_BV = q_BMV[rows_B, next_B - 1]
         rest_BV = torch.where(rejected_B1, normalised((last_BV - q_BV).clamp(min=0), last_BV), last_BV)
         return down_to(tree, deepest_B, draw(rest_BV, chances.choices_BN[rows_B, deepest_B]))
 
     def _proposals(self, tree: TokenTree, vocab_size: int) -> Tensor:
         """The distribution each node below the root was drawn from, [B, N - 1, V]."""
         nodes_BM = torch.arange(tree.size - 1, device=tree.tokens_BN.device).expand(tree.tokens_BN.shape[0], -1)
-        draft_BMV = tree.draft_at(nodes_BM, vocab_size)
+        draft_BMV = renormalised(tree.draft_at(nodes_BM, vocab_size))
         if tree.drawn is None:
             return draft_BMV.scatter(2, tree.tokens_BN[:, 1:, None], 1.0)
         certain_BMV = torch.zeros_like(draft_BMV).scatter(2, tree.tokens_BN[:, 1:, None], 1.0)
@@ -166,7 +178,7 @@ class Typical(Rule):
     """Medusa's typical acceptance (arXiv:2401.10774, eq. 4): faster, and not the target's distribution.
 
     In sampled rows a token is accepted when p(x) > min(epsilon, delta exp(-H(p))), H in nats; the longest accepted
-    path wins, then the likeliest. The token behind it is drawn from p. Greedy rows are verified by equality. The
+    path wins, then the likeliest. The token after it is drawn from p. Greedy rows are verified by equality. The
     official code adds 1e-5 inside the logarithm; here 0 log 0 = 0.
 
     Raises:
@@ -210,7 +222,7 @@ class Typical(Rule):
 
 
 class AcceptAll(Rule):
-    """Takes the draft at its word: every drafted token of a chain is kept, and the target adds one behind it.
+    """Accepts every drafted token of a chain; the target adds one after it.
 
     What is emitted is the draft's own text, with a token of the target's after each chain. It is for data that a draft
     is to learn on (arXiv:2310.08461), never for answers: it is not lossless, and says so.
@@ -233,7 +245,7 @@ _EQUALITY, _REJECTION, _CHAIN_REJECTION = Equality(), Rejection(), ChainRejectio
 
 
 def exact_rule(tree: TokenTree) -> Rule:
-    """The exact rule for how a tree was drawn: equality for point masses, rejection for samples.
+    """The exact rule for a tree: equality for point masses, rejection for samples.
 
     A tree in which no node has two children is taken for a chain, whose padding, if any, stands at its end.
     """

@@ -24,7 +24,7 @@ _ARGMAX_BLOCK = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the target turns logits into a distribution, in transformers' order: temperature, top-k, top-p, min-p."""
+    """Processing of the target's logits in transformers' order: temperature, top-k, top-p, min-p."""
 
     temperature_B: Tensor
     """Per row, float32; 0 is greedy, others lie between LEAST_TEMPERATURE and GREATEST_TEMPERATURE."""
@@ -34,19 +34,22 @@ class Sampling:
     """Keep the smallest set of likeliest tokens whose probabilities reach this sum; 1.0 keeps all."""
     min_p: float = 0.0
     """Keep the tokens that have at least this share of the likeliest one's probability; 0.0 keeps all."""
-    hot_rows: tuple[int, ...] = ()
+    sampling_rows: tuple[int, ...] = ()
     """Rows with a temperature above 0, known on the host."""
 
     def distribution(self, logits_BNV: Tensor) -> Tensor:
-        """What the next token is drawn from, [B, N, V], float32 or wider; in greedy rows all of it is on the argmax."""
+        """Distribution of the next token, [B, N, V], float32 or wider; in greedy rows all of it is on the argmax."""
         greedy_BNV = torch.zeros_like(logits_BNV, dtype=torch.promote_types(logits_BNV.dtype, torch.float32))
         greedy_BNV = greedy_BNV.scatter(-1, logits_BNV.argmax(-1, keepdim=True), 1.0)
-        if not self.hot_rows:
+        if not self.sampling_rows:
             return greedy_BNV
-        hot_B11 = (self.temperature_B > 0)[:, None, None]
-        temperature_B11 = torch.where(hot_B11, self.temperature_B[:, None, None], 1.0)
-        return torch.where(hot_B11, probabilities(logits_BNV, temperature_B11, self.top_k, self.top_p, self.min_p),
-                           greedy_BNV)
+        sampling_B11 = (self.temperature_B > 0)[:, None, None]
+        temperature_B11 = torch.where(sampling_B11, self.temperature_B[:, None, None], 1.0)
+        return torch.where(sampling_B11, self.processed(logits_BNV, temperature_B11), greedy_BNV)
+
+    def processed(self, logits_BNV: Tensor, temperature_B11: Tensor) -> Tensor:
+        """The distributions of rows that sample, [B, N, V]."""
+        return probabilities(logits_BNV, temperature_B11, self.top_k, self.top_p, self.min_p)
 
 
 def probabilities(
@@ -81,21 +84,37 @@ def _nucleus(scaled: Tensor, top_p: float) -> Tensor:
     """
     probs = scaled.softmax(-1)
     if probs.device.type != "cpu" or probs.shape[-1] <= _NUCLEUS_CANDIDATES:
-        return _kept(probs, *probs.sort(dim=-1, descending=True), top_p)
-    ordered, order = probs.topk(_NUCLEUS_CANDIDATES, dim=-1)
-    nucleus = _kept(probs, ordered, order, top_p)
-    # Row by row, so that a flat distribution elsewhere in the batch cannot decide how ties are broken here.
-    flat = ordered.sum(-1) < top_p
+        return _kept(probs, probs.sort(dim=-1, descending=True).values, top_p)
+    ordered = probs.topk(_NUCLEUS_CANDIDATES, dim=-1).values
+    nucleus = _kept(probs, ordered, top_p)
+    flat = ordered.sum(-1, dtype=torch.float64) < top_p
     if bool(flat.any()):
-        nucleus[flat] = _kept(probs[flat], *probs[flat].sort(dim=-1, descending=True), top_p)
+        nucleus[flat] = _kept(probs[flat], probs[flat].sort(dim=-1, descending=True).values, top_p)
     return nucleus
 
 
-def _kept(probs: Tensor, ordered: Tensor, order: Tensor, top_p: float) -> Tensor:
-    """The distribution over the first ordered tokens that reach `top_p`; the likeliest stays whatever it says."""
-    kept = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)
-    kept[..., 0] = ordered[..., 0]
-    return torch.zeros_like(probs).scatter(-1, order, kept / kept.sum(-1, keepdim=True))
+def _kept(probs: Tensor, ordered: Tensor, top_p: float) -> Tensor:
+    """The distribution over the first ordered tokens that reach `top_p`; the likeliest stays whatever it says.
+
+    Sums are taken in float64. Of tokens as likely as the last one kept, those with the highest ids stay, so that
+    neither the order of a sort nor the rest of the batch decides; transformers leaves it to its sort, which does the
+    same in small vocabularies.
+
+    Args:
+        probs: [..., V].
+        ordered: the largest of them in descending order; the set lies among them.
+        top_p: the sum.
+    """
+    before = ordered.cumsum(-1, dtype=torch.float64) - ordered
+    # Rounding leaves the sum next to 1. What is cut off is at most 1 - top_p, as transformers has it.
+    bound = top_p + (probs.sum(-1, keepdim=True, dtype=torch.float64) - 1)
+    count = (before < bound).sum(-1, keepdim=True).clamp(min=1)
+    last = ordered.gather(-1, count - 1)
+    above, equal = probs > last, probs == last
+    wanted = count - above.sum(-1, keepdim=True)
+    kept = above | (equal & (equal.sum(-1, keepdim=True) - equal.cumsum(-1) < wanted))
+    nucleus = probs.masked_fill(~kept, 0.0)
+    return nucleus / nucleus.sum(-1, keepdim=True)
 
 
 def penalise(logits_BMV: Tensor, penalty: float, seen_BV: Tensor, paths_BMN: Tensor) -> Tensor:
@@ -150,9 +169,9 @@ def argmax(logits: Tensor) -> Tensor:
 def choose(logits_BNV: Tensor, uniforms_BN: Tensor, sampling: Sampling) -> Tensor:
     """The target's own next token at every node, [B, N]: the argmax in greedy rows, a draw in the others."""
     greedy_BN = argmax(logits_BNV)
-    if not sampling.hot_rows:
+    if not sampling.sampling_rows:
         return greedy_BN
-    hot_R = list(sampling.hot_rows)
-    temperature_R11 = sampling.temperature_B[hot_R][:, None, None]
-    probs_RNV = probabilities(logits_BNV[hot_R], temperature_R11, sampling.top_k, sampling.top_p, sampling.min_p)
-    return greedy_BN.index_copy(0, torch.tensor(hot_R, device=greedy_BN.device), draw(probs_RNV, uniforms_BN[hot_R]))
+    rows_R = list(sampling.sampling_rows)
+    probs_RNV = sampling.processed(logits_BNV[rows_R], sampling.temperature_B[rows_R][:, None, None])
+    drawn_RN = draw(probs_RNV, uniforms_BN[rows_R])
+    return greedy_BN.index_copy(0, torch.tensor(rows_R, device=greedy_BN.device), drawn_RN)

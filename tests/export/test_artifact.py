@@ -125,6 +125,13 @@ def test_damage_is_named(tmp_path: Path, tiny_target: Target) -> None:
         load_artifact(tmp_path / "nowhere", tiny_target)
 
 
+def test_a_draft_vocabulary_with_an_id_twice_is_refused(tmp_path: Path, tiny_target: Target) -> None:
+    drafter = heads(tiny_target, vocabulary_size=20)
+    drafter.token_ids[3] = drafter.token_ids[4]
+    with pytest.raises(UserError, match="token 7 occurs 2 times in the draft vocabulary"):
+        load_artifact(save(tmp_path / "a", tiny_target, drafter), tiny_target)
+
+
 def test_a_missing_key_is_named(tmp_path: Path, tiny_target: Target) -> None:
     folder = save(tmp_path / "a", tiny_target)
     config = json.loads((folder / "config.json").read_text())

@@ -62,7 +62,7 @@ def test_wrong_topologies_are_refused(parents: tuple[int, ...], ranks: tuple[int
         Topology(parents, ranks)
 
 
-def test_a_parent_behind_its_child_is_refused_with_its_row() -> None:
+def test_a_parent_after_its_child_is_refused_with_its_row() -> None:
     with pytest.raises(ValueError, match="row 1: a node's parent must come before"):
         TokenTree.from_parents(torch.zeros(2, 3, dtype=torch.long), torch.tensor([[-1, 0, 1], [-1, 2, 0]]))
 

@@ -20,7 +20,7 @@ def torch_lstm(own: LSTM) -> nn.LSTM:
 
 
 def told(drafter: Falcon, final_LD: Tensor, embedded_LD: Tensor, end: int, blocks: int) -> list[Tensor]:
-    """What is estimated behind index `end` of a text alone; index p reads the embedding [p] and state [p]."""
+    """The estimates after index `end` of a text alone; index p reads the embedding [p] and state [p]."""
     size, width, network, found = drafter.config.block_size, final_LD.shape[1], torch_lstm(drafter.lstm), list[Tensor]()
     read = [torch.cat([embedded_LD[place], final_LD[place]]) for place in range(end + 1)]
     for last in range(end, end + blocks * size, size):

@@ -7,7 +7,7 @@ from torch.nn.functional import linear, silu
 
 
 def hydra_state(drafter: Hydra, features: Features, context_BLD: Tensor, row: int, place: int, step: int) -> Tensor:
-    """What head `step` gives at one index, [D]; `context_BLD` is what it reads of the text."""
+    """Output of head `step` at one index, [D]; `context_BLD` is what it reads of the text."""
     segment, parts = int(features.segments_BL[row, place]), [context_BLD[row, place]]
     for ahead in range(1, step + 2):
         index = place + ahead

@@ -7,7 +7,7 @@ from torch import Tensor
 
 @torch.no_grad()
 def state_behind(drafter: DraftLM, text: list[int], masks: int) -> Tensor:
-    """The last state of a causal pass over a text and so many mask tokens behind it."""
+    """The last state of a causal pass over a text and so many mask tokens after it."""
     tokens = torch.tensor([text + [-1] * masks])
     length = tokens.shape[1]
     causal = torch.ones(1, length, length, dtype=torch.bool).tril()

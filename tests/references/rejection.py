@@ -5,17 +5,17 @@ from itertools import permutations
 import torch
 
 
-def walk(tree, p_NV, q_NV, row, tests, choice, draw):
+def walk(tree, p_NV, log_q_NV, row, tests, choice, draw):
     """Tokens emitted by one row: accepted ones, then one from what is left of p."""
     node, emitted = 0, []
     while True:
-        rest, left = p_NV[node].clone(), q_NV[node].clone()
+        rest, log_left = p_NV[node].clone(), log_q_NV[node].clone()
         for child in range(1, tree.size):
             if int(tree.parents_BN[row, child]) != node or not tree.real_BN[row, child]:
                 continue
             token = int(tree.tokens_BN[row, child])
             sampled = tree.drawn is not None and bool(tree.drawn.sampled_BN[row, child])
-            q = left if sampled else torch.eye(len(left), dtype=left.dtype)[token]
+            q = log_left.softmax(-1) if sampled else torch.eye(len(rest), dtype=rest.dtype)[token]
             if float(tests[child]) < float(rest[token] / q[token]):
                 node = child
                 emitted.append(token)
@@ -23,8 +23,7 @@ def walk(tree, p_NV, q_NV, row, tests, choice, draw):
             rest = (rest - q).clamp(min=0)
             rest = rest / rest.sum()
             if sampled:
-                left[token] = 0
-                left = left / left.sum()
+                log_left[token] = -torch.inf
         else:
             return [*emitted, int(draw(rest, choice[node]))]
 
@@ -44,23 +43,24 @@ def siblings(q, width, sampled):
     return torch.tensor(lists), torch.tensor(chances, dtype=q.dtype)
 
 
-def level_law(judge, p, q, width, sampled):
+def level_law(reject_siblings, p, q, width, sampled):
     """([V] probability that a token is emitted as an accepted child, [V] as the bonus) at a node, by enumeration."""
     lists, chances = siblings(q, width, sampled)
     marks = torch.full_like(lists, sampled, dtype=torch.bool)
-    verdict = judge(p.expand(len(lists), -1), q.expand(len(lists), -1), lists, torch.ones_like(marks), marks)
+    log_q = q.log().expand(len(lists), -1)
+    outcome = reject_siblings(p.expand(len(lists), -1), log_q, lists, torch.ones_like(marks), marks)
     accepted, reached = torch.zeros_like(p), chances
     for rank in range(width):
-        accepted.index_add_(0, lists[:, rank], reached * verdict.accept_BK[:, rank])
-        reached = reached * (1 - verdict.accept_BK[:, rank])
-    return accepted, (reached[:, None] * verdict.rest_BV / verdict.rest_BV.sum(-1, keepdim=True)).sum(0)
+        accepted.index_add_(0, lists[:, rank], reached * outcome.accept_BK[:, rank])
+        reached = reached * (1 - outcome.accept_BK[:, rank])
+    return accepted, (reached[:, None] * outcome.rest_BV / outcome.rest_BV.sum(-1, keepdim=True)).sum(0)
 
 
-def pair_law(judge, p_of, q_of, width, sampled):
-    """[V, V] law of the first two tokens behind a tree two levels deep; a row that stops early goes on with p."""
-    accepted, bonus = level_law(judge, p_of(()), q_of(()), width, sampled)
+def pair_law(reject_siblings, p_of, q_of, width, sampled):
+    """[V, V] law of the first two tokens after a tree two levels deep; a row that stops early goes on with p."""
+    accepted, bonus = level_law(reject_siblings, p_of(()), q_of(()), width, sampled)
     rows = []
     for token in range(len(accepted)):
-        below = sum(level_law(judge, p_of((token,)), q_of((token,)), width, sampled))
+        below = sum(level_law(reject_siblings, p_of((token,)), q_of((token,)), width, sampled))
         rows.append(accepted[token] * below + bonus[token] * p_of((token,)))
     return torch.stack(rows)

@@ -6,7 +6,7 @@ from references import objectives
 
 
 def supervised(features, row, index, offset):
-    """Whether the token `offset` places after `index` is one of the same conversation that the assistant wrote."""
+    """True if the token `offset` places after `index` is one of the same conversation that the assistant wrote."""
     there, segments = index + offset, features.segments_BL[row].tolist()
     inside = there < len(segments) and segments[index] == segments[there] >= 0
     return inside and bool(features.supervised_BL[row, there])

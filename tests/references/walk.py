@@ -2,7 +2,7 @@
 
 
 def walk(tokens: list[int], parents: list[int], real: list[bool], choices: list[int]) -> list[int]:
-    """Tokens emitted by one row: the accepted ones, then the target's choice behind the last."""
+    """Tokens emitted by one row: the accepted ones, then the target's choice after the last."""
     node, emitted = 0, []
     while True:
         children = [

@@ -38,7 +38,7 @@ def compiled(function: Any, backend: str = "eager") -> Any:
 
 
 def described(tree: TokenTree) -> tuple[Tensor, ...]:
-    drawn = () if tree.drawn is None else (tree.drawn.probs_BIQ, tree.drawn.inner_BN, tree.drawn.sampled_BN)
+    drawn = () if tree.drawn is None else (tree.drawn.log_q_BIQ, tree.drawn.inner_BN, tree.drawn.sampled_BN)
     return tree.tokens_BN, tree.parents_BN, tree.depths_BN, tree.ancestors_BNN, tree.real_BN, *drawn
 
 
@@ -58,7 +58,8 @@ def test_expand_and_accept_are_one_graph_each(tiny_target: Target, policy: Polic
     torch.testing.assert_close(compiled(expand)(final, roots), expand(final, roots))
     state.final_RD = final
     tree = policy.grow(drafter, state, roots, draws)
-    sampling = Sampling(temperature_B=torch.full((2,), float(hot)), hot_rows=(0, 1) if hot else (), top_k=9, top_p=0.9)
+    rows = (0, 1) if hot else ()
+    sampling = Sampling(temperature_B=torch.full((2,), float(hot)), sampling_rows=rows, top_k=9, top_p=0.9)
 
     def accept(logits_BNV: Tensor, choices_BN: Tensor, tests_BN: Tensor) -> tuple[Tensor, ...]:
         chances = Chances(choices_BN=choices_BN, tests_BN=tests_BN)

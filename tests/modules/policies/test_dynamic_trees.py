@@ -1,4 +1,4 @@
-"""How trees grow: EAGLE-2 against brute force, DySpec against what a heap guarantees, sampling, every family."""
+"""Growing trees: EAGLE-2 against brute force, DySpec against what a heap guarantees, sampling, every family."""
 
 from collections.abc import Callable
 from typing import Any
@@ -119,7 +119,7 @@ def test_dyspec_fills_the_places_a_heap_would(one_shot: bool) -> None:
         for node in range(nodes):
             if int(tree.depths_BN[row, node]) == depth:
                 continue
-            q, left = tree.draft_at(torch.full((rows, 1), node), size)[row, 0], 1.0
+            q, left = tree.draft_at(torch.full((rows, 1), node), size)[row, 0].exp(), 1.0
             for child in (child for child in range(1, nodes) if int(tree.parents_BN[row, child]) == node):
                 filled.append(values[node] * left)
                 values[child] = values[node] * float(q[tree.tokens_BN[row, child]])
@@ -182,7 +182,7 @@ def g_of(policy: Policy, family: str, rows: int = 60_000) -> tuple[float, int]:
     accepted = exact_rule(tree).accept(
         tree,
         p[tree.tokens_BN],
-        Sampling(temperature_B=torch.ones(rows), hot_rows=tuple(range(rows))),
+        Sampling(temperature_B=torch.ones(rows), sampling_rows=tuple(range(rows))),
         Chances(choices_BN=choices, tests_BN=draws.tests(tree.size)),
     )
     return g_statistic(tree, accepted, p.exp(), generator)
@@ -237,7 +237,7 @@ def test_drafting_accepting_and_committing_read_nothing_on_the_host(
     family: Callable[[Target], Medusa | Hydra],
 ) -> None:
     """Under FakeTensorMode a hidden `.item()` raises."""
-    # The constants of a topology outlive a test: fake ones must neither be found nor left behind.
+    # The constants of a topology outlive a test: fake ones must neither be found nor remain.
     for remembered in (_constants, _inner, _span):
         remembered.cache_clear()
         request.addfinalizer(remembered.cache_clear)
@@ -254,9 +254,8 @@ def test_drafting_accepting_and_committing_read_nothing_on_the_host(
         tree = pruned(tree, faults, wrong)
         logits = torch.zeros(2, tree.size, tiny_target.vocab_size)
         chances = Chances(choices_BN=torch.rand(2, tree.size), tests_BN=torch.rand(2, tree.size))
-        accepted = exact_rule(tree).accept(
-            tree, logits, Sampling(temperature_B=torch.full((2,), float(hot)), hot_rows=(0, 1) if hot else ()), chances
-        )
+        sampling = Sampling(temperature_B=torch.full((2,), float(hot)), sampling_rows=(0, 1) if hot else ())
+        accepted = exact_rule(tree).accept(tree, logits, sampling, chances)
         cache = RowCache(1, 2, 2 * tree.size, torch.device("cpu"))
         cache.open(slice(0, 2), tree.size)
         cache.write(0, torch.zeros(2, 1, tree.size, 4), torch.zeros(2, 1, tree.size, 4))

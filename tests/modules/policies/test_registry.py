@@ -40,16 +40,16 @@ def test_a_name_becomes_its_policy(tiny_target: Target, name: str, kind: type[Po
     assert policy.max_size == nodes
 
 
-@pytest.mark.parametrize(("name", "told"), [
+@pytest.mark.parametrize(("name", "message"), [
     ("tree", "there is no policy 'tree'; choose from static, chain"), ("", "there is no policy ''"),
     ("eagle-3", "there is no policy 'eagle-3'"), ("chain-", "'chain-' ends in ''; chain wants a whole number"),
     ("chain-0", "'chain-0' ends in '0'; chain wants a whole number of at"),
     ("eagle2-1", "eagle2 wants a whole number of at least 2"), ("static-x", "static wants a whole number"),
 ])
-def test_other_names_are_refused(name: str, told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_other_names_are_refused(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         parse_policy(name)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         EvaluateConfig(policies=("static", name))
 
 

@@ -87,7 +87,7 @@ class PerRow(DepthDrafter):
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_cut_depends_on_nothing_later(name: str, sampled: bool) -> None:
-    """Rows share their first `place` distributions and differ behind: so do their drafts, up to there."""
+    """Rows share their first `place` distributions and differ after them: so do their drafts, up to there."""
     rows, depth = 64, 6
     start = random_log_probs(depth, 8, sharpness=2.0, seed=8)
     seen = set()
@@ -108,11 +108,11 @@ def test_a_cut_depends_on_nothing_later(name: str, sampled: bool) -> None:
 
 
 class AnticipatingChain(SampledChain):
-    """Wrong: drops a token whose own q is below a bound, instead of stopping behind it."""
+    """Wrong: drops a token whose own q is below a bound, instead of stopping after it."""
 
     def grow(self, drafter, state, roots_B, draws=None):  # type: ignore[no-untyped-def]
         tree = super().grow(drafter, state, roots_B, draws)
-        own = tree.drawn.probs_BIQ[:, 0].gather(1, tree.tokens_BN[:, 1:2])[:, 0]
+        own = tree.drawn.log_q_BIQ[:, 0].exp().gather(1, tree.tokens_BN[:, 1:2])[:, 0]
         tree.real_BN[:, 1:] &= (own > 0.3)[:, None]
         return tree
 
@@ -126,7 +126,7 @@ def g_of(policy: StoppedChain, rows: int = 60_000) -> tuple[float, int]:
     accepted = exact_rule(tree).accept(
         tree,
         p[tree.tokens_BN],
-        Sampling(temperature_B=torch.ones(rows), hot_rows=tuple(range(rows))),
+        Sampling(temperature_B=torch.ones(rows), sampling_rows=tuple(range(rows))),
         Chances(choices_BN=choices, tests_BN=draws.tests(tree.size)),
     )
     return g_statistic(tree, accepted, p.exp(), generator)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from draftsmith.modules import UserError
-from draftsmith.modules.target.draft_vocabulary import choose, draft_index
+from draftsmith.modules.target.draft_vocabulary import choose, draft_index, require_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,3 +38,12 @@ def test_the_index_is_the_inverse_of_the_ids(counts: list[int], data: st.DataObj
     assert int((index == -1).sum()) == len(counts) - size
     left_out = [counts[token] for token in range(len(counts)) if token not in ids.tolist()]
     assert min(counts[token] for token in ids.tolist()) >= max(left_out, default=0)
+
+
+def test_ids_that_occur_twice_are_refused() -> None:
+    require_ids(3, torch.tensor([5, 2, 9]))
+    require_ids(None, None)
+    with pytest.raises(UserError, match="token 7 occurs 2 times in the draft vocabulary; give every id once"):
+        require_ids(4, torch.tensor([5, 7, 9, 7]))
+    with pytest.raises(UserError, match="vocabulary_size is 4 but 3 token ids were given"):
+        require_ids(4, torch.tensor([5, 7, 9]))

@@ -20,7 +20,7 @@ from draftsmith.modules import (
     UserError,
     exact_rule,
 )
-from draftsmith.modules.verification.acceptance_rules import judge, normalised
+from draftsmith.modules.verification.acceptance_rules import reject_siblings
 from draftsmith.modules.verification.sampling import draw, penalise
 from references import wrong_rules
 from references.rejection import pair_law, walk
@@ -41,13 +41,13 @@ def raw_logits(prefix: tuple[int, ...], seed: int = 0) -> Tensor:
 
 
 def ours(prefix: tuple[int, ...], setting: tuple[float, int, float, float]) -> Tensor:
-    """The target's processed distribution behind the prompt and a path, as the loop forms it."""
+    """The target's processed distribution after the prompt and a path, as the loop forms it."""
     temperature, top_k, top_p, penalty = setting
     seen_BV = torch.zeros(1, SIZE, dtype=torch.bool)
     seen_BV[:, list(PROMPT)] = True
     path = torch.tensor([[[*prefix, PROMPT[-1]]]])
     logits = penalise(raw_logits(prefix)[None, None], penalty, seen_BV, path)
-    sampling = Sampling(temperature_B=torch.tensor([temperature]), top_k=top_k, top_p=top_p, hot_rows=(0,))
+    sampling = Sampling(temperature_B=torch.tensor([temperature]), top_k=top_k, top_p=top_p, sampling_rows=(0,))
     return sampling.distribution(logits)[0, 0]
 
 
@@ -80,7 +80,7 @@ def draft(prefix: tuple[int, ...]) -> Tensor:
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
 def test_rejection_has_the_targets_law(width: int, setting: tuple[float, int, float, float], sampled: bool) -> None:
-    law = pair_law(judge, lambda prefix: ours(prefix, setting), draft, width, sampled)
+    law = pair_law(reject_siblings, lambda prefix: ours(prefix, setting), draft, width, sampled)
     torch.testing.assert_close(law, expected_pairs(setting), atol=1e-7, rtol=0)
 
 
@@ -105,10 +105,10 @@ def test_an_oracle_is_always_accepted_and_point_masses_with_their_sum() -> None:
     p = draft(())[None]
     everything = torch.ones(1, 3, dtype=torch.bool)
     tokens = p.topk(3).indices
-    verdict = judge(p, p, tokens, everything, everything)
-    assert float(verdict.accept_BK[0, 0]) == 1.0
-    verdict = judge(p, p, tokens, everything, ~everything)
-    some = 1 - (1 - verdict.accept_BK).prod()
+    outcome = reject_siblings(p, p.log(), tokens, everything, everything)
+    assert float(outcome.accept_BK[0, 0]) == 1.0
+    outcome = reject_siblings(p, p.log(), tokens, everything, ~everything)
+    some = 1 - (1 - outcome.accept_BK).prod()
     torch.testing.assert_close(some, p.topk(3).values.sum())
 
 
@@ -124,9 +124,9 @@ def random_drawn_tree(generator: torch.Generator, batch: int, size: int, width: 
     real[:, 0] = True
     if width == 1:
         real = real.long().cumprod(-1).bool()
-    probs = torch.rand(batch, size, SIZE, generator=generator).softmax(-1)
+    log_q = torch.rand(batch, size, SIZE, generator=generator).log_softmax(-1)
     sampled = torch.rand(batch, size, generator=generator) > 0.4
-    drawn = Drawn(probs_BIQ=probs, inner_BN=torch.arange(size).expand(batch, -1), sampled_BN=sampled)
+    drawn = Drawn(log_q_BIQ=log_q, inner_BN=torch.arange(size).expand(batch, -1), sampled_BN=sampled)
     return TokenTree.grown(tokens, parents, real, max_depth=size - 1, most_children=width or size - 1, drawn=drawn)
 
 
@@ -140,8 +140,8 @@ def test_rejection_equals_its_plain_twin_on_random_trees() -> None:
     for size in range(1, 9):
         tree = random_drawn_tree(generator, 12, size)
         logits = torch.randn(12, size, SIZE, dtype=torch.float64, generator=generator)
-        hot_rows = tuple(row for row in range(12) if row % 3)
-        sampling = Sampling(temperature_B=torch.tensor([0.0, 0.8, 1.3] * 4), hot_rows=hot_rows, top_k=4)
+        sampling_rows = tuple(row for row in range(12) if row % 3)
+        sampling = Sampling(temperature_B=torch.tensor([0.0, 0.8, 1.3] * 4), sampling_rows=sampling_rows, top_k=4)
         chances = Chances(
             choices_BN=torch.rand(12, size, dtype=torch.float64, generator=generator),
             tests_BN=torch.rand(12, size, dtype=torch.float64, generator=generator),
@@ -151,7 +151,7 @@ def test_rejection_equals_its_plain_twin_on_random_trees() -> None:
             wanted = walk(
                 tree,
                 p[row],
-                tree.drawn.probs_BIQ[row].double(),  # type: ignore[union-attr]
+                tree.drawn.log_q_BIQ[row].double(),  # type: ignore[union-attr]
                 row,
                 chances.tests_BN[row],
                 chances.choices_BN[row],
@@ -165,8 +165,8 @@ def test_chain_rejection_equals_recursive_rejection() -> None:
     for size in range(2, 8):
         tree = random_drawn_tree(generator, 40, size, width=1)
         logits = torch.randn(40, size, SIZE, dtype=torch.float64, generator=generator)
-        hot_rows = tuple(row for row in range(40) if row % 4)
-        sampling = Sampling(temperature_B=torch.tensor([0.0, 0.8, 1.3, 1.0] * 10), hot_rows=hot_rows)
+        sampling_rows = tuple(row for row in range(40) if row % 4)
+        sampling = Sampling(temperature_B=torch.tensor([0.0, 0.8, 1.3, 1.0] * 10), sampling_rows=sampling_rows)
         chances = Chances(
             choices_BN=torch.rand(40, size, dtype=torch.float64, generator=generator),
             tests_BN=torch.rand(40, size, dtype=torch.float64, generator=generator),
@@ -212,7 +212,7 @@ def test_a_sampled_tree_with_its_rule_passes_a_g_test(kept: list[int] | None) ->
     tree = SampledTree.branching(3, 2).grow(drafter, drafter.start(rows, 64), roots, draws)
     generator = torch.Generator().manual_seed(5)
     choices = torch.rand(rows, tree.size, dtype=torch.float64, generator=generator)
-    sampling = Sampling(temperature_B=draws.temperature_B, hot_rows=tuple(range(len(draws.temperature_B))))
+    sampling = Sampling(temperature_B=draws.temperature_B, sampling_rows=tuple(range(len(draws.temperature_B))))
     accepted = Rejection().accept(
         tree, p[tree.tokens_BN], sampling, Chances(choices_BN=choices, tests_BN=draws.tests(tree.size))
     )
@@ -222,8 +222,8 @@ def test_a_sampled_tree_with_its_rule_passes_a_g_test(kept: list[int] | None) ->
     assert statistic < chi2_bound(cells)
     # A q that is not the one really drawn from, here without the temperature, is noticed.
     assert tree.drawn is not None
-    untempered = normalised(tree.drawn.probs_BIQ.pow(0.8), tree.drawn.probs_BIQ)
-    wrong = replace(tree, drawn=replace(tree.drawn, probs_BIQ=untempered))
+    untempered = (0.8 * tree.drawn.log_q_BIQ).log_softmax(-1)
+    wrong = replace(tree, drawn=replace(tree.drawn, log_q_BIQ=untempered))
     accepted = Rejection().accept(
         wrong, p[tree.tokens_BN], sampling, Chances(choices_BN=choices, tests_BN=draws.tests(tree.size))
     )
@@ -243,7 +243,7 @@ def test_typical_acceptance_by_hand() -> None:
     p = torch.tensor([0.3, 0.6, 0.09, 0.01])
     logits = torch.cat([p, torch.full((4,), 1e-9)]).log().expand(1, 6, -1)
     chances = Chances(choices_BN=torch.full((1, 6), 0.5, dtype=torch.float64), tests_BN=torch.zeros(1, 6))
-    accepted = rule.accept(tree, logits, Sampling(temperature_B=torch.ones(1), hot_rows=(0,)), chances)
+    accepted = rule.accept(tree, logits, Sampling(temperature_B=torch.ones(1), sampling_rows=(0,)), chances)
     assert accepted.path_BK[0].tolist() == [0, 2, 4]
     assert int(accepted.bonus_B) == 1
     with pytest.raises(UserError, match="epsilon must be above 0 and at most 1, got 0"):

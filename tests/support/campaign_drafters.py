@@ -1,0 +1,173 @@
+"""Drafters and policies of the lossless campaign: every family, helped to be right more often or made too sure."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from draftsmith.modules import (
+    BASELINES,
+    Chain,
+    DraftState,
+    DySpecTree,
+    Eagle2Tree,
+    EarlyExit,
+    FixedLength,
+    Frontier,
+    Observation,
+    Policy,
+    Proposer,
+    SampledChain,
+    SampledTree,
+    Scores,
+    StaticTree,
+    StoppedChain,
+    Target,
+    Topology,
+    baseline,
+)
+from support.families import CASES, randomised
+from torch import Tensor
+
+FAMILIES = ("medusa", "hydra", "eagle", "eagle3", "falcon", "draft-lm")
+"""One case of each family in DRAFTERS."""
+DRAFTERS = (*FAMILIES, *BASELINES)
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "chain": lambda: Chain(2),
+    "static": lambda: StaticTree(Topology((-1, 0, 0, 1, 1, 3), (0, 0, 1, 0, 1, 0))),
+    "eagle2": lambda: Eagle2Tree(8, 3, 3),
+    "dyspec": lambda: DySpecTree(8, 3, 3),
+    "sampled": lambda: SampledTree(Topology((-1, 0, 0, 1, 1, 2), (0, 0, 1, 0, 1, 0))),
+    "sampled-chain": lambda: SampledTree(Topology.chain(3)),
+    "stopped": lambda: StoppedChain(4, EarlyExit(0.3)),
+    "sampled-stopped": lambda: SampledChain(4, FixedLength(3), check_every=0),
+}
+LEAD = 12.0
+"""Nats by which a drafter that is too sure prefers its favourite: at temperature 0.1 all else is 0 in float32."""
+
+
+def make(name: str, target: Target) -> Proposer:
+    """A new drafter next to a target, with random weights where it has any."""
+    return randomised(CASES[name].make(target)) if name in FAMILIES else baseline(name, target)[0]
+
+
+class Wrapped(Proposer):
+    """Another drafter whose scores are changed."""
+
+    def __init__(self, inner: Proposer) -> None:
+        self.inner, self.family = inner, inner.family  # type: ignore[misc]
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.inner.taps
+
+    @property
+    def reach(self) -> int | None:
+        return self.inner.reach
+
+    @property
+    def reads_logits(self) -> bool:
+        return self.inner.reads_logits
+
+    def start(self, rows: int, capacity: int) -> DraftState:
+        return self.inner.start(rows, capacity)
+
+    def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
+        self.inner.observe(state, rows_R, observation)
+
+    def expand(self, state: DraftState, frontier: Frontier) -> Scores:
+        return self.inner.expand(state, frontier)
+
+    def clear(self, state: DraftState, rows_R: Tensor) -> None:
+        self.inner.clear(state, rows_R)
+
+    def keep(self, state: DraftState, rows_R: Tensor) -> None:
+        self.inner.keep(state, rows_R)
+
+    def forget(self) -> None:
+        self.inner.forget()
+
+
+def changed(scores: Scores, log_probs_BFHQ: Tensor) -> Scores:
+    """The scores with other log-probabilities, normalised; what had no guess stays so."""
+    none_BFH1 = scores.log_probs_BFHQ.amax(-1, keepdim=True) == -torch.inf
+    normal_BFHQ = log_probs_BFHQ.log_softmax(-1).masked_fill(none_BFH1, -torch.inf)
+    return Scores(log_probs_BFHQ=normal_BFHQ, token_ids_Q=scores.token_ids_Q, candidates_BFHQ=scores.candidates_BFHQ)
+
+
+class TooSure(Wrapped):
+    """The drafter's favourite is LEAD nats ahead of everything else."""
+
+    def expand(self, state: DraftState, frontier: Frontier) -> Scores:
+        scores = self.inner.expand(state, frontier)
+        best_BFH1 = scores.log_probs_BFHQ.argmax(-1, keepdim=True)
+        lead = torch.full_like(scores.log_probs_BFHQ[..., :1], LEAD)
+        return changed(scores, scores.log_probs_BFHQ.scatter_add(-1, best_BFH1, lead))
+
+
+@dataclass
+class HelpedState(DraftState):
+    """The inner drafter's state, each row's tokens with the root last, and depths of the nodes of the growing tree."""
+
+    inner: DraftState
+    rows: list[list[int]]
+    depths: dict[tuple[int, int], int] = field(default_factory=dict)
+
+
+class Helped(Wrapped):
+    """A drafter that knows the right token at a share of the nodes, so that whole paths are accepted.
+
+    Drafters that name their candidates are left as they are.
+
+    Args:
+        inner: the drafter.
+        texts: prompts with their answers.
+        share: of the nodes.
+    """
+
+    def __init__(self, inner: Proposer, texts: list[list[int]], share: float = 0.6) -> None:
+        super().__init__(inner)
+        self.texts, self.share, self.random = texts, share, random.Random(0)
+
+    def start(self, rows: int, capacity: int) -> DraftState:
+        return HelpedState(self.inner.start(rows, capacity), [[] for _ in range(rows)])
+
+    def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
+        assert isinstance(state, HelpedState)
+        columns = (rows_R.tolist(), observation.counts_B.tolist(), observation.tokens_BN.tolist(),
+                   observation.roots_B.tolist())
+        for row, count, tokens, root in zip(*columns, strict=True):
+            state.rows[row] = [*state.rows[row][:-1], *tokens[:count], root]
+        self.inner.observe(state.inner, rows_R, observation)
+
+    def expand(self, state: DraftState, frontier: Frontier) -> Scores:
+        assert isinstance(state, HelpedState)
+        scores = self.inner.expand(state.inner, frontier)
+        if scores.candidates_BFHQ is not None:
+            return scores
+        log_probs_BFHQ = scores.log_probs_BFHQ.clone()
+        batch, _width, depths, _entries = log_probs_BFHQ.shape
+        above = frontier.parents_BF.tolist()
+        for row in range(batch):
+            following = self._following(state.rows[row])
+            for column, node in enumerate(frontier.nodes_BF[row].tolist()):
+                depth = 0 if above[row][column] < 0 else state.depths[row, above[row][column]] + 1
+                state.depths[row, node] = depth
+                for level, token in enumerate(following[depth : depth + depths]):
+                    if self.random.random() < self.share:
+                        log_probs_BFHQ[row, column, level, token] = 6.0
+        return changed(scores, log_probs_BFHQ)
+
+    def _following(self, known: list[int]) -> list[int]:
+        return next((text[len(known) :] for text in self.texts if text[: len(known)] == known), [])
+
+    def clear(self, state: DraftState, rows_R: Tensor) -> None:
+        assert isinstance(state, HelpedState)
+        for row in rows_R.tolist():
+            state.rows[row] = []
+        self.inner.clear(state.inner, rows_R)
+
+    def keep(self, state: DraftState, rows_R: Tensor) -> None:
+        assert isinstance(state, HelpedState)
+        state.rows = [state.rows[row] for row in rows_R.tolist()]
+        self.inner.keep(state.inner, rows_R)

@@ -1,0 +1,102 @@
+"""Greedy cells of the lossless campaign: tiny targets in float64, and the embedded one in float32."""
+
+import random
+import zlib
+from collections.abc import Callable
+from functools import cache, lru_cache, partial
+
+from draftsmith.export.evaluation.lossless import compare, generate, greedy_judge, native_model
+from draftsmith.modules import DecodeSettings, Request, Target, TargetConfig, decode, load_target
+from support.campaign_drafters import DRAFTERS, POLICIES, Helped, make
+from support.campaign_outcome import Outcome
+from support.campaign_targets import ARCHITECTURES, target_of
+from support.native_answers import native_greedy, requests_for
+
+REQUESTS, TOKENS = 16, 56
+"""Requests of a cell on a tiny target, and tokens of the shortest answer."""
+EMBEDDED_PROMPTS, EMBEDDED_TOKENS, EMBEDDED_CELLS = 8, 56, 40
+"""Prompts of a cell on the embedded target, most tokens of an answer, and cells."""
+
+
+def tiny_cells() -> dict[str, Callable[[], Outcome]]:
+    """Every architecture, drafter and policy."""
+    names = [(target, drafter, policy) for target in ARCHITECTURES for drafter in DRAFTERS for policy in POLICIES]
+    random.Random(0).shuffle(names)
+    return {" ".join(name): partial(tiny, *name) for name in names}
+
+
+@cache
+def references(architecture: str) -> tuple[list[Request], list[list[int]]]:
+    """Requests and the answers of `generate`."""
+    target = target_of(architecture)
+    requests = requests_for(target, REQUESTS, TOKENS)
+    return requests, [native_greedy(target, request.tokens, request.max_new_tokens) for request in requests]
+
+
+def tiny(architecture: str, drafter: str, policy: str) -> Outcome:
+    """Decode the requests with a batch size and a chunk size that the names decide."""
+    target, (requests, expected) = target_of(architecture), references(architecture)
+    chance = random.Random(zlib.crc32(f"{architecture} {drafter} {policy}".encode()))
+    texts = [[*request.tokens, *answer] for request, answer in zip(requests, expected, strict=True)]
+    proposer = make(drafter, target)
+    helped = Helped(proposer, texts) if chance.random() < 0.75 else proposer
+    batch_size, chunk = chance.choice((1, 2, 5, 16)), chance.choice((1, 3, 8, 512))
+    settings = DecodeSettings(batch_size=batch_size, prefill_chunk=chunk, ignore_eos=True)
+    result = decode(target, requests, settings, drafter=helped, policy=POLICIES[policy]())
+    outcome = Outcome()
+    outcome.count(result)
+    wrong = [generation.request.index for generation, answer in zip(result.generations, expected, strict=True)
+             if generation.tokens != answer]
+    outcome.divergences = len(wrong)
+    outcome.note = f"answers {wrong} differ, batch {batch_size}, chunk {chunk}" if wrong else ""
+    return outcome
+
+
+@lru_cache(maxsize=1)
+def embedded_target() -> Target:
+    """The 135M model of the wheel."""
+    return load_target(TargetConfig(device="cpu", dtype="float32"))
+
+
+@lru_cache(maxsize=1)
+def embedded_prompts() -> list[tuple[int, ...]]:
+    """The handwritten prompts under its chat template."""
+    from against_transformers import chat_prompts
+
+    return chat_prompts(embedded_target(), EMBEDDED_PROMPTS * EMBEDDED_CELLS, 400)
+
+
+def embedded_cells() -> dict[str, Callable[[], Outcome]]:
+    """Groups of prompts, each continued with every drafter, the policies by turns."""
+    return {f"prompts {number}": partial(embedded, number) for number in range(EMBEDDED_CELLS)}
+
+
+def embedded(number: int) -> Outcome:
+    """Continue some prompts with every drafter and compare with `generate`."""
+    target, everything = embedded_target(), embedded_prompts()
+    prompts = [everything[(number * EMBEDDED_PROMPTS + place) % len(everything)] for place in range(EMBEDDED_PROMPTS)]
+    count = EMBEDDED_TOKENS if number * EMBEDDED_PROMPTS < len(everything) else EMBEDDED_TOKENS + 8
+    with native_model(target) as model:
+        expected = generate(model, target, prompts, max_new_tokens=count)
+    texts = [[*prompt, *answer] for prompt, answer in zip(prompts, expected, strict=True)]
+    requests = [Request(prompt, index, count) for index, prompt in enumerate(prompts)]
+    outcome, policies, judge = Outcome(), list(POLICIES), greedy_judge(target)
+    for place, name in enumerate(DRAFTERS):
+        policy = policies[(number + place) % len(policies)]
+        settings = DecodeSettings(batch_size=(1, 4, EMBEDDED_PROMPTS)[(number + place) % 3])
+        result = decode(target, requests, settings, drafter=Helped(make(name, target), texts, 0.8),
+                        policy=POLICIES[policy]())
+        outcome.count(result)
+        for generation, answer in zip(result.generations, expected, strict=True):
+            prompt = generation.request.tokens
+            found = compare(prompt, generation.tokens, answer, judge, again=partial(alone, target, prompt, count))
+            if found.divergence is not None and not found.near_tie:
+                outcome.divergences += 1
+                outcome.note += f"{name} {policy} prompt {generation.request.index}: gap {found.gap}; "
+    return outcome
+
+
+def alone(target: Target, prompt: tuple[int, ...], count: int) -> list[int]:
+    """The reference of one prompt, unpadded."""
+    with native_model(target) as model:
+        return generate(model, target, [prompt], max_new_tokens=count)[0]

@@ -1,0 +1,148 @@
+"""Sampled cells of the lossless campaign: the distribution of three tokens after the first, over several passes.
+
+Shapes: V tokens of the vocabulary, S sampled answers.
+"""
+
+import zlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from draftsmith.modules import DecodeSettings, DySpecTree, Policy, Rejection, Request, SampledTree, decode
+from draftsmith.modules.policies import sampled_tree
+from references import wrong_rules
+from scipy.special import xlogy
+from support.campaign_drafters import DRAFTERS, POLICIES, TooSure, make
+from support.campaign_outcome import Outcome
+from support.campaign_targets import VOCABULARY, enumerable_target
+from transformers import GenerationConfig
+
+TEMPERATURES = (0.1, 0.3, 0.7, 1.0, 1.2)
+FILTERS: dict[str, dict[str, Any]] = {
+    "none": {}, "top-k": {"top_k": 5}, "top-p": {"top_p": 0.8}, "min-p": {"min_p": 0.3},
+}
+DRAFTS = {"own": lambda proposer: proposer, "too sure": TooSure}
+PROMPT, PLACES = (1, 4, 2), 4
+"""What is continued, and tokens of an answer; the first comes from the prompt's pass."""
+ANSWERS, SIMULATED = 1000, 999
+"""Sampled answers of a cell, and samples of the distribution itself that G is compared with."""
+
+
+@cache
+def law(temperature: float, filtered: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Probability of every triple of tokens after the first, [V^3], by transformers' model and processors."""
+    kept = {"top_k": 0, "top_p": 1.0, "min_p": None} | FILTERS[filtered]
+    settings = GenerationConfig(do_sample=True, temperature=temperature, **kept)  # type: ignore[no-untyped-call]
+    prefixes, chances = torch.tensor([PROMPT]), torch.ones(1, dtype=torch.float64)
+    tokens = torch.arange(VOCABULARY)
+    with enumerable_target(temperature).native() as model, torch.no_grad():
+        processors = model._get_logits_processor(settings)
+        for _ in range(PLACES):
+            next_SV = processors(prefixes, model(prefixes, use_cache=False).logits[:, -1]).softmax(-1)
+            chances = (chances[:, None] * next_SV).flatten()
+            prefixes = torch.cat([prefixes.repeat_interleave(VOCABULARY, 0), tokens.repeat(len(prefixes))[:, None]], 1)
+    return chances.view(VOCABULARY, -1).sum(0).numpy()
+
+
+def g_statistic(counts: Any, probabilities: Any) -> Any:
+    """G of each row of counts."""
+    return 2 * xlogy(counts, counts / (counts.sum(-1, keepdims=True) * np.maximum(probabilities, 1e-300))).sum(-1)
+
+
+def p_value(counts: Any, probabilities: Any, seed: int) -> float:
+    """Rank of G among those of samples of the distribution itself, equal ones by lot: uniform if nothing is wrong."""
+    chance = np.random.default_rng(seed)
+    simulated = chance.multinomial(counts.sum(), probabilities / probabilities.sum(), SIMULATED)
+    others = g_statistic(simulated, probabilities)
+    own = g_statistic(counts, probabilities)
+    above, equal = (others > own + 1e-9).sum(), (np.abs(others - own) <= 1e-9).sum()
+    return float((above + chance.random() * (equal + 1)) / (SIMULATED + 1))
+
+
+def sampled(
+    name: str, drafter: str, policy: Policy, temperature: float, filtered: str, draft: str,
+    *, inside: Callable[[], AbstractContextManager[Any]] = nullcontext, rule: Rejection | None = None,
+    answers: int = ANSWERS,
+) -> Outcome:
+    """Sample answers and compare how often each triple occurs with its probability.
+
+    Args:
+        name: of the cell, which is its seed.
+        drafter: one of DRAFTERS.
+        policy: grows the trees.
+        temperature: one of TEMPERATURES.
+        filtered: one of FILTERS.
+        draft: one of DRAFTS.
+        inside: what is changed while decoding.
+        rule: accepts instead of the exact one.
+        answers: how many.
+    """
+    target, seed = enumerable_target(temperature), zlib.crc32(name.encode())
+    requests = [Request(PROMPT, index, PLACES, temperature) for index in range(answers)]
+    settings = DecodeSettings(batch_size=500, ignore_eos=True, seed=seed, lossy=rule, **FILTERS[filtered])
+    proposer = DRAFTS[draft](make(drafter, target))
+    with inside():
+        result = decode(target, requests, settings, drafter=proposer, policy=policy)
+    outcome = Outcome()
+    outcome.count(result)
+    numbers = [(g.tokens[1] * VOCABULARY + g.tokens[2]) * VOCABULARY + g.tokens[3] for g in result.generations]
+    counts, probabilities = np.bincount(numbers, minlength=VOCABULARY**3), law(temperature, filtered)
+    outcome.p = p_value(counts, probabilities, seed)
+    if impossible := int(counts[probabilities == 0].sum()):
+        outcome.p, outcome.divergences = 0.0, impossible
+        outcome.note = f"{impossible} answers that the target cannot give"
+    return outcome
+
+
+def right_cells() -> dict[str, Callable[[], Outcome]]:
+    """Every drafter, policy, temperature and filter, with the draft as it is and too sure."""
+    found = {}
+    for drafter in DRAFTERS:
+        for policy, grower in POLICIES.items():
+            for temperature in TEMPERATURES:
+                for filtered in FILTERS:
+                    for draft in DRAFTS:
+                        name = f"{drafter} {policy} T={temperature} {filtered} {draft}"
+                        found[name] = partial(_right, name, drafter, grower, temperature, filtered, draft)
+    return found
+
+
+def _right(name: str, drafter: str, grower: Callable[[], Policy], *settings: Any) -> Outcome:
+    return sampled(name, drafter, grower(), *settings)
+
+
+def likeliest_as_samples() -> AbstractContextManager[Any]:
+    """The likeliest tokens pass for samples of q."""
+    return patch.object(sampled_tree, "sample", lambda log_q, nodes, width, draws: log_q.topk(width).indices)
+
+
+def wrong_cells() -> dict[str, Callable[[], Outcome]]:
+    """Every wrong rule where it shows: none of these may pass for right."""
+    tree, static = POLICIES["sampled"], POLICIES["static"]
+    rules: dict[str, tuple[Any, Policy, float, str, Rejection | None]] = {
+        "unchanged_q": (wrong_rules.unchanged_q, tree(), 1.0, "own", Rejection()),
+        "one_entry_residual": (wrong_rules.one_entry_residual, tree(), 1.0, "own", Rejection()),
+        "no_renormalisation": (wrong_rules.no_renormalisation, static(), 1.0, "own", Rejection()),
+        "typical": (wrong_rules.typical, static(), 1.0, "own", Rejection()),
+        "no_residual": (wrong_rules.no_residual, tree(), 1.0, "own", Rejection()),
+        "underflowing_q": (wrong_rules.underflowing_q, tree(), 0.1, "too sure", Rejection()),
+        "likeliest_as_samples": (None, tree(), 1.0, "own", None),
+        "inclusive_sums": (None, wrong_rules.InclusiveSums(4, 2, 3), 0.3, "too sure", None),
+        "drops_unlikely": (None, wrong_rules.DropsUnlikely(SampledTree.branching(2, 2), 0.12), 1.0, "own", None),
+        "drops_unlikely_dyspec": (None, wrong_rules.DropsUnlikely(DySpecTree(8, 2, 3), 0.12), 1.0, "own", None),
+    }
+    return {name: partial(_wrong, name, *given) for name, given in rules.items()}
+
+
+def _wrong(name: str, rule: Any, policy: Policy, temperature: float, draft: str, judged: Rejection | None) -> Outcome:
+    inside: Callable[[], AbstractContextManager[Any]] = partial(wrong_rules.rejecting_by, rule) if rule else nullcontext
+    if name == "likeliest_as_samples":
+        inside = likeliest_as_samples
+    outcome = sampled(name, "eagle3", policy, temperature, "none", draft, inside=inside, rule=judged,
+                      answers=4 * ANSWERS)
+    outcome.divergences, outcome.note = 0, ""
+    return outcome

@@ -1,0 +1,66 @@
+"""Tiny random targets of many architectures, in float64, and one whose answers can be enumerated."""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import transformers
+from draftsmith.modules import Target
+from draftsmith.modules.target.tiny_model import tiny_tokenizer
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.3, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    "Qwen3": {"head_dim": 16},
+    "Mistral": {"sliding_window": 4},
+    "Gemma3": {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8},
+    "Phi": {},
+    "Phi3": {"sliding_window": None},
+    "GPTNeoX": {"rotary_pct": 0.5},
+    "GPT2": {},
+    "Olmo2": {},
+    "StableLm": {},
+    "Granite": {},
+    "Cohere": {},
+    "Starcoder2": {"sliding_window": None},
+}
+"""Names in transformers, and what differs from a Llama's configuration."""
+VOCABULARY = 8
+"""Tokens of the target whose answers are enumerated."""
+
+
+def build(name: str, **changes: Any) -> Target:
+    """A random target of an architecture."""
+    config_class = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
+    fields = _COMMON | ARCHITECTURES[name] | changes
+    if name == "GPTNeoX":
+        del fields["num_key_value_heads"]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{name}ForCausalLM" if name != "GPT2" else "GPT2LMHeadModel")(
+            config_class(**fields)
+        )
+    return Target(model.double(), tiny_tokenizer(), name=name)
+
+
+@lru_cache(maxsize=1)
+def target_of(name: str) -> Target:
+    """The same, kept until another is asked for."""
+    return build(name)
+
+
+@lru_cache(maxsize=8)
+def enumerable_target(temperature: float) -> Target:
+    """A Llama of eight tokens whose distribution at a temperature is the same whatever the temperature.
+
+    A low temperature would leave nothing to chance, and a test of chance blind.
+    """
+    target = build("Llama", vocab_size=VOCABULARY)
+    with torch.no_grad():
+        target.head.weight.mul_(0.5 * temperature)
+    return target
