@@ -74,7 +74,7 @@ class ContentionProbe:
 
     @property
     def contended(self) -> bool:
-        """Whether any sample exceeded the fastest by more than the bound."""
+        """True if any sample exceeded the fastest by more than the bound."""
         return max(self.excess.values()) > CONTENTION_BOUND
 
     def to_dict(self) -> dict[str, Any]:

@@ -185,7 +185,7 @@ class Method:
         return 1 if self.policy_for is None else self.policy_for(batch_size, temperature).max_size
 
     def comparable(self, batch_size: int, temperature: float) -> bool:
-        """Whether its answers must be the reference's, token by token, and not only equal in distribution."""
+        """True if its answers must be the reference's, token by token, and not only equal in distribution."""
         return temperature == 0 or self.policy_for is None or not self.policy_for(batch_size, temperature).samples
 
     def tree_sizes(self, batch_sizes: Iterable[int], temperature: float) -> dict[int, int]:

@@ -23,7 +23,7 @@ def require_whole_output(drafter: Medusa | Hydra) -> None:
 
 
 def tied(blocks: Blocks, first: int) -> bool:
-    """Whether in every head all blocks after block `first` equal it; independent training never leaves them so."""
+    """True if in every head all blocks after block `first` equal it; independent training never leaves them so."""
     pairs = [(blocks.get((head, first, part)), tensor) for (head, block, part), tensor in blocks.items()
              if block > first]
     return all(shared is not None and torch.equal(shared, tensor) for shared, tensor in pairs)

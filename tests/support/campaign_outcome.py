@@ -26,7 +26,7 @@ class Outcome:
 
     @property
     def wrong(self) -> bool:
-        """Whether an answer differs."""
+        """True if an answer differs."""
         return self.divergences > 0
 
     def count(self, result: DecodeResult) -> None:

@@ -45,7 +45,7 @@ def test_a_second_run_decodes_no_reference_and_finds_the_same(tmp_path: Path, ti
 
 
 def test_a_wrong_reference_is_found_out(tmp_path: Path, tiny_target_f64: Target, generated: list[int]) -> None:
-    """Where a drafted answer differs from a kept one, the target answers once more."""
+    """The target answers once more after a drafted answer differs from a kept one."""
     file = tmp_path / REFERENCES
     run(tiny_target_f64, file)
     known = References(file, tiny_target_f64, CONFIG)
