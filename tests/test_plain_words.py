@@ -13,12 +13,10 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS_IN_PLAIN_WORDS = (
     "data", "modules/README.md", "modules/atomic_files.py", "modules/baselines", "modules/config_checks.py",
     "modules/decoding", "modules/drafters", "modules/errors.py", "modules/features.py", "modules/interfaces",
-ROOMS_IN_PLAIN_WORDS = (
     "modules/policies", "modules/random_streams.py", "modules/target", "modules/token_tree.py", "modules/tuning",
     "modules/verification", "recipes", "tests/README.md", "tests/benchmarks", "tests/data", "tests/modules/drafters",
     "tests/modules/policies", "tests/modules/verification", "tests/recipes", "tests/references", "tests/trainers",
     "trainers",
-)
 )
 """Folders and files that are held to plain words; a folder includes everything in it."""
 ALLOWED: frozenset[tuple[str, str]] = frozenset()
