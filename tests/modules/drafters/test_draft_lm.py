@@ -490,7 +490,7 @@ def test_unreadable_folders_are_refused(tiny_target: Target, tmp_path: Path) -> 
 
 def test_a_reduced_layer_without_other_rows_cannot_be_exported(tiny_target: Target, tmp_path: Path) -> None:
     drafter = made(DraftLMConfig(num_layers=1, hidden_size=16, vocabulary_size=6), tiny_target)
-    with pytest.raises(UserError, match="answers 6 tokens and has no rows for the others"):
+    with pytest.raises(UserError, match="proposes 6 tokens and has no rows for the others"):
         exported(drafter, tiny_target, tmp_path / "draft")
 
 
