@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..modules import UserError
+from ..modules.verification.sampling import TEMPERATURES, is_temperature
 from .prompts import PromptConfig
 from .token_store import SOURCES, SourceName, hash_file
 from .writers import Writer, check_shares
@@ -65,10 +66,9 @@ class DistillConfig:
         for name, least in bounds.items():
             if getattr(self, name) < least:
                 raise UserError(f"distill.{name} must be at least {least}, got {getattr(self, name)}")
-        if not self.temperatures or min(self.temperatures) < 0:
-            raise UserError(
-                f"distill.temperatures must be one or more numbers from 0 up, got {list(self.temperatures)}"
-            )
+        if not self.temperatures or not all(map(is_temperature, self.temperatures)):
+            raise UserError(f"distill.temperatures must be one or more numbers, each {TEMPERATURES}, got "
+                            f"{list(self.temperatures)}")
         for name in ("budget_tokens", "budget_minutes"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise UserError(f"distill.{name} must be above 0, got {getattr(self, name)}")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from ..modules import UserError
+from ..modules.verification.sampling import GREATEST_TEMPERATURE, LEAST_TEMPERATURE
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 """Roles by their names in OpenAI-like `messages` and in ShareGPT `conversations`."""
@@ -63,8 +64,9 @@ class PromptConfig:
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise UserError(f"prompts.{key} must be at least 1, got {value}")
-        if not self.own_temperature > 0:
-            raise UserError(f"prompts.own_temperature must be above 0, got {self.own_temperature}; try 1.0")
+        if not LEAST_TEMPERATURE <= self.own_temperature <= GREATEST_TEMPERATURE:
+            raise UserError(f"prompts.own_temperature must lie between {LEAST_TEMPERATURE:g} and "
+                            f"{GREATEST_TEMPERATURE:g}, got {self.own_temperature}; try 1.0")
         if not 0 < self.own_top_p <= 1:
             raise UserError(f"prompts.own_top_p must lie in (0, 1], got {self.own_top_p}")
 

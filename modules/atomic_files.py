@@ -23,6 +23,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(partial)
+        _share(partial)
         to_disk(partial)
         partial.replace(path)
         to_disk(path.parent)
@@ -39,6 +40,13 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot_write(path, error) from error
+
+
+def _share(path: Path) -> None:
+    """Give a file the rights that the user's umask gives new files: safetensors writes for the owner alone."""
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
 
 
 def to_disk(path: Path) -> None:
@@ -82,6 +90,8 @@ def whole_folder(folder: Path, owned: frozenset[str]) -> Iterator[Path]:
         partial.mkdir(parents=True)
         yield partial
         for path in partial.iterdir():
+            if path.is_file():
+                _share(path)
             to_disk(path)
         _swap(partial, folder)
     except (OSError, SafetensorError) as error:

@@ -110,6 +110,10 @@ class GenerateArguments:
     """Sample among this many best tokens; 0 is all of them."""
     top_p: float = 1.0
     """Sample within this share of the probability."""
+    min_p: float = 0.0
+    """Sample among the tokens with at least this share of the best token's probability; 0 is all of them."""
+    repetition_penalty: float = 1.0
+    """Divide the logits of tokens that occurred by this, as transformers does; 1 changes nothing."""
     seed: int = 0
     """Seed of the sampled answer."""
     stop: tuple[str, ...] = ()
@@ -134,7 +138,8 @@ def generate(parsed: Parsed[GenerateArguments]) -> None:
     artifact = load_artifact(given.artifact, target)
     tokens = given.template.build(target).prompt([{"role": "user", "content": given.prompt}])
     request = Request(tuple(tokens), 0, given.max_new_tokens, given.temperature)
-    settings = DecodeSettings(top_k=given.top_k, top_p=given.top_p, seed=given.seed, stop=given.stop)
+    settings = DecodeSettings(top_k=given.top_k, top_p=given.top_p, min_p=given.min_p, seed=given.seed,
+                              repetition_penalty=given.repetition_penalty, stop=given.stop)
     recorder = PassRecorder() if given.show_drafts else None
     passes = stream(artifact.target, request, settings, drafter=artifact.drafter, observer=recorder,
                     policy=artifact.policy(given.policy, temperature=given.temperature))

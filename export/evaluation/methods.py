@@ -16,6 +16,7 @@ from ...modules import (
     baseline,
     parse_policy,
 )
+from ...modules.verification.sampling import TEMPERATURES, is_temperature
 from ..artifact import Artifact
 
 Answered = Sequence[Sequence[int]]
@@ -38,7 +39,7 @@ class EvaluateConfig:
     top_p: float = 1.0
     """Sample within this share of the probability."""
     seed: int = 0
-    """Seed of the random streams of the answers, and of of the resampling for the intervals."""
+    """Seed of the random streams of the answers, and of the resampling for the intervals."""
     speed_prompts: int = 8
     """Prompts of each set whose decoding is timed (with every method, without drafts and by `generate`); 0 times none.
     The same prompts fill whole batches of every size, so their number is rounded down to a multiple of all batch sizes;
@@ -76,8 +77,8 @@ class EvaluateConfig:
             if name not in BASELINES:
                 raise UserError(f"there is no baseline {name!r}; choose from {', '.join(BASELINES)}")
         for temperature in self.degrees:
-            if not 0 <= temperature < float("inf"):
-                raise UserError(f"a temperature must be at least 0 and finite, got {temperature}")
+            if not is_temperature(temperature):
+                raise UserError(f"a temperature must be {TEMPERATURES}, got {temperature}")
         for batch_size in self.batches:
             # The decoding loop checks its own settings.
             self.settings(batch_size)

@@ -85,7 +85,8 @@ def _renamed(name: str, former: str, prefix: str) -> str:
 
 def _output(drafter: Eagle3, target: Target) -> dict[str, Tensor]:
     if isinstance(target.head.bias, Tensor):
-        raise UserError(f"the output layer of {target.identity.name} has a bias, for which the layout has no place")
+        raise UserError(f"the output layer of {target.identity.name} has a bias, for which the layout has no place; "
+                        "decode the artifact with draftsmith")
     weight_VD, ids_Q = target.output_weight(), drafter.token_ids_Q
     own = drafter.output_parameters(0)
     return {"lm_head.weight": own[0] if own else weight_VD if ids_Q is None else weight_VD[ids_Q]}

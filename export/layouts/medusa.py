@@ -48,7 +48,8 @@ def medusa_tensors(drafter: Medusa, target: Target) -> dict[str, Tensor]:
     """
     require_whole_output(drafter)
     if getattr(target.head, "bias", None) is not None:
-        raise UserError(f"the output layer of {target.identity.name} has a bias, for which the layout has no place")
+        raise UserError(f"the output layer of {target.identity.name} has a bias, for which the layout has no place; "
+                        "decode the artifact with draftsmith")
     tensors: dict[str, Tensor] = {}
     for head, blocks in enumerate(drafter.heads):
         for layer in range(drafter.config.num_layers):

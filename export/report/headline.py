@@ -31,7 +31,7 @@ def _words(run: EvaluationRun) -> str:
     found = Lossless.joined(evaluation.overall.lossless for evaluation in run.evaluations)
     adapted = " of the adapted target" if "drift" in run.header else ""
     if not found.prompts:
-        return f"with answers drawn from the distribution{adapted or ' of the target'}"
+        return f"but answers from sampled drafts{adapted} were not compared in this evaluation"
     if found.different:
         return f"but drafting changed {found.different} of {found.prompts} answers{adapted}, which is a fault"
     if found.near_tie_divergences:

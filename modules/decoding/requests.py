@@ -9,7 +9,7 @@ import numpy as np
 from ..errors import UserError
 from ..target.generation_defaults import GenerationDefaults
 from ..verification.acceptance_rules import Rule
-from ..verification.sampling import GREATEST_TEMPERATURE, LEAST_TEMPERATURE
+from ..verification.sampling import TEMPERATURES, is_temperature
 
 REPEATED_SHARE = 0.3
 """A text with a larger share of repeated 4-grams repeats itself."""
@@ -41,11 +41,8 @@ class Request:
             return f"prompt {self.index} is empty; give at least one token"
         if self.max_new_tokens < 1:
             return f"prompt {self.index}: max_new_tokens must be at least 1, got {self.max_new_tokens}"
-        if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature <= GREATEST_TEMPERATURE:
-            return (
-                f"prompt {self.index}: temperature must be 0 (greedy) or from {LEAST_TEMPERATURE:g} to "
-                f"{GREATEST_TEMPERATURE:g}, got {self.temperature}"
-            )
+        if not is_temperature(self.temperature):
+            return f"prompt {self.index}: temperature must be {TEMPERATURES}, got {self.temperature}"
         if not 0 <= min(self.tokens) <= max(self.tokens) < vocab_size:
             outside = next(token for token in self.tokens if not 0 <= token < vocab_size)
             return f"prompt {self.index} has token {outside}; the target's ids are 0 to {vocab_size - 1}"

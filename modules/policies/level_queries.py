@@ -47,7 +47,10 @@ class LevelQueries:
             self._origin_BF = self._origin_BF.gather(1, above_BF)
         self._used += 1
         log_probs_BOQ = self._answered[:, :, self._used - 1]
-        return log_probs_BOQ.to(torch.promote_types(log_probs_BOQ.dtype, torch.float32)), self._origin_BF
+        log_probs_BOQ = log_probs_BOQ.to(torch.promote_types(log_probs_BOQ.dtype, torch.float32))
+        # A drafter may have read a token without a finite embedding: NaN and +inf are no guess, and sorted among other
+        # scores they would stand above the root.
+        return torch.where(log_probs_BOQ < torch.inf, log_probs_BOQ, -torch.inf), self._origin_BF
 
     def _expand(self, frontier: Frontier) -> Tensor:
         scores = self.drafter.expand(self.state, frontier)

@@ -30,7 +30,8 @@ def choose(counts_V: Tensor, size: int, *, always: Sequence[int] = ()) -> Tensor
     if not least <= size <= len(counts_V):
         raise UserError(
             f"the draft vocabulary must have between {least} and {len(counts_V)} entries (the target's vocabulary), "
-            f"got {size}; set vocabulary_size within these bounds or leave it out"
+            f"got {size}; set vocabulary_size within these bounds, or to null for "
+            "the whole vocabulary"
         )
     ranking_V = counts_V.detach().cpu().to(torch.float64).clone()
     ranking_V[list(always)] = float("inf")

@@ -56,9 +56,9 @@ def layer_list(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
 
 
 def _first_of_every_kind(layers: nn.ModuleList, layer_types: list[str] | None) -> int:
-    """Length of the shortest prefix that holds a layer of every kind, and at least two layers."""
+    """Length of the shortest prefix that holds a layer of every kind, and two layers where there are as many."""
     kinds = [(_kind(layer), layer_types[place] if layer_types else "") for place, layer in enumerate(layers)]
-    return max(_FEWEST_LAYERS, 1 + max(kinds.index(kind) for kind in set(kinds)))
+    return min(len(layers), max(_FEWEST_LAYERS, 1 + max(kinds.index(kind) for kind in set(kinds))))
 
 
 def _kind(layer: nn.Module) -> tuple[tuple[str, str, tuple[tuple[str, object], ...]], ...]:

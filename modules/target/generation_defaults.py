@@ -48,6 +48,9 @@ _CHANGES_ANSWERS: dict[str, tuple[object, ...]] = {
     "suppress_tokens": (None, []),
     "begin_suppress_tokens": (None, []),
     "watermarking_config": (None,),
+    "remove_invalid_values": (None, False),
+    "cache_implementation": (None, "dynamic", "offloaded", "static", "offloaded_static", "paged", "sliding_window",
+                             "hybrid", "hybrid_chunked", "offloaded_hybrid", "offloaded_hybrid_chunked"),
 }
 """Settings that change greedy and sampled answers, with the values at which they do not."""
 _CHANGES_SAMPLES: dict[str, tuple[object, ...]] = {
@@ -101,7 +104,8 @@ def read_defaults(config: Any, tokenizer: Any, name: str) -> GenerationDefaults:
     penalty = _given(config, "repetition_penalty", 1.0)
     if penalty != 1.0:
         log.warning("the generation config of %s has a repetition penalty of %s, which generate applies unasked; "
-                    "decoding applies it where DecodeSettings has repetition_penalty=%s", name, penalty, penalty)
+                    "decoding applies it where DecodeSettings has repetition_penalty=%s, draftsmith generate with "
+                    "--repetition-penalty %s", name, penalty, penalty, penalty)
     if not config.do_sample:
         return GenerationDefaults(eos_ids=eos_ids, repetition_penalty=penalty)
     return GenerationDefaults(

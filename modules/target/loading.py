@@ -96,7 +96,10 @@ def _one_sentence(config: TargetConfig) -> Iterator[None]:
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"the target {config.name!r} could not be loaded ({reason}); give a hub id, a folder with "
+            f"the target {config.name!r} could not be loaded: no such folder is here ({Path.cwd()}), and as a hub id: "
+            f"{reason}; set target.name to a hub id, a folder with config.json, a .gguf file or {DEFAULT_NAME!r}"
+            if not Path(config.name).exists() else
+            f"the target {config.name!r} could not be loaded ({reason}); set target.name to a hub id, a folder with "
             f"config.json, a .gguf file or {DEFAULT_NAME!r}"
         ) from error
 

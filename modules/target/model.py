@@ -232,8 +232,12 @@ class Target:
             rows: sequences of the batch.
             capacity: most tokens of a sequence, the largest tree included.
             taps: layers whose outputs the passes give.
-            prefix: tokens that every sequence starts with; they are read once and copied from row to row.
+            prefix: tokens that every sequence starts with; they are read once and copied from row to row, as far as
+                they have a finite embedding: each row finds out by itself what ends it.
         """
+        if self.broken_V is not None:
+            broken = [place for place, token in enumerate(prefix) if bool(self.broken_V[token])]
+            prefix = prefix[: min(broken, default=len(prefix))]
         return TargetRows(self, rows, capacity, self._checked(taps), prefix)
 
     @torch.no_grad()

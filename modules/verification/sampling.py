@@ -12,14 +12,22 @@ import torch
 from torch import Tensor
 
 LEAST_TEMPERATURE = 1e-3
-"""Smallest temperature of a sampled row. Logits of up to 1e4 stay exact to 1e-4 of a nat in float32, and below it the
-second likeliest token needs a gap under a hundredth of a nat to be drawn once in 20,000 times."""
+"""Smallest temperature of a sampled row. Divided by it, logits of up to 100 are exact to 0.01 nats in float32, in which
+transformers divides too; below it the second likeliest token needs a gap under a hundredth of a nat to be drawn once in
+20,000 times."""
 GREATEST_TEMPERATURE = 1e3
 """Largest temperature: all probabilities are equal to a few per cent, and far above it float32 would lose the rest."""
+TEMPERATURES = f"0 (greedy) or from {LEAST_TEMPERATURE:g} to {GREATEST_TEMPERATURE:g}"
+"""The temperatures of a request, for messages."""
 _NUCLEUS_CANDIDATES = 512
 """Tokens among which a nucleus is looked for first."""
 _ARGMAX_BLOCK = 128
 """Entries of a block in which the largest logit is looked for."""
+
+
+def is_temperature(value: float) -> bool:
+    """True for the temperatures of a request: 0 and those within the bounds."""
+    return value == 0 or LEAST_TEMPERATURE <= value <= GREATEST_TEMPERATURE
 
 
 @dataclass(frozen=True, kw_only=True)

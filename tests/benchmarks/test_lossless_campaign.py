@@ -38,6 +38,7 @@ def campaign() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_some_cells_of_each_part_hold(campaign: ModuleType, tmp_path: Path) -> None:
     chosen = [cell for cell in campaign.cells(3) if (cell.part, cell.name) in CHOSEN]
     assert len(chosen) == len(CHOSEN)

@@ -57,3 +57,10 @@ def test_folders_are_made_or_named(tmp_path: Path) -> None:
                    lambda: write_atomically(tmp_path / "a" / "b" / "c", lambda partial: partial.write_text(""))):
         with pytest.raises(UserError, match=r"cannot write .*b/c: (Not a directory|File exists)"):
             writes()
+
+
+def test_a_written_file_has_the_rights_of_other_new_files(tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.write_text("")
+    private = write_atomically(tmp_path / "weights", lambda partial: (partial.write_text("x"), partial.chmod(0o600)))
+    assert private.stat().st_mode == plain.stat().st_mode

@@ -370,7 +370,7 @@ def test_a_malformed_line_in_evaluation(finished: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(("words", "message"), [
     (["--batch-sizes", "0"], "batch_size must be at least 1, got 0"),
     (["--batch-sizes", "[1,many]"], "batch_sizes"),
-    (["--temperatures", "[0,-1]"], "a temperature must be at least 0 and finite, got -1"),
+    (["--temperatures", "[0,-1]"], "a temperature must be 0 (greedy) or from 0.001 to 1000, got -1"),
     (["--baselines", "[lookup]"], "there is no baseline 'lookup'; choose from prompt_lookup"),
     (["--batch-sizes", "2"], "batches of 2 rows cannot be timed on the same prompts: the set 'mine' has 1"),
     (["--prompts", "EMPTY"], "holds no prompt; write one JSON object a line"),

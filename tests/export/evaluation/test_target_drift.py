@@ -102,7 +102,7 @@ def test_its_row_says_so_and_is_lossless_against_the_adapted_target(tmp_path: Pa
     assert run.header["drift"]["tokens"] > 0
     text = " ".join(terminal_table(run).split())
     assert "medusa (changes the target)" in text
-    assert "Changes the target: all that follows is measured with the adapted target" in text
+    assert "Changes the target: everything below is measured with the adapted target" in text
 
 
 @pytest.mark.parametrize("tied", [False, True])

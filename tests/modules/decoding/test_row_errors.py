@@ -10,12 +10,20 @@ from draftsmith.modules import (
     Chain,
     DecodeError,
     DecodeSettings,
+    DraftState,
+    Draws,
+    DySpecTree,
+    Eagle2Tree,
+    FixedLength,
     Generation,
     PassOutput,
     Policy,
+    Proposer,
     Request,
+    SampledChain,
     SampledTree,
     StaticTree,
+    StoppedChain,
     Target,
     TokenTree,
     Topology,
@@ -249,19 +257,53 @@ def test_a_draft_vocabulary_with_a_wrong_id_fails_every_row_that_meets_it(tiny_t
     assert "prompt 101: " in str(error)
 
 
+GROWING = [StaticTree(Topology((-1, 0, 0, 1), (0, 0, 1, 0))), Chain(3), Eagle2Tree(8, 3, 3), DySpecTree(8, 3, 3),
+           SampledTree.branching(2, 1), SampledChain(3, FixedLength(3)), StoppedChain(3, FixedLength(3))]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("policy", GROWING, ids=lambda policy: type(policy).__name__)
+def test_scores_that_are_not_finite_change_no_answer(value: float, policy: Policy, tiny_target_f64: Target) -> None:
+    """A drafter that reads a token without a finite embedding has no guess there; the root stays the root."""
+    size = tiny_target_f64.vocab_size
+    scores = random_log_probs(size, size)
+    scores[::2] = value
+    scores[1::4, 3] = value
+    plain = decode(tiny_target_f64, some_requests(), SETTINGS).generations
+    drafted = decode(tiny_target_f64, some_requests(), SETTINGS, drafter=TableDrafter(scores),
+                     policy=policy).generations
+    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+    sampled = decode(tiny_target_f64, some_requests(temperature=0.9), SETTINGS, drafter=TableDrafter(scores),
+                     policy=policy).generations
+    assert [one.finish for one in sampled] == ["length"] * len(sampled)
+
+
+class PoisonedTree(SampledTree):
+    """A policy of somebody else's, which hands on a draft distribution that is NaN after one token."""
+
+    def __init__(self, token: int) -> None:
+        super().__init__(Topology((-1, 0, 0), (0, 0, 1)))
+        self.token = token
+
+    def grow(self, drafter: Proposer, state: DraftState, roots_B: Tensor, draws: Draws | None = None) -> TokenTree:
+        tree = super().grow(drafter, state, roots_B, draws)
+        assert tree.drawn is not None
+        log_q_BIQ = tree.drawn.log_q_BIQ.masked_fill((roots_B == self.token)[:, None, None], torch.nan)
+        return replace(tree, drawn=replace(tree.drawn, log_q_BIQ=log_q_BIQ))
+
+
 def test_a_q_that_is_nan_ends_its_row(tiny_target_f64: Target) -> None:
     size = tiny_target_f64.vocab_size
     scores = random_log_probs(size, size)
     first = [decode(tiny_target_f64, [r], SETTINGS).generations[0].tokens[0] for r in some_requests(temperature=0.9)]
     assert len(set(first)) > 1
-    scores[first[0]] = torch.nan
     error = failing(
         lambda: decode(
             tiny_target_f64,
             some_requests(temperature=0.9),
             SETTINGS,
             drafter=TableDrafter(scores),
-            policy=SampledTree.branching(2),
+            policy=PoisonedTree(first[0]),
         )
     )
     assert "prompt 100: the drafter's probabilities are NaN or infinite after token 1 of the answer" in str(error)
@@ -308,6 +350,13 @@ def test_a_prompt_with_a_token_without_an_embedding_fails_alone() -> None:
         settings = replace(SETTINGS, prefill_chunk=chunk)
         error = failing(lambda settings=settings: decode(target, requests, settings))
         assert [generation.finish for generation in error.result.generations] == ["length", "error"]
+
+
+def test_a_token_without_an_embedding_in_a_common_start_fails_every_row_that_has_it() -> None:
+    target, broken = broken_target()
+    start = (5, 8, 9, broken, 7, 8, 9, 10, 11, 12, 13, 14)
+    error = failing(lambda: decode(target, [Request((*start, 20), 0, 6), Request((*start, 21), 1, 6)], SETTINGS))
+    assert [generation.finish for generation in error.result.generations] == ["error", "error"]
 
 
 @pytest.mark.parametrize("index", [-1, 2**63])

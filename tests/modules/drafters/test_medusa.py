@@ -119,7 +119,7 @@ def test_tied_blocks_equal_separate_equal_blocks(tiny_target: Target) -> None:
 def test_only_the_root_may_be_expanded(tiny_target: Target) -> None:
     drafter = Medusa.create(MedusaConfig(num_heads=2), tiny_target)
     wide = dataclasses.replace(ROOT, nodes_BF=torch.zeros(3, 2, dtype=torch.long))
-    with pytest.raises(ValueError, match="ask for 1 node, got 2"):
+    with pytest.raises(ValueError, match="pass 1 node, got 2"):
         drafter.expand(drafter.start(3, 64), wide)
 
 
