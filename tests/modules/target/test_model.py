@@ -208,7 +208,8 @@ def test_attention_sinks_are_refused_by_the_self_check() -> None:
     ("config", "message"),
     [
         (TargetConfig(name="/nowhere/model.gguf"), "GGUF file .* does not exist"),
-        (TargetConfig(name="no-such-user/no-such-model"), "could not be loaded: no such folder is here .* set target.name to a hub id"),
+        (TargetConfig(name="no-such-user/no-such-model"),
+         "could not be loaded: no such folder is here .* set target.name to a hub id"),
         (TargetConfig(name="tiny-random", device="cuda:9" if not torch.cuda.is_available() else "tpu"), "device"),
         (TargetConfig(name="tiny-random", dtype="int8"), "dtype must be"),  # type: ignore[arg-type]
         (TargetConfig(name="tiny-random", chat_template="/nowhere.jinja"), "could not be read"),
