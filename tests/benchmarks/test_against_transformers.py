@@ -1,24 +1,14 @@
 """The benchmark against transformers runs on the tiny target, and its ratio is that of the sums."""
 
-import importlib.util
-import sys
-from pathlib import Path
+import importlib
 from types import ModuleType
 
 import pytest
 
-PATH = Path(__file__).resolve().parents[1] / "benchmarks" / "against_transformers.py"
-
 
 @pytest.fixture(scope="module")
 def benchmark() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(PATH.stem, PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[PATH.stem] = module
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("benchmarks.against_transformers")
 
 
 def test_the_table_has_a_row_for_each_pair(benchmark: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

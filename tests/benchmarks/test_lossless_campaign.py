@@ -1,7 +1,6 @@
 """A minute of the lossless campaign: some cells of each part but the embedded one, and what it says of wrong ones."""
 
-import importlib.util
-import sys
+import importlib
 from pathlib import Path
 from types import ModuleType
 
@@ -10,7 +9,6 @@ import pytest
 from support.campaign_outcome import Outcome
 from support.campaign_sampled import FILTERS, TEMPERATURES, VOCABULARY, law, p_value
 
-PATH = Path(__file__).resolve().parent / "lossless_campaign.py"
 CHOSEN = {
     ("greedy", "Llama eagle3 static"),
     ("greedy", "Llama medusa dyspec"),
@@ -29,13 +27,7 @@ CHOSEN = {
 
 @pytest.fixture(scope="module")
 def campaign() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(PATH.stem, PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[PATH.stem] = module
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("benchmarks.lossless_campaign")
 
 
 @pytest.mark.slow

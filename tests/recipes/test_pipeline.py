@@ -1,6 +1,6 @@
 """The tiny recipe from end to end, as a user runs it."""
 
-import importlib.util
+import importlib
 import json
 import shutil
 import subprocess
@@ -238,13 +238,7 @@ def test_the_example_of_the_readme_runs(finished: Path, capsys: pytest.CaptureFi
 
 def load_benchmark(name: str) -> ModuleType:
     """A script of tests/benchmarks as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tests" / "benchmarks" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module(f"benchmarks.{name}")
 
 
 @pytest.mark.slow
