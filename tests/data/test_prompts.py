@@ -92,7 +92,7 @@ def test_missing_empty_and_undecodable_files(tmp_path: Path) -> None:
         ({"origin": "file"}, "needs prompts.path"),
         ({"origin": "dataset"}, "needs prompts.name"),
         ({"limit": 0}, "prompts.limit must be at least 1, got 0"),
-        ({"own_temperature": 0.0}, "own_temperature must be above 0"),
+        ({"own_temperature": 0.0}, "own_temperature must lie between 0.001 and 1000"),
         ({"own_top_p": 1.5}, "own_top_p must lie in"),
     ],
 )
