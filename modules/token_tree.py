@@ -202,7 +202,7 @@ class TokenTree:
     """Embeddings of the last M nodes, which have no token: attended to and never accepted. In the output space of the
     target's embedding module."""
     drawn: Drawn | None = None
-    """How the nodes were drawn; None when every node was proposed without chance: a point mass."""
+    """Draws of the nodes; None when every node was proposed without chance: a point mass."""
     most_children: int | None = None
     """Largest number of children of any node, known on the host; None when nobody counted."""
 

@@ -17,7 +17,7 @@ class Marks:
     rejected: tuple[str, str]
     """Around a rejected guess."""
     legend: str
-    """How to read them."""
+    """Explanation of the marks."""
 
 
 RESET = "\x1b[0m"

@@ -124,7 +124,7 @@ class AdaptiveThreshold(StoppingRule):
     wanted: float = 0.9
     """Accepted share of drafted tokens to aim at."""
     step: float = 0.01
-    """How far a pass pulls the threshold, before smoothing."""
+    """Change of the threshold by one pass, before smoothing."""
     _now: Tensor = field(init=False, repr=False)
     _share: Tensor = field(init=False, repr=False)
 
