@@ -54,6 +54,14 @@ def test_sane_models_load_in_every_number_type(family: str, dtype: torch.dtype) 
     Target(random_model(family).to(dtype), tiny_tokenizer(), name=family)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_of_one_layer_loads_in_half_precision(dtype: torch.dtype) -> None:
+    config = tiny_model().config
+    config.num_hidden_layers = 1
+    model = transformers.LlamaForCausalLM(config).to(dtype).eval()
+    assert Target(model, tiny_tokenizer(), name="one layer").num_layers == 1
+
+
 def test_the_bound_is_that_of_the_model_even_where_its_logits_are_wider() -> None:
     expected_1LV = torch.randn(1, 8, 100)
     check_logits("half", torch.bfloat16, expected_1LV + 0.02, expected_1LV)
