@@ -22,7 +22,7 @@ class Outcome:
     seconds: float = 0.0
     """Wall-clock time."""
     note: str = ""
-    """What is wrong."""
+    """Description of the fault; empty where there is none."""
 
     @property
     def wrong(self) -> bool:

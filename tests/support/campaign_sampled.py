@@ -27,7 +27,7 @@ FILTERS: dict[str, dict[str, Any]] = {
 }
 DRAFTS = {"own": lambda proposer: proposer, "too sure": TooSure}
 PROMPT, PLACES = (1, 4, 2), 4
-"""What is continued, and tokens of an answer; the first comes from the prompt's pass."""
+"""The request and the tokens of its answer; the first comes from the prompt's pass."""
 ANSWERS, SIMULATED = 1000, 999
 """Sampled answers of a cell, and samples of the distribution itself that G is compared with."""
 
