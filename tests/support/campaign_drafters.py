@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 import torch
 from draftsmith.modules import (
     BASELINES,
+    DRAFTERS,
+    AdaptiveThreshold,
     Chain,
     DraftState,
     DySpecTree,
     Eagle2Tree,
     EarlyExit,
+    Ensemble,
     FixedLength,
     Frontier,
     Observation,
@@ -24,31 +27,67 @@ from draftsmith.modules import (
     StoppedChain,
     Target,
     Topology,
+    Union,
     baseline,
 )
-from support.families import CASES, randomised
+from support.families import CASES, Case, cases_of, randomised
 from torch import Tensor
 
-FAMILIES = ("medusa", "hydra", "eagle", "eagle3", "falcon", "draft-lm")
-"""One case of each family in DRAFTERS."""
-DRAFTERS = (*FAMILIES, *BASELINES)
-POLICIES: dict[str, Callable[[], Policy]] = {
-    "chain": lambda: Chain(2),
-    "static": lambda: StaticTree(Topology((-1, 0, 0, 1, 1, 3), (0, 0, 1, 0, 1, 0))),
-    "eagle2": lambda: Eagle2Tree(8, 3, 3),
-    "dyspec": lambda: DySpecTree(8, 3, 3),
-    "sampled": lambda: SampledTree(Topology((-1, 0, 0, 1, 1, 2), (0, 0, 1, 0, 1, 0))),
-    "sampled-chain": lambda: SampledTree(Topology.chain(3)),
-    "stopped": lambda: StoppedChain(4, EarlyExit(0.3)),
-    "sampled-stopped": lambda: SampledChain(4, FixedLength(3), check_every=0),
+FAMILIES = {family: next(iter(cases_of(family))) for family in (cls.family for cls in DRAFTERS)}
+"""The first case of each family, which stands for it under every policy."""
+VARIANTS = tuple(name for name in CASES if name not in FAMILIES.values())
+"""The other cases: reduced vocabularies, other shapes, changed targets."""
+GUESSERS = (*FAMILIES.values(), *BASELINES)
+"""What guesses under every policy."""
+FUSED_PROJECTIONS = ("GPT2", "GPTNeoX", "Phi3")
+"""Architectures whose attention has one projection for query, key and value: Medusa-2's cases name three."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How trees grow."""
+
+    policy: Callable[[], Policy]
+    """A new policy."""
+    samples: bool = False
+    """True if sampled answers depend on the draft."""
+    joined: bool = False
+    """True if the drafter is joined with prompt lookup."""
+
+    def drafter(self, proposer: Proposer, target: Target) -> Proposer:
+        """The drafter that the policy needs, from one that guesses."""
+        return Ensemble([baseline("prompt_lookup", target)[0], proposer]) if self.joined else proposer
+
+
+POLICIES: dict[str, Growth] = {
+    "chain": Growth(lambda: Chain(2)),
+    "static": Growth(lambda: StaticTree(Topology((-1, 0, 0, 1, 1, 3), (0, 0, 1, 0, 1, 0)))),
+    "eagle2": Growth(lambda: Eagle2Tree(8, 3, 3)),
+    "stopped": Growth(lambda: StoppedChain(4, EarlyExit(0.3))),
+    "adaptive": Growth(lambda: StoppedChain(4, AdaptiveThreshold())),
+    "union": Growth(lambda: Union([Chain(3), StaticTree(Topology((-1, 0, 0, 1), (0, 0, 1, 0)))], 6), joined=True),
+    "dyspec": Growth(lambda: DySpecTree(8, 3, 3), samples=True),
+    "sampled": Growth(lambda: SampledTree(Topology((-1, 0, 0, 1, 1, 2), (0, 0, 1, 0, 1, 0))), samples=True),
+    "sampled-chain": Growth(lambda: SampledTree(Topology.chain(3)), samples=True),
+    "sampled-stopped": Growth(lambda: SampledChain(4, FixedLength(3), check_every=0), samples=True),
 }
 LEAD = 12.0
 """Nats by which a drafter that is too sure prefers its favourite: at temperature 0.1 all else is 0 in float32."""
 
 
 def make(name: str, target: Target) -> Proposer:
-    """A new drafter next to a target, with random weights where it has any."""
-    return randomised(CASES[name].make(target)) if name in FAMILIES else baseline(name, target)[0]
+    """A new drafter next to the target that verifies its drafts, with random weights where it has any."""
+    return randomised(CASES[name].make(target)) if name in CASES else baseline(name, target)[0]
+
+
+def verifier(name: str, target: Target) -> Target:
+    """The target that verifies a drafter's drafts: a changed one where training changes it."""
+    return CASES[name].verifier(target) if name in CASES else target
+
+
+def changes_target(name: str) -> bool:
+    """True for drafters that are trained with their target."""
+    return name in CASES and CASES[name].change is not Case.change
 
 
 class Wrapped(Proposer):
@@ -105,6 +144,18 @@ class TooSure(Wrapped):
         return changed(scores, scores.log_probs_BFHQ.scatter_add(-1, best_BFH1, lead))
 
 
+class Reduced(Wrapped):
+    """The drafter proposes every second token of the vocabulary alone; one that names its candidates is left alone."""
+
+    def expand(self, state: DraftState, frontier: Frontier) -> Scores:
+        scores = self.inner.expand(state, frontier)
+        if scores.candidates_BFHQ is not None or scores.token_ids_Q is not None:
+            return scores
+        ids_Q = torch.arange(0, scores.log_probs_BFHQ.shape[-1], 2, device=scores.log_probs_BFHQ.device)
+        return changed(Scores(log_probs_BFHQ=scores.log_probs_BFHQ, token_ids_Q=ids_Q),
+                       scores.log_probs_BFHQ[..., ids_Q])
+
+
 @dataclass
 class HelpedState(DraftState):
     """The inner drafter's state, each row's tokens with the root last, and depths of the nodes of the growing tree."""
@@ -146,7 +197,9 @@ class Helped(Wrapped):
         if scores.candidates_BFHQ is not None:
             return scores
         log_probs_BFHQ = scores.log_probs_BFHQ.clone()
-        batch, _width, depths, _entries = log_probs_BFHQ.shape
+        batch, _width, depths, entries = log_probs_BFHQ.shape
+        ids = range(entries) if scores.token_ids_Q is None else scores.token_ids_Q.tolist()
+        entry_of = {token: entry for entry, token in enumerate(ids)}
         above = frontier.parents_BF.tolist()
         for row in range(batch):
             following = self._following(state.rows[row])
@@ -154,8 +207,8 @@ class Helped(Wrapped):
                 depth = 0 if above[row][column] < 0 else state.depths[row, above[row][column]] + 1
                 state.depths[row, node] = depth
                 for level, token in enumerate(following[depth : depth + depths]):
-                    if self.random.random() < self.share:
-                        log_probs_BFHQ[row, column, level, token] = 6.0
+                    if token in entry_of and self.random.random() < self.share:
+                        log_probs_BFHQ[row, column, level, entry_of[token]] = 6.0
         return changed(scores, log_probs_BFHQ)
 
     def _following(self, known: list[int]) -> list[int]:

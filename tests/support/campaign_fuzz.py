@@ -5,20 +5,31 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from draftsmith.modules import DecodeSettings, Policy, Proposer, Request, Target, decode
-from support.campaign_drafters import DRAFTERS, FAMILIES, POLICIES, TooSure, make
+from draftsmith.modules import BASELINES, DecodeSettings, Proposer, Request, Target, decode
+from support.campaign_drafters import (
+    FUSED_PROJECTIONS,
+    GUESSERS,
+    POLICIES,
+    VARIANTS,
+    Growth,
+    Reduced,
+    TooSure,
+    changes_target,
+    make,
+    verifier,
+)
 from support.campaign_outcome import Outcome
 from support.campaign_targets import ARCHITECTURES, target_of
 from support.native_answers import native_greedy
 
 INDICES = (0, 1, 7, 2**31, 2**32, 2**32 + 1, 5 << 32, 2**53 + 1, 2**63 - 1)
-SAMPLING = {"dyspec", "sampled", "sampled-chain", "sampled-stopped"}
-"""Policies whose sampled answers depend on the draft."""
+CELLS = 1000
+"""Fuzzed cases."""
 
 
-def cells(count: int) -> dict[str, Callable[[], Outcome]]:
-    """So many cases, each named by its seed."""
-    return {f"seed {seed}": partial(fuzzed, seed) for seed in range(count)}
+def cells() -> dict[str, Callable[[], Outcome]]:
+    """The cases, each named by its seed."""
+    return {f"seed {seed}": partial(fuzzed, seed) for seed in range(CELLS)}
 
 
 def random_requests(chance: random.Random, vocab_size: int) -> list[Request]:
@@ -55,27 +66,31 @@ def random_settings(chance: random.Random, target: Target) -> DecodeSettings:
 def fuzzed(seed: int) -> Outcome:
     """One batch, each answer compared."""
     chance = random.Random(seed)
-    target = target_of(chance.choice(list(ARCHITECTURES)))
+    architecture = chance.choice(list(ARCHITECTURES))
+    target = target_of(architecture)
     requests, settings = random_requests(chance, target.vocab_size), random_settings(chance, target)
-    drafter, policy = chance.choice(DRAFTERS), chance.choice(list(POLICIES))
-    proposer = make(drafter, target)
-    if chance.random() < 0.3:
-        proposer = TooSure(proposer)
-    result = decode(target, requests, settings, drafter=proposer, policy=POLICIES[policy]())
+    name, policy = chance.choice((*GUESSERS, *VARIANTS)), chance.choice(list(POLICIES))
+    if changes_target(name) and architecture in FUSED_PROJECTIONS:
+        name = GUESSERS[0]
+    target, growth = verifier(name, target), POLICIES[policy]
+    wrapped = chance.choice((TooSure, Reduced, None, None, None))
+    proposer = make(name, target)
+    drafter = growth.drafter(proposer if wrapped is None else wrapped(proposer), target)
+    result = decode(target, requests, settings, drafter=drafter, policy=growth.policy())
     outcome = Outcome()
     outcome.count(result)
     for request, generation in zip(requests, result.generations, strict=True):
-        stateless = drafter in FAMILIES or policy not in SAMPLING
-        other = (proposer, POLICIES[policy]()) if policy in SAMPLING else None
-        wanted = expected(target, request, settings, other)
-        if (request.temperature == 0 or stateless) and (generation.tokens, generation.finish) != wanted:
+        # What a sampled answer owes to earlier requests of the same drafter cannot be repeated.
+        if growth.samples and request.temperature > 0 and name in BASELINES:
+            continue
+        if (generation.tokens, generation.finish) != expected(target, request, settings, drafter, growth):
             outcome.divergences += 1
-            outcome.note += f"{drafter} {policy} on {target.identity.name}: request {request.index} differs; "
+            outcome.note += f"{name} {policy} on {target.identity.name}: request {request.index} differs; "
     return outcome
 
 
 def expected(
-    target: Target, request: Request, settings: DecodeSettings, draft: tuple[Proposer, Policy] | None
+    target: Target, request: Request, settings: DecodeSettings, drafter: Proposer, growth: Growth
 ) -> tuple[list[int], str]:
     """(tokens, why they end) of a request alone: by `generate` if greedy, else with the draft, if it matters."""
     if request.temperature == 0:
@@ -83,8 +98,11 @@ def expected(
         free = native_greedy(target, request.tokens, request.max_new_tokens, penalty=penalty)
         return ended(target, free, settings)
     alone = replace(settings, batch_size=1, prefill_chunk=512)
-    drafter, policy = draft or (None, None)
-    generation = decode(target, [request], alone, drafter=drafter, policy=policy).generations[0]
+    if growth.samples:
+        result = decode(target, [request], alone, drafter=drafter, policy=growth.policy())
+    else:
+        result = decode(target, [request], alone)
+    generation, = result.generations
     return generation.tokens, generation.finish
 
 

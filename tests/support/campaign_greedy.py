@@ -4,45 +4,63 @@ import random
 import zlib
 from collections.abc import Callable
 from functools import cache, lru_cache, partial
+from itertools import cycle
 
 from draftsmith.export.evaluation.lossless import compare, generate, greedy_judge, native_model
 from draftsmith.modules import DecodeSettings, Request, Target, TargetConfig, decode, load_target
-from support.campaign_drafters import DRAFTERS, POLICIES, Helped, make
+from support.campaign_drafters import (
+    FUSED_PROJECTIONS,
+    GUESSERS,
+    POLICIES,
+    VARIANTS,
+    Helped,
+    changes_target,
+    make,
+    verifier,
+)
 from support.campaign_outcome import Outcome
 from support.campaign_targets import ARCHITECTURES, target_of
 from support.native_answers import native_greedy, requests_for
 
-REQUESTS, TOKENS = 16, 56
+REQUESTS, TOKENS = 10, 56
 """Requests of a cell on a tiny target, and tokens of the shortest answer."""
 EMBEDDED_PROMPTS, EMBEDDED_TOKENS, EMBEDDED_CELLS = 8, 56, 40
 """Prompts of a cell on the embedded target, most tokens of an answer, and cells."""
 
 
 def tiny_cells() -> dict[str, Callable[[], Outcome]]:
-    """Every architecture, drafter and policy."""
-    names = [(target, drafter, policy) for target in ARCHITECTURES for drafter in DRAFTERS for policy in POLICIES]
+    """Every architecture and policy with one case of each family and the baselines; all other cases, policies by turns.
+
+    Shuffled, so that a part of them covers all.
+    """
+    names = [(target, drafter, policy) for target in ARCHITECTURES for drafter in GUESSERS for policy in POLICIES]
+    policies = cycle(POLICIES)
+    names += [(target, drafter, next(policies)) for drafter in VARIANTS for target in ARCHITECTURES
+              if not (changes_target(drafter) and target in FUSED_PROJECTIONS)]
     random.Random(0).shuffle(names)
     return {" ".join(name): partial(tiny, *name) for name in names}
 
 
 @cache
-def references(architecture: str) -> tuple[list[Request], list[list[int]]]:
-    """Requests and the answers of `generate`."""
+def references(architecture: str, changed_for: str | None) -> tuple[Target, list[Request], list[list[int]]]:
+    """A target, changed for a drafter where one is named, requests, and the answers of `generate`."""
     target = target_of(architecture)
+    if changed_for is not None:
+        target = verifier(changed_for, target)
     requests = requests_for(target, REQUESTS, TOKENS)
-    return requests, [native_greedy(target, request.tokens, request.max_new_tokens) for request in requests]
+    return target, requests, [native_greedy(target, request.tokens, request.max_new_tokens) for request in requests]
 
 
 def tiny(architecture: str, drafter: str, policy: str) -> Outcome:
     """Decode the requests with a batch size and a chunk size that the names decide."""
-    target, (requests, expected) = target_of(architecture), references(architecture)
+    target, requests, expected = references(architecture, drafter if changes_target(drafter) else None)
     chance = random.Random(zlib.crc32(f"{architecture} {drafter} {policy}".encode()))
     texts = [[*request.tokens, *answer] for request, answer in zip(requests, expected, strict=True)]
-    proposer = make(drafter, target)
+    proposer, growth = make(drafter, target), POLICIES[policy]
     helped = Helped(proposer, texts) if chance.random() < 0.75 else proposer
-    batch_size, chunk = chance.choice((1, 2, 5, 16)), chance.choice((1, 3, 8, 512))
+    batch_size, chunk = chance.choice((1, 2, 5, REQUESTS)), chance.choice((1, 3, 8, 512))
     settings = DecodeSettings(batch_size=batch_size, prefill_chunk=chunk, ignore_eos=True)
-    result = decode(target, requests, settings, drafter=helped, policy=POLICIES[policy]())
+    result = decode(target, requests, settings, drafter=growth.drafter(helped, target), policy=growth.policy())
     outcome = Outcome()
     outcome.count(result)
     wrong = [generation.request.index for generation, answer in zip(result.generations, expected, strict=True)
@@ -81,11 +99,12 @@ def embedded(number: int) -> Outcome:
     texts = [[*prompt, *answer] for prompt, answer in zip(prompts, expected, strict=True)]
     requests = [Request(prompt, index, count) for index, prompt in enumerate(prompts)]
     outcome, policies, judge = Outcome(), list(POLICIES), greedy_judge(target)
-    for place, name in enumerate(DRAFTERS):
+    for place, name in enumerate(GUESSERS):
         policy = policies[(number + place) % len(policies)]
+        growth = POLICIES[policy]
         settings = DecodeSettings(batch_size=(1, 4, EMBEDDED_PROMPTS)[(number + place) % 3])
-        result = decode(target, requests, settings, drafter=Helped(make(name, target), texts, 0.8),
-                        policy=POLICIES[policy]())
+        drafter = growth.drafter(Helped(make(name, target), texts, 0.8), target)
+        result = decode(target, requests, settings, drafter=drafter, policy=growth.policy())
         outcome.count(result)
         for generation, answer in zip(result.generations, expected, strict=True):
             prompt = generation.request.tokens

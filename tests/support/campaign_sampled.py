@@ -7,16 +7,17 @@ import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
+from itertools import cycle
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
-from draftsmith.modules import DecodeSettings, DySpecTree, Policy, Rejection, Request, SampledTree, decode
+from draftsmith.modules import DecodeSettings, DySpecTree, Policy, Proposer, Rejection, Request, SampledTree, decode
 from draftsmith.modules.policies import sampled_tree
 from references import wrong_rules
 from scipy.special import xlogy
-from support.campaign_drafters import DRAFTERS, POLICIES, TooSure, make
+from support.campaign_drafters import GUESSERS, POLICIES, Growth, Reduced, TooSure, make
 from support.campaign_outcome import Outcome
 from support.campaign_targets import VOCABULARY, enumerable_target
 from transformers import GenerationConfig
@@ -25,10 +26,12 @@ TEMPERATURES = (0.1, 0.3, 0.7, 1.0, 1.2)
 FILTERS: dict[str, dict[str, Any]] = {
     "none": {}, "top-k": {"top_k": 5}, "top-p": {"top_p": 0.8}, "min-p": {"min_p": 0.3},
 }
-DRAFTS = {"own": lambda proposer: proposer, "too sure": TooSure}
+DRAFTS: dict[str, Callable[[Proposer], Proposer]] = {
+    "own": lambda proposer: proposer, "too sure": TooSure, "reduced": Reduced,
+}
 PROMPT, PLACES = (1, 4, 2), 4
 """The request and the tokens of its answer; the first comes from the prompt's pass."""
-ANSWERS, SIMULATED = 1000, 999
+ANSWERS, SIMULATED = 2000, 999
 """Sampled answers of a cell, and samples of the distribution itself that G is compared with."""
 
 
@@ -64,7 +67,7 @@ def p_value(counts: Any, probabilities: Any, seed: int) -> float:
 
 
 def sampled(
-    name: str, drafter: str, policy: Policy, temperature: float, filtered: str, draft: str,
+    name: str, drafter: str, growth: Growth, temperature: float, filtered: str, draft: str,
     *, inside: Callable[[], AbstractContextManager[Any]] = nullcontext, rule: Rejection | None = None,
     answers: int = ANSWERS,
 ) -> Outcome:
@@ -72,8 +75,8 @@ def sampled(
 
     Args:
         name: of the cell, which is its seed.
-        drafter: one of DRAFTERS.
-        policy: grows the trees.
+        drafter: one of GUESSERS.
+        growth: how trees grow.
         temperature: one of TEMPERATURES.
         filtered: one of FILTERS.
         draft: one of DRAFTS.
@@ -84,9 +87,9 @@ def sampled(
     target, seed = enumerable_target(temperature), zlib.crc32(name.encode())
     requests = [Request(PROMPT, index, PLACES, temperature) for index in range(answers)]
     settings = DecodeSettings(batch_size=500, ignore_eos=True, seed=seed, lossy=rule, **FILTERS[filtered])
-    proposer = DRAFTS[draft](make(drafter, target))
+    proposer = growth.drafter(DRAFTS[draft](make(drafter, target)), target)
     with inside():
-        result = decode(target, requests, settings, drafter=proposer, policy=policy)
+        result = decode(target, requests, settings, drafter=proposer, policy=growth.policy())
     outcome = Outcome()
     outcome.count(result)
     numbers = [(g.tokens[1] * VOCABULARY + g.tokens[2]) * VOCABULARY + g.tokens[3] for g in result.generations]
@@ -99,20 +102,16 @@ def sampled(
 
 
 def right_cells() -> dict[str, Callable[[], Outcome]]:
-    """Every drafter, policy, temperature and filter, with the draft as it is and too sure."""
-    found = {}
-    for drafter in DRAFTERS:
-        for policy, grower in POLICIES.items():
+    """Every drafter, policy, temperature and filter, the kinds of drafts by turns: as it is, too sure, or reduced."""
+    found, drafts = {}, cycle(DRAFTS)
+    for drafter in GUESSERS:
+        for policy, growth in POLICIES.items():
             for temperature in TEMPERATURES:
                 for filtered in FILTERS:
-                    for draft in DRAFTS:
-                        name = f"{drafter} {policy} T={temperature} {filtered} {draft}"
-                        found[name] = partial(_right, name, drafter, grower, temperature, filtered, draft)
+                    draft = next(drafts)
+                    name = f"{drafter} {policy} T={temperature} {filtered} {draft}"
+                    found[name] = partial(sampled, name, drafter, growth, temperature, filtered, draft)
     return found
-
-
-def _right(name: str, drafter: str, grower: Callable[[], Policy], *settings: Any) -> Outcome:
-    return sampled(name, drafter, grower(), *settings)
 
 
 def likeliest_as_samples() -> AbstractContextManager[Any]:
@@ -122,7 +121,7 @@ def likeliest_as_samples() -> AbstractContextManager[Any]:
 
 def wrong_cells() -> dict[str, Callable[[], Outcome]]:
     """Every wrong rule where it shows: none of these may pass for right."""
-    tree, static = POLICIES["sampled"], POLICIES["static"]
+    tree, static = POLICIES["sampled"].policy, POLICIES["static"].policy
     rules: dict[str, tuple[Any, Policy, float, str, Rejection | None]] = {
         "unchanged_q": (wrong_rules.unchanged_q, tree(), 1.0, "own", Rejection()),
         "one_entry_residual": (wrong_rules.one_entry_residual, tree(), 1.0, "own", Rejection()),
@@ -142,7 +141,7 @@ def _wrong(name: str, rule: Any, policy: Policy, temperature: float, draft: str,
     inside: Callable[[], AbstractContextManager[Any]] = partial(wrong_rules.rejecting_by, rule) if rule else nullcontext
     if name == "likeliest_as_samples":
         inside = likeliest_as_samples
-    outcome = sampled(name, "eagle3", policy, temperature, "none", draft, inside=inside, rule=judged,
-                      answers=4 * ANSWERS)
+    outcome = sampled(name, "eagle3", Growth(lambda: policy), temperature, "none", draft, inside=inside, rule=judged,
+                      answers=2 * ANSWERS)
     outcome.divergences, outcome.note = 0, ""
     return outcome

@@ -1,6 +1,6 @@
 """Tiny random targets of many architectures, in float64, and one whose answers can be enumerated."""
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -48,9 +48,9 @@ def build(name: str, **changes: Any) -> Target:
     return Target(model.double(), tiny_tokenizer(), name=name)
 
 
-@lru_cache(maxsize=1)
+@cache
 def target_of(name: str) -> Target:
-    """The same, kept until another is asked for."""
+    """The same, kept."""
     return build(name)
 
 
