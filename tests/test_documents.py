@@ -276,19 +276,11 @@ def plain(family: str) -> str:
     return {"draft_lm": "draft-lm", "medusa2": "medusa-2"}.get(family, family)
 
 
-@pytest.fixture(scope="session")
-def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which `draftsmith run --config tiny` was called once."""
-    folder = tmp_path_factory.mktemp("documents")
-    with contextlib.chdir(folder):
-        assert main(["run", "--config", "tiny"]) == 0
-    return folder
-
-
 @pytest.fixture
 def reader(tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reader:
+    """A folder in which `draftsmith run --config tiny` was called once."""
     folder = tmp_path / "folder"
-    shutil.copytree(tiny_run, folder)
+    shutil.copytree(tiny_run, folder / "runs" / "tiny")
     monkeypatch.chdir(folder)
     return Reader(folder, monkeypatch)
 

@@ -78,18 +78,11 @@ def test_control_characters_are_visible() -> None:
     assert visible("Grüße 世界 🙂") == "Grüße 世界 🙂"
 
 
-@pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("colours")
-    assert main(["run", "--config", str(TINY), "--out", str(out)]) == 0
-    return out / "artifact"
-
-
 @pytest.fixture
-def words(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def words(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
-    return ["generate", "--artifact", str(artifact), "--prompt", "hi", "--max-new-tokens", "40"]
+    return ["generate", "--artifact", str(tiny_run / "artifact"), "--prompt", "hi", "--max-new-tokens", "40"]
 
 
 def test_the_command_marks_the_same_answer(words: list[str], capfd: pytest.CaptureFixture[str],

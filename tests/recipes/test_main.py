@@ -327,43 +327,29 @@ def test_training_before_distilling(capsys: pytest.CaptureFixture[str], tmp_path
 # Mistakes and finished work ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of the tiny recipe, never changed: tests copy it. Shared with test_run.py where one process
-    runs both: the second run skips all."""
-    out = tmp_path_factory.getbasetemp() / "finished"
-    assert main(["run", "--config", str(TINY), "--out", str(out)]) == 0
-    return out
-
-
-@pytest.fixture
-def copied(finished: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(finished, tmp_path / "run"))
-
-
-def test_an_artifact_of_another_format_version(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = copied / "artifact" / "config.json"
+def test_an_artifact_of_another_format_version(copied_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = copied_run / "artifact" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"format_version": 99}))
-    assert "format version 99" in refused(capsys, "generate", "--artifact", copied / "artifact", "--prompt", "hi")
+    assert "format version 99" in refused(capsys, "generate", "--artifact", copied_run / "artifact", "--prompt", "hi")
 
 
-def test_an_unknown_export_format(finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "medusa" in refused(capsys, "export", "--artifact", finished / "artifact", "--format", "punchcards",
+def test_an_unknown_export_format(tiny_run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "medusa" in refused(capsys, "export", "--artifact", tiny_run / "artifact", "--format", "punchcards",
                                "--out", tmp_path / "x")
     assert not (tmp_path / "x").exists()
 
 
-def test_a_prompt_longer_than_the_context(finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "context" in refused(capsys, "generate", "--artifact", finished / "artifact", "--prompt", "long " * 300)
+def test_a_prompt_longer_than_the_context(tiny_run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "context" in refused(capsys, "generate", "--artifact", tiny_run / "artifact", "--prompt", "long " * 300)
     (tmp_path / "mine.jsonl").write_text(json.dumps({"prompt": "long " * 300}) + "\n")
-    assert "context" in refused(capsys, "evaluate", "--artifact", finished / "artifact", "--prompts",
+    assert "context" in refused(capsys, "evaluate", "--artifact", tiny_run / "artifact", "--prompts",
                                 tmp_path / "mine.jsonl", "--out", tmp_path / "report")
     assert not list(tmp_path.glob("report/*"))
 
 
-def test_a_malformed_line_in_evaluation(finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_malformed_line_in_evaluation(tiny_run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text('{"prompt": "hi"}\nnot json\n')
-    assert "mine.jsonl:2" in refused(capsys, "evaluate", "--artifact", finished / "artifact", "--prompts",
+    assert "mine.jsonl:2" in refused(capsys, "evaluate", "--artifact", tiny_run / "artifact", "--prompts",
                                      tmp_path / "mine.jsonl", "--out", tmp_path / "report")
 
 
@@ -378,35 +364,37 @@ def test_a_malformed_line_in_evaluation(finished: Path, capsys: pytest.CaptureFi
     (["--artifact", "[]"], "evaluate needs an artifact, or a target and baselines; give --artifact DIR"),
     (["--artifact", "[SAME,OTHER]"], "this was made for the target tiny-random with weights_hash"),
 ])
-def test_a_wrong_evaluation(finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str],
+def test_a_wrong_evaluation(tiny_run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str],
                             message: str) -> None:
     (tmp_path / "mine.jsonl").write_text('{"prompt": "hi"}\n')
     (tmp_path / "empty.jsonl").write_text("")
-    other = shutil.copytree(finished / "artifact", tmp_path / "other")
+    other = shutil.copytree(tiny_run / "artifact", tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
     config["target"]["weights_hash"] = "0" * 32
     (other / "config.json").write_text(json.dumps(config))
-    places = {"SAME": str(finished / "artifact"), "OTHER": str(other), "EMPTY": str(tmp_path / "empty.jsonl")}
-    given = ["--artifact", str(finished / "artifact"), "--prompts", str(tmp_path / "mine.jsonl"), *words]
+    places = {"SAME": str(tiny_run / "artifact"), "OTHER": str(other), "EMPTY": str(tmp_path / "empty.jsonl")}
+    given = ["--artifact", str(tiny_run / "artifact"), "--prompts", str(tmp_path / "mine.jsonl"), *words]
     for name, place in places.items():
         given = [word.replace(name, place) for word in given]
     assert message in refused(capsys, "evaluate", "--out", tmp_path / "report", *given)
     assert not list(tmp_path.glob("report/*"))
 
 
-def test_a_corrupted_shard_is_named_and_finished_work_kept(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shard = copied / "data" / "train-00000.safetensors"
+def test_a_corrupted_shard_is_named_and_finished_work_kept(
+    copied_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shard = copied_run / "data" / "train-00000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1] + b"\xff")
-    shutil.rmtree(copied / "train")
-    for file in copied.glob("data/features*"):
+    shutil.rmtree(copied_run / "train")
+    for file in copied_run.glob("data/features*"):
         file.unlink()
-    before = {file.name for file in (copied / "data").iterdir()}
-    assert shard.name in refused(capsys, "train", "--config", TINY, "--out", copied)
-    assert {file.name for file in (copied / "data").iterdir()} >= before
+    before = {file.name for file in (copied_run / "data").iterdir()}
+    assert shard.name in refused(capsys, "train", "--config", TINY, "--out", copied_run)
+    assert {file.name for file in (copied_run / "data").iterdir()} >= before
 
 
-def test_other_settings_do_not_mix_with_finished_work(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--out" in refused(capsys, "run", "--config", TINY, "--out", copied, "--distill.max_new_tokens", "13")
-    sentence = refused(capsys, "run", "--config", TINY, "--out", copied, "--train.lr", "0.25")
+def test_other_settings_do_not_mix_with_finished_work(copied_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--out" in refused(capsys, "run", "--config", TINY, "--out", copied_run, "--distill.max_new_tokens", "13")
+    sentence = refused(capsys, "run", "--config", TINY, "--out", copied_run, "--train.lr", "0.25")
     assert "lr" in sentence
     assert "0.25" in sentence

@@ -41,22 +41,15 @@ def run(out: Path, *words: str, command: str = "run") -> None:
     assert main([command, "--config", str(TINY), "--out", str(out), *words]) == 0
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.getbasetemp() / "finished"
-    run(out)
-    return out
-
-
-def test_a_run_leaves_an_artifact_and_a_report(finished: Path) -> None:
-    assert {file.name for file in (finished / "artifact").iterdir()} == {
+def test_a_run_leaves_an_artifact_and_a_report(tiny_run: Path) -> None:
+    assert {file.name for file in (tiny_run / "artifact").iterdir()} == {
         "config.json", "model.safetensors", "README.md", "tuning.json"}
-    assert "<svg" in (finished / "report.html").read_text()
-    assert (finished / "data" / "manifest.json").is_file()
+    assert "<svg" in (tiny_run / "report.html").read_text()
+    assert (tiny_run / "data" / "manifest.json").is_file()
 
 
-def test_the_evaluation_has_the_promised_keys_and_is_lossless(finished: Path) -> None:
-    content = json.loads((finished / "evaluation.json").read_text())
+def test_the_evaluation_has_the_promised_keys_and_is_lossless(tiny_run: Path) -> None:
+    content = json.loads((tiny_run / "evaluation.json").read_text())
     assert set(content) >= KEYS
     lossless = content["lossless"]
     assert lossless["prompts"] == content["prompts"] == 8
@@ -64,18 +57,18 @@ def test_the_evaluation_has_the_promised_keys_and_is_lossless(finished: Path) ->
     assert content["accepted_length"] >= 1
 
 
-def test_a_second_call_skips_every_stage(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = {file: file.stat().st_mtime_ns for file in finished.rglob("*") if file.is_file()}
-    run(finished)
+def test_a_second_call_skips_every_stage(copied_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {file: file.stat().st_mtime_ns for file in copied_run.rglob("*") if file.is_file()}
+    run(copied_run)
     assert capsys.readouterr().out.count("already complete, skipped") == STAGES
-    assert {file: file.stat().st_mtime_ns for file in finished.rglob("*") if file.is_file()} == before
+    assert {file: file.stat().st_mtime_ns for file in copied_run.rglob("*") if file.is_file()} == before
 
 
 def test_an_artifacts_draft_writes_rows_for_the_next_one(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mixed = ["--distill.answered_by", "mix", "--distill.mix", '{"target": 0.5, "draft": 0.5}', "--distill.draft",
-             str(finished / "artifact"), "--distill.budget_tokens", "600"]
+             str(tiny_run / "artifact"), "--distill.budget_tokens", "600"]
     words = ["--config", str(TINY), "--out", str(tmp_path), *mixed]
     assert main(["distill", *words]) == 2
     assert "objective is hard and the text is learnt as it stands; choose another objective" in capsys.readouterr().err
@@ -87,52 +80,50 @@ def test_an_artifacts_draft_writes_rows_for_the_next_one(
     assert "objective is hard and the text is learnt as it stands; choose another objective" in capsys.readouterr().err
 
 
-def test_a_lost_report_is_made_again_without_training(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (finished / "report.html").unlink()
-    run(finished)
+def test_a_lost_report_is_made_again_without_training(copied_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (copied_run / "report.html").unlink()
+    run(copied_run)
     assert capsys.readouterr().out.count("already complete, skipped") == STAGES - 1
-    assert (finished / "report.html").is_file()
+    assert (copied_run / "report.html").is_file()
 
 
 def test_lost_states_are_made_again_and_a_damaged_shard_is_named(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    copied_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "copy"
-    shutil.copytree(finished, out)
-    states = out / "data" / "final-train-00000.safetensors"
+    states = copied_run / "data" / "final-train-00000.safetensors"
     before = states.read_bytes()
     states.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
-    run(out)
+    run(copied_run)
     assert states.read_bytes() == before
     assert "[1/5] the target answers prompts: already complete, skipped" in capsys.readouterr().out
-    shard = out / "data" / "train-00000.safetensors"
+    shard = copied_run / "data" / "train-00000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
-    assert main(["run", "--config", str(TINY), "--out", str(out)]) == 2
+    assert main(["run", "--config", str(TINY), "--out", str(copied_run)]) == 2
     assert "train-00000.safetensors is corrupted" in capsys.readouterr().err
     shard.unlink()
-    assert main(["run", "--config", str(TINY), "--out", str(out)]) == 2
+    assert main(["run", "--config", str(TINY), "--out", str(copied_run)]) == 2
     assert "delete the folder" in capsys.readouterr().err
 
 
-def test_the_artifact_decodes_to_the_targets_own_words(finished: Path) -> None:
+def test_the_artifact_decodes_to_the_targets_own_words(tiny_run: Path) -> None:
     target = load_target(TargetConfig(name="tiny-random"))
-    artifact = load_artifact(finished / "artifact", target)
+    artifact = load_artifact(tiny_run / "artifact", target)
     requests = [Request(tuple(target.tokenizer(text).input_ids), index, 40) for index, text in enumerate(("a", "bc d"))]
     drafted = decode(target, requests, DecodeSettings(), drafter=artifact.drafter, policy=artifact.policy("static-8"))
     plain = decode(target, requests, DecodeSettings())
     assert [one.tokens for one in drafted.generations] == [one.tokens for one in plain.generations]
 
 
-def test_distill_then_train_is_the_same_as_run(finished: Path, tmp_path: Path) -> None:
+def test_distill_then_train_is_the_same_as_run(tiny_run: Path, tmp_path: Path) -> None:
     run(tmp_path / "run", command="distill")
     assert not (tmp_path / "run" / "train").exists()
     run(tmp_path / "run", command="train")
     for name in ("config.json", "model.safetensors", "README.md"):
-        assert (tmp_path / "run" / "artifact" / name).read_bytes() == (finished / "artifact" / name).read_bytes()
+        assert (tmp_path / "run" / "artifact" / name).read_bytes() == (tiny_run / "artifact" / name).read_bytes()
 
 
-def test_generate_streams_the_plain_answer(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    artifact = str(finished / "artifact")
+def test_generate_streams_the_plain_answer(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    artifact = str(tiny_run / "artifact")
     assert main(["generate", "--artifact", artifact, "--prompt", "hello", "--max-new-tokens", "30"]) == 0
     message = capsys.readouterr()
     target = load_target(TargetConfig(name="tiny-random"))
@@ -144,9 +135,9 @@ def test_generate_streams_the_plain_answer(finished: Path, capsys: pytest.Captur
 
 
 def test_a_sampled_answer_is_drafted_by_the_tree_for_it(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copytree(finished / "artifact", tmp_path / "artifact")
+    shutil.copytree(tiny_run / "artifact", tmp_path / "artifact")
     file = tmp_path / "artifact" / "tuning.json"
     # Nothing is accepted of a sampling target: it is not drafted for at all.
     tuning = json.loads(file.read_text()) | {"tree_size": 4, "given": False, "expected_sampled": [1.0] * 8}
@@ -166,7 +157,7 @@ def test_a_sampled_answer_is_drafted_by_the_tree_for_it(
 
 @pytest.mark.parametrize("words", [["generate", "--prompt", "hello", "--max-new-tokens", "8"],
                                    ["export", "--format", "medusa", "--out", "{out}"]])
-def test_an_artifact_is_used_without_the_extras(words: list[str], finished: Path, tmp_path: Path) -> None:
+def test_an_artifact_is_used_without_the_extras(words: list[str], tiny_run: Path, tmp_path: Path) -> None:
     program = (
         "import sys\n"
         "for name in 'lightning pytorch_lightning datasets peft tensorboard matplotlib deepspeed'.split():\n"
@@ -174,13 +165,13 @@ def test_an_artifact_is_used_without_the_extras(words: list[str], finished: Path
         "from draftsmith.recipes.__main__ import main\n"
         "sys.exit(main(sys.argv[1:]))\n")
     given = [word.format(out=tmp_path / "out") for word in words]
-    subprocess.run([sys.executable, "-c", program, *given, "--artifact", str(finished / "artifact")], check=True)
+    subprocess.run([sys.executable, "-c", program, *given, "--artifact", str(tiny_run / "artifact")], check=True)
 
 
-def test_evaluate_on_a_file_in_a_batch(finished: Path, tmp_path: Path) -> None:
+def test_evaluate_on_a_file_in_a_batch(tiny_run: Path, tmp_path: Path) -> None:
     lines = [{"question_id": n, "category": "writing", "turns": [f"say {n} things"]} for n in range(4)]
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert main(["evaluate", "--artifact", str(finished / "artifact"), "--prompts", str(tmp_path / "mine.jsonl"),
+    assert main(["evaluate", "--artifact", str(tiny_run / "artifact"), "--prompts", str(tmp_path / "mine.jsonl"),
                  "--out", str(tmp_path / "report"), "--batch-sizes", "4", "--max-new-tokens", "12",
                  "--speed-prompts", "4"]) == 0
     content = json.loads((tmp_path / "report" / "evaluation.json").read_text())
@@ -189,13 +180,13 @@ def test_evaluate_on_a_file_in_a_batch(finished: Path, tmp_path: Path) -> None:
     assert (tmp_path / "report" / "report.html").is_file()
 
 
-def test_evaluate_a_file_of_two_turns_with_a_baseline_batches_and_temperatures(finished: Path, tmp_path: Path) -> None:
+def test_evaluate_a_file_of_two_turns_with_a_baseline_batches_and_temperatures(tiny_run: Path, tmp_path: Path) -> None:
     """Two artifacts and a baseline, as a person would compare them."""
-    again = shutil.copytree(finished / "artifact", tmp_path / "again" / "artifact")
+    again = shutil.copytree(tiny_run / "artifact", tmp_path / "again" / "artifact")
     lines = [{"question_id": n, "category": ("math", "writing")[n % 2], "turns": [f"say {n} things", "and more"]}
              for n in range(4)]
     (tmp_path / "spec.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert main(["evaluate", "--artifact", f"[{finished / 'artifact'},{again}]", "--prompts",
+    assert main(["evaluate", "--artifact", f"[{tiny_run / 'artifact'},{again}]", "--prompts",
                  str(tmp_path / "spec.jsonl"), "--out", str(tmp_path / "report"), "--batch-sizes", "[1,2]",
                  "--temperatures", "[0,0.9]", "--max-new-tokens", "8", "--speed-prompts", "2",
                  "--baselines", "[prompt_lookup]"]) == 0
@@ -222,16 +213,16 @@ def test_baselines_are_evaluated_without_an_artifact(tmp_path: Path) -> None:
     assert (content["method"], content["lossless"]["identical"]) == ("recycling", 1)
 
 
-def test_export_writes_the_medusa_layout(finished: Path, tmp_path: Path) -> None:
-    assert main(["export", "--artifact", str(finished / "artifact"), "--format", "medusa", "--out",
+def test_export_writes_the_medusa_layout(tiny_run: Path, tmp_path: Path) -> None:
+    assert main(["export", "--artifact", str(tiny_run / "artifact"), "--format", "medusa", "--out",
                  str(tmp_path / "medusa")]) == 0
     assert list((tmp_path / "medusa").glob("*.safetensors"))
 
 
-def test_the_example_of_the_readme_runs(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_of_the_readme_runs(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     example = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
     assert len(example.splitlines()) <= 12
-    program = example.replace("smollm2-135m-instruct", "tiny-random").replace("runs/quickstart", str(finished))
+    program = example.replace("smollm2-135m-instruct", "tiny-random").replace("runs/quickstart", str(tiny_run))
     exec(compile(program, "README.md", "exec"), {})
     assert len(capsys.readouterr().out) > 20
 
@@ -249,9 +240,9 @@ def test_two_kills_change_no_byte(tmp_path: Path) -> None:
 
 
 def test_another_run_trains_on_the_same_data(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, data = tmp_path / "second", finished / "data"
+    out, data = tmp_path / "second", tiny_run / "data"
     before = {file: file.stat().st_mtime_ns for file in data.iterdir()}
     run(out, "--data", str(data), "--drafter.num_heads", "2")
     message = capsys.readouterr().out
@@ -263,20 +254,20 @@ def test_another_run_trains_on_the_same_data(
 
 
 def test_data_is_read_with_the_template_it_was_rendered_with(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--config", str(TINY), "--out", str(tmp_path / "out"), "--data", str(finished / "data")]
+    words = ["--config", str(TINY), "--out", str(tmp_path / "out"), "--data", str(tiny_run / "data")]
     assert main(["train", *words, "--template.system", "Be brief."]) == 2
     assert "was rendered with another chat template or other settings of it" in capsys.readouterr().err
 
 
 def test_data_of_another_run_must_be_there(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--config", str(TINY), "--out", str(tmp_path / "out")]
     assert main(["run", *words, "--data", str(tmp_path / "none")]) == 2
     assert "none, which is no folder; give the data folder of a finished run" in capsys.readouterr().err
-    assert main(["distill", *words, "--data", str(finished / "data")]) == 2
+    assert main(["distill", *words, "--data", str(tiny_run / "data")]) == 2
     assert "already distilled; leave data out" in capsys.readouterr().err
 
 
@@ -294,9 +285,9 @@ def beginning_with(folder: Path, target: Target, layers: tuple[int, ...], out: P
 
 
 def test_another_model_in_the_same_folder_is_noticed(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target, data = load_target(TargetConfig(name="tiny-random")), ["--data", str(finished / "data")]
+    target, data = load_target(TargetConfig(name="tiny-random")), ["--data", str(tiny_run / "data")]
     words = beginning_with(tmp_path / "draft", target, (0,), tmp_path / "out") + data
     assert main(["train", *words]) == 0
     weights = (tmp_path / "out" / "artifact" / "model.safetensors").read_bytes()
