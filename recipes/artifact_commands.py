@@ -150,11 +150,10 @@ def generate(parsed: Parsed[GenerateArguments]) -> None:
     for text in marked.text(counted) if marked else readable(target, counted):
         print(text, end="", flush=True)
     seconds, drafted = time.perf_counter() - started, counts[1:]
-    if marked:
-        print(f"\n\n{marked.summary()}", end="", flush=True)
+    print(f"\n\n{marked.summary()}" if marked else "", flush=True)
     length = sum(drafted) / max(1, len(drafted))
-    print(f"\n[{sum(counts)} tokens in {len(drafted)} passes: {length:.2f} tokens per pass, "
-          f"{sum(counts) / seconds:.1f} tokens/s with the prompt's pass]", file=sys.stderr)
+    print(f"[{sum(counts)} tokens: the first by the prompt's pass, {sum(drafted)} by {len(drafted)} more, "
+          f"{length:.2f} tokens per pass; {sum(counts) / seconds:.1f} tokens/s]", file=sys.stderr)
 
 
 def count_into(passes: Iterator[list[int]], counts: list[int]) -> Iterator[list[int]]:

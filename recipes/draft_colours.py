@@ -1,7 +1,7 @@
 """An answer with its accepted and rejected guesses marked: in colour, or with brackets where colours are unwelcome."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..modules.decoding.pass_recorder import PROMPT_PASS, PassRecorder, WrittenToken
@@ -66,8 +66,6 @@ class MarkedAnswer:
     """Tokens so far."""
     guessed: int = 0
     """Accepted guesses among them."""
-    emitted: list[int] = field(default_factory=list)
-    """Tokens added by each pass after the prompt's."""
 
     def text(self, passes: Iterable[list[int]]) -> Iterator[str]:
         """The marked text of each pass, as it comes.
@@ -78,15 +76,12 @@ class MarkedAnswer:
         pieces = TokenText(self.tokenizer)
         for place, tokens in enumerate(passes):
             found = self.recorder.passes[self.index][place - 1] if place else PROMPT_PASS
-            self.emitted += [len(tokens)] if place else []
             yield "".join(self._marked(one, pieces) for one in found.written(tokens))
         yield visible(pieces.rest())
 
     def summary(self) -> str:
         """The legend and the counts, in two lines."""
-        length = sum(self.emitted) / max(1, len(self.emitted))
-        return (f"{self.marks.legend}\n{self.guessed} of {self.tokens} tokens were guessed; "
-                f"{length:.2f} tokens a pass")
+        return f"{self.marks.legend}\n{self.guessed} of {self.tokens} tokens were guessed"
 
     def _marked(self, written: WrittenToken, pieces: TokenText) -> str:
         """One token; before a token of the target's own, the first guess that was rejected for its place."""

@@ -131,7 +131,7 @@ class Here(Executor):
 
 
 def executor_of(processes: int) -> Executor:
-    """Where cells run: processes with one thread each, or here."""
+    """The executor of cells: processes with one thread each, or this one."""
     if processes <= 1:
         return Here()
     return ProcessPoolExecutor(processes, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,))

@@ -45,7 +45,7 @@ FUSED_PROJECTIONS = ("GPT2", "GPTNeoX", "Phi3")
 
 @dataclass(frozen=True)
 class Growth:
-    """How trees grow."""
+    """A policy with what the campaign must know of it."""
 
     policy: Callable[[], Policy]
     """A new policy."""
