@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, RepetitionPenaltyLogitsProcessor
 
 from ...modules import DecodeSettings, Request, Target
 from ...modules.decoding.requests import uniform_stream
-from ...modules.verification.sampling import probabilities
+from ...modules.verification.sampling import probabilities, widened
 from .results import Comparison
 
 NEAR_TIE_GAP = {torch.float64: 0.0, torch.float32: 1e-4}
@@ -24,6 +24,8 @@ NEAR_EDGE = {torch.float64: 1e-12, torch.float32: NEAR_TIE_GAP[torch.float32] / 
 """Largest distance of a uniform number outside a token's share of the distribution at which rounding explains it.
 Logits that move against each other by the gap of a near-tie move a sum F of probabilities by at most F (1 - F) times as
 much."""
+PLAIN_SETTINGS = DecodeSettings()
+"""No filter and no penalty."""
 NEAR_EDGE_HALF = 0.05
 """The same in half precision."""
 
@@ -46,13 +48,20 @@ def native_model(target: Target) -> Iterator[Any]:
 
 @torch.no_grad()
 def generate(model: Any, target: Target, prompts: Sequence[Sequence[int]], *, max_new_tokens: int,
-             temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0) -> list[list[int]]:
+             temperature: float = 0.0, settings: DecodeSettings = PLAIN_SETTINGS) -> list[list[int]]:
     """Answers of transformers' `generate`, end token included; several prompts are padded on the left.
+
+    With a repetition penalty they are answered one by one: `generate` would penalise the padding's token.
 
     Args:
         model: what `native_model` gives.
         max_new_tokens: longest answer, in tokens.
+        settings: filters and penalty.
     """
+    penalised = settings.repetition_penalty != 1.0
+    if penalised and len(prompts) > 1:
+        return [generate(model, target, [prompt], max_new_tokens=max_new_tokens, temperature=temperature,
+                         settings=settings)[0] for prompt in prompts]
     width = max(len(prompt) for prompt in prompts)
     pad = target.eos_ids[0] if target.eos_ids else 0
     tokens_BL = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=target.device)
@@ -60,7 +69,10 @@ def generate(model: Any, target: Target, prompts: Sequence[Sequence[int]], *, ma
                            device=target.device)
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": settings.top_k, "top_p": settings.top_p}
+        sampling |= {"min_p": settings.min_p} if settings.min_p else {}
+    if penalised:
+        sampling["repetition_penalty"] = settings.repetition_penalty
     output = model.generate(input_ids=tokens_BL, attention_mask=mask_BL, max_new_tokens=max_new_tokens,
                             eos_token_id=list(target.eos_ids) or None, pad_token_id=pad, use_cache=True, **sampling)
     return [until_end(row, target.eos_ids) for row in output[:, width:].tolist()]
@@ -108,7 +120,7 @@ def compare(prompt: Sequence[int], answer: Sequence[int], reference: Sequence[in
     return Comparison(divergence=place, gap=gap, near_tie=near_tie)
 
 
-def greedy_judge(target: Target) -> Judge:
+def greedy_judge(target: Target, settings: DecodeSettings = PLAIN_SETTINGS) -> Judge:
     """A difference between greedy answers is a near-tie when both tokens have nearly the target's best logit.
 
     The gap is the best logit minus the lower of the two tokens'. If they are the target's two best, as in every tie of
@@ -116,7 +128,7 @@ def greedy_judge(target: Target) -> Judge:
     """
 
     def judge(tokens: Sequence[int], choices: tuple[int, int]) -> tuple[float, bool]:
-        logits_V = native_logits(target, tokens)
+        logits_V = native_logits(target, tokens, settings)
         best = float(logits_V.max())
         gap = best - min(float(logits_V[choice]) for choice in choices)
         half_bound = HALF_PRECISION_STEPS * torch.finfo(target.dtype).eps * abs(best)
@@ -135,7 +147,7 @@ def sampled_judge(target: Target, settings: DecodeSettings, request: Request) ->
         place = len(tokens) - len(request.tokens)
         uniform = float(uniform_stream(settings.seed, request.index, place + 1)[place])
         temperature = torch.tensor([request.temperature], device=target.device)
-        logits_V = native_logits(target, tokens)
+        logits_V = native_logits(target, tokens, settings)
         probs_V = probabilities(logits_V, temperature, settings.top_k, settings.top_p, settings.min_p).double()
         upper_V = probs_V.cumsum(-1)
         distances = [max(float(upper_V[c] - probs_V[c]) - uniform, uniform - float(upper_V[c]), 0.0) for c in choices]
@@ -145,8 +157,11 @@ def sampled_judge(target: Target, settings: DecodeSettings, request: Request) ->
 
 
 @torch.no_grad()
-def native_logits(target: Target, tokens: Sequence[int]) -> Tensor:
-    """Next-token logits [V] after `tokens`, from one fresh pass of the untouched model."""
+def native_logits(target: Target, tokens: Sequence[int], settings: DecodeSettings = PLAIN_SETTINGS) -> Tensor:
+    """Next-token logits [V] after `tokens`, penalised, from one fresh pass of the untouched model."""
+    ids_1L = torch.tensor([list(tokens)], device=target.device)
     with target.native() as model:
-        ids_BL = torch.tensor([list(tokens)], device=target.device)
-        return cast(Tensor, model(input_ids=ids_BL, use_cache=False).logits[0, -1])
+        logits_1V = cast(Tensor, model(input_ids=ids_1L, use_cache=False).logits[:, -1])
+    if settings.repetition_penalty != 1.0:
+        logits_1V = RepetitionPenaltyLogitsProcessor(settings.repetition_penalty)(ids_1L, widened(logits_1V))
+    return logits_1V[0]

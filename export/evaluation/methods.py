@@ -38,6 +38,10 @@ class EvaluateConfig:
     """Sample among this many best tokens; 0 is all of them."""
     top_p: float = 1.0
     """Sample within this share of the probability."""
+    min_p: float = 0.0
+    """Sample among tokens with at least this share of the likeliest one's probability; 0 is all of them."""
+    repetition_penalty: float = 1.0
+    """Divides the logits of tokens that occurred, as in transformers, in greedy answers too; 1 changes nothing."""
     seed: int = 0
     """Seed of the random streams of the answers, and of the resampling for the intervals."""
     speed_prompts: int = 8
@@ -104,7 +108,8 @@ class EvaluateConfig:
 
     def settings(self, batch_size: int) -> DecodeSettings:
         """The decoding loop's settings for a batch of this many rows."""
-        return DecodeSettings(batch_size=batch_size, top_k=self.top_k, top_p=self.top_p, seed=self.seed)
+        return DecodeSettings(batch_size=batch_size, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p,
+                              repetition_penalty=self.repetition_penalty, seed=self.seed)
 
 
 @dataclass(frozen=True, kw_only=True)

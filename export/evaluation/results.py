@@ -10,6 +10,7 @@ from ...modules import ConfidenceCurve, repeats_itself
 from ...modules.tuning.draft_model_sizing import memory_bound_speedup
 from .bootstrap import Draws, Floats, Interval, interval
 from .sample_records import SampleAnswer
+from .uniformity import Distribution, distribution_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,8 @@ class Answer:
     """Whether it reached the length limit before an end token."""
     comparison: Comparison | None
     """Comparison with the reference; None where drafts were sampled and only the distribution is the reference's."""
+    positions: tuple[float, ...] = ()
+    """Positions of its tokens in the target's distribution, where drafts were sampled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +137,8 @@ class Measures:
     """Share of answers cut by the length limit."""
     lossless: Lossless
     """Identity with the reference."""
+    distribution: Distribution | None
+    """Check of the answers' distribution, where drafts were sampled; None elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +178,11 @@ class Evaluation:
     """Each category that occurs."""
     by_turn: dict[str, Measures]
     """Each turn, from "1", where questions have several."""
+
+    @property
+    def biased(self) -> bool:
+        """True where sampled drafts changed the distribution of the answers."""
+        return self.overall.distribution is not None and self.overall.distribution.differs
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON of one method; groups repeat the measured keys."""
@@ -272,6 +282,7 @@ def summarise(answers: Sequence[Answer], timings: Sequence[Timing], *, draft_sha
         repetition_rate=sum(repeats_itself(answer.tokens) for answer in answers) / max(1, len(answers)),
         truncation_rate=sum(answer.truncated for answer in answers) / max(1, len(answers)),
         lossless=_lossless([answer.comparison for answer in answers if answer.comparison is not None]),
+        distribution=distribution_of([position for answer in answers for position in answer.positions]),
     )
 
 

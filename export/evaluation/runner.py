@@ -10,6 +10,7 @@ from .memory_traffic import target_bytes
 from .methods import Answered, Method
 from .reference_answers import References
 from .results import Answer, Comparison, Timing
+from .sampled_positions import positions
 from .schedule import Entry, Schedule, spread
 from .timed_decoding import Exchange, Records, Throughput, TimedDecoder, by_turn
 from .tree_replay import Replays, replay_trees
@@ -237,14 +238,17 @@ class Runner:
         return Answer(question=entry.number, turn=exchange.turn, prompt_set=entry.prompt_set,
                       category=entry.question.category, tokens=tuple(generation.tokens),
                       emitted=tuple(generation.emitted), truncated=generation.finish == "length",
-                      comparison=self._compare(exchange, generation) if compared else None)
+                      comparison=self._compare(exchange, generation) if compared else None,
+                      positions=() if compared else positions(self.target, generation.request, generation.tokens,
+                                                              self.schedule.config.settings(1)))
 
     def _compare(self, exchange: Exchange, generation: Generation) -> Comparison:
+        settings = self.schedule.config.settings(1)
         if exchange.temperature > 0:
             return compare(exchange.prompt, generation.tokens, exchange.reference,
-                           sampled_judge(self.target, self.schedule.config.settings(1), generation.request))
+                           sampled_judge(self.target, settings, generation.request))
         # The reference came from a padded batch, which may flip a near-tie by itself.
-        return compare(exchange.prompt, generation.tokens, exchange.reference, greedy_judge(self.target),
+        return compare(exchange.prompt, generation.tokens, exchange.reference, greedy_judge(self.target, settings),
                        again=lambda: self.decoder.generate([exchange])[0][0])
 
     def _replay(self, method: Method, exchanges: Sequence[Exchange]) -> Replays:

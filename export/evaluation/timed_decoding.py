@@ -119,7 +119,7 @@ class TimedDecoder:
             started = clock(self.target)
             answers = generate(model, self.target, [exchange.prompt for exchange in asked],
                                max_new_tokens=tokens or self.config.max_new_tokens,
-                               temperature=asked[0].temperature, top_k=self.config.top_k, top_p=self.config.top_p)
+                               temperature=asked[0].temperature, settings=self.config.settings(1))
             return answers, clock(self.target) - started
 
     def batches(self, exchanges: Sequence[Exchange]) -> list[list[Exchange]]:

@@ -30,8 +30,10 @@ def _words(run: EvaluationRun) -> str:
     """The result of the comparison over all evaluations that can be compared, in words."""
     found = Lossless.joined(evaluation.overall.lossless for evaluation in run.evaluations)
     adapted = " of the adapted target" if "drift" in run.header else ""
+    if any(evaluation.biased for evaluation in run.evaluations):
+        return f"but sampled drafts changed the distribution of answers{adapted}, which is a fault"
     if not found.prompts:
-        return f"but answers from sampled drafts{adapted} were not compared in this evaluation"
+        return f"with answers{adapted} of the same distribution"
     if found.different:
         return f"but drafting changed {found.different} of {found.prompts} answers{adapted}, which is a fault"
     if found.near_tie_divergences:

@@ -69,8 +69,9 @@ def _cards(run: EvaluationRun, evaluation: Evaluation) -> str:
         ("good", f"{measures.accepted_length:.2f}", measures.accepted_length_interval,
          "tokens per target pass; 1 without drafts"),
         ("good" if faster else "", times(measures.speedup), measures.speedup_interval, speed),
-        ("bad" if lossless.different else "good", identical(lossless), None,
-         "answers identical to the target's own"),
+        ("bad" if lossless.different or evaluation.biased else "good", identical(measures), None,
+         "answers identical to the target's own" if measures.distribution is None else
+         "answers by the target's own distribution"),
         ("", percent(measures.draft_time_share), None, "of the time goes into drafting, the rest into the target"),
     ]
     items = (f'<div class="card {kind}"><b>{escape(value)}{_range(span(interval, 2))}</b><span>{escape(text)}</span>'
@@ -91,7 +92,7 @@ def _baseline(measures: Measures) -> float | None:
 
 def _lossless_box(run: EvaluationRun) -> str:
     found = Lossless.joined(evaluation.overall.lossless for evaluation in run.evaluations)
-    changed = bool(found.different)
+    changed = bool(found.different) or any(evaluation.biased for evaluation in run.evaluations)
     heading = ("Drafting changed words." if changed else "Drafts were sampled." if not found.prompts else
                "Not a word changed." if found.identical == found.prompts else "Not a word changed but for near-ties.")
     return (f'<div class="box{" warn" if changed else ""}"><p><b>{heading}</b> '

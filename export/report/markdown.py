@@ -87,7 +87,7 @@ def _firsts(run: EvaluationRun) -> tuple[Evaluation, ...]:
 def _cells(measures: Measures) -> tuple[str, ...]:
     return (f"{measures.prompts}", f"{measures.accepted_length:.2f}", number(measures.tokens_per_second, 1),
             number(measures.plain_tokens_per_second, 1), number(measures.generate_tokens_per_second, 1),
-            times(measures.speedup), identical(measures.lossless))
+            times(measures.speedup), identical(measures))
 
 
 def markdown(run: EvaluationRun) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ..evaluation.bootstrap import Interval
-from ..evaluation.results import Evaluation, EvaluationRun, Lossless
+from ..evaluation.results import Evaluation, EvaluationRun, Lossless, Measures
 
 NEAR_TIES_PER_TOKEN = 1 / 10_000
 """In float32, more first differences of greedy answers at near-ties than this would point to a fault. Draws differ more
@@ -148,19 +148,33 @@ def drift_note(run: EvaluationRun) -> str:
             f"{drift['agreement']:.1%} of the tokens as well.")
 
 
-def identical(found: Lossless) -> str:
-    """Answers equal to the reference, of those compared; "sampled" where none can be compared."""
-    return f"{found.identical}/{found.prompts}" if found.prompts else "sampled"
+def identical(measures: Measures) -> str:
+    """Answers equal to the reference, of those compared; of sampled drafts the p-value of their distribution."""
+    found, drawn = measures.lossless, measures.distribution
+    if not found.prompts and drawn is not None:
+        return f"sampled, p = {drawn.p_value:.2g}"
+    return f"{found.identical}/{found.prompts}"
 
 
 def lossless_verdict(run: EvaluationRun, evaluations: Sequence[Evaluation]) -> str:
     """The result of the comparison for some evaluations at one temperature."""
     temperature = evaluations[0].temperature
-    drawn = [evaluation.name for evaluation in evaluations if not evaluation.overall.lossless.prompts]
-    evaluations = [evaluation for evaluation in evaluations if evaluation.overall.lossless.prompts]
-    apart = (f"{', '.join(dict.fromkeys(drawn))}: drafts were sampled, so that answers at temperature "
-             f"{temperature:g} have the target's distribution but other tokens, and are not compared.") if drawn else ""
-    return " ".join(filter(None, [_compared(run, evaluations) if evaluations else "", apart]))
+    drawn = [evaluation for evaluation in evaluations if evaluation.overall.distribution is not None]
+    compared = [evaluation for evaluation in evaluations if evaluation.overall.distribution is None]
+    return " ".join(filter(None, [_compared(run, compared) if compared else "",
+                                  *(_sampled(evaluation, temperature) for evaluation in drawn)]))
+
+
+def _sampled(evaluation: Evaluation, temperature: float) -> str:
+    """The result for a method whose drafts were sampled: its answers have other tokens than the reference."""
+    found = evaluation.overall.distribution
+    assert found is not None
+    where = f"{evaluation.name} with {evaluation.batch_size} rows" if evaluation.batch_size > 1 else evaluation.name
+    end = ("chance does not explain that: this is a fault, please report it" if found.differs else
+           f"as chance has it; {found.visible:.1%} would have been seen")
+    return (f"{where}: drafts were sampled, so answers at temperature {temperature:g} are other words from the same "
+            f"distribution. How likely each of {found.tokens:,} tokens was to the target differs from what its "
+            f"probabilities say by at most {found.distance:.1%} (p = {found.p_value:.2g}): {end}.")
 
 
 def _compared(run: EvaluationRun, evaluations: Sequence[Evaluation]) -> str:

@@ -38,7 +38,7 @@ def figures(measures: Measures) -> tuple[Cell, ...]:
         Cell(number(measures.generate_tokens_per_second, 1)),
         Cell(times(measures.speedup), span(measures.speedup_interval, 2)),
         Cell(times(measures.memory_bound_speedup)),
-        Cell(identical(measures.lossless)),
+        Cell(identical(measures)),
     )
 
 

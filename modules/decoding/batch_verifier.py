@@ -9,7 +9,7 @@ from torch import Tensor
 from ..random_streams import Draws
 from ..token_tree import TokenTree
 from ..verification.acceptance_rules import Chances, exact_rule
-from ..verification.sampling import Sampling, choose, penalise
+from ..verification.sampling import Sampling, choose, penalise, widened
 from ..verification.tree_walk import Accepted
 from .requests import DecodeSettings, Request, uniform_stream
 from .row_errors import LOGITS, along, unreadable
@@ -123,11 +123,6 @@ class Referee:
         paths_BNN = torch.where(tree.ancestors_BNN, tree.tokens_BN[:, None, :], tree.tokens_BN[:, :1, None])
         seen_BV = self.seen_RV[: self.active]
         return penalise(widened(logits_BNV), self.settings.repetition_penalty, seen_BV, paths_BNN)
-
-
-def widened(logits_BMV: Tensor) -> Tensor:
-    """Logits in float32 or wider, in which transformers processes them."""
-    return logits_BMV.to(torch.promote_types(logits_BMV.dtype, torch.float32))
 
 
 def _path_tokens(tree: TokenTree, accepted: Accepted) -> Tensor:

@@ -125,6 +125,11 @@ def _kept(probs: Tensor, ordered: Tensor, top_p: float) -> Tensor:
     return nucleus / nucleus.sum(-1, keepdim=True)
 
 
+def widened(logits_BMV: Tensor) -> Tensor:
+    """Logits in float32 or wider, in which transformers processes them."""
+    return logits_BMV.to(torch.promote_types(logits_BMV.dtype, torch.float32))
+
+
 def penalise(logits_BMV: Tensor, penalty: float, seen_BV: Tensor, paths_BMN: Tensor) -> Tensor:
     """transformers' repetition penalty at each node, for what its row has read and for the path down to the node.
 

@@ -18,6 +18,7 @@ from draftsmith.modules import (
     Medusa,
     MedusaConfig,
     Request,
+    SampledTree,
     StaticTree,
     Target,
     Topology,
@@ -134,6 +135,28 @@ def test_sampled_answers_equal_the_plain_loops(tiny_target_f64: Target) -> None:
     found = run(tiny_target_f64, method, config)
     assert found.temperature == 0.8
     assert found.overall.lossless.identical == 11
+
+
+def test_answers_from_sampled_drafts_have_their_distribution_checked(tiny_target_f64: Target) -> None:
+    method = scripted(tiny_target_f64, "mixed", SampledTree.branching(2, 2), temperature=0.8)
+    found = run(tiny_target_f64, method, replace(CONFIG, temperatures=0.8))
+    assert found.overall.lossless.prompts == 0
+    drawn = found.overall.distribution
+    assert drawn is not None
+    assert drawn.tokens == found.overall.new_tokens
+    assert not found.biased
+    assert sum(group.distribution.tokens for group in found.by_category.values() if group.distribution) == sum(
+        group.new_tokens for group in found.by_category.values())
+    assert run(tiny_target_f64, scripted(tiny_target_f64, "mixed")).overall.distribution is None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_penalty_and_filters_of_the_settings_hold_for_both_sides(temperature: float, tiny_target_f64: Target) -> None:
+    config = replace(CONFIG, repetition_penalty=1.4, min_p=0.05, temperatures=temperature)
+    found = evaluate(tiny_target_f64, [scripted(tiny_target_f64, "mixed")], SETS, config, progress=False).evaluations[0]
+    assert found.overall.lossless.identical == 11
+    plain = run(tiny_target_f64, scripted(tiny_target_f64, "mixed"), replace(CONFIG, temperatures=temperature))
+    assert plain.overall.target_passes != found.overall.target_passes, "the penalty changes nothing here"
 
 
 def lying_generate(change: int) -> Any:

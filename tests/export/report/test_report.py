@@ -21,6 +21,7 @@ from draftsmith.export import (
     write_report,
 )
 from draftsmith.export.evaluation.sample_records import SampleAnswer, SampleToken
+from draftsmith.export.evaluation.uniformity import Distribution
 from draftsmith.export.report import plots
 from draftsmith.export.report.headline import headline
 from draftsmith.export.report.page_style import DARK_PLOTS
@@ -38,6 +39,7 @@ def measures(**changes: Any) -> Measures:
         "lossless": Lossless(prompts=10, identical=10, near_tie_divergences=0, max_logit_gap_at_divergence=None),
         "accepted_length_interval": (1.81, 2.07), "tokens_per_second_interval": (26.1, 30.9),
         "speedup_interval": (1.32, 1.55), "block_efficiency": 1.9, "memory_bound_speedup": 1.73,
+        "distribution": None,
     }
     return Measures(**(fields | changes))
 
@@ -248,6 +250,24 @@ def test_the_verdict_hides_nothing(identical: int, near: int, gap: float | None,
     assert words in lossless_verdict(run, run.evaluations)
 
 
+@pytest.mark.parametrize(("p", "end", "heading"), [
+    (0.4, "as chance has it; 6.0% would have been seen.", "Drafts were sampled."),
+    (1e-5, "chance does not explain that: this is a fault, please report it.", "Drafting changed words."),
+])
+def test_the_check_of_sampled_drafts_is_reported(p: float, end: str, heading: str, tmp_path: Path) -> None:
+    none = Lossless(prompts=0, identical=0, near_tie_divergences=0, max_logit_gap_at_divergence=None)
+    drawn = Distribution(tokens=1234, distance=0.021, p_value=p, visible=0.06)
+    run = a_run(lossless=none, distribution=drawn, temperatures=(0.7,))
+    verdict = lossless_verdict(run, run.evaluations)
+    assert verdict == ("medusa: drafts were sampled, so answers at temperature 0.7 are other words from the same "
+                       "distribution. How likely each of 1,234 tokens was to the target differs from what its "
+                       f"probabilities say by at most 2.1% (p = {p:.2g}): {end}")
+    files = write_report(tmp_path, run)
+    assert heading in files["html"].read_text()
+    assert f"sampled, p = {p:.2g}" in files["markdown"].read_text()
+    assert json.loads(files["json"].read_text())["distribution"]["p_value"] == p
+
+
 def test_a_changed_word_is_shown_as_a_fault(tmp_path: Path) -> None:
     lost = Lossless(prompts=10, identical=9, near_tie_divergences=0, max_logit_gap_at_divergence=0.7)
     assert "Drafting changed words." in write_report(tmp_path, a_run(lossless=lost))["html"].read_text()
@@ -283,13 +303,17 @@ def test_without_matplotlib_the_figures_are_kept_and_the_remedy_is_named(tmp_pat
     ({"lossless": (8, 2)}, "1.4 times faster, 2 of 10 answers changed, only where rounding decides between two words."),
     ({"lossless": (8, 1)}, "1.4 times faster, but drafting changed 1 of 10 answers, which is a fault."),
     ({"lossless": (0, 0, 0)},
-     "1.4 times faster, but answers from sampled drafts were not compared in this evaluation."),
+     "1.4 times faster, with answers of the same distribution."),
+    ({"lossless": (0, 0, 0), "p_value": 1e-4},
+     "1.4 times faster, but sampled drafts changed the distribution of answers, which is a fault."),
 ])
 def test_the_headline_says_what_is_true(changes: dict[str, Any], expected: str) -> None:
     if "lossless" in changes:
         identical, near, *prompts = changes["lossless"]
-        changes = {"lossless": Lossless(prompts=(*prompts, 10)[0], identical=identical, near_tie_divergences=near,
-                                        max_logit_gap_at_divergence=None)}
+        found = Lossless(prompts=(*prompts, 10)[0], identical=identical, near_tie_divergences=near,
+                         max_logit_gap_at_divergence=None)
+        drawn = Distribution(tokens=900, distance=0.02, p_value=changes.get("p_value", 0.5), visible=0.06)
+        changes = {"lossless": found, "distribution": None if found.prompts else drawn}
     assert headline(a_run(**changes)) == expected
 
 
