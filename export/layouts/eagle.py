@@ -28,8 +28,12 @@ EAGLE_FILE = "model.safetensors"
 """Official checkpoints hold the same tensors in pytorch_model.bin or here."""
 _EMBEDDING = "embed_tokens.weight"
 _MIDLAYER, _FIRST = "midlayer.", "layers.0."
+_LAYERS = "eagle_aux_hidden_state_layer_ids"
+"""The tapped layers. At the top level an id counts the layers before a state (vLLM, llama.cpp, speculators):
+that of the output of layer t, from 0, is t + 1. Inside `eagle_config` it is t (SGLang, which reads no other). vLLM
+falls back to `eagle_config` and takes its ids for the other kind, so that a file needs both."""
 _TAPS = "draftsmith_taps"
-"""The tapped layers by their outputs, from 0: engines disagree on whether the official key means inputs or outputs."""
+"""The tapped layers by their outputs, from 0, whoever reads the file."""
 _KNOWN: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",), "rope_scaling": (None,), "attention_bias": (None, False),
     "mlp_bias": (None, False), "norm_before_fc": (None, False), "norm_before_residual": (None, False),
@@ -166,7 +170,9 @@ def _taps(said: dict[str, Any], folder: Path) -> tuple[int, ...] | None:
     """The layers whose outputs are read. Published lists start with 2 and mean inputs, or with 1 and mean outputs."""
     if _TAPS in said:
         return tuple(said[_TAPS])
-    ids = (said.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    if _LAYERS in said:
+        return tuple(layer - 1 for layer in said[_LAYERS])
+    ids = (said.get("eagle_config") or {}).get(_LAYERS)
     if ids is None:
         return None
     if not ids or ids[0] not in (1, 2):
@@ -222,11 +228,11 @@ def _config(drafter: Eagle | Eagle3, target: Target) -> dict[str, Any]:
     if isinstance(drafter, Eagle):
         return {**said, "bias": drafter.config.bias}
     entries = drafter.vocab_size if drafter.token_ids_Q is None else len(drafter.token_ids_Q)
-    # By the inputs of layers, as in the official code.
-    layers = {"eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in drafter.taps], "use_aux_hidden_state": True}
+    layers = {_LAYERS: list(drafter.taps), "use_aux_hidden_state": True}
     if drafter.hidden_size != block.hidden_size:
         said["target_hidden_size"] = drafter.hidden_size
     return {**said, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": entries, "eagle_config": layers,
+            _LAYERS: [tap + 1 for tap in drafter.taps], "num_aux_hidden_states": len(drafter.taps),
             _TAPS: list(drafter.taps), "fc_norm": drafter.config.fc_norm, "norm_output": drafter.config.norm_output}
 
 

@@ -33,7 +33,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from draftsmith.modules import atomic_files
+from draftsmith.modules import UserError, atomic_files
 from scipy.stats import kstest
 from support import campaign_fuzz, campaign_greedy, campaign_sampled
 from support.campaign_outcome import Outcome
@@ -81,7 +81,10 @@ def run_cell(cell: Cell) -> Outcome:
     """Run one cell with random numbers of its own."""
     began = time.monotonic()
     torch.manual_seed(zlib.crc32(cell.name.encode()))
-    outcome = runs(cell.part)[cell.name]()
+    try:
+        outcome = runs(cell.part)[cell.name]()
+    except UserError as error:
+        outcome = Outcome(divergences=1, note=f"refused: {error}")
     outcome.seconds = time.monotonic() - began
     return outcome
 

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from draftsmith.modules import (
@@ -28,8 +29,10 @@ from draftsmith.modules import (
     Target,
     Topology,
     Union,
+    UserError,
     baseline,
 )
+from support.campaign_targets import target_of
 from support.families import CASES, Case, cases_of, randomised
 from torch import Tensor
 
@@ -88,6 +91,22 @@ def verifier(name: str, target: Target) -> Target:
 def changes_target(name: str) -> bool:
     """True for drafters that are trained with their target."""
     return name in CASES and CASES[name].change is not Case.change
+
+
+@cache
+def fitting(name: str) -> tuple[str, ...]:
+    """The policies whose trees are no deeper than the drafter reaches."""
+    target = target_of("Llama")
+    proposer = make(name, verifier(name, target))
+    return tuple(policy for policy, growth in POLICIES.items() if _fits(growth, growth.drafter(proposer, target)))
+
+
+def _fits(growth: Growth, drafter: Proposer) -> bool:
+    try:
+        growth.policy().check(drafter)
+    except UserError:
+        return False
+    return True
 
 
 class Wrapped(Proposer):

@@ -15,6 +15,7 @@ from support.campaign_drafters import (
     Reduced,
     TooSure,
     changes_target,
+    fitting,
     make,
     verifier,
 )
@@ -69,9 +70,10 @@ def fuzzed(seed: int) -> Outcome:
     architecture = chance.choice(list(ARCHITECTURES))
     target = target_of(architecture)
     requests, settings = random_requests(chance, target.vocab_size), random_settings(chance, target)
-    name, policy = chance.choice((*GUESSERS, *VARIANTS)), chance.choice(list(POLICIES))
+    name = chance.choice((*GUESSERS, *VARIANTS))
     if changes_target(name) and architecture in FUSED_PROJECTIONS:
         name = GUESSERS[0]
+    policy = chance.choice(fitting(name))
     target, growth = verifier(name, target), POLICIES[policy]
     wrapped = chance.choice((TooSure, Reduced, None, None, None))
     proposer = make(name, target)

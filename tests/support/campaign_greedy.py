@@ -15,6 +15,7 @@ from support.campaign_drafters import (
     VARIANTS,
     Helped,
     changes_target,
+    fitting,
     make,
     verifier,
 )
@@ -34,9 +35,10 @@ def tiny_cells() -> dict[str, Callable[[], Outcome]]:
     Shuffled, so that a part of them covers all.
     """
     names = [(target, drafter, policy) for target in ARCHITECTURES for drafter in GUESSERS for policy in POLICIES]
-    policies = cycle(POLICIES)
-    names += [(target, drafter, next(policies)) for drafter in VARIANTS for target in ARCHITECTURES
-              if not (changes_target(drafter) and target in FUSED_PROJECTIONS)]
+    for drafter in VARIANTS:
+        policies = cycle(fitting(drafter))
+        names += [(target, drafter, next(policies)) for target in ARCHITECTURES
+                  if not (changes_target(drafter) and target in FUSED_PROJECTIONS)]
     random.Random(0).shuffle(names)
     return {" ".join(name): partial(tiny, *name) for name in names}
 

@@ -1,7 +1,9 @@
 """EAGLE drafters in the official layout: the official code's outputs, the same names after export, refused mistakes."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -229,6 +231,37 @@ def test_the_norms_of_eagle3_1_have_the_names_of_the_engines(tmp_path: Path, tin
         "fc.weight": (32, 64), "fc_norm.0.weight": (32,), "fc_norm.1.weight": (32,)}
 
 
+def as_sglang(config: dict[str, Any]) -> list[int]:
+    """The `hidden_states` that SGLang 0.5.23 gives the drafter: `eagle_config` alone, one added to each id."""
+    return [layer + 1 for layer in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
+
+
+def as_vllm(config: dict[str, Any]) -> list[int]:
+    """Those of vLLM 0.33: the ids of the top level, else those of `eagle_config`, unchanged."""
+    ids = config.get("eagle_aux_hidden_state_layer_ids")
+    return list(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] if ids is None else ids)
+
+
+def as_llama_cpp(config: dict[str, Any]) -> list[int]:
+    """Those of llama.cpp's conversion: the ids of the top level."""
+    return list(config["eagle_aux_hidden_state_layer_ids"])
+
+
+@pytest.mark.parametrize("engine", [as_sglang, as_vllm, as_llama_cpp])
+def test_every_engine_reads_the_states_that_the_drafter_was_trained_on(
+    engine: Callable[[dict[str, Any]], list[int]], tmp_path: Path, tiny_target: Target
+) -> None:
+    drafter = randomised(MADE["eagle3-reduced"](tiny_target))
+    folder = written(drafter, tiny_target, tmp_path / "out")
+    config = json.loads((folder / "config.json").read_text())
+    # hidden_states[v] is the output of layer v - 1, of the embedding for v = 0.
+    assert [place - 1 for place in engine(config)] == list(drafter.taps)
+    assert config["num_aux_hidden_states"] == len(drafter.taps)
+    without = {key: value for key, value in config.items() if key != "draftsmith_taps"}
+    (folder / "config.json").write_text(json.dumps(without))
+    assert import_eagle(folder, tiny_target).taps == drafter.taps
+
+
 def test_several_layers_have_the_names_that_engines_read(tmp_path: Path, tiny_target: Target) -> None:
     folder = written(randomised(MADE["eagle3-layers"](tiny_target)), tiny_target, tmp_path / "out")
     assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 3
@@ -304,7 +337,8 @@ def test_damaged_checkpoints_are_named(tmp_path: Path, tiny_target: Target) -> N
     refused("does not fit its configuration .*Unexpected key.*midlayer.self_attn.q_proj.bias",
             {"midlayer.self_attn.q_proj.bias": torch.zeros(3)})
     refused("belong to another target", {"embed_tokens.weight": tensors["embed_tokens.weight"].roll(1, 0)})
-    foreign = {key: value for key, value in config.items() if key != "draftsmith_taps"}
+    foreign = {key: value for key, value in config.items()
+               if key not in ("draftsmith_taps", "eagle_aux_hidden_state_layer_ids")}
     (folder / "config.json").write_text(json.dumps(foreign | {"eagle_config": {
         "eagle_aux_hidden_state_layer_ids": [5]}}))
     save_file(tensors, path)
