@@ -125,7 +125,7 @@ def _use(tuning: Tuning, temperature: float) -> str:
     if size == 1:
         return "none, drafting does not pay"
     lengths = tuning.expected_sampled if temperature else tuning.expected_accepted_length
-    return f"{size}, {lengths[size - 1]:.2f} tokens per pass expected"
+    return f"{size}, {lengths[size - 1]:.2f} tokens per pass expected on prompts like the training's"
 
 
 def validation(workspace: Workspace, module: DraftModule) -> list[Features]:

@@ -237,6 +237,8 @@ def _tree(artifact: Artifact | None) -> str:
     topology, used = artifact.topology, artifact.tree_size
     drawn = topology.prefix(min(topology.size, max(used, DRAWN_NODES)))
     faint = "" if drawn.size == used else f" The {drawn.size - used} faint nodes are not used on this machine."
+    if drawn.size < topology.size:
+        faint += f" {topology.size - drawn.size} more nodes of the artifact's tree are not drawn."
     said = (f"Each pass of the target checks {used} tokens at once: the last token of the text, called the root, and "
             f"{used - 1} guesses about the tokens after it. The artifact holds {topology.size} nodes, the best first, "
             "so that the first ones are the best smaller tree." if used > 1 else

@@ -25,8 +25,12 @@ from support.native_answers import native_greedy, requests_for
 
 REQUESTS, TOKENS = 10, 56
 """Requests of a cell on a tiny target, and tokens of the shortest answer."""
+BATCHES = {1: 1, 2: 3, 5: 8, REQUESTS: 8}
+"""Batch sizes, by how often they are chosen: a pass of one row takes nearly as long as one of ten."""
 EMBEDDED_PROMPTS, EMBEDDED_TOKENS, EMBEDDED_CELLS = 8, 56, 40
 """Prompts of a cell on the embedded target, most tokens of an answer, and cells."""
+EMBEDDED_BATCHES = (1, 3, *[EMBEDDED_PROMPTS] * 5)
+"""Batch sizes in turn."""
 
 
 def tiny_cells() -> dict[str, Callable[[], Outcome]]:
@@ -60,7 +64,7 @@ def tiny(architecture: str, drafter: str, policy: str) -> Outcome:
     texts = [[*request.tokens, *answer] for request, answer in zip(requests, expected, strict=True)]
     proposer, growth = make(drafter, target), POLICIES[policy]
     helped = Helped(proposer, texts) if chance.random() < 0.75 else proposer
-    batch_size, chunk = chance.choice((1, 2, 5, REQUESTS)), chance.choice((1, 3, 8, 512))
+    batch_size, chunk = chance.choices(list(BATCHES), list(BATCHES.values()))[0], chance.choice((1, 3, 8, 512))
     settings = DecodeSettings(batch_size=batch_size, prefill_chunk=chunk, ignore_eos=True)
     result = decode(target, requests, settings, drafter=growth.drafter(helped, target), policy=growth.policy())
     outcome = Outcome()
@@ -104,7 +108,7 @@ def embedded(number: int) -> Outcome:
     for place, name in enumerate(GUESSERS):
         policy = policies[(number + place) % len(policies)]
         growth = POLICIES[policy]
-        settings = DecodeSettings(batch_size=(1, 4, EMBEDDED_PROMPTS)[(number + place) % 3])
+        settings = DecodeSettings(batch_size=EMBEDDED_BATCHES[(number + place) % len(EMBEDDED_BATCHES)])
         drafter = growth.drafter(Helped(make(name, target), texts, 0.8), target)
         result = decode(target, requests, settings, drafter=drafter, policy=growth.policy())
         outcome.count(result)

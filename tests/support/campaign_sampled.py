@@ -31,7 +31,7 @@ DRAFTS: dict[str, Callable[[Proposer], Proposer]] = {
 }
 PROMPT, PLACES = (1, 4, 2), 4
 """The request and the tokens of its answer; the first comes from the prompt's pass."""
-ANSWERS, SIMULATED = 2000, 999
+ANSWERS, SIMULATED = 1000, 999
 """Sampled answers of a cell, and samples of the distribution itself that G is compared with."""
 
 
@@ -142,6 +142,6 @@ def _wrong(name: str, rule: Any, policy: Policy, temperature: float, draft: str,
     if name == "likeliest_as_samples":
         inside = likeliest_as_samples
     outcome = sampled(name, "eagle3", Growth(lambda: policy), temperature, "none", draft, inside=inside, rule=judged,
-                      answers=2 * ANSWERS)
+                      answers=4 * ANSWERS)
     outcome.divergences, outcome.note = 0, ""
     return outcome
