@@ -57,7 +57,7 @@ def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
     """Decode prompts with artifacts and with the target alone; write JSON, Markdown and HTML."""
     given = parsed.values
     folders = given.artifact if isinstance(given.artifact, list) else [given.artifact]
-    if not folders and (given.target.name == ARTIFACT_TARGET or not given.evaluate.baselines):
+    if not folders and (given.target.name == ARTIFACT_TARGET or not given.evaluate.baseline_names):
         raise UserError("evaluate needs an artifact, or a target and baselines; give --artifact DIR, or --target.name "
                         "and --baselines")
     if given.out.exists() and not given.out.is_dir():
@@ -71,7 +71,8 @@ def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
         raise UserError(f"{', '.join(changing)} changes the target, so that it has no baseline in common with the "
                         "others; evaluate each such artifact by itself")
     methods = [Method.of(artifact, name=name, policy=policy)
-               for artifact, name in zip(artifacts, names(folders), strict=True) for policy in given.evaluate.policies]
+               for artifact, name in zip(artifacts, names(folders), strict=True)
+               for policy in given.evaluate.policy_names]
     questions = prompt_sets(given.template.build(target), sets)
     changed = next((artifact.target for artifact in artifacts if artifact.adapter is not None), None)
     result = evaluate(changed or target, methods, questions, given.evaluate, references=given.references)

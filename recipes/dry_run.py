@@ -23,7 +23,7 @@ def dry_run(recipe: Recipe, target: Target) -> DraftModule:
     check_states(recipe, module)
     check_room(recipe, module)
     widest = Topology.from_paths([(), *((rank,) for rank in range(recipe.tree.searched_nodes - 1))])
-    for name in recipe.evaluate.policies:
+    for name in recipe.evaluate.policy_names:
         policy_named(name, widest, module.drafter)
     return module
 

@@ -159,7 +159,7 @@ def evaluate_stage(workspace: Workspace) -> Sequence[Path]:
     artifact = load_artifact(workspace.artifact, workspace.target)
     config = workspace.recipe.evaluate
     questions = prompt_sets(workspace.template, held_out_sets(workspace.data))
-    methods = [Method.of(artifact, policy=policy) for policy in config.policies]
+    methods = [Method.of(artifact, policy=policy) for policy in config.policy_names]
     result = evaluate(artifact.target, methods, questions, config, references=workspace.recipe.references)
     if artifact.adapter is not None:
         result = with_drift(result, workspace.target, artifact.target, questions, max_new_tokens=config.max_new_tokens)
@@ -181,7 +181,7 @@ def stages(workspace: Workspace) -> tuple[Stage, ...]:
     return (
         Stage(name="distill", title="the target answers prompts", work=partial(distill_stage, workspace),
               sections=("target", "template", "prompts", "distill")),
-        Stage(name="encode", title="its states are stored", work=partial(encode_stage, workspace),
+        Stage(name="encode", title="the target's states are stored", work=partial(encode_stage, workspace),
               sections=("batch", *trained_by)),
         Stage(name="train", title="the drafter is trained", work=partial(train_stage, workspace),
               sections=("batch", *trained_by)),

@@ -38,8 +38,8 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
         UserError: if there is no method or no prompt, two methods share a name, a prompt and its answer exceed the
             target's context, or a prompt set has too few prompts for whole timed batches of every size.
     """
-    schedule = Schedule.of([*methods, *(Method.of_baseline(name, target) for name in config.baselines)], prompt_sets,
-                           config)
+    baselines = [Method.of_baseline(name, target) for name in config.baseline_names]
+    schedule = Schedule.of([*methods, *baselines], prompt_sets, config)
     with tqdm(total=schedule.answers, desc="evaluate", unit=" answers", disable=not progress) as bar:
         runner = Runner(target, schedule, References(references, target, config), bar.update,
                         lambda sentence: bar.write(f"warning: {sentence}", file=sys.stderr))

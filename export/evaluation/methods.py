@@ -53,13 +53,13 @@ class EvaluateConfig:
     well the draft's confidence is calibrated; 0 replays none."""
     limit: int | None = None
     """Use at most this many prompts of each set, spread over it; None uses all."""
-    policies: tuple[str, ...] = (STATIC,)
-    """Policies that artifacts draft with, each measured in turn: static (the tree tuned on this machine), chain,
-    sampled, sampled-chain, eagle2, dyspec, stopping; optionally with a number of nodes or tokens,
+    policies: tuple[str, ...] | str = (STATIC,)
+    """Policies that artifacts draft with, one or several, each measured in turn: static (the tree tuned on this
+    machine), chain, sampled, sampled-chain, eagle2, dyspec, stopping; optionally with a number of nodes or tokens,
     [static,chain-3,eagle2-32]."""
-    baselines: tuple[str, ...] = ()
-    """Drafters without training that are measured too: prompt_lookup, suffix_match, recycling, ngrams, layer_skip,
-    first_layers."""
+    baselines: tuple[str, ...] | str = ()
+    """Drafters without training that are measured too, one or several: prompt_lookup, suffix_match, recycling, ngrams,
+    layer_skip, first_layers."""
     untimed_batch_size: int = 8
     """Rows decoded at once for prompts that are not timed; it changes neither acceptance nor identity."""
 
@@ -73,11 +73,11 @@ class EvaluateConfig:
                 raise UserError(f"{name} must hold at least one number, got none")
         if self.limit is not None and self.limit < 1:
             raise UserError(f"limit must be at least 1, got {self.limit}; leave it out to use every prompt")
-        if not self.policies:
+        if not self.policy_names:
             raise UserError("policies must hold at least one name, such as static")
-        for name in self.policies:
+        for name in self.policy_names:
             parse_policy(name)
-        for name in self.baselines:
+        for name in self.baseline_names:
             if name not in BASELINES:
                 raise UserError(f"there is no baseline {name!r}; choose from {', '.join(BASELINES)}")
         for temperature in self.degrees:
@@ -86,6 +86,16 @@ class EvaluateConfig:
         for batch_size in self.batches:
             # The decoding loop checks its own settings.
             self.settings(batch_size)
+
+    @property
+    def policy_names(self) -> tuple[str, ...]:
+        """The policies, in the order given."""
+        return (self.policies,) if isinstance(self.policies, str) else self.policies
+
+    @property
+    def baseline_names(self) -> tuple[str, ...]:
+        """The baselines, in the order given."""
+        return (self.baselines,) if isinstance(self.baselines, str) else self.baselines
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -192,7 +202,10 @@ class Method:
 
     def comparable(self, batch_size: int, temperature: float) -> bool:
         """True if its answers must be the reference's, token by token, and not only equal in distribution."""
-        return temperature == 0 or self.policy_for is None or not self.policy_for(batch_size, temperature).samples
+        if temperature == 0 or self.policy_for is None:
+            return True
+        policy = self.policy_for(batch_size, temperature)
+        return not policy.samples or policy.max_size == 1
 
     def tree_sizes(self, batch_sizes: Iterable[int], temperature: float) -> dict[int, int]:
         """By the nodes that these batch sizes use, each once: the first batch size that uses them."""

@@ -10,14 +10,14 @@ def headline(run: EvaluationRun) -> str:
     named = len(firsts) > 1 and best.overall.speedup is not None
     first = f"{best.name}, the fastest of {len(firsts)} methods: {_speed(best)}" if named else _capital(_speed(best))
     busy = "; but the machine was busy, so measure the speed again" if _contended(best) else ""
-    return f"{first}, {_words(run)}{busy}."
+    return f"{first}, {_words(run, best)}{busy}."
 
 
 def _speed(evaluation: Evaluation) -> str:
     """The speed-up as words: a difference that its interval does not confirm is none."""
     speedup, interval = evaluation.overall.speedup, evaluation.overall.speedup_interval
     if evaluation.nodes == 1:
-        return "no speed-up because nothing was drafted"
+        return "nothing was drafted, because no tree makes decoding faster on this machine"
     if speedup is None:
         return f"{evaluation.overall.accepted_length:.1f} tokens per target pass instead of 1, speed not measured"
     if f"{speedup:.2f}" == "1.00" or (interval is not None and interval[0] <= 1 <= interval[1]):
@@ -26,14 +26,14 @@ def _speed(evaluation: Evaluation) -> str:
         f"slower, at {speedup:.2f} times the speed without drafts")
 
 
-def _words(run: EvaluationRun) -> str:
-    """The result of the comparison over all evaluations that can be compared, in words."""
+def _words(run: EvaluationRun, best: Evaluation) -> str:
+    """The result of the comparison over all evaluations, in words; of a best one with sampled drafts its own."""
     found = Lossless.joined(evaluation.overall.lossless for evaluation in run.evaluations)
     adapted = " of the adapted target" if "drift" in run.header else ""
     if any(evaluation.biased for evaluation in run.evaluations):
         return f"but sampled drafts changed the distribution of answers{adapted}, which is a fault"
-    if not found.prompts:
-        return f"with answers{adapted} of the same distribution"
+    if best.overall.distribution is not None and not found.different:
+        return f"with answers of the {'adapted target' if adapted else 'target'}'s distribution"
     if found.different:
         return f"but drafting changed {found.different} of {found.prompts} answers{adapted}, which is a fault"
     if found.near_tie_divergences:

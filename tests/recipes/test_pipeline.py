@@ -246,7 +246,7 @@ def test_another_run_trains_on_the_same_data(
     before = {file: file.stat().st_mtime_ns for file in data.iterdir()}
     run(out, "--data", str(data), "--drafter.num_heads", "2")
     message = capsys.readouterr().out
-    assert "[1/4] its states are stored" in message
+    assert "[1/4] the target's states are stored" in message
     assert not (out / "data").exists()
     assert {file: file.stat().st_mtime_ns for file in data.iterdir()} == before
     run(out, "--data", str(data), "--drafter.num_heads", "2")

@@ -150,6 +150,19 @@ def test_answers_from_sampled_drafts_have_their_distribution_checked(tiny_target
     assert run(tiny_target_f64, scripted(tiny_target_f64, "mixed")).overall.distribution is None
 
 
+def test_a_sampling_policy_that_drafts_nothing_is_compared_as_plain_decoding(tiny_target_f64: Target) -> None:
+    method = scripted(tiny_target_f64, "mixed", SampledTree(Topology.chain(0)), temperature=0.8)
+    found = run(tiny_target_f64, method, replace(CONFIG, temperatures=0.8))
+    assert (found.nodes, found.overall.lossless.identical, found.overall.distribution) == (1, 11, None)
+
+
+def test_one_policy_and_one_baseline_need_no_list() -> None:
+    config = EvaluateConfig(policies="chain-3", baselines="recycling")
+    assert (config.policy_names, config.baseline_names) == (("chain-3",), ("recycling",))
+    with pytest.raises(UserError, match="there is no policy 'chains'"):
+        EvaluateConfig(policies="chains")
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_penalty_and_filters_of_the_settings_hold_for_both_sides(temperature: float, tiny_target_f64: Target) -> None:
     config = replace(CONFIG, repetition_penalty=1.4, min_p=0.05, temperatures=temperature)

@@ -295,7 +295,8 @@ def test_without_matplotlib_the_figures_are_kept_and_the_remedy_is_named(tmp_pat
     ({"speedup": 1.06, "speedup_interval": (0.9, 1.2)}, "About as fast as without drafts, not a word changed."),
     ({"speedup": 0.8, "speedup_interval": None}, "Slower, at 0.80 times the speed without drafts, not a word changed."),
     ({"speedup": None}, "1.9 tokens per target pass instead of 1, speed not measured, not a word changed."),
-    ({"of": {"nodes": 1}}, "No speed-up because nothing was drafted, not a word changed."),
+    ({"of": {"nodes": 1}},
+     "Nothing was drafted, because no tree makes decoding faster on this machine, not a word changed."),
     ({"contended": True},
      "1.4 times faster, not a word changed; but the machine was busy, so measure the speed again."),
     ({"contended": True, "speedup": None},
@@ -303,7 +304,7 @@ def test_without_matplotlib_the_figures_are_kept_and_the_remedy_is_named(tmp_pat
     ({"lossless": (8, 2)}, "1.4 times faster, 2 of 10 answers changed, only where rounding decides between two words."),
     ({"lossless": (8, 1)}, "1.4 times faster, but drafting changed 1 of 10 answers, which is a fault."),
     ({"lossless": (0, 0, 0)},
-     "1.4 times faster, with answers of the same distribution."),
+     "1.4 times faster, with answers of the target's distribution."),
     ({"lossless": (0, 0, 0), "p_value": 1e-4},
      "1.4 times faster, but sampled drafts changed the distribution of answers, which is a fault."),
 ])
