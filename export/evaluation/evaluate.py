@@ -14,6 +14,7 @@ from .reference_answers import References
 from .results import Answer, Evaluation, EvaluationRun, Measures, Timing, summarise
 from .runner import MethodRecord, Runner
 from .sample_answers import sample_answers
+from .sampled_positions import rounding
 from .schedule import Schedule
 
 
@@ -51,23 +52,25 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
     samples = sample_answers(target, schedule.methods[0], {entry.number: entry.question for entry in schedule.entries},
                              records[0].answers, config)
     return EvaluationRun(header=header, samples=samples, evaluations=tuple(
-        _evaluation(record, target.identity.name, runner.probe.contended, config.seed) for record in records))
+        _evaluation(record, target, runner.probe.contended, config.seed) for record in records))
 
 
-def _evaluation(record: MethodRecord, target: str, contended: bool, seed: int) -> Evaluation:
+def _evaluation(record: MethodRecord, target: Target, contended: bool, seed: int) -> Evaluation:
     """The summary of one record, over all its answers and by groups of them."""
     method, batch_size, temperature = record.method, record.batch_size, record.temperature
     answers, timings = record.answers, record.timings
 
     def measures(mine: Sequence[Answer], timed: Sequence[Timing]) -> Measures:
-        return summarise(mine, timed, draft_share=record.draft_share, seed=seed)
+        return summarise(mine, timed, draft_share=record.draft_share, seed=seed,
+                         rounding=rounding(target.dtype, temperature))
 
     sets = dict.fromkeys(answer.prompt_set for answer in answers)
     categories = dict.fromkeys(answer.category for answer in answers if answer.category)
     turns = sorted({answer.turn for answer in answers})
     return Evaluation(
-        name=method.name, family=method.family, target=target, batch_size=batch_size, temperature=temperature,
-        nodes=method.nodes(batch_size, temperature), contended=contended, target_calls=record.target_calls,
+        name=method.name, family=method.family, target=target.identity.name,
+        batch_size=batch_size, temperature=temperature, nodes=method.nodes(batch_size, temperature),
+        contended=contended, target_calls=record.target_calls,
         draft_share=record.draft_share,
         predicted_speedup=None if temperature else method.predicted(batch_size),
         overall=measures(answers, timings),

@@ -16,14 +16,14 @@ from ...modules.decoding.requests import uniform_stream
 from ...modules.verification.sampling import probabilities, widened
 from .results import Comparison
 
-NEAR_TIE_GAP = {torch.float64: 0.0, torch.float32: 1e-4}
-"""Largest gap between two logits at which float32 passes of different shapes may disagree; never in float64."""
+NEAR_TIE_GAP = {torch.float64: 1e-12, torch.float32: 1e-4}
+"""Largest gap between two logits at which passes of different shapes may disagree."""
 HALF_PRECISION_STEPS = 2
 """In half precision the same, in rounding steps of the best logit."""
 NEAR_EDGE = {torch.float64: 1e-12, torch.float32: NEAR_TIE_GAP[torch.float32] / 4}
-"""Largest distance of a uniform number outside a token's share of the distribution at which rounding explains it.
-Logits that move against each other by the gap of a near-tie move a sum F of probabilities by at most F (1 - F) times as
-much."""
+"""Largest distance of a uniform number outside a token's share of the distribution at which rounding explains it, at
+temperature 1 and above. Logits that move against each other by the gap of a near-tie move a sum F of probabilities by
+at most F (1 - F) / T times as much."""
 PLAIN_SETTINGS = DecodeSettings()
 """No filter and no penalty."""
 NEAR_EDGE_HALF = 0.05
@@ -151,7 +151,7 @@ def sampled_judge(target: Target, settings: DecodeSettings, request: Request) ->
         probs_V = probabilities(logits_V, temperature, settings.top_k, settings.top_p, settings.min_p).double()
         upper_V = probs_V.cumsum(-1)
         distances = [max(float(upper_V[c] - probs_V[c]) - uniform, uniform - float(upper_V[c]), 0.0) for c in choices]
-        return None, max(distances) < NEAR_EDGE.get(target.dtype, NEAR_EDGE_HALF)
+        return None, max(distances) < NEAR_EDGE.get(target.dtype, NEAR_EDGE_HALF) / min(1.0, request.temperature)
 
     return judge
 

@@ -256,12 +256,13 @@ class EvaluationRun:
 
 
 def summarise(answers: Sequence[Answer], timings: Sequence[Timing], *, draft_share: float = 0.0,
-              seed: int = 0) -> Measures:
+              seed: int = 0, rounding: float = 0.0) -> Measures:
     """Reduce records to measures: acceptance as ratios of sums, speeds as medians over timed groups.
 
     Args:
         draft_share: bytes of weights that drafting reads for each byte of the target.
         seed: of the intervals.
+        rounding: distance between distributions that the number format explains.
     """
     emitted = [count for answer in answers for count in answer.emitted]
     passes, tokens = len(emitted), sum(len(answer.tokens) for answer in answers)
@@ -282,7 +283,7 @@ def summarise(answers: Sequence[Answer], timings: Sequence[Timing], *, draft_sha
         repetition_rate=sum(repeats_itself(answer.tokens) for answer in answers) / max(1, len(answers)),
         truncation_rate=sum(answer.truncated for answer in answers) / max(1, len(answers)),
         lossless=_lossless([answer.comparison for answer in answers if answer.comparison is not None]),
-        distribution=distribution_of([position for answer in answers for position in answer.positions]),
+        distribution=distribution_of([position for answer in answers for position in answer.positions], rounding),
     )
 
 

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+IMPOSSIBLE = 2.0
+"""Position of a token to which the target gives no probability."""
+IMPOSSIBLE_PER_TOKEN = 1 / 10_000
+"""More impossible tokens than this, and than one, are a fault: at the edge of a filter rounding may let one in."""
 UNLIKELY = 1e-3
 """p-value below which sampled answers are in doubt."""
 _UNLIKELY_DISTANCE = 1.9495
@@ -26,23 +30,32 @@ class Distribution:
     p_value: float
     """Probability of a distance as large by chance."""
     visible: float
-    """The distance that would have had a p-value of 0.001."""
+    """The distance that would have been taken for a fault: its p-value is 0.001 or less, and rounding does not explain
+    it."""
+    impossible: int
+    """Tokens to which the target, with these filters, gives no probability."""
 
     @property
     def differs(self) -> bool:
-        """True where chance does not explain the distance."""
-        return self.p_value < UNLIKELY
+        """True where neither chance nor rounding explains the distance, or impossible tokens were emitted."""
+        return self.distance > self.visible or self.impossible > max(1.0, self.tokens * IMPOSSIBLE_PER_TOKEN)
 
 
-def distribution_of(found: Sequence[float]) -> Distribution | None:
-    """The Kolmogorov-Smirnov test of positions against the uniform distribution; None where there are none."""
+def distribution_of(found: Sequence[float], rounding: float = 0.0) -> Distribution | None:
+    """The Kolmogorov-Smirnov test of positions against the uniform distribution; None where there are none.
+
+    Args:
+        found: the positions; IMPOSSIBLE ones are counted apart.
+        rounding: distance that the arithmetic explains.
+    """
     if not found:
         return None
-    ordered_N, count = np.sort(np.asarray(found)), len(found)
+    every_N = np.asarray(found)
+    ordered_N, count = np.sort(every_N.clip(max=1.0)), len(found)
     steps_N = np.arange(count + 1) / count
     distance = float(max((steps_N[1:] - ordered_N).max(), (ordered_N - steps_N[:-1]).max()))
     return Distribution(tokens=count, distance=distance, p_value=p_value(distance, count),
-                        visible=visible_distance(count))
+                        visible=max(rounding, visible_distance(count)), impossible=int((every_N > 1.0).sum()))
 
 
 def p_value(distance: float, count: int) -> float:

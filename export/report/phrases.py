@@ -171,7 +171,9 @@ def _sampled(evaluation: Evaluation, temperature: float) -> str:
     assert found is not None
     where = f"{evaluation.name} with {evaluation.batch_size} rows" if evaluation.batch_size > 1 else evaluation.name
     end = ("chance does not explain that: this is a fault, please report it" if found.differs else
-           f"as chance has it; {found.visible:.1%} would have been seen")
+           f"as chance has it; {found.visible:.1%} in this order would have been seen")
+    if found.impossible:
+        end = f"{found.impossible} tokens had no probability at all; {end}"
     return (f"{where}: drafts were sampled, so answers at temperature {temperature:g} are other words from the same "
             f"distribution. How likely each of {found.tokens:,} tokens was to the target differs from what its "
             f"probabilities say by at most {found.distance:.1%} (p = {found.p_value:.2g}): {end}.")

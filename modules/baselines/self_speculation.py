@@ -64,7 +64,7 @@ class LayerDraft(CausalDraft):
         """One pass of the kept layers."""
         with skipping(self.target.layers, self.kept):
             return self.target.decoder(  # type: ignore[no-any-return]
-                inputs_embeds=self.target.embed(tokens_BF),
+                inputs_embeds=self.target.embed_guesses(tokens_BF),
                 attention_mask=attention.visible_BNW[:, None],
                 position_ids=attention.positions_BN.clamp(max=self.target.context_length - 1),
                 past_key_values=attention.cache,

@@ -12,7 +12,7 @@ from ..verification.acceptance_rules import Chances, exact_rule
 from ..verification.sampling import Sampling, choose, penalise, widened
 from ..verification.tree_walk import Accepted
 from .requests import DecodeSettings, Request, uniform_stream
-from .row_errors import LOGITS, along, unreadable
+from .row_errors import LOGITS, cut, unreadable
 
 
 class Referee:
@@ -96,8 +96,8 @@ class Referee:
         self.places_R[: self.active] += accepted.counts_B
         if self.seen_RV is not None:
             self.seen_RV[: self.active].scatter_(1, _path_tokens(tree, accepted), True)
-        silent_B = along(unreadable_BN, accepted) & (faults_B == 0)
-        return accepted, torch.where(silent_B, LOGITS, faults_B)
+        accepted, lost_B = cut(accepted, unreadable_BN)
+        return accepted, torch.where(lost_B & (faults_B == 0), LOGITS, faults_B)
 
     def _sampling(self, rows: list[int], rows_B: Tensor) -> Sampling:
         return Sampling(

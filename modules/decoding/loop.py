@@ -189,7 +189,7 @@ class Loop:
         found = torch.stack([self.roots_B[rows_R], faults_R], dim=1).tolist()
         self.stats.prefill_seconds += time.perf_counter() - started_at
         for row, (token, fault) in zip(rows, found, strict=True):
-            yield self.slots[row], self._take(row, [token], fault), self._done(row)
+            yield self.slots[row], self._take(row, [] if fault else [token], fault), self._done(row)
 
     def _prefill_chunk(self, rows: list[int], prompts: Sequence[tuple[int, ...]], offset: int) -> Tensor:
         """Read the pieces of the prompts that start at `offset`; returns the fault of each row."""
@@ -259,7 +259,7 @@ class Loop:
         for row, (tokens, fault) in enumerate(zip(emitted, faults, strict=True)):
             generation = self.slots[row]
             kept = self._take(row, tokens, fault)
-            if not fault:
+            if kept or not fault:
                 generation.emitted.append(len(kept))
             yield generation, kept, self._done(row)
 
@@ -301,14 +301,18 @@ class Loop:
             self.drafter.keep(self.state, order_R)
 
     def _take(self, row: int, tokens: list[int], fault: int) -> list[int]:
-        """Append a pass's tokens to the answer of a row, or end it with its error; returns what was appended."""
+        """Append a pass's tokens to the answer of a row; returns them.
+
+        After a fault the row ends with its error, unless these tokens already ended the answer: the fault lies after.
+        """
         generation = self.slots[row]
-        if not fault:
-            return self._extend(generation, tokens)
-        generation.finish, generation.error = "error", message(fault, generation, self.target.vocab_size)
-        # NaN keys and values would reach the next sequence of this row even through a mask: 0 * NaN is NaN.
-        self.rows.wipe(row)
-        return []
+        kept = self._extend(generation, tokens)
+        if fault:
+            if not self._done(row):
+                generation.finish, generation.error = "error", message(fault, generation, self.target.vocab_size)
+            # NaN keys and values would reach the next sequence of this row even through a mask: 0 * NaN is NaN.
+            self.rows.wipe(row)
+        return kept
 
     def _extend(self, generation: Generation, tokens: list[int]) -> list[int]:
         """Append what still belongs to the answer: up to its limit, its end token or its stop text."""

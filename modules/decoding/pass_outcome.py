@@ -13,12 +13,12 @@ from ..verification.tree_walk import Accepted
 
 
 def to_host(tree: TokenTree, accepted: Accepted, faults_B: Tensor) -> tuple[list[list[int]], list[int], list[int]]:
-    """(new tokens of each row: accepted nodes below the root and the bonus, nodes on each path, faults), in one
-    transfer."""
+    """(new tokens of each row: accepted nodes below the root and, in sound rows, the bonus; nodes on each path;
+    faults), in one transfer."""
     path_tokens_BK = tree.tokens_BN.gather(1, accepted.path_BK)
     columns = [accepted.counts_B[:, None], faults_B[:, None], accepted.bonus_B[:, None], path_tokens_BK]
     together = torch.cat(columns, dim=1).tolist()
-    emitted = [[*row[4 : 3 + row[0]], row[2]] for row in together]
+    emitted = [[*row[4 : 3 + row[0]], *([] if row[1] else [row[2]])] for row in together]
     return emitted, [row[0] for row in together], [row[1] for row in together]
 
 

@@ -94,8 +94,13 @@ def unreadable(logits_BMV: Tensor) -> Tensor:
     return ~logits_BMV.amax(-1).isfinite()
 
 
-def along(marks_BN: Tensor, accepted: Accepted) -> Tensor:
-    """True in rows with a marked node on the accepted path, [B]. Other nodes have no part in what is emitted."""
-    width = accepted.path_BK.shape[1]
-    real_BK = torch.arange(width, device=marks_BN.device) < accepted.counts_B[:, None]
-    return (marks_BN.gather(1, accepted.path_BK) & real_BK).any(-1)
+def cut(accepted: Accepted, unreadable_BN: Tensor) -> tuple[Accepted, Tensor]:
+    """(the accepted paths up to the first node whose logits say nothing, rows that have one, [B]).
+
+    Nodes that are not accepted have no part in what is emitted. After such a node the bonus token means nothing.
+    """
+    places_K = torch.arange(accepted.path_BK.shape[1], device=unreadable_BN.device)
+    lost_BK = unreadable_BN.gather(1, accepted.path_BK) & (places_K < accepted.counts_B[:, None])
+    lost_B = lost_BK.any(-1)
+    counts_B = torch.where(lost_B, lost_BK.long().argmax(-1) + 1, accepted.counts_B)
+    return replace(accepted, counts_B=counts_B), lost_B

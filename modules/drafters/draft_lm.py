@@ -111,7 +111,12 @@ class DraftLM(CausalDraft, Drafter):
 
     @torch.no_grad()
     def _initialise(self, output: nn.Linear, token_ids_Q: Tensor | None) -> None:
-        """Initialise the reduced output layer with rows of the whole one, the mask embedding with its token's."""
+        """Initialise the reduced output layer with rows of the whole one, the mask embedding with its token's.
+
+        Embeddings that are not finite in the model it comes from become zero: a guess reads other guesses' states.
+        """
+        own_VD = self._embedding().weight
+        own_VD.masked_fill_(~own_VD.isfinite().all(-1, keepdim=True), 0.0)
         if self.token_ids is not None and self.head is not None and token_ids_Q is not None:
             self.token_ids.copy_(token_ids_Q)
             for name, parameter in self.head.named_parameters():

@@ -310,7 +310,7 @@ def _last_norm(target: Target, eps: float) -> Tensor:
     It is exactly the target's own weight if its last norm is an RMSNorm.
     """
     last = target.num_layers - 1
-    tokens = [place % target.vocab_size for place in range(min(_PROBE, target.context_length))]
+    tokens = target.readable_tokens(min(_PROBE, target.context_length)).tolist()
     encoded = target.encode(Features.from_rows([(tokens, [True] * len(tokens))]), (last,))
     wide = torch.promote_types(target.dtype, torch.float32)
     final_ND, last_ND = encoded.final()[0].to(wide), encoded.taps[last][0].to(wide)

@@ -11,6 +11,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..errors import UserError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Frontier:
@@ -50,7 +52,7 @@ class Scores:
         """The `width` most probable children of each node, best first.
 
         Raises:
-            ValueError: if the draft vocabulary is smaller than `width`.
+            UserError: if the draft vocabulary is smaller than `width`.
         """
         entries = self.log_probs_BFHQ.shape[-1]
         if self.candidates_BFHQ is not None:
@@ -60,7 +62,8 @@ class Scores:
             log_probs = nn.functional.pad(top.values, missing, value=-torch.inf)
             return Proposals(tokens, log_probs > -torch.inf, log_probs)
         if width > entries:
-            raise ValueError(f"the tree uses the {width} best proposals of a node, the draft vocabulary has {entries}")
+            raise UserError(f"the tree uses the {width} best guesses after a token, but the draft vocabulary has "
+                            f"{entries} tokens; choose a narrower tree, such as chain")
         top = self.log_probs_BFHQ.topk(width, dim=-1)
         tokens = top.indices if self.token_ids_Q is None else self.token_ids_Q[top.indices]
         return Proposals(tokens, None, top.values)

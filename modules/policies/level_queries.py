@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..errors import UserError
 from ..interfaces.proposer import DraftState, Frontier, Proposer, spread
 from ..random_streams import Draws
 
@@ -59,9 +60,9 @@ class LevelQueries:
         if missing <= 0:
             return scores.log_probs_BFHQ
         if self._candidates is None:
-            raise ValueError(
-                f"the tree uses the {self.least} best proposals of a node, the draft vocabulary has "
-                f"{self.least - missing}"
+            raise UserError(
+                f"the tree uses the {self.least} best guesses after a token, but the draft vocabulary has "
+                f"{self.least - missing} tokens; choose a narrower tree, such as chain"
             )
         self._candidates = pad(self._candidates, (0, missing))
         return pad(scores.log_probs_BFHQ, (0, missing), value=-torch.inf)

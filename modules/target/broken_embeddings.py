@@ -3,6 +3,7 @@
 Shapes: B rows, N nodes, V vocabulary, D hidden size.
 """
 
+import torch
 from torch import Tensor
 
 from ..token_tree import TokenTree
@@ -13,6 +14,12 @@ def tokens_without_embedding(embedding_VD: Tensor) -> Tensor | None:
     least_V, largest_V = embedding_VD.detach().aminmax(dim=-1)
     broken_V = ~(least_V.isfinite() & largest_V.isfinite())
     return broken_V if bool(broken_V.any()) else None
+
+
+def readable_tokens(broken_V: Tensor | None, vocab_size: int, count: int, device: torch.device) -> Tensor:
+    """The first `count` token ids with a finite embedding, [count], repeated where there are fewer."""
+    ids = torch.arange(vocab_size, device=device) if broken_V is None else (~broken_V).nonzero()[:, 0]
+    return ids[torch.arange(count, device=device) % len(ids)]
 
 
 def blank_broken(tree: TokenTree, embedded_BND: Tensor, broken_V: Tensor) -> Tensor:

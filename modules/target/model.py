@@ -16,7 +16,7 @@ from ..features import Features
 from ..token_tree import TokenTree
 from . import self_check
 from .adapter import Adapter
-from .broken_embeddings import blank_broken, tokens_without_embedding
+from .broken_embeddings import blank_broken, readable_tokens, tokens_without_embedding
 from .excerpt import copy_modules, excerpt, layer_list
 from .generation_defaults import GenerationDefaults, read_defaults
 from .identity import TargetIdentity, hash_weights
@@ -93,7 +93,7 @@ class Target:
         # Copied while the model still has its own attention, which the excerpt is compared with.
         beyond, half = self_check.ends_inside(windows), self_check.is_half(self.dtype)
         small = excerpt(self.model, short_windows=beyond) if beyond or half else None
-        text_1L = self_check.text(self.vocab_size, self.device)
+        text_1L = self.readable_tokens(self_check.TEXT_LENGTH)[None]
         with torch.no_grad():
             expected_1LV = self.model(input_ids=text_1L, use_cache=False).logits
         if pack and can_pack(self.model):
@@ -222,6 +222,19 @@ class Target:
     def embed(self, tokens: Tensor) -> Tensor:
         """Input embeddings [..., D] of token ids [...]."""
         return self.model.get_input_embeddings()(tokens)  # type: ignore[no-any-return]
+
+    def embed_guesses(self, tokens: Tensor) -> Tensor:
+        """Input embeddings [..., D] of token ids [...] for a drafter: zero where a token has no finite one.
+
+        Through the mask of a drafter's attention a NaN would reach the other guesses of its row. What is guessed after
+        them would depend on a token that is only one of them, and sampled drafts would not be exact.
+        """
+        embedded = self.embed(tokens)
+        return embedded if self.broken_V is None else embedded.masked_fill(self.broken_V[tokens][..., None], 0.0)
+
+    def readable_tokens(self, count: int) -> Tensor:
+        """The first `count` token ids with a finite embedding, [count], repeated where there are fewer."""
+        return readable_tokens(self.broken_V, self.vocab_size, count, self.device)
 
     # Passes ----------------------------------------------------------------------------------------------------------
 

@@ -135,11 +135,6 @@ def _words(window: int | None) -> str:
     return "no sliding window" if window is None else f"a sliding window of {window} tokens"
 
 
-def text(vocab_size: int, device: torch.device) -> Tensor:
-    """Token ids of the check, [1, L]."""
-    return torch.arange(TEXT_LENGTH, device=device)[None] % vocab_size
-
-
 def halves(text_1L: Tensor) -> tuple[TokenTree, TokenTree]:
     """The text as two passes: a prompt, and a tree that branches; `in_order` undoes it."""
     device, half = text_1L.device, TEXT_LENGTH // 2

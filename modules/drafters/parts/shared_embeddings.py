@@ -79,7 +79,7 @@ class BorrowingDrafter(Drafter):
 
     @torch.no_grad()
     def _embed(self, tokens: Tensor) -> Tensor:
-        embedded: Tensor = self._rows().target.embed(tokens).to(self.dtype)
+        embedded: Tensor = self._rows().target.embed_guesses(tokens).to(self.dtype)
         return embedded
 
     def project(self, hidden: Tensor, step: int) -> Tensor:

@@ -41,8 +41,11 @@ def test_a_tie_is_a_near_tie_and_a_third_token_is_not() -> None:
     assert wrong.gap > 1e-3
 
 
-def test_in_float64_nothing_is_a_near_tie() -> None:
+def test_in_float64_only_ties_are_near_ties() -> None:
     target, prompt, best, twin = tied_target(torch.float64)
+    assert compare(prompt, [best], [twin], greedy_judge(target)).near_tie
+    with torch.no_grad():
+        target.head.weight[twin] *= 1 - 1e-9
     assert not compare(prompt, [best], [twin], greedy_judge(target)).near_tie
 
 
@@ -72,6 +75,17 @@ def test_a_draw_at_the_edge_of_two_shares_is_a_near_tie(tiny_target: Target, mon
     for uniform, near in ((edge, True), (edge + 1e-3, False)):
         monkeypatch.setattr(module, "uniform_stream", lambda *_args, value=uniform: [value] * 4)
         assert judge((5, 9), (20, 21)) == (None, near)
+
+
+def test_at_a_low_temperature_the_edges_are_wider(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module(sampled_judge.__module__)
+    with tiny_target.native() as model:
+        logits_V = model(torch.tensor([[5, 9]])).logits[0, -1].double()
+    for temperature, near in ((1.0, False), (0.01, True)):
+        judge = sampled_judge(tiny_target, DecodeSettings(), Request((5, 9), 0, 4, temperature))
+        edge = float((logits_V / temperature).softmax(-1)[:21].sum())
+        monkeypatch.setattr(module, "uniform_stream", lambda *_args, value=edge + 1e-3: [value] * 4)
+        assert judge((5, 9), (20, 21))[1] is near
 
 
 def test_generate_in_a_padded_batch_equals_generate_alone(tiny_target_f64: Target) -> None:

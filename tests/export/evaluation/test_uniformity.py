@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 import pytest
 import torch
-from draftsmith.export.evaluation.sampled_positions import positions
+from draftsmith.export.evaluation.sampled_positions import positions, rounding
 from draftsmith.export.evaluation.uniformity import distribution_of, p_value, visible_distance
 from draftsmith.modules import DecodeSettings, Policy, Rejection, Request, SampledTree, Target, Topology, decode
 from references import wrong_rules
@@ -57,6 +57,31 @@ def test_a_wrong_rule_is_seen(name: str, tiny_target_f64: Target) -> None:
             found = distribution_of(answers(tiny_target_f64, settings, TREE, 300))
         assert found is not None
         assert found.differs is seen
+
+
+def test_tokens_that_a_filter_excludes_are_counted(tiny_target_f64: Target) -> None:
+    settings = DecodeSettings(batch_size=25, ignore_eos=True, top_k=6)
+    every = decode(tiny_target_f64, [Request((5, 9), index, 20, 1.0) for index in range(50)], settings).generations
+    sound = [place for one in every for place in positions(tiny_target_f64, one.request, one.tokens, settings)]
+    found = distribution_of(sound)
+    assert found is not None
+    assert (found.impossible, found.differs) == (0, False)
+    foreign = [place for one in every for place in positions(
+        tiny_target_f64, one.request, [one.tokens[0], *[1] * 2], settings)]
+    wrong = distribution_of([*sound, *foreign])
+    assert wrong is not None
+    assert wrong.impossible > 10
+    assert wrong.differs
+
+
+def test_rounding_in_half_precision_is_allowed_for() -> None:
+    found = list((np.arange(100_000) + 0.5) / 100_000 * 0.99)
+    strict, loose = distribution_of(found), distribution_of(found, rounding(torch.bfloat16, 0.05))
+    assert strict is not None
+    assert loose is not None
+    assert (strict.differs, loose.differs) == (True, False)
+    assert rounding(torch.float32, 0.05) == 0.0
+    assert rounding(torch.bfloat16, 1.0) == pytest.approx(0.002)
 
 
 def test_positions_lie_inside_the_share_of_their_token(tiny_target_f64: Target) -> None:

@@ -251,12 +251,12 @@ def test_the_verdict_hides_nothing(identical: int, near: int, gap: float | None,
 
 
 @pytest.mark.parametrize(("p", "end", "heading"), [
-    (0.4, "as chance has it; 6.0% would have been seen.", "Drafts were sampled."),
+    (0.4, "as chance has it; 6.0% in this order would have been seen.", "Drafts were sampled."),
     (1e-5, "chance does not explain that: this is a fault, please report it.", "Drafting changed words."),
 ])
 def test_the_check_of_sampled_drafts_is_reported(p: float, end: str, heading: str, tmp_path: Path) -> None:
     none = Lossless(prompts=0, identical=0, near_tie_divergences=0, max_logit_gap_at_divergence=None)
-    drawn = Distribution(tokens=1234, distance=0.021, p_value=p, visible=0.06)
+    drawn = Distribution(tokens=1234, distance=0.021, p_value=p, visible=0.06 if p > 0.001 else 0.01, impossible=0)
     run = a_run(lossless=none, distribution=drawn, temperatures=(0.7,))
     verdict = lossless_verdict(run, run.evaluations)
     assert verdict == ("medusa: drafts were sampled, so answers at temperature 0.7 are other words from the same "
@@ -313,7 +313,8 @@ def test_the_headline_says_what_is_true(changes: dict[str, Any], expected: str) 
         identical, near, *prompts = changes["lossless"]
         found = Lossless(prompts=(*prompts, 10)[0], identical=identical, near_tie_divergences=near,
                          max_logit_gap_at_divergence=None)
-        drawn = Distribution(tokens=900, distance=0.02, p_value=changes.get("p_value", 0.5), visible=0.06)
+        p = changes.get("p_value", 0.5)
+        drawn = Distribution(tokens=900, distance=0.02, p_value=p, visible=0.06 if p > 0.001 else 0.01, impossible=0)
         changes = {"lossless": found, "distribution": None if found.prompts else drawn}
     assert headline(a_run(**changes)) == expected
 
