@@ -55,7 +55,7 @@ class EvaluateConfig:
     """Use at most this many prompts of each set, spread over it; None uses all."""
     policies: tuple[str, ...] = (STATIC,)
     """Policies that artifacts draft with, each measured in turn: static (the tree tuned on this machine), chain,
-    sampled, sampled-chain, eagle2, dyspec, stopping; optionally with a number of nodes or tokens,
+    sampled, sampled-chain, eagle2, dyspec, stopping, early-exit; optionally with a number of nodes or tokens,
     [static,chain-3,eagle2-32]."""
     baselines: tuple[str, ...] = ()
     """Drafters without training that are measured too: prompt_lookup, suffix_match, recycling, ngrams, layer_skip,

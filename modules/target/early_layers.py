@@ -48,7 +48,7 @@ class EarlyLayers:
 
     @classmethod
     def alone(cls, target: "Target", rows: int, capacity: int, num_layers: int) -> "EarlyLayers":
-        """The layers with a cache of their own, for sequences of `capacity` tokens at most that no target pass reads."""
+        """The layers with a cache of their own, for sequences of `capacity` tokens that they read themselves."""
         return cls(target, RowCache(num_layers, rows, capacity, target.device), num_layers)
 
     # While drafting --------------------------------------------------------------------------------------------------
