@@ -210,7 +210,7 @@ class Proposer(ABC):
 
     @property
     def chain_limits(self) -> ChainLimits:
-        """Where a chain ends that stops at the first unsure token; the paper's limits by default."""
+        """Limits of a chain that stops at its first unsure token; the paper's by default."""
         return ChainLimits()
 
     def forget(self) -> None:  # noqa: B027 -- most families have nothing to drop
