@@ -3,7 +3,7 @@
     python tests/benchmarks/exit_layers.py [--target NAME] [--exits 2,4,8] [--train-steps N] [--best N]
 
 The first table times verifying passes of a drafted chain that take the first layers over, and one that runs them again;
-they take turns in one process and medians are printed. The second trains nothing: the cost of each layer is measured, and
+they take turns in one process and medians are printed. The second trains nothing: each layer's cost is measured, and
 each exit's output is read as the last layer's on the target's own greedy answers. With --train-steps the best exits are
 trained for that many steps on half of the answers and measured on the others.
 """
