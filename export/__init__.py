@@ -8,6 +8,7 @@ from .evaluation.results import Evaluation, EvaluationRun, Lossless, Measures
 from .evaluation.target_drift import Drift, measure_drift, with_drift
 from .layouts.eagle import import_eagle
 from .layouts.hydra import import_hydra
+from .layouts.kangaroo import import_kangaroo
 from .layouts.medusa import import_medusa
 from .layouts.merged_target import export_adapted
 from .layouts.registry import FORMATS, export_artifact
@@ -33,6 +34,7 @@ __all__ = [
     "export_artifact",
     "import_eagle",
     "import_hydra",
+    "import_kangaroo",
     "import_medusa",
     "load_artifact",
     "measure_drift",

@@ -15,6 +15,7 @@ from .drafters.eagle3 import Eagle3, Eagle3Config
 from .drafters.falcon import Falcon, FalconConfig
 from .drafters.hydra import Hydra
 from .drafters.hydra_heads import HydraConfig
+from .drafters.kangaroo import Kangaroo, KangarooConfig
 from .drafters.medusa import Medusa, MedusaConfig
 from .errors import TreeError, UserError
 from .features import Features
@@ -53,7 +54,7 @@ from .verification.acceptance_rules import ChainRejection, Chances, Equality, Re
 from .verification.sampling import Sampling, choose
 from .verification.tree_walk import Accepted, follow
 
-DRAFTERS: tuple[type[Drafter], ...] = (Medusa, Hydra, Eagle, Eagle3, Falcon, DraftLM)
+DRAFTERS: tuple[type[Drafter], ...] = (Medusa, Hydra, Eagle, Eagle3, Falcon, Kangaroo, DraftLM)
 """Every drafter family; contract, losslessness, artifact and recipe tests run over this tuple."""
 
 __all__ = [
@@ -103,6 +104,8 @@ __all__ = [
     "Generation",
     "Hydra",
     "HydraConfig",
+    "Kangaroo",
+    "KangarooConfig",
     "LayerDraft",
     "Lookup",
     "LookupConfig",

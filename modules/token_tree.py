@@ -234,6 +234,23 @@ class TokenTree:
             return log_q_BMQ
         return nothing_BMV.index_copy(2, self.drawn.token_ids_Q, log_q_BMQ)
 
+    def equal_paths(self, other: "TokenTree") -> Tensor:
+        """True where the path to a real node has the tokens of the path to another tree's real node, [B, N, M].
+
+        Args:
+            other: M nodes; its roots may have other tokens.
+        """
+        same_BNM = (self.tokens_BN[:, :, None] == other.tokens_BN[:, None]) & (
+            self.depths_BN[:, :, None] == other.depths_BN[:, None]
+        )
+        same_BNM &= self.real_BN[:, :, None] & other.real_BN[:, None]
+        rows_B11 = torch.arange(len(same_BNM), device=same_BNM.device)[:, None, None]
+        above_BN1, above_B1M = self.parents_BN.clamp(min=0)[:, :, None], other.parents_BN.clamp(min=0)[:, None]
+        # After d rounds the last d + 1 tokens of both paths are known to agree.
+        for _ in range(min(self.max_depth, other.max_depth)):
+            same_BNM = same_BNM & same_BNM[rows_B11, above_BN1, above_B1M]
+        return same_BNM
+
     def packed(self, size: int) -> "TokenTree":
         """The first `size` real nodes of each row, in their order; padding fills what is left.
 

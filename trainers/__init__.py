@@ -7,10 +7,11 @@ from .eagle3 import Eagle3Module, Eagle3TrainConfig
 from .falcon import FalconModule, FalconTrainConfig
 from .fitting import FitResult, fit
 from .hydra import HydraModule, HydraTrainConfig
+from .kangaroo import KangarooModule, KangarooTrainConfig
 from .medusa import MedusaModule, MedusaTrainConfig
 from .medusa2 import Medusa2Module, Medusa2TrainConfig
 
 __all__ = ["DraftLMModule", "DraftLMTrainConfig", "DraftModule", "Eagle3Module", "Eagle3TrainConfig", "EagleModule",
            "EagleTrainConfig", "FalconModule", "FalconTrainConfig", "FitResult", "HydraModule", "HydraTrainConfig",
-           "Medusa2Module", "Medusa2TrainConfig", "MedusaModule", "MedusaTrainConfig", "Precision",
-           "TrainConfig", "fit"]
+           "KangarooModule", "KangarooTrainConfig", "Medusa2Module", "Medusa2TrainConfig", "MedusaModule",
+           "MedusaTrainConfig", "Precision", "TrainConfig", "fit"]

@@ -55,8 +55,8 @@ class EvaluateConfig:
     """Use at most this many prompts of each set, spread over it; None uses all."""
     policies: tuple[str, ...] | str = (STATIC,)
     """Policies that artifacts draft with, one or several, each measured in turn: static (the tree tuned on this
-    machine), chain, sampled, sampled-chain, eagle2, dyspec, stopping; optionally with a number of nodes or tokens,
-    [static,chain-3,eagle2-32]."""
+    machine), chain, sampled, sampled-chain, eagle2, dyspec, stopping, early-exit; optionally with a number of nodes or
+    tokens, [static,chain-3,eagle2-32]."""
     baselines: tuple[str, ...] | str = ()
     """Drafters without training that are measured too, one or several: prompt_lookup, suffix_match, recycling, ngrams,
     layer_skip, first_layers."""

@@ -8,6 +8,7 @@ from ..artifact import Artifact
 from .eagle import export_eagle
 from .huggingface import export_huggingface
 from .hydra import export_hydra
+from .kangaroo import export_kangaroo
 from .medusa import export_medusa
 
 
@@ -31,6 +32,7 @@ EXPORTERS: dict[str, Callable[[Drafter, Target, Path], None]] = {
     "eagle": export_eagle,
     "huggingface": export_huggingface,
     "hydra": export_hydra,
+    "kangaroo": export_kangaroo,
     "medusa": export_medusa,
 }
 """Writers of the formats, by name."""

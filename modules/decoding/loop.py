@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import TreeError, UserError
-from ..interfaces.proposer import DraftState, Observation, Proposer, Verified
+from ..interfaces.proposer import DraftState, EarlyRows, Observation, Proposer, Verified
 from ..policies.base import Policy
 from ..target.model import PassOutput
 from ..token_tree import TokenTree, Topology
@@ -30,7 +30,7 @@ _SHORTEST_PREFIX = 8
 """Tokens that prompts must share before it pays to keep them in a row of their own."""
 
 
-class Rows(Protocol):
+class Rows(EarlyRows, Protocol):
     """A batch of sequences inside something that answers tree passes: `TargetRows`, or stored text."""
 
     def run(self, tree: TokenTree, rows: list[int] | None = None, select_BM: Tensor | None = None) -> PassOutput: ...
@@ -122,7 +122,7 @@ class Loop:
         # A drafter must see every prompt token, so only plain decoding reads a common start once.
         prefix = shared_prefix([r.tokens for r in self.waiting], settings.prefill_chunk) if drafter is None else ()
         self.rows = target.start(count, longest + size, drafter.taps if drafter else (), prefix)
-        self.state: DraftState | None = drafter.start(count, longest + size) if drafter is not None else None
+        self.state: DraftState | None = drafter.join(self.rows, count, longest + size) if drafter is not None else None
         self._reads_logits = drafter is not None and drafter.reads_logits
         self.roots_B = torch.zeros(count, dtype=torch.long, device=target.device)
         self.referee = Referee(settings, count, places, target.vocab_size, sampled, target.device)

@@ -109,7 +109,7 @@ class Eagle(EagleDrafter):
     card = FamilyCard(
         name="EAGLE-1", papers=("2401.15077", "2408.15766", "2408.15562"), exports=("eagle",),
         guesses="one decoder layer predicts the target's next state; HASS (`steps`) and FSPAD are settings",
-        cost="fewest trained weights; one layer run for each level of the tree",
+        cost="few trained weights; one layer run for each level of the tree",
     )
     config: EagleConfig
     config_class = EagleConfig

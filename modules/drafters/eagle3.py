@@ -14,16 +14,12 @@ from torch.nn import functional
 
 from ..config_checks import check_sizes
 from ..errors import UserError
-from ..features import Features
 from ..interfaces.family_card import FamilyCard
 from ..target.draft_vocabulary import OwnOutput
 from ..target.model import Target
 from .eagle_base import EagleDrafter
 from .parts.decoder_block import Attention, AttentionContext, BlockConfig, DecoderBlock, GatedMLP, ResidualLayer
-from .parts.feature_drafter import FeatureConfig, block_like
-
-_PROBE = 64
-"""Tokens of the target pass that measures its last norm."""
+from .parts.feature_drafter import FeatureConfig, block_like, last_norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +181,7 @@ class Eagle3(EagleDrafter):
         if target.device.type == "meta":
             # A target on the meta device, used for planning, has no values.
             return
-        norm_D = _last_norm(target, self.block.norm_eps)
+        norm_D = last_norm(target, self.block.norm_eps)
         if self.embed_tokens is not None:
             self._initialise_principal(target, norm_D, self.embed_tokens)
             return
@@ -301,18 +297,3 @@ def _principal(rows_ND: Tensor, size: int) -> Tensor:
     """The first principal components [D, size] of the rows, not centred; zero beyond D of them."""
     axes_DD = torch.linalg.eigh(rows_ND.mT @ rows_ND).eigenvectors.flip(-1)[:, :size]
     return functional.pad(axes_DD, (0, size - axes_DD.shape[1]))
-
-
-@torch.no_grad()
-def _last_norm(target: Target, eps: float) -> Tensor:
-    """The weight [D] with which RMSNorm of the last layer's output fits the target's final states best.
-
-    It is exactly the target's own weight if its last norm is an RMSNorm.
-    """
-    last = target.num_layers - 1
-    tokens = target.readable_tokens(min(_PROBE, target.context_length)).tolist()
-    encoded = target.encode(Features.from_rows([(tokens, [True] * len(tokens))]), (last,))
-    wide = torch.promote_types(target.dtype, torch.float32)
-    final_ND, last_ND = encoded.final()[0].to(wide), encoded.taps[last][0].to(wide)
-    normed_ND = functional.rms_norm(last_ND, last_ND.shape[-1:], eps=eps)
-    return (final_ND * normed_ND).sum(0) / normed_ND.square().sum(0)

@@ -113,7 +113,7 @@ class PrefixLayer(nn.Module):
         if target.device.type == "meta":
             # A target on the meta device, used for planning, has no states.
             return
-        tokens = [place % target.vocab_size for place in range(min(_PROBE, target.context_length))]
+        tokens = target.readable_tokens(min(_PROBE, target.context_length)).tolist()
         final_BLD = target.encode(Features.from_rows([(tokens, [True] * len(tokens))])).final()
         self.norm.weight.fill_(final_BLD.float().square().mean().sqrt())
 

@@ -6,12 +6,14 @@ used, N new positions, M nodes of a pass, D hidden size, V target vocabulary, O 
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from ..config_checks import check_sizes
 from ..errors import UserError
+from ..target.early_layers import EarlyLayers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +133,34 @@ class Observation:
         return torch.where(here_N == last_B1, self.roots_B[:, None], shifted_BN)
 
 
+class EarlyRows(Protocol):
+    """Rows that a target verifies, as a drafter of the target's first layers sees them."""
+
+    def early(self, num_layers: int) -> EarlyLayers | None:
+        """The first layers in the cache of these rows, or None where no layer runs; verification takes over what they
+        computed."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainLimits:
+    """Ends of a chain of drafted tokens (Kangaroo, arXiv:2404.18911, section 3.2).
+
+    Raises:
+        UserError: if a limit is out of range.
+    """
+
+    gamma: int = 6
+    """Most tokens."""
+    eta: float = 0.6
+    """A token whose distribution peaks below this probability is the chain's last."""
+
+    def __post_init__(self) -> None:
+        check_sizes(gamma=self.gamma)
+        if not 0 < self.eta < 1:
+            raise UserError(f"eta must be above 0 and below 1, got {self.eta}")
+
+
 class DraftState:
     """Base of the sequence state of a batch of rows; each family has its own subclass."""
 
@@ -160,6 +190,10 @@ class Proposer(ABC):
     def start(self, rows: int, capacity: int) -> DraftState:
         """An empty state for a batch of `rows` sequences of at most `capacity` tokens, the largest tree included."""
 
+    def join(self, rows: EarlyRows, count: int, capacity: int) -> DraftState:
+        """`start` for `count` sequences that `rows` verifies; drafters of the target's first layers run them there."""
+        return self.start(count, capacity)
+
     @abstractmethod
     def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
         """Update the rows `rows_R` of the state with the observation of the last target pass."""
@@ -174,6 +208,11 @@ class Proposer(ABC):
     @abstractmethod
     def clear(self, state: DraftState, rows_R: Tensor) -> None:
         """Reset the rows `rows_R`, so that other sequences can use them."""
+
+    @property
+    def chain_limits(self) -> ChainLimits:
+        """Limits of a chain that stops at its first unsure token; the paper's by default."""
+        return ChainLimits()
 
     def forget(self) -> None:  # noqa: B027 -- most families have nothing to drop
         """Drop what was stored from earlier sequences; most families store nothing but their weights."""

@@ -150,7 +150,7 @@ def joined(tree: TokenTree, joining: TokenTree) -> TokenTree:
     """
     if tree.virtual_BMD is not None or joining.virtual_BMD is not None:
         raise ValueError("trees with virtual nodes cannot be joined")
-    equal_BMN = _equal_paths(tree, joining)
+    equal_BMN = joining.equal_paths(tree)
     known_BM = equal_BMN.any(-1)
     own_M = torch.arange(joining.size, device=known_BM.device) + tree.size
     places_BM = torch.where(known_BM, equal_BMN.long().argmax(-1), own_M)
@@ -163,20 +163,6 @@ def joined(tree: TokenTree, joining: TokenTree) -> TokenTree:
         real_BN=torch.cat([tree.real_BN, joining.real_BN & ~known_BM], dim=1),
         max_depth=max(tree.max_depth, joining.max_depth),
     )
-
-
-def _equal_paths(tree: TokenTree, joining: TokenTree) -> Tensor:
-    """True where a node of the joining tree stands for the same path as one of the tree, [B, M, N]."""
-    same_BMN = (joining.tokens_BN[:, :, None] == tree.tokens_BN[:, None]) & (
-        joining.depths_BN[:, :, None] == tree.depths_BN[:, None]
-    )
-    same_BMN &= joining.real_BN[:, :, None] & tree.real_BN[:, None]
-    rows_B11 = torch.arange(len(same_BMN), device=same_BMN.device)[:, None, None]
-    above_BM1, above_B1N = joining.parents_BN.clamp(min=0)[:, :, None], tree.parents_BN.clamp(min=0)[:, None]
-    # After d rounds the last d + 1 tokens of both paths are known to agree.
-    for _ in range(min(tree.max_depth, joining.max_depth)):
-        same_BMN = same_BMN & same_BMN[rows_B11, above_BM1, above_B1N]
-    return same_BMN
 
 
 def _ancestors(tree: TokenTree, joining: TokenTree, places_BM: Tensor, own_M: Tensor) -> Tensor:

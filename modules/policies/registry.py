@@ -15,7 +15,7 @@ from .dynamic_trees import DySpecTree, Eagle2Tree
 from .sampled_tree import SampledTree
 from .static_tree import StaticTree
 from .stopping_chains import StoppedChain
-from .stopping_rules import MaxProbability
+from .stopping_rules import EarlyExit, MaxProbability
 
 STATIC = "static"
 """The kind that an artifact was tuned for."""
@@ -31,48 +31,60 @@ CONFIDENCE = 0.4
 class _Kind:
     """A way to draft."""
 
-    make: Callable[[Topology, int, int], Policy]
-    """From the artifact's tree, the number in the name and the depths that the family answers."""
-    default: Callable[[Topology], int]
+    make: Callable[[Topology, int, Proposer], Policy]
+    """From the artifact's tree, the number in the name and the drafter."""
+    default: Callable[[Topology, Proposer], int]
     """The number where the name has none."""
     least: int
     """The smallest number."""
 
 
-def _static(topology: Topology, size: int, _reach: int) -> Policy:
+def _static(topology: Topology, size: int, _drafter: Proposer) -> Policy:
     return StaticTree(_prefix(topology, size))
 
 
-def _sampled(topology: Topology, size: int, _reach: int) -> Policy:
+def _sampled(topology: Topology, size: int, _drafter: Proposer) -> Policy:
     return SampledTree(_in_drawing_order(_prefix(topology, size)))
 
 
-def _eagle2(_topology: Topology, nodes: int, reach: int) -> Policy:
-    return Eagle2Tree(nodes=nodes, depth=reach, width=DYNAMIC_WIDTH)
+def _eagle2(_topology: Topology, nodes: int, drafter: Proposer) -> Policy:
+    return Eagle2Tree(nodes=nodes, depth=_levels(drafter), width=DYNAMIC_WIDTH)
 
 
-def _dyspec(_topology: Topology, nodes: int, reach: int) -> Policy:
-    return DySpecTree(nodes=nodes, depth=reach, width=DYNAMIC_WIDTH)
+def _dyspec(_topology: Topology, nodes: int, drafter: Proposer) -> Policy:
+    return DySpecTree(nodes=nodes, depth=_levels(drafter), width=DYNAMIC_WIDTH)
 
 
-def _chain(_topology: Topology, length: int, _reach: int) -> Policy:
+def _chain(_topology: Topology, length: int, _drafter: Proposer) -> Policy:
     return StaticTree(Topology.chain(length))
 
 
-def _sampled_chain(_topology: Topology, length: int, _reach: int) -> Policy:
+def _sampled_chain(_topology: Topology, length: int, _drafter: Proposer) -> Policy:
     return SampledTree(Topology.chain(length))
 
 
-def _stopping(_topology: Topology, length: int, _reach: int) -> Policy:
+def _stopping(_topology: Topology, length: int, _drafter: Proposer) -> Policy:
     return StoppedChain(length, MaxProbability(CONFIDENCE))
 
 
-def _nodes(topology: Topology) -> int:
+def _early_exit(_topology: Topology, length: int, drafter: Proposer) -> Policy:
+    return StoppedChain(length, EarlyExit(drafter.chain_limits.eta))
+
+
+def _levels(drafter: Proposer) -> int:
+    return DYNAMIC_DEPTH if drafter.reach is None else min(drafter.reach, DYNAMIC_DEPTH)
+
+
+def _nodes(topology: Topology, _drafter: Proposer) -> int:
     return topology.size
 
 
-def _length(topology: Topology) -> int:
+def _length(topology: Topology, _drafter: Proposer) -> int:
     return max(1, topology.depth)
+
+
+def _gamma(_topology: Topology, drafter: Proposer) -> int:
+    return drafter.chain_limits.gamma
 
 
 _KINDS: dict[str, _Kind] = {
@@ -83,11 +95,13 @@ _KINDS: dict[str, _Kind] = {
     "eagle2": _Kind(_eagle2, _nodes, 2),
     "dyspec": _Kind(_dyspec, _nodes, 2),
     "stopping": _Kind(_stopping, _length, 1),
+    "early-exit": _Kind(_early_exit, _gamma, 1),
 }
 POLICIES = tuple(_KINDS)
 """The artifact's tree, tuned for this machine or cut to N nodes (root included); its likeliest N tokens; the tree and
 the chain with sampled tokens (RSD-C, arXiv:2402.14160); EAGLE-2's and DySpec's growing trees of N nodes
-(arXiv:2406.16858, 2410.11744); a chain of at most N tokens that ends where the draft is unsure."""
+(arXiv:2406.16858, 2410.11744); chains of at most N tokens that end before the first unsure token, or after it where the
+drafter's own limits say so (Kangaroo, arXiv:2404.18911)."""
 
 
 def parse_policy(name: str) -> tuple[str, int | None]:
@@ -120,9 +134,9 @@ def policy_named(name: str, topology: Topology, drafter: Proposer) -> Policy:
         UserError: if the name, its number or the policy does not fit.
     """
     kind, number = parse_policy(name)
-    reach = DYNAMIC_DEPTH if drafter.reach is None else min(drafter.reach, DYNAMIC_DEPTH)
     chosen = _KINDS[kind]
-    policy = chosen.make(topology, max(chosen.least, chosen.default(topology)) if number is None else number, reach)
+    size = max(chosen.least, chosen.default(topology, drafter)) if number is None else number
+    policy = chosen.make(topology, size, drafter)
     policy.check(drafter)
     return policy
 

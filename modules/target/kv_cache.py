@@ -162,6 +162,21 @@ class RowCache(Cache):
             )
         return self.storage
 
+    def arrange(self, layers: int, columns_BN: Tensor) -> None:
+        """Let slot lengths[b] + n of the first `layers` layers hold what is in slot lengths[b] + columns_BN[b, n].
+
+        Raises:
+            ValueError: if nothing has been written.
+        """
+        if self.storage is None:
+            raise ValueError("there are no keys to arrange")
+        rows_B1 = torch.arange(len(columns_BN), device=columns_BN.device)[:, None]
+        base_B1 = self.lengths_B[: len(columns_BN), None]
+        target_BN = base_B1 + torch.arange(columns_BN.shape[1], device=columns_BN.device)
+        first = self.storage[: 2 * layers]
+        # As in `commit`: the gather completes before the scatter.
+        first[:, rows_B1, :, target_BN] = first[:, rows_B1, :, base_B1 + columns_BN]
+
     def commit(self, path_BK: Tensor, counts_B: Tensor, host_counts: list[int], *, moved: bool = True) -> None:
         """Keep the path of each row of the last pass: its nodes become the row's next tokens, the rest is forgotten.
 

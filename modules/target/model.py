@@ -17,11 +17,14 @@ from ..token_tree import TokenTree
 from . import self_check
 from .adapter import Adapter
 from .broken_embeddings import blank_broken, readable_tokens, tokens_without_embedding
+from .early_layers import EarlyLayers
 from .excerpt import copy_modules, excerpt, layer_list
 from .generation_defaults import GenerationDefaults, read_defaults
 from .identity import TargetIdentity, hash_weights
 from .kv_cache import RowCache
+from .layer_skipping import later_layers
 from .packed_linear import PackedLinears, can_pack
+from .pass_layout import PassLayout
 from .tree_attention import NAME, additive, recording, register
 
 
@@ -253,6 +256,19 @@ class Target:
             prefix = prefix[: min(broken, default=len(prefix))]
         return TargetRows(self, rows, capacity, self._checked(taps), prefix)
 
+    def read_nodes(self, embedded_BND: Tensor, layout: PassLayout, cache: RowCache) -> Tensor:
+        """Final states [B, N, D] of embedded nodes at the places of a layout; the open window of the cache gets their
+        keys and values."""
+        final_BND: Tensor = self.decoder(
+            inputs_embeds=embedded_BND,
+            attention_mask=additive(layout.visible_BNW[:, None], self.dtype),
+            position_ids=layout.positions_BN,
+            past_key_values=cache,
+            use_cache=True,
+            key_positions=layout.key_positions_BW,
+        ).last_hidden_state
+        return final_BND
+
     @torch.no_grad()
     def encode(self, features: Features, taps: Sequence[int] = ()) -> Features:
         """Run whole rows through the target, segments isolated, and fill in final states and taps.
@@ -317,6 +333,7 @@ class TargetRows:
         self.target, self.taps, self.active = target, taps, rows
         self.cache = RowCache(target.num_layers, rows + bool(prefix), capacity, target.device)
         self.calls = 0
+        self.drafted: EarlyLayers | None = None
         self.spare = self._read_prefix(prefix) if prefix else None
 
     @torch.no_grad()
@@ -329,24 +346,15 @@ class TargetRows:
             select_BM: the nodes whose logits are wanted; all by default.
         """
         target = self.target
-        window = self.cache.open(slice(0, self.active) if rows is None else rows, tree.size)
-        lengths_B1 = window.slots_BN[:, :1]
-        limit = target.context_length - 1
-        positions_BN = (lengths_B1 + tree.depths_BN).clamp(max=limit)
-        mask_BNW, key_positions_BW = _visible(tree, lengths_B1, positions_BN, window.width)
         embedded = target.embed(tree.tokens_BN)
         lost_BN = None if target.broken_V is None else blank_broken(tree, embedded, target.broken_V)
         if tree.virtual_BMD is not None:
             embedded[:, -tree.virtual_BMD.shape[1] :] = tree.virtual_BMD
-        with target.tapping(self.taps) as states:
-            final_BND = target.decoder(
-                inputs_embeds=embedded,
-                attention_mask=additive(mask_BNW[:, None], target.dtype),
-                position_ids=positions_BN,
-                past_key_values=self.cache,
-                use_cache=True,
-                key_positions=key_positions_BW,
-            ).last_hidden_state
+        early, first = self._handed_over(tree, embedded, rows)
+        window = self.cache.open(slice(0, self.active) if rows is None else rows, tree.size)
+        layout = PassLayout.of(tree, window.slots_BN[:, :1], window.width, target.context_length)
+        with target.tapping(self.taps) as states, later_layers(target.layers, first, early):
+            final_BND = target.read_nodes(embedded, layout, self.cache)
         self.calls += 1
         wanted = (
             final_BND
@@ -358,6 +366,24 @@ class TargetRows:
             lost_BM = lost_BN if select_BM is None else lost_BN.gather(1, select_BM)
             logits_BMV = logits_BMV.masked_fill(lost_BM[..., None], torch.nan)
         return PassOutput(logits_BMV=logits_BMV, final_BND=final_BND, taps=dict(states))
+
+    def _handed_over(self, tree: TokenTree, embedded_BND: Tensor, rows: list[int] | None) -> tuple[Tensor | None, int]:
+        """(outputs of the first layers that ran while the tree of the active rows was drafted, their number)."""
+        if self.drafted is None or self.drafted.tree is None or rows is not None:
+            return None, 0
+        return self.drafted.hand_over(tree, embedded_BND), self.drafted.num_layers
+
+    def early(self, num_layers: int) -> EarlyLayers:
+        """The first layers for a drafter that runs them on the active rows; the next pass of these takes them over.
+
+        Raises:
+            ValueError: if a layer is tapped whose output they do not keep.
+        """
+        if any(layer < num_layers - 1 for layer in self.taps):
+            raise ValueError(f"of the first {num_layers} layers only the last one's output is kept, got the taps "
+                             f"{self.taps}")
+        self.drafted = EarlyLayers(self.target, self.cache, num_layers)
+        return self.drafted
 
     @torch.no_grad()
     def commit(self, path_BK: Tensor, counts_B: Tensor, host_counts: list[int], *, moved: bool = True) -> None:
@@ -394,18 +420,6 @@ class TargetRows:
                 if source != destination:
                     self.cache.move(source, destination)
         self.active = len(order)
-
-
-def _visible(tree: TokenTree, lengths_B1: Tensor, positions_BN: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """(mask_BNW, key_positions_BW): committed slots and ancestors are visible; a slot's position is its node's."""
-    slots_W = torch.arange(width, device=lengths_B1.device)
-    node_BW = slots_W - lengths_B1
-    inside_BW = (node_BW >= 0) & (node_BW < tree.size)
-    node_BW = node_BW.clamp(0, tree.size - 1)
-    ancestor_BNW = tree.ancestors_BNN.gather(2, node_BW[:, None, :].expand(-1, tree.size, -1))
-    mask_BNW = (slots_W < lengths_B1)[:, None, :] | (inside_BW[:, None, :] & ancestor_BNW)
-    key_positions_BW = torch.where(inside_BW, positions_BN.gather(1, node_BW), slots_W)
-    return mask_BNW, key_positions_BW
 
 
 def post_process(logits: Tensor, model: Any, config: Any) -> Tensor:

@@ -126,6 +126,9 @@ class ReplayRows:
             taps={layer: torch.stack(states).float() for layer, states in taps.items()},
         )
 
+    def early(self, num_layers: int) -> None:
+        """No layer runs: a drafter of the first layers runs them itself."""
+
     def commit(self, path_BK: Tensor, counts_B: Tensor, host_counts: list[int], *, moved: bool = True) -> None:
         """Advance each row by its accepted tokens."""
         for row, count in zip(self._running, host_counts, strict=True):

@@ -103,7 +103,7 @@ class _Bench:
         steps = (repeats + 1) * len(sizes)
         self.rows = target.start(batch, context + topology.size, drafter.taps)
         self.rows.cache.assume(context)
-        self.state = drafter.start(batch, context + steps + topology.size)
+        self.state = drafter.join(self.rows, batch, context + steps + topology.size)
         self.rows_B = torch.arange(batch, device=target.device)
         self.roots_B = torch.zeros_like(self.rows_B)
         self._read()

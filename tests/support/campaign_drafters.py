@@ -32,6 +32,7 @@ from draftsmith.modules import (
     UserError,
     baseline,
 )
+from draftsmith.modules.interfaces.proposer import EarlyRows
 from support.campaign_targets import target_of
 from support.families import CASES, Case, cases_of, randomised
 from torch import Tensor
@@ -130,6 +131,9 @@ class Wrapped(Proposer):
     def start(self, rows: int, capacity: int) -> DraftState:
         return self.inner.start(rows, capacity)
 
+    def join(self, rows: EarlyRows, count: int, capacity: int) -> DraftState:
+        return self.inner.join(rows, count, capacity)
+
     def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
         self.inner.observe(state, rows_R, observation)
 
@@ -201,6 +205,9 @@ class Helped(Wrapped):
 
     def start(self, rows: int, capacity: int) -> DraftState:
         return HelpedState(self.inner.start(rows, capacity), [[] for _ in range(rows)])
+
+    def join(self, rows: EarlyRows, count: int, capacity: int) -> DraftState:
+        return HelpedState(self.inner.join(rows, count, capacity), [[] for _ in range(count)])
 
     def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
         assert isinstance(state, HelpedState)

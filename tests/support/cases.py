@@ -27,6 +27,8 @@ class Case:
     """Its LightningModule, from (target, **training settings)."""
     change: Callable[[Target], Adapter | None] = _unchanged
     """A change of the target as training might make it, for families that train it: the same every time."""
+    steps: int = 120
+    """Optimizer steps in which it learns the cycle of tests/support/cycle.py."""
 
     def verifier(self, target: Target) -> Target:
         """The target that verifies its drafts: the given one, or a changed copy of it."""

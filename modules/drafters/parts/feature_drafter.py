@@ -1,4 +1,4 @@
-"""Shared parts of drafters that predict the target's states and read their tokens from them (EAGLE, Falcon).
+"""Shared parts of drafters that turn the target's states into states of its output layer (EAGLE, Falcon, Kangaroo).
 
 Shapes: B rows, N positions, D hidden size.
 """
@@ -7,9 +7,12 @@ from abc import abstractmethod
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ...config_checks import settings_of
+from ...features import Features
 from ...interfaces.drafter import DrafterConfig
 from ...target.identity import TargetIdentity
 from ...target.model import Target
@@ -20,6 +23,8 @@ DEPTHS = 6
 """Fewest draft steps that `forward` computes outside training: draft trees are fitted to them."""
 FIRST_OFFSET = 2
 """Distance in tokens from a position to the token that its first draft step predicts."""
+_PROBE = 64
+"""Tokens of the target pass that measures its last norm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,3 +121,18 @@ def block_like(target: Target, rope_base: float | None = None) -> BlockConfig:
     given: dict[str, Any] = target.config.to_dict()
     own = (given.get("rope_parameters") or {}).get("rope_theta") or given.get("rope_theta")
     return BlockConfig.like(target, rope_base=float(rope_base or own or OFFICIAL_ROPE_BASE))
+
+
+@torch.no_grad()
+def last_norm(target: Target, eps: float) -> Tensor:
+    """The weight [D] with which RMSNorm of the last layer's output fits the target's final states best.
+
+    It is exactly the target's own weight if its last norm is an RMSNorm.
+    """
+    last = target.num_layers - 1
+    tokens = target.readable_tokens(min(_PROBE, target.context_length)).tolist()
+    encoded = target.encode(Features.from_rows([(tokens, [True] * len(tokens))]), (last,))
+    wide = torch.promote_types(target.dtype, torch.float32)
+    final_ND, last_ND = encoded.final()[0].to(wide), encoded.taps[last][0].to(wide)
+    normed_ND = functional.rms_norm(last_ND, last_ND.shape[-1:], eps=eps)
+    return (final_ND * normed_ND).sum(0) / normed_ND.square().sum(0)

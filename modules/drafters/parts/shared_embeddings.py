@@ -3,6 +3,7 @@
 Shapes: B rows, L positions, Q entries of the draft vocabulary, D hidden size.
 """
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -71,6 +72,10 @@ class BorrowingDrafter(Drafter):
         self._packing.refresh(self, wanted=wanted)
         if self._borrowed is not None and wanted and not self.output_parameters(0):
             self._borrowed.pack()
+
+    def packed_linears(self) -> AbstractContextManager[None]:
+        """A block in which the pre-packed linear layers run."""
+        return self._packing.installed()
 
     def _rows(self) -> OutputRows:
         if self._borrowed is None:

@@ -40,7 +40,6 @@ from torch import Tensor
 TREE = Topology((-1, 0, 0, 1, 1, 2), (0, 0, 1, 0, 1, 0))
 """A root, two children, and three grandchildren: two depths, which every family can score."""
 LENGTHS = (9, 14, 6)
-STEPS = 120
 
 
 def test_every_family_has_a_case(tiny_target: Target) -> None:
@@ -343,7 +342,8 @@ def test_the_target_processes_each_node_once(name: str, tiny_target: Target) -> 
             seen[layer] += (args[0] if args else kwargs["hidden_states"]).shape[1]
         return hook
 
-    handles = [block.register_forward_pre_hook(count(layer), with_kwargs=True)
+    # A layer that a pass skips is called and does nothing: its attention is not.
+    handles = [block.self_attn.register_forward_pre_hook(count(layer), with_kwargs=True)
                for layer, block in enumerate(target.decoder.layers)]
     result = decode(target, [request], DecodeSettings(ignore_eos=True), drafter=drafter, policy=StaticTree(TREE))
     for handle in handles:
@@ -357,8 +357,9 @@ def test_the_target_processes_each_node_once(name: str, tiny_target: Target) -> 
 
 
 def trained(name: str, folder: Path) -> DraftModule:
-    module = CASES[name].module(cycle_target(), max_steps=STEPS, lr=1e-2, warmup_steps=2, validate_every=STEPS,
-                                checkpoint_every=STEPS, validation_nodes=4, accelerator="cpu")
+    steps = CASES[name].steps
+    module = CASES[name].module(cycle_target(), max_steps=steps, lr=1e-2, warmup_steps=2, validate_every=steps,
+                                checkpoint_every=steps, validation_nodes=4, accelerator="cpu")
     fit(module, CycleData(), folder, progress=False)
     return module
 

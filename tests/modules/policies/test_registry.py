@@ -33,6 +33,7 @@ TREE = Topology((-1, 0, 0, 1, 1, 3), (0, 0, 1, 0, 1, 0))
     ("static", StaticTree, 6), ("static-4", StaticTree, 4), ("chain", StaticTree, 4), ("chain-2", StaticTree, 3),
     ("sampled", SampledTree, 6), ("sampled-chain-2", SampledTree, 3), ("eagle2", Eagle2Tree, 6),
     ("eagle2-9", Eagle2Tree, 9), ("dyspec-5", DySpecTree, 5), ("stopping-3", StoppedChain, 4),
+    ("early-exit", StoppedChain, 7), ("early-exit-3", StoppedChain, 4),
 ])
 def test_a_name_becomes_its_policy(tiny_target: Target, name: str, kind: type[Policy], nodes: int) -> None:
     policy = policy_named(name, TREE, CASES["eagle"].make(tiny_target))
@@ -64,7 +65,7 @@ def test_no_policy_asks_for_more_than_there_is(tiny_target: Target) -> None:
     assert grown.depth == medusa.reach
 
 
-POINTS = ("static", "chain-2", "eagle2", "stopping")
+POINTS = ("static", "chain-2", "eagle2", "stopping", "early-exit")
 """Policies whose tokens are the likeliest: the sampled answer is the plain loop's, too."""
 
 

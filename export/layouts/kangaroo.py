@@ -1,0 +1,98 @@
+"""Kangaroo adapters in the layout of the official code (Equationliu/Kangaroo), written and read back.
+
+`layers.0` is a Llama layer without its MLP, `norm` the norm before the target's output layer, which is not stored. The
+official code takes the exit layer on its command line; here config.json has it in a key of its own, with gamma and eta.
+The state at position p predicts token p + 1.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from ...modules import Drafter, Kangaroo, KangarooConfig, Target, UserError
+from ...modules.drafters.kangaroo import chosen_exit
+from ...modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
+from .layout_folder import layout_readme, stored, write_layout, wrong_family
+from .safetensors_reader import loaded, read_config, read_tensors
+
+KANGAROO_FILE = "model.safetensors"
+"""The official code reads the same tensors from pytorch_model.bin."""
+_EXIT, _GAMMA, _ETA = "draftsmith_exit_layer", "draftsmith_gamma", "draftsmith_eta"
+_IDS = "token_ids"
+
+
+def export_kangaroo(drafter: Drafter, target: Target, out: Path) -> None:
+    """Write a Kangaroo adapter as the official code reads it; a reduced draft vocabulary becomes the whole one.
+
+    Raises:
+        UserError: if the drafter is of another family, or its attention is not the official code's.
+    """
+    if not isinstance(drafter, Kangaroo):
+        raise wrong_family("kangaroo", "Kangaroo adapters", drafter)
+    block = drafter.block
+    if block.rope_base != OFFICIAL_ROPE_BASE:
+        raise UserError(f"the official code rotates with the base {OFFICIAL_ROPE_BASE:g}, this adapter with "
+                        f"{block.rope_base:g}; train with rope_base: {OFFICIAL_ROPE_BASE:g} to export")
+    if block.num_heads * block.head_dim != block.hidden_size:
+        raise UserError(f"the official code has heads of {block.hidden_size} / {block.num_heads} elements, this "
+                        f"adapter of {block.head_dim}; it decodes with draftsmith alone")
+    tensors = {name: tensor for name, tensor in drafter.state_dict().items() if name != _IDS}
+    write_layout(out, KANGAROO_FILE, stored(tensors), _config(drafter, target), _readme(drafter, target))
+
+
+def _config(drafter: Kangaroo, target: Target) -> dict[str, Any]:
+    block = drafter.block
+    return {
+        "model_type": "llama",
+        "hidden_size": block.hidden_size,
+        "intermediate_size": block.intermediate_size,
+        "num_attention_heads": block.num_heads,
+        "num_key_value_heads": block.num_kv_heads,
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "rms_norm_eps": block.norm_eps,
+        "vocab_size": drafter.vocab_size,
+        "max_position_embeddings": target.context_length,
+        "pad_token_id": target.config.pad_token_id,
+        _EXIT: drafter.exit_layer,
+        _GAMMA: drafter.config.gamma,
+        _ETA: drafter.config.eta,
+    }
+
+
+def _readme(drafter: Kangaroo, target: Target) -> str:
+    return layout_readme(
+        "Kangaroo adapter", target,
+        "The adapter in the layout of Equationliu/Kangaroo, which reads a pickle:",
+        "```python\nimport torch\nfrom safetensors.torch import load_file\n\n"
+        f'torch.save(load_file("{KANGAROO_FILE}"), "pytorch_model.bin")\n```',
+        f"Its options: `--exitlayer {drafter.exit_layer} --threshold {drafter.config.eta} --steps "
+        f"{drafter.config.gamma}`. The tree of the artifact is not part of the layout.",
+    )
+
+
+def import_kangaroo(folder: Path, target: Target, *, exit_layer: int | None = None) -> Kangaroo:
+    """Read a Kangaroo adapter in the official layout (safetensors and config.json) and bind it to `target`.
+
+    Args:
+        exit_layer: number of the target's layers before the adapter; None takes it from config.json, where the official
+            code writes none.
+
+    Raises:
+        UserError: if a file is missing or damaged, the exit layer is unknown or too deep, or a tensor is missing,
+            unknown or of another shape.
+    """
+    tensors, config = read_tensors(folder, KANGAROO_FILE), read_config(folder / "config.json")
+    exit_layer = config.get(_EXIT) if exit_layer is None else exit_layer
+    if exit_layer is None:
+        raise UserError(f"{folder / 'config.json'} does not say after which layer of the target the adapter comes; "
+                        "give exit_layer (the official checkpoints have 2 for 7B and 3 for 13B targets)")
+    heads, width = int(config["num_attention_heads"]), int(config["hidden_size"])
+    block = BlockConfig(
+        hidden_size=width, intermediate_size=int(config["intermediate_size"]), num_heads=heads,
+        num_kv_heads=int(config.get("num_key_value_heads") or heads), head_dim=width // heads,
+        norm_eps=float(config["rms_norm_eps"]),
+    )
+    limits = {name: config[key] for name, key in (("gamma", _GAMMA), ("eta", _ETA)) if key in config}
+    settings = KangarooConfig(exit_layer=chosen_exit(exit_layer, target), **limits)
+    drafter = Kangaroo(settings, block, vocab_size=target.vocab_size)
+    return loaded(drafter, tensors, target, f"the Kangaroo adapter in {folder} does not fit")

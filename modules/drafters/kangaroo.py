@@ -1,0 +1,255 @@
+"""Kangaroo: a small adapter reads the target's first layers and drafts by the target's output layer; verification
+continues from the states that drafting made (arXiv:2404.18911).
+
+The state at position p predicts x_{p+1}, as the target's final state there does: to draft, the target's first layers
+run on the newest token. Without training the adapter is the target's last norm: that is LayerSkip's draft
+(arXiv:2404.16710).
+
+Shapes: B rows, L positions, N new positions, F frontier nodes, R rows of a decoding state, D hidden size.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from ..config_checks import check_sizes
+from ..errors import UserError
+from ..features import Features
+from ..interfaces.drafter import Drafts
+from ..interfaces.family_card import FamilyCard
+from ..interfaces.proposer import ChainLimits, DraftState, EarlyRows, Frontier, Observation, Scores
+from ..target.early_layers import EarlyLayers
+from ..target.model import Target
+from .parts.block_cache import BlockRows
+from .parts.decoder_block import OFFICIAL_ROPE_BASE, Attention, AttentionContext, BlockConfig
+from .parts.feature_drafter import FeatureConfig, FeatureDrafter, block_like, last_norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class KangarooConfig(FeatureConfig):
+    """The shape of a Kangaroo drafter, and where its chains end."""
+
+    rope_base: float | None = OFFICIAL_ROPE_BASE
+    """Base of the rotary embedding; the official code's, which its layout assumes. None takes the target's."""
+    exit_layer: int | None = None
+    """Number of the target's first layers that draft; None takes a sixteenth of all, at least 1: 2 of 32 as in the
+    paper."""
+    gamma: int = 6
+    """Most tokens of a chain with the policy `early-exit`."""
+    eta: float = 0.6
+    """Such a chain ends after the first token whose distribution peaks below this probability; the paper has 0.6 for
+    chains and 0.4 for trees."""
+
+    def __post_init__(self) -> None:
+        check_sizes(exit_layer=self.exit_layer, vocabulary_size=self.vocabulary_size)
+        ChainLimits(gamma=self.gamma, eta=self.eta)
+
+
+def chosen_exit(exit_layer: int | None, target: Target) -> int:
+    """Number of this target's layers that draft.
+
+    Raises:
+        UserError: if no layer would be left for verification.
+    """
+    layers = target.num_layers
+    if exit_layer is None:
+        exit_layer = max(1, layers // 16)
+    if exit_layer >= layers:
+        raise UserError(f"exit_layer must be below the {layers} layers of {target.identity.name}, got {exit_layer}; "
+                        "verification needs at least one layer after it")
+    return exit_layer
+
+
+class AttentionLayer(nn.Module):
+    """x + Attention(RMSNorm(x)): a Llama layer without its MLP.
+
+    Args:
+        config: its shape; the width of the MLP is not used.
+    """
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.self_attn = Attention(config)
+
+    def forward(self, hidden_BND: Tensor, attention: AttentionContext) -> Tensor:
+        """The states after the layer, [B, N, D]."""
+        passed_BND: Tensor = hidden_BND + self.self_attn(self.input_layernorm(hidden_BND), attention)
+        return passed_BND
+
+
+class KangarooState(DraftState):
+    """The target's first layers over each row, and the adapter's cache of it.
+
+    Args:
+        early: the first layers.
+        rows: the adapter's cache.
+        shared: whether a target pass reads the text into the cache of the first layers.
+    """
+
+    def __init__(self, early: EarlyLayers, rows: BlockRows, *, shared: bool) -> None:
+        self.early, self.rows, self.shared = early, rows, shared
+
+
+class Kangaroo(FeatureDrafter):
+    """RMSNorm(x + Attention(RMSNorm(x))) of the output x of the target's first layers, read by its output layer.
+
+    Own weights, named as in the official code: `layers.0.input_layernorm.weight`, `layers.0.self_attn.*`,
+    `norm.weight`, and with a reduced vocabulary its ids, `token_ids` [Q]. First layers, embedding and output layer are
+    the target's. Make a new one with `Kangaroo.create`.
+
+    Args:
+        config: its settings, `exit_layer` included.
+        block: the shape of its attention.
+        vocab_size: the target's vocabulary.
+    """
+
+    family = "kangaroo"
+    card = FamilyCard(
+        name="Kangaroo", papers=("2404.18911", "2404.16710"), exports=("kangaroo",),
+        guesses="one attention layer after the target's first layers, whose states verification continues from; "
+                "untrained it is LayerSkip's draft",
+        cost="fewest trained weights; the target's first layers run for each level of the tree, and not again",
+    )
+    config: KangarooConfig
+    config_class = KangarooConfig
+    described_as = "a Kangaroo drafter is"
+
+    def __init__(self, config: KangarooConfig, block: BlockConfig, *, vocab_size: int) -> None:
+        super().__init__(config, block, vocab_size=vocab_size)
+        if config.exit_layer is None:
+            raise UserError("exit_layer of a Kangaroo drafter must be set; use Kangaroo.create, which chooses it")
+        self.exit_layer = config.exit_layer
+        self.layers = nn.ModuleList([AttentionLayer(block)])
+        self.norm = nn.RMSNorm(block.hidden_size, eps=block.norm_eps)
+
+    @classmethod
+    def fitted(cls, config: KangarooConfig, target: Target) -> tuple[KangarooConfig, BlockConfig]:
+        """(settings with the exit chosen, shape of the attention). Raises UserError when the exit does not fit."""
+        chosen = replace(config, exit_layer=chosen_exit(config.exit_layer, target))
+        return chosen, block_like(target, config.rope_base)
+
+    def bind(self, target: Target) -> None:
+        """Borrow the target's first layers, embedding and output layer. Raises UserError when it does not fit."""
+        chosen_exit(self.exit_layer, target)
+        super().bind(target)
+
+    @torch.no_grad()
+    def initialise(self, target: Target) -> None:
+        """Set weights that read the first layers as the target reads its last one; the official code's are random."""
+        for layer in self._layers():
+            layer.self_attn.o_proj.weight.zero_()
+        # A target on the meta device, used for planning, has no values.
+        if target.device.type != "meta":
+            self.norm.weight.copy_(last_norm(target, self.block.norm_eps))
+
+    def _layers(self) -> list[AttentionLayer]:
+        return [layer for layer in self.layers if isinstance(layer, AttentionLayer)]
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The last of the target's first layers."""
+        return (self.exit_layer - 1,)
+
+    @property
+    def unrolls(self) -> int:
+        """Its only step, which drafts autoregressively."""
+        return 0
+
+    @property
+    def chain_limits(self) -> ChainLimits:
+        """Its own gamma and eta."""
+        return ChainLimits(gamma=self.config.gamma, eta=self.config.eta)
+
+    def adapt(self, exits_BND: Tensor, attention: AttentionContext) -> Tensor:
+        """States [B, N, D] for the output layer from the first layers' outputs."""
+        hidden_BND = exits_BND.to(self.dtype)
+        for layer in self._layers():
+            hidden_BND = layer(hidden_BND, attention)
+        adapted_BND: Tensor = self.norm(hidden_BND)
+        return adapted_BND
+
+    def _exits(self, taps: dict[int, Tensor]) -> Tensor:
+        if self.taps[0] not in taps:
+            raise ValueError(f"the outputs of the target's layer {self.taps[0]} are missing; encode with drafter.taps")
+        return taps[self.taps[0]]
+
+    # Training --------------------------------------------------------------------------------------------------------
+
+    def forward(self, features: Features) -> Drafts:
+        """States that predict the token after each position, as the target's own do."""
+        self._rows()
+        adapted_BLD = self.adapt(self._exits(features.taps), AttentionContext.training(features))
+        return Drafts(hidden_BLKD=adapted_BLD[:, :, None], offsets=(1,))
+
+    # Decoding --------------------------------------------------------------------------------------------------------
+
+    def start(self, rows: int, capacity: int) -> KangarooState:
+        """A state in which no row has been observed yet; the target's first layers run in a cache of its own."""
+        target = self._rows().target
+        return self._started(EarlyLayers.alone(target, rows, capacity, self.exit_layer), rows, capacity, shared=False)
+
+    def join(self, rows: EarlyRows, count: int, capacity: int) -> KangarooState:
+        """The same in the cache of the rows that are verified, where the verifying pass takes over what ran."""
+        early = rows.early(self.exit_layer)
+        return self.start(count, capacity) if early is None else self._started(early, count, capacity, shared=True)
+
+    def _started(self, early: EarlyLayers, rows: int, capacity: int, *, shared: bool) -> KangarooState:
+        self.pack_linears()
+        own = BlockRows(self.num_layers, rows, capacity, next(self.parameters()).device)
+        return KangarooState(early, own, shared=shared)
+
+    @torch.no_grad()
+    def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
+        """Read the first layers' outputs at the new positions; those of the root are still to be computed."""
+        held, rows = _kangaroo_state(state), rows_R.tolist()
+        counts_R, counts = observation.counts_B, observation.counts_B.tolist()
+        held.early.drop()
+        if not held.shared:
+            held.early.read(rows, observation.tokens_BN, counts_R, counts)
+        exits_RND = self._exits(observation.taps).masked_fill(~observation.real_BN[..., None], 0)
+        attention = held.rows.read(rows, exits_RND.shape[1])
+        with self._packing.installed():
+            self.adapt(exits_RND, attention)
+        held.rows.commit(counts_R, counts)
+
+    @torch.no_grad()
+    def expand(self, state: DraftState, frontier: Frontier) -> Scores:
+        """Scores of the children of the frontier nodes, on which the target's first layers run now."""
+        held = _kangaroo_state(state)
+        exits_BFD = held.early.run(frontier.nodes_BF, frontier.parents_BF, frontier.tokens_BF)
+        with self._packing.installed():
+            logits_BFQ = self.project(self.adapt(exits_BFD, held.rows.add_nodes(frontier)), 0)
+        return Scores.from_logits(logits_BFQ[:, :, None], self.token_ids)
+
+    def expand_bytes(self) -> int:
+        """Bytes of the target's first layers, the adapter and the output layer."""
+        first = self._rows().target.layers[: self.exit_layer]
+        return super().expand_bytes() + sum(parameter.nbytes for parameter in first.parameters())
+
+    def observe_bytes(self) -> int:
+        """Bytes of the adapter."""
+        return sum(parameter.nbytes for parameter in self.parameters())
+
+    def clear(self, state: DraftState, rows_R: Tensor) -> None:
+        """Reset these rows, the caches included."""
+        held, rows = _kangaroo_state(state), rows_R.tolist()
+        held.rows.clear(rows)
+        held.early.drop()
+        if not held.shared:
+            held.early.clear(rows)
+
+    def keep(self, state: DraftState, rows_R: Tensor) -> None:
+        """Keep the rows `rows_R`, in that order."""
+        held, order = _kangaroo_state(state), rows_R.tolist()
+        held.rows.keep(order)
+        held.early.drop()
+        if not held.shared:
+            held.early.keep(order)
+
+
+def _kangaroo_state(state: DraftState) -> KangarooState:
+    if not isinstance(state, KangarooState):
+        raise TypeError(f"a Kangaroo drafter needs the state that its own start() made, got {type(state).__name__}")
+    return state

@@ -1,0 +1,198 @@
+"""The target's first layers over the nodes of growing trees: computed while drafting, handed over to verification.
+
+A node's states in these layers depend on its path alone. So the verifying pass takes over those of every node whose
+path was read while the tree grew, runs the first layers on the others only, and all later layers once over all nodes
+(Kangaroo, arXiv:2404.18911).
+
+Shapes: B rows, M nodes read so far, F new nodes, K nodes of a verified tree not read yet, N all its nodes, C = M + K,
+D hidden size.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot, pad
+
+from ..token_tree import TokenTree
+from .kv_cache import RowCache
+from .layer_skipping import first_layers
+from .pass_layout import PassLayout
+
+if TYPE_CHECKING:
+    from .model import Target
+
+
+class EarlyLayers:
+    """The first layers of a target, run on nodes level by level.
+
+    Nodes get the slots after the committed tokens of their rows in the order in which they come, and are never
+    committed by this class: the verifying pass moves them to the places of its tree. In a cache that no target pass
+    extends, `read` runs and commits the text itself.
+
+    Args:
+        target: whose layers they are.
+        cache: the keys and values; of `target.start`'s rows, or of these layers alone.
+        num_layers: how many layers run.
+    """
+
+    states_BMD: Tensor
+    """Outputs of the last of these layers at the nodes read so far."""
+    ids_BM: Tensor
+    """Numbers by which the nodes' children name them."""
+
+    def __init__(self, target: "Target", cache: RowCache, num_layers: int) -> None:
+        self.target, self.cache, self.num_layers = target, cache, num_layers
+        self.tree: TokenTree | None = None
+
+    @classmethod
+    def alone(cls, target: "Target", rows: int, capacity: int, num_layers: int) -> "EarlyLayers":
+        """The layers with a cache of their own, for sequences of `capacity` tokens that they read themselves."""
+        return cls(target, RowCache(num_layers, rows, capacity, target.device), num_layers)
+
+    # While drafting --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def run(self, nodes_BF: Tensor, parents_BF: Tensor, tokens_BF: Tensor) -> Tensor:
+        """Outputs [B, F, D] of the last of these layers at new nodes; the first call gets the root.
+
+        Args:
+            nodes_BF: numbers by which later calls name the nodes as parents.
+            parents_BF: number of each node's parent, which came in an earlier call; -1 for the root.
+            tokens_BF: token of each node.
+        """
+        tree = _rooted(tokens_BF) if self.tree is None else self._grown(self.tree, parents_BF, tokens_BF)
+        embedded_BFD = self.target.embed_guesses(tokens_BF)
+        rows = list(range(len(tokens_BF)))
+        new_BFD = self._outputs(rows, tree, embedded_BFD)
+        if self.tree is None:
+            self.states_BMD, self.ids_BM = new_BFD, nodes_BF
+        else:
+            self.states_BMD = torch.cat([self.states_BMD, new_BFD], dim=1)
+            self.ids_BM = torch.cat([self.ids_BM, nodes_BF], dim=1)
+        self.tree = tree
+        return new_BFD
+
+    def _grown(self, tree: TokenTree, parents_BF: Tensor, tokens_BF: Tensor) -> TokenTree:
+        """The tree with one more level."""
+        above_BF = (parents_BF[:, :, None] == self.ids_BM[:, None]).long().argmax(-1)
+        seen_BFM = tree.ancestors_BNN.gather(1, above_BF[..., None].expand(-1, -1, tree.size))
+        itself_FF = torch.eye(tokens_BF.shape[1], dtype=torch.bool, device=tokens_BF.device)
+        return _extended(tree, tokens_BF, above_BF, torch.cat([seen_BFM, itself_FF.expand(len(seen_BFM), -1, -1)], 2))
+
+    def drop(self) -> None:
+        """Discard the nodes; their slots are overwritten."""
+        self.tree = None
+
+    # In the verifying pass -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def hand_over(self, tree: TokenTree, embedded_BND: Tensor) -> Tensor:
+        """Outputs of the last of these layers at all nodes of a verified tree, [B, N, D], padding excepted.
+
+        Afterwards the cache holds these layers' keys and values of node n in the slot lengths[b] + n, and the nodes
+        read so far are discarded. The number of nodes still to be read is taken to the host.
+
+        Args:
+            tree: below the same roots.
+            embedded_BND: the embeddings of its nodes.
+
+        Raises:
+            ValueError: if no node has been read.
+        """
+        if self.tree is None:
+            raise ValueError("no node was read by the first layers, so there is nothing to hand over")
+        read, self.tree = self.tree, None
+        equal_BNM = tree.equal_paths(read)
+        known_BN, order_N = equal_BNM.any(-1), torch.arange(tree.size, device=equal_BNM.device)
+        virtual = 0 if tree.virtual_BMD is None else tree.virtual_BMD.shape[1]
+        missing_BN = (tree.real_BN | (order_N >= tree.size - virtual)) & ~known_BN
+        # Padding gets the root's states: any finite ones will do.
+        columns_BN = torch.where(known_BN, equal_BNM.long().argmax(-1), 0)
+        columns_BN = torch.where(missing_BN, read.size + missing_BN.cumsum(-1) - 1, columns_BN)
+        count, moved = torch.stack([missing_BN.sum(-1).max(), (columns_BN != order_N).any()]).tolist()
+        states_BCD = self.states_BMD
+        if count:
+            states_BCD = torch.cat([states_BCD, self._read_missing(read, tree, embedded_BND, columns_BN, count)], 1)
+        if moved:
+            self.cache.arrange(self.num_layers, columns_BN)
+        return states_BCD.gather(1, columns_BN[..., None].expand(-1, -1, states_BCD.shape[-1]))
+
+    def _read_missing(
+        self, read: TokenTree, tree: TokenTree, embedded_BND: Tensor, columns_BN: Tensor, count: int
+    ) -> Tensor:
+        """Outputs [B, K, D] at the `count` nodes, or fewer of a row, whose columns come after those read."""
+        missing_BN, device = columns_BN >= read.size, columns_BN.device
+        places_BK = (~missing_BN).byte().sort(dim=-1, stable=True).indices[:, :count]
+        here_BK1 = missing_BN.gather(1, places_BK)[..., None]
+        there_BNC = one_hot(columns_BN, read.size + count).float()
+        path_BKN = tree.ancestors_BNN.gather(1, places_BK[..., None].expand(-1, -1, tree.size))
+        itself_KC = pad(torch.eye(count, dtype=torch.bool, device=device), (read.size, 0))
+        seen_BKC = torch.where(here_BK1, (path_BKN.float() @ there_BNC) > 0, itself_KC)
+        # Which node is the parent does not matter here: masks and positions follow from the ancestors.
+        extended = _extended(read, tree.tokens_BN.gather(1, places_BK), torch.zeros_like(places_BK), seen_BKC)
+        embedded_BKD = embedded_BND.gather(1, places_BK[..., None].expand(-1, -1, embedded_BND.shape[-1]))
+        return self._outputs(list(range(len(places_BK))), extended, embedded_BKD)
+
+    # Text that no target pass reads ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def read(self, rows: list[int], tokens_BN: Tensor, counts_B: Tensor, host_counts: list[int]) -> None:
+        """Run the layers on the next tokens of these rows, counts_B[b] of them in each, and commit them."""
+        self.drop()
+        tree = TokenTree.prompts(tokens_BN, counts_B)
+        self._outputs(rows, tree, self.target.embed(tokens_BN))
+        self.cache.commit(counts_B[:, None], counts_B, host_counts, moved=False)
+
+    def clear(self, rows: list[int]) -> None:
+        """Forget the text of these rows."""
+        self.drop()
+        for row in rows:
+            self.cache.wipe(row)
+
+    def keep(self, order: list[int]) -> None:
+        """Make row order[r] the row r, which never moves a row back."""
+        self.drop()
+        for destination, source in enumerate(order):
+            if source != destination:
+                self.cache.wipe(destination)
+                self.cache.move(source, destination)
+
+    def _outputs(self, rows: list[int], tree: TokenTree, embedded_BFD: Tensor) -> Tensor:
+        """Run the layers on the last F nodes of a tree, whose other nodes are in the cache; returns [B, F, D]."""
+        count = embedded_BFD.shape[1]
+        self.cache.reserve(max(self.cache.host_lengths[row] for row in rows) + tree.size)
+        adjacent = rows == list(range(len(rows)))
+        window = self.cache.open(slice(0, len(rows)) if adjacent else rows, count, gap=tree.size - count)
+        lengths_B1 = self.cache.lengths_B[window.rows_B1]
+        layout = PassLayout.of(tree, lengths_B1, window.width, self.target.context_length)
+        with first_layers(self.target.layers, self.num_layers) as outputs:
+            self.target.read_nodes(embedded_BFD, layout.of_last(count), self.cache)
+        return outputs[0]
+
+
+def _rooted(tokens_B1: Tensor) -> TokenTree:
+    """Trees of a root alone."""
+    itself_B11 = torch.ones_like(tokens_B1, dtype=torch.bool)[..., None]
+    return TokenTree(
+        tokens_BN=tokens_B1,
+        parents_BN=torch.full_like(tokens_B1, -1),
+        depths_BN=torch.zeros_like(tokens_B1),
+        ancestors_BNN=itself_B11,
+        real_BN=itself_B11[..., 0],
+        max_depth=0,
+    )
+
+
+def _extended(tree: TokenTree, tokens_BF: Tensor, parents_BF: Tensor, seen_BFC: Tensor) -> TokenTree:
+    """The tree with F more nodes, each of which sees the given ones, itself included."""
+    return replace(
+        tree,
+        tokens_BN=torch.cat([tree.tokens_BN, tokens_BF], dim=1),
+        parents_BN=torch.cat([tree.parents_BN, parents_BF], dim=1),
+        depths_BN=torch.cat([tree.depths_BN, seen_BFC.sum(-1) - 1], dim=1),
+        ancestors_BNN=torch.cat([pad(tree.ancestors_BNN, (0, tokens_BF.shape[1])), seen_BFC], dim=1),
+        real_BN=torch.cat([tree.real_BN, torch.ones_like(tokens_BF, dtype=torch.bool)], dim=1),
+        max_depth=tree.max_depth + 1,
+    )

@@ -1,0 +1,156 @@
+"""Exits of the target's first layers: the time that handing over saves, predicted speeds, and the same after training.
+
+    python tests/benchmarks/exit_layers.py [--target NAME] [--exits 2,4,8] [--train-steps N] [--best N]
+
+The first table times verifying passes of a drafted chain that take the first layers over, and one that runs them again;
+they take turns in one process and medians are printed. The second trains nothing: each layer's cost is measured, and
+each exit's output is read as the last layer's on the target's own greedy answers. With --train-steps the best exits are
+trained for that many steps on half of the answers and measured on the others.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import lightning as L
+import torch
+from against_transformers import chat_prompts
+from draftsmith.modules import (
+    DEFAULT_NAME,
+    DecodeSettings,
+    Features,
+    KangarooConfig,
+    Request,
+    Target,
+    TargetConfig,
+    Topology,
+    decode,
+    load_target,
+)
+from draftsmith.modules.tuning.exit_search import (
+    ExitChoice,
+    chain_lengths,
+    measure_layers,
+    rank_exits,
+    untrained_lengths,
+)
+from draftsmith.trainers import fit
+from draftsmith.trainers.kangaroo import KangarooModule, KangarooTrainConfig
+from torch.utils.data import DataLoader
+
+CHAIN = 6
+"""Drafted tokens of the timed passes: the paper's gamma."""
+
+
+class Answers(L.LightningDataModule):
+    """Rows in a fixed order again and again, others held out."""
+
+    def __init__(self, rows: list[Features], held_out: list[Features], steps: int) -> None:
+        super().__init__()
+        self.rows, self.held_out, self.steps = rows, held_out, steps
+
+    def train_dataloader(self) -> Any:
+        """One row for each step."""
+        return DataLoader([self.rows[step % len(self.rows)] for step in range(self.steps)], batch_size=None)
+
+    def validation_features(self) -> list[Features]:
+        """The held-out rows."""
+        return self.held_out
+
+
+def greedy_answers(target: Target, count: int, longest: int) -> list[Features]:
+    """Handwritten prompts with the target's greedy answers."""
+    requests = [Request(prompt, index, longest) for index, prompt in enumerate(chat_prompts(target, count, 200))]
+    found = decode(target, requests, DecodeSettings(batch_size=8)).generations
+    return [Features.from_rows([([*one.request.tokens, *one.tokens],
+                                 [False] * len(one.request.tokens) + [True] * len(one.tokens))]) for one in found]
+
+
+@torch.no_grad()
+def handed_over(target: Target, exit_layer: int, context: int, repeats: int) -> list[float]:
+    """Median seconds of drafting all nodes of a chain by the first layers, and of three passes that verify it.
+
+    The first takes all nodes over, as after a chain that stops before an unsure token; the second all but the last one,
+    as after the paper's chain; the third none.
+    """
+    rows = target.start(1, context + CHAIN + 1)
+    rows.cache.assume(context)
+    early, times = rows.early(exit_layer), []
+    tree = Topology.chain(CHAIN).plant(torch.full((1, CHAIN + 1), 7, device=target.device))
+    for _ in range(repeats + 1):
+        seconds = []
+        for drafted in (CHAIN + 1, CHAIN, 0):
+            started = time.perf_counter()
+            for node in range(drafted):
+                here = torch.full((1, 1), node, device=target.device)
+                early.run(here, here - 1, tree.tokens_BN[:, node : node + 1])
+            passing = time.perf_counter()
+            rows.run(tree)
+            seconds += [passing - started, time.perf_counter() - passing]
+        times.append((seconds[0], seconds[1], seconds[3], seconds[5]))
+    return [median(part) for part in zip(*times[1:], strict=True)]
+
+
+def trained_lengths(target: Target, exit_layer: int, rows: list[Features], held_out: list[Features],
+                    steps: int) -> tuple[float, ...]:
+    """Expected tokens per pass of chains after a short training."""
+    config = KangarooTrainConfig(
+        drafter=KangarooConfig(exit_layer=exit_layer, vocabulary_size=None), max_steps=steps, validate_every=steps,
+        checkpoint_every=steps, warmup_steps=min(10, steps), precision="32-true", accelerator="cpu")
+    module = KangarooModule(target, config)
+    with tempfile.TemporaryDirectory() as folder:
+        fit(module, Answers(rows, held_out[:2], steps), Path(folder), progress=False)
+    drafter = module.drafter.eval()
+    with torch.no_grad():
+        return chain_lengths(drafter, [target.encode(batch, drafter.taps) for batch in held_out])
+
+
+def show(choices: list[ExitChoice]) -> None:
+    """Print exits, fastest first."""
+    print("| exit layer | chain | expected accepted length | predicted speed-up |\n|---|---|---|---|")
+    for choice in choices:
+        print(f"| {choice.exit_layer} | {choice.length} | {choice.expected_accepted_length:.2f} | "
+              f"{choice.predicted_speedup:.2f} |")
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--target", default=DEFAULT_NAME, help="hub id, folder, GGUF file or name")
+    parser.add_argument("--exits", default="1,2,4,8,12,16,20,24,28", help="numbers of first layers")
+    parser.add_argument("--context", type=int, default=128, help="tokens before a timed pass")
+    parser.add_argument("--repeats", type=int, default=7, help="timed passes of each kind")
+    parser.add_argument("--answers", type=int, default=16, help="prompts that the target answers")
+    parser.add_argument("--tokens", type=int, default=48, help="longest answer")
+    parser.add_argument("--train-steps", type=int, default=0, help="optimizer steps of a short training; 0 for none")
+    parser.add_argument("--best", type=int, default=2, help="exits that are trained")
+    options = parser.parse_args()
+    target = load_target(TargetConfig(name=options.target, device="cpu", dtype="float32"))
+    exits = [int(number) for number in options.exits.split(",") if int(number) < target.num_layers]
+    print(f"{options.target}, context {options.context}, {torch.get_num_threads()} threads, chain of {CHAIN}\n")
+    print("| exit layer | drafting ms | pass, all handed over ms | all but one ms | none ms | saved |")
+    print("|---|---|---|---|---|---|")
+    for exit_layer in exits:
+        seconds = handed_over(target, exit_layer, options.context, options.repeats)
+        cells = " | ".join(f"{1e3 * one:.1f}" for one in seconds)
+        print(f"| {exit_layer} | {cells} | {1 - seconds[1] / seconds[3]:.0%} |")
+    costs = measure_layers(target, context=options.context, repeats=options.repeats)
+    answers = greedy_answers(target, options.answers, options.tokens)
+    rows, held_out = answers[0::2], answers[1::2]
+    with torch.no_grad():
+        ranked = rank_exits(costs, untrained_lengths(target, held_out, exits))
+    print("\nWithout training:\n")
+    show(ranked)
+    if options.train_steps:
+        chosen = [choice.exit_layer for choice in ranked[: options.best]]
+        found = {exit_layer: trained_lengths(target, exit_layer, rows, held_out, options.train_steps)
+                 for exit_layer in chosen}
+        print(f"\nAfter {options.train_steps} steps:\n")
+        show(rank_exits(costs, found))
+
+
+if __name__ == "__main__":
+    main()

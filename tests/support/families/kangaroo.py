@@ -1,0 +1,19 @@
+"""Kangaroo with the whole and with a reduced vocabulary."""
+
+from dataclasses import replace
+
+import torch
+from draftsmith.modules import KangarooConfig
+from draftsmith.trainers.kangaroo import KangarooModule, KangarooTrainConfig
+from support.cases import IDS, Case, case
+
+
+def _kangaroo(config: KangarooConfig, ids: torch.Tensor | None = None) -> Case:
+    # The cycle is not the target's own text: its distributions do not help. The adapter has no MLP and learns slowly.
+    return replace(case(KangarooModule, KangarooTrainConfig, config, ids, objective="hard"), steps=400)
+
+
+CASES = {
+    "kangaroo": _kangaroo(KangarooConfig()),
+    "kangaroo-reduced": _kangaroo(KangarooConfig(vocabulary_size=len(IDS), rope_base=None), IDS),
+}
