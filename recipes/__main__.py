@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 
+from .terminal_text import one_sentence
+
 COMMANDS = {
     "run": ("pipeline", "from a recipe to a report: distill, train, evaluate; finished stages are skipped"),
     "distill": ("pipeline", "prompts -> answers by the target -> token shards and feature shards"),
@@ -76,7 +78,7 @@ def unknown_command(name: str) -> str:
 
 def complain(message: str) -> int:
     """Print a user's mistake as one line on stderr and return its exit code."""
-    print(f"draftsmith: error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"draftsmith: error: {one_sentence(message)}", file=sys.stderr)
     return USER_MISTAKE
 
 
@@ -115,7 +117,7 @@ def quiet_libraries() -> None:
 
 def one_line(message: Warning | str, *_: object, **__: object) -> str:
     """A warning without the file and the source line that raised it."""
-    return f"draftsmith: warning: {' '.join(str(message).split())}\n"
+    return f"draftsmith: warning: {one_sentence(str(message))}\n"
 
 
 def missing_module(error: ModuleNotFoundError) -> str:

@@ -22,10 +22,11 @@ from ..export import (
 )
 from ..modules import STATIC, DecodeSettings, Request, Target, TargetConfig, UserError, load_target, stream
 from ..modules.decoding.pass_recorder import PassRecorder
-from ..modules.decoding.token_text import TokenText
+from ..modules.decoding.token_text import TokenText, visible
 from .chat_settings import ARTIFACT_TARGET, TemplateConfig, artifact_target, handwritten_prompts, prompt_sets
 from .draft_colours import MarkedAnswer, marks_for
 from .parsing import Command, Parsed
+from .terminal_text import say
 
 
 def own_target() -> TargetConfig:
@@ -78,8 +79,8 @@ def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
     if changed is not None:
         result = with_drift(result, target, changed, questions, max_new_tokens=given.evaluate.max_new_tokens)
     written = write_report(given.out, result, artifacts[0] if artifacts else None)
-    print(terminal_table(result))
-    print(f"{written['html']} shows it with plots")
+    say(terminal_table(result))
+    say(f"{written['html']} shows it with plots")
 
 
 def names(folders: Sequence[Path]) -> list[str | None]:
@@ -143,12 +144,13 @@ def generate(parsed: Parsed[GenerateArguments]) -> None:
     recorder = PassRecorder() if given.show_drafts else None
     passes = stream(artifact.target, request, settings, drafter=artifact.drafter, observer=recorder,
                     policy=artifact.policy(given.policy, temperature=given.temperature))
+    terminal = sys.stdout.isatty()
     counts: list[int] = []
     started = time.perf_counter()
     counted = count_into(passes, counts)
-    marked = recorder and MarkedAnswer(target.tokenizer, marks_for(sys.stdout.isatty(), os.environ), recorder)
+    marked = recorder and MarkedAnswer(target.tokenizer, marks_for(terminal, os.environ), recorder)
     for text in marked.text(counted) if marked else readable(target, counted):
-        print(text, end="", flush=True)
+        print(visible(text) if terminal and not marked else text, end="", flush=True)
     seconds, drafted = time.perf_counter() - started, counts[1:]
     print(f"\n\n{marked.summary()}" if marked else "", flush=True)
     length = sum(drafted) / max(1, len(drafted))
@@ -193,7 +195,7 @@ def export(parsed: Parsed[ExportArguments]) -> None:
     artifact = load_artifact(given.artifact, target)
     folder = (export_artifact(artifact, target, given.format, given.out) if artifact.adapter is None
               else export_adapted(artifact, given.format, given.out))
-    print(f"{folder} holds the artifact in the layout {given.format}")
+    say(f"{folder} holds the artifact in the layout {given.format}")
 
 
 COMMANDS: dict[str, Command[Any]] = {

@@ -24,6 +24,7 @@ from .pipeline import held_out_sets, perform_stages
 from .recipe import Recipe, TreeConfig
 from .recipe_files import read_recipe, recipe_path
 from .stages import Stage, run_stages
+from .terminal_text import say
 from .workspace import Workspace
 
 RECIPE_FILE = "recipe.yaml"
@@ -84,13 +85,13 @@ def families(parsed: Parsed[FamiliesArguments]) -> None:
     source = next(iter(files.values()), None) or next((compose(*row, parsed) for row in recipes.items()), None)
     distil_once(source, given.out)
     for number, name in enumerate(wanted, 1):
-        print(f"\n== row {number}/{len(wanted)}: {name}", flush=True)
+        say(f"\n== row {number}/{len(wanted)}: {name}")
         if name in files:
             run_row(name, files[name])
         else:
             measure_baseline(name, parsed)
         written = write_standings(given.out, {row_name(row): given.out / row_name(row) for row in given.rows})
-    print(f"\n{written.read_text(encoding='utf-8')}")
+    say(f"\n{written.read_text(encoding='utf-8')}")
 
 
 def compose(name: str, recipe: str, parsed: Parsed[FamiliesArguments]) -> Path:
