@@ -11,6 +11,7 @@ from typing import Any
 
 from ..modules import UserError
 from ..modules.atomic_files import write_file
+from ..modules.bounded_reading import bounded_json, read_bounded_text
 from .terminal_text import say
 
 STAGES_FILE = "stages.json"
@@ -85,7 +86,7 @@ def read_finished(out: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = bounded_json(read_bounded_text(file))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{file} is damaged ({error}); delete it, finished work is found again") from error
     if not isinstance(content, dict):
