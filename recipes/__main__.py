@@ -85,6 +85,8 @@ def complain(message: str) -> int:
 def run_command(name: str, arguments: list[str]) -> int:
     """Import what the command needs, parse, run, and turn every mistake of the user into one sentence."""
     quiet_libraries()
+    # No process that is started from here, such as Lightning's for other devices, imports from the working folder.
+    os.environ["PYTHONSAFEPATH"] = "1"
     from jsonargparse import ArgumentError
 
     from ..modules.errors import UserError

@@ -52,6 +52,8 @@ class EvaluateArguments:
     """File of the target's own answers to prompts, read and added to; evaluations that share it generate them once."""
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     """Evaluation: decoded prompts and timing."""
+    trust: bool = False
+    """Import the class that an artifact names where its family is none of this package's, which runs its code."""
 
 
 def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
@@ -66,7 +68,7 @@ def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
     sets = {Path(given.prompts).stem: read_prompts(given.prompts)} if isinstance(given.prompts, str) \
         else {"handwritten": handwritten_prompts()}
     target = artifact_target(folders[0], given.target) if folders else load_target(given.target)
-    artifacts = [load_artifact(folder, target) for folder in folders]
+    artifacts = [load_artifact(folder, target, trust=given.trust) for folder in folders]
     if len(artifacts) > 1 and any(artifact.adapter is not None for artifact in artifacts):
         changing = [str(folder) for folder, artifact in zip(folders, artifacts, strict=True) if artifact.adapter]
         raise UserError(f"{', '.join(changing)} changes the target, so that it has no baseline in common with the "
@@ -130,13 +132,15 @@ class GenerateArguments:
     """The target; the one that the artifact names by default."""
     template: TemplateConfig = field(default_factory=TemplateConfig)
     """Settings of its chat template."""
+    trust: bool = False
+    """Import the class that the artifact names where its family is none of this package's, which runs its code."""
 
 
 def generate(parsed: Parsed[GenerateArguments]) -> None:
     """Stream the answer to a prompt, drafted and verified: the same words as the target alone, sooner."""
     given = parsed.values
     target = artifact_target(given.artifact, given.target)
-    artifact = load_artifact(given.artifact, target)
+    artifact = load_artifact(given.artifact, target, trust=given.trust)
     tokens = given.template.build(target).prompt([{"role": "user", "content": given.prompt}])
     request = Request(tuple(tokens), 0, given.max_new_tokens, given.temperature)
     settings = DecodeSettings(top_k=given.top_k, top_p=given.top_p, min_p=given.min_p, seed=given.seed,
@@ -186,13 +190,15 @@ class ExportArguments:
     """New or empty folder for it."""
     target: TargetConfig = field(default_factory=own_target)
     """The target; the one that the artifact names by default."""
+    trust: bool = False
+    """Import the class that the artifact names where its family is none of this package's, which runs its code."""
 
 
 def export(parsed: Parsed[ExportArguments]) -> None:
     """Write an artifact in the layout of a serving engine."""
     given = parsed.values
     target = artifact_target(given.artifact, given.target)
-    artifact = load_artifact(given.artifact, target)
+    artifact = load_artifact(given.artifact, target, trust=given.trust)
     folder = (export_artifact(artifact, target, given.format, given.out) if artifact.adapter is None
               else export_adapted(artifact, given.format, given.out))
     say(f"{folder} holds the artifact in the layout {given.format}")

@@ -157,7 +157,7 @@ def provenance(workspace: Workspace, result: FitResult, expected: tuple[float, .
 
 def evaluate_stage(workspace: Workspace) -> Sequence[Path]:
     """Held-out and hand-written prompts are decoded with the artifact and by the target alone."""
-    artifact = load_artifact(workspace.artifact, workspace.target)
+    artifact = load_artifact(workspace.artifact, workspace.target, trust=workspace.recipe.trust)
     config = workspace.recipe.evaluate
     questions = prompt_sets(workspace.template, held_out_sets(workspace.data))
     methods = [Method.of(artifact, policy=policy) for policy in config.policies]
