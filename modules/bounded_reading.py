@@ -44,7 +44,7 @@ def read_bounded(file: Path, most: int = SETTINGS_BYTES) -> bytes:
 
 
 def _pieces(descriptor: int, file: Path, most: int) -> Iterator[bytes]:
-    """What a pipe or a device gives until its end."""
+    """The pieces that a pipe or a device gives, up to its end."""
     total = 0
     while True:
         if not select.select([descriptor], [], [], SILENCE)[0]:

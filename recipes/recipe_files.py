@@ -112,7 +112,8 @@ class BoundedLoader(yaml.SafeLoader):
             TooMuchError: if it lies too deep, holds itself, or stands for too many values.
         """
         if self.level > MOST_LEVELS:
-            raise TooMuchError(None, None, f"more than {MOST_LEVELS} levels", self.peek_event().start_mark)
+            event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+            raise TooMuchError(None, None, f"more than {MOST_LEVELS} levels", event.start_mark)
         alias = self.check_event(yaml.AliasEvent)
         self.level += 1
         node = super().compose_node(parent, index)
