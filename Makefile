@@ -23,6 +23,8 @@ export OMP_NUM_THREADS ?= $(shell [ $(CORES) -gt 8 ] && echo 8 || echo $(CORES))
 WORKERS ?= $(shell [ $(CORES) -gt 4 ] && echo 4 || echo $(CORES))
 export TOKENIZERS_PARALLELISM ?= false
 export PYTHONUNBUFFERED := 1
+# Python imports from no folder just because it is called there.
+export PYTHONSAFEPATH := 1
 PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: help setup quickstart families test check

@@ -16,6 +16,7 @@ from typing import Any, cast
 from jinja2.exceptions import TemplateError
 
 from ..modules import UserError
+from .bounded_template import bounded_rendering, check_length, refuse_powers
 
 Message = Mapping[str, str]
 MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -83,6 +84,7 @@ class ChatTemplate:
         self._answer_end: list[int] | None = None
         self._marks_checked = False
         if self.source is not None:
+            refuse_powers(self.source)
             self._text([{"role": "user", "content": "a"}], generation_prompt=True)
 
     @property
@@ -191,16 +193,17 @@ class ChatTemplate:
 
     def _text(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
         try:
-            text = self.tokenizer.apply_chat_template(
-                self._with_system(messages),
-                tools=self.tools,
-                tokenize=False,
-                add_generation_prompt=generation_prompt,
-                **self.settings,
-            )
+            with bounded_rendering():
+                text = self.tokenizer.apply_chat_template(
+                    self._with_system(messages),
+                    tools=self.tools,
+                    tokenize=False,
+                    add_generation_prompt=generation_prompt,
+                    **self.settings,
+                )
+            return check_length(str(text))
         except TemplateError as error:
             raise UserError(TEMPLATE_FAILS.format(error)) from error
-        return str(text)
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -301,15 +304,17 @@ class ChatTemplate:
 
         values: dict[str, Any] = {**self.tokenizer.special_tokens_map, **self.settings, "tools": self.tools}
         try:
-            texts, marks = cast(
-                tuple[list[str], list[list[tuple[int, int]]]],
-                render_jinja_template(
-                    conversations=[self._with_system(messages)],
-                    chat_template=self.source,
-                    return_assistant_tokens_mask=True,
-                    **values,
-                ),
-            )
+            with bounded_rendering():
+                texts, marks = cast(
+                    tuple[list[str], list[list[tuple[int, int]]]],
+                    render_jinja_template(
+                        conversations=[self._with_system(messages)],
+                        chat_template=self.source,
+                        return_assistant_tokens_mask=True,
+                        **values,
+                    ),
+                )
+            check_length(texts[0])
         except TemplateError as error:
             raise UserError(TEMPLATE_FAILS.format(error)) from error
         if not self.tokenizer.is_fast:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..modules import DecodeSettings, Target, UserError
+from ..modules.bounded_reading import bounded_json
 from .answering import Answerer, Conversation, take_given
 from .chat import ChatTemplate
 from .distill_config import DistillConfig, check_recipe, describe_recipe, package_versions
@@ -399,7 +400,7 @@ def _read_stats(folder: Path) -> dict[str, float]:
     if not file.exists():
         return {}
     try:
-        found: dict[str, float] = json.loads(read_bytes(file))
+        found: dict[str, float] = bounded_json(read_bytes(file))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{file} is corrupted; delete it, only times are lost") from error
     return found

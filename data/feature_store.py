@@ -17,6 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..modules import Target, UserError
+from ..modules.bounded_reading import bounded_json
 from .collate import Piece, pad
 from .token_store import (
     FORMAT_VERSION,
@@ -200,7 +201,7 @@ def _read_features(folder: Path) -> dict[str, Any]:
     if not file.exists():
         return {}
     try:
-        content: dict[str, Any] = json.loads(read_bytes(file))
+        content: dict[str, Any] = bounded_json(read_bytes(file))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{file} is corrupted; {REMEDY}") from error
     return content

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from ..modules import UserError
+from ..modules.bounded_reading import PROMPT_BYTES, bounded_json, read_bounded_text, require_ordinary
 from ..modules.verification.sampling import GREATEST_TEMPERATURE, LEAST_TEMPERATURE
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
@@ -60,6 +61,8 @@ class PromptConfig:
         if not needed[self.origin]:
             key = "path" if self.origin == "file" else "name"
             raise UserError(f"prompts.origin {self.origin} needs prompts.{key}; give it")
+        if self.origin == "file":
+            require_ordinary(Path(self.path or ""))
         for key in ("limit", "max_prompt_tokens", "own_max_tokens"):
             value = getattr(self, key)
             if value is not None and value < 1:
@@ -164,7 +167,7 @@ def read_prompts(path: str | Path, *, column: str | None = None, skip_malformed:
 def read_text(file: Path, what: str) -> str:
     """Text of a UTF-8 file. Raises UserError naming `what` it should have been."""
     try:
-        return file.read_text(encoding="utf-8")
+        return read_bounded_text(file, PROMPT_BYTES)
     except UnicodeDecodeError as error:
         raise UserError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8") from error
     except OSError as error:
@@ -298,7 +301,7 @@ def _json(line: str, where: str) -> Any:
     if not line.strip():
         raise UserError(f"{where}: the line is empty; delete it, or write a JSON object there")
     try:
-        return json.loads(line)
+        return bounded_json(line)
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not JSON ({error.msg} at column {error.colno}); write one object a line") from error
 

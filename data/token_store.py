@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..modules import TargetIdentity, UserError
 from ..modules.atomic_files import write_atomically
+from ..modules.bounded_reading import bounded_json, require_ordinary
 
 FORMAT_VERSION = 2
 """Layout of shards and manifest."""
@@ -138,6 +139,12 @@ class ShardRecord:
     """Tokens written by the assistant."""
     answers: int
     """Assistant turns."""
+
+    def __post_init__(self) -> None:
+        # States are written next to it under a name made of this one: it must lead to no other folder.
+        if Path(self.file).name != self.file:
+            raise UserError(f"{MANIFEST} names the shard {self.file!r}, which is no file in its folder; delete that "
+                            "folder and distil again")
     truncated: int
     """Answers cut by the length limit."""
     repetitive: int
@@ -217,7 +224,7 @@ class Manifest:
         if not file.exists():
             raise UserError(f"{folder} holds no {MANIFEST}; make the data with draftsmith distill, or name its folder")
         try:
-            content = json.loads(read_bytes(file))
+            content = bounded_json(read_bytes(file))
             version = content.pop("format_version")
             if version != FORMAT_VERSION:
                 raise UserError(
@@ -241,6 +248,7 @@ def hash_bytes(data: bytes) -> str:
 
 def hash_file(file: Path) -> str:
     """SHA-256 of a file in hex. Raises UserError when it cannot be read."""
+    require_ordinary(file)
     try:
         with file.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
@@ -250,6 +258,7 @@ def hash_file(file: Path) -> str:
 
 def read_bytes(file: Path) -> bytes:
     """A file's bytes. Raises UserError when it cannot be read."""
+    require_ordinary(file)
     try:
         return file.read_bytes()
     except OSError as error:

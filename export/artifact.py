@@ -34,8 +34,12 @@ from ..modules import (
     policy_named,
 )
 from ..modules.atomic_files import whole_folder, write_file
+from ..modules.bounded_reading import bounded_json, read_bounded_text
+from ..modules.policies.registry import MOST
 from ..modules.target.adapter import PREFIX
 from ..modules.target.draft_vocabulary import require_distinct
+from ..modules.target.loading import is_local
+from .claimed_shapes import check_shapes
 
 FORMAT_VERSION = 1
 """Raised when a reader of the previous version could not read the new files."""
@@ -207,8 +211,13 @@ def load_artifact(folder: Path, target: Target, *, trust: bool = False) -> Artif
     try:
         identity = TargetIdentity.from_dict(config["target"])
         identity.require_same(target.identity)
-        drafter = drafter_class(config, trust=trust).rebuild(config["drafter"], identity)
+        family = drafter_class(config, trust=trust)
+        check_shapes(family, config["drafter"], identity, folder / WEIGHTS)
+        drafter = family.rebuild(config["drafter"], identity)
         tree = config["tree"]
+        if (size := len(tree["parents"])) > MOST:
+            raise UserError(f"{folder / CONFIG} describes a tree of {size:,} nodes, more than {MOST:,}; train or copy "
+                            "the artifact again")
         topology = Topology(tuple(tree["parents"]), tuple(tree["ranks"]))
         provenance = {**config["provenance"], "versions": config["versions"]}
         adapter = _load_weights(drafter, folder / WEIGHTS, config)
@@ -256,11 +265,12 @@ def drafter_class(config: Mapping[str, Any], *, trust: bool) -> type[Drafter]:
         return families[config["family"]]
     if not trust:
         raise UserError(f"the artifact's family {config['family']!r} is not one of {', '.join(sorted(families))}; if "
-                        f"you trust its class {config['class']}, which will be imported and run, load with trust=True")
+                        f"you trust its class {config['class']}, which would be imported and run, add --trust to the "
+                        "command line (trust=True in Python)")
     module_name, _, class_name = config["class"].rpartition(".")
     try:
         cls = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise UserError(f"the artifact's class {config['class']} cannot be imported: {error}") from error
     if not (isinstance(cls, type) and issubclass(cls, Drafter)):
         raise UserError(f"{config['class']} is not a draftsmith Drafter")
@@ -279,6 +289,15 @@ def portable(value: Any) -> Any:
         # At least two parts: "/think" is more likely text for a model than a path.
         return path.name if path.is_absolute() and len(path.parts) > 2 else text
     return value
+
+
+def portable_name(name: str) -> str:
+    """A target's name for an artifact: of a folder or file `./` and its last part, any other one as it is.
+
+    Its whole path would be true on one machine only, and equal runs in different places would write different bytes.
+    The `./` says that no hub knows the name: whoever uses the artifact says where the folder is.
+    """
+    return f"./{Path(PureWindowsPath(name).as_posix()).name}" if is_local(name) else name
 
 
 def model_card(config: Mapping[str, Any], parameters: int) -> str:
@@ -316,7 +335,7 @@ def _description(drafter: Drafter, identity: TargetIdentity, provenance: dict[st
         "family": drafter.family,
         "class": f"{type(drafter).__module__}.{type(drafter).__qualname__}",
         "drafter": drafter.describe(),
-        "target": portable(identity.to_dict()),
+        "target": {**identity.to_dict(), "name": portable_name(identity.name)},
         "tree": {"parents": list(topology.parents), "ranks": list(topology.ranks)},
         "weights_sha256": weights_sha256,
         "provenance": portable(provenance),
@@ -375,7 +394,7 @@ def _load_weights(drafter: Drafter, path: Path, config: Mapping[str, Any]) -> Ad
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = bounded_json(read_bounded_text(path))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UserError(f"{path} cannot be read as JSON ({error}); copy or train the artifact again") from error
     if not isinstance(value, dict):

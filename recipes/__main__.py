@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 
+from .terminal_text import one_sentence
+
 COMMANDS = {
     "run": ("pipeline", "from a recipe to a report: distill, train, evaluate; finished stages are skipped"),
     "distill": ("pipeline", "prompts -> answers by the target -> token shards and feature shards"),
@@ -76,13 +78,15 @@ def unknown_command(name: str) -> str:
 
 def complain(message: str) -> int:
     """Print a user's mistake as one line on stderr and return its exit code."""
-    print(f"draftsmith: error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"draftsmith: error: {one_sentence(message)}", file=sys.stderr)
     return USER_MISTAKE
 
 
 def run_command(name: str, arguments: list[str]) -> int:
     """Import what the command needs, parse, run, and turn every mistake of the user into one sentence."""
     quiet_libraries()
+    # No process that is started from here, such as Lightning's for other devices, imports from the working folder.
+    os.environ["PYTHONSAFEPATH"] = "1"
     from jsonargparse import ArgumentError
 
     from ..modules.errors import UserError
@@ -115,7 +119,7 @@ def quiet_libraries() -> None:
 
 def one_line(message: Warning | str, *_: object, **__: object) -> str:
     """A warning without the file and the source line that raised it."""
-    return f"draftsmith: warning: {' '.join(str(message).split())}\n"
+    return f"draftsmith: warning: {one_sentence(str(message))}\n"
 
 
 def missing_module(error: ModuleNotFoundError) -> str:

@@ -22,10 +22,11 @@ from ..export import (
 )
 from ..modules import STATIC, DecodeSettings, Request, Target, TargetConfig, UserError, load_target, stream
 from ..modules.decoding.pass_recorder import PassRecorder
-from ..modules.decoding.token_text import TokenText
+from ..modules.decoding.token_text import TokenText, visible
 from .chat_settings import ARTIFACT_TARGET, TemplateConfig, artifact_target, handwritten_prompts, prompt_sets
 from .draft_colours import MarkedAnswer, marks_for
 from .parsing import Command, Parsed
+from .terminal_text import say
 
 
 def own_target() -> TargetConfig:
@@ -51,6 +52,8 @@ class EvaluateArguments:
     """File of the target's own answers to prompts, read and added to; evaluations that share it generate them once."""
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     """Evaluation: decoded prompts and timing."""
+    trust: bool = False
+    """Import the class that an artifact names where its family is none of this package's, which runs its code."""
 
 
 def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
@@ -65,7 +68,7 @@ def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
     sets = {Path(given.prompts).stem: read_prompts(given.prompts)} if isinstance(given.prompts, str) \
         else {"handwritten": handwritten_prompts()}
     target = artifact_target(folders[0], given.target) if folders else load_target(given.target)
-    artifacts = [load_artifact(folder, target) for folder in folders]
+    artifacts = [load_artifact(folder, target, trust=given.trust) for folder in folders]
     if len(artifacts) > 1 and any(artifact.adapter is not None for artifact in artifacts):
         changing = [str(folder) for folder, artifact in zip(folders, artifacts, strict=True) if artifact.adapter]
         raise UserError(f"{', '.join(changing)} changes the target, so that it has no baseline in common with the "
@@ -79,8 +82,8 @@ def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
     if changed is not None:
         result = with_drift(result, target, changed, questions, max_new_tokens=given.evaluate.max_new_tokens)
     written = write_report(given.out, result, artifacts[0] if artifacts else None)
-    print(terminal_table(result))
-    print(f"{written['html']} shows it with plots")
+    say(terminal_table(result))
+    say(f"{written['html']} shows it with plots")
 
 
 def names(folders: Sequence[Path]) -> list[str | None]:
@@ -130,13 +133,15 @@ class GenerateArguments:
     """The target; the one that the artifact names by default."""
     template: TemplateConfig = field(default_factory=TemplateConfig)
     """Settings of its chat template."""
+    trust: bool = False
+    """Import the class that the artifact names where its family is none of this package's, which runs its code."""
 
 
 def generate(parsed: Parsed[GenerateArguments]) -> None:
     """Stream the answer to a prompt, drafted and verified: the same words as the target alone, sooner."""
     given = parsed.values
     target = artifact_target(given.artifact, given.target)
-    artifact = load_artifact(given.artifact, target)
+    artifact = load_artifact(given.artifact, target, trust=given.trust)
     tokens = given.template.build(target).prompt([{"role": "user", "content": given.prompt}])
     request = Request(tuple(tokens), 0, given.max_new_tokens, given.temperature)
     settings = DecodeSettings(top_k=given.top_k, top_p=given.top_p, min_p=given.min_p, seed=given.seed,
@@ -144,12 +149,13 @@ def generate(parsed: Parsed[GenerateArguments]) -> None:
     recorder = PassRecorder() if given.show_drafts else None
     passes = stream(artifact.target, request, settings, drafter=artifact.drafter, observer=recorder,
                     policy=artifact.policy(given.policy, temperature=given.temperature))
+    terminal = sys.stdout.isatty()
     counts: list[int] = []
     started = time.perf_counter()
     counted = count_into(passes, counts)
-    marked = recorder and MarkedAnswer(target.tokenizer, marks_for(sys.stdout.isatty(), os.environ), recorder)
+    marked = recorder and MarkedAnswer(target.tokenizer, marks_for(terminal, os.environ), recorder)
     for text in marked.text(counted) if marked else readable(target, counted):
-        print(text, end="", flush=True)
+        print(visible(text) if terminal and not marked else text, end="", flush=True)
     seconds, drafted = time.perf_counter() - started, counts[1:]
     print(f"\n\n{marked.summary()}" if marked else "", flush=True)
     length = sum(drafted) / max(1, len(drafted))
@@ -185,16 +191,18 @@ class ExportArguments:
     """New or empty folder for it."""
     target: TargetConfig = field(default_factory=own_target)
     """The target; the one that the artifact names by default."""
+    trust: bool = False
+    """Import the class that the artifact names where its family is none of this package's, which runs its code."""
 
 
 def export(parsed: Parsed[ExportArguments]) -> None:
     """Write an artifact in the layout of a serving engine."""
     given = parsed.values
     target = artifact_target(given.artifact, given.target)
-    artifact = load_artifact(given.artifact, target)
+    artifact = load_artifact(given.artifact, target, trust=given.trust)
     folder = (export_artifact(artifact, target, given.format, given.out) if artifact.adapter is None
               else export_adapted(artifact, given.format, given.out))
-    print(f"{folder} holds the artifact in the layout {given.format}")
+    say(f"{folder} holds the artifact in the layout {given.format}")
 
 
 COMMANDS: dict[str, Command[Any]] = {

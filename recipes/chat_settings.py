@@ -10,6 +10,8 @@ from typing import Any
 from ..data import ChatTemplate, Prompt, read_prompts
 from ..export import PromptSets, Question, read_description
 from ..modules import Target, TargetConfig, TargetIdentity, UserError, load_target
+from ..modules.bounded_reading import bounded_json, read_bounded_text
+from ..modules.target.loading import is_local
 
 ARTIFACT_TARGET = "artifact"
 """Stands for the target that the artifact names."""
@@ -40,7 +42,7 @@ class TemplateConfig:
         if self.tools is None:
             return None
         try:
-            tools = json.loads(Path(self.tools).read_text(encoding="utf-8"))
+            tools = bounded_json(read_bounded_text(Path(self.tools)))
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise UserError(f"template.tools {self.tools} is not JSON ({error}); list tool schemas") from error
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -51,11 +53,21 @@ class TemplateConfig:
 def artifact_target(folder: Path, config: TargetConfig) -> Target:
     """The target to decode an artifact with: the one its config.json names unless `config` names another.
 
+    An artifact names no folder to be loaded, and nobody whose code is run: it may come from anybody.
+
     Raises:
-        UserError: if the folder holds no artifact, or the target cannot be loaded.
+        UserError: if the folder holds no artifact, the target cannot be loaded, or the user has to name it.
     """
-    identity = TargetIdentity.from_dict(read_description(folder)["target"])
-    return load_target(replace(config, name=identity.name) if config.name == ARTIFACT_TARGET else config)
+    name = TargetIdentity.from_dict(read_description(folder)["target"]).name
+    if config.name != ARTIFACT_TARGET:
+        return load_target(config)
+    if is_local(name):
+        raise UserError(f"{folder} was made for the model in the folder or file {name}, which is loaded only if you "
+                        "name it; give --target.name FOLDER")
+    if config.trust_remote_code:
+        raise UserError(f"target.trust_remote_code runs the code of a target that you name, and {folder} names {name}; "
+                        f"add --target.name {name}, or leave target.trust_remote_code out")
+    return load_target(replace(config, name=name))
 
 
 def handwritten_prompts() -> list[Prompt]:

@@ -18,12 +18,13 @@ from ..modules import BASELINES, TargetConfig, UserError, load_target
 from ..modules.atomic_files import write_file
 from ..trainers import Precision
 from .chat_settings import TemplateConfig, prompt_sets
-from .parsing import Command, Parsed
+from .parsing import TRUST, Command, Parsed
 from .pipeline import COMMANDS as PIPELINE
 from .pipeline import held_out_sets, perform_stages
 from .recipe import Recipe, TreeConfig
 from .recipe_files import read_recipe, recipe_path
 from .stages import Stage, run_stages
+from .terminal_text import say
 from .workspace import Workspace
 
 RECIPE_FILE = "recipe.yaml"
@@ -57,6 +58,9 @@ class FamiliesArguments:
     """The draft tree."""
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     """Evaluation: decoded prompts and timing."""
+    trust: bool = False
+    """Import the classes that the rows' recipes name outside the package, which runs their code. Given on the command
+    line, never in a recipe."""
 
     def __post_init__(self) -> None:
         if not self.minutes > 0:
@@ -78,19 +82,20 @@ def families(parsed: Parsed[FamiliesArguments]) -> None:
     recipes = {row_name(row): recipe_path(row) for row in given.rows if row not in BASELINES}
     wanted = [row_name(row) for row in given.rows if given.only in (None, row_name(row))]
     files = {name: compose(name, recipes[name], parsed) for name in wanted if name in recipes}
+    trust = trusting(given)
     for file in files.values():
-        workspace_of(file).check()
+        workspace_of(file, *trust).check()
     # Any row's recipe will do: the sections that decide the data are the same for all rows.
     source = next(iter(files.values()), None) or next((compose(*row, parsed) for row in recipes.items()), None)
-    distil_once(source, given.out)
+    distil_once(source, given.out, trust)
     for number, name in enumerate(wanted, 1):
-        print(f"\n== row {number}/{len(wanted)}: {name}", flush=True)
+        say(f"\n== row {number}/{len(wanted)}: {name}")
         if name in files:
-            run_row(name, files[name])
+            run_row(name, files[name], trust)
         else:
             measure_baseline(name, parsed)
         written = write_standings(given.out, {row_name(row): given.out / row_name(row) for row in given.rows})
-    print(f"\n{written.read_text(encoding='utf-8')}")
+    say(f"\n{written.read_text(encoding='utf-8')}")
 
 
 def compose(name: str, recipe: str, parsed: Parsed[FamiliesArguments]) -> Path:
@@ -110,11 +115,17 @@ def compose(name: str, recipe: str, parsed: Parsed[FamiliesArguments]) -> Path:
     return write_file(folder / RECIPE_FILE, yaml.safe_dump(content, sort_keys=False))
 
 
-def distil_once(file: Path | None, out: Path) -> None:
+def trusting(given: FamiliesArguments) -> list[str]:
+    """Words of the command line that pass on what it trusts, since no recipe can hold it."""
+    return [f"--{TRUST}={str(given.trust).lower()}",
+            f"--target.trust_remote_code={str(given.target.trust_remote_code).lower()}"]
+
+
+def distil_once(file: Path | None, out: Path, trust: Sequence[str]) -> None:
     """The data that all rows train on, by the recipe of one of them."""
     if file is None:
         return
-    perform_stages(workspace_of(file, "--out", str(out), "--data", "null"), ["distill"])
+    perform_stages(workspace_of(file, "--out", str(out), "--data", "null", *trust), ["distill"])
 
 
 def workspace_of(file: Path, *words: str) -> Workspace:
@@ -123,13 +134,15 @@ def workspace_of(file: Path, *words: str) -> Workspace:
     return Workspace(recipe.values, recipe.settings)
 
 
-def run_row(name: str, file: Path) -> None:
+def run_row(name: str, file: Path, trust: Sequence[str]) -> None:
     """Train and measure one row in a process of its own, so that its peak of memory is its own.
 
     Raises:
         UserError: if it does not end well.
     """
-    done = subprocess.run([sys.executable, "-m", "draftsmith.recipes", "run", "--config", str(file)], check=False)
+    # -P: the working folder, which may hold anybody's files, is not where this process imports from.
+    words = [sys.executable, "-P", "-m", "draftsmith.recipes", "run", "--config", str(file), *trust]
+    done = subprocess.run(words, check=False)
     if done.returncode:
         raise UserError(f"the row {name} ended with exit code {done.returncode}; its message stands above, its recipe "
                         f"is {file}")

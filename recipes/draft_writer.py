@@ -25,7 +25,7 @@ def writer_of(workspace: Workspace) -> Writer | None:
     # Nothing is counted yet; whether text is learnt follows from the settings alone.
     counts_V = torch.zeros(workspace.target.vocab_size, dtype=torch.long)
     require_teacher(workspace.recipe.module(workspace.target, counts_V))
-    artifact = load_artifact(Path(config.draft), workspace.target)
+    artifact = load_artifact(Path(config.draft), workspace.target, trust=workspace.recipe.trust)
     return Writer.of(artifact.drafter, config.draft_tokens, writer_digest(workspace))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from ..modules.atomic_files import write_file
 from ..trainers import TrainConfig
 from ..trainers.families import family_configs, family_names
+from .parsing import LINE_ONLY
 from .recipe import Recipe
 from .recipe_keys import Key, field_docstrings, keys_of, markdown_table
 
@@ -23,7 +24,8 @@ def reference() -> str:
 
 def _sections() -> Iterator[str]:
     """A table for the keys at the top and one for each section, `train` and `drafter` excepted."""
-    keys, meanings = keys_of(Recipe, skip=("train",)), field_docstrings(Recipe)
+    known, meanings = keys_of(Recipe, skip=("train",)), field_docstrings(Recipe)
+    keys = {name: key for name, key in known.items() if name not in LINE_ONLY}
     yield f"### Top level\n\n{markdown_table({name: key for name, key in keys.items() if '.' not in name})}"
     for section in dict.fromkeys(name.partition(".")[0] for name in keys if "." in name):
         inside = {name: key for name, key in keys.items() if name.startswith(f"{section}.")}

@@ -14,6 +14,7 @@ from ..trainers.chunked_losses import CHUNK_ELEMENTS
 from .dry_run import dry_run
 from .parsing import Command, Parsed
 from .recipe import Recipe
+from .terminal_text import say
 
 ADAM_BYTES = 16
 """Bytes a trained parameter takes in float32: itself, its gradient, and AdamW's two moments."""
@@ -120,7 +121,7 @@ def size(count: int) -> str:
 def plan(parsed: Parsed[Recipe]) -> None:
     """Parameters and memory of a recipe, without reading a weight or running anything."""
     for line in lines(plan_recipe(parsed.values, sketch_target(parsed.values.target)), parsed.values):
-        print(line)
+        say(line)
 
 
 COMMANDS: dict[str, Command[Any]] = {"plan": Command(name="plan", arguments=Recipe, run=plan, families=families)}

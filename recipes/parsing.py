@@ -6,19 +6,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
 from ..modules import UserError
-from .key_checks import OPTION, KeyChecks, renamed
-from .recipe_files import merge, read_recipe, recipe_path
+from .key_checks import OPTION, KeyChecks, options, renamed
+from .recipe_files import check_word, merge, read_recipe, recipe_path
 from .recipe_keys import keys_of
 
 T = TypeVar("T")
 SECTIONS = ("out", "family", "drafter", "train", "target", "template", "prompts", "distill", "data", "references",
             "batch", "tree", "evaluate")
 """Top-level keys of a recipe. A command that has no use for one accepts it in a recipe all the same."""
+TRUST = "trust"
+LINE_ONLY = (TRUST, "target.trust_remote_code")
+"""Keys that let code of others run: the command line alone can set them, and no record of a run holds them."""
 
 
 class FamilyConfigs(Protocol):
@@ -39,8 +43,8 @@ class Families(Protocol):
     def family_names(self) -> tuple[str, ...]:
         """Names of all families of the package."""
 
-    def family_configs(self, name: str) -> FamilyConfigs:
-        """The dataclasses of a family's settings. Raises UserError for an unknown one."""
+    def family_configs(self, name: str, *, trust: bool = False) -> FamilyConfigs:
+        """The dataclasses of a family's settings. Raises UserError for an unknown or an untrusted one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +86,11 @@ class Command(Generic[T]):
         """The arguments in force. Raises UserError or jsonargparse's ArgumentError for what the user got wrong."""
         line = CommandLine(self, arguments)
         config = line.namespace()
-        settings = {name: config.as_dict()[name] for name in self.keys}
-        return Parsed(values=line.values(config), settings=plain(settings))
+        settings = {name: plain(config.as_dict()[name]) for name in self.keys}
+        for key in LINE_ONLY:
+            section, _, name = key.rpartition(".")
+            (settings.get(section, {}) if section else settings).pop(name, None)
+        return Parsed(values=line.values(config), settings=settings)
 
 
 class CommandLine(Generic[T]):
@@ -123,8 +130,8 @@ class CommandLine(Generic[T]):
                 self.content = merge(self.content, {"family": word.partition("=")[2]})
             elif word == "--family" and place + 1 < len(words):
                 self.content = merge(self.content, {"family": words[place + 1]})
-        name = self.content.get("family")
-        return None if name is None else self.command.families.family_configs(str(name))
+        name, trust = self.content.get("family"), f"--{TRUST}=true" in self._switched_on(words)
+        return None if name is None else self.command.families.family_configs(str(name), trust=trust)
 
     def _at_home(self, word: str) -> str:
         """An option of the home section with the section's name."""
@@ -158,6 +165,7 @@ class CommandLine(Generic[T]):
         words = ["--config", json.dumps(self.content, default=str), *self.words] if self.content else self.words
         try:
             config: Namespace = self.parser.parse_args(words)
+            self._check_trust(config)
             return config
         except ArgumentError as error:
             if sentence := self.checks.explain(str(error), self.content, self.words):
@@ -172,6 +180,22 @@ class CommandLine(Generic[T]):
                             f"{', '.join(self.command.families.family_names())}")
         self.checks.check_content(self.content)
         self.checks.check_words(self.words)
+        self._check_values()
+
+    def _check_values(self) -> None:
+        """Refuse values of the command line that the parser could not read within its memory. Raises UserError."""
+        for word, following in zip_longest(self.words, self.words[1:], fillvalue=""):
+            option = OPTION.fullmatch(word)
+            key = None if option is None else self.checks.keys.get(option[1])
+            if option is not None and (key is None or key.kind not in (str, Path)):
+                check_word(option[2][1:] if option[2] else following)
+
+    def _check_trust(self, config: Namespace) -> None:
+        """Refuse trust that a file claims: a recipe may come from anybody. Raises UserError."""
+        for key in LINE_ONLY:
+            if config.get(key) and key not in options(self.words):
+                raise UserError(f"{key} lets code of others run, which no file may ask for; remove it from the recipe "
+                                f"and, if you trust that code, add --{key} true to the command line")
 
     @cached_property
     def parser(self) -> ArgumentParser:

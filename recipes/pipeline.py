@@ -43,6 +43,7 @@ from .draft_writer import require_teacher, writer_digest, writer_of
 from .parsing import Command, Parsed
 from .recipe import Recipe
 from .stages import Stage, run_stages
+from .terminal_text import say
 from .training_folder import check_settings, read_result, write_result
 from .workspace import Workspace
 
@@ -65,11 +66,11 @@ def encode_stage(workspace: Workspace) -> Sequence[Path]:
     workspace.check()
     workspace.require_same_origin()
     if workspace.recipe.batch.states == "computed":
-        print("     nothing to store: batch.states is computed", flush=True)
+        say("     nothing to store: batch.states is computed")
         return []
     module = workspace.module()
     if not module.needs_states:
-        print("     nothing to store: training reads tokens alone", flush=True)
+        say("     nothing to store: training reads tokens alone")
         return []
     return encode(workspace.target, workspace.data, module.drafter.taps, room=workspace.recipe.batch.store_bytes)
 
@@ -114,8 +115,8 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
     tuning = replace(Tuning.of(target, size, cost, expected, given=given is not None),
                      expected_sampled=expected_lengths(chance_table(drafter, target, held_out), topology))
     save_tuning(workspace.artifact, tuning)
-    print(f"     tree of {topology.size} nodes; used on this machine: {_use(tuning, 0.0)}; at temperature 1 "
-          f"{_use(tuning, 1.0)}", flush=True)
+    say(f"     tree of {topology.size} nodes; used on this machine: {_use(tuning, 0.0)}; at temperature 1 "
+          f"{_use(tuning, 1.0)}")
     return [workspace.artifact / name for name in ("config.json", "model.safetensors", "README.md", "tuning.json")]
 
 
@@ -156,7 +157,7 @@ def provenance(workspace: Workspace, result: FitResult, expected: tuple[float, .
 
 def evaluate_stage(workspace: Workspace) -> Sequence[Path]:
     """Held-out and hand-written prompts are decoded with the artifact and by the target alone."""
-    artifact = load_artifact(workspace.artifact, workspace.target)
+    artifact = load_artifact(workspace.artifact, workspace.target, trust=workspace.recipe.trust)
     config = workspace.recipe.evaluate
     questions = prompt_sets(workspace.template, held_out_sets(workspace.data))
     methods = [Method.of(artifact, policy=policy) for policy in config.policy_names]
@@ -164,7 +165,7 @@ def evaluate_stage(workspace: Workspace) -> Sequence[Path]:
     if artifact.adapter is not None:
         result = with_drift(result, workspace.target, artifact.target, questions, max_new_tokens=config.max_new_tokens)
     written = write_report(workspace.out, result, artifact)
-    print(f"\n{terminal_table(result)}\n\n{written['html']} shows it with plots", flush=True)
+    say(f"\n{terminal_table(result)}\n\n{written['html']} shows it with plots")
     return list(written.values())
 
 
@@ -205,7 +206,7 @@ def perform_stages(workspace: Workspace, chosen: Sequence[str] | None = None) ->
 def run(parsed: Parsed[Recipe]) -> None:
     """Everything in one recipe, from prompts to the report; stages whose output is complete are skipped."""
     if (warning := busy_warning()) is not None:
-        print(f"warning: {warning}", file=sys.stderr, flush=True)
+        say(f"warning: {warning}", file=sys.stderr)
     perform_stages(Workspace(parsed.values, parsed.settings))
 
 

@@ -9,6 +9,7 @@ from ..data import DistillConfig, PromptConfig
 from ..data.datamodule import BatchConfig
 from ..export import EvaluateConfig
 from ..modules import Target, TargetConfig, UserError
+from ..modules.policies.registry import MOST
 from ..modules.tuning.held_out_ranks import MAX_RANK
 from ..trainers import DraftModule, TrainConfig
 from ..trainers.families import family_module
@@ -28,8 +29,9 @@ class TreeConfig:
     """Highest rank of a guess that the tree may use; 1 makes it a chain."""
 
     def __post_init__(self) -> None:
-        if self.searched_nodes < 2:
-            raise UserError(f"tree.searched_nodes must be at least 2 (a root and one guess), got {self.searched_nodes}")
+        if not 2 <= self.searched_nodes <= MOST:
+            raise UserError("tree.searched_nodes must be at least 2 (a root and one guess) and at most "
+                            f"{MOST}, got {self.searched_nodes}")
         if not 1 <= self.max_rank <= MAX_RANK:
             raise UserError(f"tree.max_rank must lie between 1 (a chain) and {MAX_RANK}, got {self.max_rank}")
         if self.used_nodes is not None and not 1 <= self.used_nodes <= self.searched_nodes:
@@ -44,7 +46,7 @@ class Recipe:
     out: Path
     """Folder of the run: data, train, artifact, evaluation.json, report.html."""
     family: str
-    """Family of the drafter by name, or the dotted path of a DraftModule subclass outside the package."""
+    """Family of the drafter by name, or with --trust the dotted path of a DraftModule subclass outside the package."""
     train: TrainConfig
     """Training; its field `drafter` is the recipe's section `drafter`."""
     target: TargetConfig = field(default_factory=TargetConfig)
@@ -65,6 +67,9 @@ class Recipe:
     """The draft tree."""
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     """Evaluation at the end: decoded prompts and timing."""
+    trust: bool = False
+    """Import the class that the recipe or an artifact names outside the package, which runs its code. Given on the
+    command line, never in a recipe."""
 
     def module(self, target: Target, token_counts: Tensor) -> DraftModule:
         """A new LightningModule of the recipe's family, its drafter not built yet.
@@ -72,4 +77,4 @@ class Recipe:
         Raises:
             UserError: if the family or its settings do not fit the target.
         """
-        return family_module(self.family)(target, self.train, token_counts=token_counts)
+        return family_module(self.family, trust=self.trust)(target, self.train, token_counts=token_counts)

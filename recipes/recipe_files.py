@@ -8,8 +8,13 @@ from typing import Any
 import yaml
 
 from ..modules import UserError
+from ..modules.bounded_reading import read_bounded_text
 
 EXTENDS, FAMILY, DRAFTER = "extends", "family", "drafter"
+RECIPE_BYTES = 2**20
+"""Largest recipe file."""
+MOST_LEVELS, MOST_VALUES, MOST_DIGITS = 50, 100_000, 1_000
+"""Bounds of a recipe: levels of nesting, values with all aliases written out, digits of a number."""
 
 
 def recipe_path(name: str) -> str:
@@ -64,7 +69,7 @@ def near(file: Path, name: str) -> str:
 def load_yaml(file: Path) -> dict[str, Any]:
     """The mapping in a YAML file; an empty file is an empty one. Raises UserError when it is none."""
     try:
-        content = yaml.load(file.read_text(encoding="utf-8"), Loader=UniqueKeyLoader)
+        content = yaml.load(read_bounded_text(file, RECIPE_BYTES), Loader=BoundedLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{file} is not a YAML file: {_problem(error)}; correct it") from error
     if content is None:
@@ -74,8 +79,67 @@ def load_yaml(file: Path) -> dict[str, Any]:
     return {str(key): value for key, value in content.items()}
 
 
-class UniqueKeyLoader(yaml.SafeLoader):
-    """PyYAML's safe loader, except that a key given twice is an error."""
+def check_word(text: str) -> None:
+    """Refuse a value of the command line that would take all memory or the whole stack to read. Raises UserError."""
+    try:
+        BoundedLoader(text).get_single_node()
+    except TooMuchError as error:
+        raise UserError(f"{error.problem} in {text[:20]}...; shorten it") from error
+    except (yaml.YAMLError, ValueError):
+        # No YAML at all: plain text, or its key's own error.
+        return
+
+
+class TooMuchError(yaml.composer.ComposerError):
+    """A document with too many levels or values."""
+
+
+class BoundedLoader(yaml.SafeLoader):
+    """PyYAML's safe loader within bounds: of levels, of values once its aliases are written out, of digits.
+
+    A key that is given twice is an error.
+    """
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self.level = 0
+        self.values: dict[int, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """A node of the document.
+
+        Raises:
+            TooMuchError: if it lies too deep, holds itself, or stands for too many values.
+        """
+        if self.level > MOST_LEVELS:
+            event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+            raise TooMuchError(None, None, f"more than {MOST_LEVELS} levels", event.start_mark)
+        alias = self.check_event(yaml.AliasEvent)
+        self.level += 1
+        node = super().compose_node(parent, index)
+        self.level -= 1
+        if node is not None and not alias:
+            self.values[id(node)] = self._count(node)
+        elif node is not None and id(node) not in self.values:
+            raise TooMuchError(None, None, "a value that holds itself", node.start_mark)
+        return node
+
+    def _count(self, node: yaml.Node) -> int:
+        """Values of a node with its aliases written out."""
+        parts = node.value if isinstance(node, yaml.CollectionNode) else []
+        flat = [one for pair in parts for one in pair] if isinstance(node, yaml.MappingNode) else parts
+        count = 1 + sum(self.values[id(one)] for one in flat)
+        if count > MOST_VALUES:
+            raise TooMuchError(None, None, f"more than {MOST_VALUES:,} values", node.start_mark)
+        return count
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """A whole number. Raises yaml.YAMLError where it has more digits than any setting."""
+        if len(node.value) > MOST_DIGITS:
+            raise yaml.constructor.ConstructorError(None, None, f"a number of {len(node.value):,} digits",
+                                                    node.start_mark)
+        found: int = super().construct_yaml_int(node)
+        return found
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """A mapping whose keys are all different."""
@@ -83,6 +147,9 @@ class UniqueKeyLoader(yaml.SafeLoader):
         for twice in sorted({key for key in keys if keys.count(key) > 1}):
             raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} is given twice", node.start_mark)
         return super().construct_mapping(node, deep)
+
+
+BoundedLoader.add_constructor("tag:yaml.org,2002:int", BoundedLoader.construct_yaml_int)
 
 
 def _problem(error: yaml.YAMLError | UnicodeDecodeError) -> str:

@@ -11,6 +11,8 @@ from typing import Any
 
 from ..modules import UserError
 from ..modules.atomic_files import write_file
+from ..modules.bounded_reading import bounded_json, read_bounded_text
+from .terminal_text import say
 
 STAGES_FILE = "stages.json"
 
@@ -55,16 +57,16 @@ def run_stages(
                 finished = {**finished, stage.name: record}
                 write_file(out / STAGES_FILE, json.dumps(finished, indent=2, sort_keys=True) + "\n")
         elif stage.name in chosen:
-            print(f"{label}: already complete, skipped", flush=True)
+            say(f"{label}: already complete, skipped")
         before = json.dumps(record["files"], sort_keys=True) if record else ""
 
 
 def perform(stage: Stage, out: Path, label: str, key: str) -> dict[str, Any]:
     """Do a stage and return its record."""
-    print(label, flush=True)
+    say(label)
     started = time.monotonic()
     files = {os.path.relpath(file, out): sha256(file) for file in stage.work()}
-    print(f"     done in {time.monotonic() - started:.0f} s", flush=True)
+    say(f"     done in {time.monotonic() - started:.0f} s")
     return {"key": key, "files": files}
 
 
@@ -84,7 +86,7 @@ def read_finished(out: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = bounded_json(read_bounded_text(file))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{file} is damaged ({error}); delete it, finished work is found again") from error
     if not isinstance(content, dict):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..modules import UserError
 from ..modules.atomic_files import write_file
+from ..modules.bounded_reading import bounded_json, read_bounded_text
 from ..trainers import FitResult
 from .workspace import Workspace
 
@@ -57,7 +58,7 @@ def read_result(folder: Path) -> FitResult:
     files = [folder / name for name in (RESULT_FILE, STATS_FILE)]
     if not all(file.is_file() for file in files):
         raise UserError(f"{folder} holds no finished training; run draftsmith train with this recipe first")
-    content = {name: value for file in files for name, value in json.loads(file.read_text(encoding="utf-8")).items()}
+    content = {name: value for file in files for name, value in bounded_json(read_bounded_text(file)).items()}
     if apart := sorted({one.name for one in fields(FitResult)} ^ content.keys()):
         raise UserError(f"{folder} was left by another version of draftsmith (its results differ in "
                         f"{', '.join(apart)}); delete it to train anew, or choose another --out")

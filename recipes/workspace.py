@@ -15,6 +15,7 @@ from ..modules.target.loading import sketch_target
 from ..trainers import DraftModule
 from .dry_run import dry_run
 from .recipe import Recipe
+from .terminal_text import say
 
 
 class Workspace:
@@ -33,7 +34,7 @@ class Workspace:
     @cached_property
     def target(self) -> Target:
         """The target of the recipe."""
-        print(f"     loading the target {self.recipe.target.name}", flush=True)
+        say(f"     loading the target {self.recipe.target.name}")
         return load_target(self.recipe.target)
 
     @cached_property

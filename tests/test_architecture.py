@@ -223,3 +223,12 @@ def test_mypy_strict_is_clean() -> None:
         [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), *packages],
         cwd=link.parent, env={**os.environ, "MYPYPATH": str(link.parent)}, capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stdout
+
+
+def test_commands_print_through_one_function() -> None:
+    # The overview and the errors, and an answer with its colours, are made printable where they are printed.
+    allowed = {"terminal_text.py", "__main__.py", "artifact_commands.py"}
+    stray = [f"{path.name}:{node.lineno}" for room in ROOMS for path in room_files(room) if path.name not in allowed
+             for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+             and isinstance(node.func, ast.Name) and node.func.id == "print"]
+    assert not stray, "print with terminal_text.say"

@@ -33,31 +33,41 @@ def family_names() -> tuple[str, ...]:
     return (*(drafter.family for drafter in DRAFTERS), *VARIANTS)
 
 
-def family_module(name: str) -> type[DraftModule]:
+def family_module(name: str, *, trust: bool = False) -> type[DraftModule]:
     """The LightningModule of a family.
 
     Args:
         name: a family's name, or the dotted path of a DraftModule subclass outside the package.
+        trust: whether such a class may be imported, which runs the code of its file.
 
     Raises:
-        UserError: if there is no such family or class, or the class is no DraftModule.
+        UserError: if there is no such family or class, the class is no DraftModule, or it is not trusted.
     """
     if name in family_names():
         return _own_module(import_module(f".{name}", __package__))
-    if "." in name:
+    dotted = "." in name and all(part.isidentifier() for part in name.split("."))
+    if dotted and not trust:
+        raise UserError(f"family {name} is a class outside the package, whose file would be imported and run; if you "
+                        "trust it, add --trust to the command line (trust=True in Python), else choose one of "
+                        f"{', '.join(family_names())}")
+    if dotted:
         return _outside_module(name)
     close = difflib.get_close_matches(name, family_names(), n=1)
     hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(family_names())}"
     raise UserError(f"unknown family {name!r}: {hint}")
 
 
-def family_configs(name: str) -> FamilyConfigs:
+def family_configs(name: str, *, trust: bool = False) -> FamilyConfigs:
     """The dataclasses of a family's settings, by the annotation `config` of its module.
+
+    Args:
+        name: as in `family_module`.
+        trust: as there.
 
     Raises:
         UserError: as `family_module` does, or if the annotation is no TrainConfig with a field `drafter`.
     """
-    train = get_type_hints(family_module(name)).get("config")
+    train = get_type_hints(family_module(name, trust=trust)).get("config")
     drafter = get_type_hints(train).get("drafter") if inspect.isclass(train) else None
     if not inspect.isclass(train) or not issubclass(train, TrainConfig) or not is_dataclass(drafter):
         raise UserError(f"family {name} must annotate `config` with a subclass of TrainConfig whose field `drafter` "

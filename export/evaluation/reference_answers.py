@@ -7,6 +7,7 @@ from typing import Any
 
 from ...modules import Target, UserError
 from ...modules.atomic_files import write_file
+from ...modules.bounded_reading import PROMPT_BYTES, bounded_json, read_bounded_text
 from ...modules.target.submodel import fields_of
 from .contention import machine
 from .methods import EvaluateConfig
@@ -72,7 +73,7 @@ def _read(file: Path | None) -> dict[str, list[int]]:
     if file is None or not file.exists():
         return {}
     try:
-        content: Any = json.loads(file.read_text(encoding="utf-8"))
+        content: Any = bounded_json(read_bounded_text(file, PROMPT_BYTES))
     except (OSError, ValueError):
         content = None
     if not isinstance(content, dict) or content.get("format") != _FORMAT:

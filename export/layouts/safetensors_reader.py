@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ...modules import Drafter, Target, UserError
+from ...modules.bounded_reading import bounded_json, read_bounded_text
 from ...modules.target.draft_vocabulary import require_distinct
 
 _ROUNDING = 1e-2
@@ -46,7 +47,7 @@ def read_config(path: Path) -> dict[str, Any]:
         UserError: if it cannot be read.
     """
     try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        config: dict[str, Any] = bounded_json(read_bounded_text(path))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UserError(f"{path} cannot be read as JSON ({error}); copy it again") from error
     return config

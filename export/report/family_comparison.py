@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...modules.atomic_files import write_file
+from ...modules.bounded_reading import bounded_json, read_bounded_text
 from .markdown import JSON_NAME
 from .phrases import number, percent, times
 from .plots import standings as plot
@@ -220,5 +221,5 @@ def _gib(count: int | None) -> float | None:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    content: dict[str, Any] = bounded_json(read_bounded_text(file))
     return content

@@ -23,6 +23,8 @@ DYNAMIC_DEPTH = 6
 """Levels of a growing tree, where the family answers as many."""
 DYNAMIC_WIDTH = 10
 """Nodes expanded on a level of a growing tree."""
+MOST = 1024
+"""Largest number in a name, in nodes or tokens: a pass over more takes longer than any accepted path gives back."""
 CONFIDENCE = 0.4
 """Below this probability of its next token a stopping chain ends."""
 
@@ -108,7 +110,7 @@ def parse_policy(name: str) -> tuple[str, int | None]:
     """The kind that a name asks for, and its number.
 
     Raises:
-        UserError: if there is no such kind, or the number is none or too small.
+        UserError: if there is no such kind, or the number is none, too small or too large.
     """
     kind, hyphen, number = name.rpartition("-") if name not in _KINDS else (name, "", "")
     if kind not in _KINDS:
@@ -116,9 +118,9 @@ def parse_policy(name: str) -> tuple[str, int | None]:
                         "tokens after a hyphen where you like, such as chain-3 or eagle2-32")
     if not hyphen:
         return kind, None
-    if not number.isdecimal() or int(number) < _KINDS[kind].least:
+    if not number.isdecimal() or len(number) > len(str(MOST)) or not _KINDS[kind].least <= int(number) <= MOST:
         raise UserError(f"the policy {name!r} ends in {number!r}; {kind} wants a whole number of at least "
-                        f"{_KINDS[kind].least}")
+                        f"{_KINDS[kind].least} and at most {MOST}; choose one")
     return kind, int(number)
 
 

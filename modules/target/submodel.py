@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import UserError
+from .claimed_sizes import check_claims
 from .excerpt import layer_list
 from .model import Target
 from .tree_attention import NAME, register
@@ -99,6 +100,7 @@ def config_of(fields: dict[str, Any]) -> Any:
     from transformers import AutoConfig
 
     plain = {name: value for name, value in fields.items() if name not in _MACHINE_FIELDS}
+    check_claims(plain, "this draft")
     try:
         return AutoConfig.for_model(**plain)
     except (TypeError, ValueError, KeyError) as error:

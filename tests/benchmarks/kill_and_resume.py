@@ -42,7 +42,8 @@ class Attempt:
     """One process that runs the recipe; a thread follows its output to know the stage."""
 
     def __init__(self, out: Path, extra: tuple[str, ...]) -> None:
-        words = [sys.executable, "-m", "draftsmith.recipes", "run", "--config", str(RECIPE), "--out", str(out), *extra]
+        words = [sys.executable, "-P", "-m", "draftsmith.recipes", "run", "--config", str(RECIPE), "--out",
+                 str(out), *extra]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         self.log = out.with_suffix(".log").open("ab")
         self.process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=self.log, env=environment, text=True)

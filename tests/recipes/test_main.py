@@ -17,7 +17,7 @@ import pytest
 from draftsmith.modules import BASELINES
 from draftsmith.recipes import artifact_commands, compare_families, memory_plan, pipeline
 from draftsmith.recipes.__main__ import COMMANDS, main
-from draftsmith.recipes.parsing import SECTIONS, Command, CommandLine
+from draftsmith.recipes.parsing import SECTIONS, TRUST, Command, CommandLine
 from draftsmith.recipes.recipe import Recipe
 from draftsmith.trainers.families import family_configs, family_names
 
@@ -114,7 +114,7 @@ def test_every_section_of_a_shipped_recipe_has_a_comment(path: Path) -> None:
 
 
 def test_sections_are_the_fields_of_a_recipe() -> None:
-    assert sorted(SECTIONS) == sorted(["drafter", *(field.name for field in fields(Recipe))])
+    assert sorted([*SECTIONS, TRUST]) == sorted(["drafter", *(field.name for field in fields(Recipe))])
 
 
 @pytest.mark.parametrize(("name", "words", "key", "value"), [
@@ -158,9 +158,9 @@ def test_unknown_command(words: list[str], message: str, capsys: pytest.CaptureF
     (["--target.nam", "tiny-random"], "target.nam"),
     (["--distill.seed", "many"], "distill.seed.*many"),
     (["--target.dtype", "int8"], "target.dtype.*int8"),
-    (["--family", "draftsmith.trainers.Nothing"], "draftsmith.trainers.Nothing is not a subclass of .*DraftModule"),
-    (["--family", "pathlib.Path"], "family pathlib.Path is not a subclass of draftsmith.trainers.DraftModule; choose"),
-    (["--family", "no.such.Module"], "family no.such.Module cannot be imported"),
+    (["--trust", "--family", "draftsmith.trainers.Nothing"], "trainers.Nothing is not a subclass of .*DraftModule"),
+    (["--trust", "--family", "pathlib.Path"], "pathlib.Path is not a subclass of .*DraftModule; choose"),
+    (["--trust", "--family", "no.such.Module"], "family no.such.Module cannot be imported"),
     (["--family", "medsua"], "unknown family 'medsua': did you mean medusa"),
     (["--train.lr", "fast"], "train.lr must be a number, got 'fast'$"),
     (["--train.lrr", "1"], "unknown key train.lrr: did you mean train.lr"),

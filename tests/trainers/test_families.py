@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -49,12 +50,12 @@ def test_a_family_outside_the_package_goes_by_its_dotted_class(monkeypatch: pyte
     for name, value in {"Outside": OutsideModule, "Unsettled": UnsettledModule, "called": calls.append}.items():
         setattr(outside, name, value)
     monkeypatch.setitem(sys.modules, "somewhere_outside", outside)
-    assert family_module("somewhere_outside.Outside") is OutsideModule
-    assert family_configs("somewhere_outside.Outside").train is OutsideConfig
+    assert family_module("somewhere_outside.Outside", trust=True) is OutsideModule
+    assert family_configs("somewhere_outside.Outside", trust=True).train is OutsideConfig
     with pytest.raises(UserError, match=r"Unsettled must annotate `config` with a subclass of TrainConfig"):
-        family_configs("somewhere_outside.Unsettled")
+        family_configs("somewhere_outside.Unsettled", trust=True)
     with pytest.raises(UserError, match=r"somewhere_outside.called is not a subclass of .*DraftModule"):
-        family_module("somewhere_outside.called")
+        family_module("somewhere_outside.called", trust=True)
     assert calls == [], "nothing is called before it is known to be a DraftModule"
 
 
@@ -62,10 +63,25 @@ def test_a_family_outside_the_package_goes_by_its_dotted_class(monkeypatch: pyte
     ("eagel3", "unknown family 'eagel3': did you mean eagle3?"),
     ("zzz", "unknown family 'zzz': choose one of medusa, hydra"),
     ("nowhere.Module", "family nowhere.Module cannot be imported"),
-    ("os.system", "family os.system is not a subclass of draftsmith.trainers.DraftModule; choose one of medusa"),
-    (".Module", "family .Module cannot be imported"),
+    ("pathlib.Path", "family pathlib.Path is not a subclass of draftsmith.trainers.DraftModule; choose one of medusa"),
+    (".Module", "unknown family '.Module'"),
 ])
 def test_unknown_families(name: str, message: str) -> None:
     with pytest.raises(UserError) as raised:
-        family_module(name)
+        family_module(name, trust=True)
     assert message in str(raised.value)
+
+
+def test_a_class_outside_the_package_is_imported_only_when_trusted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ran = tmp_path / "ran"
+    (tmp_path / "outside_code.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for find in (family_module, family_configs):
+        with pytest.raises(UserError, match=r"outside_code.Module is a class outside .* add --trust .*trust=True"):
+            find("outside_code.Module")  # type: ignore[operator]
+    assert not ran.exists()
+    with pytest.raises(UserError, match="is not a subclass"):
+        family_module("outside_code.Module", trust=True)
+    assert ran.exists()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...config_checks import check_sizes
 from ...errors import UserError
 from ...features import Features
 from ...target.kv_cache import RowCache
@@ -42,9 +43,8 @@ class BlockConfig:
     """Base of the rotary embedding's frequencies."""
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
-            if (value := getattr(self, name)) < 1:
-                raise UserError(f"{name} must be at least 1, got {value}")
+        check_sizes(hidden_size=self.hidden_size, intermediate_size=self.intermediate_size, num_heads=self.num_heads,
+                    num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
         if self.num_heads % self.num_kv_heads:
             raise UserError(f"num_kv_heads must divide num_heads ({self.num_heads}), got {self.num_kv_heads}")
         if self.head_dim % 2:

@@ -172,7 +172,7 @@ def test_a_block_like_the_target_has_its_shape(tiny_target: Target) -> None:
 
 
 @pytest.mark.parametrize(("change", "told"), [
-    ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
+    ({"num_heads": 0}, "num_heads must be a whole number of at least 1, got 0"),
     ({"num_kv_heads": 3}, r"num_kv_heads must divide num_heads \(4\), got 3"),
     ({"head_dim": 5}, "head_dim must be even .* got 5"),
     ({"rope_base": 0.0}, "must be above 0, got 1e-06 and 0.0"),

@@ -1,0 +1,45 @@
+"""Text for terminals: control characters, which could move the cursor or hide words, are written as their codes.
+
+Everything that the commands print passes here, since names of models, files and prompts come from others.
+"""
+
+import re
+import sys
+from typing import TextIO
+
+LONGEST = 200
+"""Characters of a word that a sentence shows; of a longer one, its ends."""
+
+
+def printable(text: str, keep: str = "") -> str:
+    """The text with each character that is not printable as its code: \\x1b, \\u202e, \\ud800.
+
+    Args:
+        text: of any origin.
+        keep: characters that stay as they are, such as line breaks.
+    """
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() or letter in keep else _code(letter) for letter in text)
+
+
+def _code(letter: str) -> str:
+    number = ord(letter)
+    if number < 0x100:
+        return f"\\x{number:02x}"
+    return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
+
+
+def one_sentence(text: str) -> str:
+    """The text as one printable line; of words that no terminal could show, such as 5,000 digits, only the ends."""
+    line = printable(" ".join(text.split()))
+    return re.sub(rf"\S{{{LONGEST + 1},}}", lambda word: _ends(word[0]), line)
+
+
+def _ends(word: str) -> str:
+    return f"{word[: LONGEST // 2]}...({len(word):,} characters)...{word[-LONGEST // 4:]}"
+
+
+def say(text: str, *, end: str = "\n", file: TextIO | None = None) -> None:
+    """Print at once; line breaks and tabs stay, other control characters are written as their codes."""
+    print(printable(text, keep="\n\t"), end=end, file=sys.stdout if file is None else file, flush=True)

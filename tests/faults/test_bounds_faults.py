@@ -1,0 +1,178 @@
+"""Small inputs that ask for all memory, all time or the whole stack."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draftsmith.modules import bounded_reading
+from draftsmith.recipes.__main__ import main
+from support.faults import Fault, Place, check, ids
+
+PLAN = "plan --config {tiny} --out out"
+GENERATE = "generate --prompt hi --artifact {artifact}"
+EVALUATE = "evaluate --out e --artifact {artifact}"
+TEMPLATE = GENERATE + " --target.chat_template t.jinja"
+ESCAPE = "\x1b[2J\x07"
+SHOWN = r"\\x1b\[2J\\x07"
+
+
+def doubled(levels: int) -> str:
+    """YAML whose aliases stand for 10 ** levels values."""
+    lines = ["x0: &x0 [" + ", ".join("a" * 10) + "]"]
+    lines += [f"x{level}: &x{level} [{', '.join([f'*x{level - 1}'] * 10)}]" for level in range(1, levels)]
+    return "\n".join(["tree:", *(f"  {line}" for line in lines)]) + "\n"
+
+
+def written(name: str, content: str) -> Callable[[Place], object]:
+    """A preparation that writes a file."""
+    return lambda place: place.write(name, content)
+
+
+def pipe(name: str) -> Callable[[Place], object]:
+    """A preparation that makes a pipe to which nobody writes."""
+    return lambda place: os.mkfifo(place.folder / name)
+
+
+def edited(edit: Callable[[dict[str, Any]], object]) -> Callable[[Place], object]:
+    """A preparation that changes config.json of the artifact."""
+    def prepare(place: Place) -> None:
+        file = place.artifact / "config.json"
+        content = json.loads(file.read_text())
+        edit(content)
+        file.write_text(json.dumps(content))
+
+    return prepare
+
+
+def raw(file: str, content: str) -> Callable[[Place], object]:
+    """A preparation that replaces a file of the run."""
+    return lambda place: (place.run / file).write_text(content)
+
+
+DEEP, DIGITS = "[" * 100_000, "9" * 5_000
+FAULTS = [
+    # Recipes and the command line.
+    Fault("a billion values by aliases", "plan --config r.yaml", r"r\.yaml .* more than 100,000 values .*correct it",
+          written("r.yaml", "out: out\nfamily: medusa\n" + doubled(9))),
+    Fault("a billion values in a section that is passed over", EVALUATE + " --config r.yaml",
+          r"r\.yaml .* more than 100,000 values", written("r.yaml", doubled(9))),
+    Fault("a value that holds itself", "plan --config r.yaml", r"a value that holds itself \(line 2\); correct it",
+          written("r.yaml", "extends: tiny\ndistill: &a\n  mix: *a\n")),
+    Fault("a deep recipe", "plan --config r.yaml", r"more than 50 levels \(line 1\); correct it",
+          written("r.yaml", f"out: {DEEP}")),
+    Fault("a deep recipe of blocks", "plan --config r.yaml", r"more than 50 levels .*correct it",
+          written("r.yaml", "".join(f"{' ' * level}a:\n" for level in range(60)))),
+    Fault("many digits in a recipe", "plan --config r.yaml", r"a number of 5,000 digits \(line 3\); correct it",
+          written("r.yaml", f"extends: tiny\ntrain:\n  max_steps: {DIGITS}\n")),
+    Fault("a large recipe", "plan --config r.yaml", r"r\.yaml has 1,048,590 bytes, more than 1,048,576; .*shorten it",
+          written("r.yaml", "extends: tiny\n" + "#" * 2**20)),
+    Fault("a deep value", PLAN, r"more than 50 levels in \[+\.\.\.; shorten it", given=("--distill.mix", DEEP)),
+    Fault("a deep value after an equals sign", PLAN, r"more than 50 levels in \{+\.\.\.; shorten it",
+          given=(f"--evaluate.policies={'{' * 90_000}",)),
+    Fault("a thousand heads", PLAN + " --drafter.num_heads 1000", r"num_heads must be at most 256, got 1000; lower it"),
+    Fault("a billion layers", PLAN + " --drafter.num_layers 1000000000", r"num_layers must be at most 256, got 10{9}"),
+    Fault("a billion nodes", PLAN + " --tree.searched_nodes 1000000000", r"must be at least 2 .* at most 1024, got 1"),
+    # Policies.
+    *(Fault(f"the policy {name}", f"{GENERATE} --policy {name}", rf"in '{number}'; {kind} wants .* at most 1024; cho")
+      for kind, number in (("eagle2", "999999999"), ("dyspec", "1025"), ("chain", "100000"), ("stopping", "999999999"),
+                           ("sampled", "4096"), ("sampled-chain", "999999"), ("static", "2000"))
+      for name in (f"{kind}-{number}",)),
+    Fault("a policy of many digits", GENERATE, r"chain wants a whole number .* at most 1024; choose one",
+          given=("--policy", f"chain-{DIGITS}")),
+    Fault("a policy in a recipe", PLAN + " --evaluate.policies [chain-999999999]", r"at most 1024; choose one"),
+    # Chat templates.
+    Fault("a template of nested loops", TEMPLATE, r"the chat template fails: it takes more than 20,000 steps; .*set",
+          written("t.jinja", "{% for a in range(9999) %}" * 4 + "{% if a %}{% endif %}" + "{% endfor %}" * 4)),
+    Fault("a template that calls itself", TEMPLATE, r"the chat template fails: it calls itself without end; .*set",
+          written("t.jinja", "{% macro f(n) %}{{ f(n + 1) }}{{ f(n) }}{% endmacro %}{{ f(0) }}")),
+    Fault("a template of endless words", TEMPLATE, r"more than 20,000 steps",
+          written("t.jinja", "{{ lipsum(n=10000000) }}")),
+    Fault("a template with a power", TEMPLATE, r"raises a number to a power \(\*\* in line 2\).*set target",
+          written("t.jinja", "a\n{{ 10 ** 10000000000 }}")),
+    Fault("a template of much text", TEMPLATE, r"it writes more than 16,777,216 characters; .*set target",
+          written("t.jinja", "{{ 'x' * 20000000 }}")),
+    Fault("a template without an end", GENERATE + " --target.chat_template /dev/zero",
+          r"/dev/zero is no ordinary file and gives more than 1,048,576 bytes; write"),
+    # Prompts and other files.
+    Fault("prompts from a device", EVALUATE + " --prompts /dev/zero", r"/dev/zero .* more than 1,048,576 bytes; write"),
+    Fault("prompts from a silent pipe", EVALUATE + " --prompts p", r"nothing came from p for 0\.2 s; write",
+          pipe("p")),
+    Fault("training prompts from a pipe", PLAN + " --prompts.origin file --prompts.path p",
+          r"p is no ordinary file; give one, since it may be read several times", pipe("p")),
+    Fault("tools from a device", GENERATE + " --template.tools /dev/zero", r"/dev/zero .* more than 1,048,576 bytes"),
+    Fault("a recipe from a pipe", "plan --config p", r"there is no recipe 'p'; give the path", pipe("p")),
+    Fault("deep prompts", EVALUATE + " --prompts p.jsonl", r"p\.jsonl:1: not JSON \(nested more than 100 levels.*write",
+          written("p.jsonl", DEEP)),
+    Fault("prompts that are deep by a little", EVALUATE + " --prompts p.jsonl", r"nested more than 100 levels deep",
+          written("p.jsonl", '{"prompt": ' + "[" * 200 + "]" * 200 + "}")),
+    Fault("prompts of many digits", EVALUATE + " --prompts p.jsonl", r"not JSON \(a number of too many digits.*write",
+          written("p.jsonl", f'{{"prompt": "hi", "question_id": {DIGITS}}}')),
+    Fault("a deep list of stages", "run --config {tiny} --out {run}", r"stages\.json is damaged .*delete it",
+          raw("stages.json", DEEP)),
+    Fault("a deep manifest", "train --config {tiny} --out {run}", r"manifest\.json is corrupted .*delete",
+          raw("data/manifest.json", DEEP)),
+    # Artifacts.
+    Fault("a deep artifact", GENERATE, r"cannot be read as JSON \(nested more than 100 levels deep.*copy or train",
+          raw("artifact/config.json", DEEP)),
+    Fault("an artifact of many digits", GENERATE, r"cannot be read as JSON \(a number of too many digits.*copy",
+          raw("artifact/config.json", f'{{"format_version": {DIGITS}}}')),
+    Fault("deep measurements", GENERATE, r"tuning\.json cannot be read as JSON .*copy or train",
+          raw("artifact/tuning.json", DEEP)),
+    Fault("an artifact of a billion heads", GENERATE, r"num_heads must be at most 256, got 1000000000; lower it",
+          edited(lambda content: content["drafter"].update(num_heads=10**9))),
+    Fault("an artifact of more heads than weights", GENERATE,
+          r"the tensor heads\.\S+ should be \[32.* and is absent; copy or train",
+          edited(lambda content: content["drafter"].update(num_heads=200))),
+    Fault("an artifact of wider outputs than weights", GENERATE, r"should be \[.* and is absent; copy or train",
+          edited(lambda content: content["drafter"].update(output="copy", vocabulary_size=99))),
+    Fault("an artifact of a million nodes", GENERATE, r"a tree of 1,000,001 nodes, more than 1,024; train or copy",
+          edited(lambda content: content["tree"].update(parents=[-1] + [0] * 10**6, ranks=[0, *range(10**6)]))),
+    # Escapes that a terminal would obey.
+    Fault("an escape in the name of a recipe", "plan", rf"there is no recipe '{SHOWN}'; give",
+          given=("--config", ESCAPE)),
+    Fault("an escape in a value", PLAN, rf"drafter\.num_heads must be a whole number, got '{SHOWN}'",
+          given=("--drafter.num_heads", ESCAPE)),
+    Fault("an escape in a command", ESCAPE, rf"unknown command '{SHOWN}'.*choose"),
+    Fault("an escape in a key of a recipe", "plan --config r.yaml", r"unknown key .*\\u202e", written(
+        "r.yaml", 'extends: tiny\n"a\\u202eb": 1\n')),
+    Fault("an escape in an artifact", GENERATE, rf"folder or file {SHOWN}, .*give --target\.name",
+          edited(lambda content: content["target"].update(name=ESCAPE))),
+    Fault("an escape in a prompt", EVALUATE + " --prompts p.jsonl", rf"none of prompt, .*{SHOWN}",
+          written("p.jsonl", json.dumps({ESCAPE: 1}))),
+]
+
+
+@pytest.fixture(autouse=True)
+def _small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds that are reached in a moment."""
+    monkeypatch.setattr(bounded_reading, "SILENCE", 0.2)
+    monkeypatch.setattr(bounded_reading, "STREAM_BYTES", 2**20)
+    monkeypatch.setattr("draftsmith.data.bounded_template.MOST_STEPS", 20_000)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=ids(FAULTS))
+def test_what_asks_for_too_much_is_refused_before_work(
+    fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    check(fault, place, monkeypatch, capfd)
+
+
+def test_prompts_may_come_from_a_pipe(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    reading, writing = os.pipe()
+    os.write(writing, b'{"prompt": "hi"}\n')
+    os.close(writing)
+    monkeypatch.chdir(place.folder)
+    words = [*EVALUATE.format(artifact=place.artifact).split(), "--max_new_tokens", "4", "--speed_prompts", "0"]
+    assert main([*words, "--prompts", f"/dev/fd/{reading}"]) == 0, capfd.readouterr().err
+    os.close(reading)
+    assert (Path("e") / "evaluation.json").is_file()
+
+
+def test_text_that_looks_deep_is_still_a_prompt(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--artifact", str(place.artifact), "--max_new_tokens", "4", "--prompt", "[" * 100]) == 0
+    assert "tokens per pass" in capfd.readouterr().err
