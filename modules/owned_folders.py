@@ -10,7 +10,9 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
+from typing import NoReturn
 
 from safetensors import SafetensorError
 
@@ -19,6 +21,8 @@ from .errors import UserError
 
 MARKER = ".draftsmith.json"
 """The file that says what a folder is and which files were written into it."""
+NAMED = 3
+"""Number of foreign files that a refusal names."""
 
 
 @contextmanager
@@ -70,23 +74,36 @@ def _refuse_foreign(folder: Path, kind: str, changing: frozenset[str]) -> None:
         return
     if not folder.is_dir():
         raise UserError(f"{folder} is a file, a folder was expected; choose another place")
-    if foreign := _foreign(folder, kind, changing):
-        more = ", ..." if len(foreign) > 3 else ""
-        raise UserError(f"{folder} holds other files ({', '.join(foreign[:3])}{more}) than an unchanged {kind} of "
+    # No more than are named: it may be somebody's home.
+    if foreign := list(islice(_foreign(folder, kind, changing), NAMED + 1)):
+        more = ", ..." if len(foreign) > NAMED else ""
+        raise UserError(f"{folder} holds other files ({', '.join(foreign[:NAMED])}{more}) than an unchanged {kind} of "
                         "draftsmith and would be replaced as a whole; choose another folder, or move them away")
     if folder.samefile(Path.cwd()):
         raise UserError(f"{folder} is the current folder, which cannot be replaced; choose another one")
 
 
-def _foreign(folder: Path, kind: str, changing: frozenset[str]) -> list[str]:
+def _foreign(folder: Path, kind: str, changing: frozenset[str]) -> Iterator[str]:
     """Names in a folder that were not written here as this kind, or were changed since."""
     written = _written(folder, kind)
-    found = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()]
-    names = [str(path.relative_to(folder)) for path in found if not is_leftover(path)]
-    if written is None:
-        return names
-    return [name for name in names if name != MARKER and name not in changing
-            and not (name in written and _is_plain(folder / name) and _sha256(folder / name) == written[name])]
+    for path in _files(folder):
+        name = str(path.relative_to(folder))
+        ours = written is not None and (
+            name == MARKER or name in changing or _is_unchanged(path, written.get(name)))
+        if not ours:
+            yield name
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Everything below a folder that is no folder, leftovers of killed processes apart."""
+    for parent, folders, files in os.walk(folder, onerror=_raise):
+        links = [name for name in folders if Path(parent, name).is_symlink()]
+        folders[:] = sorted(name for name in folders if not is_leftover(Path(parent, name)))
+        yield from (path for path in (Path(parent, name) for name in sorted([*files, *links])) if not is_leftover(path))
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
 
 
 def _written(folder: Path, kind: str) -> dict[str, str] | None:
@@ -102,6 +119,10 @@ def _written(folder: Path, kind: str) -> dict[str, str] | None:
         return None
     files = content.get("files")
     return files if isinstance(files, dict) else None
+
+
+def _is_unchanged(path: Path, digest: str | None) -> bool:
+    return digest is not None and _is_plain(path) and _sha256(path) == digest
 
 
 def _is_plain(path: Path) -> bool:
