@@ -44,7 +44,7 @@ def partial_of(path: Path) -> Path:
 
 
 def is_leftover(path: Path) -> bool:
-    """Whether a name is that of a file or folder that a killed process left half-written."""
+    """True for the name of a file or folder that a killed process left half-written."""
     return path.match(".?*.partial")
 
 

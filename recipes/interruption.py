@@ -28,7 +28,7 @@ class Stopped(BaseException):
         return 128 + self.number
 
     def sentence(self, command: str) -> str:
-        """What ended the command, and what to do."""
+        """The signal that ended the command, and the remedy."""
         what = "the same command goes on from here" if command in RESUMED else "the same command starts again"
         return f"stopped by {ENDING[self.number]}; nothing is half-written, and {what}"
 
