@@ -1,7 +1,7 @@
 """Prompts, answers by the target, and batches. `DraftDataModule` is imported from its file: it needs Lightning."""
 
 from .chat import ChatTemplate
-from .distill import distill
+from .distill import distill, read_held_out
 from .distill_config import DistillConfig
 from .feature_store import encode
 from .prompts import Prompt, PromptConfig, load_prompts, read_prompts
@@ -20,5 +20,6 @@ __all__ = [
     "distill",
     "encode",
     "load_prompts",
+    "read_held_out",
     "read_prompts",
 ]

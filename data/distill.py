@@ -79,6 +79,21 @@ def distill(
     return Distillation(target, prompts, config, template, Path(out), writer=writer, progress=progress).run()
 
 
+def read_held_out(folder: Path) -> list[Prompt]:
+    """The prompts of a folder of data that only evaluations ask; none where none were held out.
+
+    Raises:
+        UserError: if their file is missing or is not the one that distillation wrote.
+    """
+    held_out = Manifest.load(folder).held_out
+    if held_out is None:
+        return []
+    file = folder / held_out.file
+    if hash_bytes(read_bytes(file)) != held_out.sha256:
+        raise UserError(corrupted(file))
+    return read_prompts(file) if held_out.prompts else []
+
+
 class Distillation:
     """One run of `distill`."""
 
@@ -150,10 +165,7 @@ class Distillation:
         for shard in found.shards:
             self.seen.update(TokenShard.read(self.out / shard.file, shard.sha256).keys_P.tolist())
         if found.held_out is not None:
-            if hash_bytes(read_bytes(self.out / found.held_out.file)) != found.held_out.sha256:
-                raise UserError(corrupted(self.out / found.held_out.file))
-            if found.held_out.prompts:
-                self.seen.update(prompt.key for prompt in read_prompts(self.out / found.held_out.file))
+            self.seen.update(prompt.key for prompt in read_held_out(self.out))
         self.before = _read_stats(self.out)
         self.manifest = found
 

@@ -19,7 +19,7 @@ from ..modules import TargetIdentity, UserError
 from ..modules.atomic_files import write_atomically
 from ..modules.bounded_reading import bounded_json, require_ordinary
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Layout of shards and manifest."""
 MANIFEST = "manifest.json"
 SourceName = Literal["target", "text", "draft"]
@@ -207,7 +207,7 @@ class Manifest:
         content["target"] = self.target.to_dict()
         content["shards"] = [asdict(shard) for shard in self.shards]
         content["held_out"] = None if self.held_out is None else asdict(self.held_out)
-        return (json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+        return _json({**content, "sha256": hash_bytes(_json(content))})
 
     def save(self, folder: Path) -> None:
         """Write `manifest.json` in one step."""
@@ -218,7 +218,7 @@ class Manifest:
         """Read `manifest.json`.
 
         Raises:
-            UserError: if it is missing, is not a manifest or is of another format version.
+            UserError: if it is missing, is not a manifest, is of another format version, or was changed since.
         """
         file = Path(folder) / MANIFEST
         if not file.exists():
@@ -230,6 +230,8 @@ class Manifest:
                 raise UserError(
                     f"{file} has format version {version}, this version reads {FORMAT_VERSION}; distil again"
                 )
+            if content.pop("sha256") != hash_bytes(_json({"format_version": version, **content})):
+                raise UserError(corrupted(file))
             content["target"] = TargetIdentity.from_dict(content["target"])
             content["shards"] = tuple(ShardRecord(**shard) for shard in content["shards"])
             content["held_out"] = None if content["held_out"] is None else HeldOut(**content["held_out"])
@@ -239,6 +241,11 @@ class Manifest:
 
 
 # Files ---------------------------------------------------------------------------------------------------------------
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    """JSON for people; equal contents give equal bytes."""
+    return (json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
 def hash_bytes(data: bytes) -> str:

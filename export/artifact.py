@@ -33,19 +33,19 @@ from ..modules import (
     parse_policy,
     policy_named,
 )
-from ..modules.atomic_files import whole_folder, write_file
+from ..modules.atomic_files import write_file
 from ..modules.bounded_reading import bounded_json, read_bounded_text
+from ..modules.owned_folders import whole_folder
 from ..modules.policies.registry import MOST
 from ..modules.target.adapter import PREFIX
 from ..modules.target.draft_vocabulary import require_distinct
 from ..modules.target.loading import is_local
 from .claimed_shapes import check_shapes
+from .weight_checks import require_weights
 
 FORMAT_VERSION = 1
 """Raised when a reader of the previous version could not read the new files."""
 CONFIG, WEIGHTS, CARD, TUNING = "config.json", "model.safetensors", "README.md", "tuning.json"
-OWNED = frozenset({CONFIG, WEIGHTS, CARD, TUNING})
-"""Every file of an artifact; a folder with any other file is never replaced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +147,8 @@ def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, prov
                   topology: Topology, adapter: Adapter | None = None) -> Path:
     """Write config.json, model.safetensors and README.md; the bytes depend only on the arguments and versions.
 
-    Absolute paths inside `provenance` are cut to their last part, which depends on no machine. An artifact already in
-    `folder` is replaced as a whole, its tuning included.
+    Absolute paths inside `provenance` are cut to their last part, which depends on no machine. An unchanged artifact
+    in `folder` is replaced as a whole, its tuning included.
 
     Args:
         provenance: JSON-ready facts; `acceptance` ({accepted_length, by_position, tokens}), `data_manifest` and
@@ -161,7 +161,7 @@ def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, prov
     """
     changes = {} if adapter is None else adapter.tensors()
     weights = _own_weights({**drafter.state_dict(), **changes})
-    with whole_folder(folder, OWNED) as partial:
+    with whole_folder(folder, "artifact", changing=frozenset({TUNING})) as partial:
         # One metadata key: safetensors writes several in an order of its own, and the bytes would differ.
         save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
         config = _description(drafter, identity, provenance, topology, _sha256(partial / WEIGHTS))
@@ -381,6 +381,7 @@ def _load_weights(drafter: Drafter, path: Path, config: Mapping[str, Any]) -> Ad
                         "is damaged, copy or train the artifact again")
     try:
         weights = load_file(path)
+        require_weights(weights, drafter.state_dict(), str(path))
         changes = {name: tensor for name, tensor in weights.items() if name.startswith(PREFIX)}
         drafter.load_state_dict({name: tensor for name, tensor in weights.items() if name not in changes})
     except (SafetensorError, RuntimeError) as error:

@@ -1,9 +1,12 @@
-"""Files that appear whole or not at all: written next to their place, forced to disk, then renamed into it."""
+"""Files that appear whole or not at all: written next to their place, forced to disk, then renamed into it.
+
+What a killed process was writing is a leftover: a hidden file or folder `.NAME.partial` next to NAME.
+"""
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -19,19 +22,39 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> Path:
     Raises:
         UserError: if the disk is full or the folder may not be written; nothing half-written stays.
     """
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_of(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(partial)
-        _share(partial)
+        share(partial)
         to_disk(partial)
         partial.replace(path)
         to_disk(path.parent)
     except (OSError, SafetensorError) as error:
+        raise cannot_write(path, error) from error
+    finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
-        raise cannot_write(path, error) from error
     return path
+
+
+def partial_of(path: Path) -> Path:
+    """The hidden place in which a file or folder is written before it is renamed to `path`."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def is_leftover(path: Path) -> bool:
+    """True for the name of a file or folder that a killed process left half-written."""
+    return path.match(".?*.partial")
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove everything half-written in a folder and below it. No other process may be writing there."""
+    for path in [path for path in folder.rglob(".*.partial") if is_leftover(path)]:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def make_folder(path: Path) -> None:
@@ -42,7 +65,7 @@ def make_folder(path: Path) -> None:
         raise cannot_write(path, error) from error
 
 
-def _share(path: Path) -> None:
+def share(path: Path) -> None:
     """Give a file the rights that the user's umask gives new files: safetensors writes for the owner alone."""
     umask = os.umask(0)
     os.umask(umask)
@@ -72,48 +95,3 @@ def write_file(path: Path, content: str) -> Path:
         UserError: if the disk is full or the folder may not be written.
     """
     return write_atomically(path, lambda partial: partial.write_text(content, encoding="utf-8"))
-
-
-@contextmanager
-def whole_folder(folder: Path, owned: frozenset[str]) -> Iterator[Path]:
-    """Give a hidden folder to fill; when the block ends well it takes the place of `folder`, else it vanishes.
-
-    An existing `folder` is replaced if all it holds are files named in `owned`.
-
-    Raises:
-        UserError: if `folder` holds anything else, or cannot be written.
-    """
-    _refuse_foreign(folder, owned)
-    partial = folder.with_name(f".{folder.name}.partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        yield partial
-        for path in partial.iterdir():
-            if path.is_file():
-                _share(path)
-            to_disk(path)
-        _swap(partial, folder)
-    except (OSError, SafetensorError) as error:
-        raise cannot_write(folder, error) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _refuse_foreign(folder: Path, owned: frozenset[str]) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file, a folder was expected; choose another place")
-    foreign = sorted({path.name for path in folder.iterdir()} - owned) if folder.exists() else []
-    if foreign:
-        raise UserError(f"{folder} holds other files ({', '.join(foreign[:3])}) and would be replaced as a whole; "
-                        "choose another folder or empty it")
-
-
-def _swap(partial: Path, folder: Path) -> None:
-    former = folder.with_name(f".{folder.name}.former")
-    shutil.rmtree(former, ignore_errors=True)
-    if folder.exists():
-        folder.rename(former)
-    partial.rename(folder)
-    to_disk(folder.parent)
-    shutil.rmtree(former, ignore_errors=True)

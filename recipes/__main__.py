@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 
+from .interruption import Stopped, stopped_by_signals
 from .terminal_text import one_sentence
 
 COMMANDS = {
@@ -23,7 +24,7 @@ COMMANDS = {
 }
 """Each command: the file whose COMMANDS defines it, and its line in `draftsmith --help`."""
 
-USER_MISTAKE, INTERRUPTED = 2, 130
+USER_MISTAKE = 2
 REMEDIES = {
     errno.ENOSPC: "free some space or choose another --out",
     errno.EDQUOT: "free some space or choose another --out",
@@ -40,7 +41,7 @@ REMEDIES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 2 for a mistake of the user, 130 after Ctrl-C."""
+    """Run one command; returns the exit code: 0, 2 for a mistake of the user, 128 + n after signal n."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(overview(), file=sys.stdout if arguments else sys.stderr)
@@ -50,7 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if arguments[0] not in COMMANDS:
         return complain(unknown_command(arguments[0]))
-    return run_command(arguments[0], arguments[1:])
+    try:
+        with stopped_by_signals():
+            return run_command(arguments[0], arguments[1:])
+    except Stopped as stop:
+        print(f"\ndraftsmith: {stop.sentence(arguments[0])}", file=sys.stderr)
+        return stop.code
 
 
 def overview() -> str:
@@ -102,9 +108,6 @@ def run_command(name: str, arguments: list[str]) -> int:
         return 0
     except OSError as error:
         return complain(system_error(error))
-    except KeyboardInterrupt:
-        print("\ndraftsmith: interrupted; the same command resumes here", file=sys.stderr)
-        return INTERRUPTED
     return 0
 
 

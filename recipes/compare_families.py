@@ -1,6 +1,5 @@
 """Comparison of families under equal conditions: the same distilled tokens, training minutes and prompts, one table."""
 
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from ..modules import BASELINES, TargetConfig, UserError, load_target
 from ..modules.atomic_files import write_file
 from ..trainers import Precision
 from .chat_settings import TemplateConfig, prompt_sets
+from .interruption import call
 from .parsing import TRUST, Command, Parsed
 from .pipeline import COMMANDS as PIPELINE
 from .pipeline import held_out_sets, perform_stages
@@ -141,10 +141,9 @@ def run_row(name: str, file: Path, trust: Sequence[str]) -> None:
         UserError: if it does not end well.
     """
     # -P: the working folder, which may hold anybody's files, is not where this process imports from.
-    words = [sys.executable, "-P", "-m", "draftsmith.recipes", "run", "--config", str(file), *trust]
-    done = subprocess.run(words, check=False)
-    if done.returncode:
-        raise UserError(f"the row {name} ended with exit code {done.returncode}; its message stands above, its recipe "
+    code = call([sys.executable, "-P", "-m", "draftsmith.recipes", "run", "--config", str(file), *trust])
+    if code:
+        raise UserError(f"the row {name} ended with exit code {code}; its message stands above, its recipe "
                         f"is {file}")
 
 

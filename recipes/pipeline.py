@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from ..data import DistillConfig, Prompt, distill, encode, read_prompts
+from ..data import DistillConfig, Prompt, distill, encode, read_held_out
 from ..data.datamodule import DraftDataModule
 from ..export import (
     Method,
@@ -49,7 +49,6 @@ from .workspace import Workspace
 
 PLACES = ("out", "data", "references", "evaluate")
 """Recipe keys that say nothing about how an artifact was made."""
-TEST_FILE = "test.jsonl"
 
 
 def distill_stage(workspace: Workspace) -> Sequence[Path]:
@@ -58,7 +57,9 @@ def distill_stage(workspace: Workspace) -> Sequence[Path]:
     recipe = workspace.recipe
     manifest = distill(workspace.target, recipe.prompts, recipe.distill, workspace.template, workspace.data,
                        writer=writer_of(workspace))
-    return [workspace.data / "manifest.json", *(workspace.data / shard.file for shard in manifest.shards)]
+    held_out = [] if manifest.held_out is None else [manifest.held_out.file]
+    files = ["manifest.json", *held_out, *(shard.file for shard in manifest.shards)]
+    return [workspace.data / file for file in files]
 
 
 def encode_stage(workspace: Workspace) -> Sequence[Path]:
@@ -171,9 +172,8 @@ def evaluate_stage(workspace: Workspace) -> Sequence[Path]:
 
 def held_out_sets(data: Path) -> dict[str, list[Prompt]]:
     """The target's own prompts that were kept from training, and the hand-written ones."""
-    test = data / TEST_FILE
-    own = {"own": read_prompts(test)} if test.is_file() and test.stat().st_size else {}
-    return {**own, "handwritten": handwritten_prompts()}
+    own = read_held_out(data)
+    return {**({"own": own} if own else {}), "handwritten": handwritten_prompts()}
 
 
 def stages(workspace: Workspace) -> tuple[Stage, ...]:

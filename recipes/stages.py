@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..modules import UserError
-from ..modules.atomic_files import write_file
+from ..modules.atomic_files import remove_leftovers, write_file
 from ..modules.bounded_reading import bounded_json, read_bounded_text
 from .terminal_text import say
 
@@ -37,7 +37,7 @@ def run_stages(
     """Run the chosen stages in order, skipping those whose output is complete.
 
     A stage is complete when it ended with the same recipe sections after the same earlier stages and its files are
-    still the ones that it wrote.
+    still the ones that it wrote. What a killed process left half-written is removed first.
 
     Args:
         out: folder of the run.
@@ -45,19 +45,27 @@ def run_stages(
         stages: all stages of the run.
         chosen: names of those to run.
         before: identity of anything that was done elsewhere before the first stage.
+
+    Raises:
+        UserError: if a file that a chosen stage builds on has changed since an earlier stage wrote it.
     """
+    remove_leftovers(out)
     finished = read_finished(out)
     for number, stage in enumerate(stages, 1):
         key = stage_key(stage, settings, before)
         label = f"[{number}/{len(stages)}] {stage.title}"
         record = finished.get(stage.name)
-        if record is None or record["key"] != key or not intact(out, record["files"]):
-            if stage.name in chosen:
-                record = perform(stage, out, label, key)
-                finished = {**finished, stage.name: record}
-                write_file(out / STAGES_FILE, json.dumps(finished, indent=2, sort_keys=True) + "\n")
-        elif stage.name in chosen:
+        changed = changed_files(out, record["files"]) if record is not None and record["key"] == key else None
+        if stage.name not in chosen:
+            if changed and any(later.name in chosen for later in stages[number:]):
+                raise UserError(f"{out / changed[0]} is missing or not what was written ({stage.title}); put it back, "
+                                f"or delete {(out / changed[0]).parent} and start draftsmith run with this recipe")
+        elif changed == []:
             say(f"{label}: already complete, skipped")
+        else:
+            record = perform(stage, out, label, key)
+            finished = {**finished, stage.name: record}
+            write_file(out / STAGES_FILE, json.dumps(finished, indent=2, sort_keys=True) + "\n")
         before = json.dumps(record["files"], sort_keys=True) if record else ""
 
 
@@ -94,9 +102,9 @@ def read_finished(out: Path) -> dict[str, Any]:
     return content
 
 
-def intact(out: Path, files: Mapping[str, str]) -> bool:
-    """True where all recorded files are there with the recorded content."""
-    return all((out / name).is_file() and sha256(out / name) == digest for name, digest in files.items())
+def changed_files(out: Path, files: Mapping[str, str]) -> list[str]:
+    """Names of recorded files that are not there with the recorded content."""
+    return [name for name, digest in files.items() if not (out / name).is_file() or sha256(out / name) != digest]
 
 
 def sha256(file: Path) -> str:

@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 from ..modules import UserError
 from ..modules.atomic_files import write_file
@@ -49,6 +50,17 @@ def write_result(folder: Path, result: FitResult) -> list[Path]:
     return [folder / RESULT_FILE, result.checkpoint]
 
 
+def _read_json(file: Path) -> dict[str, Any]:
+    remedy = f"delete {RESULT_FILE}, and the same command makes both anew from the last checkpoint"
+    try:
+        content = bounded_json(read_bounded_text(file))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} is damaged ({error}); {remedy}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file} is damaged (no JSON object); {remedy}")
+    return content
+
+
 def read_result(folder: Path) -> FitResult:
     """The result of a finished training.
 
@@ -58,7 +70,7 @@ def read_result(folder: Path) -> FitResult:
     files = [folder / name for name in (RESULT_FILE, STATS_FILE)]
     if not all(file.is_file() for file in files):
         raise UserError(f"{folder} holds no finished training; run draftsmith train with this recipe first")
-    content = {name: value for file in files for name, value in bounded_json(read_bounded_text(file)).items()}
+    content = {name: value for file in files for name, value in _read_json(file).items()}
     if apart := sorted({one.name for one in fields(FitResult)} ^ content.keys()):
         raise UserError(f"{folder} was left by another version of draftsmith (its results differ in "
                         f"{', '.join(apart)}); delete it to train anew, or choose another --out")

@@ -163,6 +163,8 @@ class DraftModule(L.LightningModule):
         self.clock = Clock()
         self.seconds = 0.0
         """Seconds trained up to the newest optimizer step; the same in all processes of a run that ends by time."""
+        self.stopped = False
+        """Whether the run ends after this optimizer step although it is not finished."""
         self.peak_memory_bytes = 0
         self._pending: BatchLoss | None = None
         self._learned = 0.0
@@ -338,12 +340,12 @@ class DraftModule(L.LightningModule):
         """Start the clock; stop at once if the checkpoint was that of the last step."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        self.trainer.should_stop = self.finished
+        self.stopped, self.trainer.should_stop = False, self.finished
         self.clock.start()
 
     def on_train_batch_end(self, outputs: Any, batch: Features, batch_idx: int) -> None:
         """Stop after the last step, once the callbacks have measured and saved it."""
-        self.trainer.should_stop = self.finished
+        self.trainer.should_stop = self.finished or self.stopped
 
     # Validation and trained weights ----------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ Measure = Callable[[Drafter, Target, list[Features]], AcceptanceMeasurement]
 """A function that decodes held-out rows with a drafter; its accepted length is a measurement, not an estimate."""
 
 
-class _EveryStep(L.Callback):
+class EveryStep(L.Callback):
     """Base of callbacks that act once after an optimizer step, however many micro-batches it has.
 
     The module's training clock is paused meanwhile.
@@ -61,7 +61,7 @@ class _EveryStep(L.Callback):
         raise NotImplementedError
 
 
-class DecodedAcceptance(_EveryStep):
+class DecodedAcceptance(EveryStep):
     """Validation by decoding held-out text; saves the drafter with the greatest accepted length.
 
     It runs after every `validate_every`-th step and after the last one. Of equal lengths the earlier step wins. The
@@ -108,9 +108,8 @@ class DecodedAcceptance(_EveryStep):
         if trainer.logger is not None:
             trainer.logger.log_metrics({"accepted_length": self.latest}, step=step)
         if not self.best or self.latest > self.best["accepted_length"]:
-            self.best = {**found, "step": step}
-            if trainer.is_global_zero:
-                save_weights(self.out / BEST, self.module.trained())
+            saved = save_weights(self.out / BEST, self.module.trained()) if trainer.is_global_zero else ""
+            self.best = {**found, "step": step, "sha256": trainer.strategy.broadcast(saved)}
 
     def _measure(self, trainer: L.Trainer) -> dict[str, Any]:
         """The first process's measurement, in all processes."""
@@ -132,7 +131,7 @@ class DecodedAcceptance(_EveryStep):
                 "by_position": [float(share) for share in found.by_position]}
 
 
-class LastCheckpoint(_EveryStep):
+class LastCheckpoint(EveryStep):
     """The checkpoint from which an interrupted run resumes; it runs after the callbacks whose state it saves."""
 
     def __init__(self, module: DraftModule, *, out: Path) -> None:
@@ -140,12 +139,12 @@ class LastCheckpoint(_EveryStep):
         self.every, self.out = module.config.checkpoint_every, out
 
     def after_step(self, trainer: L.Trainer, step: int) -> None:
-        """Write after every `checkpoint_every`-th step and after the last one."""
-        if step % self.every == 0 or self.module.finished:
+        """Write after every `checkpoint_every`-th step, after the last one, and before an early end."""
+        if step % self.every == 0 or self.module.finished or self.module.stopped:
             trainer.save_checkpoint(self.out / LAST)
 
 
-class ProgressLine(_EveryStep):
+class ProgressLine(EveryStep):
     """A progress line: steps done, rate, time left, the loss, the newest accepted length.
 
     A run that ends by time shows its minutes and no total of steps.

@@ -1,7 +1,9 @@
 """Atomic checkpoints, safe against a kill at any moment, and trained weights."""
 
+import hashlib
 import io
 import pickle
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,22 +31,34 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = True) -> Any:
         """Read tensors and plain values only. Raises UserError when the file is damaged."""
         try:
+            # torch itself checks no sums: a flipped bit would be another weight.
+            with zipfile.ZipFile(path) as archive:
+                if (damaged := archive.testzip()) is not None:
+                    raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
             return torch.load(path, map_location="cpu", weights_only=True)
-        except (RuntimeError, OSError, EOFError, pickle.UnpicklingError, ValueError) as error:
+        except (RuntimeError, OSError, EOFError, pickle.UnpicklingError, ValueError, zipfile.BadZipFile) as error:
             raise UserError(f"the checkpoint {path} is damaged ({str(error).splitlines()[0]}); delete it to start "
                             "training again") from error
 
 
-def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write weights as safetensors, the same bytes for the same weights."""
+def save_weights(path: Path, weights: Mapping[str, Tensor]) -> str:
+    """Write weights as safetensors, the same bytes for the same weights; returns their SHA-256 in hex."""
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     write_atomically(path, lambda partial: save_file(plain, partial))
+    return _sha256(path)
 
 
-def load_weights(path: Path) -> dict[str, Tensor]:
-    """Read weights on the CPU. Raises UserError when the file is missing or damaged."""
+def load_weights(path: Path, sha256: str) -> dict[str, Tensor]:
+    """Read weights on the CPU. Raises UserError when the file is missing or is not the one with this hash."""
     try:
+        if _sha256(path) != sha256:
+            raise SafetensorError("they are not the ones that training saved")
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise UserError(f"the trained weights {path} cannot be read ({error}); delete that folder to train "
                         "again") from error
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

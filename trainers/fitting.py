@@ -21,6 +21,7 @@ from ..modules.tuning.replay_acceptance import decoded_acceptance
 from .base import DraftModule, TrainConfig
 from .callbacks import BEST, LAST, DecodedAcceptance, LastCheckpoint, ProgressLine, nothing_held_out
 from .checkpoints import AtomicCheckpointIO, load_weights
+from .interruption import StopAtSignal
 
 BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")
 """Instruction sets of x86 CPUs that multiply bfloat16 matrices faster than float32 ones."""
@@ -56,6 +57,9 @@ class FitResult:
 def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, progress: bool = True) -> FitResult:
     """Train a drafter, resuming from `out/last.ckpt` if it exists, and load the best weights into `module.drafter`.
 
+    A signal (SIGINT, SIGTERM, SIGHUP) takes effect after the running step, whose checkpoint is saved; a second one at
+    once.
+
     Args:
         module: a family's module; `module.config` holds the training settings.
         datamodule: its endless training loader starts at micro-batch `trainer.global_step * accumulate_grad_batches`,
@@ -72,14 +76,16 @@ def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, pr
     make_folder(out)
     measure = partial(_measure, nodes=module.config.validation_nodes)
     acceptance = DecodedAcceptance(module, partial(_held_out, module, datamodule), measure, out=out)
-    last = out / LAST
+    last, signals = out / LAST, StopAtSignal(module)
     with _quiet():
-        trainer = _trainer(module, out, acceptance, progress)
+        trainer = _trainer(module, out, [acceptance, signals], [ProgressLine(module, acceptance)] if progress else [])
         trainer.fit(module, datamodule=datamodule, ckpt_path=str(last) if last.exists() else None, weights_only=True)
-    # Lightning leaves the module on the CPU; the borrowed weights are on the target's device.
-    module.restore(load_weights(out / BEST))
-    module.drafter.to(module.target.device).eval()
+    if signals.asked:
+        signals.raise_again()
     best = acceptance.best
+    # Lightning leaves the module on the CPU; the borrowed weights are on the target's device.
+    module.restore(load_weights(out / BEST, best.get("sha256", "")))
+    module.drafter.to(module.target.device).eval()
     trained = [parameter.numel() for parameter in module.parameters() if parameter.requires_grad]
     return FitResult(checkpoint=out / BEST, accepted_length=best["accepted_length"],
                      by_position=tuple(best["by_position"]), untrained_accepted_length=acceptance.untrained or 1.0,
@@ -99,15 +105,14 @@ def _held_out(module: DraftModule, datamodule: Any) -> list[Features]:
     return rows
 
 
-def _trainer(module: DraftModule, out: Path, acceptance: DecodedAcceptance, progress: bool) -> L.Trainer:
+def _trainer(module: DraftModule, out: Path, first: list[L.Callback], last: list[L.Callback]) -> L.Trainer:
     config = module.config
-    line = [ProgressLine(module, acceptance)] if progress else []
     return L.Trainer(
         max_steps=config.max_steps or -1, max_epochs=-1, accumulate_grad_batches=config.accumulate,
         gradient_clip_val=config.clip or None, precision=_precision(config), accelerator=config.accelerator,
         devices=config.devices, strategy=config.strategy, logger=_logger(out), plugins=[AtomicCheckpointIO()],
-        # The order matters: a checkpoint contains the measurement before it.
-        callbacks=[acceptance, LastCheckpoint(module, out=out), *line],
+        # The order matters: a checkpoint contains the measurement before it, and is written before an early end.
+        callbacks=[*first, LastCheckpoint(module, out=out), *last],
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
         num_sanity_val_steps=0, use_distributed_sampler=False, default_root_dir=out,
     )

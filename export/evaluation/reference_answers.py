@@ -56,7 +56,7 @@ class References:
         """Write all known answers, and those that other runs have added to the file meanwhile."""
         if self.file is not None:
             self._known = {**_read(self.file), **self._known}
-            content = {"format": _FORMAT, "answers": self._known}
+            content = {"format": _FORMAT, "answers": self._known, "sha256": _digest(self._known)}
             write_file(self.file, json.dumps(content, sort_keys=True) + "\n")
 
     def _key(self, prompt: tuple[int, ...], temperature: float, index: int) -> str:
@@ -68,7 +68,7 @@ def _read(file: Path | None) -> dict[str, list[int]]:
     """The answers in a file; empty if there is no file yet.
 
     Raises:
-        UserError: if it holds anything else, which must not be overwritten.
+        UserError: if it holds anything else, which must not be overwritten, or was changed.
     """
     if file is None or not file.exists():
         return {}
@@ -78,5 +78,12 @@ def _read(file: Path | None) -> dict[str, list[int]]:
         content = None
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise UserError(f"references names {file}, which holds no references; choose another file, or delete it")
-    answers: dict[str, list[int]] = content["answers"]
+    answers: dict[str, list[int]] = content.get("answers", {})
+    if content.get("sha256") != _digest(answers):
+        raise UserError(f"references names {file}, which was changed since it was written; delete it, the answers are "
+                        "made again")
     return answers
+
+
+def _digest(answers: dict[str, list[int]]) -> str:
+    return hashlib.sha256(json.dumps(answers, sort_keys=True).encode()).hexdigest()

@@ -6,17 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from ...modules import Drafter, DraftLM, Target
-from ...modules.atomic_files import whole_folder, write_file
+from ...modules.atomic_files import write_file
 from ...modules.drafters.draft_lm import as_model
-from .layout_folder import layout_readme, wrong_family
+from ...modules.owned_folders import whole_folder
+from .layout_folder import EXPORT, layout_readme, wrong_family
 
 TRAINED = "draft_token_ids.json"
 """The ids of a reduced vocabulary, ascending."""
-_OWNED = frozenset({
-    "config.json", "generation_config.json", "model.safetensors", "README.md", "tokenizer.json",
-    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "tokenizer.model", "chat_template.jinja", TRAINED,
-})
 
 
 def export_huggingface(drafter: Drafter, target: Target, out: Path) -> None:
@@ -35,7 +31,7 @@ def export_huggingface(drafter: Drafter, target: Target, out: Path) -> None:
     model = as_model(drafter, target)
     if target.model.generation_config is not None:
         model.generation_config = copy.deepcopy(target.model.generation_config)
-    with whole_folder(out, _OWNED) as partial:
+    with whole_folder(out, EXPORT) as partial:
         # One file, however large: engines read a draft whole.
         model.save_pretrained(partial, max_shard_size="1TB")
         target.tokenizer.save_pretrained(partial)

@@ -10,8 +10,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...modules import Drafter, Target, UserError
-from ...modules.atomic_files import whole_folder, write_file
+from ...modules.atomic_files import write_file
+from ...modules.owned_folders import whole_folder
 from ..artifact import portable
+
+EXPORT = "export"
+"""The kind of every exported folder: one export replaces another."""
 
 
 def write_layout(out: Path, file: str, tensors: dict[str, Tensor], config: Mapping[str, Any], readme: str) -> None:
@@ -20,7 +24,7 @@ def write_layout(out: Path, file: str, tensors: dict[str, Tensor], config: Mappi
     Raises:
         UserError: if `out` holds other files or cannot be written.
     """
-    with whole_folder(out, frozenset({"config.json", file, "README.md"})) as partial:
+    with whole_folder(out, EXPORT) as partial:
         save_file(tensors, partial / file, metadata={"format": "pt"})
         write_file(partial / "config.json", json.dumps(config, indent=2) + "\n")
         write_file(partial / "README.md", readme)

@@ -13,8 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...modules import Medusa, UserError
-from ...modules.atomic_files import whole_folder, write_file
+from ...modules.atomic_files import write_file
+from ...modules.owned_folders import whole_folder
 from ..artifact import Artifact, portable
+from .layout_folder import EXPORT
 from .medusa import medusa_tensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -22,7 +24,7 @@ HEADS = "medusa_head.safetensors"
 
 
 def export_adapted(artifact: Artifact, format_name: str, out: Path) -> Path:
-    """Write an artifact that changes its target to `out` (new or empty); returns it.
+    """Write an artifact that changes its target to `out` (new, empty or an earlier export); returns it.
 
     Raises:
         UserError: if the format cannot hold an adapted target or these heads, or `out` cannot be written.
@@ -36,7 +38,7 @@ def export_adapted(artifact: Artifact, format_name: str, out: Path) -> Path:
 
 def export_merged(artifact: Artifact, out: Path) -> None:
     """Write the adapted target as transformers loads it, tokenizer included."""
-    with whole_folder(out, frozenset()) as partial:
+    with whole_folder(out, EXPORT) as partial:
         _save_target(artifact, partial)
         write_file(partial / "README.md", _readme(artifact, "The drafts are not in this folder."))
 
@@ -48,7 +50,7 @@ def export_medusa_merged(artifact: Artifact, out: Path) -> None:
         raise UserError(f"the format medusa holds Medusa heads, this artifact is {drafter.family}; export merged, the "
                         "adapted target alone")
     tensors = medusa_tensors(drafter, artifact.target)
-    with whole_folder(out, frozenset()) as partial:
+    with whole_folder(out, EXPORT) as partial:
         _save_target(artifact, partial)
         _add_shard(partial, {f"medusa_head.{name}": tensor for name, tensor in tensors.items()})
         config = json.loads((partial / "config.json").read_text(encoding="utf-8"))

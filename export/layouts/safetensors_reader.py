@@ -12,6 +12,7 @@ from torch import Tensor
 from ...modules import Drafter, Target, UserError
 from ...modules.bounded_reading import bounded_json, read_bounded_text
 from ...modules.target.draft_vocabulary import require_distinct
+from ..weight_checks import require_weights
 
 _ROUNDING = 1e-2
 """Largest difference of an embedding from the target's, relative to its largest element: half precision is closer."""
@@ -60,13 +61,15 @@ def loaded(drafter: D, tensors: dict[str, Tensor], target: Target, mismatch: str
         mismatch: start of the error message, up to the name of the target.
 
     Raises:
-        UserError: if a tensor is missing, unknown or of another shape, or the draft vocabulary holds an id twice.
+        UserError: if a tensor is missing, unknown, of another shape or not finite, or the draft vocabulary holds an id
+            twice.
     """
     try:
         drafter.load_state_dict(tensors)
     except RuntimeError as error:
         raise UserError(f"{mismatch} {target.identity.name} (width {target.hidden_size}, {target.vocab_size} tokens): "
                         f"{' '.join(str(error).split())}") from error
+    require_weights(tensors, drafter.state_dict(), "the imported drafter")
     require_distinct(drafter.token_ids_Q)
     drafter.to(device=target.device, dtype=torch.promote_types(target.dtype, torch.float32))
     drafter.bind(target)

@@ -99,11 +99,11 @@ def test_missing_damaged_and_foreign_manifests(tmp_path: Path, tiny_target: Targ
     file.write_text('{"format_version": 1')
     with pytest.raises(UserError, match=r"manifest.json is corrupted"):
         Manifest.load(tmp_path)
-    file.write_text('{"format_version": 2, "target": {}}')
-    with pytest.raises(UserError, match="target identity has the fields"):
+    file.write_text('{"format_version": 3, "target": {}}')
+    with pytest.raises(UserError, match=r"manifest.json is corrupted"):
         Manifest.load(tmp_path)
     file.write_text('{"format_version": 99}')
-    with pytest.raises(UserError, match=r"format version 99, this version reads 2; distil again"):
+    with pytest.raises(UserError, match=r"format version 99, this version reads 3; distil again"):
         Manifest.load(tmp_path)
 
 

@@ -43,7 +43,7 @@ def run(out: Path, *words: str, command: str = "run") -> None:
 
 def test_a_run_leaves_an_artifact_and_a_report(tiny_run: Path) -> None:
     assert {file.name for file in (tiny_run / "artifact").iterdir()} == {
-        "config.json", "model.safetensors", "README.md", "tuning.json"}
+        ".draftsmith.json", "config.json", "model.safetensors", "README.md", "tuning.json"}
     assert "<svg" in (tiny_run / "report.html").read_text()
     assert (tiny_run / "data" / "manifest.json").is_file()
 

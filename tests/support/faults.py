@@ -57,6 +57,13 @@ class Place:
         return found
 
 
+def flip(file: Path, at: int) -> None:
+    """Flip one bit of a file, in the byte at this place."""
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+
+
 def nothing(_place: Place) -> None:
     """No preparation."""
 

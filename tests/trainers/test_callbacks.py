@@ -119,10 +119,11 @@ def test_tensorboard_gets_the_figures(target: Target, tmp_path: Path, monkeypatc
 
 def test_weights_are_written_as_the_same_bytes_and_damage_is_reported(tmp_path: Path) -> None:
     module = torch.nn.Linear(4, 4)
-    for name in ("a", "b"):
-        save_weights(tmp_path / name, module.state_dict())
+    first, second = (save_weights(tmp_path / name, module.state_dict()) for name in ("a", "b"))
+    assert first == second
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-    (tmp_path / "a").write_bytes(b"nonsense")
-    for name in ("a", "missing"):
-        with pytest.raises(UserError, match=r"cannot be read .* train again"):
-            load_weights(tmp_path / name)
+    assert load_weights(tmp_path / "a", first).keys() == module.state_dict().keys()
+    (tmp_path / "b").write_bytes((tmp_path / "b").read_bytes()[:-1] + b"?")
+    for name, reason in (("b", "they are not the ones that training saved"), ("missing", "No such file")):
+        with pytest.raises(UserError, match=rf"cannot be read \(.*{reason}.* train again"):
+            load_weights(tmp_path / name, first)

@@ -113,3 +113,12 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path, tiny_target_f64:
         run(tiny_target_f64, file)
     assert file.read_text() == content
     assert not generated
+
+
+def test_a_changed_answer_is_not_taken_for_the_targets(tmp_path: Path, tiny_target: Target) -> None:
+    known = References(tmp_path / REFERENCES, tiny_target, CONFIG)
+    known.add((1, 2), 0.0, 0, (67,))
+    known.save()
+    (tmp_path / REFERENCES).write_text((tmp_path / REFERENCES).read_text().replace("[67]", "[66]"))
+    with pytest.raises(UserError, match=r"references names .*, which was changed since it was written; delete it"):
+        References(tmp_path / REFERENCES, tiny_target, CONFIG)

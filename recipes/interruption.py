@@ -1,0 +1,67 @@
+"""Signals that end a command: Ctrl-C, a kill, a closed terminal. Nothing but the standard library is imported."""
+
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+ENDING = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "a request to end (SIGTERM)",
+          signal.SIGHUP: "the end of its terminal (SIGHUP)"}
+"""The signals, in words."""
+RESUMED = frozenset({"run", "distill", "train", "families"})
+"""Commands that go on where they were stopped."""
+
+
+class Stopped(BaseException):
+    """A signal asked the process to end. No `KeyboardInterrupt`: libraries catch that one and exit."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = signal.Signals(number)
+
+    @property
+    def code(self) -> int:
+        """The exit code by the convention of shells: 130, 143 or 129."""
+        return 128 + self.number
+
+    def sentence(self, command: str) -> str:
+        """The signal that ended the command, and the remedy."""
+        what = "the same command goes on from here" if command in RESUMED else "the same command starts again"
+        return f"stopped by {ENDING[self.number]}; nothing is half-written, and {what}"
+
+
+@contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """Context in which signals raise `Stopped`. Ignored ones stay ignored, as under nohup."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = {number: signal.getsignal(number) for number in ENDING}
+    for number, handler in former.items():
+        if handler not in (signal.SIG_IGN, None):
+            signal.signal(number, _stop)
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            if handler is not None:
+                signal.signal(number, handler)
+
+
+def _stop(number: int, _frame: FrameType | None) -> NoReturn:
+    raise Stopped(number)
+
+
+def call(words: Sequence[str]) -> int:
+    """Exit code of a program of ours, which gets the signals that end this process and is waited for."""
+    # A group of its own: else Ctrl-C in the terminal would reach it twice, and a second signal acts at once.
+    with subprocess.Popen(words, process_group=0) as process:
+        try:
+            return process.wait()
+        except Stopped as stop:
+            process.send_signal(stop.number)
+            process.wait()
+            raise

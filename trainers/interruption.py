@@ -1,0 +1,76 @@
+"""Signals that ask a training to end, heeded after an optimizer step, whose checkpoint is saved first."""
+
+import signal
+import threading
+from types import FrameType
+from typing import Any, NoReturn
+
+import lightning as L
+import torch
+
+from .base import DraftModule
+from .callbacks import EveryStep
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StopAtSignal(EveryStep):
+    """Callback that lets the first signal wait for the end of the running step; a second one acts at once.
+
+    It stands before the callback that saves the checkpoint. Ignored signals stay ignored. Lightning would end a
+    training amid a step, without a checkpoint and without a word to its caller.
+    """
+
+    def __init__(self, module: DraftModule) -> None:
+        super().__init__(module)
+        self.asked = 0
+        self._former: dict[signal.Signals, Any] = {}
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Take over the signals, those that Lightning handles too."""
+        super().on_train_start(trainer, module)
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in SIGNALS:
+            former = signal.getsignal(number)
+            if former not in (signal.SIG_IGN, None):
+                self._former[number] = former
+                signal.signal(number, self._note)
+
+    def after_step(self, trainer: L.Trainer, step: int) -> None:
+        """Mark the module as stopped when any process was asked to: all of them end at the same step."""
+        if trainer.world_size > 1:
+            asked = torch.tensor(self.asked, device=trainer.strategy.root_device)
+            self.asked = int(trainer.strategy.reduce(asked, reduce_op="max"))
+        self.module.stopped = self.asked > 0
+
+    def teardown(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
+        """Give the signals back, also after an error."""
+        self._give_back()
+
+    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
+        """Give the signals back: after an error `teardown` is not called."""
+        self._give_back()
+
+    def raise_again(self) -> NoReturn:
+        """End as the signal would have ended the process without a training.
+
+        Raises:
+            KeyboardInterrupt: if the handler of the signal has returned.
+            SystemExit: in all processes but the first, which speaks for all.
+        """
+        if self.module.global_rank != 0:
+            raise SystemExit(0)
+        signal.raise_signal(signal.Signals(self.asked))
+        raise KeyboardInterrupt
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        if self.asked:
+            self._give_back()
+            signal.raise_signal(signal.Signals(number))
+        self.asked = number
+
+    def _give_back(self) -> None:
+        for number, former in self._former.items():
+            signal.signal(number, former)
+        self._former = {}
