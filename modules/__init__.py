@@ -34,6 +34,7 @@ from .policies.stopping_rules import (
     FixedLength,
     MaxProbability,
     PathProbability,
+    RejectionRisk,
     StoppingRule,
 )
 from .random_streams import Draws
@@ -50,7 +51,7 @@ from .tuning.replay_target import Replay
 from .tuning.step_timing import measure_cost
 from .tuning.tree_search import expected_lengths, search_tree
 from .verification.acceptance_rules import ChainRejection, Chances, Equality, Rejection, Rule, Typical, exact_rule
-from .verification.sampling import Sampling, choose
+from .verification.sampling import Sampling, SamplingSetting, choose
 from .verification.tree_walk import Accepted, follow
 
 DRAFTERS: tuple[type[Drafter], ...] = (Medusa, Hydra, Eagle, Eagle3, Falcon, DraftLM)
@@ -119,6 +120,7 @@ __all__ = [
     "Proposer",
     "Recycling",
     "Rejection",
+    "RejectionRisk",
     "Replay",
     "Request",
     "Rule",
@@ -126,6 +128,7 @@ __all__ = [
     "SampledChain",
     "SampledTree",
     "Sampling",
+    "SamplingSetting",
     "Scores",
     "StaticTree",
     "StoppedChain",
