@@ -19,6 +19,8 @@ from .stopping_rules import MaxProbability
 
 STATIC = "static"
 """The kind that an artifact was tuned for."""
+SPECDEC = "specdec"
+"""The kind that needs an acceptance head, which an artifact holds."""
 DYNAMIC_DEPTH = 6
 """Levels of a growing tree, where the family answers as many."""
 DYNAMIC_WIDTH = 10
@@ -37,6 +39,8 @@ class _Kind:
     """The number where the name has none."""
     least: int
     """The smallest number."""
+    share: bool = False
+    """Whether the number lies between 0 and 1."""
 
 
 def _static(topology: Topology, size: int, _reach: int) -> Policy:
@@ -67,6 +71,11 @@ def _stopping(_topology: Topology, length: int, _reach: int) -> Policy:
     return StoppedChain(length, MaxProbability(CONFIDENCE))
 
 
+def _specdec(_topology: Topology, _length: int, _reach: int) -> Policy:
+    raise UserError(f"the policy {SPECDEC} needs an acceptance head; train one for an artifact with draftsmith "
+                    "specdec, and draft with that artifact")
+
+
 def _nodes(topology: Topology) -> int:
     return topology.size
 
@@ -83,18 +92,20 @@ _KINDS: dict[str, _Kind] = {
     "eagle2": _Kind(_eagle2, _nodes, 2),
     "dyspec": _Kind(_dyspec, _nodes, 2),
     "stopping": _Kind(_stopping, _length, 1),
+    SPECDEC: _Kind(_specdec, _length, 1, share=True),
 }
 POLICIES = tuple(_KINDS)
 """The artifact's tree, tuned for this machine or cut to N nodes (root included); its likeliest N tokens; the tree and
 the chain with sampled tokens (RSD-C, arXiv:2402.14160); EAGLE-2's and DySpec's growing trees of N nodes
-(arXiv:2406.16858, 2410.11744); a chain of at most N tokens that ends where the draft is unsure."""
+(arXiv:2406.16858, 2410.11744); a chain of at most N tokens that ends where the draft is unsure; one that ends once an
+acceptance head sees a risk of rejection above the number, such as specdec-0.7 (arXiv:2405.19715)."""
 
 
-def parse_policy(name: str) -> tuple[str, int | None]:
-    """The kind that a name asks for, and its number.
+def parse_policy(name: str) -> tuple[str, float | None]:
+    """The kind that a name asks for, and its number: a whole one, except for the risk of `specdec`.
 
     Raises:
-        UserError: if there is no such kind, or the number is none or too small.
+        UserError: if there is no such kind, or the number is none or out of its range.
     """
     kind, hyphen, number = name.rpartition("-") if name not in _KINDS else (name, "", "")
     if kind not in _KINDS:
@@ -102,10 +113,20 @@ def parse_policy(name: str) -> tuple[str, int | None]:
                         "tokens after a hyphen where you like, such as chain-3 or eagle2-32")
     if not hyphen:
         return kind, None
+    if _KINDS[kind].share:
+        return kind, _share(name, kind, number)
     if not number.isdecimal() or int(number) < _KINDS[kind].least:
         raise UserError(f"the policy {name!r} ends in {number!r}; {kind} wants a whole number of at least "
                         f"{_KINDS[kind].least}")
     return kind, int(number)
+
+
+def _share(name: str, kind: str, number: str) -> float:
+    found = float(number) if number.replace(".", "", 1).isdecimal() else 0.0
+    if not 0 < found < 1:
+        raise UserError(f"the policy {name!r} ends in {number!r}; {kind} wants a number above 0 and below 1, such as "
+                        f"{kind}-0.7")
+    return found
 
 
 def policy_named(name: str, topology: Topology, drafter: Proposer) -> Policy:
@@ -122,7 +143,8 @@ def policy_named(name: str, topology: Topology, drafter: Proposer) -> Policy:
     kind, number = parse_policy(name)
     reach = DYNAMIC_DEPTH if drafter.reach is None else min(drafter.reach, DYNAMIC_DEPTH)
     chosen = _KINDS[kind]
-    policy = chosen.make(topology, max(chosen.least, chosen.default(topology)) if number is None else number, reach)
+    size = max(chosen.least, chosen.default(topology)) if number is None else int(number)
+    policy = chosen.make(topology, size, reach)
     policy.check(drafter)
     return policy
 
