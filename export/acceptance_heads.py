@@ -39,15 +39,20 @@ class StoredHead:
     """Settings of the fit and its measurements, JSON-ready."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.threshold < 1:
-            raise UserError(f"threshold must be above 0 and below 1, got {self.threshold}")
-        if not 1 <= self.least <= self.most:
-            raise UserError(f"least and most must satisfy 1 <= least <= most, got {self.least} and {self.most}")
+        check_rule(self.threshold, self.least, self.most)
 
     def policy(self, threshold: float | None = None) -> Policy:
         """The chain that ends by this head; `threshold` in place of its own."""
         rule = RejectionRisk(self.head.log_acceptance, self.setting, threshold or self.threshold, self.least)
         return chain_for(self.setting, self.most, rule)
+
+
+def check_rule(threshold: float, least: int, most: int) -> None:
+    """Refuse a risk or lengths out of their range. Raises UserError."""
+    if not 0 < threshold < 1:
+        raise UserError(f"threshold must be above 0 and below 1, got {threshold}")
+    if not 1 <= least <= most:
+        raise UserError(f"least and most must satisfy 1 <= least <= most, got {least} and {most}")
 
 
 def save_head(artifact: Path, stored: StoredHead) -> Path:

@@ -10,6 +10,7 @@ import torch
 from ..data import Manifest
 from ..data.token_store import TokenShard
 from ..export import Artifact, StoredHead, load_artifact, save_head
+from ..export.acceptance_heads import check_rule
 from ..modules import (
     AcceptanceHeadConfig,
     Examples,
@@ -82,6 +83,9 @@ class RuleConfig:
     """Tokens that are drafted whatever the risk."""
     most: int = 20
     """Most tokens of a draft."""
+
+    def __post_init__(self) -> None:
+        check_rule(self.threshold, self.least, self.most)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,7 +79,8 @@ def weighted_loss(logits_N2: Tensor, chances_N: Tensor, config: HeadFitConfig) -
 def divergence(logits_N2: Tensor, chances_N: Tensor) -> Tensor:
     """KL(P || P') of each acceptance, [N], in nats."""
     entropy_N = torch.special.entr(chances_N) + torch.special.entr(1 - chances_N)
-    return -chances_N * log_accepted(logits_N2) - (1 - chances_N) * log_rejected(logits_N2) - entropy_N
+    cross_N = -chances_N * log_accepted(logits_N2) - (1 - chances_N) * log_rejected(logits_N2)
+    return cross_N - entropy_N
 
 
 def fit_head(
@@ -112,11 +113,11 @@ def fit_head(
     best = _measured(head, held_out, config, 0)
     for epoch in range(1, config.epochs + 1):
         order_E = torch.randperm(len(learned.chances_E), generator=generator)
-        for chosen_N in order_E.split(config.batch_size):
+        for chosen_N in torch.split(order_E, config.batch_size):
             total, weight = weighted_loss(head(learned.states_ED[chosen_N].to(device)),
                                           learned.chances_E[chosen_N].to(device), config)
             optimizer.zero_grad()
-            (total / weight).backward()
+            torch.autograd.backward(total / weight)
             optimizer.step()
             scheduler.step()
         now = _measured(head, held_out, config, epoch)
@@ -157,4 +158,4 @@ def reliability(head: AcceptanceHead, examples: Examples, config: HeadFitConfig 
 
 def _logits(head: AcceptanceHead, examples: Examples) -> Tensor:
     device = head.output.weight.device
-    return torch.cat([head(part.to(device)).cpu() for part in examples.states_ED.split(4096)])
+    return torch.cat([head(part.to(device)).cpu() for part in torch.split(examples.states_ED, 4096)])

@@ -225,13 +225,17 @@ def _target_chances(target: Target, known: Features, drafted_BL: Tensor, setting
 def _states_at_tokens(
     target: Target, drafter: Drafter, features: Features, tokens_BL: Tensor, step: int
 ) -> Tensor:
-    """The drafter's state at each token of another text in the same places, [B, L, D]; any at the first ones.
+    """The drafter's state at each token of another text, drafted after the text before it, [B, L, D]; any at the first
+    ones.
 
-    A state that predicts `offset` tokens ahead has read `offset - 1` tokens more than its position says.
+    It is the state that predicts the token after the drafted one. Where draft steps feed each other that is the next
+    step's: the target's state of the token before the drafted one is not known yet. A state that predicts `offset`
+    tokens ahead has read `offset - 1` tokens more than its position says.
     """
     read = Features(tokens_BL=tokens_BL, supervised_BL=features.supervised_BL, segments_BL=features.segments_BL,
                     positions_BL=features.positions_BL)
     drafts = drafter(target.encode(read, drafter.taps) if drafter.reads_states else read)
-    later = drafts.offsets[step] - 1
-    states_BLD = drafts.hidden_BLKD[:, :, step]
+    following = drafts.offsets[step] + 1
+    after = drafts.offsets.index(following) if following in drafts.offsets else step
+    later, states_BLD = drafts.offsets[after] - 1, drafts.hidden_BLKD[:, :, after]
     return functional.pad(states_BLD[:, : states_BLD.shape[1] - later], (0, 0, later, 0))
