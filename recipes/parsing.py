@@ -17,7 +17,7 @@ from .recipe_keys import keys_of
 
 T = TypeVar("T")
 SECTIONS = ("out", "family", "drafter", "train", "target", "template", "prompts", "distill", "data", "references",
-            "batch", "tree", "evaluate", "artifact", "labels", "head", "fit", "rule")
+            "batch", "tree", "evaluate")
 """Top-level keys of a recipe. A command that has no use for one accepts it in a recipe all the same."""
 
 

@@ -80,7 +80,8 @@ def divergence(logits_N2: Tensor, chances_N: Tensor) -> Tensor:
     """KL(P || P') of each acceptance, [N], in nats."""
     entropy_N = torch.special.entr(chances_N) + torch.special.entr(1 - chances_N)
     cross_N = -chances_N * log_accepted(logits_N2) - (1 - chances_N) * log_rejected(logits_N2)
-    return cross_N - entropy_N
+    found_N: Tensor = cross_N - entropy_N
+    return found_N
 
 
 def fit_head(
