@@ -5,8 +5,8 @@ each token. Heads are fitted to the first prompts; on the last ones every rule s
 gives its drafted tokens and its expected accepted length without decoding again. Thresholds are swept, and the drafted
 tokens read off where the accepted length is that of a fixed number of tokens.
 
-    python tests/benchmarks/stopping_rules.py --artifact runs/fastdraft/artifact
-    python tests/benchmarks/stopping_rules.py --layers 0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,28,29
+    python tests/benchmarks/drafted_tokens.py --artifact runs/fastdraft/artifact
+    python tests/benchmarks/drafted_tokens.py --layers 0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,28,29
 
 Shapes: C chains, T tokens of a chain.
 """
