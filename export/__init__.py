@@ -1,5 +1,6 @@
 """Artifacts, checkpoint layouts of other projects, evaluation and its report."""
 
+from .acceptance_heads import StoredHead, save_head
 from .artifact import FORMAT_VERSION, Artifact, Tuning, load_artifact, read_description, save_artifact, save_tuning
 from .evaluation.contention import busy_warning
 from .evaluation.evaluate import evaluate
@@ -12,6 +13,7 @@ from .layouts.kangaroo import import_kangaroo
 from .layouts.medusa import import_medusa
 from .layouts.merged_target import export_adapted
 from .layouts.registry import FORMATS, export_artifact
+from .layouts.specdec import export_specdec, import_specdec
 from .report.markdown import terminal_table, write_report
 
 __all__ = [
@@ -27,19 +29,23 @@ __all__ = [
     "Method",
     "PromptSets",
     "Question",
+    "StoredHead",
     "Tuning",
     "busy_warning",
     "evaluate",
     "export_adapted",
     "export_artifact",
+    "export_specdec",
     "import_eagle",
     "import_hydra",
     "import_kangaroo",
     "import_medusa",
+    "import_specdec",
     "load_artifact",
     "measure_drift",
     "read_description",
     "save_artifact",
+    "save_head",
     "save_tuning",
     "terminal_table",
     "with_drift",

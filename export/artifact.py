@@ -4,11 +4,10 @@ config.json, model.safetensors and README.md depend only on the training: two eq
 holds measurements of one machine.
 """
 
-import hashlib
 import importlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from ..modules import (
     DRAFTERS,
+    SPECDEC,
     STATIC,
     Adapter,
     CostModel,
@@ -34,18 +34,18 @@ from ..modules import (
     policy_named,
 )
 from ..modules.atomic_files import write_file
-from ..modules.bounded_reading import bounded_json, read_bounded_text
 from ..modules.owned_folders import whole_folder
 from ..modules.policies.registry import MOST
 from ..modules.target.adapter import PREFIX
 from ..modules.target.draft_vocabulary import require_distinct
 from ..modules.target.loading import is_local
+from .acceptance_heads import StoredHead, load_heads
+from .artifact_files import CARD, CONFIG, HEADS, TUNING, WEIGHTS, read_json, sha256
 from .claimed_shapes import check_shapes
 from .weight_checks import require_weights
 
 FORMAT_VERSION = 1
 """Raised when a reader of the previous version could not read the new files."""
-CONFIG, WEIGHTS, CARD, TUNING = "config.json", "model.safetensors", "README.md", "tuning.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +102,8 @@ class Artifact:
     """Measurements of this machine; None if there are none."""
     adapter: Adapter | None = None
     """Changes of the target's weights; None if the artifact leaves the target unchanged."""
+    heads: Mapping[float, StoredHead] = field(default_factory=dict)
+    """Acceptance heads by the temperature that they are calibrated for."""
 
     @property
     def tree_size(self) -> int:
@@ -116,7 +118,7 @@ class Artifact:
         kind, size = parse_policy(name)
         if kind != STATIC or self.tuning is None:
             return None
-        size = self.size_for(batch_size) if size is None else size
+        size = self.size_for(batch_size) if size is None else int(size)
         lengths = self.tuning.expected_accepted_length
         return None if size > len(lengths) else self.tuning.cost.predict(lengths[size - 1], size, batch_size)
 
@@ -136,11 +138,22 @@ class Artifact:
             temperature: their sampling temperature; above 0 less is accepted, and smaller trees pay.
 
         Raises:
-            UserError: if there is no such policy, or it asks for more than the tree or the family has.
+            UserError: if there is no such policy, it asks for more than the tree or the family has, or for an
+                acceptance head that the artifact does not hold.
         """
-        _, number = parse_policy(name)
+        kind, number = parse_policy(name)
+        if kind == SPECDEC:
+            return self._head_for(temperature).policy(number)
         tree = self.topology if number is not None else self.topology.prefix(self.size_for(batch_size, temperature))
         return policy_named(name, tree, self.drafter)
+
+    def _head_for(self, temperature: float) -> StoredHead:
+        if temperature not in self.heads:
+            held = ", ".join(f"{one:g}" for one in sorted(self.heads)) or "none"
+            raise UserError(f"the policy {SPECDEC} needs an acceptance head for temperature {temperature:g}, this "
+                            f"artifact holds heads for: {held}; train one with draftsmith specdec --temperatures "
+                            f"'[{temperature:g}]', or choose another policy")
+        return self.heads[temperature]
 
 
 def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, provenance: dict[str, Any],
@@ -148,7 +161,7 @@ def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, prov
     """Write config.json, model.safetensors and README.md; the bytes depend only on the arguments and versions.
 
     Absolute paths inside `provenance` are cut to their last part, which depends on no machine. An unchanged artifact
-    in `folder` is replaced as a whole, its tuning included.
+    in `folder` is replaced as a whole, its tuning and its acceptance heads included.
 
     Args:
         provenance: JSON-ready facts; `acceptance` ({accepted_length, by_position, tokens}), `data_manifest` and
@@ -161,10 +174,10 @@ def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, prov
     """
     changes = {} if adapter is None else adapter.tensors()
     weights = _own_weights({**drafter.state_dict(), **changes})
-    with whole_folder(folder, "artifact", changing=frozenset({TUNING})) as partial:
+    with whole_folder(folder, "artifact", changing=frozenset({TUNING, HEADS})) as partial:
         # One metadata key: safetensors writes several in an order of its own, and the bytes would differ.
         save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
-        config = _description(drafter, identity, provenance, topology, _sha256(partial / WEIGHTS))
+        config = _description(drafter, identity, provenance, topology, sha256(partial / WEIGHTS))
         if adapter is not None:
             config["adapter"] = adapter.describe()
         write_file(partial / CONFIG, _json(config))
@@ -186,7 +199,7 @@ def read_description(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         raise UserError(f"{folder} holds no artifact ({CONFIG} is missing); give the folder that training wrote")
-    config = _read_json(path)
+    config = read_json(path)
     if config.get("format") != "draftsmith":
         raise UserError(f"{path} was not written by draftsmith; to read Medusa heads of another project, import them")
     if config.get("format_version") != FORMAT_VERSION:
@@ -232,8 +245,11 @@ def load_artifact(folder: Path, target: Target, *, trust: bool = False) -> Artif
     decoder = target if adapter is None else target.adapted(adapter)
     drafter.bind(decoder)
     drafter.eval()
+    heads = load_heads(folder, config["weights_sha256"])
+    for stored in heads.values():
+        stored.head.to(target.device)
     return Artifact(drafter=drafter, target=decoder, topology=topology, identity=identity, provenance=provenance,
-                    tuning=read_tuning(folder), adapter=adapter)
+                    tuning=read_tuning(folder), adapter=adapter, heads=heads)
 
 
 def read_tuning(folder: Path) -> Tuning | None:
@@ -245,7 +261,7 @@ def read_tuning(folder: Path) -> Tuning | None:
     path = folder / TUNING
     if not path.is_file():
         return None
-    raw = _read_json(path)
+    raw = read_json(path)
     try:
         return Tuning(**{**raw, "cost": CostModel.from_dict(raw["cost"]),
                          "expected_accepted_length": tuple(raw["expected_accepted_length"]),
@@ -376,7 +392,7 @@ def _load_weights(drafter: Drafter, path: Path, config: Mapping[str, Any]) -> Ad
     """Load the drafter's weights; returns the adapter whose weights are in the same file, if there is one."""
     if not path.is_file():
         raise UserError(f"{path} is missing; the artifact is incomplete, copy or train it again")
-    if _sha256(path) != config["weights_sha256"]:
+    if sha256(path) != config["weights_sha256"]:
         raise UserError(f"{path} does not have the hash that {CONFIG} names ({config['weights_sha256'][:12]}...); it "
                         "is damaged, copy or train the artifact again")
     try:
@@ -393,20 +409,6 @@ def _load_weights(drafter: Drafter, path: Path, config: Mapping[str, Any]) -> Ad
     return Adapter.rebuild(config.get("adapter", {"layers": [], "scale": 1.0}), changes)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = bounded_json(read_bounded_text(path))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"{path} cannot be read as JSON ({error}); copy or train the artifact again") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object; copy or train the artifact again")
-    return value
-
-
 def _json(value: Any) -> str:
     return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
 
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -8,6 +8,7 @@ from .baselines.token_recycling import Recycling, recycling_tree
 from .decoding.loop import Loop, decode, stream
 from .decoding.requests import DecodeResult, DecodeSettings, DecodeStats, Generation, Request, repeats_itself
 from .decoding.row_errors import DecodeError
+from .drafters.acceptance_head import AcceptanceHead, AcceptanceHeadConfig
 from .drafters.draft_lm import DraftLM
 from .drafters.draft_lm_config import DraftLMConfig
 from .drafters.eagle import Eagle, EagleConfig
@@ -24,7 +25,7 @@ from .interfaces.proposer import DraftState, Frontier, Observation, Proposer, Sc
 from .policies.base import Policy
 from .policies.dynamic_trees import DySpecTree, Eagle2Tree
 from .policies.ensemble import Ensemble, Union
-from .policies.registry import POLICIES, STATIC, parse_policy, policy_named
+from .policies.registry import POLICIES, SPECDEC, STATIC, parse_policy, policy_named
 from .policies.sampled_tree import SampledTree
 from .policies.static_tree import Chain, StaticTree
 from .policies.stopping_chains import SampledChain, StoppedChain
@@ -35,6 +36,7 @@ from .policies.stopping_rules import (
     FixedLength,
     MaxProbability,
     PathProbability,
+    RejectionRisk,
     StoppingRule,
 )
 from .random_streams import Draws
@@ -43,6 +45,7 @@ from .target.identity import TargetIdentity
 from .target.loading import DEFAULT_NAME, TargetConfig, load_target
 from .target.model import PassOutput, Target, TargetRows
 from .token_tree import Drawn, TokenTree, Topology
+from .tuning.acceptance_examples import Examples, Rollouts, chain_for, mixed_examples, rollouts
 from .tuning.confidence_calibration import Confidence, ConfidenceBin, ConfidenceCurve, replay_noting
 from .tuning.cost_model import CostCurve, CostModel, Sample, TreeChoice, choose_size
 from .tuning.held_out_ranks import chance_table, rank_table
@@ -51,7 +54,7 @@ from .tuning.replay_target import Replay
 from .tuning.step_timing import measure_cost
 from .tuning.tree_search import expected_lengths, search_tree
 from .verification.acceptance_rules import ChainRejection, Chances, Equality, Rejection, Rule, Typical, exact_rule
-from .verification.sampling import Sampling, choose
+from .verification.sampling import Sampling, SamplingSetting, choose
 from .verification.tree_walk import Accepted, follow
 
 DRAFTERS: tuple[type[Drafter], ...] = (Medusa, Hydra, Eagle, Eagle3, Falcon, Kangaroo, DraftLM)
@@ -62,8 +65,11 @@ __all__ = [
     "DEFAULT_NAME",
     "DRAFTERS",
     "POLICIES",
+    "SPECDEC",
     "STATIC",
     "Acceptance",
+    "AcceptanceHead",
+    "AcceptanceHeadConfig",
     "Accepted",
     "Adapter",
     "AdaptiveThreshold",
@@ -96,6 +102,7 @@ __all__ = [
     "EarlyExit",
     "Ensemble",
     "Equality",
+    "Examples",
     "Falcon",
     "FalconConfig",
     "Features",
@@ -122,13 +129,16 @@ __all__ = [
     "Proposer",
     "Recycling",
     "Rejection",
+    "RejectionRisk",
     "Replay",
     "Request",
+    "Rollouts",
     "Rule",
     "Sample",
     "SampledChain",
     "SampledTree",
     "Sampling",
+    "SamplingSetting",
     "Scores",
     "StaticTree",
     "StoppedChain",
@@ -146,6 +156,7 @@ __all__ = [
     "UserError",
     "Verified",
     "baseline",
+    "chain_for",
     "chance_table",
     "choose",
     "choose_size",
@@ -156,6 +167,7 @@ __all__ = [
     "follow",
     "load_target",
     "measure_cost",
+    "mixed_examples",
     "parse_policy",
     "policy_named",
     "rank_table",
@@ -163,6 +175,7 @@ __all__ = [
     "repeats_itself",
     "replay",
     "replay_noting",
+    "rollouts",
     "search_layers",
     "search_tree",
     "stream",

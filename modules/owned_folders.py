@@ -35,7 +35,7 @@ def whole_folder(folder: Path, kind: str, *, changing: frozenset[str] = frozense
     Args:
         folder: its place.
         kind: what it is, for its marker and for people: "artifact".
-        changing: names of files that may be added or changed later.
+        changing: names of files and folders that may be added or changed later.
 
     Raises:
         UserError: if `folder` is a link, a file or the current folder, holds anything else, or cannot be written.
@@ -90,7 +90,7 @@ def _foreign(folder: Path, kind: str, changing: frozenset[str]) -> Iterator[str]
     for path in _files(folder):
         name = str(path.relative_to(folder))
         ours = written is not None and (
-            name == MARKER or name in changing or _is_unchanged(path, written.get(name)))
+            name == MARKER or Path(name).parts[0] in changing or _is_unchanged(path, written.get(name)))
         if not ours:
             yield name
 

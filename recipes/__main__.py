@@ -17,6 +17,7 @@ COMMANDS = {
     "distill": ("pipeline", "prompts -> answers by the target -> token shards and feature shards"),
     "train": ("pipeline", "token shards -> trained drafter and its draft tree: an artifact"),
     "families": ("compare_families", "several families under equal conditions -> one table"),
+    "specdec": ("acceptance_head", "artifact and data -> acceptance heads, by which its drafts end: policy specdec"),
     "plan": ("memory_plan", "recipe -> its parameters and memory, without running anything"),
     "evaluate": ("artifact_commands", "artifact and prompts -> acceptance, speed, losslessness: JSON, Markdown, HTML"),
     "export": ("artifact_commands", "artifact -> files in the layout of a serving engine"),

@@ -73,7 +73,7 @@ def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
         changing = [str(folder) for folder, artifact in zip(folders, artifacts, strict=True) if artifact.adapter]
         raise UserError(f"{', '.join(changing)} changes the target, so that it has no baseline in common with the "
                         "others; evaluate each such artifact by itself")
-    methods = [Method.of(artifact, name=name, policy=policy)
+    methods = [Method.of(artifact, name=name, policy=policy, temperature=given.evaluate.degrees[0])
                for artifact, name in zip(artifacts, names(folders), strict=True)
                for policy in given.evaluate.policy_names]
     questions = prompt_sets(given.template.build(target), sets)

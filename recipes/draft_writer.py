@@ -6,7 +6,7 @@ import torch
 
 from ..data import Writer
 from ..export import load_artifact
-from ..export.artifact import CONFIG
+from ..export.artifact_files import CONFIG
 from ..modules import UserError
 from ..trainers import DraftModule
 from .stages import sha256

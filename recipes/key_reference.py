@@ -9,6 +9,7 @@ from pathlib import Path
 from ..modules.atomic_files import write_file
 from ..trainers import TrainConfig
 from ..trainers.families import family_configs, family_names
+from .acceptance_head import SpecdecArguments
 from .parsing import LINE_ONLY
 from .recipe import Recipe
 from .recipe_keys import Key, field_docstrings, keys_of, markdown_table
@@ -19,7 +20,7 @@ START, END = "<!-- keys: written by python -m draftsmith.recipes.key_reference -
 
 def reference() -> str:
     """All keys as Markdown: the common sections, training, then what each family adds."""
-    return "\n\n".join([*_sections(), *_training()])
+    return "\n\n".join([*_sections(), *_training(), *_acceptance_heads()])
 
 
 def _sections() -> Iterator[str]:
@@ -42,6 +43,16 @@ def _training() -> Iterator[str]:
                  if _differs(key, common)}
         tables = markdown_table(keys_of(configs.drafter, "drafter.") | train)
         yield f"### `family: {family}`\n\n{tables}"
+
+
+def _acceptance_heads() -> Iterator[str]:
+    """The keys of `draftsmith specdec`, but for those of its target."""
+    keys, meanings = keys_of(SpecdecArguments, skip=("target",)), field_docstrings(SpecdecArguments)
+    top = {name: key for name, key in keys.items() if "." not in name}
+    yield f"### `draftsmith specdec`\n\nAcceptance heads for a finished artifact.\n\n{markdown_table(top)}"
+    for section in dict.fromkeys(name.partition(".")[0] for name in keys if "." in name):
+        inside = {name: key for name, key in keys.items() if name.startswith(f"{section}.")}
+        yield f"`{section}`: {meanings[section]}\n\n{markdown_table(inside)}"
 
 
 def _differs(key: Key, common: Mapping[str, Key]) -> bool:

@@ -55,8 +55,8 @@ class EvaluateConfig:
     """Use at most this many prompts of each set, spread over it; None uses all."""
     policies: tuple[str, ...] | str = (STATIC,)
     """Policies that artifacts draft with, one or several, each measured in turn: static (the tree tuned on this
-    machine), chain, sampled, sampled-chain, eagle2, dyspec, stopping, early-exit; optionally with a number of nodes or
-    tokens, [static,chain-3,eagle2-32]."""
+    machine), chain, sampled, sampled-chain, eagle2, dyspec, stopping, early-exit, specdec; optionally with a number of
+    nodes or tokens (specdec: the risk of a rejection at which a draft ends), [static,chain-3,eagle2-32,specdec-0.7]."""
     baselines: tuple[str, ...] | str = ()
     """Drafters without training that are measured too, one or several: prompt_lookup, suffix_match, recycling, ngrams,
     layer_skip, first_layers."""
@@ -164,13 +164,15 @@ class Method:
     """Speed-up that the cost model fitted on this machine predicts for a number of greedy rows; None without one."""
 
     @classmethod
-    def of(cls, artifact: Artifact, *, name: str | None = None, policy: str = STATIC) -> "Method":
+    def of(cls, artifact: Artifact, *, name: str | None = None, policy: str = STATIC,
+           temperature: float = 0.0) -> "Method":
         """The method that drafts with an artifact.
 
         Args:
             artifact: the drafter, with its tree.
             name: its name in the report; None takes the family's name.
             policy: name of the policy; `static` takes at each batch size the tree tuned for it.
+            temperature: one at which it will be used; whether the artifact can is tried there.
 
         Raises:
             UserError: if there is no such policy, or it asks for more than the artifact has.
@@ -178,7 +180,7 @@ class Method:
         def policy_for(rows: int, temperature: float) -> Policy:
             return artifact.policy(policy, batch_size=rows, temperature=temperature)
 
-        policy_for(1, 0.0)
+        policy_for(1, temperature)
         family = artifact.drafter.family
         called = name or (family if artifact.adapter is None else f"{family} (changes the target)")
         return cls(name=called if policy == STATIC else f"{called}, {policy}",

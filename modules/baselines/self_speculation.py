@@ -74,9 +74,7 @@ class LayerDraft(CausalDraft):
 
     def read_out(self, final: Tensor) -> Scores:
         """Log-probabilities by the target's output layer."""
-        logits = self.target.logits(final)
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        return Scores(log_probs_BFHQ=logits.to(wide).log_softmax(-1))
+        return Scores.from_logits(self.target.logits(final), states_BFHD=final)
 
     def expand_bytes(self) -> int:
         """Bytes of the kept layers and the output layer."""

@@ -81,7 +81,7 @@ class Loop:
         observer: called after every pass that verifies; None costs nothing.
 
     Raises:
-        UserError: if the policy makes no sense with the drafter, or two requests have the same index.
+        UserError: if the policy makes no sense with the drafter or the sampling, or two requests have the same index.
     """
 
     def __init__(
@@ -112,6 +112,9 @@ class Loop:
                 self.refused.append(Generation(request, finish="error", error=error))
             else:
                 self.waiting.append(request)
+        if self.policy is not None:
+            for temperature in sorted({request.temperature for request in self.waiting}):
+                self.policy.check_sampling(settings.sampling_at(temperature))
         self.stats = DecodeStats(lossless=settings.lossy is None)
         self.slots: list[Generation] = []
         size = policy.max_size if policy is not None else 1

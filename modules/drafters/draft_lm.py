@@ -320,7 +320,7 @@ class DraftLM(CausalDraft, Drafter):
         packed = self._packing.output
         with self._packing.installed():
             logits = self.project(final, 0) if packed is None else self._post_process(packed(final))
-        return Scores.from_logits(logits, self.token_ids)
+        return Scores.from_logits(logits, self.token_ids, final)
 
 
 def _last_norm(decoder: nn.Module) -> nn.Module:

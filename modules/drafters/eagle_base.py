@@ -165,9 +165,10 @@ class EagleDrafter(FeatureDrafter):
         return self._scores(own_BFD)
 
     def _scores(self, own_BFD: Tensor) -> Scores:
+        finished_BFD = self.finish(own_BFD)
         with self._packing.installed():
-            logits_BFQ = self.project(self.finish(own_BFD), 0)
-        return Scores.from_logits(logits_BFQ[:, :, None], self.token_ids)
+            logits_BFQ = self.project(finished_BFD, 0)
+        return Scores.from_logits(logits_BFQ[:, :, None], self.token_ids, finished_BFD[:, :, None])
 
     def observe_bytes(self) -> int:
         """Bytes of all own weights but the output layer."""

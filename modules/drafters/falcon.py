@@ -207,13 +207,15 @@ class Falcon(FeatureDrafter):
         place = held.next_level(frontier)
         if place == 0 and held.level > 1:
             self._start_blocks(held)
+        estimates_RPD = held.estimates_RPKD[:, :, place]
         with self._packing.installed():
-            logits_RPQ = self.project(held.estimates_RPKD[:, :, place], place)
-        scores = Scores.from_logits(logits_RPQ[:, :, None], self.token_ids)
+            logits_RPQ = self.project(estimates_RPD, place)
+        scores = Scores.from_logits(logits_RPQ[:, :, None], self.token_ids, estimates_RPD[:, :, None])
         if place == 0:
             return scores
         log_probs_RFQ = spread(scores.log_probs_BFHQ[:, :, 0], held.block_RF)
-        return Scores(log_probs_BFHQ=log_probs_RFQ[:, :, None], token_ids_Q=self.token_ids)
+        return Scores(log_probs_BFHQ=log_probs_RFQ[:, :, None], token_ids_Q=self.token_ids,
+                      states_BFHD=spread(estimates_RPD, held.block_RF)[:, :, None])
 
     def _start_blocks(self, held: FalconState) -> None:
         """Read the K tokens of the path to each node of this level, and estimate the block after them."""

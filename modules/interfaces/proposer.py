@@ -1,7 +1,8 @@
 """The interface of everything that proposes tokens while decoding, trained or not.
 
 Shapes: B rows, F frontier nodes, H depths scored, Q entries of the draft vocabulary or candidates of a node, R ranks
-used, N new positions, M nodes of a pass, D hidden size, V target vocabulary, O nodes with their own values.
+used, N new positions, M nodes of a pass, D hidden size (the target's, or that of the drafter's own states), V target
+vocabulary, O nodes with their own values.
 """
 
 from abc import ABC, abstractmethod
@@ -43,12 +44,18 @@ class Scores:
     candidates_BFHQ: Tensor | None = None
     """In place of `token_ids_Q`: the ids of a few candidates, different at each node. Only a drafter that sets this may
     return fewer guesses than requested."""
+    states_BFHD: Tensor | None = None
+    """The drafter's hidden state that each depth's scores come from: with H = 1 its state at the frontier node, whose
+    token it has read. None for a drafter without one. Stopping rules may read it; it costs nothing."""
 
     @classmethod
-    def from_logits(cls, logits_BFHQ: Tensor, token_ids_Q: Tensor | None = None) -> "Scores":
+    def from_logits(
+        cls, logits_BFHQ: Tensor, token_ids_Q: Tensor | None = None, states_BFHD: Tensor | None = None
+    ) -> "Scores":
         """Scores of a drafter's logits, normalised in float32 or wider."""
         wide = torch.promote_types(logits_BFHQ.dtype, torch.float32)
-        return cls(log_probs_BFHQ=logits_BFHQ.to(wide).log_softmax(-1), token_ids_Q=token_ids_Q)
+        log_probs_BFHQ = logits_BFHQ.to(wide).log_softmax(-1)
+        return cls(log_probs_BFHQ=log_probs_BFHQ, token_ids_Q=token_ids_Q, states_BFHD=states_BFHD)
 
     def best(self, width: int) -> "Proposals":
         """The `width` most probable children of each node, best first.

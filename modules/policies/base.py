@@ -10,6 +10,7 @@ from torch import Tensor
 from ..interfaces.proposer import DraftState, Proposer
 from ..random_streams import Draws
 from ..token_tree import TokenTree
+from ..verification.sampling import SamplingSetting
 from ..verification.tree_walk import Accepted
 
 
@@ -40,6 +41,9 @@ class Policy(ABC):
 
     def check(self, drafter: Proposer) -> None:  # noqa: B027
         """Raise UserError when the policy makes no sense with a family; most serve all, recurrent or one-shot."""
+
+    def check_sampling(self, setting: SamplingSetting) -> None:  # noqa: B027
+        """Raise UserError when the policy was made for another sampling of the answers; most serve all."""
 
     def learn(self, tree: TokenTree, accepted: Accepted) -> None:  # noqa: B027
         """Learn from what the target accepted of the last tree; most policies learn nothing."""

@@ -13,6 +13,7 @@ from ..errors import UserError
 from ..interfaces.proposer import DraftState, Frontier, Observation, Proposer, Scores
 from ..random_streams import Draws
 from ..token_tree import TokenTree
+from ..verification.sampling import SamplingSetting
 from .base import Policy, trimmed
 
 
@@ -119,6 +120,11 @@ class Union(Policy):
         """Refuse anything but an ensemble of as many parts, and what a part's policy refuses of its part."""
         for policy, part in zip(self.policies, self._parts(drafter), strict=True):
             policy.check(part)
+
+    def check_sampling(self, setting: SamplingSetting) -> None:
+        """Refuse a sampling that a part's policy refuses."""
+        for policy in self.policies:
+            policy.check_sampling(setting)
 
     def _parts(self, drafter: Proposer) -> Sequence[Proposer]:
         if not isinstance(drafter, Ensemble) or len(drafter.parts) != len(self.policies):

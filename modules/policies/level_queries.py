@@ -1,7 +1,7 @@
 """Queries of a drafter by tree level: scores looked up, tempered and sampled from.
 
 Shapes: B rows, F nodes of a level, K children of one node, O nodes the drafter was asked about, H depths answered at
-once, Q entries of the draft vocabulary or candidates of a node.
+once, Q entries of the draft vocabulary or candidates of a node, D width of the drafter's states.
 """
 
 import torch
@@ -30,6 +30,7 @@ class LevelQueries:
         self.token_ids_Q: Tensor | None = None
         self._answered: Tensor | None = None
         self._candidates: Tensor | None = None
+        self._states: Tensor | None = None
         self._origin_BF = torch.zeros(0)
         self._used = 0
 
@@ -56,6 +57,7 @@ class LevelQueries:
     def _expand(self, frontier: Frontier) -> Tensor:
         scores = self.drafter.expand(self.state, frontier)
         self.token_ids_Q, self._candidates, self._used = scores.token_ids_Q, scores.candidates_BFHQ, 0
+        self._states = scores.states_BFHD
         missing = self.least - scores.log_probs_BFHQ.shape[-1]
         if missing <= 0:
             return scores.log_probs_BFHQ
@@ -71,6 +73,11 @@ class LevelQueries:
     def candidates_BOQ(self) -> Tensor | None:
         """Ids of the entries answered last, where they differ from node to node."""
         return None if self._candidates is None else self._candidates[:, :, self._used - 1]
+
+    @property
+    def states_BOD(self) -> Tensor | None:
+        """The drafter's states that the entries answered last come from; None where it has none."""
+        return None if self._states is None else self._states[:, :, self._used - 1]
 
     def tokens(self, entries_BFK: Tensor) -> Tensor:
         """Target-vocabulary ids of entries that were answered last, [B, F, K]."""

@@ -19,6 +19,8 @@ from .stopping_rules import EarlyExit, MaxProbability
 
 STATIC = "static"
 """The kind that an artifact was tuned for."""
+SPECDEC = "specdec"
+"""The kind that needs an acceptance head, which an artifact holds."""
 DYNAMIC_DEPTH = 6
 """Levels of a growing tree, where the family answers as many."""
 DYNAMIC_WIDTH = 10
@@ -39,6 +41,8 @@ class _Kind:
     """The number where the name has none."""
     least: int
     """The smallest number."""
+    share: bool = False
+    """Whether the number lies between 0 and 1."""
 
 
 def _static(topology: Topology, size: int, _drafter: Proposer) -> Policy:
@@ -73,6 +77,11 @@ def _early_exit(_topology: Topology, length: int, drafter: Proposer) -> Policy:
     return StoppedChain(length, EarlyExit(drafter.chain_limits.eta))
 
 
+def _specdec(_topology: Topology, _length: int, _drafter: Proposer) -> Policy:
+    raise UserError(f"the policy {SPECDEC} needs an acceptance head; train one for an artifact with draftsmith "
+                    "specdec, and draft with that artifact")
+
+
 def _levels(drafter: Proposer) -> int:
     return DYNAMIC_DEPTH if drafter.reach is None else min(drafter.reach, DYNAMIC_DEPTH)
 
@@ -98,19 +107,21 @@ _KINDS: dict[str, _Kind] = {
     "dyspec": _Kind(_dyspec, _nodes, 2),
     "stopping": _Kind(_stopping, _length, 1),
     "early-exit": _Kind(_early_exit, _gamma, 1),
+    SPECDEC: _Kind(_specdec, _length, 1, share=True),
 }
 POLICIES = tuple(_KINDS)
 """The artifact's tree, tuned for this machine or cut to N nodes (root included); its likeliest N tokens; the tree and
 the chain with sampled tokens (RSD-C, arXiv:2402.14160); EAGLE-2's and DySpec's growing trees of N nodes
 (arXiv:2406.16858, 2410.11744); chains of at most N tokens that end before the first unsure token, or after it where the
-drafter's own limits say so (Kangaroo, arXiv:2404.18911)."""
+drafter's own limits say so (Kangaroo, arXiv:2404.18911), or once an acceptance head sees a risk of rejection above the
+number, such as specdec-0.7 (arXiv:2405.19715)."""
 
 
-def parse_policy(name: str) -> tuple[str, int | None]:
-    """The kind that a name asks for, and its number.
+def parse_policy(name: str) -> tuple[str, float | None]:
+    """The kind that a name asks for, and its number: a whole one, except for the risk of `specdec`.
 
     Raises:
-        UserError: if there is no such kind, or the number is none, too small or too large.
+        UserError: if there is no such kind, or the number is none or out of its range.
     """
     kind, hyphen, number = name.rpartition("-") if name not in _KINDS else (name, "", "")
     if kind not in _KINDS:
@@ -118,10 +129,20 @@ def parse_policy(name: str) -> tuple[str, int | None]:
                         "tokens after a hyphen where you like, such as chain-3 or eagle2-32")
     if not hyphen:
         return kind, None
+    if _KINDS[kind].share:
+        return kind, _share(name, kind, number)
     if not number.isdecimal() or len(number) > len(str(MOST)) or not _KINDS[kind].least <= int(number) <= MOST:
         raise UserError(f"the policy {name!r} ends in {number!r}; {kind} wants a whole number of at least "
                         f"{_KINDS[kind].least} and at most {MOST}; choose one")
     return kind, int(number)
+
+
+def _share(name: str, kind: str, number: str) -> float:
+    found = float(number) if number.replace(".", "", 1).isdecimal() else 0.0
+    if not 0 < found < 1:
+        raise UserError(f"the policy {name!r} ends in {number!r}; {kind} wants a number above 0 and below 1, such as "
+                        f"{kind}-0.7")
+    return found
 
 
 def policy_named(name: str, topology: Topology, drafter: Proposer) -> Policy:
@@ -137,7 +158,7 @@ def policy_named(name: str, topology: Topology, drafter: Proposer) -> Policy:
     """
     kind, number = parse_policy(name)
     chosen = _KINDS[kind]
-    size = max(chosen.least, chosen.default(topology, drafter)) if number is None else number
+    size = max(chosen.least, chosen.default(topology, drafter)) if number is None else int(number)
     policy = chosen.make(topology, size, drafter)
     policy.check(drafter)
     return policy

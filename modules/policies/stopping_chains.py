@@ -3,12 +3,16 @@
 Shapes: B rows, T tokens drafted so far, N nodes, Q draft vocabulary.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from ..errors import UserError
 from ..interfaces.proposer import DraftState, Frontier, Proposer
 from ..random_streams import Draws
 from ..token_tree import Drawn, TokenTree
+from ..verification.sampling import SamplingSetting
 from ..verification.tree_walk import Accepted
 from .base import Policy
 from .level_queries import LevelQueries, check_temperature, sample, tempered, within_reach
@@ -58,6 +62,8 @@ class StoppedChain(Policy):
                     tokens, reals, log_q = tokens[:kept], reals[:kept], log_q[: kept - 1]
                     break
             log_probs_BQ = queries.ask(*_step(tokens[-1], place))[0][:, 0]
+            if place and self.stop.reads_states:
+                drafted = self._judged(drafted, queries)
             peak_B = log_probs_BQ.amax(-1)
             log_q_BQ, entries_B = self._pick(log_probs_BQ, place, draws)
             own_B = log_probs_BQ.gather(1, entries_B[:, None])[:, 0]
@@ -65,11 +71,24 @@ class StoppedChain(Policy):
             tokens.append(queries.tokens(entries_B[:, None, None])[:, 0, 0])
             log_q.append(log_q_BQ)
             candidates += [] if queries.candidates_BOQ is None else [queries.candidates_BOQ]
-            drafted = Drafted(
+            drafted = replace(
+                drafted,
                 log_probs_BT=torch.cat([drafted.log_probs_BT, own_B[:, None]], dim=1),
                 peaks_BT=torch.cat([drafted.peaks_BT, peak_B[:, None]], dim=1),
             )
         return self._chain(tokens, reals, self._drawn(log_q, candidates, queries, draws))
+
+    def check_sampling(self, setting: SamplingSetting) -> None:
+        self.stop.check_sampling(setting)
+
+    def _judged(self, drafted: Drafted, queries: LevelQueries) -> Drafted:
+        """With the rule's judgement of the token that was read last."""
+        if queries.states_BOD is None:
+            raise UserError(f"{type(self.stop).__name__} reads the drafter's states at its tokens, of which "
+                            f"{type(queries.drafter).__name__} shows none; choose another policy")
+        judged_B1 = self.stop.judge(queries.states_BOD[:, 0])[:, None]
+        before = [] if drafted.judged_BJ is None else [drafted.judged_BJ]
+        return replace(drafted, judged_BJ=torch.cat([*before, judged_B1], dim=1))
 
     def _looks(self, place: int) -> bool:
         return self.check_every > 0 and place > 0 and place % self.check_every == 0

@@ -4,14 +4,18 @@ A rule sees what has been drafted and nothing later. Dropping a sampled token be
 the output (arXiv:2607.05147); so a rule stops either before a token is drawn, knowing its distribution only, or after
 a token that stays in the draft.
 
-Shapes: B rows, T tokens drafted so far.
+Shapes: B rows, T tokens drafted so far, J of them judged, D width of the drafter's states.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import log
 
 import torch
 from torch import Tensor
+
+from ..errors import UserError
+from ..verification.sampling import SamplingSetting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +26,9 @@ class Drafted:
     """log-probability of each token."""
     peaks_BT: Tensor
     """log-probability of the likeliest token at the same places."""
+    judged_BJ: Tensor | None = None
+    """What `StoppingRule.judge` made of the drafter's state at each token that it has read: all but the newest one in
+    `after`, all of them in `before`. None before the first one, and for rules that read no states."""
 
     @property
     def length(self) -> int:
@@ -31,6 +38,20 @@ class Drafted:
 
 class StoppingRule:
     """Says which rows draft no further. A rule may stop before a token, after it, or both."""
+
+    reads_states: bool = False
+    """Whether `judge` is asked."""
+
+    def judge(self, state_BD: Tensor) -> Tensor:
+        """A number for each row from the drafter's state at a drafted token, [B]: `Drafted.judged_BJ` collects them.
+
+        Raises:
+            NotImplementedError: for rules that read no states.
+        """
+        raise NotImplementedError(f"{type(self).__name__} reads no states")
+
+    def check_sampling(self, setting: SamplingSetting) -> None:
+        """Raise UserError if the rule was made for another sampling of the answers; most serve all."""
 
     def before(self, drafted: Drafted, peak_B: Tensor) -> Tensor | None:
         """Rows that do not draft the next token, whose distribution has the peak `peak_B` (log); None for no row."""
@@ -107,6 +128,44 @@ class EarlyExit(StoppingRule):
 
     def after(self, drafted: Drafted) -> Tensor | None:
         return drafted.peaks_BT[:, -1] < log(self.eta)
+
+
+@dataclass(frozen=True)
+class RejectionRisk(StoppingRule):
+    """SpecDec++ (arXiv:2405.19715): stop once it is likely that a drafted token will be rejected.
+
+    The risk is 1 - prod_j P_j over the tokens j that the drafter has read, P_j the estimated probability that token j
+    is accepted if those before it are. The newest token has not been read yet: it stays in the draft, unjudged.
+    """
+
+    log_acceptance: Callable[[Tensor], Tensor]
+    """log P_j, [B], of the drafter's states [B, D] at tokens: an acceptance head."""
+    setting: SamplingSetting
+    """The sampling of answers for which it was calibrated."""
+    threshold: float = 0.7
+    """Largest risk with which drafting goes on; the paper's h."""
+    least: int = 2
+    """Tokens that are drafted whatever the risk; the paper's k_min."""
+
+    reads_states = True
+
+    def __post_init__(self) -> None:
+        _check_share("threshold", self.threshold)
+        if self.least < 1:
+            raise ValueError(f"least must be at least 1, got {self.least}")
+
+    def judge(self, state_BD: Tensor) -> Tensor:
+        return self.log_acceptance(state_BD)
+
+    def check_sampling(self, setting: SamplingSetting) -> None:
+        if setting != self.setting:
+            raise UserError(f"this acceptance head was calibrated for {self.setting}, but answers are sampled at "
+                            f"{setting}; train a head for that with draftsmith specdec, or choose another policy")
+
+    def after(self, drafted: Drafted) -> Tensor | None:
+        if drafted.length < self.least or drafted.judged_BJ is None:
+            return None
+        return -torch.expm1(drafted.judged_BJ.sum(-1)) > self.threshold
 
 
 @dataclass

@@ -151,9 +151,7 @@ class ChainRejection(Rule):
     def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
         p_BNV = sampling.distribution(logits_BNV).double()
         q_BMV = self._proposals(tree, logits_BNV.shape[-1])
-        tokens_BM1 = tree.tokens_BN[:, 1:, None]
-        p_BM, q_BM = p_BNV[:, :-1].gather(2, tokens_BM1)[..., 0], q_BMV.gather(2, tokens_BM1)[..., 0]
-        passed_BM = tree.real_BN[:, 1:] & (chances.tests_BN[:, 1:] < p_BM / q_BM)
+        passed_BM = tree.real_BN[:, 1:] & (chances.tests_BN[:, 1:] < _ratios(tree, p_BNV, q_BMV))
         deepest_B = passed_BM.long().cumprod(-1).sum(-1)
         rows_B = torch.arange(deepest_B.shape[0], device=deepest_B.device)
         last_BV = p_BNV[rows_B, deepest_B]
@@ -163,6 +161,11 @@ class ChainRejection(Rule):
         rest_BV = torch.where(rejected_B1, normalised((last_BV - q_BV).clamp(min=0), last_BV), last_BV)
         return down_to(tree, deepest_B, draw(rest_BV, chances.choices_BN[rows_B, deepest_B]))
 
+    def chances(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling) -> Tensor:
+        """The probability that each node below the root is accepted if those before it are, [B, N - 1], float64."""
+        p_BNV = sampling.distribution(logits_BNV).double()
+        return _ratios(tree, p_BNV, self._proposals(tree, logits_BNV.shape[-1])).clamp(max=1.0)
+
     def _proposals(self, tree: TokenTree, vocab_size: int) -> Tensor:
         """The distribution each node below the root was drawn from, [B, N - 1, V]."""
         nodes_BM = torch.arange(tree.size - 1, device=tree.tokens_BN.device).expand(tree.tokens_BN.shape[0], -1)
@@ -171,6 +174,12 @@ class ChainRejection(Rule):
             return draft_BMV.scatter(2, tree.tokens_BN[:, 1:, None], 1.0)
         certain_BMV = torch.zeros_like(draft_BMV).scatter(2, tree.tokens_BN[:, 1:, None], 1.0)
         return torch.where(tree.drawn.sampled_BN[:, 1:, None], draft_BMV, certain_BMV)
+
+
+def _ratios(tree: TokenTree, p_BNV: Tensor, q_BMV: Tensor) -> Tensor:
+    """p(x) / q(x) of each token of a chain below the root, [B, N - 1]."""
+    tokens_BM1 = tree.tokens_BN[:, 1:, None]
+    return (p_BNV[:, :-1].gather(2, tokens_BM1) / q_BMV.gather(2, tokens_BM1))[..., 0]
 
 
 @dataclass(frozen=True, kw_only=True)

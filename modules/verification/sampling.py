@@ -31,6 +31,33 @@ def is_temperature(value: float) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SamplingSetting:
+    """The sampling of an answer, as far as it decides the target's distribution: filters of a greedy answer decide
+    nothing and are left out, so that equal settings compare equal."""
+
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_k: int = 0
+    """The k likeliest tokens; 0 is all."""
+    top_p: float = 1.0
+    """The likeliest tokens whose probabilities reach this sum."""
+    min_p: float = 0.0
+    """The tokens with at least this share of the likeliest one's probability; 0 is all."""
+    repetition_penalty: float = 1.0
+    """The penalty of tokens that occurred; 1 is none."""
+
+    def __post_init__(self) -> None:
+        if self.temperature == 0:
+            for name, value in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+                object.__setattr__(self, name, value)
+
+    def __str__(self) -> str:
+        unset = SamplingSetting(temperature=self.temperature)
+        filters = [f"{name} {value:g}" for name, value in vars(self).items() if value != getattr(unset, name)]
+        return ", ".join([f"temperature {self.temperature:g}", *filters])
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sampling:
     """Processing of the target's logits in transformers' order: temperature, top-k, top-p, min-p."""
 

@@ -1,11 +1,12 @@
 """The reference of all recipe keys in recipes/README.md, and its parts."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import yaml
+from draftsmith.recipes.acceptance_head import SpecdecArguments
 from draftsmith.recipes.key_reference import reference, rewritten
 from draftsmith.recipes.parsing import SECTIONS
 from draftsmith.recipes.recipe_keys import allows_null, default_in_words, keys_of, kind_in_words
@@ -52,7 +53,7 @@ def test_every_key_has_a_meaning_and_every_section_a_table() -> None:
     assert len(rows) > 100
     assert [row[0] for row in rows if len(row[-1].strip(" |")) < 10] == []
     named = {row[0].strip("| `").partition(".")[0] for row in rows}
-    assert named == set(SECTIONS)
+    assert named == {*SECTIONS, *(field.name for field in fields(SpecdecArguments))}
 
 
 def test_keys_of_a_dataclass() -> None:

@@ -1,6 +1,7 @@
 """Rules that stop drafting: what each does, that none looks ahead, and that sampled chains keep the target's law."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,15 +13,23 @@ from draftsmith.modules import (
     FixedLength,
     MaxProbability,
     PathProbability,
+    RejectionRisk,
     SampledChain,
     Sampling,
+    SamplingSetting,
     StoppedChain,
     StoppingRule,
+    UserError,
     exact_rule,
 )
 from support.goodness_of_fit import chi2_bound, g_statistic
 from support.tables import DepthDrafter, TableDrafter, draws_for, random_log_probs
 from torch import Tensor
+
+
+def first_component(state_BD: Tensor) -> Tensor:
+    return state_BD[:, 0]
+
 
 RULES: dict[str, StoppingRule] = {
     "fixed": FixedLength(3),
@@ -28,6 +37,7 @@ RULES: dict[str, StoppingRule] = {
     "product": PathProbability(0.2),
     "exit": EarlyExit(0.5),
     "adaptive": AdaptiveThreshold(0.45),
+    "risk": RejectionRisk(first_component, SamplingSetting(temperature=1.0), 0.6, 1),
 }
 
 
@@ -73,11 +83,12 @@ def test_a_stopped_batch_makes_a_short_tree_and_no_look_makes_a_full_one() -> No
 
 
 class PerRow(DepthDrafter):
-    """Row b of a batch is scored by table b."""
+    """Row b of a batch is scored by table b; the states are the log-probabilities of the likeliest tokens."""
 
     def expand(self, state, frontier):  # type: ignore[no-untyped-def]
         scores = super().expand(state, frontier)
-        return type(scores)(log_probs_BFHQ=self.tables[:, None])
+        return type(scores)(log_probs_BFHQ=self.tables[:, None],
+                            states_BFHD=self.tables[:, None].amax(-1, keepdim=True))
 
     def __init__(self, tables: Tensor) -> None:
         super().__init__(tables[0])
@@ -107,6 +118,14 @@ def test_a_cut_depends_on_nothing_later(name: str, sampled: bool) -> None:
     assert len(seen) > (1 if name != "fixed" else 0)
 
 
+class StatedTable(TableDrafter):
+    """The state of a token is log(token / 5): it says which token was drawn, so that a rule may stop after some."""
+
+    def expand(self, state, frontier):  # type: ignore[no-untyped-def]
+        scores = super().expand(state, frontier)
+        return replace(scores, states_BFHD=((frontier.tokens_BF + 0.01) / 5).log()[:, :, None, None])
+
+
 class AnticipatingChain(SampledChain):
     """Wrong: drops a token whose own q is below a bound, instead of stopping after it."""
 
@@ -118,7 +137,7 @@ class AnticipatingChain(SampledChain):
 
 
 def g_of(policy: StoppedChain, rows: int = 60_000) -> tuple[float, int]:
-    drafter, p = TableDrafter(random_log_probs(5, 5, seed=2)), random_log_probs(5, 5, seed=1).double()
+    drafter, p = StatedTable(random_log_probs(5, 5, seed=2)), random_log_probs(5, 5, seed=1).double()
     draws = draws_for(rows)
     tree = policy.grow(drafter, drafter.start(rows, 64), torch.full((rows,), 4), draws)
     generator = torch.Generator().manual_seed(5)
@@ -143,6 +162,21 @@ def test_dropping_unlikely_samples_is_noticed() -> None:
     assert statistic > chi2_bound(cells)
 
 
+class DroppingChain(SampledChain):
+    """Wrong: a token whose own state says that it will be rejected is dropped."""
+
+    def grow(self, drafter, state, roots_B, draws=None):  # type: ignore[no-untyped-def]
+        tree = super().grow(drafter, state, roots_B, draws)
+        accepted = (tree.tokens_BN[:, 1:] + 0.01) / 5 > 0.4
+        tree.real_BN[:, 1:] &= accepted.cumprod(-1).bool()
+        return tree
+
+
+def test_dropping_tokens_by_their_own_state_is_noticed() -> None:
+    statistic, cells = g_of(DroppingChain(2, FixedLength(2)))
+    assert statistic > chi2_bound(cells)
+
+
 def test_the_adaptive_threshold_follows_its_formula() -> None:
     rule, threshold, share = AdaptiveThreshold(0.5), 0.5, 0.9
     one = Drafted(log_probs_BT=torch.tensor([[math.log(0.495)]]), peaks_BT=torch.zeros(1, 1))
@@ -163,6 +197,8 @@ def test_the_adaptive_threshold_follows_its_formula() -> None:
     [
         (lambda: FixedLength(-1), "length must be at least 0, got -1"),
         (lambda: MaxProbability(0.0), "threshold must be above 0 and below 1, got 0.0"),
+        (lambda: risk(1.0), "threshold must be above 0 and below 1, got 1.0"),
+        (lambda: risk(0.5, least=0), "least must be at least 1, got 0"),
         (lambda: EarlyExit(1.0), "eta must be above 0 and below 1, got 1.0"),
         (lambda: AdaptiveThreshold(wanted=2.0), "wanted must be above 0 and below 1, got 2.0"),
         (lambda: StoppedChain(0, FixedLength(1)), "length must be at least 1, got 0"),
@@ -174,3 +210,54 @@ def test_bad_rules_say_so(make: object, message: str) -> None:
     assert callable(make)
     with pytest.raises(ValueError, match=message):
         make()
+
+
+class Stated(DepthDrafter):
+    """One-shot: the state at depth d is entry d of a list; the first is the root's, which no rule judges."""
+
+    def __init__(self, tables: Tensor, accepted: list[float]) -> None:
+        super().__init__(tables)
+        self.states_HD = torch.tensor([99.0, *accepted])[:, None].log()
+
+    def expand(self, state, frontier):  # type: ignore[no-untyped-def]
+        return replace(super().expand(state, frontier), states_BFHD=self.states_HD[None, None])
+
+
+def risk(threshold: float, least: int = 1) -> RejectionRisk:
+    return RejectionRisk(first_component, SamplingSetting(), threshold, least)
+
+
+@pytest.mark.parametrize(("accepted", "rule", "count"), [
+    ([0.9, 0.9, 0.9, 0.9, 0.9], risk(0.3), 5),  # 1 - .9^4 = .344 is known once the fifth is drawn
+    ([0.9, 0.9, 0.9, 0.9, 0.9], risk(0.25), 4),
+    ([0.9, 0.2, 0.9, 0.9, 0.9], risk(0.7), 3),  # the second is judged when the third has been drawn: it stays
+    ([0.1, 0.9, 0.9, 0.9, 0.9], risk(0.7), 2),  # the first is judged after the second
+    ([0.1, 0.9, 0.9, 0.9, 0.9], risk(0.7, least=4), 4),
+    ([1.0, 1.0, 1.0, 1.0, 1.0], risk(0.7), 6),  # the longest draft
+])
+@pytest.mark.parametrize("check_every", [0, 1, 3])
+def test_the_risk_counts_the_tokens_that_were_read(
+    accepted: list[float], rule: RejectionRisk, count: int, check_every: int
+) -> None:
+    drafter = Stated(peaked(*[0.9] * 6), accepted)
+    assert len(drafted(StoppedChain(6, rule, check_every=check_every), drafter)) == count
+
+
+@pytest.mark.parametrize(("chance", "counts"), [(0.9, (5, 8, 13)), (0.8, (3, 5, 7)), (0.699, (2, 3, 5))])
+def test_the_lengths_of_constant_chances_are_the_papers(chance: float, counts: tuple[int, ...]) -> None:
+    """h = 0.3, 0.5 and 0.7 with one chance for every token."""
+    drafter = Stated(peaked(*[0.05 * place + 0.2 for place in range(8)]).repeat(2, 1), [chance] * 15)
+    assert tuple(len(drafted(StoppedChain(16, risk(h, 2)), drafter)) for h in (0.3, 0.5, 0.7)) == counts
+
+
+def test_a_drafter_without_states_is_refused() -> None:
+    drafter = TableDrafter(random_log_probs(8, 8))
+    with pytest.raises(UserError, match="RejectionRisk reads the drafter's states at its tokens, of which Table"):
+        StoppedChain(6, risk(0.7)).grow(drafter, drafter.start(1, 64), torch.tensor([7]))
+
+
+def test_greedy_filters_decide_nothing_and_sampled_ones_do() -> None:
+    assert SamplingSetting(top_k=4, top_p=0.5, min_p=0.1) == SamplingSetting()
+    assert SamplingSetting(repetition_penalty=1.2) != SamplingSetting()
+    assert SamplingSetting(temperature=1.0, top_p=0.9) != SamplingSetting(temperature=1.0)
+    assert str(SamplingSetting(temperature=0.7, top_p=0.9)) == "temperature 0.7, top_p 0.9"

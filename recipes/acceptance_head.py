@@ -1,0 +1,184 @@
+"""The command specdec: acceptance heads for the drafter of a finished artifact (SpecDec++, arXiv:2405.19715)."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ..data import Manifest
+from ..data.token_store import TokenShard
+from ..export import Artifact, StoredHead, load_artifact, save_head
+from ..export.acceptance_heads import check_rule
+from ..modules import (
+    AcceptanceHeadConfig,
+    Examples,
+    Features,
+    SamplingSetting,
+    TargetConfig,
+    UserError,
+    mixed_examples,
+    rollouts,
+)
+from ..modules.config_checks import check_sizes
+from ..modules.verification.sampling import TEMPERATURES, is_temperature
+from ..trainers.acceptance_head import HeadFit, HeadFitConfig, fit_head, reliability
+from .artifact_commands import own_target
+from .chat_settings import artifact_target
+from .parsing import Command, Parsed
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelConfig:
+    """Examples of drafted tokens, and the sampling that the heads are calibrated for."""
+
+    origin: Literal["rollouts", "mixing"] = "rollouts"
+    """rollouts: whole drafts while the target answers the data's prompts, with the exact acceptance of each token;
+    mixing: the paper's, one drafted token at each place of the data's answers, read in a mixed text."""
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    """A head is trained for each of these temperatures; it decides for answers at this one alone."""
+    top_k: int = 0
+    """Sampling among this many best tokens; 0 is all of them."""
+    top_p: float = 1.0
+    """Sampling within this share of the probability."""
+    min_p: float = 0.0
+    """Sampling among tokens with at least this share of the likeliest one's probability; 0 is all of them."""
+    length: int = 8
+    """Tokens of a rolled-out draft."""
+    examples: int = 24000
+    """Drafted tokens for each head, held-out ones included; fewer where the data end before."""
+    max_new_tokens: int = 128
+    """Longest answer that is drafted for, in tokens."""
+    batch_size: int = 8
+    """Answers written at once, with rollouts."""
+    mixing_share: float = 0.15
+    """Probability of the true token in the text that the drafter reads, with mixing."""
+    seed: int = 0
+    """Seed of answers and drafts."""
+
+    def __post_init__(self) -> None:
+        if self.origin not in ("rollouts", "mixing"):
+            raise UserError(f"labels.origin must be rollouts or mixing, got {self.origin!r}")
+        for name in ("length", "examples", "max_new_tokens", "batch_size"):
+            check_sizes(**{f"labels.{name}": getattr(self, name)})
+        if not self.temperatures or not all(map(is_temperature, self.temperatures)):
+            raise UserError(f"labels.temperatures must each be {TEMPERATURES}, got {list(self.temperatures)}")
+        if not 0 <= self.mixing_share <= 1:
+            raise UserError(f"labels.mixing_share must be from 0 to 1, got {self.mixing_share}")
+
+    def settings(self) -> list[SamplingSetting]:
+        """The sampling of each head."""
+        return [SamplingSetting(temperature=one, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+                for one in dict.fromkeys(self.temperatures)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuleConfig:
+    """The stopping rule that a head decides; `specdec-0.5` in place of `specdec` takes another risk."""
+
+    threshold: float = 0.7
+    """Risk of a rejection above which a draft ends; larger ones make longer drafts."""
+    least: int = 2
+    """Tokens that are drafted whatever the risk."""
+    most: int = 20
+    """Most tokens of a draft."""
+
+    def __post_init__(self) -> None:
+        check_rule(self.threshold, self.least, self.most)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecdecArguments:
+    """Arguments of `draftsmith specdec`."""
+
+    artifact: Path
+    """Folder of the artifact; the heads are written into it."""
+    data: Path | None = None
+    """Folder of distilled data whose prompts are answered; None takes `data` next to the artifact."""
+    target: TargetConfig = field(default_factory=own_target)
+    """The target; the one that the artifact names by default."""
+    labels: LabelConfig = field(default_factory=LabelConfig)
+    """Examples of drafted tokens, and the sampling that the heads are calibrated for."""
+    head: AcceptanceHeadConfig = field(default_factory=AcceptanceHeadConfig)
+    """Shape of an acceptance head."""
+    fit: HeadFitConfig = field(default_factory=HeadFitConfig)
+    """Fitting of a head to the examples."""
+    rule: RuleConfig = field(default_factory=RuleConfig)
+    """The stopping rule that a head decides."""
+
+
+def specdec(parsed: Parsed[SpecdecArguments]) -> None:
+    """Train acceptance heads for an artifact's drafter: its drafts then end where a rejection is likely."""
+    given = parsed.values
+    artifact = load_artifact(given.artifact, artifact_target(given.artifact, given.target))
+    folder = given.data or given.artifact.parent / "data"
+    manifest = Manifest.load(folder)
+    manifest.target.require_same(artifact.identity)
+    rows = list(data_rows(folder, manifest))
+    for number, setting in enumerate(given.labels.settings(), 1):
+        print(f"[{number}/{len(given.labels.settings())}] acceptance head for {setting}", flush=True)
+        examples = make_examples(artifact, rows, setting, given.labels)
+        learned, held_out = split(examples, given.fit.held_out)
+        fitted = fit_head(learned, held_out, given.head, given.fit, artifact.target.device)
+        facts = measurements(fitted, held_out, given.fit)
+        provenance = {name: parsed.settings[name] for name in ("labels", "fit")}
+        save_head(given.artifact, StoredHead(
+            head=fitted.head, setting=setting, **asdict(given.rule),
+            provenance={**provenance, "data_manifest": manifest.hash, "held_out": facts}))
+        print(f"     {len(examples.chances_E)} drafted tokens, {facts['acceptance_rate']:.0%} accepted; calibration "
+              f"error {facts['calibration_error']:.3f}, {facts['calibration_error_unweighted']:.3f} without the loss's "
+              f"weights; divergence {facts['divergence']:.3f} nats", flush=True)
+    print(f"{given.artifact} holds the heads; draft with --policy specdec (or specdec-{given.rule.threshold:g})")
+
+
+def data_rows(folder: Path, manifest: Manifest) -> Iterator[tuple[list[int], list[bool]]]:
+    """(tokens, supervised) of each training row with an answer, in the order of the shards."""
+    for record in manifest.split("train"):
+        shard = TokenShard.read(folder / record.file, record.sha256)
+        for row in range(shard.num_rows):
+            start, stop = shard.span(row)
+            supervised = shard.supervised_T[start:stop].tolist()
+            if True in supervised[1:]:
+                yield shard.tokens_T[start:stop].tolist(), supervised
+
+
+def make_examples(
+    artifact: Artifact, rows: list[tuple[list[int], list[bool]]], setting: SamplingSetting, config: LabelConfig
+) -> Examples:
+    """Examples for one sampling, those of one conversation next to each other."""
+    target, drafter = artifact.target, artifact.drafter
+    if config.origin == "rollouts":
+        prompts = [tokens[: max(1, supervised.index(True))] for tokens, supervised in rows]
+        return rollouts(target, drafter, prompts, setting, length=config.length, max_new_tokens=config.max_new_tokens,
+                        most=-(-config.examples // config.length), batch_size=config.batch_size,
+                        seed=config.seed).examples()
+    generator, found = torch.Generator().manual_seed(config.seed), list[Examples]()
+    for tokens, supervised in rows:
+        stop = supervised.index(True) + config.max_new_tokens
+        features = Features.from_rows([(tokens[:stop], supervised[:stop])]).to(target.device)
+        found.append(mixed_examples(target, drafter, features, setting, share=config.mixing_share, generator=generator))
+        if sum(len(one.chances_E) for one in found) >= config.examples:
+            break
+    return Examples.joined(found)
+
+
+def split(examples: Examples, held_out: float) -> tuple[Examples, Examples]:
+    """(first examples, the last share of them)."""
+    first = len(examples.chances_E) - max(1, round(held_out * len(examples.chances_E)))
+    return (Examples(states_ED=examples.states_ED[:first], chances_E=examples.chances_E[:first]),
+            Examples(states_ED=examples.states_ED[first:], chances_E=examples.chances_E[first:]))
+
+
+def measurements(fitted: HeadFit, held_out: Examples, config: HeadFitConfig) -> dict[str, Any]:
+    """Held-out facts about a head, JSON-ready."""
+    curve, freed = reliability(fitted.head, held_out), reliability(fitted.head, held_out, config)
+    return {"examples": curve.guesses, "acceptance_rate": curve.acceptance_rate, "epoch": fitted.epoch,
+            "divergence": fitted.divergence, "loss": fitted.loss,
+            "calibration_error": curve.expected_calibration_error,
+            "calibration_error_unweighted": freed.expected_calibration_error}
+
+
+COMMANDS: dict[str, Command[Any]] = {
+    "specdec": Command(name="specdec", arguments=SpecdecArguments, run=specdec, home=("labels", LabelConfig)),
+}

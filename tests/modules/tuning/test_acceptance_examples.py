@@ -1,0 +1,167 @@
+"""Labels of acceptance heads: exact along real roll-outs, the paper's with token mixing, against the plain twin."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from draftsmith.modules import (
+    DecodeSettings,
+    Drafter,
+    DraftLM,
+    Features,
+    FixedLength,
+    Request,
+    SamplingSetting,
+    Target,
+    UserError,
+    chain_for,
+    decode,
+    mixed_examples,
+    rollouts,
+)
+from references import specdec
+from support.families import CASES, randomised
+from support.observations import ROOT, frontier, observation
+
+PROMPTS = [[3, 9, 30], [4, 8, 15, 16], [5, 5, 6]]
+SETTINGS = {
+    "greedy": SamplingSetting(), "sampled": SamplingSetting(temperature=1.0),
+    "filtered": SamplingSetting(temperature=0.7, top_k=9, top_p=0.9),
+}
+LENGTH, ANSWER = 3, 8
+
+
+def draft_lm(target: Target, name: str = "draft-lm") -> DraftLM:
+    """A random draft, or one with the target's own layers, slightly changed, over a few tokens: sometimes right."""
+    drafter = CASES[name].make(target)
+    assert isinstance(drafter, DraftLM)
+    if name == "draft-lm":
+        return randomised(drafter).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in drafter.parameters():
+            weight += 0.05 * torch.randn(weight.shape, generator=generator)
+    return drafter.eval()
+
+
+def chains(target: Target, drafter: Drafter, setting: SamplingSetting) -> list[tuple[list[int], list[int]]]:
+    """(text up to the root, drafted tokens) of each pass over the prompts, in the order of `rollouts`."""
+    found = []
+
+    def note(tree, accepted, generations):  # type: ignore[no-untyped-def]
+        for row, generation in enumerate(generations):
+            found.append(([*generation.request.tokens, *generation.tokens], tree.tokens_BN[row, 1:].tolist()))
+
+    requests = [Request(tuple(tokens), place, ANSWER, setting.temperature) for place, tokens in enumerate(PROMPTS)]
+    settings = DecodeSettings(batch_size=2, top_k=setting.top_k, top_p=setting.top_p, min_p=setting.min_p)
+    policy = chain_for(setting, LENGTH + 1, FixedLength(LENGTH + 1), check_every=0)
+    for part in (requests[:2], requests[2:]):
+        decode(target, part, settings, drafter=drafter, policy=policy, observer=note)
+    return found
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", ["draft-lm", "draft-lm-exits-reduced"])
+def test_rollouts_have_the_exact_chances_and_the_states_of_their_tokens(
+    tiny_target_f64: Target, name: str, setting: str
+) -> None:
+    target, drafter = tiny_target_f64, draft_lm(tiny_target_f64, name)
+    found = rollouts(target, drafter, PROMPTS, SETTINGS[setting], length=LENGTH, max_new_tokens=ANSWER, batch_size=2)
+    texts = chains(target, drafter, SETTINGS[setting])
+    assert len(texts) == len(found.chances_CT) > 5
+    with torch.no_grad():
+        for place, (before, tokens) in enumerate(texts):
+            for step in range(LENGTH):
+                text, token = before + tokens[:step], tokens[step]
+                exact = specdec.chance(target, drafter, text, token, SETTINGS[setting])
+                assert float(found.chances_CT[place, step]) == pytest.approx(exact, abs=1e-5)
+                state = specdec.draft_state(drafter, [*text, token])
+                torch.testing.assert_close(found.states_CTD[place, step], state.float(), atol=1e-5, rtol=1e-5)
+                own = specdec.draft_probs(drafter, text, 1.0)
+                assert float(found.log_probs_CT[place, step].exp()) == pytest.approx(float(own[token]), abs=1e-5)
+                assert float(found.peaks_CT[place, step].exp()) == pytest.approx(float(own.max()), abs=1e-5)
+    assert float(found.chances_CT.mean()) < 1
+    assert float(found.chances_CT.mean()) > 0 or (name, setting) == ("draft-lm", "greedy")
+
+
+def test_chains_can_be_enough_and_split(tiny_target_f64: Target) -> None:
+    drafter = draft_lm(tiny_target_f64)
+    found = rollouts(tiny_target_f64, drafter, PROMPTS, SamplingSetting(), length=LENGTH, max_new_tokens=ANSWER, most=5)
+    first, last = found.split(0.2)
+    assert (len(first.chances_CT), len(last.chances_CT)) == (4, 1)
+    assert torch.equal(last.states_CTD[0], found.states_CTD[4])
+    assert found.examples().states_ED.shape == (15, 24)
+    assert torch.equal(found.examples().chances_E, found.chances_CT.reshape(-1))
+
+
+def test_drafters_of_few_depths_or_without_states_are_refused(tiny_target_f64: Target) -> None:
+    medusa = randomised(CASES["medusa"].make(tiny_target_f64))
+    with pytest.raises(UserError, match=r"chains of 20 judged tokens need 21 draft steps, this medusa drafter has \d;"):
+        rollouts(tiny_target_f64, medusa, PROMPTS, SamplingSetting(), length=20, max_new_tokens=ANSWER)
+    with pytest.raises(UserError, match="reads the drafter's states at its tokens, of which Medusa shows none"):
+        rollouts(tiny_target_f64, medusa, PROMPTS, SamplingSetting(), length=1, max_new_tokens=ANSWER)
+    with pytest.raises(UserError, match="0 prompts gave no draft of 3 tokens; give more prompts or longer answers"):
+        rollouts(tiny_target_f64, draft_lm(tiny_target_f64), [], SamplingSetting(), length=3, max_new_tokens=ANSWER)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", ["draft-lm", "draft-lm-exits-reduced"])
+def test_token_mixing_is_the_papers(tiny_target_f64: Target, name: str, setting: str) -> None:
+    drafter = draft_lm(tiny_target_f64, name)
+    if name.endswith("reduced"):
+        drafter.config = replace(drafter.config, exits=())
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(3, tiny_target_f64.vocab_size, (24,), generator=generator).tolist()
+    features = Features.from_rows([(tokens, [place >= 4 for place in range(24)])])
+    with torch.no_grad():
+        wanted = specdec.mixed(tiny_target_f64, drafter, tokens, 4, SETTINGS[setting], 0.3,
+                               torch.Generator().manual_seed(7))
+    found = mixed_examples(tiny_target_f64, drafter, features, SETTINGS[setting], share=0.3,
+                           generator=torch.Generator().manual_seed(7))
+    assert 5 < len(wanted) < 20
+    states = torch.stack([state for state, _ in wanted]).float()
+    torch.testing.assert_close(found.states_ED, states, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.chances_E, torch.tensor([chance for _, chance in wanted]), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "falcon", "draft-lm", "draft-lm-depths"])
+def test_scores_come_from_the_states_that_a_drafter_shows(tiny_target_f64: Target, name: str) -> None:
+    drafter = randomised(CASES[name].make(tiny_target_f64)).eval()
+    recorded = []
+
+    class Watching(FixedLength):
+        reads_states = True
+
+        def judge(self, state_BD):  # type: ignore[no-untyped-def]
+            recorded.append(state_BD)
+            return state_BD[:, 0]
+
+    expand, scored = drafter.expand, []
+    drafter.expand = lambda state, frontier: scored.append(expand(state, frontier)) or scored[-1]  # type: ignore
+    decode(tiny_target_f64, [Request((3, 9, 30), 0, 6)], DecodeSettings(), drafter=drafter,
+           policy=chain_for(SamplingSetting(), 3, Watching(3)))
+    assert recorded
+    for scores in scored:
+        assert scores.states_BFHD is not None
+        for depth in range(scores.log_probs_BFHQ.shape[2]):
+            own = drafter.project(scores.states_BFHD[:, :, depth], depth).float().log_softmax(-1)
+            torch.testing.assert_close(own.to(scores.log_probs_BFHQ), scores.log_probs_BFHQ[:, :, depth], atol=1e-4,
+                                       rtol=1e-4)
+
+
+def test_the_first_state_of_eagle_in_mixing_is_that_of_decoding(tiny_target_f64: Target) -> None:
+    """Without mixing (share 1) a token's state is the one that decoding has after the true text."""
+    drafter = randomised(CASES["eagle"].make(tiny_target_f64)).eval()
+    tokens, root = [3, 9, 30, 12, 7], 3
+    known = tiny_target_f64.encode(Features.from_rows([(tokens, [True] * 5)]), drafter.taps)
+    state = drafter.start(1, 32)
+    seen = replace(observation([tokens[: root + 1]]), final_BND=known.final()[:, :root])
+    drafter.observe(state, torch.tensor([0]), seen)
+    first = drafter.expand(state, ROOT)
+    tokens[root + 1] = int(first.best(1).tokens_BFHR[0, 0, 0, 0])
+    second = drafter.expand(state, frontier([1], [0], [[tokens[root + 1]]]))
+    features = Features.from_rows([(tokens, [place > root for place in range(5)])])
+    found = mixed_examples(tiny_target_f64, drafter, features, SamplingSetting(), share=1.0,
+                           generator=torch.Generator().manual_seed(0))
+    assert second.states_BFHD is not None
+    torch.testing.assert_close(found.states_ED, second.states_BFHD[:, 0, 0].float(), atol=1e-5, rtol=1e-5)

@@ -1,0 +1,162 @@
+"""Fitting of an acceptance head to stored examples (SpecDec++, arXiv:2405.19715).
+
+Shapes: E examples, N of a batch, D width of the drafter's states.
+"""
+
+import copy
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..modules.drafters.acceptance_head import AcceptanceHead, AcceptanceHeadConfig, log_accepted, log_rejected
+from ..modules.errors import UserError
+from ..modules.tuning.acceptance_examples import Examples
+from ..modules.tuning.confidence_calibration import ConfidenceCurve, ConfidenceTally
+from .schedules import warmup_cosine
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadFitConfig:
+    """Settings of the fit."""
+
+    epochs: int = 3
+    """Passes over the examples; the head with the smallest held-out loss is kept."""
+    batch_size: int = 512
+    """Examples of an optimizer step."""
+    lr: float = 5e-4
+    """Peak learning rate of AdamW; the paper's is 5e-5 for a head of 4096."""
+    warmup_share: float = 0.03
+    """Share of the steps over which the learning rate rises from zero; it falls along a cosine afterwards."""
+    reject_weight: float = 6.0
+    """Weight of rejection in the loss; above `accept_weight` the head is too cautious on purpose."""
+    accept_weight: float = 1.0
+    """Weight of acceptance in the loss."""
+    held_out: float = 0.1
+    """Share of the examples that the head is not fitted to."""
+    seed: int = 0
+    """Seed of the order of the examples and of the first weights."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size"):
+            if getattr(self, name) < 1:
+                raise UserError(f"fit.{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("lr", "reject_weight", "accept_weight"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(f"fit.{name} must be above 0 and finite, got {getattr(self, name)}")
+        if not 0 < self.held_out < 1:
+            raise UserError(f"fit.held_out must be above 0 and below 1, got {self.held_out}")
+        if not 0 <= self.warmup_share <= 1:
+            raise UserError(f"fit.warmup_share must be from 0 to 1, got {self.warmup_share}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadFit:
+    """A fitted head and what it does on held-out examples."""
+
+    head: AcceptanceHead
+    """The head with the smallest held-out loss."""
+    epoch: int
+    """The epoch after which it was; 0 before the first."""
+    loss: float
+    """Its weighted held-out loss, in nats."""
+    divergence: float
+    """Mean held-out KL divergence of the acceptance from the estimated one, in nats; the weights do not enter."""
+
+
+def weighted_loss(logits_N2: Tensor, chances_N: Tensor, config: HeadFitConfig) -> tuple[Tensor, Tensor]:
+    """(sum, total weight) of the binary cross entropy with soft labels (arXiv:2405.19715, section 3.2).
+
+    w_rej (1 - P) (-log(1 - P')) + w_acc P (-log P'), weighted by w_rej (1 - P) + w_acc P.
+    """
+    rejected_N = config.reject_weight * (1 - chances_N)
+    accepted_N = config.accept_weight * chances_N
+    loss_N = -rejected_N * log_rejected(logits_N2) - accepted_N * log_accepted(logits_N2)
+    return loss_N.sum(), (rejected_N + accepted_N).sum()
+
+
+def divergence(logits_N2: Tensor, chances_N: Tensor) -> Tensor:
+    """KL(P || P') of each acceptance, [N], in nats."""
+    entropy_N = torch.special.entr(chances_N) + torch.special.entr(1 - chances_N)
+    cross_N = -chances_N * log_accepted(logits_N2) - (1 - chances_N) * log_rejected(logits_N2)
+    found_N: Tensor = cross_N - entropy_N
+    return found_N
+
+
+def fit_head(
+    learned: Examples, held_out: Examples, shape: AcceptanceHeadConfig, config: HeadFitConfig,
+    device: torch.device | str = "cpu",
+) -> HeadFit:
+    """A new head fitted to `learned`, in float32.
+
+    Args:
+        learned: examples of the optimizer steps.
+        held_out: those that choose the epoch.
+        shape: of the head.
+        config: settings of the fit.
+        device: of the arithmetic; the head stays there.
+
+    Raises:
+        UserError: if there are no examples, or the loss is not finite.
+    """
+    if not len(learned.chances_E) or not len(held_out.chances_E):
+        raise UserError(f"a head needs examples to learn and to hold out, got {len(learned.chances_E)} and "
+                        f"{len(held_out.chances_E)}; raise labels.chains")
+    generator = torch.Generator().manual_seed(config.seed)
+    with torch.random.fork_rng():
+        torch.manual_seed(config.seed)
+        head = AcceptanceHead(shape, learned.states_ED.shape[1]).to(device)
+    steps = config.epochs * math.ceil(len(learned.chances_E) / config.batch_size)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=config.lr, weight_decay=0.0)
+    factor = warmup_cosine(max(1, round(config.warmup_share * steps)), steps)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    best = _measured(head, held_out, config, 0)
+    for epoch in range(1, config.epochs + 1):
+        order_E = torch.randperm(len(learned.chances_E), generator=generator)
+        for chosen_N in torch.split(order_E, config.batch_size):
+            total, weight = weighted_loss(head(learned.states_ED[chosen_N].to(device)),
+                                          learned.chances_E[chosen_N].to(device), config)
+            optimizer.zero_grad()
+            torch.autograd.backward(total / weight)
+            optimizer.step()
+            scheduler.step()
+        now = _measured(head, held_out, config, epoch)
+        if not math.isfinite(now.loss):
+            raise UserError(f"the loss is {now.loss} after epoch {epoch}; lower fit.lr {config.lr:g}")
+        best = now if now.loss < best.loss else best
+    return best
+
+
+@torch.no_grad()
+def _measured(head: AcceptanceHead, held_out: Examples, config: HeadFitConfig, epoch: int) -> HeadFit:
+    """The head as it is now, on held-out examples."""
+    logits_E2 = _logits(head, held_out)
+    total, weight = weighted_loss(logits_E2, held_out.chances_E, config)
+    return HeadFit(head=copy.deepcopy(head), epoch=epoch, loss=float(total / weight),
+                   divergence=float(divergence(logits_E2, held_out.chances_E).mean()))
+
+
+@torch.no_grad()
+def reliability(head: AcceptanceHead, examples: Examples, config: HeadFitConfig | None = None) -> ConfidenceCurve:
+    """Calibration curve of a head: estimated against exact acceptance.
+
+    Args:
+        config: with it the estimate is first freed from the loss's weights, which multiply its odds by
+            w_acc / w_rej where the head is as good as it can be.
+
+    Raises:
+        ValueError: if there are no examples.
+    """
+    logits_E2, tally = _logits(head, examples), ConfidenceTally()
+    if config is not None:
+        logits_E2 = logits_E2 + torch.tensor([0.0, math.log(config.reject_weight / config.accept_weight)])
+    tally.add(log_accepted(logits_E2), examples.chances_E)
+    if (curve := tally.curve()) is None:
+        raise ValueError("there are no examples to measure a head on")
+    return curve
+
+
+def _logits(head: AcceptanceHead, examples: Examples) -> Tensor:
+    device = head.output.weight.device
+    return torch.cat([head(part.to(device)).cpu() for part in torch.split(examples.states_ED, 4096)])
