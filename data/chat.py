@@ -9,7 +9,8 @@ import hashlib
 import json
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -47,6 +48,17 @@ class Surroundings:
     """Tokens before its text."""
     after: tuple[int, ...]
     """Tokens after its text."""
+
+
+@contextmanager
+def explained_template() -> Iterator[None]:
+    """Turn what a chat template raises into one sentence: it is a program, and may divide by zero or call itself."""
+    try:
+        yield
+    except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, AssertionError,
+            RecursionError, MemoryError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(TEMPLATE_FAILS.format(reason)) from error
 
 
 class ChatTemplate:
@@ -190,7 +202,7 @@ class ChatTemplate:
         return [{"role": "system", "content": self.system}, *own]
 
     def _text(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
-        try:
+        with explained_template():
             text = self.tokenizer.apply_chat_template(
                 self._with_system(messages),
                 tools=self.tools,
@@ -198,8 +210,6 @@ class ChatTemplate:
                 add_generation_prompt=generation_prompt,
                 **self.settings,
             )
-        except TemplateError as error:
-            raise UserError(TEMPLATE_FAILS.format(error)) from error
         return str(text)
 
     def _encode(self, text: str) -> list[int]:
@@ -300,7 +310,7 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         values: dict[str, Any] = {**self.tokenizer.special_tokens_map, **self.settings, "tools": self.tools}
-        try:
+        with explained_template():
             texts, marks = cast(
                 tuple[list[str], list[list[tuple[int, int]]]],
                 render_jinja_template(
@@ -310,8 +320,6 @@ class ChatTemplate:
                     **values,
                 ),
             )
-        except TemplateError as error:
-            raise UserError(TEMPLATE_FAILS.format(error)) from error
         if not self.tokenizer.is_fast:
             raise UserError(
                 "marks of {% generation %} need a fast tokenizer (tokenizer.json); convert it, or let the target "

@@ -10,10 +10,11 @@ from .layouts.eagle import import_eagle
 from .layouts.hydra import import_hydra
 from .layouts.medusa import import_medusa
 from .layouts.merged_target import export_adapted
-from .layouts.registry import FORMATS, export_artifact
+from .layouts.registry import EVERY_FORMAT, FORMATS, export_artifact
 from .report.markdown import terminal_table, write_report
 
 __all__ = [
+    "EVERY_FORMAT",
     "FORMATS",
     "FORMAT_VERSION",
     "Artifact",

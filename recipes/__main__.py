@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
+from io import TextIOWrapper
 
 COMMANDS = {
     "run": ("pipeline", "from a recipe to a report: distill, train, evaluate; finished stages are skipped"),
@@ -34,7 +35,23 @@ REMEDIES = {
     errno.EEXIST: "choose another --out",
     errno.EFBIG: "choose another --out",
     errno.EIO: "check the disk",
+    errno.ENAMETOOLONG: "give a shorter name",
+    errno.ELOOP: "remove the link that leads to itself",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "close other programs",
+    errno.ENOMEM: "free some memory or choose a smaller model",
+    errno.EAGAIN: "raise the limit of processes (ulimit -u)",
+    errno.ENOTEMPTY: "choose another --out",
+    errno.EBUSY: "choose another --out",
+    errno.ETXTBSY: "choose another --out",
+    errno.ESTALE: "check the disk",
 }
+ELSEWHERE = "check the path and the disk"
+"""Remedy for any other error of the system."""
+NO_MEMORY = ("can't allocate memory", "out of memory", "storage size calculation overflowed", "can't start new thread")
+"""Parts of torch's messages about memory, in lower case: it has no exception of its own for them."""
+LONGEST = 560
+"""Most characters of a sentence."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,8 +93,18 @@ def unknown_command(name: str) -> str:
 
 def complain(message: str) -> int:
     """Print a user's mistake as one line on stderr and return its exit code."""
-    print(f"draftsmith: error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"draftsmith: error: {one_sentence(message)}", file=sys.stderr)
     return USER_MISTAKE
+
+
+def one_sentence(message: str) -> str:
+    """A message in one line of printable characters; of a long one the middle is left out, since its end is a remedy.
+    """
+    line = " ".join(message.split())
+    shown = "".join(sign if sign.isprintable() else sign.encode("unicode_escape", "surrogatepass").decode()
+                    for sign in line)
+    half = (LONGEST - len(" [...] ")) // 2
+    return shown if len(shown) <= LONGEST else f"{shown[:half]} [...] {shown[-half:]}"
 
 
 def run_command(name: str, arguments: list[str]) -> int:
@@ -98,6 +125,8 @@ def run_command(name: str, arguments: list[str]) -> int:
         return 0
     except OSError as error:
         return complain(system_error(error))
+    except (MemoryError, RuntimeError) as error:
+        return complain(out_of_memory(error))
     except KeyboardInterrupt:
         print("\ndraftsmith: interrupted; the same command resumes here", file=sys.stderr)
         return INTERRUPTED
@@ -111,11 +140,15 @@ def quiet_libraries() -> None:
     for category in (FutureWarning, DeprecationWarning):
         warnings.simplefilter("ignore", category)
     warnings.formatwarning = one_line
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that knows few characters shows the others as escapes instead of ending the command.
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def one_line(message: Warning | str, *_: object, **__: object) -> str:
     """A warning without the file and the source line that raised it."""
-    return f"draftsmith: warning: {' '.join(str(message).split())}\n"
+    return f"draftsmith: warning: {one_sentence(str(message))}\n"
 
 
 def missing_module(error: ModuleNotFoundError) -> str:
@@ -130,17 +163,23 @@ def missing_module(error: ModuleNotFoundError) -> str:
 
 
 def system_error(error: OSError) -> str:
-    """One sentence about a full disk, a missing file or a missing permission.
+    """One sentence about a full disk, a missing file, a missing permission or another refusal of the system."""
+    if error.errno is None:
+        return f"{error}; {ELSEWHERE}"
+    place = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+    return f"{place}{error.strerror or os.strerror(error.errno)}: {REMEDIES.get(error.errno, ELSEWHERE)}"
+
+
+def out_of_memory(error: MemoryError | RuntimeError) -> str:
+    """One sentence about memory that is not there.
 
     Raises:
-        OSError: the same again, when it is none of these.
+        RuntimeError: the same again, when it is about something else.
     """
-    if error.errno is not None and error.errno not in REMEDIES:
+    if isinstance(error, RuntimeError) and not any(part in str(error).lower() for part in NO_MEMORY):
         raise error
-    if error.errno is None:
-        return str(error)
-    place = f"{error.filename}: " if error.filename else ""
-    return f"{place}{error.strerror or os.strerror(error.errno)}: {REMEDIES[error.errno]}"
+    return ("this needs more memory or threads than the machine gives; choose a smaller target or drafter, or lower "
+            "distill.slots, batch.rows_per_batch and batch.row_length (draftsmith plan counts the bytes)")
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def run_row(name: str, file: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "draftsmith.recipes", "run", "--config", str(file)], check=False)
     if done.returncode:
         raise UserError(f"the row {name} ended with exit code {done.returncode}; its message stands above, its recipe "
-                        f"is {file}")
+                        f"is {file}; correct that and start again, finished rows are kept")
 
 
 def measure_baseline(name: str, parsed: Parsed[FamiliesArguments]) -> None:

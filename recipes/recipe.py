@@ -14,6 +14,9 @@ from ..trainers import DraftModule, TrainConfig
 from ..trainers.families import family_module
 from .chat_settings import TemplateConfig
 
+MOST_NODES = 4096
+"""Largest tree that is searched."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TreeConfig:
@@ -28,8 +31,9 @@ class TreeConfig:
     """Highest rank of a guess that the tree may use; 1 makes it a chain."""
 
     def __post_init__(self) -> None:
-        if self.searched_nodes < 2:
-            raise UserError(f"tree.searched_nodes must be at least 2 (a root and one guess), got {self.searched_nodes}")
+        if not 2 <= self.searched_nodes <= MOST_NODES:
+            raise UserError(f"tree.searched_nodes must lie between 2 (a root and one guess) and {MOST_NODES}, got "
+                            f"{self.searched_nodes}")
         if not 1 <= self.max_rank <= MAX_RANK:
             raise UserError(f"tree.max_rank must lie between 1 (a chain) and {MAX_RANK}, got {self.max_rank}")
         if self.used_nodes is not None and not 1 <= self.used_nodes <= self.searched_nodes:

@@ -64,18 +64,41 @@ def near(file: Path, name: str) -> str:
 def load_yaml(file: Path) -> dict[str, Any]:
     """The mapping in a YAML file; an empty file is an empty one. Raises UserError when it is none."""
     try:
-        content = yaml.load(file.read_text(encoding="utf-8"), Loader=UniqueKeyLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        content = yaml.load(file.read_text(encoding="utf-8"), Loader=PlainLoader)
+    except OSError as error:
+        raise UserError(f"cannot read the recipe {file}: {error.strerror}; check its path and permissions") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{file} is not a YAML file: {_problem(error)}; correct it") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise UserError(f"{file} must hold the sections of a recipe (key: value), got {type(content).__name__}")
+        raise UserError(f"{file} must hold the sections of a recipe (key: value), got {type(content).__name__}; write "
+                        "it as the shipped recipes are")
+    check_plain(content, str(file))
     return {str(key): value for key, value in content.items()}
 
 
-class UniqueKeyLoader(yaml.SafeLoader):
-    """PyYAML's safe loader, except that a key given twice is an error."""
+def check_plain(value: Any, where: str, above: tuple[int, ...] = ()) -> None:
+    """Refuse a value that holds itself, and text that UTF-8 cannot hold or no name of a file may. Raises UserError.
+
+    Args:
+        value: of YAML or a command line.
+        where: its place, for the error's sentence.
+        above: identities of the lists and mappings around it.
+    """
+    if id(value) in above:
+        raise UserError(f"{where} holds itself, by an alias (*name) inside its own anchor (&name); write the value out")
+    if isinstance(value, str) and any(sign == "\0" or "\ud800" <= sign <= "\udfff" for sign in value):
+        raise UserError(f"{where} holds text that is not UTF-8, or a null character ({value[:60]!r}); write it in "
+                        "plain UTF-8")
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in parts:
+        check_plain(key, f"a key of {where}")
+        check_plain(part, f"{where}: {key}" if not above else f"{where}.{key}", (*above, id(value)))
+
+
+class PlainLoader(yaml.SafeLoader):
+    """PyYAML's safe loader for the values of JSON alone: no dates, bytes, sets or pairs, and no key given twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """A mapping whose keys are all different."""
@@ -85,11 +108,24 @@ class UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _problem(error: yaml.YAMLError | UnicodeDecodeError) -> str:
+# A date is text, as in JSON.
+PlainLoader.yaml_implicit_resolvers = {
+    sign: [(tag, pattern) for tag, pattern in rules if tag != "tag:yaml.org,2002:timestamp"]
+    for sign, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+PlainLoader.yaml_constructors = {
+    tag: function for tag, function in yaml.SafeLoader.yaml_constructors.items()
+    if tag is None or tag.rpartition(":")[2] in ("null", "bool", "int", "float", "str", "seq", "map")
+}
+
+
+def _problem(error: yaml.YAMLError | ValueError | RecursionError) -> str:
     """The problem of a file in one line, with its place."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"{error.problem} (line {error.problem_mark.line + 1})"
-    return " ".join(str(error).split())
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8, {error.reason} at byte {error.start}"
+    return "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
 
 
 def merge(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 import json
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any, get_type_hints
 
 from ..modules import UserError
 from ..modules.atomic_files import write_file
+from ..modules.json_records import MistypedError, read_json, record_of, typed_fields
 from ..trainers import FitResult
 from .workspace import Workspace
 
@@ -57,9 +59,15 @@ def read_result(folder: Path) -> FitResult:
     files = [folder / name for name in (RESULT_FILE, STATS_FILE)]
     if not all(file.is_file() for file in files):
         raise UserError(f"{folder} holds no finished training; run draftsmith train with this recipe first")
-    content = {name: value for file in files for name, value in json.loads(file.read_text(encoding="utf-8")).items()}
+    remedy = f"delete {folder} to train anew"
+    content = {name: value for file in files
+               for name, value in record_of(dict[str, Any], read_json(file, remedy), str(file), remedy).items()}
     if apart := sorted({one.name for one in fields(FitResult)} ^ content.keys()):
         raise UserError(f"{folder} was left by another version of draftsmith (its results differ in "
                         f"{', '.join(apart)}); delete it to train anew, or choose another --out")
-    content |= {"checkpoint": folder / content["checkpoint"], "by_position": tuple(content["by_position"])}
-    return FitResult(**content)
+    kinds = {**get_type_hints(FitResult), "checkpoint": str}
+    try:
+        found = typed_fields(content, kinds)
+    except MistypedError as error:
+        raise UserError(f"the results in {folder} are damaged: {error}; {remedy}") from error
+    return FitResult(**{**found, "checkpoint": folder / found["checkpoint"]})

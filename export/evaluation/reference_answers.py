@@ -3,10 +3,10 @@
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 from ...modules import Target, UserError
 from ...modules.atomic_files import write_file
+from ...modules.json_records import MistypedError, read_json, typed_fields
 from ...modules.target.submodel import fields_of
 from .contention import machine
 from .methods import EvaluateConfig
@@ -72,10 +72,11 @@ def _read(file: Path | None) -> dict[str, list[int]]:
     if file is None or not file.exists():
         return {}
     try:
-        content: Any = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        content = None
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        content = typed_fields(read_json(file, ""), {"format": str, "answers": dict[str, list[int]]})
+    except (UserError, MistypedError) as error:
+        raise UserError(f"references names {file}, which holds no references; choose another file, or delete "
+                        "it") from error
+    if content["format"] != _FORMAT:
         raise UserError(f"references names {file}, which holds no references; choose another file, or delete it")
     answers: dict[str, list[int]] = content["answers"]
     return answers

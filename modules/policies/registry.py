@@ -102,9 +102,9 @@ def parse_policy(name: str) -> tuple[str, int | None]:
                         "tokens after a hyphen where you like, such as chain-3 or eagle2-32")
     if not hyphen:
         return kind, None
-    if not number.isdecimal() or int(number) < _KINDS[kind].least:
+    if not (number.isascii() and number.isdecimal()) or int(number) < _KINDS[kind].least:
         raise UserError(f"the policy {name!r} ends in {number!r}; {kind} wants a whole number of at least "
-                        f"{_KINDS[kind].least}")
+                        f"{_KINDS[kind].least}: write {kind}-{max(4, _KINDS[kind].least)}, for instance")
     return kind, int(number)
 
 

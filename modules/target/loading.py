@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 
 from ..errors import UserError
 from .model import Target
+from .self_check import LIBRARY_ERRORS
 from .tiny_model import TINY_NAME, tiny_model, tiny_tokenizer
 
 DEFAULT_NAME = "smollm2-135m-instruct"
@@ -71,9 +71,9 @@ def sketch_target(config: TargetConfig) -> Target:
         source, options = _source(config)
         with _one_sentence(config):
             shape = AutoConfig.from_pretrained(source, **options)
-    with torch.device("meta"):
+    with _one_sentence(config), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape, dtype=dtype)  # type: ignore[no-untyped-call]
-    return Target(model, None, name=config.name, pack=False)
+        return Target(model, None, name=config.name, pack=False)
 
 
 def _read(config: TargetConfig, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -93,7 +93,9 @@ def _one_sentence(config: TargetConfig) -> Iterator[None]:
     """Turn the errors of transformers about a name that leads nowhere into one sentence."""
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+    except UserError:
+        raise
+    except LIBRARY_ERRORS as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"the target {config.name!r} could not be loaded: no such folder is here ({Path.cwd()}), and as a hub id: "
@@ -139,9 +141,9 @@ def _template(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"the chat template {path!r} could not be read ({error}); give an existing text file"
-        ) from error
+        reason = (isinstance(error, OSError) and error.strerror) or "not UTF-8"
+        raise UserError(f"the chat template {path!r} could not be read ({reason}); give an existing text "
+                        "file") from error
 
 
 def _device(name: str) -> torch.device:
@@ -153,6 +155,13 @@ def _device(name: str) -> torch.device:
         raise UserError(f"{name!r} is not a device; use auto, cpu or cuda") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"the device {name!r} was asked for, but no CUDA device is available; use cpu or auto")
+    if device.type == "meta":
+        raise UserError("the device 'meta' holds shapes without values and cannot decode; use auto, cpu or cuda")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = " ".join(str(error).split())[:120] or type(error).__name__
+        raise UserError(f"the device {name!r} is not here ({reason}); use cpu or auto") from error
     return device
 
 
