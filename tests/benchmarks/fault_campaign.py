@@ -106,7 +106,7 @@ class Bench:
         return self.calm[family]
 
     def finished(self, family: str, out: Path) -> str:
-        """What is wrong after the same command was called again; empty when its bytes are the undisturbed run's."""
+        """The fault that is left after the same command was called again; empty when all bytes are as undisturbed."""
         ended = self.call(self.words(family, out))
         if ended.code != 0 or not ended.clean:
             return f"the resumed run ended with {ended.code}: {ended.said[-300:]}"
