@@ -2,6 +2,7 @@
 # make quickstart   set up, then distill, train and evaluate a draft for the embedded model: runs/quickstart/report.html
 # make families     set up, then train and compare every family (hours): runs/families/families.md; FAMILY=hydra does one
 # make test         set up, then run every test that this machine can run; PYTEST='-k eagle' selects some
+# make faults       set up, then kill, signal and damage the tiny run of every family (hours); STATE=FILE keeps finished cases
 # make check        set up, then run ruff and mypy --strict
 
 SHELL := /bin/bash
@@ -15,6 +16,7 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 RECIPE ?= recipes/quickstart.yaml
 PYTEST ?=
+STATE ?= faults.jsonl
 
 # More threads than cores make every pass several times slower; beyond eight a small model gains nothing.
 CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
@@ -27,7 +29,7 @@ export PYTHONUNBUFFERED := 1
 export PYTHONSAFEPATH := 1
 PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup quickstart families test check
+.PHONY: help setup quickstart families test faults check
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -63,6 +65,9 @@ test: $(STAMP)
 	export OMP_NUM_THREADS=$$(( threads > 0 ? threads : 1 )); \
 	echo "== Tests, $$workers processes, threads of each: $$OMP_NUM_THREADS"; \
 	$(VENV)/bin/python -m pytest -q --durations=10 --numprocesses $$workers --dist loadfile $(PYTEST)
+
+faults: $(STAMP)
+	@$(VENV)/bin/python tests/benchmarks/fault_campaign.py --state $(STATE)
 
 check: $(STAMP)
 	@echo "== ruff"

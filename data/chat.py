@@ -9,7 +9,8 @@ import hashlib
 import json
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -48,6 +49,17 @@ class Surroundings:
     """Tokens before its text."""
     after: tuple[int, ...]
     """Tokens after its text."""
+
+
+@contextmanager
+def explained_template() -> Iterator[None]:
+    """Turn what a chat template raises into one sentence: it is a program, and may divide by zero or call itself."""
+    try:
+        yield
+    except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, AssertionError,
+            RecursionError, MemoryError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(TEMPLATE_FAILS.format(reason)) from error
 
 
 class ChatTemplate:
@@ -192,18 +204,15 @@ class ChatTemplate:
         return [{"role": "system", "content": self.system}, *own]
 
     def _text(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
-        try:
-            with bounded_rendering():
-                text = self.tokenizer.apply_chat_template(
-                    self._with_system(messages),
-                    tools=self.tools,
-                    tokenize=False,
-                    add_generation_prompt=generation_prompt,
-                    **self.settings,
-                )
+        with explained_template(), bounded_rendering():
+            text = self.tokenizer.apply_chat_template(
+                self._with_system(messages),
+                tools=self.tools,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                **self.settings,
+            )
             return check_length(str(text))
-        except TemplateError as error:
-            raise UserError(TEMPLATE_FAILS.format(error)) from error
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -303,20 +312,17 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         values: dict[str, Any] = {**self.tokenizer.special_tokens_map, **self.settings, "tools": self.tools}
-        try:
-            with bounded_rendering():
-                texts, marks = cast(
-                    tuple[list[str], list[list[tuple[int, int]]]],
-                    render_jinja_template(
-                        conversations=[self._with_system(messages)],
-                        chat_template=self.source,
-                        return_assistant_tokens_mask=True,
-                        **values,
-                    ),
-                )
+        with explained_template(), bounded_rendering():
+            texts, marks = cast(
+                tuple[list[str], list[list[tuple[int, int]]]],
+                render_jinja_template(
+                    conversations=[self._with_system(messages)],
+                    chat_template=self.source,
+                    return_assistant_tokens_mask=True,
+                    **values,
+                ),
+            )
             check_length(texts[0])
-        except TemplateError as error:
-            raise UserError(TEMPLATE_FAILS.format(error)) from error
         if not self.tokenizer.is_fast:
             raise UserError(
                 "marks of {% generation %} need a fast tokenizer (tokenizer.json); convert it, or let the target "

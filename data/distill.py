@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..modules import DecodeSettings, Target, UserError
-from ..modules.bounded_reading import bounded_json
+from ..modules.json_records import read_json, record_of
 from .answering import Answerer, Conversation, take_given
 from .chat import ChatTemplate
 from .distill_config import DistillConfig, check_recipe, describe_recipe, package_versions
@@ -29,6 +29,7 @@ from .token_store import (
     Manifest,
     ShardRecord,
     SourceName,
+    SplitName,
     TokenShard,
     corrupted,
     hash_bytes,
@@ -158,8 +159,9 @@ class Distillation:
         found.target.require_same(wanted.target)
         self._require_same("the chat template or its settings", found.template_hash, wanted.template_hash)
         for part in ("prompts", "distill"):
-            for key in sorted({*found.recipe[part], *wanted.recipe[part]}):
-                self._require_same(f"{part}.{key}", found.recipe[part].get(key), wanted.recipe[part].get(key))
+            former = found.recipe.get(part, {})
+            for key in sorted({*former, *wanted.recipe[part]}):
+                self._require_same(f"{part}.{key}", former.get(key), wanted.recipe[part].get(key))
         if not found.complete:
             self._require_same("the installed versions", found.versions, wanted.versions)
         for shard in found.shards:
@@ -298,7 +300,7 @@ class Distillation:
         return sorted(found, key=lambda one: one.number)
 
     def _write_shard(
-        self, split: str, conversations: Sequence[Conversation], keys: Sequence[int], candidates: int
+        self, split: SplitName, conversations: Sequence[Conversation], keys: Sequence[int], candidates: int
     ) -> None:
         """Write one shard, then the manifest with its hash."""
         shard = TokenShard.from_rows([row for one in conversations for row in one.rows], keys)
@@ -411,8 +413,4 @@ def _read_stats(folder: Path) -> dict[str, float]:
     file = folder / STATS
     if not file.exists():
         return {}
-    try:
-        found: dict[str, float] = bounded_json(read_bytes(file))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} is corrupted; delete it, only times are lost") from error
-    return found
+    return record_of(dict[str, float], read_json(file, remedy := "delete it, only times are lost"), str(file), remedy)

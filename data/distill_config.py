@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ..modules import UserError
 from ..modules.verification.sampling import TEMPERATURES, is_temperature
-from .prompts import PromptConfig
+from .prompts import PromptConfig, read_prompts
 from .token_store import SOURCES, SourceName, hash_file
 from .writers import Writer, check_shares
 
@@ -118,6 +118,24 @@ def check_recipe(prompts: PromptConfig, config: DistillConfig, context: int) -> 
         raise UserError(
             f"prompts.max_prompt_tokens {prompts.max_prompt_tokens} and distill.max_new_tokens {config.max_new_tokens} "
             f"exceed the target's context of {context} tokens; lower one"
+        )
+
+
+def require_enough(prompts: PromptConfig, config: DistillConfig) -> None:
+    """Refuse a file whose prompts cannot be read, or would all be held out, before the target is loaded.
+
+    Raises:
+        UserError: as `read_prompts` does, or with the numbers of prompts.
+    """
+    if prompts.origin != "file":
+        return
+    found = read_prompts(prompts.path or "", column=prompts.column, skip_malformed=prompts.skip_malformed)
+    there, held = min(len(found), prompts.limit or len(found)), config.validation_prompts + config.test_prompts
+    if there <= held:
+        raise UserError(
+            f"{prompts.path} gives {there} prompts, and {held} are to be held out (distill.validation_prompts "
+            f"{config.validation_prompts}, distill.test_prompts {config.test_prompts}), which leaves none to train on; "
+            "give more prompts, or lower these numbers"
         )
 
 

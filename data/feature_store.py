@@ -7,6 +7,7 @@ Shapes: B rows of a pass, N tokens of a slice, D hidden size of the target.
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..modules import Target, UserError
-from ..modules.bounded_reading import bounded_json
+from ..modules.json_records import read_record
 from .collate import Piece, pad
 from .token_store import (
     FORMAT_VERSION,
@@ -25,7 +26,6 @@ from .token_store import (
     ShardRecord,
     TokenShard,
     hash_file,
-    read_bytes,
     write_bytes,
     write_tensors,
 )
@@ -38,6 +38,30 @@ PASS_TOKENS = 1024
 GIB = 2**30
 """Bytes of a GiB."""
 REMEDY = "run draftsmith distill with the same recipe, which makes them again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredFile:
+    """Hashes of one file of states."""
+
+    tokens: str
+    """Of the token shard that they belong to."""
+    sha256: str
+    """Of the file itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredStates:
+    """Content of features.json."""
+
+    format_version: int
+    """Layout of the files."""
+    target: str
+    """Hash of the target's weights."""
+    dtype: str
+    """Number format of the states."""
+    files: dict[str, StoredFile]
+    """Finished files by name."""
 
 
 class FeatureShard:
@@ -200,11 +224,7 @@ def _read_features(folder: Path) -> dict[str, Any]:
     file = folder / FEATURES
     if not file.exists():
         return {}
-    try:
-        content: dict[str, Any] = bounded_json(read_bytes(file))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} is corrupted; {REMEDY}") from error
-    return content
+    return asdict(read_record(StoredStates, file, f"{REMEDY}; delete the file first"))
 
 
 def _known_features(folder: Path, key: Mapping[str, Any]) -> dict[str, dict[str, str]]:

@@ -1,7 +1,6 @@
 """Prompts from a file or a dataset, in the usual four shapes."""
 
 import hashlib
-import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import Any, Literal, Protocol
 
 from ..modules import UserError
 from ..modules.bounded_reading import PROMPT_BYTES, bounded_json, read_bounded_text, require_ordinary
+from ..modules.json_records import problem
 from ..modules.verification.sampling import GREATEST_TEMPERATURE, LEAST_TEMPERATURE
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
@@ -129,8 +129,8 @@ def parse_prompt(row: Any, where: str, column: str | None = None) -> Prompt:
         UserError: naming `where` and what is wrong.
     """
     if not isinstance(row, Mapping):
-        raise UserError(f"{where}: expected a JSON object, got {type(row).__name__}")
-    identifier = str(row.get("question_id", where))
+        raise UserError(f"{where}: expected a JSON object, got {type(row).__name__}; write one object a line")
+    identifier = _text({"question_id": str(row.get("question_id", where))}, "question_id", where)
     category, system = (_optional_text(row, key, where) for key in ("category", "system"))
     common: dict[str, Any] = {"id": identifier, "category": category}
     if column is not None or "prompt" in row:
@@ -302,14 +302,16 @@ def _json(line: str, where: str) -> Any:
         raise UserError(f"{where}: the line is empty; delete it, or write a JSON object there")
     try:
         return bounded_json(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not JSON ({error.msg} at column {error.colno}); write one object a line") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not JSON ({problem(error)}); write one object a line") from error
 
 
 def _text(row: Mapping[str, Any], key: str, where: str) -> str:
     value = row.get(key)
     if not isinstance(value, str) or not value.strip():
         raise UserError(f"{where}: {key} must be text that is not empty, got {_short(value)}")
+    if any("\ud800" <= sign <= "\udfff" for sign in value):
+        raise UserError(f"{where}: {key} holds half of a surrogate pair, which is no character; write the whole one")
     return value
 
 
@@ -326,7 +328,8 @@ def _turns(value: Any, where: str) -> tuple[str, ...]:
 def _messages(value: Any, where: str, speaker: str, words: str) -> list[tuple[str, str]]:
     """(role, text) of each message."""
     if not isinstance(value, list) or not value:
-        raise UserError(f"{where}: expected a list of messages that is not empty, got {_short(value)}")
+        raise UserError(f"{where}: expected a list of messages that is not empty, got {_short(value)}; give each as an "
+                        "object with its speaker and its text")
     found = []
     for message in value:
         if not isinstance(message, Mapping):

@@ -6,7 +6,7 @@ Shapes: T tokens of all rows one after another, R rows, S = R + 1 borders of row
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,12 +17,14 @@ from torch import Tensor
 
 from ..modules import TargetIdentity, UserError
 from ..modules.atomic_files import write_atomically
-from ..modules.bounded_reading import bounded_json, require_ordinary
+from ..modules.bounded_reading import require_ordinary
+from ..modules.json_records import read_json, record_of, shortened
 
 FORMAT_VERSION = 3
 """Layout of shards and manifest."""
 MANIFEST = "manifest.json"
 SourceName = Literal["target", "text", "draft"]
+SplitName = Literal["train", "validation"]
 SOURCES: tuple[SourceName, ...] = ("target", "text", "draft")
 """target: the target's own answers; text: what the prompt source brings; draft: answers that an artifact's draft wrote,
 on which the target's distribution is learnt (arXiv:2310.08461, section 4). A shard stores the place in this list."""
@@ -117,8 +119,8 @@ class ShardRecord:
 
     file: str
     """Name inside the folder."""
-    split: str
-    """train or validation."""
+    split: SplitName
+    """The part of the data that it belongs to."""
     sha256: str
     """Hash of the file's bytes."""
     candidates: int
@@ -139,16 +141,17 @@ class ShardRecord:
     """Tokens written by the assistant."""
     answers: int
     """Assistant turns."""
-
-    def __post_init__(self) -> None:
-        # States are written next to it under a name made of this one: it must lead to no other folder.
-        if Path(self.file).name != self.file:
-            raise UserError(f"{MANIFEST} names the shard {self.file!r}, which is no file in its folder; delete that "
-                            "folder and distil again")
     truncated: int
     """Answers cut by the length limit."""
     repetitive: int
     """Answers with more than 30 % repeated 4-grams."""
+
+    def __post_init__(self) -> None:
+        # States are written next to it under a name made of this one: it must lead to no other folder.
+        if Path(self.file).name != self.file:
+            raise ValueError(f"file must be the name of a file in the folder, got {self.file!r}")
+        if wrong := [name for name, value in vars(self).items() if isinstance(value, int) and value < 0]:
+            raise ValueError(f"{wrong[0]} of {self.file} must be at least 0, got {getattr(self, wrong[0])}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +165,13 @@ class HeldOut:
     prompts: int
     """Number of prompts in it."""
 
+    def __post_init__(self) -> None:
+        # States are written next to it under a name made of this one: it must lead to no other folder.
+        if Path(self.file).name != self.file:
+            raise ValueError(f"file must be the name of a file in the folder, got {self.file!r}")
+        if self.prompts < 0:
+            raise ValueError(f"prompts of {self.file} must be at least 0, got {self.prompts}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
@@ -171,7 +181,7 @@ class Manifest:
     """Identity of the target that wrote the answers."""
     template_hash: str
     """Hash of the chat template and its settings."""
-    recipe: dict[str, Any]
+    recipe: dict[str, dict[str, Any]]
     """Prompt source, sampling settings, budget and seed."""
     versions: dict[str, str]
     """Versions of the packages that decide the bytes."""
@@ -223,21 +233,21 @@ class Manifest:
         file = Path(folder) / MANIFEST
         if not file.exists():
             raise UserError(f"{folder} holds no {MANIFEST}; make the data with draftsmith distill, or name its folder")
-        try:
-            content = bounded_json(read_bytes(file))
-            version = content.pop("format_version")
-            if version != FORMAT_VERSION:
-                raise UserError(
-                    f"{file} has format version {version}, this version reads {FORMAT_VERSION}; distil again"
-                )
-            if content.pop("sha256") != hash_bytes(_json({"format_version": version, **content})):
-                raise UserError(corrupted(file))
-            content["target"] = TargetIdentity.from_dict(content["target"])
-            content["shards"] = tuple(ShardRecord(**shard) for shard in content["shards"])
-            content["held_out"] = None if content["held_out"] is None else HeldOut(**content["held_out"])
-            return cls(**content)
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(corrupted(file)) from error
+        remedy = f"delete the folder {file.parent} and distil again"
+        content = read_json(file, remedy)
+        if not isinstance(content, dict) or "format_version" not in content:
+            raise UserError(corrupted(file))
+        version = content.pop("format_version")
+        if version != FORMAT_VERSION:
+            raise UserError(f"{file} has format version {shortened(version)}, this version reads {FORMAT_VERSION}; "
+                            f"{remedy}")
+        digest = content.pop("sha256", None)
+        # Every field is written, also those that have a default while a manifest grows.
+        if missing := sorted({one.name for one in fields(cls)} - content.keys()):
+            raise UserError(f"{file} is damaged: its content lacks {', '.join(missing)}; {remedy}")
+        if digest != hash_bytes(_json({"format_version": version, **content})):
+            raise UserError(corrupted(file))
+        return record_of(cls, content, str(file), remedy)
 
 
 # Files ---------------------------------------------------------------------------------------------------------------

@@ -12,11 +12,12 @@ from .layouts.hydra import import_hydra
 from .layouts.kangaroo import import_kangaroo
 from .layouts.medusa import import_medusa
 from .layouts.merged_target import export_adapted
-from .layouts.registry import FORMATS, export_artifact
+from .layouts.registry import EVERY_FORMAT, FORMATS, export_artifact
 from .layouts.specdec import export_specdec, import_specdec
 from .report.markdown import terminal_table, write_report
 
 __all__ = [
+    "EVERY_FORMAT",
     "FORMATS",
     "FORMAT_VERSION",
     "Artifact",

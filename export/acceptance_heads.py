@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from ..modules import AcceptanceHead, AcceptanceHeadConfig, Policy, RejectionRisk, SamplingSetting, UserError, chain_for
 from ..modules.atomic_files import write_file
+from ..modules.json_records import read_json, record_of
 from ..modules.owned_folders import whole_folder
-from .artifact_files import CONFIG, HEADS, WEIGHTS, read_json, sha256
+from .artifact_files import CONFIG, HEADS, WEIGHTS, sha256
 
 FORMAT_VERSION = 1
 """Raised when a reader of the previous version could not read the new files."""
@@ -65,7 +66,7 @@ def save_head(artifact: Path, stored: StoredHead) -> Path:
     Raises:
         UserError: if there is no artifact, or the folder cannot be written.
     """
-    owner = read_json(artifact / CONFIG)
+    owner = _fields(artifact / CONFIG)
     folder = artifact / HEADS / f"{stored.setting.temperature:g}"
     with whole_folder(folder, "acceptance head") as partial:
         weights = stored.head.state_dict()
@@ -101,7 +102,7 @@ def load_heads(artifact: Path, weights_sha256: str) -> dict[float, StoredHead]:
 
 
 def _load(folder: Path, weights_sha256: str) -> StoredHead:
-    config = read_json(folder / CONFIG)
+    config = _fields(folder / CONFIG)
     if config.get("format_version") != FORMAT_VERSION:
         raise UserError(f"{folder} has acceptance head format version {config.get('format_version')}, this program "
                         f"reads {FORMAT_VERSION}; train the head again with draftsmith specdec")
@@ -123,3 +124,8 @@ def _load(folder: Path, weights_sha256: str) -> StoredHead:
     except (KeyError, TypeError, RuntimeError, OSError, SafetensorError) as error:
         raise UserError(f"{folder} is damaged ({' '.join(str(error).split())}); train the head again with draftsmith "
                         "specdec, or delete that folder") from error
+
+
+def _fields(file: Path) -> dict[str, Any]:
+    remedy = "copy or train the artifact again"
+    return record_of(dict[str, Any], read_json(file, remedy), str(file), remedy)

@@ -34,18 +34,27 @@ from ..modules import (
     policy_named,
 )
 from ..modules.atomic_files import write_file
+from ..modules.json_records import read_json, read_record, shortened, typed_fields
 from ..modules.owned_folders import whole_folder
 from ..modules.policies.registry import MOST
 from ..modules.target.adapter import PREFIX
 from ..modules.target.draft_vocabulary import require_distinct
 from ..modules.target.loading import is_local
 from .acceptance_heads import StoredHead, load_heads
-from .artifact_files import CARD, CONFIG, HEADS, TUNING, WEIGHTS, read_json, sha256
+from .artifact_files import CARD, CONFIG, HEADS, TUNING, WEIGHTS, sha256
 from .claimed_shapes import check_shapes
 from .weight_checks import require_weights
 
 FORMAT_VERSION = 1
 """Raised when a reader of the previous version could not read the new files."""
+FIELDS: dict[str, Any] = {
+    "format": str, "format_version": int, "family": str, "class": str, "drafter": dict[str, Any],
+    "target": TargetIdentity, "tree": dict[str, Any], "weights_sha256": str, "provenance": dict[str, Any],
+    "versions": dict[str, str],
+}
+"""Fields of config.json and their types; an adapter's is one more."""
+AGAIN = "copy or train the artifact again"
+"""Remedy for a damaged artifact."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +75,10 @@ class Tuning:
     """The same at temperature 1, used for all temperatures above 0; empty when it was not computed."""
     given: bool = False
     """Whether the recipe sets the size: every batch size then uses it, otherwise each has its own."""
+
+    def __post_init__(self) -> None:
+        if self.tree_size < 1:
+            raise ValueError(f"tree_size must be at least 1, got {self.tree_size}")
 
     @classmethod
     def of(cls, target: Target, tree_size: int, cost: CostModel, expected: Sequence[float] = (), *,
@@ -199,12 +212,19 @@ def read_description(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         raise UserError(f"{folder} holds no artifact ({CONFIG} is missing); give the folder that training wrote")
-    config = read_json(path)
+    config = read_json(path, AGAIN)
+    if not isinstance(config, dict):
+        raise UserError(f"{path} holds no JSON object; {AGAIN}")
     if config.get("format") != "draftsmith":
-        raise UserError(f"{path} was not written by draftsmith; to read Medusa heads of another project, import them")
+        raise UserError(f"{path} was not written by draftsmith; give the folder that training wrote (Medusa heads of "
+                        "another project can be imported)")
     if config.get("format_version") != FORMAT_VERSION:
-        raise UserError(f"{folder} has artifact format version {config.get('format_version')}, this program reads "
-                        f"{FORMAT_VERSION}; use the version of draftsmith that wrote it, or train again")
+        raise UserError(f"{path} has artifact format version {shortened(config.get('format_version'))}, this program "
+                        f"reads {FORMAT_VERSION}; use the version of draftsmith that wrote it, or train again")
+    try:
+        typed_fields(config, FIELDS, {"adapter": dict[str, Any]})
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}; {AGAIN}") from error
     return config
 
 
@@ -225,21 +245,18 @@ def load_artifact(folder: Path, target: Target, *, trust: bool = False) -> Artif
         identity = TargetIdentity.from_dict(config["target"])
         identity.require_same(target.identity)
         family = drafter_class(config, trust=trust)
-        check_shapes(family, config["drafter"], identity, folder / WEIGHTS)
-        drafter = family.rebuild(config["drafter"], identity)
-        tree = config["tree"]
+        tree = typed_fields(config["tree"], {"parents": tuple[int, ...], "ranks": tuple[int, ...]})
         if (size := len(tree["parents"])) > MOST:
-            raise UserError(f"{folder / CONFIG} describes a tree of {size:,} nodes, more than {MOST:,}; train or copy "
-                            "the artifact again")
-        topology = Topology(tuple(tree["parents"]), tuple(tree["ranks"]))
+            raise UserError(f"{folder / CONFIG} describes a tree of {size:,} nodes, more than {MOST:,}; {AGAIN}")
+        topology = Topology(**tree)
+        check_shapes(family, config["drafter"], identity, folder / WEIGHTS)
+        drafter = _rebuilt(family, config["drafter"], identity)
         provenance = {**config["provenance"], "versions": config["versions"]}
         adapter = _load_weights(drafter, folder / WEIGHTS, config)
     except UserError:
         raise
-    except KeyError as error:
-        raise UserError(f"{folder / CONFIG} lacks {error}; the artifact is damaged, train or copy it again") from error
     except (TypeError, ValueError) as error:
-        raise UserError(f"{folder / CONFIG} is damaged ({error}); train or copy the artifact again") from error
+        raise UserError(f"{folder / CONFIG} is damaged: {error}; {AGAIN}") from error
     # It reads the target's states, which have the target's number format and device.
     drafter.to(device=target.device, dtype=target.dtype)
     decoder = target if adapter is None else target.adapted(adapter)
@@ -252,6 +269,16 @@ def load_artifact(folder: Path, target: Target, *, trust: bool = False) -> Artif
                     tuning=read_tuning(folder), adapter=adapter, heads=heads)
 
 
+def _rebuilt(family: type[Drafter], description: dict[str, Any], identity: TargetIdentity) -> Drafter:
+    """The drafter that config.json describes. Raises ValueError with what is wrong in the description."""
+    try:
+        return family.rebuild(description, identity)
+    except KeyError as error:
+        raise ValueError(f"drafter lacks {error}") from error
+    except UserError as error:
+        raise ValueError(str(error)) from error
+
+
 def read_tuning(folder: Path) -> Tuning | None:
     """tuning.json of an artifact; None if nothing was measured yet.
 
@@ -261,13 +288,7 @@ def read_tuning(folder: Path) -> Tuning | None:
     path = folder / TUNING
     if not path.is_file():
         return None
-    raw = read_json(path)
-    try:
-        return Tuning(**{**raw, "cost": CostModel.from_dict(raw["cost"]),
-                         "expected_accepted_length": tuple(raw["expected_accepted_length"]),
-                         "expected_sampled": tuple(raw.get("expected_sampled", ()))})
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({error}); delete it, it will be measured again") from error
+    return read_record(Tuning, path, "delete it, it will be measured again")
 
 
 def drafter_class(config: Mapping[str, Any], *, trust: bool) -> type[Drafter]:
@@ -287,9 +308,10 @@ def drafter_class(config: Mapping[str, Any], *, trust: bool) -> type[Drafter]:
     try:
         cls = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise UserError(f"the artifact's class {config['class']} cannot be imported: {error}") from error
+        raise UserError(f"the artifact's class {config['class']} cannot be imported: {error}; install the package that "
+                        "it belongs to") from error
     if not (isinstance(cls, type) and issubclass(cls, Drafter)):
-        raise UserError(f"{config['class']} is not a draftsmith Drafter")
+        raise UserError(f"the artifact's class {config['class']} is not a draftsmith Drafter; {AGAIN}")
     return cls
 
 
@@ -391,7 +413,7 @@ def _own_weights(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _load_weights(drafter: Drafter, path: Path, config: Mapping[str, Any]) -> Adapter | None:
     """Load the drafter's weights; returns the adapter whose weights are in the same file, if there is one."""
     if not path.is_file():
-        raise UserError(f"{path} is missing; the artifact is incomplete, copy or train it again")
+        raise UserError(f"{path} is missing; the artifact is incomplete, {AGAIN}")
     if sha256(path) != config["weights_sha256"]:
         raise UserError(f"{path} does not have the hash that {CONFIG} names ({config['weights_sha256'][:12]}...); it "
                         "is damaged, copy or train the artifact again")
@@ -402,7 +424,7 @@ def _load_weights(drafter: Drafter, path: Path, config: Mapping[str, Any]) -> Ad
         drafter.load_state_dict({name: tensor for name, tensor in weights.items() if name not in changes})
     except (SafetensorError, RuntimeError) as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"{path} does not fit the drafter that {CONFIG} describes: {reason}") from error
+        raise UserError(f"{path} does not fit the drafter that {CONFIG} describes: {reason}; {AGAIN}") from error
     require_distinct(drafter.token_ids_Q)
     if "adapter" not in config and not changes:
         return None

@@ -1,9 +1,14 @@
 """Checks shared by the settings of all drafters, and their reading from an artifact."""
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_type_hints
 
 from .errors import UserError
+from .json_records import typed
+
+MOST = {"num_layers": 1024, "num_heads": 1024, "num_kv_heads": 1024, "depths": 1024}
+MOST_WIDTH = 2**24
+"""Greatest numbers of modules, and of any other size: what is larger is a slip of the finger."""
 
 MOST_PARTS = 256
 """Most layers, heads or draft steps of a drafter: each is a module, or a pass, of its own."""
@@ -19,25 +24,28 @@ def check_sizes(**sizes: object) -> None:
     """
     for name, value in sizes.items():
         most = MOST_WIDTH if name in WIDTHS else MOST_PARTS
-        if value is not None and (not isinstance(value, int) or value < 1):
+        if value is not None and (type(value) is not int or value < 1):
             raise UserError(f"{name} must be a whole number of at least 1, got {value!r}")
         if value is not None and value > most:
             raise UserError(f"{name} must be at most {most:,}, got {value}; lower it")
 
 
 def settings_of(description: dict[str, Any], config: type, subject: str, *more: str) -> dict[str, Any]:
-    """A copy of a drafter's description, once its keys are those of its config.
+    """A drafter's description with the settings of its config converted to their types, tuples among them.
 
     Args:
         description: of the drafter's `describe`.
         config: the dataclass of its settings.
         subject: start of the error's sentence, such as "a Medusa drafter is".
-        more: keys besides the settings.
+        more: keys besides the settings; their values stay as they are.
 
     Raises:
         UserError: if a key is missing or unknown.
+        MistypedError: if a setting is of the wrong kind.
     """
     if set(description) != (known := {*more, *(field.name for field in fields(config))}):
         raise UserError(f"{subject} described by {sorted(known)}, got {sorted(description)}; use the version of "
                         "draftsmith that wrote the artifact")
-    return {**description}
+    hints = get_type_hints(config)
+    return {name: value if name in more else typed(value, hints[name], f"drafter.{name}")
+            for name, value in description.items()}

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
+from io import TextIOWrapper
 
 from .interruption import Stopped, stopped_by_signals
 from .terminal_text import one_sentence
@@ -38,7 +39,21 @@ REMEDIES = {
     errno.EEXIST: "choose another --out",
     errno.EFBIG: "choose another --out",
     errno.EIO: "check the disk",
+    errno.ENAMETOOLONG: "give a shorter name",
+    errno.ELOOP: "remove the link that leads to itself",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "close other programs",
+    errno.ENOMEM: "free some memory or choose a smaller model",
+    errno.EAGAIN: "raise the limit of processes (ulimit -u)",
+    errno.ENOTEMPTY: "choose another --out",
+    errno.EBUSY: "choose another --out",
+    errno.ETXTBSY: "choose another --out",
+    errno.ESTALE: "check the disk",
 }
+ELSEWHERE = "check the path and the disk"
+"""Remedy for any other error of the system."""
+NO_MEMORY = ("can't allocate memory", "out of memory", "storage size calculation overflowed", "can't start new thread")
+"""Parts of torch's messages about memory, in lower case: it has no exception of its own for them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -109,6 +124,8 @@ def run_command(name: str, arguments: list[str]) -> int:
         return 0
     except OSError as error:
         return complain(system_error(error))
+    except (MemoryError, RuntimeError) as error:
+        return complain(out_of_memory(error))
     return 0
 
 
@@ -119,6 +136,10 @@ def quiet_libraries() -> None:
     for category in (FutureWarning, DeprecationWarning):
         warnings.simplefilter("ignore", category)
     warnings.formatwarning = one_line
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that knows few characters shows the others as escapes instead of ending the command.
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def one_line(message: Warning | str, *_: object, **__: object) -> str:
@@ -138,17 +159,23 @@ def missing_module(error: ModuleNotFoundError) -> str:
 
 
 def system_error(error: OSError) -> str:
-    """One sentence about a full disk, a missing file or a missing permission.
+    """One sentence about a full disk, a missing file, a missing permission or another refusal of the system."""
+    if error.errno is None:
+        return f"{error}; {ELSEWHERE}"
+    place = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+    return f"{place}{error.strerror or os.strerror(error.errno)}: {REMEDIES.get(error.errno, ELSEWHERE)}"
+
+
+def out_of_memory(error: MemoryError | RuntimeError) -> str:
+    """One sentence about memory that is not there.
 
     Raises:
-        OSError: the same again, when it is none of these.
+        RuntimeError: the same again, when it is about something else.
     """
-    if error.errno is not None and error.errno not in REMEDIES:
+    if isinstance(error, RuntimeError) and not any(part in str(error).lower() for part in NO_MEMORY):
         raise error
-    if error.errno is None:
-        return str(error)
-    place = f"{error.filename}: " if error.filename else ""
-    return f"{place}{error.strerror or os.strerror(error.errno)}: {REMEDIES[error.errno]}"
+    return ("this needs more memory or threads than the machine gives; choose a smaller target or drafter, or lower "
+            "distill.slots, batch.rows_per_batch and batch.row_length (draftsmith plan counts the bytes)")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..data import read_prompts
 from ..export import (
+    EVERY_FORMAT,
     EvaluateConfig,
     Method,
     evaluate,
@@ -20,10 +21,28 @@ from ..export import (
     with_drift,
     write_report,
 )
-from ..modules import STATIC, DecodeSettings, Request, Target, TargetConfig, UserError, load_target, stream
+from ..modules import (
+    STATIC,
+    DecodeSettings,
+    Request,
+    Target,
+    TargetConfig,
+    UserError,
+    load_target,
+    parse_policy,
+    stream,
+)
 from ..modules.decoding.pass_recorder import PassRecorder
 from ..modules.decoding.token_text import TokenText, visible
-from .chat_settings import ARTIFACT_TARGET, TemplateConfig, artifact_target, handwritten_prompts, prompt_sets
+from ..modules.verification.sampling import TEMPERATURES, is_temperature
+from .chat_settings import (
+    ARTIFACT_TARGET,
+    TemplateConfig,
+    artifact_target,
+    handwritten_prompts,
+    prompt_sets,
+    require_prompts,
+)
 from .draft_colours import MarkedAnswer, marks_for
 from .parsing import Command, Parsed
 from .terminal_text import say
@@ -65,8 +84,9 @@ def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
                         "and --baselines")
     if given.out.exists() and not given.out.is_dir():
         raise UserError(f"{given.out} is a file, a folder was expected; choose another --out")
-    sets = {Path(given.prompts).stem: read_prompts(given.prompts)} if isinstance(given.prompts, str) \
-        else {"handwritten": handwritten_prompts()}
+    sets = {"handwritten": handwritten_prompts()}
+    if isinstance(given.prompts, str):
+        sets = {Path(given.prompts).stem: require_prompts(given.prompts, read_prompts(given.prompts))}
     target = artifact_target(folders[0], given.target) if folders else load_target(given.target)
     artifacts = [load_artifact(folder, target, trust=given.trust) for folder in folders]
     if len(artifacts) > 1 and any(artifact.adapter is not None for artifact in artifacts):
@@ -136,6 +156,19 @@ class GenerateArguments:
     trust: bool = False
     """Import the class that the artifact names where its family is none of this package's, which runs its code."""
 
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise UserError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if not is_temperature(self.temperature):
+            raise UserError(f"temperature must be {TEMPERATURES}, got {self.temperature}")
+        parse_policy(self.policy)
+        self.decode_settings()
+
+    def decode_settings(self) -> DecodeSettings:
+        """The decoding loop's settings. Raises UserError when a number is out of its range."""
+        return DecodeSettings(top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, seed=self.seed,
+                              repetition_penalty=self.repetition_penalty, stop=self.stop)
+
 
 def generate(parsed: Parsed[GenerateArguments]) -> None:
     """Stream the answer to a prompt, drafted and verified: the same words as the target alone, sooner."""
@@ -144,8 +177,7 @@ def generate(parsed: Parsed[GenerateArguments]) -> None:
     artifact = load_artifact(given.artifact, target, trust=given.trust)
     tokens = given.template.build(target).prompt([{"role": "user", "content": given.prompt}])
     request = Request(tuple(tokens), 0, given.max_new_tokens, given.temperature)
-    settings = DecodeSettings(top_k=given.top_k, top_p=given.top_p, min_p=given.min_p, seed=given.seed,
-                              repetition_penalty=given.repetition_penalty, stop=given.stop)
+    settings = given.decode_settings()
     recorder = PassRecorder() if given.show_drafts else None
     passes = stream(artifact.target, request, settings, drafter=artifact.drafter, observer=recorder,
                     policy=artifact.policy(given.policy, temperature=given.temperature))
@@ -198,6 +230,8 @@ class ExportArguments:
 def export(parsed: Parsed[ExportArguments]) -> None:
     """Write an artifact in the layout of a serving engine."""
     given = parsed.values
+    if given.format not in EVERY_FORMAT:
+        raise UserError(f"unknown export format {given.format!r}; choose one of {', '.join(EVERY_FORMAT)}")
     target = artifact_target(given.artifact, given.target)
     artifact = load_artifact(given.artifact, target, trust=given.trust)
     folder = (export_artifact(artifact, target, given.format, given.out) if artifact.adapter is None

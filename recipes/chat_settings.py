@@ -1,6 +1,5 @@
 """Chat settings that the commands share: the template, rendered prompts, an artifact's own target."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -10,7 +9,7 @@ from typing import Any
 from ..data import ChatTemplate, Prompt, read_prompts
 from ..export import PromptSets, Question, read_description
 from ..modules import Target, TargetConfig, TargetIdentity, UserError, load_target
-from ..modules.bounded_reading import bounded_json, read_bounded_text
+from ..modules.json_records import read_json
 from ..modules.target.loading import is_local
 
 ARTIFACT_TARGET = "artifact"
@@ -41,10 +40,7 @@ class TemplateConfig:
     def _read_tools(self) -> list[dict[str, Any]] | None:
         if self.tools is None:
             return None
-        try:
-            tools = bounded_json(read_bounded_text(Path(self.tools)))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise UserError(f"template.tools {self.tools} is not JSON ({error}); list tool schemas") from error
+        tools = read_json(Path(self.tools), "give template.tools a JSON list of tool schemas")
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise UserError(f"template.tools {self.tools} must hold a JSON list of objects, one for each tool")
         return tools
@@ -83,6 +79,14 @@ def question(template: ChatTemplate, prompt: Prompt) -> Question:
         return template.prompt(prompt.messages(texts))
 
     return Question(prompt=ask, turns=len(prompt.turns), category=prompt.category or "", text=prompt.turns[0])
+
+
+def require_prompts(file: str, prompts: list[Prompt]) -> list[Prompt]:
+    """The same prompts, once none of them is a plain document, which nobody can answer. Raises UserError."""
+    if document := next((prompt.id for prompt in prompts if prompt.document is not None), None):
+        raise UserError(f"{file} holds plain documents ({document}), which are not answered; give prompts, messages or "
+                        "turns in place of text")
+    return prompts
 
 
 def prompt_sets(template: ChatTemplate, sets: dict[str, list[Prompt]]) -> PromptSets:

@@ -144,7 +144,7 @@ def run_row(name: str, file: Path, trust: Sequence[str]) -> None:
     code = call([sys.executable, "-P", "-m", "draftsmith.recipes", "run", "--config", str(file), *trust])
     if code:
         raise UserError(f"the row {name} ended with exit code {code}; its message stands above, its recipe "
-                        f"is {file}")
+                        f"is {file}; correct that and start again, finished rows are kept")
 
 
 def measure_baseline(name: str, parsed: Parsed[FamiliesArguments]) -> None:

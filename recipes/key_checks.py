@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..modules import UserError
-from .recipe_keys import Key, allows_null, kind_in_words
+from ..modules.json_records import kind_in_words
+from .recipe_keys import Key, allows_null
 
 OPTION = re.compile(r"--([A-Za-z][\w.-]*)(=.*)?", flags=re.DOTALL)
 PARSER_OPTIONS = ("config", "help", "print_config")
@@ -73,7 +74,8 @@ class KeyChecks:
                 continue
             self.check_name(name)
             if name in self.sections and not isinstance(value, Mapping):
-                raise UserError(f"{name} is a section with the keys {', '.join(self._keys_in(name))}, got {value!r}")
+                raise UserError(f"{name} is a section with the keys {', '.join(self._keys_in(name))}, got "
+                                f"{'null' if value is None else repr(value)}; write {name}: and the keys below it")
             if name in self.keys and value is None and not allows_null(self.keys[name].kind):
                 raise UserError(f"{name} must be {kind_in_words(self.keys[name].kind)}, got null")
 
@@ -100,7 +102,8 @@ class KeyChecks:
         if close:
             hint = f"did you mean {close[0]}?"
         elif siblings:
-            hint = f"{f'the section {section}' if section else self.command} has {', '.join(sorted(siblings))}"
+            where = f"the section {section}" if section else self.command
+            hint = f"choose one that {where} has: {', '.join(sorted(siblings))}"
         else:
             hint = f"draftsmith {self.command} --help lists all keys"
         raise UserError(f"unknown key {name}: {hint}")

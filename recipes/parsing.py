@@ -1,6 +1,7 @@
 """From the command line and a recipe file to a command's arguments, by jsonargparse."""
 
 import json
+import math
 from argparse import SUPPRESS
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -13,7 +14,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_s
 
 from ..modules import UserError
 from .key_checks import OPTION, KeyChecks, options, renamed
-from .recipe_files import check_word, merge, read_recipe, recipe_path
+from .recipe_files import check_plain, check_word, merge, read_recipe, recipe_path
 from .recipe_keys import keys_of
 
 T = TypeVar("T")
@@ -110,6 +111,7 @@ class CommandLine(Generic[T]):
         """The recipe, with what it extends and the family of the command line."""
         words = []
         rest = iter(underscored(word) for word in arguments)
+        check_plain(list(arguments), "the command line")
         for word in rest:
             name, _, value = word.partition("=")
             if name == "--config" and (file := value or next(rest, "")):
@@ -162,15 +164,16 @@ class CommandLine(Generic[T]):
         """The parsed arguments. Raises UserError or ArgumentError."""
         if not {"--help", "-h"} & set(self.words):
             self._check_keys()
-        words = ["--config", json.dumps(self.content, default=str), *self.words] if self.content else self.words
+        words = ["--config", json.dumps(self.content), *self.words] if self.content else self.words
         try:
             config: Namespace = self.parser.parse_args(words)
-            self._check_trust(config)
-            return config
         except ArgumentError as error:
             if sentence := self.checks.explain(str(error), self.content, self.words):
                 raise UserError(sentence) from error
             raise
+        self._check_trust(config)
+        check_finite(config.as_dict())
+        return config
 
     def _check_keys(self) -> None:
         """Refuse wrong keys, and to train without a family. Raises UserError."""
@@ -243,6 +246,15 @@ def underscored(word: str) -> str:
     """An option with underscores in place of dashes; any other word as it is."""
     option = OPTION.fullmatch(word)
     return word if option is None else f"--{option[1].replace('-', '_')}{option[2] or ''}"
+
+
+def check_finite(value: Any, name: str = "") -> None:
+    """Refuse numbers that are infinite or none, wherever they stand. Raises UserError naming the key."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{name} must be a finite number, got {value}")
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, part in parts:
+        check_finite(part, f"{name}.{key}" if name else str(key))
 
 
 def user_error_of(error: BaseException) -> UserError | None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from ..data import DistillConfig, Prompt, distill, encode, read_held_out
 from ..data.datamodule import DraftDataModule
+from ..data.distill_config import require_enough
 from ..export import (
     Method,
     Tuning,
@@ -55,6 +56,7 @@ def distill_stage(workspace: Workspace) -> Sequence[Path]:
     """Prompts are answered by the target, or by whoever else writes the training rows."""
     workspace.check()
     recipe = workspace.recipe
+    require_enough(recipe.prompts, recipe.distill)
     manifest = distill(workspace.target, recipe.prompts, recipe.distill, workspace.template, workspace.data,
                        writer=writer_of(workspace))
     held_out = [] if manifest.held_out is None else [manifest.held_out.file]

@@ -15,6 +15,9 @@ from ..trainers import DraftModule, TrainConfig
 from ..trainers.families import family_module
 from .chat_settings import TemplateConfig
 
+MOST_NODES = 4096
+"""Largest tree that is searched."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TreeConfig:

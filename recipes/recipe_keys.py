@@ -9,11 +9,9 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
-PLAIN_NAMES: dict[object, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
-                                  Path: "a path", type(None): "null", dict: "a mapping", Any: "any value"}
+from ..modules.json_records import kind_in_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,18 +69,6 @@ def _own_docstrings(config: type[Any]) -> Iterator[tuple[str, str]]:
         if (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr)
                 and isinstance(text.value, ast.Constant)):
             yield field.target.id, " ".join(str(text.value.value).split())
-
-
-def kind_in_words(kind: Any) -> str:
-    """A type annotation for people: "a whole number", "one of hard, soft"."""
-    if get_origin(kind) is Literal:
-        return f"one of {', '.join(map(str, get_args(kind)))}"
-    if get_origin(kind) in (types.UnionType, typing.Union):
-        return " or ".join(kind_in_words(one) for one in get_args(kind))
-    if get_origin(kind) in (tuple, list):
-        inner = PLAIN_NAMES.get(get_args(kind)[0], str(get_args(kind)[0]))
-        return f"a list, each {inner}"
-    return PLAIN_NAMES.get(get_origin(kind) or kind, getattr(kind, "__name__", str(kind)))
 
 
 def allows_null(kind: Any) -> bool:

@@ -5,13 +5,13 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ..modules import UserError
 from ..modules.atomic_files import remove_leftovers, write_file
-from ..modules.bounded_reading import bounded_json, read_bounded_text
+from ..modules.json_records import read_json, record_of
 from .terminal_text import say
 
 STAGES_FILE = "stages.json"
@@ -29,6 +29,16 @@ class Stage:
     """Recipe sections that decide its output, besides the stages before it."""
     work: Callable[[], Sequence[Path]]
     """Does it, resuming what an interrupted run left; returns the files that stand for its whole output."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRecord:
+    """A finished stage as stages.json keeps it."""
+
+    key: str
+    """Hash of everything that decided its output."""
+    files: dict[str, str]
+    """Hash of each file that it wrote, by path from the run's folder."""
 
 
 def run_stages(
@@ -93,13 +103,9 @@ def read_finished(out: Path) -> dict[str, Any]:
     file = out / STAGES_FILE
     if not file.is_file():
         return {}
-    try:
-        content = bounded_json(read_bounded_text(file))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} is damaged ({error}); delete it, finished work is found again") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{file} is damaged (no JSON object); delete it, finished work is found again")
-    return content
+    remedy = "delete it, finished work is found again"
+    found = record_of(dict[str, StageRecord], read_json(file, remedy), str(file), remedy)
+    return {name: asdict(record) for name, record in found.items()}
 
 
 def changed_files(out: Path, files: Mapping[str, str]) -> list[str]:

@@ -9,6 +9,8 @@ from typing import TextIO
 
 LONGEST = 200
 """Characters of a word that a sentence shows; of a longer one, its ends."""
+LONGEST_SENTENCE = 500
+"""Characters of a sentence; of a longer one the middle is left out, since its end is a remedy."""
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -33,7 +35,9 @@ def _code(letter: str) -> str:
 def one_sentence(text: str) -> str:
     """The text as one printable line; of words that no terminal could show, such as 5,000 digits, only the ends."""
     line = printable(" ".join(text.split()))
-    return re.sub(rf"\S{{{LONGEST + 1},}}", lambda word: _ends(word[0]), line)
+    line = re.sub(rf"\S{{{LONGEST + 1},}}", lambda word: _ends(word[0]), line)
+    half = (LONGEST_SENTENCE - len(" [...] ")) // 2
+    return line if len(line) <= LONGEST_SENTENCE else f"{line[:half]} [...] {line[-half:]}"
 
 
 def _ends(word: str) -> str:

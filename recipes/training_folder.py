@@ -3,11 +3,11 @@
 import json
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from ..modules import UserError
 from ..modules.atomic_files import write_file
-from ..modules.bounded_reading import bounded_json, read_bounded_text
+from ..modules.json_records import MistypedError, read_json, record_of, typed_fields
 from ..trainers import FitResult
 from .workspace import Workspace
 
@@ -50,17 +50,6 @@ def write_result(folder: Path, result: FitResult) -> list[Path]:
     return [folder / RESULT_FILE, result.checkpoint]
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    remedy = f"delete {RESULT_FILE}, and the same command makes both anew from the last checkpoint"
-    try:
-        content = bounded_json(read_bounded_text(file))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} is damaged ({error}); {remedy}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{file} is damaged (no JSON object); {remedy}")
-    return content
-
-
 def read_result(folder: Path) -> FitResult:
     """The result of a finished training.
 
@@ -70,9 +59,15 @@ def read_result(folder: Path) -> FitResult:
     files = [folder / name for name in (RESULT_FILE, STATS_FILE)]
     if not all(file.is_file() for file in files):
         raise UserError(f"{folder} holds no finished training; run draftsmith train with this recipe first")
-    content = {name: value for file in files for name, value in _read_json(file).items()}
+    remedy = f"delete {RESULT_FILE} in it, and the same command makes it anew from the last checkpoint"
+    content = {name: value for file in files
+               for name, value in record_of(dict[str, Any], read_json(file, remedy), str(file), remedy).items()}
     if apart := sorted({one.name for one in fields(FitResult)} ^ content.keys()):
         raise UserError(f"{folder} was left by another version of draftsmith (its results differ in "
                         f"{', '.join(apart)}); delete it to train anew, or choose another --out")
-    content |= {"checkpoint": folder / content["checkpoint"], "by_position": tuple(content["by_position"])}
-    return FitResult(**content)
+    kinds = {**get_type_hints(FitResult), "checkpoint": str}
+    try:
+        found = typed_fields(content, kinds)
+    except MistypedError as error:
+        raise UserError(f"the results in {folder} are damaged: {error}; {remedy}") from error
+    return FitResult(**{**found, "checkpoint": folder / found["checkpoint"]})

@@ -13,6 +13,7 @@ from ..modules import Target, UserError, load_target
 from ..modules.target.hf_folder import folder_digest
 from ..modules.target.loading import sketch_target
 from ..trainers import DraftModule
+from ..trainers.fitting import require_devices
 from .dry_run import dry_run
 from .recipe import Recipe
 from .terminal_text import say
@@ -91,7 +92,8 @@ class Workspace:
                             "set template as the run that distilled it did, or leave data out to distil anew")
 
     def check(self) -> None:
-        """Try the recipe on the target's shape before any work. Raises UserError as `dry_run` does."""
+        """Try the recipe's devices, and the recipe on the target's shape, before any work. Raises UserError."""
+        require_devices(self.recipe.train)
         dry_run(self.recipe, sketch_target(self.recipe.target))
 
     def module(self) -> DraftModule:

@@ -34,6 +34,8 @@ from .training_clock import Clock, peak_memory_bytes
 
 Precision = Literal["auto", "32-true", "bf16-mixed"]
 """Lightning's names of precisions, and `auto`."""
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
+"""Lightning's names of the device kinds that train here."""
 PATIENCE = 8
 """Optimizer steps without a supervised token after which a run stops: long prompts may fill one step, but not eight."""
 
@@ -107,6 +109,8 @@ class TrainConfig:
             raise UserError(f"lr must be above 0, got {self.lr}")
         if self.max_minutes is not None and not self.max_minutes > 0:
             raise UserError(f"max_minutes must be above 0, got {self.max_minutes}; leave it out to end by max_steps")
+        if self.accelerator not in ACCELERATORS:
+            raise UserError(f"accelerator must be one of {', '.join(ACCELERATORS)}, got {self.accelerator!r}")
         self.objective_settings()
 
     def share_of_steps(self, step: int) -> float:

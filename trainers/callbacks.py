@@ -173,8 +173,15 @@ class ProgressLine(EveryStep):
                               refresh=False)
         self.line.update()
 
+    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
+        """Close the line, so that the error starts on one of its own: Lightning calls no `teardown` after it."""
+        self._close()
+
     def teardown(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
-        """Close the line, also after an error."""
+        """Close the line."""
+        self._close()
+
+    def _close(self) -> None:
         if self.line is not None:
             self.line.close()
             self.line = None

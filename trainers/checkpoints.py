@@ -17,6 +17,10 @@ from torch import Tensor
 from ..modules.atomic_files import write_atomically
 from ..modules.errors import UserError
 
+PARTS = {"state_dict": dict, "optimizer_states": list, "lr_schedulers": list, "loops": dict, "callbacks": dict,
+         "global_step": int, "epoch": int}
+"""Parts of a checkpoint that Lightning reads, and their types."""
+
 
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Lightning's checkpoints, written atomically and read without executing any code from them."""
@@ -35,10 +39,17 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             with zipfile.ZipFile(path) as archive:
                 if (damaged := archive.testzip()) is not None:
                     raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
-            return torch.load(path, map_location="cpu", weights_only=True)
-        except (RuntimeError, OSError, EOFError, pickle.UnpicklingError, ValueError, zipfile.BadZipFile) as error:
-            raise UserError(f"the checkpoint {path} is damaged ({str(error).splitlines()[0]}); delete it to start "
-                            "training again") from error
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        except (RuntimeError, OSError, EOFError, pickle.UnpicklingError, ValueError, KeyError, AssertionError,
+                zipfile.BadZipFile) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(f"the checkpoint {path} is damaged ({reason}); delete it to start training "
+                            "again") from error
+        parts = content if isinstance(content, dict) else {}
+        if wrong := [name for name, kind in PARTS.items() if not isinstance(parts.get(name), kind)]:
+            raise UserError(f"the checkpoint {path} is damaged ({wrong[0]} is not as it was written); delete it to "
+                            "start training again")
+        return content
 
 
 def save_weights(path: Path, weights: Mapping[str, Tensor]) -> str:

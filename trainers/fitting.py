@@ -11,9 +11,11 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from ..modules.atomic_files import make_folder
+from ..modules.errors import UserError
 from ..modules.features import Features
 from ..modules.interfaces.drafter import Drafter
 from ..modules.target.model import Target
@@ -77,8 +79,9 @@ def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, pr
     measure = partial(_measure, nodes=module.config.validation_nodes)
     acceptance = DecodedAcceptance(module, partial(_held_out, module, datamodule), measure, out=out)
     last, signals = out / LAST, StopAtSignal(module)
-    with _quiet():
+    with explained_devices(module.config):
         trainer = _trainer(module, out, [acceptance, signals], [ProgressLine(module, acceptance)] if progress else [])
+    with _quiet():
         trainer.fit(module, datamodule=datamodule, ckpt_path=str(last) if last.exists() else None, weights_only=True)
     if signals.asked:
         signals.raise_again()
@@ -92,6 +95,27 @@ def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, pr
                      parameters=sum(trained), step=best["step"], steps=trainer.global_step,
                      precision=_precision(module.config), seconds=module.seconds,
                      peak_memory_bytes=module.peak_memory_bytes)
+
+
+def require_devices(config: TrainConfig) -> None:
+    """Refuse an accelerator, a number of devices or a strategy that is not here, before any work. Raises UserError."""
+    with explained_devices(config):
+        L.Trainer(accelerator=config.accelerator, devices=config.devices, strategy=config.strategy, logger=False,
+                  precision=_precision(config), enable_checkpointing=False, enable_progress_bar=False,
+                  enable_model_summary=False)
+
+
+@contextmanager
+def explained_devices(config: TrainConfig) -> Iterator[None]:
+    """Turn Lightning's refusal of devices into one sentence."""
+    try:
+        with _quiet():
+            yield
+    except (MisconfigurationException, ValueError, RuntimeError, ImportError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"train.accelerator {config.accelerator!r}, train.devices {config.devices} and train.strategy "
+                        f"{config.strategy!r} cannot train here ({reason}); set train.accelerator: auto, train.devices:"
+                        " 1 and train.strategy: auto") from error
 
 
 def _measure(drafter: Drafter, target: Target, rows: list[Features], nodes: int) -> Any:

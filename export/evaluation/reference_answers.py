@@ -3,11 +3,11 @@
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 from ...modules import Target, UserError
 from ...modules.atomic_files import write_file
-from ...modules.bounded_reading import PROMPT_BYTES, bounded_json, read_bounded_text
+from ...modules.bounded_reading import PROMPT_BYTES
+from ...modules.json_records import MistypedError, read_json, typed_fields
 from ...modules.target.submodel import fields_of
 from .contention import machine
 from .methods import EvaluateConfig
@@ -73,13 +73,15 @@ def _read(file: Path | None) -> dict[str, list[int]]:
     if file is None or not file.exists():
         return {}
     try:
-        content: Any = bounded_json(read_bounded_text(file, PROMPT_BYTES))
-    except (OSError, ValueError):
-        content = None
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        content = typed_fields(read_json(file, "", PROMPT_BYTES),
+                               {"format": str, "answers": dict[str, list[int]], "sha256": str})
+    except (UserError, MistypedError) as error:
+        raise UserError(f"references names {file}, which holds no references; choose another file, or delete "
+                        "it") from error
+    if content["format"] != _FORMAT:
         raise UserError(f"references names {file}, which holds no references; choose another file, or delete it")
-    answers: dict[str, list[int]] = content.get("answers", {})
-    if content.get("sha256") != _digest(answers):
+    answers: dict[str, list[int]] = content["answers"]
+    if content["sha256"] != _digest(answers):
         raise UserError(f"references names {file}, which was changed since it was written; delete it, the answers are "
                         "made again")
     return answers

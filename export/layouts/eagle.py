@@ -134,10 +134,12 @@ def import_eagle(
 def _first(tensors: dict[str, Tensor], said: dict[str, Any], block: BlockConfig, target: Target, folder: Path) -> Eagle:
     """An EAGLE-1 drafter of these shapes."""
     if (layers := said.get("num_hidden_layers") or 1) != 1:
-        raise UserError(f"{folder / 'config.json'} says num_hidden_layers: {layers}; EAGLE-1 has 1")
+        raise UserError(f"{folder / 'config.json'} says num_hidden_layers: {layers}; EAGLE-1 has 1, "
+                        "choose such a checkpoint")
     if block.hidden_size != target.hidden_size:
         raise UserError(f"{folder / 'config.json'} says target_hidden_size: {said['target_hidden_size']} and "
-                        f"hidden_size: {block.hidden_size}; EAGLE-1 is as wide as its target")
+                        f"hidden_size: {block.hidden_size}; EAGLE-1 is as wide as its target, choose such "
+                        "a checkpoint")
     return Eagle(EagleConfig(bias="fc.bias" in tensors), block, vocab_size=target.vocab_size)
 
 
@@ -186,7 +188,8 @@ def _config_of(folder: Path) -> dict[str, Any]:
     said = read_config(path)
     for key, known in _KNOWN.items():
         if key in said and said[key] not in known:
-            raise UserError(f"{path} says {key}: {json.dumps(said[key])}; only {json.dumps(known[-1])} can be imported")
+            raise UserError(f"{path} says {key}: {json.dumps(said[key])}; only {json.dumps(known[-1])} can be "
+                            "imported, choose such a checkpoint")
     return said
 
 

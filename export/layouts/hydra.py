@@ -153,7 +153,7 @@ def _check_config(folder: Path) -> None:
     for key, known in (("hidden_state_offset", 0), ("grounded_heads", True)):
         if config.get(key, known) != known:
             raise UserError(f"{path} says {key}: {config[key]}; only heads with {key}: {json.dumps(known)}, which read "
-                            "the final state and the true tokens, can be imported")
+                            "the final state and the true tokens, can be imported: choose such a checkpoint")
 
 
 def _config(drafter: Hydra, target: Target) -> dict[str, Any]:

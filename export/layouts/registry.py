@@ -10,6 +10,7 @@ from .huggingface import export_huggingface
 from .hydra import export_hydra
 from .kangaroo import export_kangaroo
 from .medusa import export_medusa
+from .merged_target import ADAPTED_FORMATS
 
 
 def export_artifact(artifact: Artifact, target: Target, format_name: str, out: Path) -> Path:
@@ -21,7 +22,8 @@ def export_artifact(artifact: Artifact, target: Target, format_name: str, out: P
     if artifact.adapter is not None:
         raise ValueError("an artifact that changes its target is exported by draftsmith.export.layouts.merged_target")
     if format_name not in EXPORTERS:
-        raise UserError(f"unknown export format {format_name!r}; choose one of {', '.join(FORMATS)}")
+        merged = "; merged is for an artifact that changes its target" if format_name in ADAPTED_FORMATS else ""
+        raise UserError(f"unknown export format {format_name!r}; choose one of {', '.join(FORMATS)}{merged}")
     if artifact.drafter.export_refusal is not None:
         raise UserError(artifact.drafter.export_refusal)
     EXPORTERS[format_name](artifact.drafter, target, out)
@@ -38,3 +40,5 @@ EXPORTERS: dict[str, Callable[[Drafter, Target, Path], None]] = {
 """Writers of the formats, by name."""
 FORMATS: tuple[str, ...] = tuple(EXPORTERS)
 """Names of formats that `export_artifact` accepts."""
+EVERY_FORMAT: tuple[str, ...] = tuple(sorted({*EXPORTERS, *ADAPTED_FORMATS}))
+"""The same, with those of artifacts that change their target."""

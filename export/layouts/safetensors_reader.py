@@ -1,6 +1,5 @@
 """Reader of drafters in other projects' layouts: safetensors files only, since a pickle can run code."""
 
-import json
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ...modules import Drafter, Target, UserError
-from ...modules.bounded_reading import bounded_json, read_bounded_text
+from ...modules.json_records import read_json, record_of
 from ...modules.target.draft_vocabulary import require_distinct
 from ..weight_checks import require_weights
 
@@ -47,11 +46,7 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         UserError: if it cannot be read.
     """
-    try:
-        config: dict[str, Any] = bounded_json(read_bounded_text(path))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"{path} cannot be read as JSON ({error}); copy it again") from error
-    return config
+    return record_of(dict[str, Any], read_json(path, "copy it again"), str(path), "copy it again")
 
 
 def loaded(drafter: D, tensors: dict[str, Tensor], target: Target, mismatch: str) -> D:
@@ -68,7 +63,7 @@ def loaded(drafter: D, tensors: dict[str, Tensor], target: Target, mismatch: str
         drafter.load_state_dict(tensors)
     except RuntimeError as error:
         raise UserError(f"{mismatch} {target.identity.name} (width {target.hidden_size}, {target.vocab_size} tokens): "
-                        f"{' '.join(str(error).split())}") from error
+                        f"{' '.join(str(error).split())}; choose a checkpoint made for this target") from error
     require_weights(tensors, drafter.state_dict(), "the imported drafter")
     require_distinct(drafter.token_ids_Q)
     drafter.to(device=target.device, dtype=torch.promote_types(target.dtype, torch.float32))

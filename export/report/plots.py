@@ -19,6 +19,7 @@ Point = tuple[float, tuple[float, float] | None]
 """A value and its interval, where it has one."""
 _STYLE: Any = {
     "svg.fonttype": "none",  # text stays text: it takes the page's font, can be searched, and keeps the file small
+    "text.parse_math": False,  # names come from files: a dollar sign in one starts no formula
     "font.family": "sans-serif", "font.size": 10, "text.color": INK, "axes.labelcolor": MUTED, "axes.edgecolor": GRID,
     "axes.spines.top": False, "axes.spines.right": False, "xtick.color": MUTED, "ytick.color": MUTED,
     "axes.grid": True, "grid.color": GRID, "axes.axisbelow": True, "legend.frameon": False,

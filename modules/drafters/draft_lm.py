@@ -138,8 +138,7 @@ class DraftLM(CausalDraft, Drafter):
         """An equal drafter whose weights are NaN until loaded. Raises UserError on an unknown description."""
         given = settings_of(description, DraftLMConfig, "a draft language model is", "model")
         model = new_model(config_of(given.pop("model")))
-        lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-        drafter = cls(DraftLMConfig(**given | lists), model)
+        drafter = cls(DraftLMConfig(**given), model)
         with torch.no_grad():
             for parameter in drafter.parameters():
                 parameter.fill_(torch.nan)

@@ -68,7 +68,7 @@ def chosen_taps(taps: Sequence[int] | None, target: Target) -> tuple[int, ...]:
     for tap in taps:
         if tap == layers:
             raise UserError(f"tap {tap} would be the state after the last norm of {target.identity.name}, which is no "
-                            f"layer's output; its last layer is {last}")
+                            f"layer's output; its last layer is {last}, choose from 0 to {last}")
         if not 0 <= tap < layers:
             raise UserError(f"tap {tap} is not a layer of {target.identity.name}; choose from 0 to {last}")
     return tuple(taps)

@@ -131,7 +131,8 @@ def parse_policy(name: str) -> tuple[str, float | None]:
         return kind, None
     if _KINDS[kind].share:
         return kind, _share(name, kind, number)
-    if not number.isdecimal() or len(number) > len(str(MOST)) or not _KINDS[kind].least <= int(number) <= MOST:
+    digits = number.isascii() and number.isdecimal() and len(number) <= len(str(MOST))
+    if not digits or not _KINDS[kind].least <= int(number) <= MOST:
         raise UserError(f"the policy {name!r} ends in {number!r}; {kind} wants a whole number of at least "
                         f"{_KINDS[kind].least} and at most {MOST}; choose one")
     return kind, int(number)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UserError
+from ..json_records import typed_fields
 
 PREFIX = "adapter."
 """Prefix of an adapter's tensors wherever they are stored with others."""
@@ -57,13 +58,15 @@ class Adapter:
 
         Raises:
             UserError: if a described weight is missing, or one is there that is not described.
+            MistypedError: if the description is of another kind.
         """
-        names = [f"{PREFIX}{layer}.{part}" for layer in description["layers"] for part in ("a", "b")]
+        known = typed_fields(description, {"layers": tuple[str, ...], "scale": float})
+        names = [f"{PREFIX}{layer}.{part}" for layer in known["layers"] for part in ("a", "b")]
         if wrong := sorted(set(names) ^ set(tensors)):
             raise UserError(f"the adapter's description and its weights do not agree about {', '.join(wrong[:3])}; "
                             "copy or train the artifact again")
         return cls({layer: LowRank(a_RI=tensors[f"{PREFIX}{layer}.a"], b_OR=tensors[f"{PREFIX}{layer}.b"])
-                    for layer in description["layers"]}, float(description["scale"]))
+                    for layer in known["layers"]}, known["scale"])
 
     @torch.no_grad()
     def merge_into(self, model: nn.Module) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..errors import UserError
+from ..json_records import record_of
 
 SAMPLES_PER_TENSOR = 4096
 """Evenly spaced elements of each tensor that enter the hash."""
@@ -30,6 +31,11 @@ class TargetIdentity:
     weights_hash: str
     """Hash of the weights, see `hash_weights`."""
 
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "num_layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} of a target must be at least 1, got {getattr(self, name)}")
+
     def to_dict(self) -> dict[str, Any]:
         """The fields, ready for JSON."""
         return asdict(self)
@@ -39,15 +45,9 @@ class TargetIdentity:
         """Read what `to_dict` wrote.
 
         Raises:
-            UserError: if a field is missing or unknown.
+            UserError: if a field is missing, unknown or of the wrong kind.
         """
-        names = set(cls.__dataclass_fields__)
-        if set(fields) != names:
-            raise UserError(
-                f"a target identity has the fields {', '.join(sorted(names))}; got "
-                f"{', '.join(sorted(map(str, fields))) or 'none'}"
-            )
-        return cls(**fields)
+        return record_of(cls, fields, "the identity of a target", "make the file again, or copy it again")
 
     def require_same(self, other: "TargetIdentity") -> None:
         """Refuse another target.

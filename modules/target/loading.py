@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 
 from ..bounded_reading import read_bounded_text
 from ..errors import UserError
 from .claimed_sizes import check_claims, check_layers, check_parameters, stored_bytes
 from .model import Target
+from .self_check import LIBRARY_ERRORS
 from .tiny_model import TINY_NAME, tiny_model, tiny_tokenizer
 
 DEFAULT_NAME = "smollm2-135m-instruct"
@@ -83,7 +83,8 @@ def sketch_target(config: TargetConfig) -> Target:
         source, options = _source(config)
         with _one_sentence(config):
             _, model = _shape_and_sketch(config, source, options, dtype)
-    return Target(model, None, name=config.name, pack=False)
+    with _one_sentence(config):
+        return Target(model, None, name=config.name, pack=False)
 
 
 def _shape_and_sketch(config: TargetConfig, source: str, options: dict[str, Any],
@@ -141,7 +142,7 @@ def _one_sentence(config: TargetConfig) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError, RecursionError) as error:
+    except LIBRARY_ERRORS as error:
         if "trust_remote_code" in str(error):
             raise UserError(f"the target {config.name!r} brings code of its own (auto_map in its config.json), which "
                             "is not run; choose another target, or if you trust that code, add "
@@ -196,9 +197,9 @@ def _template(path: str) -> str:
     try:
         return read_bounded_text(Path(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"the chat template {path!r} could not be read ({error}); give an existing text file"
-        ) from error
+        reason = (isinstance(error, OSError) and error.strerror) or "not UTF-8"
+        raise UserError(f"the chat template {path!r} could not be read ({reason}); give an existing text "
+                        "file") from error
 
 
 def _device(name: str) -> torch.device:
@@ -210,6 +211,13 @@ def _device(name: str) -> torch.device:
         raise UserError(f"{name!r} is not a device; use auto, cpu or cuda") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"the device {name!r} was asked for, but no CUDA device is available; use cpu or auto")
+    if device.type == "meta":
+        raise UserError("the device 'meta' holds shapes without values and cannot decode; use auto, cpu or cuda")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = " ".join(str(error).split())[:120] or type(error).__name__
+        raise UserError(f"the device {name!r} is not here ({reason}); use cpu or auto") from error
     return device
 
 

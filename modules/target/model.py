@@ -97,14 +97,14 @@ class Target:
         beyond, half = self_check.ends_inside(windows), self_check.is_half(self.dtype)
         small = excerpt(self.model, short_windows=beyond) if beyond or half else None
         text_1L = self.readable_tokens(self_check.TEXT_LENGTH)[None]
-        with torch.no_grad():
+        name = self.identity.architecture
+        with self_check.explained(name), torch.no_grad():
             expected_1LV = self.model(input_ids=text_1L, use_cache=False).logits
         if pack and can_pack(self.model):
             self.packed = PackedLinears(self.model, shared)
             self.packed.install()
-        with recording(self.model) as calls:
+        with self_check.explained(name), recording(self.model) as calls:
             found_1LV = self._read_as_tree(text_1L)
-        name = self.identity.architecture
         self_check.check_attention(name, self.config, windows, calls, passes=2, context_length=self.context_length)
         self_check.check_logits(name, self.dtype, found_1LV, expected_1LV)
         if small is not None:

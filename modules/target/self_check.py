@@ -9,7 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
 from ..errors import UserError
 from ..token_tree import TokenTree
@@ -18,6 +21,9 @@ from .tree_attention import AttentionCall
 
 TEXT_LENGTH = 8
 """Tokens of the check's text."""
+LIBRARY_ERRORS = (OSError, ValueError, TypeError, ArithmeticError, LookupError, AttributeError, AssertionError,
+                  ImportError, RuntimeError, SafetensorError, StrictDataclassError)
+"""What transformers, tokenizers and a model's own code raise where a file of the model is not as they expect."""
 PARENTS = (-1, 0, 0, 1, 3)
 """The tree after the first half of the text: a chain of the other half with one sibling."""
 _CHAIN = (0, 1, 3, 4)
@@ -28,6 +34,19 @@ _HALF_PRECISION_BOUND = 0.1
 """The same in half precision, where only an excerpt in float32 can tell an error from rounding."""
 
 
+@contextmanager
+def explained(name: str) -> Iterator[None]:
+    """Turn what a model's own code raises in a pass into one sentence: its config asks for what it cannot do."""
+    try:
+        yield
+    except UserError:
+        raise
+    except LIBRARY_ERRORS as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(f"{name} cannot run a pass with this configuration ({reason}). Choose another target, or "
+                        "correct its config.json") from error
+
+
 def refuse_unverifiable(model: Any) -> None:
     """Refuse what a tree pass cannot be formed for, before any pass.
 
@@ -36,6 +55,9 @@ def refuse_unverifiable(model: Any) -> None:
             here, ALiBi (it counts cache slots, not positions), or a decoder without position ids or a cache.
     """
     name, config = type(model).__name__, model.config.get_text_config()
+    if config.is_encoder_decoder or (type(config) in MODEL_FOR_MASKED_LM_MAPPING and not config.is_decoder):
+        raise UserError(f"{name} is an encoder, whose tokens see those after them, and cannot continue text. Choose a "
+                        "decoder-only target")
     unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention", "attention"}
     if getattr(model, "_is_stateful", False):
         found = f" ({', '.join(sorted(unknown))})" if unknown else ""

@@ -18,6 +18,8 @@ from torch import Tensor
 
 MOST_KNOTS = 8
 """Largest number of knots of the piecewise linear functions."""
+MOST_NODES, MOST_CONTEXT = 2**16, 2**24
+"""Largest tree and context that a cost model may speak of, in tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +86,22 @@ class CostModel:
     draft_error: float
     """Median relative error of the fitted seconds of a draft."""
 
+    def __post_init__(self) -> None:
+        if self.knots[:1] != (1,) or list(self.knots) != sorted(set(self.knots)):
+            raise ValueError(f"the knots of a cost model must ascend from 1, got {list(self.knots)}")
+        for name, value, most in (("largest", self.largest, MOST_NODES), ("context", self.context, MOST_CONTEXT)):
+            if not 1 <= value <= most:
+                raise ValueError(f"{name} of a cost model must lie between 1 and {most}, got {value}")
+        terms = {"pass_weights": _pass_terms(self.knots, 1, 1, 1), "draft_weights": _draft_terms(self.knots, 1, 1, 1)}
+        for name, wanted in terms.items():
+            weights = getattr(self, name)
+            # A draft that never grew a tree has none.
+            if (len(weights) != len(wanted) and (weights or name == "pass_weights")) or min(weights, default=0.0) < 0:
+                raise ValueError(f"{name} of a cost model must be {len(wanted)} numbers of at least 0, got "
+                                 f"{len(weights)}")
+        if not self.pass_seconds(1) > 0:
+            raise ValueError("a pass of one token must take some time by a cost model")
+
     @classmethod
     def fit(cls, samples: Sequence[Sample], context: int) -> "CostModel":
         """Fit both functions by least squares of the relative error.
@@ -142,15 +160,6 @@ class CostModel:
         """The fields, ready for JSON."""
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> "CostModel":
-        """A model from the fields that `to_dict` gives.
-
-        Raises:
-            KeyError, TypeError, ValueError: if the fields are others.
-        """
-        lists = {name: tuple(fields[name]) for name in ("knots", "pass_weights", "draft_weights")}
-        return cls(**{**fields, **lists})
 
 
 @dataclass(frozen=True, kw_only=True)

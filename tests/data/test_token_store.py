@@ -97,10 +97,10 @@ def test_missing_damaged_and_foreign_manifests(tmp_path: Path, tiny_target: Targ
         Manifest.load(tmp_path)
     file = tmp_path / "manifest.json"
     file.write_text('{"format_version": 1')
-    with pytest.raises(UserError, match=r"manifest.json is corrupted"):
+    with pytest.raises(UserError, match=r"manifest.json cannot be read as JSON .*; delete the folder .* distil again"):
         Manifest.load(tmp_path)
     file.write_text('{"format_version": 3, "target": {}}')
-    with pytest.raises(UserError, match=r"manifest.json is corrupted"):
+    with pytest.raises(UserError, match=r"manifest\.json is damaged: its content lacks template_hash, recipe"):
         Manifest.load(tmp_path)
     file.write_text('{"format_version": 99}')
     with pytest.raises(UserError, match=r"format version 99, this version reads 3; distil again"):
@@ -185,7 +185,7 @@ def test_missing_and_damaged_states_are_named(distilled: Path, tiny_target: Targ
     with pytest.raises(UserError, match=r"final-train-00001.safetensors is corrupted"):
         open_features(distilled, records, ())
     (distilled / FEATURES).write_text("{")
-    with pytest.raises(UserError, match=r"features.json is corrupted"):
+    with pytest.raises(UserError, match=r"features.json cannot be read as JSON"):
         encode(tiny_target, distilled, progress=False)
 
 

@@ -137,7 +137,7 @@ def test_a_missing_key_is_named(tmp_path: Path, tiny_target: Target) -> None:
     config = json.loads((folder / "config.json").read_text())
     del config["tree"]
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="lacks 'tree'"):
+    with pytest.raises(UserError, match=r"config\.json is damaged: its content lacks tree; copy or train"):
         load_artifact(folder, tiny_target)
 
 
@@ -248,7 +248,7 @@ def test_tuning_larger_than_the_tree_takes_the_whole_tree(tmp_path: Path, tiny_t
 def test_damaged_tuning_is_named(tmp_path: Path, tiny_target: Target) -> None:
     folder = save(tmp_path / "a", tiny_target)
     (folder / "tuning.json").write_text('{"tree_size": 3}')
-    with pytest.raises(UserError, match=r"tuning\.json is damaged .* delete it"):
+    with pytest.raises(UserError, match=r"tuning\.json is damaged: its content lacks device, dtype, cost; delete it"):
         load_artifact(folder, tiny_target)
 
 

@@ -6,10 +6,11 @@ from typing import Any, Literal
 
 import pytest
 import yaml
+from draftsmith.modules.json_records import kind_in_words
 from draftsmith.recipes.acceptance_head import SpecdecArguments
 from draftsmith.recipes.key_reference import reference, rewritten
 from draftsmith.recipes.parsing import SECTIONS
-from draftsmith.recipes.recipe_keys import allows_null, default_in_words, keys_of, kind_in_words
+from draftsmith.recipes.recipe_keys import allows_null, default_in_words, keys_of
 
 README = Path(__file__).resolve().parents[2] / "recipes" / "README.md"
 

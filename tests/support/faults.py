@@ -12,9 +12,10 @@ from draftsmith.recipes.__main__ import main
 
 ERROR = "draftsmith: error: "
 REMEDIES = (
-    "add", "allow", "ask", "call", "change", "check", "choose", "copy", "correct", "delete", "did you mean", "distill",
-    "evaluate", "export", "free", "give", "install", "keep", "leave", "lower", "make", "move", "must", "name", "raise",
-    "remove", "run", "save", "see", "set", "shorten", "split", "start", "train", "use", "write",
+    "add", "allow", "ask", "call", "change", "check", "choose", "close", "copy", "correct", "decode", "delete",
+    "did you mean", "distil", "evaluate", "export", "free", "give", "install", "keep", "leave", "load", "lower", "make",
+    "move", "must", "name", "put", "raise", "remove", "rename", "run", "save", "see", "set", "shorten", "split",
+    "start", "train", "use", "write",
 )
 """Words by which a sentence says what to do."""
 

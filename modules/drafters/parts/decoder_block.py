@@ -6,8 +6,8 @@ boolean mask; training rows, chunks of a prompt and tree nodes differ in their m
 Shapes: B rows, N tokens of a pass, W keys they may see, D hidden size, H heads, G key-value heads, E head dimension.
 """
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.nn import functional
 from ...config_checks import check_sizes
 from ...errors import UserError
 from ...features import Features
+from ...json_records import MistypedError, typed_fields
 from ...target.kv_cache import RowCache
 from ...target.model import Target
 
@@ -69,10 +70,13 @@ class BlockConfig:
 
     @classmethod
     def from_dict(cls, description: dict[str, Any]) -> "BlockConfig":
-        """The inverse of `dataclasses.asdict`. Raises UserError if a field is missing or unknown."""
-        if set(description) != (known := {field.name for field in fields(cls)}):
-            raise UserError(f"a decoder block is described by {sorted(known)}, got {sorted(description)}")
-        return cls(**description)
+        """The inverse of `dataclasses.asdict`. Raises UserError if a field is missing, unknown or of the wrong kind."""
+        try:
+            kinds = get_type_hints(cls)
+            return cls(**typed_fields(description, {name: kinds[name] for name in sorted(kinds)}))
+        except MistypedError as error:
+            raise UserError(f"the description of a decoder block is damaged: {error}; copy or train the artifact "
+                            "again") from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,7 +107,6 @@ class FeatureDrafter(BorrowingDrafter):
         """An equal drafter whose weights are still to be loaded. Raises UserError on an unknown description."""
         given = settings_of(description, cls.config_class, cls.described_as, "block")
         block = BlockConfig.from_dict(given.pop("block"))
-        given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
         return cls(cls.config_class(**given), block, vocab_size=identity.vocab_size)
 
 

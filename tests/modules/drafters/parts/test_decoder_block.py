@@ -183,5 +183,5 @@ def test_impossible_blocks_are_refused(change: dict[str, float], told: str) -> N
 
 
 def test_a_foreign_description_is_refused() -> None:
-    with pytest.raises(UserError, match="a decoder block is described by"):
+    with pytest.raises(UserError, match=r"a decoder block is damaged: its content lacks head_dim, .*; copy or train"):
         BlockConfig.from_dict({"heads": 3})

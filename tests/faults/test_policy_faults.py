@@ -1,0 +1,30 @@
+"""Wrong names of draft policies."""
+
+import pytest
+from support.faults import Fault, Place, check, ids
+
+NAMES = ["", "-", "chain-", "chain-0", "chain--1", "chain-1.5", "chain-x", "chain-\u0663", "static-0", "static-",
+         "eagle2-1", "eagle2-0", "dyspec-1", "sampled-", "stopping-0", "Static", "static ", "chain-3-3", "eagle-3",
+         "tree", "None",
+         "sampled-chain-", "sampled-chain-0", "static\n",
+         "'static'", "static,chain", "eagle2-\u00b2"]
+SAYS = "there is no policy|ends in .*wants a whole number of at least"
+FAULTS = [Fault(f"generate with the policy {name!a}", "generate --artifact {artifact} --prompt hi", SAYS,
+                given=(f"--policy={name}",)) for name in NAMES]
+FAULTS += [Fault(f"{words.split()[0]} with the policies {value}", words, says, given=(f"--evaluate.policies={value}",))
+           for words in ("evaluate --out o --artifact {artifact}", "plan --config {tiny}")
+           for value, says in (("[]", "policies must hold at least one name"), ("[chain-0]", SAYS),
+                               ("[null]", "policies"), ("{a: b}", "policies must be"), ("3", "policies must be"),
+                               ("[static,nothing]", "there is no policy 'nothing'"),
+                               ("[[static]]", "policies must be"))]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=ids(FAULTS))
+def test_a_wrong_policy_is_refused_before_the_target_is_loaded(
+    fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def loaded(*_: object) -> None:
+        raise AssertionError("the target was loaded first")
+
+    monkeypatch.setattr("draftsmith.recipes.artifact_commands.artifact_target", loaded)
+    check(fault, place, monkeypatch, capfd)

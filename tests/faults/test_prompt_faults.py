@@ -1,0 +1,85 @@
+"""Wrong prompt files."""
+
+import json
+
+import pytest
+from support.faults import Fault, Place, check, ids
+
+WORDS = {
+    "evaluate": "evaluate --out o --artifact {artifact} --prompts p.jsonl",
+    "run": "run --config {tiny} --out o --prompts.origin file --prompts.path p.jsonl",
+}
+"""Commands that read a prompt file."""
+GOOD = '{"prompt": "hi"}\n'
+CONTENTS: list[tuple[str, str | bytes, str]] = [
+    ("an empty file", "", "holds no prompt; write one JSON object a line"),
+    ("blank lines", "\n\n", "holds no prompt; write one|the line is empty; delete it"),
+    ("an empty line", f"{GOOD}\n{GOOD}", r"p\.jsonl:2: the line is empty; delete it"),
+    ("Latin-1", '{"prompt": "caf\xe9"}'.encode("latin-1"), "is not UTF-8 text .* at byte 15.*; save it as UTF-8"),
+    ("UTF-16", GOOD.encode("utf-16"), "is not UTF-8 text .*; save it as UTF-8"),
+    ("a text that does not end", '{"prompt": "hi', r"p\.jsonl:1: not JSON \(Unterminated string starting at column 12"),
+    ("an object that does not end", '{"prompt": "hi"', r"p\.jsonl:1: not JSON \(.* at column \d+\); write one object"),
+    ("two objects in a line", '{"prompt": "a"} {"prompt": "b"}', r"not JSON \(Extra data at column 17\); write one"),
+    ("brackets without end", "[" * 50_000, r"p\.jsonl:1: not JSON \(nested too deeply\); write one object a line"),
+    ("a number of 5000 digits", '{"prompt": ' + "1" * 5000 + "}", r"p\.jsonl:1: not JSON \(.*digits.*; write one"),
+    ("a list", "[1]", r"p\.jsonl:1: expected a JSON object, got list; write one object a line"),
+    ("null", "null", r"p\.jsonl:1: expected a JSON object, got NoneType; write one"),
+    ("half a surrogate pair", '{"prompt": "a\\ud800b"}', r"p\.jsonl:1: prompt holds half of a surrogate pair.*write"),
+    ("half a pair in a category", '{"prompt": "a", "category": "\\udcff"}', "category holds half of a surrogate pair"),
+    ("half a pair in a turn", '{"turns": ["a", "\\ud83d"]}', "turns holds half of a surrogate pair"),
+    ("half a pair in a message", '{"messages": [{"role": "user", "content": "\\ud83d"}]}', "content holds half of a"),
+    ("half a pair in a name", '{"prompt": "a", "question_id": "\\udcff"}', "question_id holds half of a surrogate"),
+    ("no known key", '{"question": "hi"}', r"none of prompt, messages.*rename one or set prompts\.column"),
+    ("a prompt of null", '{"prompt": null}', r"p\.jsonl:1: prompt must be text that is not empty, got None"),
+    ("a prompt of a number", '{"prompt": 3}', "prompt must be text that is not empty, got 3"),
+    ("a prompt of a list", '{"prompt": ["hi"]}', "prompt must be text that is not empty"),
+    ("a prompt of spaces", '{"prompt": "  "}', "prompt must be text that is not empty"),
+    ("a category of a list", '{"prompt": "a", "category": []}', "category must be text that is not empty"),
+    ("a system of a number", '{"prompt": "a", "system": 1}', "system must be text that is not empty"),
+    ("no turns", '{"turns": []}', "turns must be a list of texts"),
+    ("turns of numbers", '{"turns": [1]}', "turns must be text"),
+    ("turns of a text", '{"turns": "hi"}', "turns must be a list of texts"),
+    ("no messages", '{"messages": []}', "expected a list of messages that is not empty"),
+    ("a message of text", '{"messages": ["hi"]}', "a message must be an object"),
+    ("a message without role", '{"messages": [{"content": "hi"}]}', "role must be text"),
+    ("a message of another role", '{"messages": [{"role": "cat", "content": "hi"}]}', "role must be one of"),
+    ("a message without text", '{"messages": [{"role": "user"}]}', "content must be text"),
+    ("two users in a row", json.dumps({"messages": [{"role": "user", "content": "a"}] * 2}), "message 2 must be the"),
+    ("an assistant alone", '{"messages": [{"role": "assistant", "content": "a"}]}', "no user message"),
+    ("a conversation of null", '{"conversations": null}', "expected a list of messages"),
+    ("the second line is wrong", f"{GOOD}3\n", r"p\.jsonl:2: expected a JSON object"),
+]
+FAULTS = [Fault(f"{command}: {name}", words, says, lambda place, content=content: place.write("p.jsonl", content))
+          for command, words in WORDS.items() for name, content, says in CONTENTS]
+FAULTS += [
+    *(Fault(f"{command}: a file that is missing", words, r"cannot read the prompts p\.jsonl: .*; check the path")
+      for command, words in WORDS.items()),
+    *(Fault(f"{command}: a folder in place of a file", words, r"cannot read the prompts p\.jsonl: .*; check the path",
+            lambda place: (place.folder / "p.jsonl").mkdir()) for command, words in WORDS.items()),
+    Fault("evaluate: plain documents", WORDS["evaluate"], r"p\.jsonl holds plain documents \(p\.jsonl:2\), .*; give pr",
+          lambda place: place.write("p.jsonl", GOOD + '{"text": "a document"}\n')),
+    Fault("run: as many prompts as are held out",
+          WORDS["run"] + " --distill.validation_prompts 60 --distill.test_prompts 4",
+          r"p\.jsonl gives 64 prompts, and 64 are to be held out .*leaves none to train on; give more",
+          lambda place: place.write("p.jsonl", GOOD * 64)),
+    Fault("run: fewer prompts by a limit", WORDS["run"] + " --prompts.limit 28", "gives 28 prompts, and 28 are to",
+          lambda place: place.write("p.jsonl", GOOD * 64)),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=ids(FAULTS))
+def test_a_wrong_prompt_file_is_refused_before_the_target_is_loaded(
+    fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def loaded(*_: object) -> None:
+        raise AssertionError("the target was loaded first")
+
+    monkeypatch.setattr("draftsmith.recipes.artifact_commands.artifact_target", loaded)
+    monkeypatch.setattr("draftsmith.recipes.workspace.load_target", loaded)
+    check(fault, place, monkeypatch, capfd)
+
+
+def test_a_category_that_is_broken_tex_is_plain_text_in_the_report(place: Place) -> None:
+    from draftsmith.export.report.plots import accepted_length
+
+    assert "\\frac{$" in accepted_length({"\\frac{$": 1.5, "$x$": 1.2, "$": 1.1}, 1.3)
