@@ -133,13 +133,13 @@ def test_no_process_imports_from_the_working_folder(place: Place, monkeypatch: p
     monkeypatch.undo()
     row = [*started[0][: started[0].index("run")], "--help"]
     script = [str(Path(sys.executable).with_name("draftsmith")), "--help"]
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     for words in (row, script):
-        answer = subprocess.run(words, cwd=place.folder, capture_output=True, text=True, check=False)
+        answer = subprocess.run(words, cwd=place.folder, capture_output=True, text=True, check=False, env=bare)
         assert "usage: draftsmith" in answer.stdout, answer.stderr
     assert not (place.folder / "ran").exists()
     # The test can fail: without -P the folder comes first.
-    subprocess.run([word for word in row if word != "-P"], cwd=place.folder, capture_output=True, check=False,
-                   env={name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"})
+    subprocess.run([word for word in row if word != "-P"], cwd=place.folder, capture_output=True, check=False, env=bare)
     assert (place.folder / "ran").exists()
 
 
