@@ -18,23 +18,22 @@ class StopAtSignal(EveryStep):
     """Callback that lets the first signal wait for the end of the running step; a second one acts at once.
 
     It stands before the callback that saves the checkpoint. Ignored signals stay ignored. Lightning would end a
-    training amid a step, without a checkpoint and without a word to its caller.
+    training amid a step, without a checkpoint and without a word to its caller. The handlers that it gives the signals
+    back to are those of the time when it was made, before Lightning's: these wait for processes that may have ended.
     """
 
     def __init__(self, module: DraftModule) -> None:
         super().__init__(module)
         self.asked = 0
-        self._former: dict[signal.Signals, Any] = {}
+        self._former: dict[signal.Signals, Any] = {number: signal.getsignal(number) for number in SIGNALS}
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Take over the signals, those that Lightning handles too."""
         super().on_train_start(trainer, module)
         if threading.current_thread() is not threading.main_thread():
             return
-        for number in SIGNALS:
-            former = signal.getsignal(number)
+        for number, former in self._former.items():
             if former not in (signal.SIG_IGN, None):
-                self._former[number] = former
                 signal.signal(number, self._note)
 
     def after_step(self, trainer: L.Trainer, step: int) -> None:
@@ -71,6 +70,7 @@ class StopAtSignal(EveryStep):
         self.asked = number
 
     def _give_back(self) -> None:
-        for number, former in self._former.items():
-            signal.signal(number, former)
-        self._former = {}
+        if threading.current_thread() is threading.main_thread():
+            for number, former in self._former.items():
+                if former is not None:
+                    signal.signal(number, former)

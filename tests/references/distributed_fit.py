@@ -1,9 +1,11 @@
 """Train on the cycle for a few steps; started by hand or by torch.distributed.run.
 
 Arguments: folder, accumulate, and minutes for a run that ends by time: then the second process's clock is far ahead.
+With a fourth argument SIGTERM reaches the second process alone, amid its third micro-batch.
 """
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -11,9 +13,20 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from draftsmith.modules import Features
 from draftsmith.modules.drafters.medusa import MedusaConfig
 from draftsmith.trainers import MedusaModule, MedusaTrainConfig, fit
 from support.cycle import CycleData, cycle_target
+from torch import Tensor
+
+
+class Signalled(MedusaModule):
+    """A module whose second process is asked to end."""
+
+    def training_step(self, batch: Features, batch_idx: int) -> Tensor:
+        if batch_idx == 2 and self.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().training_step(batch, batch_idx)
 
 
 def main() -> None:
@@ -26,7 +39,8 @@ def main() -> None:
         accumulate=int(sys.argv[2]), devices=world, strategy="ddp" if world > 1 else "auto", accelerator="cpu",
         precision="32-true", objective="lk_hybrid", drafter=MedusaConfig(num_heads=2, output="copy"),
     )
-    module = MedusaModule(cycle_target(), config)
+    module = (Signalled if len(sys.argv) > 4 else MedusaModule)(cycle_target(), config)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     module.clock.before = 1e6 * int(os.environ.get("RANK", "0"))
     result = fit(module, CycleData(), Path(sys.argv[1]), progress=False)
     print(f"rank {os.environ.get('RANK', '0')}: step {result.step}, "

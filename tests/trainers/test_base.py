@@ -1,6 +1,7 @@
 """Shared training: it learns, resumes exactly, does not depend on how a step is divided, and reports its errors."""
 
 import dataclasses
+import signal
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -94,6 +95,17 @@ def test_a_finished_run_is_not_trained_again(target: Target, tmp_path: Path) -> 
     assert second == first
     assert (tmp_path / "last.ckpt").read_bytes() == before
     assert module.drafter.heads[0][0].linear.weight.any()
+
+
+def test_signals_are_given_back_after_a_training_and_after_an_error(target: Target, tmp_path: Path) -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    train(target, tmp_path / "whole", config(max_steps=2))
+    assert [signal.getsignal(number) for number in numbers] == before
+    Interrupted.at = 1
+    with pytest.raises(Power):
+        train(target, tmp_path / "parts", kind=Interrupted)
+    assert [signal.getsignal(number) for number in numbers] == before
 
 
 def test_accumulated_micro_batches_equal_one_batch(target: Target, tmp_path: Path) -> None:

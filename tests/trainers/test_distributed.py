@@ -51,3 +51,11 @@ def test_two_processes_end_by_time_at_the_same_step(tmp_path: Path) -> None:
     assert len(set(told)) == 1
     assert told[0].endswith(f" {steps} steps")
     assert steps > 2
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_signal_to_one_process_ends_all_after_the_same_step(tmp_path: Path) -> None:
+    """The others would wait for it forever, or end without a checkpoint."""
+    assert not run(tmp_path, 1, 2, "1", "signalled"), "a process told a result although it was stopped"
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 3
