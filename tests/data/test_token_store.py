@@ -103,7 +103,7 @@ def test_missing_damaged_and_foreign_manifests(tmp_path: Path, tiny_target: Targ
     with pytest.raises(UserError, match=r"manifest\.json is damaged: its content lacks candidates, complete"):
         Manifest.load(tmp_path)
     file.write_text('{"format_version": 99}')
-    with pytest.raises(UserError, match=r"format version 99, this version reads 2; distil again"):
+    with pytest.raises(UserError, match=r"format version 99, this version reads 2; delete the folder .* and distil"):
         Manifest.load(tmp_path)
 
 
