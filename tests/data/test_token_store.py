@@ -100,10 +100,10 @@ def test_missing_damaged_and_foreign_manifests(tmp_path: Path, tiny_target: Targ
     with pytest.raises(UserError, match=r"manifest.json cannot be read as JSON .*; delete the folder .* distil again"):
         Manifest.load(tmp_path)
     file.write_text('{"format_version": 3, "target": {}}')
-    with pytest.raises(UserError, match=r"manifest\.json is damaged: its content lacks template_hash, recipe"):
+    with pytest.raises(UserError, match=r"manifest\.json is damaged: its content lacks candidates, complete"):
         Manifest.load(tmp_path)
     file.write_text('{"format_version": 99}')
-    with pytest.raises(UserError, match=r"format version 99, this version reads 3; distil again"):
+    with pytest.raises(UserError, match=r"format version 99, this version reads 3; delete the folder .* and distil"):
         Manifest.load(tmp_path)
 
 

@@ -169,7 +169,7 @@ def test_unknown_command(words: list[str], message: str, capsys: pytest.CaptureF
     (["--train.max_steps", "null"], "max_steps and max_minutes are both null, .*; set one of them"),
     (["--drafter.num_layers", "many"], "drafter.num_layers must be a whole number, got 'many'$"),
     (["--drafter.num_heads", "0"], "num_heads must be a whole number of at least 1, got 0"),
-    (["--tree.searched_nodes", "1"], "tree.searched_nodes must be at least 2"),
+    (["--tree.searched_nodes", "1"], "tree.searched_nodes must lie between 2"),
     (["--tree.max_rank", "0"], r"tree.max_rank must lie between 1 \(a chain\) and 10, got 0"),
     (["--family", "medusa2"], "batch.states is 'stored', but Medusa2Module trains the target"),
     (["--tree.used_nodes", "99"], "tree.used_nodes must lie between 1 and tree.searched_nodes 16, got 99"),
@@ -249,7 +249,7 @@ def test_help_without_a_family_says_how_to_see_its_keys(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(("text", "message"), [
     ("distill: [", "is not a YAML file: .*line 1.*; correct it"),
     ("frobnicate: 1\n", "run needs a family; set family in the recipe"),
-    ("family: medusa\nfrobnicate: 1\n", "unknown key frobnicate: run has batch, data, distill"),
+    ("family: medusa\nfrobnicate: 1\n", "unknown key frobnicate: choose one that run has: batch, data"),
     ("just words", "must hold the sections of a recipe .* got str"),
     ("family: medusa\ntrain:\n  lr: 1\n  lr: 2\n", r"the key 'lr' is given twice \(line 3\)"),
     ("family: medusa\ntrain: 3\n", "train is a section with the keys max_steps, .*, got 3"),
@@ -274,7 +274,7 @@ def test_a_missing_recipe_file_names_the_shipped_ones(capsys: pytest.CaptureFixt
     ('{"prompt": "hi"}\n{"prompt": " "}\n', "mine.jsonl:2"),
     ('{"question": "hi"}\n', "mine.jsonl:1"),
     ("", "mine.jsonl holds no prompt"),
-    ('{"prompt": "' + "long " * 400 + '"}\n', "context"),
+    (('{"prompt": "' + "long " * 400 + '"}\n') * 30, "context"),
 ])
 def test_bad_prompts_in_distillation(content: str, message: str, capsys: pytest.CaptureFixture[str],
                                      tmp_path: Path) -> None:

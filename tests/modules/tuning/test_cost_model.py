@@ -21,6 +21,7 @@ from draftsmith.modules import (
     decode,
     measure_cost,
 )
+from draftsmith.modules.json_records import record_of
 from draftsmith.modules.tuning.cost_model import least_squares
 from scipy.optimize import nnls
 from support.drafters import ScriptedDrafter
@@ -128,7 +129,7 @@ def test_sizes_between_those_known_are_interpolated() -> None:
 
 def test_the_model_survives_json() -> None:
     model = CostModel.fit(sampled(roofline, draft, noise=0.1), context=192)
-    assert CostModel.from_dict(json.loads(json.dumps(model.to_dict()))) == model
+    assert record_of(CostModel, json.loads(json.dumps(model.to_dict())), "it", "copy it") == model
 
 
 def test_a_model_needs_plain_passes() -> None:
