@@ -249,8 +249,7 @@ def load_artifact(folder: Path, target: Target, *, trust: bool = False) -> Artif
         if (size := len(tree["parents"])) > MOST:
             raise UserError(f"{folder / CONFIG} describes a tree of {size:,} nodes, more than {MOST:,}; {AGAIN}")
         topology = Topology(**tree)
-        check_shapes(family, config["drafter"], identity, folder / WEIGHTS)
-        drafter = _rebuilt(family, config["drafter"], identity)
+        drafter = _rebuilt(family, config["drafter"], identity, folder / WEIGHTS)
         provenance = {**config["provenance"], "versions": config["versions"]}
         adapter = _load_weights(drafter, folder / WEIGHTS, config)
     except UserError:
@@ -269,9 +268,10 @@ def load_artifact(folder: Path, target: Target, *, trust: bool = False) -> Artif
                     tuning=read_tuning(folder), adapter=adapter, heads=heads)
 
 
-def _rebuilt(family: type[Drafter], description: dict[str, Any], identity: TargetIdentity) -> Drafter:
+def _rebuilt(family: type[Drafter], description: dict[str, Any], identity: TargetIdentity, weights: Path) -> Drafter:
     """The drafter that config.json describes. Raises ValueError with what is wrong in the description."""
     try:
+        check_shapes(family, description, identity, weights)
         return family.rebuild(description, identity)
     except KeyError as error:
         raise ValueError(f"drafter lacks {error}") from error

@@ -6,15 +6,12 @@ from typing import Any, get_type_hints
 from .errors import UserError
 from .json_records import typed
 
-MOST = {"num_layers": 1024, "num_heads": 1024, "num_kv_heads": 1024, "depths": 1024}
-MOST_WIDTH = 2**24
-"""Greatest numbers of modules, and of any other size: what is larger is a slip of the finger."""
+PARTS = frozenset({"num_layers", "num_heads", "num_kv_heads", "depths", "steps", "exit_layer", "block_size", "blocks",
+                   "gamma"})
+"""Sizes that count layers, heads or draft steps: each is a module, or a pass, of its own."""
+MOST_PARTS, MOST_WIDTH = 256, 2**26
+"""Largest number of these, and of any other size."""
 
-MOST_PARTS = 256
-"""Most layers, heads or draft steps of a drafter: each is a module, or a pass, of its own."""
-MOST_WIDTH = 2**26
-"""Largest width or vocabulary."""
-WIDTHS = ("hidden_size", "intermediate_size", "head_dim", "target_hidden_size", "vocabulary_size")
 
 def check_sizes(**sizes: object) -> None:
     """Refuse sizes other than whole numbers of at least 1 that some model may have; None is a size left open.
@@ -23,7 +20,7 @@ def check_sizes(**sizes: object) -> None:
         UserError: naming the size, its value and the bound.
     """
     for name, value in sizes.items():
-        most = MOST_WIDTH if name in WIDTHS else MOST_PARTS
+        most = MOST_PARTS if name in PARTS else MOST_WIDTH
         if value is not None and (type(value) is not int or value < 1):
             raise UserError(f"{name} must be a whole number of at least 1, got {value!r}")
         if value is not None and value > most:

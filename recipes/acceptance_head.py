@@ -27,6 +27,7 @@ from ..trainers.acceptance_head import HeadFit, HeadFitConfig, fit_head, reliabi
 from .artifact_commands import own_target
 from .chat_settings import artifact_target
 from .parsing import Command, Parsed
+from .terminal_text import say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +118,7 @@ def specdec(parsed: Parsed[SpecdecArguments]) -> None:
     manifest.target.require_same(artifact.identity)
     rows = list(data_rows(folder, manifest))
     for number, setting in enumerate(given.labels.settings(), 1):
-        print(f"[{number}/{len(given.labels.settings())}] acceptance head for {setting}", flush=True)
+        say(f"[{number}/{len(given.labels.settings())}] acceptance head for {setting}")
         examples = make_examples(artifact, rows, setting, given.labels)
         learned, held_out = split(examples, given.fit.held_out)
         fitted = fit_head(learned, held_out, given.head, given.fit, artifact.target.device)
@@ -126,10 +127,10 @@ def specdec(parsed: Parsed[SpecdecArguments]) -> None:
         save_head(given.artifact, StoredHead(
             head=fitted.head, setting=setting, **asdict(given.rule),
             provenance={**provenance, "data_manifest": manifest.hash, "held_out": facts}))
-        print(f"     {len(examples.chances_E)} drafted tokens, {facts['acceptance_rate']:.0%} accepted; calibration "
-              f"error {facts['calibration_error']:.3f}, {facts['calibration_error_unweighted']:.3f} without the loss's "
-              f"weights; divergence {facts['divergence']:.3f} nats", flush=True)
-    print(f"{given.artifact} holds the heads; draft with --policy specdec (or specdec-{given.rule.threshold:g})")
+        say(f"     {len(examples.chances_E)} drafted tokens, {facts['acceptance_rate']:.0%} accepted; calibration "
+            f"error {facts['calibration_error']:.3f}, {facts['calibration_error_unweighted']:.3f} without the loss's "
+            f"weights; divergence {facts['divergence']:.3f} nats")
+    say(f"{given.artifact} holds the heads; draft with --policy specdec (or specdec-{given.rule.threshold:g})")
 
 
 def data_rows(folder: Path, manifest: Manifest) -> Iterator[tuple[list[int], list[bool]]]:

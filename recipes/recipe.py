@@ -33,8 +33,8 @@ class TreeConfig:
 
     def __post_init__(self) -> None:
         if not 2 <= self.searched_nodes <= MOST:
-            raise UserError("tree.searched_nodes must be at least 2 (a root and one guess) and at most "
-                            f"{MOST}, got {self.searched_nodes}")
+            raise UserError(f"tree.searched_nodes must lie between 2 (a root and one guess) and {MOST}, got "
+                            f"{self.searched_nodes}")
         if not 1 <= self.max_rank <= MAX_RANK:
             raise UserError(f"tree.max_rank must lie between 1 (a chain) and {MAX_RANK}, got {self.max_rank}")
         if self.used_nodes is not None and not 1 <= self.used_nodes <= self.searched_nodes:

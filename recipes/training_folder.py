@@ -59,7 +59,7 @@ def read_result(folder: Path) -> FitResult:
     files = [folder / name for name in (RESULT_FILE, STATS_FILE)]
     if not all(file.is_file() for file in files):
         raise UserError(f"{folder} holds no finished training; run draftsmith train with this recipe first")
-    remedy = f"delete {RESULT_FILE} in it, and the same command makes it anew from the last checkpoint"
+    remedy = f"delete {RESULT_FILE}, and the same command makes it anew from the last checkpoint"
     content = {name: value for file in files
                for name, value in record_of(dict[str, Any], read_json(file, remedy), str(file), remedy).items()}
     if apart := sorted({one.name for one in fields(FitResult)} ^ content.keys()):

@@ -127,7 +127,7 @@ def table(chains: Rollouts, found: dict[str, Lengths], length: int) -> None:
 
 def main() -> None:
     """Measure on the embedded target."""
-    parser = argparse.ArgumentParser(description="drafted tokens at equal accepted length, by stopping rule")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--artifact", type=Path, help="folder of an artifact whose drafter shows its states")
     parser.add_argument("--layers", default="0,1,2,3,27,28,29", help="without one: layers of the target as a draft")
     parser.add_argument("--target", default=TargetConfig().name, help="name of the target")

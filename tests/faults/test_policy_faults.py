@@ -14,9 +14,10 @@ FAULTS = [Fault(f"generate with the policy {name!a}", "generate --artifact {arti
 FAULTS += [Fault(f"{words.split()[0]} with the policies {value}", words, says, given=(f"--evaluate.policies={value}",))
            for words in ("evaluate --out o --artifact {artifact}", "plan --config {tiny}")
            for value, says in (("[]", "policies must hold at least one name"), ("[chain-0]", SAYS),
-                               ("[null]", "policies"), ("{a: b}", "policies must be"), ("3", "policies must be"),
+                               ("[null]", "there is no policy"), ("{a: b}", "there is no policy"),
+                               ("3", "there is no policy"),
                                ("[static,nothing]", "there is no policy 'nothing'"),
-                               ("[[static]]", "policies must be"))]
+                               ("[[static]]", "there is no policy"))]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=ids(FAULTS))

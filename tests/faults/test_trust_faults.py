@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draftsmith.data.token_store import _json, hash_bytes
 from draftsmith.recipes import compare_families
 from draftsmith.recipes.__main__ import main
 from support.faults import Fault, Place, check, ids
@@ -45,8 +46,9 @@ def foreign_shard(place: Place) -> None:
     """A manifest that names a shard in another folder."""
     file = place.run / "data" / "manifest.json"
     content = json.loads(file.read_text())
+    del content["sha256"]
     content["shards"][0]["file"] = "x/../../../elsewhere.safetensors"
-    file.write_text(json.dumps(content))
+    file.write_text(json.dumps({**content, "sha256": hash_bytes(_json(content))}))
 
 
 NAMED = "extends: tiny\nout: out\n"
@@ -94,7 +96,8 @@ FAULTS = [
           r"its class hostile\.Drafter, .* add --trust", artifact(**{"family": "own", "class": "hostile.Drafter"})),
     Fault("an evaluation of a foreign class", "evaluate --out e --artifact {artifact}",
           r"its class hostile\.Drafter, .* add --trust", artifact(**{"family": "own", "class": "hostile.Drafter"})),
-    Fault("a shard in another folder", "train --config {tiny} --out {run}", r"names the shard .*delete that folder",
+    Fault("a shard in another folder", "train --config {tiny} --out {run}",
+          r"file must be the name of a file in the folder, .*delete the folder",
           foreign_shard),
 ]
 
@@ -128,7 +131,7 @@ def test_no_process_imports_from_the_working_folder(place: Place, monkeypatch: p
     started: list[list[str]] = []
     for name in ("json", "yaml", "torch", "lightning", "draftsmith", "importlib", "difflib", "jsonargparse"):
         place.write(f"{name}.py", MARK.format(str(place.folder / "ran")))
-    monkeypatch.setattr(compare_families.subprocess, "run", lambda words, **_: started.append(words) or Done())
+    monkeypatch.setattr(compare_families, "call", lambda words: started.append(words) or 0)
     compare_families.run_row("row", place.folder / "r.yaml", ["--trust=false"])
     monkeypatch.undo()
     row = [*started[0][: started[0].index("run")], "--help"]
@@ -141,12 +144,6 @@ def test_no_process_imports_from_the_working_folder(place: Place, monkeypatch: p
     # The test can fail: without -P the folder comes first.
     subprocess.run([word for word in row if word != "-P"], cwd=place.folder, capture_output=True, check=False, env=bare)
     assert (place.folder / "ran").exists()
-
-
-class Done:
-    """A finished process."""
-
-    returncode = 0
 
 
 def test_processes_of_libraries_do_not_either(monkeypatch: pytest.MonkeyPatch) -> None:
