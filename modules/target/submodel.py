@@ -79,7 +79,9 @@ def _changed(own: Any, fields: dict[str, Any], layers: Sequence[int]) -> Any:
     if not is_causal_lm(own):
         kept = {name: given[name] for name in _FALLBACK_FIELDS if given.get(name) is not None}
         return LlamaConfig(**{"tie_word_embeddings": bool(given.get("tie_word_embeddings")), **kept, **fields})
-    known = {name: value for name, value in fields.items() if name in given}
+    # Some architectures have names of their own for common fields: GPT-2's n_layer is num_hidden_layers.
+    own_names = {own.attribute_map.get(name, name): value for name, value in fields.items()}
+    known = {name: value for name, value in own_names.items() if name in given}
     if given.get("layer_types"):
         known["layer_types"] = [given["layer_types"][layer % len(given["layer_types"])] for layer in layers]
     return config_of({**given, **known})

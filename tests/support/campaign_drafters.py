@@ -43,8 +43,8 @@ VARIANTS = tuple(name for name in CASES if name not in FAMILIES.values())
 """The other cases: reduced vocabularies, other shapes, changed targets."""
 GUESSERS = (*FAMILIES.values(), *BASELINES)
 """What guesses under every policy."""
-FUSED_PROJECTIONS = ("GPT2", "GPTNeoX", "Phi3")
-"""Architectures whose attention has one projection for query, key and value: Medusa-2's cases name three."""
+OTHER_PROJECTIONS = ("GPT2", "GPTNeoX", "Phi", "Phi3", "Starcoder2")
+"""Architectures without the projections that Medusa-2's cases name."""
 
 
 @dataclass(frozen=True)

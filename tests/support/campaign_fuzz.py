@@ -7,8 +7,8 @@ from functools import partial
 
 from draftsmith.modules import BASELINES, DecodeSettings, Proposer, Request, Target, decode
 from support.campaign_drafters import (
-    FUSED_PROJECTIONS,
     GUESSERS,
+    OTHER_PROJECTIONS,
     POLICIES,
     VARIANTS,
     Growth,
@@ -71,7 +71,7 @@ def fuzzed(seed: int) -> Outcome:
     target = target_of(architecture)
     requests, settings = random_requests(chance, target.vocab_size), random_settings(chance, target)
     name = chance.choice((*GUESSERS, *VARIANTS))
-    if changes_target(name) and architecture in FUSED_PROJECTIONS:
+    if changes_target(name) and architecture in OTHER_PROJECTIONS:
         name = GUESSERS[0]
     policy = chance.choice(fitting(name))
     target, growth = verifier(name, target), POLICIES[policy]

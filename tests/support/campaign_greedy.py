@@ -9,8 +9,8 @@ from itertools import cycle
 from draftsmith.export.evaluation.lossless import compare, generate, greedy_judge, native_model
 from draftsmith.modules import DecodeSettings, Request, Target, TargetConfig, decode, load_target
 from support.campaign_drafters import (
-    FUSED_PROJECTIONS,
     GUESSERS,
+    OTHER_PROJECTIONS,
     POLICIES,
     VARIANTS,
     Helped,
@@ -42,7 +42,7 @@ def tiny_cells() -> dict[str, Callable[[], Outcome]]:
     for drafter in VARIANTS:
         policies = cycle(fitting(drafter))
         names += [(target, drafter, next(policies)) for target in ARCHITECTURES
-                  if not (changes_target(drafter) and target in FUSED_PROJECTIONS)]
+                  if not (changes_target(drafter) and target in OTHER_PROJECTIONS)]
     random.Random(0).shuffle(names)
     return {" ".join(name): partial(tiny, *name) for name in names}
 

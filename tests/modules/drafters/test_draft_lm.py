@@ -17,6 +17,7 @@ from draftsmith.modules import (
     DraftLMConfig,
     Features,
     Observation,
+    Request,
     StaticTree,
     Target,
     TargetConfig,
@@ -34,6 +35,7 @@ from draftsmith.modules.target.loading import sketch_target
 from draftsmith.modules.target.tiny_model import tiny_tokenizer
 from draftsmith.trainers import DraftLMModule, DraftLMTrainConfig
 from references.mask_tokens import state_behind
+from support.campaign_targets import build
 from support.families import randomised
 from support.native_answers import native_greedy, requests_for
 from support.observations import frontier, observe
@@ -512,3 +514,14 @@ def test_another_familys_artifact_is_no_language_model(tiny_target: Target, tmp_
                         identity=tiny_target.identity, provenance={})
     with pytest.raises(UserError, match="this artifact is medusa"):
         export_artifact(artifact, tiny_target, "huggingface", tmp_path / "draft")
+
+
+def test_layers_of_a_target_with_own_names_for_its_sizes_make_a_draft() -> None:
+    """GPT-2's configuration says n_layer where others say num_hidden_layers."""
+    target = build("GPT2")
+    drafter = DraftLM.create(DraftLMConfig(layers=(0, 1)), target)
+    assert drafter.depth == 2
+    requests = [Request((5, 20 + index, 7), index, 12) for index in range(3)]
+    plain = decode(target, requests, DecodeSettings(ignore_eos=True)).generations
+    drafted = decode(target, requests, DecodeSettings(ignore_eos=True), drafter=drafter, policy=Chain(3)).generations
+    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
