@@ -61,6 +61,10 @@ class PromptConfig:
         if not needed[self.origin]:
             key = "path" if self.origin == "file" else "name"
             raise UserError(f"prompts.origin {self.origin} needs prompts.{key}; give it")
+        for key, origin, value in (("path", "file", self.path), ("name", "dataset", self.name)):
+            if value is not None and self.origin != origin:
+                raise UserError(f"prompts.{key} is {value!r}, but prompts.origin is {self.origin}, which does not read "
+                                f"it; set prompts.origin to {origin}, or leave prompts.{key} out")
         if self.origin == "file":
             require_ordinary(Path(self.path or ""))
         for key in ("limit", "max_prompt_tokens", "own_max_tokens"):

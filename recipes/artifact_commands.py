@@ -179,8 +179,8 @@ def generate(parsed: Parsed[GenerateArguments]) -> None:
     request = Request(tuple(tokens), 0, given.max_new_tokens, given.temperature)
     settings = given.decode_settings()
     recorder = PassRecorder() if given.show_drafts else None
-    passes = stream(artifact.target, request, settings, drafter=artifact.drafter, observer=recorder,
-                    policy=artifact.policy(given.policy, temperature=given.temperature))
+    policy = artifact.policy(given.policy, temperature=given.temperature)
+    passes = stream(artifact.target, request, settings, drafter=artifact.drafter, observer=recorder, policy=policy)
     terminal = sys.stdout.isatty()
     counts: list[int] = []
     started = time.perf_counter()
@@ -193,6 +193,9 @@ def generate(parsed: Parsed[GenerateArguments]) -> None:
     length = sum(drafted) / max(1, len(drafted))
     print(f"[{sum(counts)} tokens: the first by the prompt's pass, {sum(drafted)} by {len(drafted)} more, "
           f"{length:.2f} tokens per pass; {sum(counts) / seconds:.1f} tokens/s]", file=sys.stderr)
+    if policy.max_size == 1:
+        print(f"[nothing was drafted, because no tree makes decoding faster on this machine; --policy "
+              f"static-{artifact.topology.size} drafts all the same]", file=sys.stderr)
 
 
 def count_into(passes: Iterator[list[int]], counts: list[int]) -> Iterator[list[int]]:

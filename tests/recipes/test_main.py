@@ -174,6 +174,8 @@ def test_unknown_command(words: list[str], message: str, capsys: pytest.CaptureF
     (["--family", "medusa2"], "batch.states is 'stored', but Medusa2Module trains the target"),
     (["--tree.used_nodes", "99"], "tree.used_nodes must lie between 1 and tree.searched_nodes 16, got 99"),
     (["--prompts.origin", "file"], "prompts.origin file needs prompts.path"),
+    (["--prompts.path", "mine.jsonl"], "prompts.path is 'mine.jsonl', but prompts.origin is own.*set prompts.origin"),
+    (["--prompts.name", "a/b"], "prompts.name is 'a/b', but prompts.origin is own.*set prompts.origin to dataset"),
     (["--target.name", "no/such-model"], "no/such-model"),
     (["--target.name", "gone.gguf"], "gone.gguf.*does not exist"),
     (["--target.chat_template", "gone.jinja"], "gone.jinja"),

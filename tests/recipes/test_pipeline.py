@@ -135,7 +135,7 @@ def test_generate_streams_the_plain_answer(tiny_run: Path, capsys: pytest.Captur
 
 
 def test_a_sampled_answer_is_drafted_by_the_tree_for_it(
-    tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(tiny_run / "artifact", tmp_path / "artifact")
     file = tmp_path / "artifact" / "tuning.json"
@@ -153,6 +153,7 @@ def test_a_sampled_answer_is_drafted_by_the_tree_for_it(
         assert main(["generate", "--artifact", str(tmp_path / "artifact"), "--prompt", "hello", "--max-new-tokens", "5",
                      "--temperature", degree]) == 0
     assert sizes == [4, 1]
+    assert capsys.readouterr().err.count("nothing was drafted, because no tree makes decoding faster") == 1
 
 
 @pytest.mark.parametrize("words", [["generate", "--prompt", "hello", "--max-new-tokens", "8"],
