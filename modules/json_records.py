@@ -100,7 +100,7 @@ def typed(value: Any, kind: Any, name: str = "its content") -> Any:
         return _one_of(value, inner, kind, name)
     if is_dataclass(origin):
         return _dataclass(value, origin, name)
-    if origin in (list, tuple) and isinstance(value, list):
+    if origin in (list, tuple) and isinstance(value, list | tuple):
         found = [typed(entry, inner[0] if inner else Any, f"{name}[{place}]") for place, entry in enumerate(value)]
         return found if origin is list else tuple(found)
     if origin is dict and isinstance(value, dict):

@@ -116,7 +116,7 @@ def test_a_damaged_head_is_refused(tmp_path: Path, tiny_target: Target) -> None:
     with pytest.raises(UserError, match="has acceptance head format version 9, this program reads 1; train the head"):
         load_artifact(folder, tiny_target)
     (place / "config.json").unlink()
-    with pytest.raises(UserError, match=r"config.json cannot be read as JSON"):
+    with pytest.raises(UserError, match=r"cannot read .*config\.json: No such file.*copy or train"):
         load_artifact(folder, tiny_target)
 
 

@@ -486,7 +486,7 @@ def test_unreadable_folders_are_refused(tiny_target: Target, tmp_path: Path) -> 
         planned(DraftLMConfig(folder=str(tmp_path)), tiny_target)
     foreign(tmp_path, 100)
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="is no readable safetensors file"):
         made_from(tmp_path, tiny_target)
 
 

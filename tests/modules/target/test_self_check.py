@@ -2,15 +2,16 @@
 
 import copy
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from draftsmith.modules import DecodeSettings, Request, Target, TokenTree, UserError, decode
-from draftsmith.modules.target import model as target_model
 from draftsmith.modules.target.excerpt import excerpt
 from draftsmith.modules.target.generation_defaults import GenerationDefaults, read_defaults
+from draftsmith.modules.target.pass_layout import PassLayout
 from draftsmith.modules.target.self_check import check_logits
 from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
 
@@ -118,15 +119,15 @@ def test_a_window_applied_otherwise_than_declared_is_refused(monkeypatch: pytest
 def test_a_wrong_mask_or_position_is_refused_in_every_number_type(
     dtype: torch.dtype, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = target_model._visible
+    right = PassLayout.of
 
-    def changed(tree: TokenTree, lengths_B1: Any, positions_BN: Any, width: int) -> Any:
-        mask_BNW, places_BW = right(tree, lengths_B1, positions_BN, width)
+    def changed(tree: TokenTree, lengths_B1: Any, width: int, context_length: int) -> PassLayout:
+        layout = right(tree, lengths_B1, width, context_length)
+        nodes_N = torch.arange(tree.size)
         if wrong == "sibling":
-            later = torch.arange(width) > lengths_B1[:, :, None] + torch.arange(tree.size)[:, None]
-            return ~later.expand_as(mask_BNW), places_BW
-        positions_BN.copy_(lengths_B1 + torch.arange(tree.size))
-        return mask_BNW, places_BW
+            later_BNW = torch.arange(width) > lengths_B1[:, :, None] + nodes_N[:, None]
+            return replace(layout, visible_BNW=~later_BNW.expand_as(layout.visible_BNW))
+        return replace(layout, positions_BN=lengths_B1 + nodes_N)
 
     model = tiny_model(dtype=dtype)
     with torch.no_grad():
@@ -134,7 +135,7 @@ def test_a_wrong_mask_or_position_is_refused_in_every_number_type(
             # A sibling then moves the logits by less than half precision is allowed to round them.
             layer.self_attn.o_proj.weight *= 0.01
     Target(copy.deepcopy(model), tiny_tokenizer(), name="tiny")
-    monkeypatch.setattr(target_model, "_visible", changed)
+    monkeypatch.setattr(PassLayout, "of", changed)
     with pytest.raises(UserError, match="does not decode token trees exactly"):
         Target(model, tiny_tokenizer(), name="tiny")
 
