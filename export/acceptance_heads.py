@@ -17,7 +17,7 @@ from ..modules import AcceptanceHead, AcceptanceHeadConfig, Policy, RejectionRis
 from ..modules.atomic_files import write_file
 from ..modules.json_records import read_json, record_of
 from ..modules.owned_folders import whole_folder
-from .artifact_files import CONFIG, HEADS, WEIGHTS, sha256
+from .artifact_files import CONFIG, HEAD, HEADS, WEIGHTS, sha256
 
 FORMAT_VERSION = 1
 """Raised when a reader of the previous version could not read the new files."""
@@ -68,7 +68,7 @@ def save_head(artifact: Path, stored: StoredHead) -> Path:
     """
     owner = _fields(artifact / CONFIG)
     folder = artifact / HEADS / f"{stored.setting.temperature:g}"
-    with whole_folder(folder, "acceptance head") as partial:
+    with whole_folder(folder, HEAD) as partial:
         weights = stored.head.state_dict()
         save_file({name: tensor.float().cpu().contiguous() for name, tensor in weights.items()}, partial / WEIGHTS,
                   metadata={"format": "pt"})

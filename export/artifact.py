@@ -41,7 +41,7 @@ from ..modules.target.adapter import PREFIX
 from ..modules.target.draft_vocabulary import require_distinct
 from ..modules.target.loading import is_local
 from .acceptance_heads import StoredHead, load_heads
-from .artifact_files import CARD, CONFIG, HEADS, TUNING, WEIGHTS, sha256
+from .artifact_files import CARD, CONFIG, HEAD, TUNING, WEIGHTS, sha256
 from .claimed_shapes import check_shapes
 from .weight_checks import require_weights
 
@@ -187,7 +187,7 @@ def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, prov
     """
     changes = {} if adapter is None else adapter.tensors()
     weights = _own_weights({**drafter.state_dict(), **changes})
-    with whole_folder(folder, "artifact", changing=frozenset({TUNING, HEADS})) as partial:
+    with whole_folder(folder, "artifact", changing=frozenset({TUNING}), inside=HEAD) as partial:
         # One metadata key: safetensors writes several in an order of its own, and the bytes would differ.
         save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
         config = _description(drafter, identity, provenance, topology, sha256(partial / WEIGHTS))

@@ -6,6 +6,8 @@ from pathlib import Path
 CONFIG, WEIGHTS, CARD, TUNING = "config.json", "model.safetensors", "README.md", "tuning.json"
 HEADS = "acceptance_heads"
 """Folder of the acceptance heads."""
+HEAD = "acceptance head"
+"""The kind of each folder in it."""
 
 
 def sha256(path: Path) -> str:

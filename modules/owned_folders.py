@@ -27,7 +27,9 @@ NAMED = 3
 
 
 @contextmanager
-def whole_folder(folder: Path, kind: str, *, changing: frozenset[str] = frozenset()) -> Iterator[Path]:
+def whole_folder(
+    folder: Path, kind: str, *, changing: frozenset[str] = frozenset(), inside: str | None = None
+) -> Iterator[Path]:
     """Give a hidden folder to fill; when the block ends well it takes the place of `folder`, else it vanishes.
 
     An existing `folder` is replaced if it is empty, or all it holds was written here as the same kind and is unchanged.
@@ -35,14 +37,15 @@ def whole_folder(folder: Path, kind: str, *, changing: frozenset[str] = frozense
     Args:
         folder: its place.
         kind: what it is, for its marker and for people: "artifact".
-        changing: names of files and folders that may be added or changed later.
+        changing: names of files that may be added or changed later.
+        inside: kind of the folders written here that may have been put into it later.
 
     Raises:
         UserError: if `folder` is a link, a file or the current folder, holds anything else, or cannot be written.
     """
     folder = Path(os.path.abspath(folder))
     _recover(folder)
-    _refuse_foreign(folder, kind, changing)
+    _refuse_foreign(folder, kind, changing, inside)
     partial = partial_of(folder)
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -67,7 +70,7 @@ def _mark(folder: Path, kind: str) -> None:
                                            sort_keys=True) + "\n")
 
 
-def _refuse_foreign(folder: Path, kind: str, changing: frozenset[str]) -> None:
+def _refuse_foreign(folder: Path, kind: str, changing: frozenset[str], inside: str | None) -> None:
     if folder.is_symlink():
         raise UserError(f"{folder} is a link to {folder.readlink()} and would be replaced by a folder; give the path "
                         "of a new folder")
@@ -76,7 +79,7 @@ def _refuse_foreign(folder: Path, kind: str, changing: frozenset[str]) -> None:
     if not folder.is_dir():
         raise UserError(f"{folder} is a file, a folder was expected; choose another place")
     # No more than are named: it may be somebody's home.
-    if foreign := list(islice(_foreign(folder, kind, changing), NAMED + 1)):
+    if foreign := list(islice(_foreign(folder, kind, changing, inside), NAMED + 1)):
         more = ", ..." if len(foreign) > NAMED else ""
         raise UserError(f"{folder} holds other files ({', '.join(foreign[:NAMED])}{more}) than an unchanged {kind} of "
                         "draftsmith and would be replaced as a whole; choose another folder, or move them away")
@@ -84,15 +87,16 @@ def _refuse_foreign(folder: Path, kind: str, changing: frozenset[str]) -> None:
         raise UserError(f"{folder} is the current folder, which cannot be replaced; choose another one")
 
 
-def _foreign(folder: Path, kind: str, changing: frozenset[str]) -> Iterator[str]:
+def _foreign(folder: Path, kind: str, changing: frozenset[str], inside: str | None) -> Iterator[str]:
     """Names in a folder that were not written here as this kind, or were changed since."""
     written = _written(folder, kind)
     for path in _files(folder):
-        name = str(path.relative_to(folder))
-        ours = written is not None and (
-            name == MARKER or Path(name).parts[0] in changing or _is_unchanged(path, written.get(name)))
-        if not ours:
-            yield name
+        holder = next(above for above in path.parents if above == folder or (above / MARKER).exists())
+        hashes = written if holder == folder else _written(holder, inside)
+        name = str(path.relative_to(holder))
+        known = name == MARKER or (holder == folder and name in changing)
+        if written is None or hashes is None or not (known or _is_unchanged(path, hashes.get(name))):
+            yield str(path.relative_to(folder))
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -107,7 +111,7 @@ def _raise(error: OSError) -> NoReturn:
     raise error
 
 
-def _written(folder: Path, kind: str) -> dict[str, str] | None:
+def _written(folder: Path, kind: str | None) -> dict[str, str] | None:
     """Hashes of the files that were written into a folder; None where they were not, or as another kind."""
     marker = folder / MARKER
     if not _is_plain(marker):

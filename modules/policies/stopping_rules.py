@@ -27,8 +27,8 @@ class Drafted:
     peaks_BT: Tensor
     """log-probability of the likeliest token at the same places."""
     judged_BJ: Tensor | None = None
-    """What `StoppingRule.judge` made of the drafter's state at each token that it has read: all but the newest one in
-    `after`, all of them in `before`. None before the first one, and for rules that read no states."""
+    """The values that `StoppingRule.judge` made of the drafter's state at each token that it has read: all but the
+    newest one in `after`, all of them in `before`. None before the first one, and for rules that read no states."""
 
     @property
     def length(self) -> int:

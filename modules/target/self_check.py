@@ -23,7 +23,7 @@ TEXT_LENGTH = 8
 """Tokens of the check's text."""
 LIBRARY_ERRORS = (OSError, ValueError, TypeError, ArithmeticError, LookupError, AttributeError, AssertionError,
                   ImportError, RuntimeError, SafetensorError, StrictDataclassError)
-"""What transformers, tokenizers and a model's own code raise where a file of the model is not as they expect."""
+"""The errors of transformers, tokenizers and a model's own code where a file of the model is not as they expect."""
 PARENTS = (-1, 0, 0, 1, 3)
 """The tree after the first half of the text: a chain of the other half with one sibling."""
 _CHAIN = (0, 1, 3, 4)

@@ -90,3 +90,26 @@ def test_leftovers_are_removed_at_any_depth_and_nothing_else(tmp_path: Path) -> 
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert found == {MARKER, "file", "deep/file", "kept.partial", ".partial", ".other"}
     assert os.listdir(tmp_path) == ["new"]
+
+
+@pytest.mark.parametrize("name", ["heads/notes.txt", "heads/0/notes.txt", "heads/0/weights"])
+def test_folders_inside_are_judged_by_their_own_marker(name: str, tmp_path: Path) -> None:
+    outer = tmp_path / "artifact"
+
+    def write() -> None:
+        with whole_folder(outer, "artifact", inside="head") as partial:
+            write_file(partial / "weights", "1")
+
+    def add_head() -> None:
+        with whole_folder(outer / "heads" / "0", "head") as partial:
+            write_file(partial / "weights", "2")
+
+    write()
+    add_head()
+    write()
+    assert not (outer / "heads").exists(), "it belonged to the former folder"
+    add_head()
+    (outer / name).write_text("mine")
+    with pytest.raises(UserError, match=rf"holds other files \({name}\)"):
+        write()
+    assert (outer / name).read_text() == "mine"

@@ -42,7 +42,7 @@ FAMILIES = {family: next(iter(cases_of(family))) for family in (cls.family for c
 VARIANTS = tuple(name for name in CASES if name not in FAMILIES.values())
 """The other cases: reduced vocabularies, other shapes, changed targets."""
 GUESSERS = (*FAMILIES.values(), *BASELINES)
-"""What guesses under every policy."""
+"""The guessers that are tried under every policy."""
 OTHER_PROJECTIONS = ("GPT2", "GPTNeoX", "Phi", "Phi3", "Starcoder2")
 """Architectures without the projections that Medusa-2's cases name."""
 
