@@ -306,7 +306,7 @@ def _json(line: str, where: str) -> Any:
         raise UserError(f"{where}: the line is empty; delete it, or write a JSON object there")
     try:
         return bounded_json(line)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{where}: not JSON ({problem(error)}); write one object a line") from error
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load, save, save_file
 from torch import Tensor
 
 from ..modules import TargetIdentity, UserError
-from ..modules.atomic_files import write_atomically
+from ..modules.atomic_files import file_sha256, write_atomically
 from ..modules.bounded_reading import require_ordinary
 from ..modules.json_records import read_json, record_of, shortened
 
@@ -267,8 +267,7 @@ def hash_file(file: Path) -> str:
     """SHA-256 of a file in hex. Raises UserError when it cannot be read."""
     require_ordinary(file)
     try:
-        with file.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
+        return file_sha256(file)
     except OSError as error:
         raise UserError(unreadable(file, error)) from error
 

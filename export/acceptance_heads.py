@@ -14,10 +14,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ..modules import AcceptanceHead, AcceptanceHeadConfig, Policy, RejectionRisk, SamplingSetting, UserError, chain_for
-from ..modules.atomic_files import write_file
-from ..modules.json_records import read_json, record_of
+from ..modules.atomic_files import file_sha256, write_file
+from ..modules.json_records import read_object
 from ..modules.owned_folders import whole_folder
-from .artifact_files import CONFIG, HEAD, HEADS, WEIGHTS, sha256
+from .artifact_files import AGAIN, CONFIG, HEAD, HEADS, WEIGHTS
 
 FORMAT_VERSION = 1
 """Raised when a reader of the previous version could not read the new files."""
@@ -66,7 +66,7 @@ def save_head(artifact: Path, stored: StoredHead) -> Path:
     Raises:
         UserError: if there is no artifact, or the folder cannot be written.
     """
-    owner = _fields(artifact / CONFIG)
+    owner = read_object(artifact / CONFIG, AGAIN)
     folder = artifact / HEADS / f"{stored.setting.temperature:g}"
     with whole_folder(folder, HEAD) as partial:
         weights = stored.head.state_dict()
@@ -78,7 +78,7 @@ def save_head(artifact: Path, stored: StoredHead) -> Path:
             "drafter": {"family": owner["family"], "weights_sha256": owner["weights_sha256"]},
             "sampling": asdict(stored.setting),
             "threshold": stored.threshold, "least": stored.least, "most": stored.most,
-            "weights_sha256": sha256(partial / WEIGHTS), "provenance": stored.provenance,
+            "weights_sha256": file_sha256(partial / WEIGHTS), "provenance": stored.provenance,
             "versions": {name: version(name) for name in ("draftsmith", "torch", "safetensors")},
         }
         write_file(partial / CONFIG, json.dumps(content, indent=2, sort_keys=True) + "\n")
@@ -102,7 +102,7 @@ def load_heads(artifact: Path, weights_sha256: str) -> dict[float, StoredHead]:
 
 
 def _load(folder: Path, weights_sha256: str) -> StoredHead:
-    config = _fields(folder / CONFIG)
+    config = read_object(folder / CONFIG, AGAIN)
     if config.get("format_version") != FORMAT_VERSION:
         raise UserError(f"{folder} has acceptance head format version {config.get('format_version')}, this program "
                         f"reads {FORMAT_VERSION}; train the head again with draftsmith specdec")
@@ -112,7 +112,7 @@ def _load(folder: Path, weights_sha256: str) -> StoredHead:
             raise UserError(f"{folder} judges the {owner['family']} drafter with the weights "
                             f"{owner['weights_sha256'][:12]}..., this artifact's are {weights_sha256[:12]}...; train a "
                             "head for it with draftsmith specdec, or delete that folder")
-        if sha256(folder / WEIGHTS) != config["weights_sha256"]:
+        if file_sha256(folder / WEIGHTS) != config["weights_sha256"]:
             raise UserError(f"{folder / WEIGHTS} does not have the hash that {CONFIG} names "
                             f"({config['weights_sha256'][:12]}...); copy or train the head again")
         made = AcceptanceHead(AcceptanceHeadConfig(num_layers=head["num_layers"], tie_blocks=head["tie_blocks"]),
@@ -124,8 +124,3 @@ def _load(folder: Path, weights_sha256: str) -> StoredHead:
     except (KeyError, TypeError, RuntimeError, OSError, SafetensorError) as error:
         raise UserError(f"{folder} is damaged ({' '.join(str(error).split())}); train the head again with draftsmith "
                         "specdec, or delete that folder") from error
-
-
-def _fields(file: Path) -> dict[str, Any]:
-    remedy = "copy or train the artifact again"
-    return record_of(dict[str, Any], read_json(file, remedy), str(file), remedy)

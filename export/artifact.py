@@ -33,15 +33,15 @@ from ..modules import (
     parse_policy,
     policy_named,
 )
-from ..modules.atomic_files import write_file
-from ..modules.json_records import read_json, read_record, shortened, typed_fields
+from ..modules.atomic_files import file_sha256, write_file
+from ..modules.json_records import read_object, read_record, shortened, typed_fields
 from ..modules.owned_folders import whole_folder
 from ..modules.policies.registry import MOST
 from ..modules.target.adapter import PREFIX
 from ..modules.target.draft_vocabulary import require_distinct
 from ..modules.target.loading import is_local
 from .acceptance_heads import StoredHead, load_heads
-from .artifact_files import CARD, CONFIG, HEAD, TUNING, WEIGHTS, sha256
+from .artifact_files import AGAIN, CARD, CONFIG, HEAD, TUNING, WEIGHTS
 from .claimed_shapes import check_shapes
 from .weight_checks import require_weights
 
@@ -53,8 +53,6 @@ FIELDS: dict[str, Any] = {
     "versions": dict[str, str],
 }
 """Fields of config.json and their types; an adapter's is one more."""
-AGAIN = "copy or train the artifact again"
-"""Remedy for a damaged artifact."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +188,7 @@ def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, prov
     with whole_folder(folder, "artifact", changing=frozenset({TUNING}), inside=HEAD) as partial:
         # One metadata key: safetensors writes several in an order of its own, and the bytes would differ.
         save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
-        config = _description(drafter, identity, provenance, topology, sha256(partial / WEIGHTS))
+        config = _description(drafter, identity, provenance, topology, file_sha256(partial / WEIGHTS))
         if adapter is not None:
             config["adapter"] = adapter.describe()
         write_file(partial / CONFIG, _json(config))
@@ -212,9 +210,7 @@ def read_description(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         raise UserError(f"{folder} holds no artifact ({CONFIG} is missing); give the folder that training wrote")
-    config = read_json(path, AGAIN)
-    if not isinstance(config, dict):
-        raise UserError(f"{path} holds no JSON object; {AGAIN}")
+    config = read_object(path, AGAIN)
     if config.get("format") != "draftsmith":
         raise UserError(f"{path} was not written by draftsmith; give the folder that training wrote (Medusa heads of "
                         "another project can be imported)")
@@ -414,7 +410,7 @@ def _load_weights(drafter: Drafter, path: Path, config: Mapping[str, Any]) -> Ad
     """Load the drafter's weights; returns the adapter whose weights are in the same file, if there is one."""
     if not path.is_file():
         raise UserError(f"{path} is missing; the artifact is incomplete, {AGAIN}")
-    if sha256(path) != config["weights_sha256"]:
+    if file_sha256(path) != config["weights_sha256"]:
         raise UserError(f"{path} does not have the hash that {CONFIG} names ({config['weights_sha256'][:12]}...); it "
                         "is damaged, copy or train the artifact again")
     try:

@@ -3,6 +3,7 @@
 What a killed process was writing is a leftover: a hidden file or folder `.NAME.partial` next to NAME.
 """
 
+import hashlib
 import os
 import shutil
 from collections.abc import Callable
@@ -95,3 +96,9 @@ def write_file(path: Path, content: str) -> Path:
         UserError: if the disk is full or the folder may not be written.
     """
     return write_atomically(path, lambda partial: partial.write_text(content, encoding="utf-8"))
+
+
+def file_sha256(path: Path) -> str:
+    """The SHA-256 of a file's bytes, in hex. Raises OSError if it cannot be read."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -41,22 +41,27 @@ def read_json(file: Path, remedy: str, most: int = SETTINGS_BYTES) -> Any:
     return parse_json(content, str(file), remedy)
 
 
+def read_object(file: Path, remedy: str) -> dict[str, Any]:
+    """The object in a JSON file. Raises UserError as `read_json` and `record_of` do."""
+    return record_of(dict[str, Any], read_json(file, remedy), str(file), remedy)
+
+
 def parse_json(text: str | bytes, where: str, remedy: str) -> Any:
     """The value of a JSON text. Raises UserError naming `where` it stands if it is none."""
     try:
         return bounded_json(text)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{where} cannot be read as JSON ({problem(error)}); {remedy}") from error
 
 
-def problem(error: ValueError | RecursionError) -> str:
+def problem(error: ValueError) -> str:
     """The reason why a text is not JSON, with its place."""
     if isinstance(error, json.JSONDecodeError):
         place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
         return f"{error.msg.removesuffix(' at')} at {place}"
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8, {error.reason} at byte {error.start}"
-    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
+    return str(error)
 
 
 def read_record(kind: type[T], file: Path, remedy: str) -> T:

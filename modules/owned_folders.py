@@ -4,7 +4,6 @@ A folder written here holds a marker with the hash of each of its files. It is r
 in the marker and unchanged; a folder that holds anything else is refused.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -16,7 +15,7 @@ from typing import NoReturn
 
 from safetensors import SafetensorError
 
-from .atomic_files import cannot_write, is_leftover, partial_of, share, to_disk, write_file
+from .atomic_files import cannot_write, file_sha256, is_leftover, partial_of, share, to_disk, write_file
 from .bounded_reading import bounded_json, read_bounded_text
 from .errors import UserError
 
@@ -65,7 +64,7 @@ def whole_folder(
 
 def _mark(folder: Path, kind: str) -> None:
     """Write the marker of a filled folder."""
-    files = {str(path.relative_to(folder)): _sha256(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    files = {str(path.relative_to(folder)): file_sha256(path) for path in sorted(folder.rglob("*")) if path.is_file()}
     write_file(folder / MARKER, json.dumps({"written_by": "draftsmith", "kind": kind, "files": files}, indent=2,
                                            sort_keys=True) + "\n")
 
@@ -127,7 +126,7 @@ def _written(folder: Path, kind: str | None) -> dict[str, str] | None:
 
 
 def _is_unchanged(path: Path, digest: str | None) -> bool:
-    return digest is not None and _is_plain(path) and _sha256(path) == digest
+    return digest is not None and _is_plain(path) and file_sha256(path) == digest
 
 
 def _is_plain(path: Path) -> bool:
@@ -153,8 +152,3 @@ def _swap(partial: Path, folder: Path) -> None:
     partial.rename(folder)
     to_disk(folder.parent)
     shutil.rmtree(former, ignore_errors=True)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

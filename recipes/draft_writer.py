@@ -8,8 +8,8 @@ from ..data import Writer
 from ..export import load_artifact
 from ..export.artifact_files import CONFIG
 from ..modules import UserError
+from ..modules.atomic_files import file_sha256
 from ..trainers import DraftModule
-from .stages import sha256
 from .workspace import Workspace
 
 
@@ -33,7 +33,7 @@ def writer_digest(workspace: Workspace) -> str:
     """Hash of the artifact's config.json, which holds that of its weights; empty where no draft writes."""
     folder = workspace.recipe.distill.draft
     file = None if folder is None else Path(folder) / CONFIG
-    return "" if file is None or not file.is_file() else sha256(file)
+    return "" if file is None or not file.is_file() else file_sha256(file)
 
 
 def require_teacher(module: DraftModule) -> None:

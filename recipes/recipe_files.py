@@ -72,34 +72,33 @@ def load_yaml(file: Path) -> dict[str, Any]:
         content = yaml.load(read_bounded_text(file, RECIPE_BYTES), Loader=BoundedLoader)
     except OSError as error:
         raise UserError(f"cannot read the recipe {file}: {error.strerror}; check its path and permissions") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{file} is not a YAML file: {_problem(error)}; correct it") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
         raise UserError(f"{file} must hold the sections of a recipe (key: value), got {type(content).__name__}; write "
                         "it as the shipped recipes are")
-    check_plain(content, str(file))
+    for key, value in content.items():
+        check_plain(key, f"a key of {file}")
+        check_plain(value, f"{file}: {key}")
     return {str(key): value for key, value in content.items()}
 
 
-def check_plain(value: Any, where: str, above: tuple[int, ...] = ()) -> None:
-    """Refuse a value that holds itself, and text that UTF-8 cannot hold or no name of a file may. Raises UserError.
+def check_plain(value: Any, where: str) -> None:
+    """Refuse text that UTF-8 cannot hold or no name of a file may. Raises UserError.
 
     Args:
         value: of YAML or a command line.
         where: its place, for the error's sentence.
-        above: identities of the lists and mappings around it.
     """
-    if id(value) in above:
-        raise UserError(f"{where} holds itself, by an alias (*name) inside its own anchor (&name); write the value out")
     if isinstance(value, str) and any(sign == "\0" or "\ud800" <= sign <= "\udfff" for sign in value):
         raise UserError(f"{where} holds text that is not UTF-8, or a null character ({value[:60]!r}); write it in "
                         "plain UTF-8")
     parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, part in parts:
         check_plain(key, f"a key of {where}")
-        check_plain(part, f"{where}: {key}" if not above else f"{where}.{key}", (*above, id(value)))
+        check_plain(part, f"{where}.{key}")
 
 
 def check_word(text: str) -> None:
@@ -186,13 +185,13 @@ BoundedLoader.yaml_constructors = {
 BoundedLoader.add_constructor("tag:yaml.org,2002:int", BoundedLoader.construct_yaml_int)
 
 
-def _problem(error: yaml.YAMLError | ValueError | RecursionError) -> str:
+def _problem(error: yaml.YAMLError | ValueError) -> str:
     """The problem of a file in one line, with its place."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"{error.problem} (line {error.problem_mark.line + 1})"
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8, {error.reason} at byte {error.start}"
-    return "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+    return " ".join(str(error).split())
 
 
 def merge(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..modules import UserError
-from ..modules.atomic_files import remove_leftovers, write_file
+from ..modules.atomic_files import file_sha256, remove_leftovers, write_file
 from ..modules.json_records import read_json, record_of
 from .terminal_text import say
 
@@ -83,7 +83,7 @@ def perform(stage: Stage, out: Path, label: str, key: str) -> dict[str, Any]:
     """Do a stage and return its record."""
     say(label)
     started = time.monotonic()
-    files = {os.path.relpath(file, out): sha256(file) for file in stage.work()}
+    files = {os.path.relpath(file, out): file_sha256(file) for file in stage.work()}
     say(f"     done in {time.monotonic() - started:.0f} s")
     return {"key": key, "files": files}
 
@@ -110,10 +110,4 @@ def read_finished(out: Path) -> dict[str, Any]:
 
 def changed_files(out: Path, files: Mapping[str, str]) -> list[str]:
     """Names of recorded files that are not there with the recorded content."""
-    return [name for name, digest in files.items() if not (out / name).is_file() or sha256(out / name) != digest]
-
-
-def sha256(file: Path) -> str:
-    """Hex digest of a file's bytes."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    return [name for name, digest in files.items() if not (out / name).is_file() or file_sha256(out / name) != digest]

@@ -3,11 +3,11 @@
 import json
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 from ..modules import UserError
 from ..modules.atomic_files import write_file
-from ..modules.json_records import MistypedError, read_json, record_of, typed_fields
+from ..modules.json_records import MistypedError, read_object, typed_fields
 from ..trainers import FitResult
 from .workspace import Workspace
 
@@ -61,7 +61,7 @@ def read_result(folder: Path) -> FitResult:
         raise UserError(f"{folder} holds no finished training; run draftsmith train with this recipe first")
     remedy = f"delete {RESULT_FILE}, and the same command makes it anew from the last checkpoint"
     content = {name: value for file in files
-               for name, value in record_of(dict[str, Any], read_json(file, remedy), str(file), remedy).items()}
+               for name, value in read_object(file, remedy).items()}
     if apart := sorted({one.name for one in fields(FitResult)} ^ content.keys()):
         raise UserError(f"{folder} was left by another version of draftsmith (its results differ in "
                         f"{', '.join(apart)}); delete it to train anew, or choose another --out")

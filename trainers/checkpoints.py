@@ -1,6 +1,5 @@
 """Atomic checkpoints, safe against a kill at any moment, and trained weights."""
 
-import hashlib
 import io
 import pickle
 import zipfile
@@ -14,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..modules.atomic_files import write_atomically
+from ..modules.atomic_files import file_sha256, write_atomically
 from ..modules.errors import UserError
 
 PARTS = {"state_dict": dict, "optimizer_states": list, "lr_schedulers": list, "loops": dict, "callbacks": dict,
@@ -56,20 +55,15 @@ def save_weights(path: Path, weights: Mapping[str, Tensor]) -> str:
     """Write weights as safetensors, the same bytes for the same weights; returns their SHA-256 in hex."""
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     write_atomically(path, lambda partial: save_file(plain, partial))
-    return _sha256(path)
+    return file_sha256(path)
 
 
 def load_weights(path: Path, sha256: str) -> dict[str, Tensor]:
     """Read weights on the CPU. Raises UserError when the file is missing or is not the one with this hash."""
     try:
-        if _sha256(path) != sha256:
+        if file_sha256(path) != sha256:
             raise SafetensorError("they are not the ones that training saved")
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise UserError(f"the trained weights {path} cannot be read ({error}); delete that folder to train "
                         "again") from error
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ...modules import Drafter, Target, UserError
-from ...modules.json_records import read_json, record_of
+from ...modules.json_records import read_object
 from ...modules.target.draft_vocabulary import require_distinct
 from ..weight_checks import require_weights
 
@@ -46,7 +46,7 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         UserError: if it cannot be read.
     """
-    return record_of(dict[str, Any], read_json(path, "copy it again"), str(path), "copy it again")
+    return read_object(path, "copy it again")
 
 
 def loaded(drafter: D, tensors: dict[str, Tensor], target: Target, mismatch: str) -> D:
