@@ -12,6 +12,7 @@ from .layouts.hydra import import_hydra
 from .layouts.kangaroo import import_kangaroo
 from .layouts.medusa import import_medusa
 from .layouts.merged_target import export_adapted
+from .layouts.ppd import import_ppd
 from .layouts.registry import EVERY_FORMAT, FORMATS, export_artifact
 from .layouts.specdec import export_specdec, import_specdec
 from .report.markdown import terminal_table, write_report
@@ -41,6 +42,7 @@ __all__ = [
     "import_hydra",
     "import_kangaroo",
     "import_medusa",
+    "import_ppd",
     "import_specdec",
     "load_artifact",
     "measure_drift",

@@ -14,10 +14,12 @@ from .drafters.draft_lm_config import DraftLMConfig
 from .drafters.eagle import Eagle, EagleConfig
 from .drafters.eagle3 import Eagle3, Eagle3Config
 from .drafters.falcon import Falcon, FalconConfig
+from .drafters.hidden_transfer import HiddenTransfer, HiddenTransferConfig
 from .drafters.hydra import Hydra
 from .drafters.hydra_heads import HydraConfig
 from .drafters.kangaroo import Kangaroo, KangarooConfig
 from .drafters.medusa import Medusa, MedusaConfig
+from .drafters.prompt_tokens import PromptTokens, PromptTokensConfig
 from .errors import TreeError, UserError
 from .features import Features
 from .interfaces.drafter import Drafter, Drafts
@@ -57,7 +59,9 @@ from .verification.acceptance_rules import ChainRejection, Chances, Equality, Re
 from .verification.sampling import Sampling, SamplingSetting, choose
 from .verification.tree_walk import Accepted, follow
 
-DRAFTERS: tuple[type[Drafter], ...] = (Medusa, Hydra, Eagle, Eagle3, Falcon, Kangaroo, DraftLM)
+DRAFTERS: tuple[type[Drafter], ...] = (
+    Medusa, Hydra, Eagle, Eagle3, Falcon, Kangaroo, PromptTokens, HiddenTransfer, DraftLM
+)
 """Every drafter family; contract, losslessness, artifact and recipe tests run over this tuple."""
 
 __all__ = [
@@ -109,6 +113,8 @@ __all__ = [
     "FixedLength",
     "Frontier",
     "Generation",
+    "HiddenTransfer",
+    "HiddenTransferConfig",
     "Hydra",
     "HydraConfig",
     "Kangaroo",
@@ -126,6 +132,8 @@ __all__ = [
     "PassOutput",
     "PathProbability",
     "Policy",
+    "PromptTokens",
+    "PromptTokensConfig",
     "Proposer",
     "Recycling",
     "Rejection",

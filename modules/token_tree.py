@@ -4,7 +4,7 @@ Shapes: B rows, N nodes, K nodes of a path, D hidden size, M virtual nodes. Node
 target has decided, which has not been through the target yet. Parents precede children; a chain is a tree.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -183,6 +183,47 @@ class Drawn:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lookahead:
+    """Number of virtual nodes wanted after each node, for drafters that have any; others ignore it."""
+
+    counts_BN: Tensor
+    """How many steps ahead the virtual nodes after a node guess, at most, int64."""
+    most: int
+    """Largest sum of these counts over the nodes of a row, known on the host."""
+    whole: bool = False
+    """Whether every count is 0 or all that the drafter has, known on the host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Injection:
+    """States that virtual nodes enter a layer with, in place of those that the layers before it gave them."""
+
+    layer: int
+    """Index of the target's layer."""
+    states: Callable[[Tensor, Tensor], Tensor]
+    """From what enters the layer at the nodes before the virtual ones, [B, M, D], and the slots [B, M]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VirtualNodes:
+    """The last M nodes of a pass, which have no token: attended to by each other and never accepted.
+
+    Each comes after one node and sees what that node sees. The virtual nodes of a node are numbered by slots.
+    """
+
+    embedded_BMD: Tensor
+    """Embeddings in place of tokens, in the output space of the target's embedding module."""
+    anchors_BM: Tensor
+    """The node that each comes after, int64; -1 for padding."""
+    slots_BM: Tensor
+    """Number of each among those of its node, int64."""
+    slots: int
+    """Most virtual nodes that a node may have."""
+    injection: Injection | None = None
+    """States given to them at a later layer; None when they pass all layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TokenTree:
     """One tree a row, padded to the same number of nodes. Its nodes are point masses unless `drawn` says otherwise."""
 
@@ -198,9 +239,10 @@ class TokenTree:
     """True where a node holds a token that may be accepted: not padding, not virtual."""
     max_depth: int
     """Largest depth of any node of the batch, known on the host."""
-    virtual_BMD: Tensor | None = None
-    """Embeddings of the last M nodes, which have no token: attended to and never accepted. In the output space of the
-    target's embedding module."""
+    virtual: VirtualNodes | None = None
+    """The last nodes where a drafter added nodes without tokens; they are in no tree that a policy grows."""
+    lookahead: Lookahead | None = None
+    """Virtual nodes that the policy wants; None leaves their number to the drafter."""
     drawn: Drawn | None = None
     """Draws of the nodes; None when every node was proposed without chance: a point mass."""
     most_children: int | None = None
@@ -259,7 +301,7 @@ class TokenTree:
         Raises:
             ValueError: if there are virtual nodes: they have a fixed place at the end.
         """
-        if self.virtual_BMD is not None:
+        if self.virtual is not None:
             raise ValueError("a tree with virtual nodes cannot be packed; pack it before they are added")
         order_BN = torch.sort((~self.real_BN).byte(), dim=-1, stable=True).indices
         chosen_BS = order_BN[:, :size]
@@ -276,6 +318,8 @@ class TokenTree:
             max_depth=min(self.max_depth, chosen_BS.shape[1] - 1),
             drawn=None if self.drawn is None else self.drawn.at(chosen_BS),
             most_children=self.most_children,
+            lookahead=None if self.lookahead is None else replace(
+                self.lookahead, counts_BN=self.lookahead.counts_BN.gather(1, chosen_BS)),
         )
 
     @classmethod

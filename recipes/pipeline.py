@@ -27,9 +27,7 @@ from ..export import (
     write_report,
 )
 from ..modules import (
-    Drafter,
     Features,
-    Topology,
     UserError,
     chance_table,
     choose_size,
@@ -108,7 +106,10 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
     drafter = copy.deepcopy(module.drafter).to(device=target.device, dtype=target.dtype)
     drafter.bind(target)
     drafter.eval()
-    topology, expected = held_out_tree(workspace, drafter, held_out)
+    with torch.no_grad():
+        table_PK = rank_table(drafter, held_out)
+    module.drafter.count_ranks(table_PK)
+    topology, expected = search_tree(table_PK, workspace.recipe.tree.searched_nodes, workspace.recipe.tree.max_rank)
     # Saved as trained: what measured above was rounded to the target's number format.
     save_artifact(workspace.artifact, module.drafter, workspace.target.identity,
                   provenance(workspace, result, expected), topology, module.adapter)
@@ -137,14 +138,6 @@ def validation(workspace: Workspace, module: DraftModule) -> list[Features]:
     target = workspace.target
     moved = [batch.to(target.device) for batch in batches_for(workspace, module).validation_features()]
     return [batch if batch.encoded else target.encode(batch, module.drafter.taps) for batch in moved]
-
-
-def held_out_tree(workspace: Workspace, drafter: Drafter,
-                  held_out: Sequence[Features]) -> tuple[Topology, tuple[float, ...]]:
-    """The best-first tree for the held-out ranks, and the expected accepted length of each of its prefixes."""
-    with torch.no_grad():
-        table_PK = rank_table(drafter, held_out)
-    return search_tree(table_PK, workspace.recipe.tree.searched_nodes, workspace.recipe.tree.max_rank)
 
 
 def provenance(workspace: Workspace, result: FitResult, expected: tuple[float, ...]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..modules.errors import UserError
 from ..modules.features import Features
-from ..modules.interfaces.drafter import Drafter, DrafterConfig
+from ..modules.interfaces.drafter import Drafter, DrafterConfig, Drafts
 from ..modules.interfaces.family_card import FamilyCard
 from ..modules.target.adapter import Adapter
 from ..modules.target.draft_vocabulary import draft_index
@@ -245,10 +245,13 @@ class DraftModule(L.LightningModule):
         with torch.autocast(self.target.device.type, enabled=False):
             return self.target.encode(features, self.drafter.taps)
 
+    def training_drafts(self, features: Features) -> tuple[Drafts, Features]:
+        """(the drafter's states, the batch that holds their labels and the target's states there)."""
+        return self.drafter(features), features
+
     def loss(self, features: Features) -> BatchLoss:
         """Summed loss of a batch, see `VocabularyLoss`."""
-        features = self.encoded(features) if self.needs_states else features
-        drafts = self.drafter(features)
+        drafts, features = self.training_drafts(self.encoded(features) if self.needs_states else features)
         weights = self.weights(len(drafts.offsets)) if self._pending is None else self._pending.weights
         ids_Q = self.drafter.token_ids_Q
         index_V = None if ids_Q is None else draft_index(ids_Q, self.target.vocab_size)

@@ -18,15 +18,16 @@ EXPORT = "export"
 """The kind of every exported folder: one export replaces another."""
 
 
-def write_layout(out: Path, file: str, tensors: dict[str, Tensor], config: Mapping[str, Any], readme: str) -> None:
-    """Write the weights as `file`, with their config.json and README.md, or nothing at all.
+def write_layout(out: Path, file: str, tensors: dict[str, Tensor], config: Mapping[str, Any], readme: str, *,
+                 config_file: str = "config.json") -> None:
+    """Write the weights as `file`, with their configuration and README.md, or nothing at all.
 
     Raises:
         UserError: if `out` holds other files or cannot be written.
     """
     with whole_folder(out, EXPORT) as partial:
         save_file(tensors, partial / file, metadata={"format": "pt"})
-        write_file(partial / "config.json", json.dumps(config, indent=2) + "\n")
+        write_file(partial / config_file, json.dumps(config, indent=2) + "\n")
         write_file(partial / "README.md", readme)
 
 

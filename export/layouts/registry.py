@@ -11,6 +11,7 @@ from .hydra import export_hydra
 from .kangaroo import export_kangaroo
 from .medusa import export_medusa
 from .merged_target import ADAPTED_FORMATS
+from .ppd import export_ppd
 
 
 def export_artifact(artifact: Artifact, target: Target, format_name: str, out: Path) -> Path:
@@ -36,6 +37,7 @@ EXPORTERS: dict[str, Callable[[Drafter, Target, Path], None]] = {
     "hydra": export_hydra,
     "kangaroo": export_kangaroo,
     "medusa": export_medusa,
+    "ppd": export_ppd,
 }
 """Writers of the formats, by name."""
 FORMATS: tuple[str, ...] = tuple(EXPORTERS)

@@ -6,20 +6,21 @@ Shapes: B active rows, N nodes of a tree, K nodes of a path, T places of an answ
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..errors import TreeError, UserError
-from ..interfaces.proposer import DraftState, EarlyRows, Observation, Proposer, Verified
+from ..interfaces.proposer import DraftState, Observation, Proposer, Verified, VerifiedRows
 from ..policies.base import Policy
 from ..target.model import PassOutput
-from ..token_tree import TokenTree, Topology
+from ..token_tree import Lookahead, TokenTree, Topology
 from ..verification.tree_walk import Accepted
 from .batch_verifier import Referee
 from .device_timer import Stopwatch
-from .pass_outcome import observation, to_host, verified
+from .pass_outcome import ahead_states, observation, to_host, verified
 from .requests import DecodeResult, DecodeSettings, DecodeStats, Generation, Request
 from .row_errors import PARENT, DecodeError, message, screen
 from .stop_texts import first_stop
@@ -30,7 +31,7 @@ _SHORTEST_PREFIX = 8
 """Tokens that prompts must share before it pays to keep them in a row of their own."""
 
 
-class Rows(EarlyRows, Protocol):
+class Rows(VerifiedRows, Protocol):
     """A batch of sequences inside something that answers tree passes: `TargetRows`, or stored text."""
 
     def run(self, tree: TokenTree, rows: list[int] | None = None, select_BM: Tensor | None = None) -> PassOutput: ...
@@ -117,7 +118,7 @@ class Loop:
                 self.policy.check_sampling(settings.sampling_at(temperature))
         self.stats = DecodeStats(lossless=settings.lossy is None)
         self.slots: list[Generation] = []
-        size = policy.max_size if policy is not None else 1
+        size = 1 if drafter is None or policy is None else policy.max_size * (1 + drafter.virtual_nodes)
         longest = max((len(r.tokens) + r.max_new_tokens for r in self.waiting), default=0)
         places = max((r.max_new_tokens for r in self.waiting), default=0) + size
         sampled = any(request.temperature > 0 for request in self.waiting)
@@ -201,7 +202,10 @@ class Loop:
         counts, width = [len(part) for part in parts], max(map(len, parts))
         tokens_BC = torch.tensor([(*part, *([0] * (width - len(part)))) for part in parts], device=device)
         counts_B, rows_R = torch.tensor(counts, device=device), torch.tensor(rows, device=device)
-        output = self.rows.run(TokenTree.prompts(tokens_BC, counts_B), rows, select_BM=(counts_B - 1)[:, None])
+        last_B = counts_B - 1
+        tree = TokenTree.prompts(tokens_BC, counts_B)
+        sent = self._extended(replace(tree, lookahead=self._at(tree, last_B)))
+        output = self.rows.run(sent, rows, select_BM=last_B[:, None])
         self.stats.prefill_calls += 1
         path_BC = torch.arange(width, device=device).expand(len(rows), -1)
         self.rows.commit(path_BC, counts_B, counts, moved=False)
@@ -215,7 +219,7 @@ class Loop:
         self.roots_B[rows_R] = roots_B
         verified = None
         if self._reads_logits:
-            last_B1 = counts_B[:, None] - 1
+            last_B1 = last_B[:, None]
             verified = Verified(
                 tokens_BM=tokens_BC.gather(1, last_B1),
                 real_BM=torch.ones_like(last_B1, dtype=torch.bool),
@@ -227,13 +231,26 @@ class Loop:
             Observation(
                 tokens_BN=tokens_BC,
                 counts_B=counts_B,
-                final_BND=output.final_BND,
-                taps=output.taps,
+                final_BND=output.final_BND[:, :width],
+                taps={layer: states[:, :width] for layer, states in output.taps.items()},
                 roots_B=roots_B,
                 verified=verified,
+                ahead=ahead_states(sent, output, last_B),
             ),
         )
         return faults_B
+
+    def _at(self, tree: TokenTree, nodes_B: Tensor) -> Lookahead | None:
+        """As many virtual nodes as the drafter has after one node of each row; None where it has none."""
+        if self.drafter is None or not self.drafter.virtual_nodes:
+            return None
+        reach = self.drafter.reach or 0
+        counts_BN = torch.zeros_like(tree.tokens_BN).scatter(1, nodes_B[:, None], reach)
+        return Lookahead(counts_BN=counts_BN, most=reach, whole=True)
+
+    def _extended(self, tree: TokenTree) -> TokenTree:
+        """The tree with the drafter's virtual nodes."""
+        return tree if self.drafter is None or self.state is None else self.drafter.extended(self.state, tree)
 
     # Passes ----------------------------------------------------------------------------------------------------------
 
@@ -241,7 +258,8 @@ class Loop:
         """Draft, verify and commit once for all active rows."""
         tree, faults_B = self._draft()
         started_at = time.perf_counter()
-        output = self.rows.run(tree)
+        sent = self._extended(tree)
+        output = self.rows.run(sent, select_BM=None if sent.virtual is None else _places(tree))
         accepted, faults_B = self.referee.verify(tree, output.logits_BMV, faults_B)
         emitted, counts, faults = to_host(tree, accepted, faults_B)
         self.stats.draft_seconds += self._drafting.read()
@@ -249,9 +267,8 @@ class Loop:
         self.stats.target_seconds += time.perf_counter() - started_at
         self.roots_B = accepted.bonus_B
         answers = verified(tree, accepted, output) if self._reads_logits else None
-        self._observe(
-            torch.arange(len(emitted), device=self.target.device), observation(tree, accepted, output, answers)
-        )
+        rows_R = torch.arange(len(emitted), device=self.target.device)
+        self._observe(rows_R, observation(sent, accepted, output, answers))
         if self.policy is not None:
             self.policy.learn(tree, accepted)
         self.stats.target_calls += 1
@@ -405,6 +422,11 @@ def shared_prefix(prompts: Sequence[tuple[int, ...]], limit: int) -> tuple[int, 
     room = min(limit, min(map(len, prompts)) - 1)
     count = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
     return low[: min(count, room)] if min(count, room) >= _SHORTEST_PREFIX else ()
+
+
+def _places(tree: TokenTree) -> Tensor:
+    """All nodes of each row, [B, N]."""
+    return torch.arange(tree.size, device=tree.tokens_BN.device).expand_as(tree.tokens_BN)
 
 
 def _refuse_repeated(indices: Sequence[int]) -> None:

@@ -1,12 +1,12 @@
 """The results of a verified pass: tokens for the host, an observation for the drafter.
 
-Shapes: B rows, N nodes, K nodes of a path, D hidden size.
+Shapes: B rows, N nodes, K nodes of a path, M virtual nodes, S virtual nodes of one node, D hidden size.
 """
 
 import torch
 from torch import Tensor
 
-from ..interfaces.proposer import Observation, Verified
+from ..interfaces.proposer import AheadStates, Observation, Verified
 from ..target.model import PassOutput
 from ..token_tree import TokenTree
 from ..verification.tree_walk import Accepted
@@ -25,8 +25,16 @@ def to_host(tree: TokenTree, accepted: Accepted, faults_B: Tensor) -> tuple[list
 def observation(
     tree: TokenTree, accepted: Accepted, output: PassOutput, answers: Verified | None = None
 ) -> Observation:
-    """The drafter's view of a pass: tokens and states of the accepted path, the target's logits if it reads them."""
+    """The drafter's view of a pass: tokens and states of the accepted path, the target's logits if it reads them.
+
+    Args:
+        tree: what the target ran, virtual nodes included.
+        accepted: the paths.
+        output: the states.
+        answers: the logits.
+    """
     path_BK = accepted.path_BK
+    last_B = path_BK.gather(1, accepted.counts_B[:, None] - 1)[:, 0]
 
     def along(states_BND: Tensor) -> Tensor:
         return states_BND.gather(1, path_BK[..., None].expand(-1, -1, states_BND.shape[-1]))
@@ -38,7 +46,21 @@ def observation(
         taps={layer: along(states) for layer, states in output.taps.items()},
         roots_B=accepted.bonus_B,
         verified=answers,
+        ahead=ahead_states(tree, output, last_B),
     )
+
+
+def ahead_states(tree: TokenTree, output: PassOutput, nodes_B: Tensor) -> AheadStates | None:
+    """The target's states at the virtual nodes after one node of each row; None for a tree without virtual nodes."""
+    virtual = tree.virtual
+    if virtual is None:
+        return None
+    slots_S = torch.arange(virtual.slots, device=nodes_B.device)
+    ours_BSM = (virtual.slots_BM[:, None] == slots_S[:, None]) & (virtual.anchors_BM == nodes_B[:, None])[:, None]
+    final_BMD = output.final_BND[:, -virtual.anchors_BM.shape[1] :]
+    places_BS = ours_BSM.long().argmax(-1)
+    states_BSD = final_BMD.gather(1, places_BS[..., None].expand(-1, -1, final_BMD.shape[-1]))
+    return AheadStates(states_BSD=states_BSD, present_BS=ours_BSM.any(-1))
 
 
 def verified(tree: TokenTree, accepted: Accepted, output: PassOutput) -> Verified:

@@ -18,7 +18,7 @@ from ..errors import UserError
 from ..features import Features
 from ..interfaces.drafter import Drafts
 from ..interfaces.family_card import FamilyCard
-from ..interfaces.proposer import ChainLimits, DraftState, EarlyRows, Frontier, Observation, Scores
+from ..interfaces.proposer import ChainLimits, DraftState, Frontier, Observation, Scores, VerifiedRows
 from ..target.early_layers import EarlyLayers
 from ..target.model import Target
 from .parts.block_cache import BlockRows
@@ -190,7 +190,7 @@ class Kangaroo(FeatureDrafter):
         target = self._rows().target
         return self._started(EarlyLayers.alone(target, rows, capacity, self.exit_layer), rows, capacity, shared=False)
 
-    def join(self, rows: EarlyRows, count: int, capacity: int) -> KangarooState:
+    def join(self, rows: VerifiedRows, count: int, capacity: int) -> KangarooState:
         """The same in the cache of the rows that are verified, where the verifying pass takes over what ran."""
         early = rows.early(self.exit_layer)
         return self.start(count, capacity) if early is None else self._started(early, count, capacity, shared=True)

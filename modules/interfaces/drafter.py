@@ -154,6 +154,13 @@ class Drafter(nn.Module, Proposer):
         """The trained weights that `project` reads for draft step `step`; empty when it borrows them."""
         return ()
 
+    def count_ranks(self, table_PK: Tensor) -> None:
+        """Count how often the guess of each rank was right on held-out text; most families do not keep it.
+
+        Args:
+            table_PK: the rank of the right token at P places for each of K draft steps.
+        """
+
     @property
     def token_ids_Q(self) -> Tensor | None:
         """Target id of each entry of a reduced draft vocabulary; None for the whole vocabulary."""

@@ -1,8 +1,8 @@
 """The interface of everything that proposes tokens while decoding, trained or not.
 
 Shapes: B rows, F frontier nodes, H depths scored, Q entries of the draft vocabulary or candidates of a node, R ranks
-used, N new positions, M nodes of a pass, D hidden size (the target's, or that of the drafter's own states), V target
-vocabulary, O nodes with their own values.
+used, N new positions, M nodes of a pass, S virtual nodes of a node, D hidden size (the target's, or that of the
+drafter's own states), V target vocabulary, O nodes with their own values.
 """
 
 from abc import ABC, abstractmethod
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..config_checks import check_sizes
 from ..errors import UserError
 from ..target.early_layers import EarlyLayers
+from ..token_tree import TokenTree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +106,16 @@ class Verified:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AheadStates:
+    """The target's final states at the virtual nodes after the last accepted node of each row."""
+
+    states_BSD: Tensor
+    """States by slot; any where there was no such node."""
+    present_BS: Tensor
+    """True where there was one."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Observation:
     """The data a drafter receives after a target pass: the newly accepted tokens and the target's states at them.
 
@@ -125,6 +136,8 @@ class Observation:
     verified: Verified | None = None
     """The target's logits, for drafters with `reads_logits`: at all nodes of a pass, at the last token of a prompt
     chunk."""
+    ahead: AheadStates | None = None
+    """States at the virtual nodes of a pass; None for a pass without any."""
 
     @property
     def real_BN(self) -> Tensor:
@@ -140,8 +153,13 @@ class Observation:
         return torch.where(here_N == last_B1, self.roots_B[:, None], shifted_BN)
 
 
-class EarlyRows(Protocol):
-    """Rows that a target verifies, as a drafter of the target's first layers sees them."""
+class VerifiedRows(Protocol):
+    """Rows that a target verifies, as a drafter sees that has the target run something for it."""
+
+    @property
+    def reads_virtual(self) -> bool:
+        """Whether virtual nodes of a pass get states."""
+        ...
 
     def early(self, num_layers: int) -> EarlyLayers | None:
         """The first layers in the cache of these rows, or None where no layer runs; verification takes over what they
@@ -197,9 +215,21 @@ class Proposer(ABC):
     def start(self, rows: int, capacity: int) -> DraftState:
         """An empty state for a batch of `rows` sequences of at most `capacity` tokens, the largest tree included."""
 
-    def join(self, rows: EarlyRows, count: int, capacity: int) -> DraftState:
+    def join(self, rows: VerifiedRows, count: int, capacity: int) -> DraftState:
         """`start` for `count` sequences that `rows` verifies; drafters of the target's first layers run them there."""
         return self.start(count, capacity)
+
+    @property
+    def virtual_nodes(self) -> int:
+        """Most virtual nodes that `extended` adds after a node; 0 by default."""
+        return 0
+
+    def extended(self, state: DraftState, tree: TokenTree) -> TokenTree:
+        """The tree with the virtual nodes whose states the next observation holds; as it is by default.
+
+        Called with what is about to be verified, or read as a prompt. `tree.lookahead` may limit their number.
+        """
+        return tree
 
     @abstractmethod
     def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
@@ -220,6 +250,12 @@ class Proposer(ABC):
     def chain_limits(self) -> ChainLimits:
         """Limits of a chain that stops at its first unsure token; the paper's by default."""
         return ChainLimits()
+
+    @property
+    def rank_chances(self) -> tuple[tuple[float, ...], ...] | None:
+        """Chance that its guess of each rank at each depth is right, as counted on held-out text; None where nobody
+        counted."""
+        return None
 
     def forget(self) -> None:  # noqa: B027 -- most families have nothing to drop
         """Drop what was stored from earlier sequences; most families store nothing but their weights."""

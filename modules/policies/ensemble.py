@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..interfaces.proposer import DraftState, Frontier, Observation, Proposer, Scores
+from ..interfaces.proposer import DraftState, Frontier, Observation, Proposer, Scores, VerifiedRows
 from ..random_streams import Draws
 from ..token_tree import TokenTree
 from ..verification.sampling import SamplingSetting
@@ -51,6 +51,21 @@ class Ensemble(Proposer):
     def start(self, rows: int, capacity: int) -> EnsembleState:
         """Empty states of all parts."""
         return EnsembleState([part.start(rows, capacity) for part in self.parts])
+
+    def join(self, rows: VerifiedRows, count: int, capacity: int) -> EnsembleState:
+        """Empty states of all parts; those that have the target run something for them share its passes."""
+        return EnsembleState([part.join(rows, count, capacity) for part in self.parts])
+
+    @property
+    def virtual_nodes(self) -> int:
+        """Those of all parts, of which one may have any."""
+        return sum(part.virtual_nodes for part in self.parts)
+
+    def extended(self, state: DraftState, tree: TokenTree) -> TokenTree:
+        """The tree with the virtual nodes of that part."""
+        for part, held in zip(self.parts, self.states(state), strict=True):
+            tree = part.extended(held, tree)
+        return tree
 
     def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
         """Pass the observation on to every part."""
@@ -154,7 +169,7 @@ def joined(tree: TokenTree, joining: TokenTree) -> TokenTree:
     Raises:
         ValueError: if either has virtual nodes: they belong to one drafter's layout of the pass.
     """
-    if tree.virtual_BMD is not None or joining.virtual_BMD is not None:
+    if tree.virtual is not None or joining.virtual is not None:
         raise ValueError("trees with virtual nodes cannot be joined")
     equal_BMN = joining.equal_paths(tree)
     known_BM = equal_BMN.any(-1)

@@ -12,6 +12,7 @@ from ..interfaces.proposer import Proposer
 from ..token_tree import Topology
 from .base import Policy
 from .dynamic_trees import DySpecTree, Eagle2Tree
+from .lookahead_trees import LookaheadTrees, ahead_trees
 from .sampled_tree import SampledTree
 from .static_tree import StaticTree
 from .stopping_chains import StoppedChain
@@ -21,6 +22,8 @@ STATIC = "static"
 """The kind that an artifact was tuned for."""
 SPECDEC = "specdec"
 """The kind that needs an acceptance head, which an artifact holds."""
+SPARSE = "sparse"
+"""The kind for drafters with virtual nodes."""
 DYNAMIC_DEPTH = 6
 """Levels of a growing tree, where the family answers as many."""
 DYNAMIC_WIDTH = 10
@@ -82,12 +85,25 @@ def _specdec(_topology: Topology, _length: int, _drafter: Proposer) -> Policy:
                     "specdec, and draft with that artifact")
 
 
+def _sparse(_topology: Topology, nodes: int, drafter: Proposer) -> Policy:
+    chances_KR = drafter.rank_chances
+    if chances_KR is None:
+        raise UserError(f"the policy {SPARSE} needs a drafter with virtual nodes, whose guesses were counted on "
+                        f"held-out text when its artifact was made; this is {drafter.family}: choose another policy")
+    return LookaheadTrees(ahead_trees(chances_KR, nodes))
+
+
 def _levels(drafter: Proposer) -> int:
     return DYNAMIC_DEPTH if drafter.reach is None else min(drafter.reach, DYNAMIC_DEPTH)
 
 
 def _nodes(topology: Topology, _drafter: Proposer) -> int:
     return topology.size
+
+
+def _pass_nodes(topology: Topology, drafter: Proposer) -> int:
+    """As many as a pass over the static tree has, at least a guess and the virtual nodes of the root."""
+    return max(topology.size, 2) * (1 + drafter.virtual_nodes)
 
 
 def _length(topology: Topology, _drafter: Proposer) -> int:
@@ -107,14 +123,16 @@ _KINDS: dict[str, _Kind] = {
     "dyspec": _Kind(_dyspec, _nodes, 2),
     "stopping": _Kind(_stopping, _length, 1),
     "early-exit": _Kind(_early_exit, _gamma, 1),
+    SPARSE: _Kind(_sparse, _pass_nodes, 2),
     SPECDEC: _Kind(_specdec, _length, 1, share=True),
 }
 POLICIES = tuple(_KINDS)
 """The artifact's tree, tuned for this machine or cut to N nodes (root included); its likeliest N tokens; the tree and
 the chain with sampled tokens (RSD-C, arXiv:2402.14160); EAGLE-2's and DySpec's growing trees of N nodes
 (arXiv:2406.16858, 2410.11744); chains of at most N tokens that end before the first unsure token, or after it where the
-drafter's own limits say so (Kangaroo, arXiv:2404.18911), or once an acceptance head sees a risk of rejection above the
-number, such as specdec-0.7 (arXiv:2405.19715)."""
+drafter's own limits say so (Kangaroo, arXiv:2404.18911); trees of N nodes, virtual ones included, for each number of
+guesses that a row has (PPD, arXiv:2405.18628); chains that end once an acceptance head sees a risk of rejection above
+the number, such as specdec-0.7 (arXiv:2405.19715)."""
 
 
 def parse_policy(name: str) -> tuple[str, float | None]:

@@ -106,7 +106,7 @@ class EarlyLayers:
         read, self.tree = self.tree, None
         equal_BNM = tree.equal_paths(read)
         known_BN, order_N = equal_BNM.any(-1), torch.arange(tree.size, device=equal_BNM.device)
-        virtual = 0 if tree.virtual_BMD is None else tree.virtual_BMD.shape[1]
+        virtual = 0 if tree.virtual is None else tree.virtual.anchors_BM.shape[1]
         missing_BN = (tree.real_BN | (order_N >= tree.size - virtual)) & ~known_BN
         # Padding gets the root's states: any finite ones will do.
         columns_BN = torch.where(known_BN, equal_BNM.long().argmax(-1), 0)

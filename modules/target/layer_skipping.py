@@ -1,12 +1,16 @@
-"""Context managers that make a model run some of its layers only.
+"""Context managers that make a model run some of its layers only, or let nodes enter at a later one.
 
 Each keeps the model's own forward pass, so embeddings, positions, masks and the last norm are the architecture's.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from ..token_tree import VirtualNodes
 
 Forward = Callable[..., Tensor]
 """The forward of a layer."""
@@ -50,6 +54,29 @@ def later_layers(layers: nn.ModuleList, first: int, states: Tensor | None) -> It
     before = [(layer, enter if place + 1 == first else _unchanged) for place, layer in enumerate(layers[:first])]
     with _replaced(before):
         yield
+
+
+@contextmanager
+def injected(layers: nn.ModuleList, virtual: VirtualNodes | None) -> Iterator[None]:
+    """Give the virtual nodes of a pass, its last ones, their own states at a later layer inside the block."""
+    injection = None if virtual is None else virtual.injection
+    if virtual is None or injection is None:
+        yield
+        return
+    anchors_BM1, count = virtual.anchors_BM.clamp(min=0)[..., None], virtual.anchors_BM.shape[1]
+
+    def enter(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+        hidden_BND = args[0] if args else kwargs["hidden_states"]
+        before_BMD = hidden_BND.gather(1, anchors_BM1.expand(-1, -1, hidden_BND.shape[-1]))
+        states_BMD = injection.states(before_BMD, virtual.slots_BM).to(hidden_BND.dtype)
+        changed_BND = torch.cat([hidden_BND[:, :-count], states_BMD], dim=1)
+        return ((changed_BND, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": changed_BND})
+
+    handle = layers[injection.layer].register_forward_pre_hook(enter, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextmanager

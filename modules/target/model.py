@@ -4,12 +4,13 @@ Shapes: B rows, N tokens of a pass, L positions, D hidden size, V vocabulary, W 
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from ..errors import UserError
 from ..features import Features
@@ -22,7 +23,7 @@ from .excerpt import copy_modules, excerpt, layer_list
 from .generation_defaults import GenerationDefaults, read_defaults
 from .identity import TargetIdentity, hash_weights
 from .kv_cache import RowCache
-from .layer_skipping import later_layers
+from .layer_skipping import injected, later_layers
 from .packed_linear import PackedLinears, can_pack
 from .pass_layout import PassLayout
 from .tree_attention import NAME, additive, recording, register
@@ -181,6 +182,10 @@ class Target:
             if self.packed is not None:
                 self.packed.install()
 
+    def differentiable(self) -> AbstractContextManager[None]:
+        """A block whose passes have gradients with respect to their inputs: packed linear layers have none."""
+        return nullcontext() if self.packed is None else self.packed.removed()
+
     # Changed copies --------------------------------------------------------------------------------------------------
 
     def copy_model(self) -> Any:
@@ -256,7 +261,7 @@ class Target:
             prefix = prefix[: min(broken, default=len(prefix))]
         return TargetRows(self, rows, capacity, self._checked(taps), prefix)
 
-    def read_nodes(self, embedded_BND: Tensor, layout: PassLayout, cache: RowCache) -> Tensor:
+    def read_nodes(self, embedded_BND: Tensor, layout: PassLayout, cache: Cache) -> Tensor:
         """Final states [B, N, D] of embedded nodes at the places of a layout; the open window of the cache gets their
         keys and values."""
         final_BND: Tensor = self.decoder(
@@ -336,6 +341,11 @@ class TargetRows:
         self.drafted: EarlyLayers | None = None
         self.spare = self._read_prefix(prefix) if prefix else None
 
+    @property
+    def reads_virtual(self) -> bool:
+        """True: virtual nodes are nodes of the pass."""
+        return True
+
     @torch.no_grad()
     def run(self, tree: TokenTree, rows: list[int] | None = None, select_BM: Tensor | None = None) -> PassOutput:
         """Send a tree through the target after the committed tokens of each row.
@@ -348,12 +358,13 @@ class TargetRows:
         target = self.target
         embedded = target.embed(tree.tokens_BN)
         lost_BN = None if target.broken_V is None else blank_broken(tree, embedded, target.broken_V)
-        if tree.virtual_BMD is not None:
-            embedded[:, -tree.virtual_BMD.shape[1] :] = tree.virtual_BMD
+        if tree.virtual is not None:
+            embedded[:, -tree.virtual.embedded_BMD.shape[1] :] = tree.virtual.embedded_BMD
         early, first = self._handed_over(tree, embedded, rows)
         window = self.cache.open(slice(0, self.active) if rows is None else rows, tree.size)
         layout = PassLayout.of(tree, window.slots_BN[:, :1], window.width, target.context_length)
-        with target.tapping(self.taps) as states, later_layers(target.layers, first, early):
+        later = later_layers(target.layers, first, early)
+        with target.tapping(self.taps) as states, later, injected(target.layers, tree.virtual):
             final_BND = target.read_nodes(embedded, layout, self.cache)
         self.calls += 1
         wanted = (

@@ -126,6 +126,11 @@ class ReplayRows:
             taps={layer: torch.stack(states).float() for layer, states in taps.items()},
         )
 
+    @property
+    def reads_virtual(self) -> bool:
+        """False: only stored states are known."""
+        return False
+
     def early(self, num_layers: int) -> None:
         """No layer runs: a drafter of the first layers runs them itself."""
 

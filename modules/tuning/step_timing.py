@@ -101,7 +101,7 @@ class _Bench:
         self.batch, self.context, self.sizes = batch, context, sizes
         # The target's cache is rewound after each step; the drafter's text grows by one token.
         steps = (repeats + 1) * len(sizes)
-        self.rows = target.start(batch, context + topology.size, drafter.taps)
+        self.rows = target.start(batch, context + topology.size * (1 + drafter.virtual_nodes), drafter.taps)
         self.rows.cache.assume(context)
         self.state = drafter.join(self.rows, batch, context + steps + topology.size)
         self.rows_B = torch.arange(batch, device=target.device)
@@ -138,7 +138,9 @@ class _Bench:
         started = _now(self.target.device)
         tree = self._grown(size)
         drafted = _now(self.target.device)
-        output = self.rows.run(tree)
+        sent = tree if size == 1 else self.drafter.extended(self.state, tree)
+        select_BM = None if sent.virtual is None else torch.arange(tree.size, device=tree.tokens_BN.device)
+        output = self.rows.run(sent, select_BM=None if select_BM is None else select_BM.expand_as(tree.tokens_BN))
         accepted = down_to(tree, self.roots_B, argmax(output.logits_BMV)[:, 0])
         _, counts, _ = to_host(tree, accepted, self.roots_B)
         self.rows.commit(accepted.path_BK, accepted.counts_B, counts, moved=size > 1)
@@ -148,7 +150,7 @@ class _Bench:
             return passed - drafted, 0.0
         answers = verified(tree, accepted, output) if self.drafter.reads_logits else None
         resumed = _now(self.target.device)
-        self.drafter.observe(self.state, self.rows_B, observation(tree, accepted, output, answers))
+        self.drafter.observe(self.state, self.rows_B, observation(sent, accepted, output, answers))
         return passed - drafted, drafted - started + _now(self.target.device) - resumed
 
     def _grown(self, size: int) -> TokenTree:

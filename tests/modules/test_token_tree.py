@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from draftsmith.modules import TokenTree, Topology
+from support.virtual_nodes import unplaced
 
 
 def test_ancestors_and_depths_of_a_written_out_tree() -> None:
@@ -96,6 +97,6 @@ def test_packing_moves_real_nodes_to_the_front_of_each_row_and_cuts() -> None:
 
 
 def test_a_tree_with_virtual_nodes_is_not_packed() -> None:
-    tree = replace(Topology.chain(2).plant(torch.zeros(1, 3, dtype=torch.long)), virtual_BMD=torch.zeros(1, 1, 4))
+    tree = replace(Topology.chain(2).plant(torch.zeros(1, 3, dtype=torch.long)), virtual=unplaced(torch.zeros(1, 1, 4)))
     with pytest.raises(ValueError, match="virtual nodes cannot be packed"):
         tree.packed(2)

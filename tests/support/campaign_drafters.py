@@ -27,12 +27,13 @@ from draftsmith.modules import (
     StaticTree,
     StoppedChain,
     Target,
+    TokenTree,
     Topology,
     Union,
     UserError,
     baseline,
 )
-from draftsmith.modules.interfaces.proposer import EarlyRows
+from draftsmith.modules.interfaces.proposer import VerifiedRows
 from support.campaign_targets import target_of
 from support.families import CASES, Case, cases_of, randomised
 from torch import Tensor
@@ -128,11 +129,18 @@ class Wrapped(Proposer):
     def reads_logits(self) -> bool:
         return self.inner.reads_logits
 
+    @property
+    def virtual_nodes(self) -> int:
+        return self.inner.virtual_nodes
+
     def start(self, rows: int, capacity: int) -> DraftState:
         return self.inner.start(rows, capacity)
 
-    def join(self, rows: EarlyRows, count: int, capacity: int) -> DraftState:
+    def join(self, rows: VerifiedRows, count: int, capacity: int) -> DraftState:
         return self.inner.join(rows, count, capacity)
+
+    def extended(self, state: DraftState, tree: TokenTree) -> TokenTree:
+        return self.inner.extended(state, tree)
 
     def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
         self.inner.observe(state, rows_R, observation)
@@ -206,8 +214,12 @@ class Helped(Wrapped):
     def start(self, rows: int, capacity: int) -> DraftState:
         return HelpedState(self.inner.start(rows, capacity), [[] for _ in range(rows)])
 
-    def join(self, rows: EarlyRows, count: int, capacity: int) -> DraftState:
+    def join(self, rows: VerifiedRows, count: int, capacity: int) -> DraftState:
         return HelpedState(self.inner.join(rows, count, capacity), [[] for _ in range(count)])
+
+    def extended(self, state: DraftState, tree: TokenTree) -> TokenTree:
+        assert isinstance(state, HelpedState)
+        return self.inner.extended(state.inner, tree)
 
     def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
         assert isinstance(state, HelpedState)

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 from draftsmith.modules import Adapter, Drafter, Target
 from draftsmith.trainers import DraftModule
+from support.cycle import cycle_target
 
 D = TypeVar("D", bound=Drafter)
 IDS = torch.tensor([0, 1, 2, 5, 9, *range(28, 48), 60])
@@ -29,6 +30,12 @@ class Case:
     """A change of the target as training might make it, for families that train it: the same every time."""
     steps: int = 120
     """Optimizer steps in which it learns the cycle of tests/support/cycle.py."""
+    lr: float = 1e-2
+    """Learning rate with which it does."""
+    learned: float = 0.95
+    """Share of right guesses of the first step that it exceeds then."""
+    teacher: Callable[[], Target] = cycle_target
+    """The target that it learns the cycle with."""
 
     def verifier(self, target: Target) -> Target:
         """The target that verifies its drafts: the given one, or a changed copy of it."""

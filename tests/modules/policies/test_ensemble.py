@@ -28,6 +28,7 @@ from draftsmith.modules.policies.ensemble import joined
 from support.drafters import ScriptedDrafter
 from support.native_answers import native_greedy, requests_for
 from support.observations import ROOT, observe
+from support.virtual_nodes import unplaced
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -95,7 +96,7 @@ def test_the_joined_tree_holds_the_paths_of_both_and_none_twice() -> None:
 def test_virtual_nodes_are_not_joined() -> None:
     tree = random_tree(random.Random(0), 1, 3)
     with pytest.raises(ValueError, match="virtual nodes cannot be joined"):
-        joined(tree, replace(tree, virtual_BMD=torch.zeros(1, 1, 4)))
+        joined(tree, replace(tree, virtual=unplaced(torch.zeros(1, 1, 4))))
 
 
 def test_what_one_part_leaves_the_next_one_uses() -> None:

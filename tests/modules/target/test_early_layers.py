@@ -12,6 +12,7 @@ import torch
 from draftsmith.modules import PassOutput, Target, TargetRows, TokenTree
 from draftsmith.modules.target.early_layers import EarlyLayers
 from support.campaign_targets import ARCHITECTURES, target_of
+from support.virtual_nodes import unplaced
 from torch import Tensor
 
 TEXTS = ([5, 9, 33, 71, 8, 20, 11], [40, 41, 60], [7, 90, 12, 13, 55])
@@ -142,7 +143,7 @@ def test_virtual_nodes_are_read_by_the_first_layers_in_the_pass() -> None:
     draft(rows.early(2), tokens_BM)
     tree = TokenTree.from_parents(tokens_BM, torch.tensor(GROWN).expand_as(tokens_BM))
     real_BN = torch.arange(len(GROWN)).expand_as(tokens_BM) < len(GROWN) - 2
-    virtual = replace(tree, real_BN=real_BN, virtual_BMD=torch.randn(3, 2, 32, dtype=torch.float64))
+    virtual = replace(tree, real_BN=real_BN, virtual=unplaced(torch.randn(3, 2, 32, dtype=torch.float64)))
     equal_at(rows.run(virtual), plain.run(virtual), torch.ones_like(real_BN))
 
 

@@ -17,6 +17,7 @@ from draftsmith.modules import (
     load_target,
 )
 from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
+from support.virtual_nodes import unplaced
 
 COMMON = {
     "vocab_size": 100,
@@ -158,7 +159,7 @@ def test_virtual_nodes_are_attended_to_and_carry_their_embedding(tiny_target_f64
     tree = TokenTree.from_parents(
         torch.tensor([[7, 8, 0]]), torch.tensor([[-1, 0, 1]]), torch.tensor([[True, True, True]])
     )
-    tree = TokenTree(**{**vars(tree), "virtual_BMD": virtual, "real_BN": torch.tensor([[True, True, False]])})
+    tree = TokenTree(**{**vars(tree), "virtual": unplaced(virtual), "real_BN": torch.tensor([[True, True, False]])})
     found = target.start(1, 8).run(tree).logits_BMV[0, 2]
     embedded = torch.cat([target.embed(torch.tensor([[7, 8]])), virtual], dim=1)
     with target.native() as model, torch.no_grad():

@@ -1,0 +1,79 @@
+"""Prompt tokens in the layout of the official code (hmarkc/parallel-prompt-decoding), written and read back.
+
+A prompt-tuning adapter of the PEFT library: `prompt_embeddings` [K C, D], row k C + c for copy c of token k, and
+adapter_config.json. Trees are not part of the layout: in the official code they are Python source.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from ...modules import Drafter, PromptTokens, PromptTokensConfig, Target, UserError
+from ...modules.json_records import read_object
+from ..artifact import portable
+from .layout_folder import layout_readme, stored, write_layout, wrong_family
+from .safetensors_reader import loaded, read_tensors
+
+PPD_FILE, PPD_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_PROMPTS = "prompt_embeddings"
+_PLAIN = {"vt_attention_type": "ensemble", "aggregation_type": "mean", "num_exits": 1, "use_custom_lm_head": False,
+          "use_prefix_tuning": False}
+"""Settings of the official code that are the only ones here."""
+
+
+def export_ppd(drafter: Drafter, target: Target, out: Path) -> None:
+    """Write prompt tokens as the official code reads them; a reduced draft vocabulary becomes the whole one.
+
+    Raises:
+        UserError: if the drafter is of another family.
+    """
+    if not isinstance(drafter, PromptTokens):
+        raise wrong_family("ppd", "prompt tokens", drafter)
+    write_layout(out, PPD_FILE, stored({_PROMPTS: drafter.prompts}), _config(drafter, target),
+                 _readme(drafter, target), config_file=PPD_CONFIG)
+
+
+def _config(drafter: PromptTokens, target: Target) -> dict[str, Any]:
+    slots = drafter.slots
+    return {
+        "peft_type": "PROMPT_TUNING",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": portable(target.identity.name),
+        "inference_mode": True,
+        "num_special_tokens": slots.steps,
+        "virtual_tokens_per_special_token": slots.copies,
+        "num_virtual_tokens": slots.count,
+        "token_dim": drafter.hidden_size,
+        **_PLAIN,
+    }
+
+
+def _readme(drafter: PromptTokens, target: Target) -> str:
+    one = ("" if drafter.slots.copies == 1 else
+           f" It decodes with one copy of each token; these have {drafter.slots.copies}.")
+    return layout_readme(
+        "Prompt tokens", target,
+        "The embeddings in the layout of hmarkc/parallel-prompt-decoding, a prompt-tuning adapter of PEFT. The "
+        f"official code decodes Llama models, one prompt at a time.{one} The trees of the artifact are not part of the "
+        "layout.")
+
+
+def import_ppd(folder: Path, target: Target) -> PromptTokens:
+    """Read prompt tokens in the official layout (safetensors and adapter_config.json) and bind them to `target`.
+
+    Raises:
+        UserError: if a file is missing or damaged, a setting has no counterpart here, or the tensor is missing or of
+            another shape.
+    """
+    config, tensors = read_object(folder / PPD_CONFIG, "copy it again"), read_tensors(folder, PPD_FILE)
+    for name, plain in _PLAIN.items():
+        if config.get(name, plain) != plain:
+            raise UserError(f"{folder / PPD_CONFIG} has {name}: {config[name]}; only {plain} can be decoded here, "
+                            "choose another checkpoint")
+    steps, copies = config.get("num_special_tokens"), config.get("virtual_tokens_per_special_token")
+    if not (isinstance(steps, int) and isinstance(copies, int) and min(steps, copies) > 0):
+        raise UserError(f"{folder / PPD_CONFIG} must hold num_special_tokens and virtual_tokens_per_special_token, "
+                        f"whole numbers of at least 1, got {steps} and {copies}; copy it again")
+    settings = PromptTokensConfig(num_tokens=steps, copies=copies)
+    drafter = PromptTokens(settings, hidden_size=target.hidden_size, vocab_size=target.vocab_size)
+    own = {("prompts" if name == _PROMPTS else name): tensor for name, tensor in tensors.items()}
+    return loaded(drafter, own, target, f"the prompt tokens in {folder} do not fit")

@@ -1,0 +1,118 @@
+"""Hidden Transfer: linear maps of a middle layer's state stand for the tokens to come in the target's later layers
+(arXiv:2404.12022).
+
+Shapes: B rows, G anchors of a row, M virtual nodes, K steps, D hidden size.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from ..config_checks import check_sizes
+from ..errors import UserError
+from ..features import Features
+from ..interfaces.family_card import FamilyCard
+from ..target.model import Target
+from ..target.read_text import ReadText
+from ..token_tree import Injection
+from .parts.lookahead_drafter import LookaheadConfig, LookaheadDrafter
+
+
+@dataclass(frozen=True, kw_only=True)
+class HiddenTransferConfig(LookaheadConfig):
+    """The shape of Hidden Transfer maps."""
+
+    layer: int | None = None
+    """Index of the target's layer that the mapped states enter, at least 1; None takes the middle one. The paper gives
+    each step a layer of its own."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sizes(layer=self.layer)
+
+
+def chosen_layer(layer: int | None, target: Target) -> int:
+    """The layer of this target that mapped states enter.
+
+    Raises:
+        UserError: if it has no such layer.
+    """
+    if layer is None:
+        layer = max(1, target.num_layers // 2)
+    if layer >= target.num_layers:
+        raise UserError(f"layer must be below the {target.num_layers} layers of {target.identity.name}, got {layer}; "
+                        "the mapped states must pass at least one")
+    return layer
+
+
+class HiddenTransfer(LookaheadDrafter):
+    """K linear maps of the state that enters a middle layer at a token, for the K positions after it.
+
+    Own weights: `maps.{k}.weight` [D, D], and with a reduced vocabulary its ids, `token_ids` [Q]. Make a new one with
+    `HiddenTransfer.create`; each map starts as the identity.
+    """
+
+    family = "hidden_transfer"
+    card = FamilyCard(
+        name="Hidden Transfer", papers=("2404.12022",),
+        guesses="linear maps of a middle layer's state, which pass the later layers as the tokens to come",
+        cost="each step trains through the later layers; every node of a tree brings more nodes",
+    )
+    export_refusal = ("no serving engine and no published layout holds Hidden Transfer maps; decode with the artifact "
+                      "itself")
+    config: HiddenTransferConfig
+    config_class = HiddenTransferConfig
+    described_as = "Hidden Transfer maps are"
+
+    def __init__(self, config: HiddenTransferConfig, *, hidden_size: int, vocab_size: int) -> None:
+        super().__init__(config, hidden_size=hidden_size, vocab_size=vocab_size)
+        if config.layer is None:
+            raise UserError("layer of Hidden Transfer maps must be set; use HiddenTransfer.create, which chooses it")
+        self.layer = config.layer
+        self.maps = nn.ModuleList(nn.Linear(hidden_size, hidden_size, bias=False) for _ in range(config.num_tokens))
+
+    @classmethod
+    def fitted(cls, config: HiddenTransferConfig, target: Target) -> HiddenTransferConfig:
+        """The settings with the layer chosen. Raises UserError when it does not fit."""
+        return replace(config, layer=chosen_layer(config.layer, target))
+
+    def bind(self, target: Target) -> None:
+        """Borrow the target's layers and output layer. Raises UserError when it does not fit."""
+        chosen_layer(self.layer, target)
+        super().bind(target)
+
+    @torch.no_grad()
+    def initialise(self, target: Target) -> None:
+        """Start as the identity: what enters the layer at the token itself."""
+        for weight_DD in self.maps.parameters():
+            nn.init.eye_(weight_DD)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The layer before."""
+        return (self.layer - 1,)
+
+    def entering(self, target: Target) -> tuple[Tensor, Injection | None]:
+        """Zeros in the first layers, which nothing reads, and the mapped states."""
+        blank_SD = torch.zeros(self.slots.count, self.hidden_size, dtype=target.dtype, device=target.device)
+        return blank_SD, Injection(layer=self.layer, states=self._mapped)
+
+    def _mapped(self, before_BMD: Tensor, slots_BM: Tensor) -> Tensor:
+        """The states [B, M, D] of virtual nodes from those of their anchors."""
+        mapped_BMD = torch.zeros_like(before_BMD)
+        for slot, mapping in enumerate(self.maps):
+            mapped_BMD = torch.where((slots_BM == slot)[..., None], mapping(before_BMD.to(self.dtype)).to(
+                before_BMD.dtype), mapped_BMD)
+        return mapped_BMD
+
+    def read_after(self, text: ReadText, features: Features, anchors_BG: Tensor) -> Tensor:
+        """Final states [B, G, K, D] of the mapped states after positions of a text."""
+        if self.taps[0] not in features.taps:
+            raise ValueError(f"the outputs of the target's layer {self.taps[0]} are missing; encode with drafter.taps")
+        before_BLD = features.taps[self.taps[0]]
+        before_BGD = before_BLD.gather(1, anchors_BG[..., None].expand(-1, -1, before_BLD.shape[-1])).to(self.dtype)
+        entering_BGKD = torch.stack([mapping(before_BGD) for mapping in self.maps], dim=2)
+        anchors_BM, ahead_BM, sees_MM = self._group(anchors_BG)
+        final_BMD = text.read(entering_BGKD.flatten(1, 2), anchors_BM, ahead_BM, sees_MM, first=self.layer)
+        return final_BMD.view(*anchors_BG.shape, self.slots.count, final_BMD.shape[-1])

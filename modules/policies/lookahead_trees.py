@@ -1,0 +1,235 @@
+"""Trees for drafters with virtual nodes: one for each number of guesses that a row has, and how many virtual nodes
+follow each of its nodes (the dynamic sparse trees of PPD, arXiv:2405.18628, section 4).
+
+More virtual nodes after a node let the next tree be deeper if that node is the last accepted one. Which trees are best
+follows from the chance of each rank at each depth, measured on held-out text, by the theory of Markov decisions: a
+state is the number of depths that a row has guesses for, its reward the tokens accepted, and the last accepted node
+decides the next state.
+
+Shapes: B rows, N nodes, K depths, R ranks, T trees (K + 1, by number of guesses).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from heapq import heapify, heappop, heappush
+
+import torch
+from torch import Tensor
+
+from ..errors import UserError
+from ..interfaces.proposer import DraftState, Frontier, Proposer
+from ..random_streams import Draws
+from ..token_tree import Lookahead, TokenTree, Topology
+from .base import Policy
+
+_ROUNDS = 20
+"""Most rounds of improving the trees; three are usual."""
+
+
+@dataclass(frozen=True)
+class AheadTree:
+    """The tree for rows with one number of guesses."""
+
+    topology: Topology
+    counts: tuple[int, ...]
+    """Steps of virtual nodes after each node."""
+    chances: tuple[float, ...]
+    """Probability that each node is the last accepted one."""
+
+    @property
+    def size(self) -> int:
+        """Nodes and virtual nodes."""
+        return self.topology.size + sum(self.counts)
+
+    @property
+    def accepted(self) -> float:
+        """Expected tokens accepted below the root."""
+        return sum(chance * depth for chance, depth in zip(self.chances, self.topology.depths, strict=True))
+
+
+@lru_cache(maxsize=64)
+def ahead_trees(chances_KR: tuple[tuple[float, ...], ...], size: int) -> tuple[AheadTree, ...]:
+    """The trees with the most tokens a pass in the long run, for 0 to K guesses.
+
+    Each has at most `size` nodes, root and virtual nodes included, and the chances of different depths count as
+    independent. Howard's policy iteration: with the value of every state, each tree is chosen anew for its tokens plus
+    the value of the state that follows.
+
+    Args:
+        chances_KR: probability that the guess of a rank is right at a depth.
+        size: nodes of a pass.
+
+    Raises:
+        UserError: if the root alone with all its virtual nodes has more.
+    """
+    depths = len(chances_KR)
+    if size <= depths:
+        raise UserError(f"a tree with virtual nodes for {depths} steps needs at least {depths + 1} nodes, got {size}; "
+                        "ask for more")
+    values = [float(guesses) for guesses in range(depths + 1)]
+    trees: tuple[AheadTree, ...] = ()
+    for _ in range(_ROUNDS):
+        found = tuple(_best(_paths(chances_KR, guesses, size), depths, size, values) for guesses in range(depths + 1))
+        if found == trees:
+            break
+        trees = found
+        values = _values(trees)
+    return trees
+
+
+def tokens_per_pass(trees: Sequence[AheadTree]) -> float:
+    """Expected tokens of a pass in the long run, the target's own included."""
+    tokens, _ = _solved(trees)
+    return 1 + tokens
+
+
+def _paths(chances_KR: Sequence[Sequence[float]], guesses: int, most: int) -> list[tuple[float, tuple[int, ...]]]:
+    """(probability, ranks) of the likeliest paths of at most `guesses` tokens, the likeliest first."""
+    found: list[tuple[float, tuple[int, ...]]] = []
+    heap: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]
+    while heap and len(found) < most:
+        chance, path = heappop(heap)
+        found.append((-chance, path))
+        if len(path) < guesses:
+            for rank, right in enumerate(chances_KR[len(path)]):
+                if right > 0:
+                    heappush(heap, (chance * right, (*path, rank)))
+    return found[1:]
+
+
+def _best(paths: list[tuple[float, tuple[int, ...]]], depths: int, size: int, values: Sequence[float]) -> AheadTree:
+    """The number of nodes, and the virtual nodes after them, with the most tokens and value to come."""
+    trees = [_filled(paths[:count], depths, size, values) for count in _numbers(len(paths), size)]
+    return max(trees, key=lambda tree: (round(_worth(tree, values), 9), -tree.size))
+
+
+def _numbers(most: int, size: int) -> list[int]:
+    """Numbers of nodes below the root that are tried: all small ones, then every eighth more."""
+    numbers, count = [0], 1
+    while count <= min(most, size - 1):
+        numbers.append(count)
+        count += max(1, count // 8)
+    return numbers
+
+
+def _worth(tree: AheadTree, values: Sequence[float]) -> float:
+    return tree.accepted + sum(chance * values[count] for chance, count in zip(tree.chances, tree.counts, strict=True))
+
+
+def _filled(paths: list[tuple[float, tuple[int, ...]]], depths: int, size: int, values: Sequence[float]) -> AheadTree:
+    """The tree of these paths with as many virtual nodes as fit, those removed that are worth least."""
+    topology = Topology.from_paths(path for _, path in paths)
+    reached = [1.0, *(chance for chance, _ in paths)]
+    last = list(reached)
+    for node, parent in enumerate(topology.parents[1:], start=1):
+        last[parent] -= reached[node]
+    counts = [depths] * topology.size
+    heap = [(chance * (values[depths] - values[depths - 1]), node) for node, chance in enumerate(last)]
+    heapify(heap)
+    for _ in range(topology.size * (depths + 1) - size):
+        _, node = heappop(heap)
+        counts[node] -= 1
+        if counts[node]:
+            heappush(heap, (last[node] * (values[counts[node]] - values[counts[node] - 1]), node))
+    return AheadTree(topology, tuple(counts), tuple(max(chance, 0.0) for chance in last))
+
+
+def _values(trees: Sequence[AheadTree]) -> list[float]:
+    return _solved(trees)[1]
+
+
+def _solved(trees: Sequence[AheadTree]) -> tuple[float, list[float]]:
+    """(accepted tokens per pass in the long run, value of each state relative to the first)."""
+    states = len(trees)
+    moves_TT = torch.zeros(states, states, dtype=torch.float64)
+    for state, tree in enumerate(trees):
+        for chance, count in zip(tree.chances, tree.counts, strict=True):
+            moves_TT[state, count] += chance
+    rewards_T = torch.tensor([tree.accepted for tree in trees], dtype=torch.float64)
+    # h + g = r + P h with h of the last state 0: unknowns are h of the others, and g.
+    system_TT = torch.eye(states, dtype=torch.float64) - moves_TT
+    system_TT[:, -1] = 1.0
+    solved = torch.linalg.lstsq(system_TT, rewards_T[:, None], driver="gelsd").solution[:, 0].tolist()
+    return solved[-1], [*solved[:-1], 0.0]
+
+
+class LookaheadTrees(Policy):
+    """The trees of `ahead_trees`: each row gets the one for the number of guesses that it has.
+
+    Args:
+        trees: for 0, 1, ... guesses.
+
+    Raises:
+        ValueError: if there are none.
+    """
+
+    def __init__(self, trees: Sequence[AheadTree]) -> None:
+        if not trees:
+            raise ValueError("a policy of trees by guesses needs at least 1 tree, got 0")
+        self.trees = tuple(trees)
+        self._most = max(sum(tree.counts) for tree in self.trees)
+        self._width = max(1, *(tree.topology.width for tree in self.trees))
+
+    @property
+    def max_size(self) -> int:
+        return max(tree.topology.size for tree in self.trees)
+
+    def check(self, drafter: Proposer) -> None:
+        """Refuse drafters without virtual nodes, and those with another number of steps."""
+        if not drafter.virtual_nodes or drafter.reach != len(self.trees) - 1:
+            raise UserError(f"these trees are made for {len(self.trees) - 1} steps of virtual nodes, the "
+                            f"{drafter.family} drafter has {drafter.reach if drafter.virtual_nodes else 0}; choose "
+                            "another policy")
+
+    def grow(self, drafter: Proposer, state: DraftState, roots_B: Tensor, draws: Draws | None = None) -> TokenTree:
+        root_B1 = torch.zeros_like(roots_B)[:, None]
+        root = Frontier(nodes_BF=root_B1, parents_BF=root_B1 - 1, tokens_BF=roots_B[:, None])
+        answered = drafter.expand(state, root).best(self._width)
+        tables = _tables(self.trees, roots_B.device)
+        guessed_BK = None if answered.guessed_BFHR is None else answered.guessed_BFHR[:, 0, :, 0]
+        guesses_B = torch.full_like(roots_B, len(self.trees) - 1) if guessed_BK is None else guessed_BK.sum(-1)
+        ranks_BN, depths_BN = tables.ranks_TN[guesses_B], tables.depths_TN[guesses_B]
+        rows_B1 = torch.arange(len(roots_B), device=roots_B.device)[:, None]
+        guesses_BN = answered.tokens_BFHR[:, 0][rows_B1, (depths_BN - 1).clamp(min=0), ranks_BN]
+        tree = TokenTree.grown(
+            torch.where(depths_BN > 0, guesses_BN, roots_B[:, None]), tables.parents_TN[guesses_B],
+            tables.real_TN[guesses_B], max_depth=max(tree.topology.depth for tree in self.trees),
+            most_children=max(tree.topology.most_children for tree in self.trees),
+        )
+        return self._cut(replace(tree, lookahead=Lookahead(counts_BN=tables.counts_TN[guesses_B], most=self._most)))
+
+    def _cut(self, tree: TokenTree) -> TokenTree:
+        """Without padding that no row needs, where the sizes are known at once."""
+        if tree.lookahead is None or tree.real_BN.device.type != "cpu":
+            return tree
+        size, most = torch.stack([tree.real_BN.sum(-1), tree.lookahead.counts_BN.sum(-1)]).amax(-1).tolist()
+        return replace(tree.packed(size), lookahead=Lookahead(
+            counts_BN=tree.lookahead.counts_BN[:, :size], most=most))
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """The trees as tensors, padded to one size."""
+
+    parents_TN: Tensor
+    ranks_TN: Tensor
+    depths_TN: Tensor
+    counts_TN: Tensor
+    real_TN: Tensor
+
+
+@lru_cache(maxsize=64)
+def _tables(trees: tuple[AheadTree, ...], device: torch.device) -> _Tables:
+    size = max(tree.topology.size for tree in trees)
+
+    def padded(rows: list[tuple[int, ...]], blank: int) -> Tensor:
+        return torch.tensor([[*row, *([blank] * (size - len(row)))] for row in rows], device=device)
+
+    return _Tables(
+        parents_TN=padded([tree.topology.parents for tree in trees], 0),
+        ranks_TN=padded([tree.topology.ranks for tree in trees], 0),
+        depths_TN=padded([tree.topology.depths for tree in trees], 0),
+        counts_TN=padded([tree.counts for tree in trees], 0),
+        real_TN=padded([(1,) * tree.topology.size for tree in trees], 0).bool(),
+    )

@@ -1,0 +1,224 @@
+"""Drafters with virtual nodes against the plain twin: in training, in a pass of their own and in the verifying pass."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.modules import (
+    DecodeSettings,
+    Ensemble,
+    Features,
+    HiddenTransfer,
+    HiddenTransferConfig,
+    PromptTokens,
+    PromptTokensConfig,
+    Request,
+    StaticTree,
+    Target,
+    Topology,
+    UserError,
+    decode,
+)
+from draftsmith.modules.drafters.parts.lookahead_drafter import LookaheadState
+from draftsmith.modules.drafters.parts.virtual_nodes import Slots, extended
+from draftsmith.modules.interfaces.proposer import DraftState, Frontier, Observation
+from draftsmith.modules.target.read_text import ReadText
+from draftsmith.modules.token_tree import Lookahead
+from draftsmith.trainers.lookahead_base import rolled_out
+from draftsmith.trainers.prompt_tokens import PromptTokensModule, PromptTokensTrainConfig
+from references.lookahead import states_after
+from support.families import randomised
+from support.native_answers import native_greedy
+from torch import Tensor
+
+TREE = Topology.from_paths([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])
+CLOSE = {"atol": 1e-9, "rtol": 1e-9}
+
+
+def prompts(target: Target, **settings: Any) -> PromptTokens:
+    return randomised(PromptTokens.create(PromptTokensConfig(**settings), target))
+
+
+def maps(target: Target, **settings: Any) -> HiddenTransfer:
+    return randomised(HiddenTransfer.create(HiddenTransferConfig(**settings), target))
+
+
+MAKERS = {
+    "prompts": lambda target: prompts(target, num_tokens=2),
+    "copies": lambda target: prompts(target, num_tokens=3, copies=2),
+    "maps": lambda target: maps(target, num_tokens=2, layer=1),
+}
+
+
+def packed_rows() -> Features:
+    """Two conversations in the first row, one and padding in the second."""
+    return Features(
+        tokens_BL=torch.tensor([[5, 9, 33, 71, 8, 40, 41, 60], [7, 8, 9, 10, 11, 0, 0, 0]]),
+        supervised_BL=torch.tensor([[False, False, True, True, True, False, True, True],
+                                    [False, True, True, True, True, False, False, False]]),
+        segments_BL=torch.tensor([[0] * 5 + [1] * 3, [0] * 5 + [-1] * 3]),
+        positions_BL=torch.tensor([[*range(5), *range(3)], [*range(5), 0, 0, 0]]),
+    )
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_every_position_has_the_states_of_the_plain_twin(name: str, tiny_target_f64: Target) -> None:
+    target = tiny_target_f64
+    drafter, features = MAKERS[name](target), packed_rows()
+    hidden_BLKD = drafter(target.encode(features, drafter.taps)).hidden_BLKD
+    for row, start, stop in ((0, 0, 5), (0, 5, 8), (1, 0, 5)):
+        text = features.tokens_BL[row, start:stop].tolist()
+        for place in range(len(text)):
+            expected_KD = states_after(drafter, target, text[: place + 1])
+            torch.testing.assert_close(hidden_BLKD[row, start + place], expected_KD, **CLOSE)
+
+
+class Watched:
+    """Records the text of each row and the states that a drafter keeps of it while it decodes."""
+
+    def __init__(self, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[list[int], Tensor]] = []
+        self.texts: dict[int, list[int]] = {}
+        inner, clear = drafter.observe, drafter.clear
+
+        def observe(state: DraftState, rows_R: Tensor, observation: Observation) -> None:
+            inner(state, rows_R, observation)
+            assert isinstance(state, LookaheadState)
+            for place, row in enumerate(rows_R.tolist()):
+                count = int(observation.counts_B[place])
+                self.texts[row] = self.texts.get(row, []) + observation.tokens_BN[place, :count].tolist()
+                self.seen.append((list(self.texts[row]), state.states_RKD[row].clone()))
+
+        def cleared(state: DraftState, rows_R: Tensor) -> None:
+            clear(state, rows_R)
+            for row in rows_R.tolist():
+                self.texts[row] = []
+
+        monkeypatch.setattr(drafter, "observe", observe)
+        monkeypatch.setattr(drafter, "clear", cleared)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_states_in_decoding_are_those_of_the_plain_twin(
+    name: str, own: bool, tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the verifying pass and, where the rows cannot read virtual nodes, in a pass of the drafter's own."""
+    target = tiny_target_f64
+    drafter = MAKERS[name](target)
+    watched = Watched(drafter, monkeypatch)
+    if own:
+        monkeypatch.setattr("draftsmith.modules.target.model.TargetRows.reads_virtual", False)
+    requests = [Request((5, 9, 33, 71, 8, 20), 0, 7), Request((40, 41), 1, 7)]
+    tree = Topology.from_paths(path for path in TREE.paths if len(path) <= drafter.reach)
+    result = decode(target, requests, DecodeSettings(batch_size=2, prefill_chunk=4, ignore_eos=True), drafter=drafter,
+                    policy=StaticTree(tree))
+    for generation in result.generations:
+        assert generation.tokens == native_greedy(target, generation.request.tokens, 7)
+    assert len(watched.seen) > 8
+    for text, states_KD in watched.seen:
+        torch.testing.assert_close(states_KD, states_after(drafter, target, text), **CLOSE)
+
+
+def test_a_row_that_lacks_virtual_nodes_has_no_guess_at_those_depths(tiny_target_f64: Target) -> None:
+    target = tiny_target_f64
+    drafter = prompts(target, num_tokens=3)
+    state = drafter.join(target.start(2, 8), 2, 8)
+    state.present_RK[0, :2] = True
+    state.whole = False
+    root = torch.zeros(2, 1, dtype=torch.long)
+    found = drafter.expand(state, Frontier(nodes_BF=root, parents_BF=root - 1, tokens_BF=root)).best(2)
+    assert found.guessed_BFHR is not None
+    assert found.guessed_BFHR[:, 0, :, 0].tolist() == [[True, True, False], [False, False, False]]
+
+
+def test_virtual_nodes_follow_the_nodes_that_want_them() -> None:
+    real_BN = torch.tensor([[True] * 6, [True] * 3 + [False] * 3])
+    tree = replace(TREE.plant(torch.arange(12).view(2, 6)), real_BN=real_BN)
+    counts_BN = torch.tensor([[2, 0, 1, 0, 0, 3], [1, 1, 1, 1, 1, 1]])
+    wanted = replace(tree, lookahead=Lookahead(counts_BN=counts_BN, most=5))
+    virtual = extended(wanted, Slots(steps=2, copies=2), torch.randn(4, 3)).virtual
+    assert virtual is not None
+    assert virtual.anchors_BM.tolist() == [[0, 0, 0, 0, 2, 2, 5, 5, 5, 5], [0, 0, 1, 1, 2, 2, -1, -1, -1, -1]]
+    assert virtual.slots_BM[0].tolist() == [0, 1, 2, 3, 0, 1, 0, 1, 2, 3]
+    whole = extended(tree, Slots(steps=2), torch.randn(2, 3))
+    assert whole.virtual is not None
+    assert (whole.virtual.anchors_BM >= 0).sum(-1).tolist() == [12, 6]
+    with pytest.raises(ValueError, match="virtual nodes of another drafter"):
+        extended(whole, Slots(steps=2), torch.randn(2, 3))
+
+
+def test_a_roll_out_is_the_greedy_continuation_with_the_states_of_that_text(tiny_target_f64: Target) -> None:
+    target, features = tiny_target_f64, packed_rows()
+    text = ReadText(target, features)
+    anchors_BG = torch.tensor([[2, 6], [4, 0]])
+    rolled = rolled_out(text, anchors_BG, torch.tensor([[True, True], [True, False]]), 3)
+    for row, (line, start, stop) in enumerate(((0, 0, 2), (0, 5, 6), (1, 0, 4))):
+        before = features.tokens_BL[line, start : stop + 1].tolist()
+        answer = native_greedy(target, tuple(before), 3)
+        assert rolled.tokens_BL[row].tolist() == [before[-1], *answer]
+        encoded = target.encode(Features.from_rows([([*before, *answer], [True] * (len(before) + 3))]))
+        torch.testing.assert_close(rolled.final()[row], encoded.final()[0, len(before) - 1 :], **CLOSE)
+    assert rolled.supervised_BL.tolist() == [[False, True, True, True]] * 3 + [[False] * 4]
+
+
+def test_training_on_roll_outs_of_greedy_text_is_training_on_the_text(
+    tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At positions whose labels all lie inside the answer; text of a person gives another loss."""
+    target = tiny_target_f64
+    prompt = (5, 9, 33, 71)
+    anchors_BG = torch.arange(3, 9)[None]
+    texts = {"greedy": [*prompt, *native_greedy(target, prompt, 8)], "foreign": [*prompt, *range(50, 58)]}
+    found = {}
+    for kind, text in texts.items():
+        features = target.encode(Features.from_rows([(text, [False] * 4 + [True] * 8)]))
+        for roll_out in (False, True):
+            config = PromptTokensTrainConfig(roll_out=roll_out, drafter=PromptTokensConfig(num_tokens=2))
+            module = PromptTokensModule(target, config)
+            module.configure_model()
+            module.train()
+            monkeypatch.setattr(module.drafter, "insertions", lambda _: (anchors_BG, anchors_BG > 0))
+            loss = module.loss(features)
+            found[kind, roll_out] = loss.total.detach(), loss.sums_KC
+    torch.testing.assert_close(found["greedy", False], found["greedy", True], **CLOSE)
+    assert abs(found["foreign", False][0] - found["foreign", True][0]) > 1e-3
+
+
+def test_gradients_reach_the_prompts_alone_and_insertions_lie_before_labels(tiny_target: Target) -> None:
+    config = PromptTokensTrainConfig(drafter=PromptTokensConfig(num_tokens=2, insertions=3))
+    module = PromptTokensModule(tiny_target, config)
+    module.configure_model()
+    module.train()
+    features = packed_rows()
+    drafts = module.drafter(tiny_target.encode(features))
+    assert drafts.valid_BLK is not None
+    inserted_BL = drafts.valid_BLK.any(-1)
+    assert inserted_BL.sum(-1).tolist() == [3, 3]
+    labelled_BL = features.labels(2)[1] | features.labels(3)[1]
+    assert not bool((inserted_BL & ~labelled_BL).any())
+    module.loss(tiny_target.encode(features)).total.backward()
+    gradient = module.drafter.prompts.grad
+    assert gradient is not None
+    assert bool(gradient.isfinite().all())
+    assert float(gradient.abs().sum()) > 0
+    assert all(weight.grad is None for weight in tiny_target.model.parameters())
+
+
+def test_only_one_drafter_of_an_ensemble_may_have_virtual_nodes(tiny_target_f64: Target) -> None:
+    target = tiny_target_f64
+    both = Ensemble([prompts(target), maps(target, layer=1)])
+    state = both.join(target.start(1, 64), 1, 64)
+    with pytest.raises(ValueError, match="only one drafter may add any"):
+        both.extended(state, TREE.plant(torch.zeros(1, 6, dtype=torch.long)))
+
+
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"layer": 2}, "layer must be below the 2 layers of .*, got 2; the mapped states must pass at least one"),
+    ({"layer": 0}, "layer must be a whole number of at least 1, got 0"),
+    ({"num_tokens": 0}, "num_tokens must be a whole number of at least 1, got 0"),
+])
+def test_maps_that_do_not_fit_are_refused(settings: dict[str, int], words: str, tiny_target: Target) -> None:
+    with pytest.raises(UserError, match=words):
+        HiddenTransfer.create(HiddenTransferConfig(**settings), tiny_target)
