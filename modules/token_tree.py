@@ -205,6 +205,8 @@ class TokenTree:
     """Draws of the nodes; None when every node was proposed without chance: a point mass."""
     most_children: int | None = None
     """Largest number of children of any node, known on the host; None when nobody counted."""
+    parts_BN: Tensor | None = None
+    """Which drafter of an ensemble proposed each node first, from 0, int64; None for the tree of one drafter."""
 
     @property
     def size(self) -> int:
@@ -276,6 +278,7 @@ class TokenTree:
             max_depth=min(self.max_depth, chosen_BS.shape[1] - 1),
             drawn=None if self.drawn is None else self.drawn.at(chosen_BS),
             most_children=self.most_children,
+            parts_BN=None if self.parts_BN is None else self.parts_BN.gather(1, chosen_BS),
         )
 
     @classmethod
