@@ -14,7 +14,7 @@ from ...modules import (
     Topology,
     UserError,
     baseline,
-    parse_policy,
+    parse_joined,
 )
 from ...modules.verification.sampling import TEMPERATURES, is_temperature
 from ..artifact import Artifact
@@ -56,7 +56,9 @@ class EvaluateConfig:
     policies: tuple[str, ...] | str = (STATIC,)
     """Policies that artifacts draft with, one or several, each measured in turn: static (the tree tuned on this
     machine), chain, sampled, sampled-chain, eagle2, dyspec, stopping, early-exit, specdec; optionally with a number of
-    nodes or tokens (specdec: the risk of a rejection at which a draft ends), [static,chain-3,eagle2-32,specdec-0.7]."""
+    nodes or tokens (specdec: the risk of a rejection at which a draft ends), [static,chain-3,eagle2-32,specdec-0.7];
+    each may be joined with a drafter without training: lookup (prompt lookup), suffix, recycling, ngrams, layer_skip,
+    first_layers, [static+lookup,eagle2-32+recycling-8]."""
     baselines: tuple[str, ...] | str = ()
     """Drafters without training that are measured too, one or several: prompt_lookup, suffix_match, recycling, ngrams,
     layer_skip, first_layers."""
@@ -76,7 +78,7 @@ class EvaluateConfig:
         if not self.policy_names:
             raise UserError("policies must hold at least one name, such as static")
         for name in self.policy_names:
-            parse_policy(name)
+            parse_joined(name)
         for name in self.baseline_names:
             if name not in BASELINES:
                 raise UserError(f"there is no baseline {name!r}; choose from {', '.join(BASELINES)}")
@@ -154,7 +156,7 @@ class Method:
     family: str
     """Its family, such as medusa."""
     drafter: Proposer | None
-    """The drafter; None decodes with the target alone."""
+    """The drafter, one for all batch sizes; None decodes with the target alone."""
     policy_for: Callable[[int, float], Policy] | None
     """Maps the number of rows decoded at once and their temperature to the policy that grows their trees; None for the
     target alone. Batch sizes whose largest tree is the same have the same policy."""
@@ -180,11 +182,11 @@ class Method:
         def policy_for(rows: int, temperature: float) -> Policy:
             return artifact.policy(policy, batch_size=rows, temperature=temperature)
 
-        policy_for(1, temperature)
+        drafter = artifact.drafting(policy, temperature=temperature).drafter
         family = artifact.drafter.family
         called = name or (family if artifact.adapter is None else f"{family} (changes the target)")
         return cls(name=called if policy == STATIC else f"{called}, {policy}",
-                   family=family, drafter=artifact.drafter, policy_for=policy_for,
+                   family=family, drafter=drafter, policy_for=policy_for,
                    trees=artifact.topology if policy == STATIC else None,
                    predicted_speedup=lambda rows: artifact.predicted_speedup(policy, batch_size=rows))
 
