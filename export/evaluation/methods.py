@@ -8,6 +8,7 @@ from ...modules import (
     BASELINES,
     STATIC,
     DecodeSettings,
+    Ensemble,
     Policy,
     Proposer,
     Target,
@@ -195,6 +196,18 @@ class Method:
         """The baseline drafter of this name, which has not read any text yet."""
         drafter, policy = baseline(name, target)
         return cls(name=name, family=drafter.family, drafter=drafter, policy_for=lambda _rows, _temperature: policy)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Families of the drafters that guess together; one where nothing is joined, none without drafts."""
+        if self.drafter is None:
+            return ()
+        joined = isinstance(self.drafter, Ensemble)
+        return tuple(part.family for part in self.drafter.parts) if joined else (self.drafter.family,)
+
+    def guessed_by(self, counts: Sequence[int]) -> dict[str, int]:
+        """Accepted guesses by the family of the part, from counts of each part; empty without counts."""
+        return dict(zip(self.parts, counts, strict=False))
 
     def predicted(self, batch_size: int) -> float | None:
         """The predicted speed-up for so many greedy rows; None where nothing was measured."""

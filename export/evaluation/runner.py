@@ -183,9 +183,7 @@ class Runner:
         else:
             records = None if name == PLAIN else found[int(name)]
             method = None if name == PLAIN else self.schedule.methods[int(name)]
-            result, seconds = self.decoder.decode(asked, method, batch_size, meter=records.meter if records else None)
-            if records is not None:
-                records.add(result)
+            result, seconds = self.decoder.decode(asked, method, batch_size, records=records)
             throughput.tokens += sum(len(generation.tokens) for generation in result.generations)
             throughput.draft_seconds += result.stats.draft_seconds
         throughput.seconds += seconds
@@ -205,8 +203,8 @@ class Runner:
         self._forget()
         records = Records()
         if ordered:
-            records.add(self.decoder.decode(ordered, method, batch_size, rows=self.schedule.config.untimed_batch_size,
-                                            meter=records.meter, on_tokens=self._on_tokens)[0])
+            self.decoder.decode(ordered, method, batch_size, rows=self.schedule.config.untimed_batch_size,
+                                records=records, on_tokens=self._on_tokens)
         return records
 
     def _on_tokens(self, _generation: Generation, _tokens: list[int], finished: bool) -> None:
@@ -228,7 +226,9 @@ class Runner:
         compared = method.comparable(batch_size, temperature)
         return MethodRecord(
             method=method, batch_size=batch_size, temperature=temperature, timings=records.timings,
-            answers=[self._answer(exchange, records.generations[exchange.index], compared) for exchange in exchanges],
+            answers=[replace(self._answer(exchange, records.generations[exchange.index], compared),
+                             guessed_by=method.guessed_by(records.parts.get(exchange.index, ())))
+                     for exchange in exchanges],
             target_calls=records.target_calls, replays=replays,
             draft_share=records.meter.drafted / max(1, records.target_calls * self.target_bytes),
         )

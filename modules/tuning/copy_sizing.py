@@ -4,12 +4,13 @@ Prompt lookup copies where the text repeats itself and the draft guesses elsewhe
 up. What a pass with both costs depends on how often there is something to copy, which the replay counts.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..baselines.joined_policies import LONGEST_COPY, LOOKUP, PolicyName, copying, joined_drafter
 from ..decoding.loop import decode
-from ..decoding.requests import DecodeSettings, Generation
+from ..decoding.requests import DecodeSettings, Generation, Request
 from ..features import Features
 from ..interfaces.drafter import Drafter
 from ..interfaces.proposer import Proposer
@@ -22,10 +23,12 @@ from ..verification.tree_walk import Accepted
 from .cost_model import CostModel
 from .replay_target import Replay
 
-COPIED = (4, 7, LONGEST_COPY)
-"""Lengths of the copied chain that are tried, in tokens."""
+COPIED = (7, 4, LONGEST_COPY)
+"""Lengths of the copied chain that are tried, in tokens, in this order."""
 ANSWERS = 12
 """Most held-out answers that are replayed."""
+SECONDS = 60.0
+"""Time after which no further length is tried; the first one always is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,11 +100,16 @@ def size_copies(drafter: Drafter, target: Target, features: Sequence[Features], 
         features: encoded rows, one conversation each.
         topology: the draft's tree, as it is used here.
     """
-    source, own = Replay(target, features, ANSWERS), StaticTree(topology)
+    started, source, own = time.monotonic(), Replay(target, features), StaticTree(topology)
+    # Spread over all: what there is to copy differs from one kind of prompt to the next.
+    requests = source.requests[:: -(-len(source.requests) // ANSWERS) or 1]
     joined = joined_drafter(PolicyName(own=STATIC, partner=LOOKUP), drafter, target)
-    alone = _Replayed.of(source, drafter, own)
-    tried = {(copied, extra): _Replayed.of(source, joined, copying(own, copied, extra))
-             for copied in COPIED for extra in sorted({max(0, copied + 1 - topology.size), copied})}
+    alone = _Replayed.of(source, requests, drafter, own)
+    tried: dict[tuple[int, int], _Replayed] = {}
+    for copied in COPIED:
+        if not tried or time.monotonic() - started < SECONDS:
+            tried |= {(copied, extra): _Replayed.of(source, requests, joined, copying(own, copied, extra))
+                      for extra in sorted({max(0, copied + 1 - topology.size), copied})}
     usual = sorted(found.draft_seconds for found in tried.values())[len(tried) // 2]
     return CopySizing(
         tree_size=topology.size,
@@ -120,14 +128,14 @@ class _Replayed:
     draft_seconds: float
 
     @classmethod
-    def of(cls, source: Replay, drafter: Proposer, policy: Policy) -> "_Replayed":
+    def of(cls, source: Replay, requests: Sequence[Request], drafter: Proposer, policy: Policy) -> "_Replayed":
         """Decode the answers one by one, as for one user."""
         sizes: list[int] = []
 
         def note(tree: TokenTree, _accepted: Accepted, _slots: Sequence[Generation]) -> None:
             sizes.append(tree.size)
 
-        found = decode(source, source.requests, DecodeSettings(), drafter=drafter, policy=policy, observer=note)
+        found = decode(source, requests, DecodeSettings(), drafter=drafter, policy=policy, observer=note)
         passes = max(1, len(sizes))
         return cls(max(1.0, found.accepted_length), max(1.0, sum(sizes) / passes), found.stats.draft_seconds / passes)
 
