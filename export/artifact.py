@@ -59,7 +59,7 @@ FIELDS: dict[str, Any] = {
 
 
 class Drafting(NamedTuple):
-    """What decodes with an artifact: a drafter and the policy that grows its trees."""
+    """A drafter and the policy that grows its trees, to decode with."""
 
     drafter: Proposer
     policy: Policy

@@ -31,7 +31,7 @@ class Tuning:
     given: bool = False
     """Whether the recipe sets the size: every batch size then uses it, otherwise each has its own."""
     copying: CopySizing | None = None
-    """Copied chains beside the tree, replayed on held-out answers; None when they were not."""
+    """Copied chains next to the tree, replayed on held-out answers; None when they were not."""
     fastest: str = STATIC
     """Policy that is predicted to decode one greedy row fastest here: static or static+lookup. None is chosen by it."""
 

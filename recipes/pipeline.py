@@ -29,6 +29,7 @@ from ..export import (
 from ..modules import (
     JOINED,
     STATIC,
+    CopySizing,
     Drafter,
     Features,
     Topology,
@@ -120,11 +121,13 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
     size = min(given or choose_size(expected, cost.curve()).size, topology.size)
     tuning = replace(Tuning.of(target, size, cost, expected, given=given is not None),
                      expected_sampled=expected_lengths(chance_table(drafter, target, held_out), topology))
-    tuning = tuning.with_copies(size_copies(drafter, target, held_out, topology.prefix(size)))
+    if answers := workspace.recipe.tree.copied_answers:
+        tuning = tuning.with_copies(size_copies(drafter, target, held_out, topology.prefix(size), answers=answers))
     save_tuning(workspace.artifact, tuning)
     say(f"     tree of {topology.size} nodes; used on this machine: {_use(tuning, 0.0)}; at temperature 1 "
           f"{_use(tuning, 1.0)}")
-    say(f"     {_copies(tuning)}")
+    if tuning.copying is not None:
+        say(f"     {_copies(tuning, tuning.copying)}")
     return [workspace.artifact / name for name in ("config.json", "model.safetensors", "README.md", "tuning.json")]
 
 
@@ -137,11 +140,9 @@ def _use(tuning: Tuning, temperature: float) -> str:
     return f"{size}, {lengths[size - 1]:.2f} tokens per pass expected on prompts like the training's"
 
 
-def _copies(tuning: Tuning) -> str:
-    """What prompt lookup beside the tree is predicted to bring here, for people."""
-    if tuning.copying is None:
-        return ""
-    sizing, best = tuning.copying, tuning.copying.best(tuning.cost)
+def _copies(tuning: Tuning, sizing: CopySizing) -> str:
+    """The gain that is predicted of prompt lookup next to the tree, for people."""
+    best = sizing.best(tuning.cost)
     alone, both = (sizing.speedup(trial, tuning.cost) for trial in (sizing.alone, best))
     verdict = "is predicted to be faster" if tuning.fastest == JOINED else "is not predicted to be faster"
     return (f"the policy {JOINED} copies up to {best.copied} tokens in passes of up to {sizing.tree_size + best.extra} "

@@ -200,10 +200,9 @@ class Method:
     @property
     def parts(self) -> tuple[str, ...]:
         """Families of the drafters that guess together; one where nothing is joined, none without drafts."""
-        if self.drafter is None:
-            return ()
-        joined = isinstance(self.drafter, Ensemble)
-        return tuple(part.family for part in self.drafter.parts) if joined else (self.drafter.family,)
+        if isinstance(self.drafter, Ensemble):
+            return tuple(part.family for part in self.drafter.parts)
+        return () if self.drafter is None else (self.drafter.family,)
 
     def guessed_by(self, counts: Sequence[int]) -> dict[str, int]:
         """Accepted guesses by the family of the part, from counts of each part; empty without counts."""

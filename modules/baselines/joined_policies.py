@@ -67,7 +67,7 @@ def parse_joined(name: str) -> PolicyName:
 
 
 def joined_drafter(name: PolicyName, drafter: Proposer, target: Target) -> Proposer:
-    """The drafter, beside a new partner with an empty memory where the name has one."""
+    """The drafter, next to a new partner with an empty memory where the name has one."""
     if name.partner is None:
         return drafter
     size = LONGEST_COPY if name.partner == LOOKUP and name.size is None else name.size
@@ -83,7 +83,7 @@ def joined_policy(name: PolicyName, own: Policy, target: Target) -> Policy:
 
 
 def copying(own: Policy, copied: int, extra: int) -> Union:
-    """A chain copied by `lookup` beside the draft's tree.
+    """A chain copied by `lookup` next to the draft's tree.
 
     Args:
         own: the draft's policy; no sampling one.

@@ -19,7 +19,7 @@ class PartCounter:
     """An observer of the decoding loop; it waits for the device once, when it is asked for its counts."""
 
     held: list[tuple[list[int], Tensor]] = field(default_factory=list)
-    """Of each pass: the requests' indices, and the parts of the accepted guesses, -1 behind them, [B, K - 1]."""
+    """Of each pass: the requests' indices, and the parts of the accepted guesses, -1 after them, [B, K - 1]."""
 
     def __call__(self, tree: TokenTree, accepted: Accepted, generations: Sequence[Generation]) -> None:
         if tree.parts_BN is None:
@@ -30,7 +30,7 @@ class PartCounter:
         self.held.append(([generation.request.index for generation in generations], parts_BK[:, 1:]))
 
     def counts(self, generations: Sequence[Generation], parts: int) -> dict[int, tuple[int, ...]]:
-        """Guesses of each part in each answer, by the request's index; what lies behind an answer's end is left out.
+        """Guesses of each part in each answer, by the request's index; what lies after an end of an answer is left out.
 
         Args:
             generations: the finished answers.

@@ -1,4 +1,4 @@
-"""Sizes of a copied chain beside a draft's tree: replayed acceptance and the cost model say what is fastest.
+"""Sizes of a copied chain next to a draft's tree: replayed acceptance and the cost model say what is fastest.
 
 Prompt lookup copies where the text repeats itself and the draft guesses elsewhere, so that what both accept nearly adds
 up. What a pass with both costs depends on how often there is something to copy, which the replay counts.
@@ -26,7 +26,7 @@ from .replay_target import Replay
 COPIED = (7, 4, LONGEST_COPY)
 """Lengths of the copied chain that are tried, in tokens, in this order."""
 ANSWERS = 12
-"""Most held-out answers that are replayed."""
+"""Held-out answers that are replayed by default."""
 SECONDS = 60.0
 """Time after which no further length is tried; the first one always is."""
 
@@ -54,14 +54,14 @@ class CopyTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class CopySizing:
-    """Replayed trials of a copied chain beside one tree of the draft."""
+    """Replayed trials of a copied chain next to one tree of the draft."""
 
     tree_size: int
     """Nodes of the draft's tree in every trial, the root included."""
     alone: CopyTrial
     """The draft's tree without copies."""
     trials: tuple[CopyTrial, ...]
-    """Copied chains beside it."""
+    """Copied chains next to it."""
     copy_seconds: float
     """Seconds that copying and joining add to the drafting of a step."""
 
@@ -87,22 +87,25 @@ class CopySizing:
         return max(self.trials, key=lambda trial: self.speedup(trial, cost, batch))
 
     def pays(self, cost: CostModel) -> bool:
-        """Whether one greedy row is predicted to be decoded faster with copies than by the draft alone."""
+        """True if one greedy row is predicted to be decoded faster with copies than by the draft alone."""
         return self.speedup(self.best(cost), cost) > self.speedup(self.alone, cost)
 
 
-def size_copies(drafter: Drafter, target: Target, features: Sequence[Features], topology: Topology) -> CopySizing:
-    """Replay held-out greedy answers with chains of some lengths beside a draft's tree.
+def size_copies(
+    drafter: Drafter, target: Target, features: Sequence[Features], topology: Topology, *, answers: int = ANSWERS
+) -> CopySizing:
+    """Replay held-out greedy answers with chains of some lengths next to a draft's tree.
 
     Args:
         drafter: bound to the target, on the features' device.
         target: the target that wrote the answers.
         features: encoded rows, one conversation each.
         topology: the draft's tree, as it is used here.
+        answers: most that are replayed, spread over all.
     """
     started, source, own = time.monotonic(), Replay(target, features), StaticTree(topology)
-    # Spread over all: what there is to copy differs from one kind of prompt to the next.
-    requests = source.requests[:: -(-len(source.requests) // ANSWERS) or 1]
+    # What there is to copy differs from one kind of prompt to the next.
+    requests = source.requests[:: -(-len(source.requests) // answers) or 1]
     joined = joined_drafter(PolicyName(own=STATIC, partner=LOOKUP), drafter, target)
     alone = _Replayed.of(source, requests, drafter, own)
     tried: dict[tuple[int, int], _Replayed] = {}

@@ -38,7 +38,7 @@ def tuning(size: int = 4) -> Tuning:
 
 
 def copies(size: int = 4) -> CopySizing:
-    """Trials beside a tree of `size` nodes: seven copied tokens in five more nodes are the fastest."""
+    """Trials next to a tree of `size` nodes: seven copied tokens in five more nodes are the fastest."""
     def trial(copied: int, extra: int, length: float, nodes: float) -> CopyTrial:
         return CopyTrial(copied=copied, extra=extra, accepted_length=length, nodes=nodes)
 

@@ -10,7 +10,7 @@ from support.native_answers import native_greedy
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_every_accepted_guess_counts_for_one_drafter(tiny_target_f64: Target, batch_size: int) -> None:
-    """With an oracle beside it, lookup gets what it copied rightly and the oracle the rest; cut guesses do not count.
+    """With an oracle next to it, lookup gets what it copied rightly and the oracle the rest; cut guesses do not count.
     """
     target = tiny_target_f64
     prompts = [(5 + row, 9, 30) for row in range(3)]

@@ -123,7 +123,7 @@ def union(copied: str, name: str) -> Union:
 
 
 def beside(draft: str, *, candidates: bool = False) -> Ensemble:
-    """A draft beside a drafter that guesses other tokens than its likeliest."""
+    """A draft next to a drafter that guesses other tokens than its likeliest."""
     sampled = (CandidateDrafter if candidates else TableDrafter)(DRAFTS[draft](SIZE))
     return Ensemble([TableDrafter(random_log_probs(SIZE, SIZE, seed=7)), sampled])
 
@@ -143,7 +143,7 @@ def test_point_masses_beside_samples_leave_the_targets_distribution(
 def test_samples_merged_with_point_masses_and_judged_as_before_are_seen(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What remains of the samples was not drawn from all of q."""
+    """The samples that remain were not drawn from all of q."""
     monkeypatch.setattr(joined_trees, "_without_children",
                         lambda tree, drawn: joined_trees._rows(drawn.log_q_BIQ, drawn.inner_BN))
     statistic, cells = pass_statistic(union("chain", name), beside("flat"), TARGET, 0.7, rows=ROWS)

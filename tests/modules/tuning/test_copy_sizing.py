@@ -1,4 +1,4 @@
-"""Sizes of a copied chain beside a tree: replays equal decodings, and the cost model decides."""
+"""Sizes of a copied chain next to a tree: replays equal decodings, and the cost model decides."""
 
 import pytest
 from draftsmith.modules import (
@@ -59,6 +59,16 @@ def test_trials_are_what_decoding_counts(tiny_target_f64: Target, repeating: boo
     assert {one.copied for one in sizing.trials} == {4, 7, 10}
     assert sizing.alone.nodes == TREE.size
     assert sizing.copy_seconds >= 0
+
+
+def test_few_answers_are_spread_over_all(tiny_target_f64: Target) -> None:
+    target = tiny_target_f64
+    drafter = randomised(CASES["eagle"].make(target))
+    requests = [Request((5, 9, 30, 5, 9, 40 + row), row, 16) for row in range(4)]
+    features = [target.encode(one, drafter.taps) for one in encoded_answers(target, requests)]
+    found = size_copies(drafter, target, features, TREE, answers=2).trials[0]
+    assert (found.accepted_length, found.nodes) == pytest.approx(decoded(target, drafter, requests[::2], found))
+    assert found.accepted_length != decoded(target, drafter, requests[:2], found)[0]
 
 
 def test_a_dear_node_asks_for_a_small_pass_and_a_cheap_one_for_a_large() -> None:
