@@ -13,6 +13,7 @@ from ...modules import (
     Proposer,
     Target,
     Topology,
+    Union,
     UserError,
     baseline,
     parse_joined,
@@ -160,7 +161,7 @@ class Method:
     """The drafter, one for all batch sizes; None decodes with the target alone."""
     policy_for: Callable[[int, float], Policy] | None
     """Maps the number of rows decoded at once and their temperature to the policy that grows their trees; None for the
-    target alone. Batch sizes whose largest tree is the same have the same policy."""
+    target alone. Batch sizes with the same `shape` have the same policy."""
     trees: Topology | None = None
     """A static tree, best node first, whose smaller and larger prefixes are compared too."""
     predicted_speedup: Callable[[int], float | None] | None = None
@@ -223,9 +224,15 @@ class Method:
         policy = self.policy_for(batch_size, temperature)
         return not policy.samples or policy.max_size == 1
 
-    def tree_sizes(self, batch_sizes: Iterable[int], temperature: float) -> dict[int, int]:
-        """By the nodes that these batch sizes use, each once: the first batch size that uses them."""
-        found: dict[int, int] = {}
+    def shape(self, batch_size: int, temperature: float) -> tuple[int, ...]:
+        """The nodes, followed by those of each part where drafters guess together: equal shapes give equal answers."""
+        policy = None if self.policy_for is None else self.policy_for(batch_size, temperature)
+        parts = policy.policies if isinstance(policy, Union) else ()
+        return (self.nodes(batch_size, temperature), *(part.max_size for part in parts))
+
+    def shapes(self, batch_sizes: Iterable[int], temperature: float) -> dict[tuple[int, ...], int]:
+        """By the shapes that these batch sizes use, each once: the first batch size that uses it."""
+        found: dict[tuple[int, ...], int] = {}
         for batch_size in batch_sizes:
-            found.setdefault(self.nodes(batch_size, temperature), batch_size)
+            found.setdefault(self.shape(batch_size, temperature), batch_size)
         return found

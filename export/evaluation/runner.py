@@ -80,7 +80,7 @@ class Runner:
         untimed = self._finish([one for one in exchanges if one.entry.number not in self.schedule.timed], temperature)
         replays = [self._replay(method, exchanges) for method in self.schedule.methods]
         return [
-            self._record(method, size, exchanges, records.with_untimed(others[method.nodes(size, temperature)]), replay)
+            self._record(method, size, exchanges, records.with_untimed(others[method.shape(size, temperature)]), replay)
             for size, found in timed.items()
             for method, records, others, replay in zip(self.schedule.methods, found, untimed, replays, strict=True)
         ]
@@ -188,14 +188,14 @@ class Runner:
             throughput.draft_seconds += result.stats.draft_seconds
         throughput.seconds += seconds
 
-    def _finish(self, exchanges: Sequence[Exchange], temperature: float) -> list[dict[int, Records]]:
-        """Decode what is not timed, many rows at once: the records of each method, by the nodes of its tree.
+    def _finish(self, exchanges: Sequence[Exchange], temperature: float) -> list[dict[tuple[int, ...], Records]]:
+        """Decode what is not timed, many rows at once: the records of each method, by the shape of its trees.
 
         Batch sizes with the same tree share them: how many rows are decoded at once changes no answer.
         """
         ordered = [exchange for group in self.decoder.batches(exchanges) for exchange in group]
-        return [{nodes: self._untimed(ordered, method, batch_size)
-                 for nodes, batch_size in method.tree_sizes(self.schedule.config.batches, temperature).items()}
+        return [{shape: self._untimed(ordered, method, batch_size)
+                 for shape, batch_size in method.shapes(self.schedule.config.batches, temperature).items()}
                 for method in self.schedule.methods]
 
     def _untimed(self, ordered: Sequence[Exchange], method: Method, batch_size: int) -> Records:
