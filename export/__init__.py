@@ -1,7 +1,7 @@
 """Artifacts, checkpoint layouts of other projects, evaluation and its report."""
 
 from .acceptance_heads import StoredHead, save_head
-from .artifact import FORMAT_VERSION, Artifact, Tuning, load_artifact, read_description, save_artifact, save_tuning
+from .artifact import FORMAT_VERSION, Artifact, Drafting, load_artifact, read_description, save_artifact
 from .evaluation.contention import busy_warning
 from .evaluation.evaluate import evaluate
 from .evaluation.methods import EvaluateConfig, Method, PromptSets, Question
@@ -16,12 +16,14 @@ from .layouts.ppd import import_ppd
 from .layouts.registry import EVERY_FORMAT, FORMATS, export_artifact
 from .layouts.specdec import export_specdec, import_specdec
 from .report.markdown import terminal_table, write_report
+from .tuning import Tuning, save_tuning
 
 __all__ = [
     "EVERY_FORMAT",
     "FORMATS",
     "FORMAT_VERSION",
     "Artifact",
+    "Drafting",
     "Drift",
     "EvaluateConfig",
     "Evaluation",

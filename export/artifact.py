@@ -5,12 +5,11 @@ holds measurements of one machine.
 """
 
 import importlib
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -19,30 +18,34 @@ from torch import Tensor
 
 from ..modules import (
     DRAFTERS,
+    JOINED,
     SPECDEC,
     STATIC,
     Adapter,
-    CostModel,
+    CopyTrial,
     Drafter,
     Policy,
+    Proposer,
     Target,
     TargetIdentity,
     Topology,
     UserError,
-    choose_size,
+    parse_joined,
     parse_policy,
     policy_named,
 )
 from ..modules.atomic_files import file_sha256, write_file
-from ..modules.json_records import read_object, read_record, shortened, typed_fields
+from ..modules.baselines.joined_policies import PolicyName, copying, joined_drafter, joined_policy
+from ..modules.json_records import read_object, shortened, typed_fields
 from ..modules.owned_folders import whole_folder
 from ..modules.policies.registry import MOST
 from ..modules.target.adapter import PREFIX
 from ..modules.target.draft_vocabulary import require_distinct
 from ..modules.target.loading import is_local
 from .acceptance_heads import StoredHead, load_heads
-from .artifact_files import AGAIN, CARD, CONFIG, HEAD, TUNING, WEIGHTS
+from .artifact_files import AGAIN, CARD, CONFIG, HEAD, TUNING, WEIGHTS, as_json
 from .claimed_shapes import check_shapes
+from .tuning import Tuning, read_tuning
 from .weight_checks import require_weights
 
 FORMAT_VERSION = 1
@@ -55,44 +58,11 @@ FIELDS: dict[str, Any] = {
 """Fields of config.json and their types; an adapter's is one more."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tuning:
-    """Measurements of one machine; may be absent, and another machine makes its own."""
+class Drafting(NamedTuple):
+    """A drafter and the policy that grows its trees, to decode with."""
 
-    device: str
-    """Device the passes ran on, as text: "cpu, 2 threads"."""
-    dtype: str
-    """Number format of the target, such as float32."""
-    tree_size: int
-    """Nodes of the tree that decode one greedy row fastest here, root included; a prefix of the artifact's tree."""
-    cost: CostModel
-    """Seconds of target passes and of drafting, by the size of the tree, the batch and the context."""
-    expected_accepted_length: tuple[float, ...] = ()
-    """Estimated tokens per pass for a tree of 1, 2, 3 ... nodes, greedy; empty when it was not computed."""
-    expected_sampled: tuple[float, ...] = ()
-    """The same at temperature 1, used for all temperatures above 0; empty when it was not computed."""
-    given: bool = False
-    """Whether the recipe sets the size: every batch size then uses it, otherwise each has its own."""
-
-    def __post_init__(self) -> None:
-        if self.tree_size < 1:
-            raise ValueError(f"tree_size must be at least 1, got {self.tree_size}")
-
-    @classmethod
-    def of(cls, target: Target, tree_size: int, cost: CostModel, expected: Sequence[float] = (), *,
-           given: bool = False) -> "Tuning":
-        """The measurements made with `target`, with the name of its device."""
-        threads = f", {torch.get_num_threads()} threads" if target.device.type == "cpu" else ""
-        return cls(device=f"{target.device.type}{threads}", dtype=str(target.dtype).removeprefix("torch."),
-                   tree_size=tree_size, cost=cost, expected_accepted_length=tuple(expected), given=given)
-
-    def size_for(self, batch_size: int, temperature: float = 0.0) -> int:
-        """Nodes of the tree that decode `batch_size` rows fastest: 1 where drafting does not pay."""
-        sampled = self.expected_sampled if temperature > 0 else ()
-        lengths = sampled or self.expected_accepted_length
-        if self.given or not lengths or (batch_size == 1 and not sampled):
-            return self.tree_size
-        return choose_size(lengths, self.cost.curve(batch_size)).size
+    drafter: Proposer
+    policy: Policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +94,16 @@ class Artifact:
     def predicted_speedup(self, name: str = STATIC, *, batch_size: int = 1) -> float | None:
         """Speed-up that the cost model fitted on this machine predicts for greedy rows and a static tree.
 
-        None if nothing was measured here, no accepted length was estimated for its size, or the policy is not static.
+        None if nothing was measured here, no accepted length is known for its size, or the policy is neither static
+        nor static+lookup.
         """
-        kind, size = parse_policy(name)
-        if kind != STATIC or self.tuning is None:
+        if self.tuning is None:
+            return None
+        if name == JOINED:
+            return self._speedup_with_copies(self.tuning, batch_size)
+        parts = parse_joined(name)
+        kind, size = parse_policy(parts.own)
+        if kind != STATIC or parts.partner is not None:
             return None
         size = self.size_for(batch_size) if size is None else int(size)
         lengths = self.tuning.expected_accepted_length
@@ -138,25 +114,63 @@ class Artifact:
         whole = self.topology.size
         return whole if self.tuning is None else min(self.tuning.size_for(batch_size, temperature), whole)
 
+    def drafting(self, name: str = STATIC, *, batch_size: int = 1, temperature: float = 0.0) -> Drafting:
+        """The drafter and the policy to decode with: by default the artifact's drafter and its tree, as `policy` says.
+
+        With a partner in the name, such as static+lookup, the drafter is an ensemble with a new one of that kind.
+
+        Args:
+            name: one of `modules.POLICIES`, with a number and a partner where you like: static-16, eagle2-32+lookup.
+            batch_size: rows that are decoded at once.
+            temperature: their sampling temperature.
+
+        Raises:
+            UserError: as `policy` does.
+        """
+        policy = self.policy(name, batch_size=batch_size, temperature=temperature)
+        return Drafting(joined_drafter(parse_joined(name), self.drafter, self.target), policy)
+
     def policy(self, name: str = STATIC, *, batch_size: int = 1, temperature: float = 0.0) -> Policy:
         """The policy to draft with: by default the artifact's tree, cut to `size_for(batch_size, temperature)` nodes.
 
-        Other policies also take that many nodes, or that tree's depth, unless their name contains a number.
+        Other policies also take that many nodes, or that tree's depth, unless their name contains a number. One with a
+        partner needs the drafter of `drafting`; static+lookup has the sizes that replays found to be the fastest.
 
         Args:
-            name: one of `modules.POLICIES`, optionally with a number of nodes or tokens: static-16, chain-3.
+            name: one of `modules.POLICIES`, with a number and a partner where you like: static-16, eagle2-32+lookup.
             batch_size: rows that are decoded at once.
             temperature: their sampling temperature; above 0 less is accepted, and smaller trees pay.
 
         Raises:
-            UserError: if there is no such policy, it asks for more than the tree or the family has, or for an
-                acceptance head that the artifact does not hold.
+            UserError: if there is no such policy or partner, it asks for more than the tree or the family has, or for
+                an acceptance head that the artifact does not hold.
         """
-        kind, number = parse_policy(name)
+        parts = parse_joined(name)
+        own = self._own_policy(parts, batch_size, temperature)
+        if name == JOINED and (trial := self._copies(batch_size)) is not None:
+            return copying(own, trial.copied, trial.extra)
+        return joined_policy(parts, own, self.target)
+
+    def _own_policy(self, name: PolicyName, batch_size: int, temperature: float) -> Policy:
+        """The part of a policy that grows the artifact's own drafts."""
+        kind, number = parse_policy(name.own)
         if kind == SPECDEC:
             return self._head_for(temperature).policy(number)
         tree = self.topology if number is not None else self.topology.prefix(self.size_for(batch_size, temperature))
-        return policy_named(name, tree, self.drafter)
+        return policy_named(name.own, tree, self.drafter)
+
+    def _speedup_with_copies(self, tuning: Tuning, batch_size: int) -> float | None:
+        """The prediction for static+lookup; None where its trials had another tree than so many rows."""
+        trial = self._copies(batch_size)
+        if tuning.copying is None or trial is None or tuning.copying.tree_size != self.size_for(batch_size):
+            return None
+        return tuning.copying.speedup(trial, tuning.cost, batch_size)
+
+    def _copies(self, batch_size: int) -> CopyTrial | None:
+        """Sizes of the chain that static+lookup copies; None where nothing was replayed."""
+        if self.tuning is None or self.tuning.copying is None:
+            return None
+        return self.tuning.copying.best(self.tuning.cost, batch_size)
 
     def _head_for(self, temperature: float) -> StoredHead:
         if temperature not in self.heads:
@@ -191,14 +205,9 @@ def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, prov
         config = _description(drafter, identity, provenance, topology, file_sha256(partial / WEIGHTS))
         if adapter is not None:
             config["adapter"] = adapter.describe()
-        write_file(partial / CONFIG, _json(config))
+        write_file(partial / CONFIG, as_json(config))
         write_file(partial / CARD, model_card(config, sum(weight.numel() for weight in weights.values())))
     return folder
-
-
-def save_tuning(folder: Path, tuning: Tuning) -> Path:
-    """Write or replace tuning.json of an artifact; returns its path."""
-    return write_file(folder / TUNING, _json(asdict(tuning)))
 
 
 def read_description(folder: Path) -> dict[str, Any]:
@@ -275,18 +284,6 @@ def _rebuilt(family: type[Drafter], description: dict[str, Any], identity: Targe
         raise ValueError(str(error)) from error
 
 
-def read_tuning(folder: Path) -> Tuning | None:
-    """tuning.json of an artifact; None if nothing was measured yet.
-
-    Raises:
-        UserError: if the file is damaged.
-    """
-    path = folder / TUNING
-    if not path.is_file():
-        return None
-    return read_record(Tuning, path, "delete it, it will be measured again")
-
-
 def drafter_class(config: Mapping[str, Any], *, trust: bool) -> type[Drafter]:
     """The class of an artifact's drafter: one of this package's families or, if trusted, the class it names.
 
@@ -354,7 +351,7 @@ def model_card(config: Mapping[str, Any], parameters: int) -> str:
         "```python", "from pathlib import Path", "",
         "from draftsmith.export import load_artifact", "from draftsmith.modules import TargetConfig, load_target", "",
         f"target = load_target(TargetConfig(name={target['name']!r}))",
-        'artifact = load_artifact(Path("this folder"), target)', "```", "",
+        'artifact = load_artifact(Path("this folder"), target)', "drafter, policy = artifact.drafting()", "```", "",
         "Loading it for any other target is refused. `config.json` holds the recipe and the tree; no file is a pickle.",
     ]
     return "\n".join(lines) + "\n"
@@ -425,8 +422,3 @@ def _load_weights(drafter: Drafter, path: Path, config: Mapping[str, Any]) -> Ad
     if "adapter" not in config and not changes:
         return None
     return Adapter.rebuild(config.get("adapter", {"layers": [], "scale": 1.0}), changes)
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-

@@ -1,5 +1,7 @@
-"""Names of the files and folders of an artifact."""
+"""Names of the files and folders of an artifact, and the text of its JSON files."""
 
+import json
+from typing import Any
 
 CONFIG, WEIGHTS, CARD, TUNING = "config.json", "model.safetensors", "README.md", "tuning.json"
 HEADS = "acceptance_heads"
@@ -8,3 +10,8 @@ HEAD = "acceptance head"
 """The kind of each folder in it."""
 AGAIN = "copy or train the artifact again"
 """Remedy for a damaged artifact."""
+
+
+def as_json(value: Any) -> str:
+    """Indented, keys in order, so that equal values give equal bytes."""
+    return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"

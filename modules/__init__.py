@@ -1,5 +1,6 @@
 """Frozen targets, drafters and the one decoding loop."""
 
+from .baselines.joined_policies import JOINED, PARTNERS, parse_joined
 from .baselines.ngram import NgramConfig, Ngrams
 from .baselines.prompt_lookup import Lookup, LookupConfig
 from .baselines.registry import BASELINES, baseline
@@ -49,6 +50,7 @@ from .target.model import PassOutput, Target, TargetRows
 from .token_tree import Drawn, TokenTree, Topology
 from .tuning.acceptance_examples import Examples, Rollouts, chain_for, mixed_examples, rollouts
 from .tuning.confidence_calibration import Confidence, ConfidenceBin, ConfidenceCurve, replay_noting
+from .tuning.copy_sizing import CopySizing, CopyTrial, size_copies
 from .tuning.cost_model import CostCurve, CostModel, Sample, TreeChoice, choose_size
 from .tuning.held_out_ranks import chance_table, rank_table
 from .tuning.replay_acceptance import Acceptance, decoded_acceptance, replay
@@ -68,6 +70,8 @@ __all__ = [
     "BASELINES",
     "DEFAULT_NAME",
     "DRAFTERS",
+    "JOINED",
+    "PARTNERS",
     "POLICIES",
     "SPECDEC",
     "STATIC",
@@ -83,6 +87,8 @@ __all__ = [
     "Confidence",
     "ConfidenceBin",
     "ConfidenceCurve",
+    "CopySizing",
+    "CopyTrial",
     "CostCurve",
     "CostModel",
     "DecodeError",
@@ -176,6 +182,7 @@ __all__ = [
     "load_target",
     "measure_cost",
     "mixed_examples",
+    "parse_joined",
     "parse_policy",
     "policy_named",
     "rank_table",
@@ -186,5 +193,6 @@ __all__ = [
     "rollouts",
     "search_layers",
     "search_tree",
+    "size_copies",
     "stream",
 ]

@@ -247,6 +247,8 @@ class TokenTree:
     """Draws of the nodes; None when every node was proposed without chance: a point mass."""
     most_children: int | None = None
     """Largest number of children of any node, known on the host; None when nobody counted."""
+    parts_BN: Tensor | None = None
+    """Which drafter of an ensemble proposed each node first, from 0, int64; None for the tree of one drafter."""
 
     @property
     def size(self) -> int:
@@ -320,6 +322,7 @@ class TokenTree:
             most_children=self.most_children,
             lookahead=None if self.lookahead is None else replace(
                 self.lookahead, counts_BN=self.lookahead.counts_BN.gather(1, chosen_BS)),
+            parts_BN=None if self.parts_BN is None else self.parts_BN.gather(1, chosen_BS),
         )
 
     @classmethod

@@ -29,7 +29,7 @@ from ..modules import (
     TargetConfig,
     UserError,
     load_target,
-    parse_policy,
+    parse_joined,
     stream,
 )
 from ..modules.decoding.pass_recorder import PassRecorder
@@ -148,7 +148,7 @@ class GenerateArguments:
     set; FORCE_COLOR asks for colours in files and pipes too."""
     policy: str = STATIC
     """Draft policy: static (the tree tuned on the machine that trained it), chain, eagle2, dyspec, ...; with a number
-    of nodes or tokens where you like, static-16, chain-3."""
+    of nodes or tokens where you like, static-16, chain-3; static+lookup also copies from the text."""
     target: TargetConfig = field(default_factory=own_target)
     """The target; the one that the artifact names by default."""
     template: TemplateConfig = field(default_factory=TemplateConfig)
@@ -161,7 +161,7 @@ class GenerateArguments:
             raise UserError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if not is_temperature(self.temperature):
             raise UserError(f"temperature must be {TEMPERATURES}, got {self.temperature}")
-        parse_policy(self.policy)
+        parse_joined(self.policy)
         self.decode_settings()
 
     def decode_settings(self) -> DecodeSettings:
@@ -179,8 +179,8 @@ def generate(parsed: Parsed[GenerateArguments]) -> None:
     request = Request(tuple(tokens), 0, given.max_new_tokens, given.temperature)
     settings = given.decode_settings()
     recorder = PassRecorder() if given.show_drafts else None
-    policy = artifact.policy(given.policy, temperature=given.temperature)
-    passes = stream(artifact.target, request, settings, drafter=artifact.drafter, observer=recorder, policy=policy)
+    drafter, policy = artifact.drafting(given.policy, temperature=given.temperature)
+    passes = stream(artifact.target, request, settings, drafter=drafter, observer=recorder, policy=policy)
     terminal = sys.stdout.isatty()
     counts: list[int] = []
     started = time.perf_counter()

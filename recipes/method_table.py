@@ -17,7 +17,7 @@ def cards() -> list[FamilyCard]:
     variants = [card for card in (family_module(name).card for name in VARIANTS) if card is not None]
     training_free = FamilyCard(
         name="without training", guesses=", ".join(f"`{name}`" for name in BASELINES), needs_export=False,
-        cost="no training; baselines of every evaluation",
+        cost="no training; baselines of every evaluation, or next to a draft: `--policy static+lookup`",
     )
     return [*(family.card for family in DRAFTERS), *variants, Eagle2Tree.card, training_free]
 

@@ -27,6 +27,9 @@ from ..export import (
     write_report,
 )
 from ..modules import (
+    JOINED,
+    STATIC,
+    CopySizing,
     Features,
     UserError,
     chance_table,
@@ -35,6 +38,7 @@ from ..modules import (
     measure_cost,
     rank_table,
     search_tree,
+    size_copies,
 )
 from ..trainers import DraftModule, FitResult, TrainConfig, families, fit
 from .chat_settings import handwritten_prompts, prompt_sets
@@ -118,9 +122,13 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
     size = min(given or choose_size(expected, cost.curve()).size, topology.size)
     tuning = replace(Tuning.of(target, size, cost, expected, given=given is not None),
                      expected_sampled=expected_lengths(chance_table(drafter, target, held_out), topology))
+    if answers := workspace.recipe.tree.copied_answers:
+        tuning = tuning.with_copies(size_copies(drafter, target, held_out, topology.prefix(size), answers=answers))
     save_tuning(workspace.artifact, tuning)
     say(f"     tree of {topology.size} nodes; used on this machine: {_use(tuning, 0.0)}; at temperature 1 "
           f"{_use(tuning, 1.0)}")
+    if tuning.copying is not None:
+        say(f"     {_copies(tuning, tuning.copying)}")
     return [workspace.artifact / name for name in ("config.json", "model.safetensors", "README.md", "tuning.json")]
 
 
@@ -131,6 +139,16 @@ def _use(tuning: Tuning, temperature: float) -> str:
         return "none, drafting does not pay"
     lengths = tuning.expected_sampled if temperature else tuning.expected_accepted_length
     return f"{size}, {lengths[size - 1]:.2f} tokens per pass expected on prompts like the training's"
+
+
+def _copies(tuning: Tuning, sizing: CopySizing) -> str:
+    """The gain that is predicted of prompt lookup next to the tree, for people."""
+    best = sizing.best(tuning.cost)
+    alone, both = (sizing.speedup(trial, tuning.cost) for trial in (sizing.alone, best))
+    verdict = "is predicted to be faster" if tuning.fastest == JOINED else "is not predicted to be faster"
+    return (f"the policy {JOINED} copies up to {best.copied} tokens in passes of up to {sizing.tree_size + best.extra} "
+            f"nodes: {best.accepted_length:.2f} tokens per pass on held-out answers, {STATIC} "
+            f"{sizing.alone.accepted_length:.2f}; predicted speed-ups {both:.2f} and {alone:.2f}, so it {verdict}")
 
 
 def validation(workspace: Workspace, module: DraftModule) -> list[Features]:

@@ -8,13 +8,15 @@ from ...modules import (
     BASELINES,
     STATIC,
     DecodeSettings,
+    Ensemble,
     Policy,
     Proposer,
     Target,
     Topology,
+    Union,
     UserError,
     baseline,
-    parse_policy,
+    parse_joined,
 )
 from ...modules.verification.sampling import TEMPERATURES, is_temperature
 from ..artifact import Artifact
@@ -56,7 +58,9 @@ class EvaluateConfig:
     policies: tuple[str, ...] | str = (STATIC,)
     """Policies that artifacts draft with, one or several, each measured in turn: static (the tree tuned on this
     machine), chain, sampled, sampled-chain, eagle2, dyspec, stopping, early-exit, specdec; optionally with a number of
-    nodes or tokens (specdec: the risk of a rejection at which a draft ends), [static,chain-3,eagle2-32,specdec-0.7]."""
+    nodes or tokens (specdec: the risk of a rejection at which a draft ends), [static,chain-3,eagle2-32,specdec-0.7];
+    each may be joined with a drafter without training: lookup (prompt lookup), suffix, recycling, ngrams, layer_skip,
+    first_layers, [static+lookup,eagle2-32+recycling-8]."""
     baselines: tuple[str, ...] | str = ()
     """Drafters without training that are measured too, one or several: prompt_lookup, suffix_match, recycling, ngrams,
     layer_skip, first_layers."""
@@ -76,7 +80,7 @@ class EvaluateConfig:
         if not self.policy_names:
             raise UserError("policies must hold at least one name, such as static")
         for name in self.policy_names:
-            parse_policy(name)
+            parse_joined(name)
         for name in self.baseline_names:
             if name not in BASELINES:
                 raise UserError(f"there is no baseline {name!r}; choose from {', '.join(BASELINES)}")
@@ -154,10 +158,10 @@ class Method:
     family: str
     """Its family, such as medusa."""
     drafter: Proposer | None
-    """The drafter; None decodes with the target alone."""
+    """The drafter, one for all batch sizes; None decodes with the target alone."""
     policy_for: Callable[[int, float], Policy] | None
     """Maps the number of rows decoded at once and their temperature to the policy that grows their trees; None for the
-    target alone. Batch sizes whose largest tree is the same have the same policy."""
+    target alone. Batch sizes with the same `shape` have the same policy."""
     trees: Topology | None = None
     """A static tree, best node first, whose smaller and larger prefixes are compared too."""
     predicted_speedup: Callable[[int], float | None] | None = None
@@ -180,11 +184,11 @@ class Method:
         def policy_for(rows: int, temperature: float) -> Policy:
             return artifact.policy(policy, batch_size=rows, temperature=temperature)
 
-        policy_for(1, temperature)
+        drafter = artifact.drafting(policy, temperature=temperature).drafter
         family = artifact.drafter.family
         called = name or (family if artifact.adapter is None else f"{family} (changes the target)")
         return cls(name=called if policy == STATIC else f"{called}, {policy}",
-                   family=family, drafter=artifact.drafter, policy_for=policy_for,
+                   family=family, drafter=drafter, policy_for=policy_for,
                    trees=artifact.topology if policy == STATIC else None,
                    predicted_speedup=lambda rows: artifact.predicted_speedup(policy, batch_size=rows))
 
@@ -193,6 +197,17 @@ class Method:
         """The baseline drafter of this name, which has not read any text yet."""
         drafter, policy = baseline(name, target)
         return cls(name=name, family=drafter.family, drafter=drafter, policy_for=lambda _rows, _temperature: policy)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Families of the drafters that guess together; one where nothing is joined, none without drafts."""
+        if isinstance(self.drafter, Ensemble):
+            return tuple(part.family for part in self.drafter.parts)
+        return () if self.drafter is None else (self.drafter.family,)
+
+    def guessed_by(self, counts: Sequence[int]) -> dict[str, int]:
+        """Accepted guesses by the family of the part, from counts of each part; empty without counts."""
+        return dict(zip(self.parts, counts, strict=False))
 
     def predicted(self, batch_size: int) -> float | None:
         """The predicted speed-up for so many greedy rows; None where nothing was measured."""
@@ -209,9 +224,15 @@ class Method:
         policy = self.policy_for(batch_size, temperature)
         return not policy.samples or policy.max_size == 1
 
-    def tree_sizes(self, batch_sizes: Iterable[int], temperature: float) -> dict[int, int]:
-        """By the nodes that these batch sizes use, each once: the first batch size that uses them."""
-        found: dict[int, int] = {}
+    def shape(self, batch_size: int, temperature: float) -> tuple[int, ...]:
+        """The nodes, followed by those of each part where drafters guess together: equal shapes give equal answers."""
+        policy = None if self.policy_for is None else self.policy_for(batch_size, temperature)
+        parts = policy.policies if isinstance(policy, Union) else ()
+        return (self.nodes(batch_size, temperature), *(part.max_size for part in parts))
+
+    def shapes(self, batch_sizes: Iterable[int], temperature: float) -> dict[tuple[int, ...], int]:
+        """By the shapes that these batch sizes use, each once: the first batch size that uses it."""
+        found: dict[tuple[int, ...], int] = {}
         for batch_size in batch_sizes:
-            found.setdefault(self.nodes(batch_size, temperature), batch_size)
+            found.setdefault(self.shape(batch_size, temperature), batch_size)
         return found

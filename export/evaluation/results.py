@@ -1,7 +1,7 @@
 """Results of an evaluation: records of single answers and timings, their summary by group, and the JSON."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,8 @@ class Answer:
     """Comparison with the reference; None where drafts were sampled and only the distribution is the reference's."""
     positions: tuple[float, ...] = ()
     """Positions of its tokens in the target's distribution, where drafts were sampled."""
+    guessed_by: dict[str, int] = field(default_factory=dict)
+    """Accepted guesses by the family of the drafter, where several guess together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +141,9 @@ class Measures:
     """Identity with the reference."""
     distribution: Distribution | None
     """Check of the answers' distribution, where drafts were sampled; None elsewhere."""
+    guessed_by: dict[str, int] = field(default_factory=dict)
+    """Accepted guesses by the family of the drafter, where several guess together; a guess that two make counts for the
+    one that stands first. Empty with a single drafter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,6 +289,8 @@ def summarise(answers: Sequence[Answer], timings: Sequence[Timing], *, draft_sha
         truncation_rate=sum(answer.truncated for answer in answers) / max(1, len(answers)),
         lossless=_lossless([answer.comparison for answer in answers if answer.comparison is not None]),
         distribution=distribution_of([position for answer in answers for position in answer.positions], rounding),
+        guessed_by={name: sum(answer.guessed_by.get(name, 0) for answer in answers)
+                    for name in dict.fromkeys(name for answer in answers for name in answer.guessed_by)},
     )
 
 

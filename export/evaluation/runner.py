@@ -80,7 +80,7 @@ class Runner:
         untimed = self._finish([one for one in exchanges if one.entry.number not in self.schedule.timed], temperature)
         replays = [self._replay(method, exchanges) for method in self.schedule.methods]
         return [
-            self._record(method, size, exchanges, records.with_untimed(others[method.nodes(size, temperature)]), replay)
+            self._record(method, size, exchanges, records.with_untimed(others[method.shape(size, temperature)]), replay)
             for size, found in timed.items()
             for method, records, others, replay in zip(self.schedule.methods, found, untimed, replays, strict=True)
         ]
@@ -183,21 +183,19 @@ class Runner:
         else:
             records = None if name == PLAIN else found[int(name)]
             method = None if name == PLAIN else self.schedule.methods[int(name)]
-            result, seconds = self.decoder.decode(asked, method, batch_size, meter=records.meter if records else None)
-            if records is not None:
-                records.add(result)
+            result, seconds = self.decoder.decode(asked, method, batch_size, records=records)
             throughput.tokens += sum(len(generation.tokens) for generation in result.generations)
             throughput.draft_seconds += result.stats.draft_seconds
         throughput.seconds += seconds
 
-    def _finish(self, exchanges: Sequence[Exchange], temperature: float) -> list[dict[int, Records]]:
-        """Decode what is not timed, many rows at once: the records of each method, by the nodes of its tree.
+    def _finish(self, exchanges: Sequence[Exchange], temperature: float) -> list[dict[tuple[int, ...], Records]]:
+        """Decode what is not timed, many rows at once: the records of each method, by the shape of its trees.
 
         Batch sizes with the same tree share them: how many rows are decoded at once changes no answer.
         """
         ordered = [exchange for group in self.decoder.batches(exchanges) for exchange in group]
-        return [{nodes: self._untimed(ordered, method, batch_size)
-                 for nodes, batch_size in method.tree_sizes(self.schedule.config.batches, temperature).items()}
+        return [{shape: self._untimed(ordered, method, batch_size)
+                 for shape, batch_size in method.shapes(self.schedule.config.batches, temperature).items()}
                 for method in self.schedule.methods]
 
     def _untimed(self, ordered: Sequence[Exchange], method: Method, batch_size: int) -> Records:
@@ -205,8 +203,8 @@ class Runner:
         self._forget()
         records = Records()
         if ordered:
-            records.add(self.decoder.decode(ordered, method, batch_size, rows=self.schedule.config.untimed_batch_size,
-                                            meter=records.meter, on_tokens=self._on_tokens)[0])
+            self.decoder.decode(ordered, method, batch_size, rows=self.schedule.config.untimed_batch_size,
+                                records=records, on_tokens=self._on_tokens)
         return records
 
     def _on_tokens(self, _generation: Generation, _tokens: list[int], finished: bool) -> None:
@@ -228,7 +226,9 @@ class Runner:
         compared = method.comparable(batch_size, temperature)
         return MethodRecord(
             method=method, batch_size=batch_size, temperature=temperature, timings=records.timings,
-            answers=[self._answer(exchange, records.generations[exchange.index], compared) for exchange in exchanges],
+            answers=[replace(self._answer(exchange, records.generations[exchange.index], compared),
+                             guessed_by=method.guessed_by(records.parts.get(exchange.index, ())))
+                     for exchange in exchanges],
             target_calls=records.target_calls, replays=replays,
             draft_share=records.meter.drafted / max(1, records.target_calls * self.target_bytes),
         )

@@ -63,7 +63,7 @@ class Schedule:
         """Answers to be decoded in all, those of the target alone included."""
         turns = {entry.number: entry.question.turns for entry in self.entries}
         timed = sum(turns[number] for number in self.timed)
-        trees = sum(len(method.tree_sizes(self.config.batches, temperature)) for method in self.methods
+        trees = sum(len(method.shapes(self.config.batches, temperature)) for method in self.methods
                     for temperature in self.config.degrees)
         once = sum(turns.values()) + (2 + len(self.methods)) * len(self.groups) * timed
         return len(self.config.degrees) * once + trees * (sum(turns.values()) - timed)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ...modules import DecodeResult, Generation, Request, Target, decode
+from ...modules.decoding.part_counter import PartCounter
 from .contention import clock
 from .lossless import generate, native_model
 from .memory_traffic import Meter, metered
@@ -48,9 +49,12 @@ class Records:
     """Forward calls of the target after the prompts'."""
     meter: Meter = field(default_factory=Meter)
     """Bytes of weights that drafting read."""
+    parts: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Accepted guesses of each drafter of an ensemble, by `Exchange.index`; empty with a single drafter."""
 
-    def add(self, result: DecodeResult) -> None:
-        """Add the answers of one call of `decode`."""
+    def add(self, result: DecodeResult, parts: dict[int, tuple[int, ...]]) -> None:
+        """Add the answers of one call of `decode`, with the guesses of each part."""
+        self.parts |= parts
         self.target_calls += result.stats.target_calls
         self.generations |= {one.request.index: one for one in result.generations}
 
@@ -58,7 +62,8 @@ class Records:
         """These timed records and those of the questions that were not timed."""
         return Records(generations={**untimed.generations, **self.generations}, timings=self.timings,
                        target_calls=untimed.target_calls + self.target_calls,
-                       meter=Meter(drafted=untimed.meter.drafted + self.meter.drafted))
+                       meter=Meter(drafted=untimed.meter.drafted + self.meter.drafted),
+                       parts={**untimed.parts, **self.parts})
 
 
 @dataclass(kw_only=True)
@@ -90,7 +95,7 @@ class TimedDecoder:
         self.target, self.config = target, config
 
     def decode(self, asked: Sequence[Exchange], method: Method | None, batch_size: int, *, rows: int | None = None,
-               tokens: int | None = None, meter: Meter | None = None,
+               tokens: int | None = None, records: Records | None = None,
                on_tokens: Callable[[Generation, list[int], bool], None] | None = None) -> tuple[DecodeResult, float]:
         """This project's loop: its answers, and the seconds it took.
 
@@ -100,18 +105,23 @@ class TimedDecoder:
             batch_size: rows for which the method chooses its tree.
             rows: rows decoded at once; None for `batch_size`.
             tokens: longest answer; None for the config's.
-            meter: counts the bytes of weights that drafting reads.
+            records: takes the answers and counts of the method; None keeps none.
             on_tokens: called with new tokens, as in `decode`.
         """
         requests = [Request(tokens=exchange.prompt, index=exchange.index, temperature=exchange.temperature,
                             max_new_tokens=tokens or self.config.max_new_tokens) for exchange in asked]
         drafter = method.drafter if method else None
         policy = method.policy_for(batch_size, asked[0].temperature) if method and method.policy_for else None
-        with metered(drafter, meter or Meter()):
+        families = method.parts if method else ()
+        counter = PartCounter() if len(families) > 1 else None
+        with metered(drafter, records.meter if records else Meter()):
             started = clock(self.target)
             result = decode(self.target, requests, self.config.settings(rows or batch_size), drafter=drafter,
-                            policy=policy, on_tokens=on_tokens)
-            return result, clock(self.target) - started
+                            policy=policy, on_tokens=on_tokens, observer=counter)
+            seconds = clock(self.target) - started
+        if records is not None:
+            records.add(result, counter.counts(result.generations, len(families)) if counter else {})
+        return result, seconds
 
     def generate(self, asked: Sequence[Exchange], *, tokens: int | None = None) -> tuple[list[list[int]], float]:
         """transformers' `generate` on all exchanges as one batch: its answers, and the seconds it took."""

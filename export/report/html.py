@@ -14,6 +14,7 @@ from .phrases import (
     CONFIDENCE_NOTE,
     CONFIDENCE_OF,
     INTERVALS_NOTE,
+    PARTS_NOTE,
     confidence_note,
     contention_note,
     drafting_note,
@@ -29,7 +30,7 @@ from .phrases import (
     verdicts,
     where_measured,
 )
-from .tables import Table, confidence_table, in_detail, side_by_side
+from .tables import Table, confidence_table, in_detail, parts_table, side_by_side
 from .written_answers import STYLE, written_answers
 
 DRAWN_NODES = 24
@@ -207,10 +208,11 @@ def _details(run: EvaluationRun, evaluation: Evaluation) -> str:
     heading = "All figures" if len(run.evaluations) == 1 else label(run, evaluation)
     columns = "" if len(run.evaluations) > 1 else f"{COLUMNS_NOTE} {INTERVALS_NOTE}"
     notes = [columns, drafting_note(evaluation), prediction_note(evaluation)]
-    table = confidence_table(evaluation)
+    parts, table = parts_table(evaluation), confidence_table(evaluation)
+    joined = f'<p class="muted">{escape(PARTS_NOTE)}</p>{_grid(parts)}' if parts is not None else ""
     sure = f'<p class="muted">{escape(confidence_note(evaluation))}</p>{_grid(table)}' if table is not None else ""
     return (f"<h2>{escape(heading)}</h2>{_grid(in_detail(evaluation))}"
-            f'<p class="muted">{escape(" ".join(note for note in notes if note))}</p>{sure}')
+            f'<p class="muted">{escape(" ".join(note for note in notes if note))}</p>{joined}{sure}')
 
 
 def _grid(table: Table) -> str:

@@ -14,6 +14,7 @@ from .phrases import (
     COLUMNS_NOTE,
     CONFIDENCE_NOTE,
     INTERVALS_NOTE,
+    PARTS_NOTE,
     confidence_note,
     contention_note,
     drafting_note,
@@ -27,7 +28,7 @@ from .phrases import (
     verdicts,
     where_measured,
 )
-from .tables import Table, confidence_table, in_detail, side_by_side
+from .tables import Table, confidence_table, in_detail, parts_table, side_by_side
 
 JSON_NAME, MARKDOWN_NAME, HTML_NAME = "evaluation.json", "report.md", "report.html"
 WIDTH = 100
@@ -104,6 +105,8 @@ def markdown(run: EvaluationRun) -> str:
         lines += [f"## {label(run, evaluation)}", "", drafting_note(evaluation), "", *_pipes(in_detail(evaluation)),
                   "", f"{_positions(evaluation.overall).capitalize()}.", "", *_predicted(evaluation)]
         lines += [line for text in _trees(evaluation) for line in (text, "")]
+        parts = parts_table(evaluation)
+        lines += [] if parts is None else [PARTS_NOTE, "", *_pipes(parts), ""]
         lines += _confidence(evaluation)
     return "\n".join(lines)
 

@@ -76,6 +76,9 @@ COLUMNS_NOTE = (
 """Explanation of the columns."""
 
 
+PARTS_NOTE = ("Several drafters guess together. Of the guesses that the target accepted, the share of each; a guess "
+              "that two of them make counts for the one named first.")
+"""Explanation of the shares of drafters that guess together."""
 SHARED_NOTE = ("Answers that are not timed are decoded once for each tree size and count at every batch size that uses "
                "it.")
 """Note for reports in which batch sizes share answers."""

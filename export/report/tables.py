@@ -69,6 +69,23 @@ def in_detail(evaluation: Evaluation) -> Table:
     return Table(("", *FIGURES), tuple(rows))
 
 
+def parts_table(evaluation: Evaluation) -> Table | None:
+    """Shares of the accepted guesses by the drafter that made them, by kind of prompt; None with a single drafter."""
+    names = tuple(evaluation.overall.guessed_by)
+    if not names:
+        return None
+
+    def row(name: str, measures: Measures) -> tuple[Cell, ...]:
+        total = sum(measures.guessed_by.values())
+        shares = [percent(measures.guessed_by.get(one, 0) / total) if total else "" for one in names]
+        return (Cell(name), Cell(f"{total:,}"), *map(Cell, shares))
+
+    rows: list[tuple[Cell, ...]] = [row("all prompts", evaluation.overall)]
+    for heading, groups in groups_of(evaluation):
+        rows += [(Cell(heading),), *(row(name, measures) for name, measures in groups.items())]
+    return Table(("", "accepted guesses", *(f"from {name}" for name in names)), tuple(rows))
+
+
 def confidence_table(evaluation: Evaluation) -> Table | None:
     """Guesses, their mean confidence and the share accepted in each bin of confidence; None where nothing was counted.
     """

@@ -19,33 +19,31 @@ Baseline = tuple[Proposer, Policy]
 """A drafter and the policy that grows its trees."""
 
 
-def _prompt_lookup(target: Target) -> Baseline:
-    config = LookupConfig(shortest=1, longest=3, copied=7)
-    return Lookup(config, target.device), Chain(config.copied)
+def _prompt_lookup(target: Target, copied: int = 7) -> Baseline:
+    return Lookup(LookupConfig(shortest=1, longest=3, copied=copied), target.device), Chain(copied)
 
 
-def _suffix_match(target: Target) -> Baseline:
-    config = LookupConfig(shortest=3, longest=16, copied=10)
-    return Lookup(config, target.device), Chain(config.copied)
+def _suffix_match(target: Target, copied: int = 10) -> Baseline:
+    return Lookup(LookupConfig(shortest=3, longest=16, copied=copied), target.device), Chain(copied)
 
 
-def _recycling(target: Target) -> Baseline:
-    return Recycling(target.vocab_size, target.device), StaticTree(recycling_tree(16))
+def _recycling(target: Target, nodes: int = 16) -> Baseline:
+    return Recycling(target.vocab_size, target.device), StaticTree(recycling_tree(nodes))
 
 
-def _ngrams(target: Target) -> Baseline:
-    return Ngrams(NgramConfig(), target.vocab_size, target.device), StaticTree(recycling_tree(8))
+def _ngrams(target: Target, nodes: int = 8) -> Baseline:
+    return Ngrams(NgramConfig(), target.vocab_size, target.device), StaticTree(recycling_tree(nodes))
 
 
-def _skipped_layers(target: Target) -> Baseline:
-    return every_other_layer(target), Chain(3)
+def _skipped_layers(target: Target, length: int = 3) -> Baseline:
+    return every_other_layer(target), Chain(length)
 
 
-def _first_layers(target: Target) -> Baseline:
-    return first_layers(target), Chain(3)
+def _first_layers(target: Target, length: int = 3) -> Baseline:
+    return first_layers(target), Chain(length)
 
 
-BASELINES: dict[str, Callable[[Target], Baseline]] = {
+BASELINES: dict[str, Callable[..., Baseline]] = {
     "prompt_lookup": _prompt_lookup,
     "suffix_match": _suffix_match,
     "recycling": _recycling,
@@ -57,12 +55,18 @@ BASELINES: dict[str, Callable[[Target], Baseline]] = {
 layers."""
 
 
-def baseline(name: str, target: Target) -> Baseline:
+def baseline(name: str, target: Target, size: int | None = None) -> Baseline:
     """A new baseline for `target`, with an empty memory.
+
+    Args:
+        name: one of BASELINES.
+        target: what verifies its drafts.
+        size: tokens of its chain, or nodes of its tree with the root, at least 1; None for its own.
 
     Raises:
         UserError: if there is none of that name.
     """
     if name not in BASELINES:
         raise UserError(f"there is no baseline {name!r}; choose from {', '.join(BASELINES)}")
-    return BASELINES[name](target)
+    return BASELINES[name](target) if size is None else BASELINES[name](target, size)
+

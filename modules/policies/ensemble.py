@@ -1,10 +1,10 @@
 """Several drafters, one tree: each proposes its own, equal guesses are merged, and all share one budget of nodes.
 
-Shapes: B rows, N nodes of the tree so far, M nodes of the tree that joins it, S nodes of the budget.
+Shapes: B rows.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from ..random_streams import Draws
 from ..token_tree import TokenTree
 from ..verification.sampling import SamplingSetting
 from .base import Policy, trimmed
+from .joined_trees import joined
 
 
 @dataclass
@@ -53,8 +54,11 @@ class Ensemble(Proposer):
         return EnsembleState([part.start(rows, capacity) for part in self.parts])
 
     def join(self, rows: VerifiedRows, count: int, capacity: int) -> EnsembleState:
-        """Empty states of all parts; those that have the target run something for them share its passes."""
-        return EnsembleState([part.join(rows, count, capacity) for part in self.parts])
+        """Empty states; the last part may run the target's first layers in the rows, where no other part taps them."""
+        *others, last = self.parts
+        started = [part.start(count, capacity) for part in others]
+        alone = any(part.taps for part in others)
+        return EnsembleState([*started, last.start(count, capacity) if alone else last.join(rows, count, capacity)])
 
     @property
     def virtual_nodes(self) -> int:
@@ -111,25 +115,34 @@ class Union(Policy):
 
     The budget is shared: what one part leaves, because it has no guess or because another part has guessed the same,
     the next one uses. So the parts that may have nothing to say come first, and the last part's nodes should be in
-    best-first order, as those of a searched tree are: it is cut where the budget ends. What was accepted is not split
-    by part, so a stopping rule that adapts learns nothing inside a union.
+    best-first order, as those of a searched tree are: it is cut where the budget ends. Only the last part samples; of a
+    part that does, no node is cut, since what is cut would depend on what was drawn. What was accepted is not split by
+    part, so a stopping rule that adapts learns nothing inside a union.
 
     Args:
         policies: one for each part, in the ensemble's order.
         size: most nodes of the joined tree, the root included.
 
     Raises:
-        ValueError: if there is no policy, or `size` is below 1.
+        ValueError: if there is no policy, `size` is below 1, or it has no room for all nodes of all parts though the
+            last one samples.
     """
 
     def __init__(self, policies: Sequence[Policy], size: int) -> None:
         if not policies or size < 1:
             raise ValueError(f"a union needs at least 1 policy and size 1, got {len(policies)} and size {size}")
+        whole = whole_size(policies)
+        if policies[-1].samples and size < whole:
+            raise ValueError(f"a union whose last part samples needs room for all {whole} nodes, got size {size}")
         self.policies, self.size = tuple(policies), size
 
     @property
     def max_size(self) -> int:
         return self.size
+
+    @property
+    def samples(self) -> bool:
+        return self.policies[-1].samples
 
     def check(self, drafter: Proposer) -> None:
         """Refuse anything but an ensemble of as many parts, and what a part's policy refuses of its part."""
@@ -152,10 +165,13 @@ class Union(Policy):
     def grow(self, drafter: Proposer, state: DraftState, roots_B: Tensor, draws: Draws | None = None) -> TokenTree:
         parts = self._parts(drafter)
         held = state.parts if isinstance(state, EnsembleState) else []
-        # No random numbers go on: a sample that is merged with another guess would no longer be one.
+        # Others than the last part get no random numbers: a merged sample would no longer be one.
+        chances = [*([None] * (len(parts) - 1)), draws]
         trees = [
-            policy.grow(part, part_state, roots_B)
-            for policy, part, part_state in zip(self.policies, parts, held, strict=True)
+            _marked(policy.grow(part, part_state, roots_B, chance), number)
+            for number, (policy, part, part_state, chance) in enumerate(
+                zip(self.policies, parts, held, chances, strict=True)
+            )
         ]
         tree = trees[0]
         for joining in trees[1:]:
@@ -163,34 +179,11 @@ class Union(Policy):
         return trimmed(tree.packed(min(self.size, tree.size)))
 
 
-def joined(tree: TokenTree, joining: TokenTree) -> TokenTree:
-    """All paths of both trees, the second one's new nodes after the first one's; duplicates become padding.
-
-    Raises:
-        ValueError: if either has virtual nodes: they belong to one drafter's layout of the pass.
-    """
-    if tree.virtual is not None or joining.virtual is not None:
-        raise ValueError("trees with virtual nodes cannot be joined")
-    equal_BMN = joining.equal_paths(tree)
-    known_BM = equal_BMN.any(-1)
-    own_M = torch.arange(joining.size, device=known_BM.device) + tree.size
-    places_BM = torch.where(known_BM, equal_BMN.long().argmax(-1), own_M)
-    parents_BM = places_BM.gather(1, joining.parents_BN.clamp(min=0))
-    return TokenTree(
-        tokens_BN=torch.cat([tree.tokens_BN, joining.tokens_BN], dim=1),
-        parents_BN=torch.cat([tree.parents_BN, parents_BM], dim=1),
-        depths_BN=torch.cat([tree.depths_BN, joining.depths_BN], dim=1),
-        ancestors_BNN=_ancestors(tree, joining, places_BM, own_M),
-        real_BN=torch.cat([tree.real_BN, joining.real_BN & ~known_BM], dim=1),
-        max_depth=max(tree.max_depth, joining.max_depth),
-    )
+def whole_size(policies: Sequence[Policy]) -> int:
+    """Nodes of a union in which nothing is cut, the root included."""
+    return 1 + sum(policy.max_size - 1 for policy in policies)
 
 
-def _ancestors(tree: TokenTree, joining: TokenTree, places_BM: Tensor, own_M: Tensor) -> Tensor:
-    """[B, N + M, N + M]: the tree's own, and the joining one's at the places of their paths."""
-    size = tree.size + joining.size
-    old_BNS = torch.nn.functional.pad(tree.ancestors_BNN, (0, joining.size))
-    there_BMS = places_BM[..., None] == torch.arange(size, device=places_BM.device)
-    new_BMS = (joining.ancestors_BNN.float() @ there_BMS.float()) > 0
-    new_BMS[:, torch.arange(joining.size, device=own_M.device), own_M] = True
-    return torch.cat([old_BNS, new_BMS], dim=1)
+def _marked(tree: TokenTree, number: int) -> TokenTree:
+    """The tree whose nodes say which part they come from."""
+    return replace(tree, parts_BN=torch.full_like(tree.tokens_BN, number))

@@ -11,18 +11,20 @@ from draftsmith.export import Artifact, Tuning, artifact, load_artifact, read_de
 from draftsmith.modules import (
     CostModel,
     DecodeSettings,
+    Ensemble,
     Policy,
     Request,
     StaticTree,
     Target,
     Topology,
+    Union,
     UserError,
     decode,
 )
 from draftsmith.modules.drafters.medusa import Medusa
 from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
 from safetensors import safe_open
-from support.artifacts import TREE, edit, heads, tuning
+from support.artifacts import TREE, copies, edit, heads, tuning
 
 PROVENANCE = {"recipe": {"max_steps": 3, "prompts": "/home/somebody/prompts.jsonl"}, "data_manifest": "0a1b2c",
               "acceptance": {"accepted_length": 1.75, "by_position": [0.5, 0.25], "tokens": 1000}}
@@ -237,6 +239,43 @@ def test_a_sampling_target_has_a_tree_of_its_own_size(tmp_path: Path, tiny_targe
     unknown = dataclasses.replace(artifact, tuning=greedy)
     assert [one.size_for(1, 1.0) for one in (named, unknown)] == [4, 4]
     assert unknown.size_for(64, 1.0) == unknown.size_for(64) < 4
+
+
+def test_static_with_lookup_has_the_sizes_that_replays_chose(tmp_path: Path, tiny_target: Target) -> None:
+    folder = save(tmp_path / "a", tiny_target)
+    untuned = load_artifact(folder, tiny_target).drafting("static+lookup")
+    assert untuned.policy.max_size == TREE.size + 7
+    save_tuning(folder, tuning().with_copies(copies()))
+    artifact = load_artifact(folder, tiny_target)
+    assert artifact.tuning == tuning().with_copies(copies())
+    assert artifact.tuning.fastest == "static+lookup"
+    assert artifact.drafting().drafter is artifact.drafter
+    assert shape(artifact.drafting().policy) == TREE.prefix(4)
+    drafter, union = artifact.drafting("static+lookup")
+    assert isinstance(drafter, Ensemble)
+    assert drafter.parts[1] is artifact.drafter
+    assert isinstance(union, Union)
+    assert union.max_size == 4 + 5
+    assert [shape(policy).size for policy in union.policies] == [8, 4]
+    assert artifact.policy("static-4+lookup").max_size == artifact.policy("static+lookup-7").max_size == 4 + 7
+    assert artifact.policy("chain-2+lookup").max_size == 3 + 7
+    assert artifact.predicted_speedup("static+lookup") == copies().speedup(copies().trials[1], artifact.tuning.cost)
+    # Many rows at once have a smaller tree than the one that was replayed.
+    assert artifact.size_for(64) < 4
+    assert artifact.predicted_speedup("static+lookup", batch_size=64) is None
+    assert artifact.predicted_speedup("static-4+lookup") is artifact.predicted_speedup("chain+lookup") is None
+
+
+def test_lookup_that_brings_nothing_is_not_called_the_fastest(tmp_path: Path, tiny_target: Target) -> None:
+    useless = dataclasses.replace(copies(), trials=(dataclasses.replace(copies().alone, copied=4),))
+    tuned = tuning().with_copies(useless)
+    assert tuned.fastest == "static"
+    folder = save(tmp_path / "a", tiny_target)
+    save_tuning(folder, tuned)
+    file = folder / "tuning.json"
+    file.write_text(file.read_text().replace('"fastest": "static"', '"fastest": "magic"'))
+    with pytest.raises(UserError, match=r"damaged: fastest must be static or static\+lookup, got 'magic'; delete it"):
+        load_artifact(folder, tiny_target)
 
 
 def test_tuning_larger_than_the_tree_takes_the_whole_tree(tmp_path: Path, tiny_target: Target) -> None:

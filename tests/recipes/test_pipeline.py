@@ -134,6 +134,33 @@ def test_generate_streams_the_plain_answer(tiny_run: Path, capsys: pytest.Captur
     assert "tokens per pass" in message.err
 
 
+def test_generate_copies_beside_the_tree_in_the_sizes_tuned_here(
+    tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(tiny_run / "artifact", tmp_path / "artifact")
+    file = tmp_path / "artifact" / "tuning.json"
+    tuning = json.loads(file.read_text())
+    assert tuning["copying"]["tree_size"] == tuning["tree_size"]
+    assert {trial["copied"] for trial in tuning["copying"]["trials"]} == {4, 7, 10}
+    assert tuning["fastest"] in ("static", "static+lookup")
+    trial = {"copied": 5, "extra": 3, "accepted_length": 9.0, "nodes": 4.0}
+    file.write_text(json.dumps(tuning | {"tree_size": 4, "copying": tuning["copying"] | {"trials": [trial]}}))
+    unions, answers = [], []
+
+    def watched(*given: Any, policy: Any, **more: Any) -> Any:
+        unions.append(policy)
+        return stream(*given, policy=policy, **more)
+
+    monkeypatch.setattr("draftsmith.recipes.artifact_commands.stream", watched)
+    for policy in ("static", "static+lookup"):
+        assert main(["generate", "--artifact", str(tmp_path / "artifact"), "--prompt", "la la la la la la",
+                     "--max-new-tokens", "20", "--policy", policy]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1]
+    assert [one.max_size for one in unions] == [4, 4 + 3]
+    assert unions[1].policies[0].max_size == 1 + 5
+
+
 def test_a_sampled_answer_is_drafted_by_the_tree_for_it(
     tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from draftsmith.export import Tuning
-from draftsmith.modules import CostModel, Target, Topology
+from draftsmith.modules import CopySizing, CopyTrial, CostModel, Target, Topology
 from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
 
 TREE = Topology.from_paths([(0,), (1,), (0, 0), (2,), (0, 1), (0, 0, 0), (1, 0)])
@@ -35,3 +35,12 @@ def tuning(size: int = 4) -> Tuning:
                      draft_weights=(0.01, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), draft_error=0.02)
     return Tuning(device="cpu, 2 threads", dtype="float32", tree_size=size, cost=cost,
                   expected_accepted_length=(1.0, 1.2, 1.3))
+
+
+def copies(size: int = 4) -> CopySizing:
+    """Trials next to a tree of `size` nodes: seven copied tokens in five more nodes are the fastest."""
+    def trial(copied: int, extra: int, length: float, nodes: float) -> CopyTrial:
+        return CopyTrial(copied=copied, extra=extra, accepted_length=length, nodes=nodes)
+
+    return CopySizing(tree_size=size, alone=trial(0, 0, 1.3, size), copy_seconds=0.001,
+                      trials=(trial(4, 1, 1.4, size), trial(7, 5, 2.9, size + 1.0)))

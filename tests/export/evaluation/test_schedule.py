@@ -3,7 +3,7 @@
 import pytest
 from draftsmith.export import EvaluateConfig, Method, Question
 from draftsmith.export.evaluation.schedule import Schedule, spread
-from draftsmith.modules import Chain, UserError
+from draftsmith.modules import Chain, Union, UserError
 
 
 def questions(count: int, turns: int = 1) -> list[Question]:
@@ -45,6 +45,15 @@ def test_the_work_counts_every_answer() -> None:
     same, other = method("same", {1: 3, 2: 3}), method("other", {1: 4, 2: 2})
     found = schedule(config, same, other, talk=questions(5, turns=2))
     assert found.answers == 10 + 2 * 4 * 4 + (1 + 2) * 6
+
+
+def test_unions_of_other_parts_share_no_answers() -> None:
+    """Though their passes have the same number of nodes."""
+    union = Method(name="union", family="none", drafter=None,
+                   policy_for=lambda rows, _temperature: Union([Chain(min(rows, 2)), Chain(5)], 6))
+    assert [union.shape(rows, 0.0) for rows in (1, 2, 4)] == [(6, 2, 6), (6, 3, 6), (6, 3, 6)]
+    assert union.shapes((1, 2, 4), 0.0) == {(6, 2, 6): 1, (6, 3, 6): 2}
+    assert method("chain", {1: 3}).shape(1, 0.0) == (4,)
 
 
 def test_what_cannot_be_scheduled_is_refused() -> None:

@@ -11,6 +11,7 @@ from draftsmith.modules import (
     DecodeSettings,
     Eagle2Tree,
     EarlyExit,
+    Ensemble,
     Features,
     Frontier,
     Generation,
@@ -24,7 +25,9 @@ from draftsmith.modules import (
     Target,
     TokenTree,
     Topology,
+    Union,
     UserError,
+    baseline,
     decode,
     policy_named,
 )
@@ -185,6 +188,22 @@ def test_no_layer_reads_more_nodes_than_are_verified_or_drafted(target: Target, 
         assert seen[0] == seen[2]
     assert seen[0] <= prompts + verified["nodes"] + drafted["nodes"]
     assert seen[0] - prompts < verified["nodes"] + drafted["nodes"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_beside_prompt_lookup_the_first_layers_run_in_the_verified_rows(target: Target, temperature: float) -> None:
+    drafter = drafter_of(target, exit_layer=2)
+    drafter.__class__ = Watched
+    assert isinstance(drafter, Watched)
+    drafter.seen, drafter.states = [], []
+    lookup, chain_of_seven = baseline("prompt_lookup", target)
+    requests = [Request((5, 9, 33, 5 + row, 9, 33, 5), row, 24, temperature) for row in range(3)]
+    settings = DecodeSettings(batch_size=2, ignore_eos=True)
+    found = decode(target, requests, settings, drafter=Ensemble([lookup, drafter]),
+                   policy=Union([chain_of_seven, StaticTree(TREE)], 10))
+    assert [one.tokens for one in found.generations] == [
+        one.tokens for one in decode(target, requests, settings).generations]
+    assert drafter.states[0].shared
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from draftsmith.modules import (
     StaticTree,
     Target,
     Topology,
+    Union,
     UserError,
     decode,
 )
@@ -206,12 +207,17 @@ def test_gradients_reach_the_prompts_alone_and_insertions_lie_before_labels(tiny
     assert all(weight.grad is None for weight in tiny_target.model.parameters())
 
 
-def test_only_one_drafter_of_an_ensemble_may_have_virtual_nodes(tiny_target_f64: Target) -> None:
-    target = tiny_target_f64
-    both = Ensemble([prompts(target), maps(target, layer=1)])
-    state = both.join(target.start(1, 64), 1, 64)
-    with pytest.raises(ValueError, match="only one drafter may add any"):
-        both.extended(state, TREE.plant(torch.zeros(1, 6, dtype=torch.long)))
+def test_of_two_drafters_in_an_ensemble_the_last_has_its_nodes_in_the_verifying_pass(tiny_target_f64: Target) -> None:
+    """The other one runs the target itself."""
+    target, tree = tiny_target_f64, TREE.plant(torch.zeros(1, 6, dtype=torch.long))
+    both = Ensemble([prompts(target), maps(target, layer=1, num_tokens=1)])
+    virtual = both.extended(both.join(target.start(1, 64), 1, 64), tree).virtual
+    assert virtual is not None
+    assert virtual.slots == 1
+    policy = Union([StaticTree(Topology.chain(2)), StaticTree(Topology.chain(1))], 4)
+    request = Request((5, 9, 33, 71, 8, 20), 0, 12)
+    result = decode(target, [request], DecodeSettings(ignore_eos=True), drafter=both, policy=policy)
+    assert result.generations[0].tokens == native_greedy(target, request.tokens, 12)
 
 
 @pytest.mark.parametrize(("settings", "words"), [

@@ -8,6 +8,7 @@ import torch
 from draftsmith.modules import (
     Chain,
     DecodeSettings,
+    Drawn,
     Ensemble,
     Lookup,
     LookupConfig,
@@ -24,7 +25,7 @@ from draftsmith.modules import (
     decode,
 )
 from draftsmith.modules.errors import UserError
-from draftsmith.modules.policies.ensemble import joined
+from draftsmith.modules.policies.joined_trees import joined
 from support.drafters import ScriptedDrafter
 from support.native_answers import native_greedy, requests_for
 from support.observations import ROOT, observe
@@ -113,6 +114,28 @@ def test_what_one_part_leaves_the_next_one_uses() -> None:
     assert paths(tree, 1)[:4] == [(), (5,), (5, 4), (5, 4, 5)]
     assert len(paths(tree, 1)) == 5
     assert union.max_size == tree.size == 5
+    assert tree.parts_BN is not None
+    assert tree.parts_BN.tolist() == [[0, 1, 1, 1, 1], [0, 0, 0, 0, 1]]
+
+
+def test_rows_without_a_copy_have_no_more_nodes_than_the_draft_alone() -> None:
+    """And a row that copies makes the pass larger by no more than the budget."""
+    draft = ScriptedDrafter(12, [[4, 5, 6, 7, 8, 9, 3, 2, 1, 0]], "oracle")
+    ensemble, union = Ensemble([Lookup(LookupConfig(copied=7), CPU), draft]), Union([Chain(7), Chain(3)], 9)
+    for texts, nodes in (([[4, 5, 6], [4, 5, 6, 7]], 4), ([[4, 5, 6], [4, 5, 4]], 9)):
+        state = ensemble.start(2, 32)
+        observe(ensemble, state, [0, 1], texts)
+        tree = union.grow(ensemble, state, torch.tensor([text[-1] for text in texts]))
+        assert tree.size == nodes
+        assert len(paths(tree, 0)) == 4
+
+
+def test_what_comes_first_is_not_sampled() -> None:
+    tree = random_tree(random.Random(0), 1, 3)
+    drawn = Drawn(log_q_BIQ=torch.zeros(1, 1, 12), inner_BN=torch.zeros_like(tree.tokens_BN),
+                  sampled_BN=torch.ones_like(tree.real_BN))
+    with pytest.raises(ValueError, match="sampled nodes may stand in the joining tree only"):
+        joined(replace(tree, drawn=drawn), tree)
 
 
 def test_nobody_has_a_guess() -> None:

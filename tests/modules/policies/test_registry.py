@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from draftsmith.export import EvaluateConfig, Method, Question, Tuning, evaluate, save_artifact, save_tuning
 from draftsmith.export import load_artifact as load
+from draftsmith.export.report.html import page
+from draftsmith.export.report.markdown import markdown
 from draftsmith.export.report.phrases import verdicts
 from draftsmith.modules import (
     POLICIES,
@@ -134,3 +136,29 @@ def test_an_evaluation_measures_every_policy(tmp_path: Path, tiny_target_f64: Ta
     assert [one.nodes for one in run.evaluations] == [6, 4, 5]
     assert all(one.overall.lossless.identical == 2 for one in run.evaluations)
     assert artifact.predicted_speedup("chain-3") is None
+
+
+def test_the_share_of_each_drafter_is_counted_by_kind_of_prompt(
+    tmp_path: Path, tiny_target_f64: Target
+) -> None:
+    drafter = randomised(CASES["eagle"].make(tiny_target_f64))
+    save_artifact(tmp_path / "a", drafter, tiny_target_f64.identity, {}, TREE)
+    config = EvaluateConfig(max_new_tokens=24, speed_prompts=2, policies=("static", "static+lookup"))
+    methods = [Method.of(load(tmp_path / "a", tiny_target_f64), policy=policy) for policy in config.policies]
+    assert [method.parts for method in methods] == [("eagle",), ("lookup", "eagle")]
+    kinds = {"copied": [5, 9, 30] * 4, "new": [40, 41, 42]}
+    sets = {"one": [Question.single(tokens, kind) for kind, tokens in kinds.items() for _ in range(2)]}
+    run = evaluate(tiny_target_f64, methods, sets, config, progress=False)
+    alone, both = run.evaluations
+    assert alone.overall.guessed_by == {}
+    assert both.nodes == alone.nodes + 7
+    assert both.overall.lossless.identical == 4
+    for measures in (both.overall, *both.by_category.values()):
+        # A pass adds its guesses and a token of the target's, unless the answer ends among the guesses.
+        least = measures.new_tokens - measures.prompts - measures.target_passes
+        assert least <= sum(measures.guessed_by.values()) <= least + measures.prompts
+    assert both.by_category["copied"].guessed_by["lookup"] > both.by_category["new"].guessed_by["lookup"]
+    text = markdown(run)
+    assert "| accepted guesses | from lookup | from eagle |" in text
+    assert "from lookup" in page(run, None)
+    assert text.count("Several drafters guess together") == 1

@@ -3,15 +3,21 @@
 import pytest
 import torch
 from draftsmith.modules import (
+    Chain,
     DySpecTree,
+    Ensemble,
     FixedLength,
     MaxProbability,
     Policy,
     Rejection,
     SampledChain,
     SampledTree,
+    StaticTree,
     Topology,
+    Union,
 )
+from draftsmith.modules.policies import joined_trees
+from draftsmith.modules.policies.ensemble import whole_size
 from references import wrong_rules
 from support.goodness_of_fit import chi2_bound, pass_statistic
 from support.tables import CandidateDrafter, DepthDrafter, TableDrafter, random_log_probs
@@ -105,3 +111,47 @@ def test_dropping_samples_by_their_own_probability_is_seen(temperature: float) -
     tempered = POLICIES["tempered tree"]
     assert detected(wrong_rules.DropsUnlikely(tempered, 0.2), "flat", temperature)
     assert not detected(wrong_rules.DropsUnlikely(tempered, 0.0), "flat", temperature)
+
+
+COPIES: dict[str, Policy] = {"chain": Chain(2), "tree": StaticTree(Topology((-1, 0, 0, 1, 2), (0, 0, 1, 0, 0)))}
+"""Trees of point masses that stand before the sampled ones."""
+
+
+def union(copied: str, name: str) -> Union:
+    policies = [COPIES[copied], POLICIES[name]]
+    return Union(policies, whole_size(policies))
+
+
+def beside(draft: str, *, candidates: bool = False) -> Ensemble:
+    """A draft next to a drafter that guesses other tokens than its likeliest."""
+    sampled = (CandidateDrafter if candidates else TableDrafter)(DRAFTS[draft](SIZE))
+    return Ensemble([TableDrafter(random_log_probs(SIZE, SIZE, seed=7)), sampled])
+
+
+@pytest.mark.parametrize("temperature", [0.1, 0.7, 1.2])
+@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize("name", POLICIES)
+def test_point_masses_beside_samples_leave_the_targets_distribution(
+    name: str, copied: str, temperature: float
+) -> None:
+    for drafter in (beside("flat"), beside("confident"), beside("flat", candidates=True)):
+        statistic, cells = pass_statistic(union(copied, name), drafter, TARGET, temperature, rows=ROWS)
+        assert statistic < chi2_bound(cells, CHANCE)
+
+
+@pytest.mark.parametrize("name", ["tree", "dyspec", "chain"])
+def test_samples_merged_with_point_masses_and_judged_as_before_are_seen(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The samples that remain were not drawn from all of q."""
+    monkeypatch.setattr(joined_trees, "_without_children",
+                        lambda tree, drawn: joined_trees._rows(drawn.log_q_BIQ, drawn.inner_BN))
+    statistic, cells = pass_statistic(union("chain", name), beside("flat"), TARGET, 0.7, rows=ROWS)
+    assert statistic > chi2_bound(cells, CHANCE)
+
+
+def test_the_samples_of_a_union_are_never_cut() -> None:
+    with pytest.raises(ValueError, match="whose last part samples needs room for all 9 nodes, got size 8"):
+        Union([Chain(2), POLICIES["tree"]], 8)
+    assert union("chain", "tree").samples
+    assert not Union([POLICIES["tree"], Chain(2)], 4).samples

@@ -1,0 +1,104 @@
+"""Sizes of a copied chain next to a tree: replays equal decodings, and the cost model decides."""
+
+import pytest
+from draftsmith.modules import (
+    CopySizing,
+    CopyTrial,
+    CostModel,
+    DecodeSettings,
+    Drafter,
+    Request,
+    Target,
+    Topology,
+    decode,
+    parse_joined,
+    size_copies,
+)
+from draftsmith.modules.baselines.joined_policies import copying, joined_drafter
+from draftsmith.modules.policies.static_tree import StaticTree
+from support.encoded_answers import encoded_answers
+from support.families import CASES, randomised
+
+TREE = Topology((-1, 0, 0, 1), (0, 0, 1, 0))
+
+
+def cost(node: float, batch_knot: int = 64) -> CostModel:
+    """A pass takes 0.1 s and `node` s for each token after the first; a draft 0.01 s."""
+    return CostModel(knots=(1, batch_knot), pass_weights=(0.1, node, node, 0.0, 0.0), largest=8, context=32,
+                     pass_error=0.0, draft_weights=(0.01, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), draft_error=0.0)
+
+
+def trial(copied: int, extra: int, length: float, nodes: float) -> CopyTrial:
+    return CopyTrial(copied=copied, extra=extra, accepted_length=length, nodes=nodes)
+
+
+SIZING = CopySizing(tree_size=6, alone=trial(0, 0, 1.3, 6.0), copy_seconds=0.001,
+                    trials=(trial(4, 0, 1.5, 6.0), trial(7, 7, 1.7, 8.5)))
+
+
+def decoded(target: Target, drafter: Drafter, requests: list[Request], sizes: CopyTrial) -> tuple[float, float]:
+    """(tokens of a pass, nodes of a pass) of real decoding, row by row."""
+    nodes: list[int] = []
+    found = decode(target, requests, DecodeSettings(ignore_eos=True),
+                   drafter=joined_drafter(parse_joined("static+lookup"), drafter, target),
+                   policy=copying(StaticTree(TREE), sizes.copied, sizes.extra),
+                   observer=lambda tree, *_: nodes.append(tree.size))
+    return found.accepted_length, sum(nodes) / len(nodes)
+
+
+@pytest.mark.parametrize("repeating", [True, False])
+def test_trials_are_what_decoding_counts(tiny_target_f64: Target, repeating: bool) -> None:
+    target = tiny_target_f64
+    drafter = randomised(CASES["eagle"].make(target))
+    prompt = (5, 9, 30, 5, 9) if repeating else (5, 9, 30)
+    requests = [Request((*prompt, 40 + row), row, 4 if not repeating else 24) for row in range(4)]
+    features = [target.encode(one, drafter.taps) for one in encoded_answers(target, requests)]
+    sizing = size_copies(drafter, target, features, TREE)
+    for found in sizing.trials:
+        assert (found.accepted_length, found.nodes) == pytest.approx(decoded(target, drafter, requests, found))
+    assert {one.copied for one in sizing.trials} == {4, 7, 10}
+    assert sizing.alone.nodes == TREE.size
+    assert sizing.copy_seconds >= 0
+
+
+def test_few_answers_are_spread_over_all(tiny_target_f64: Target) -> None:
+    target = tiny_target_f64
+    drafter = randomised(CASES["eagle"].make(target))
+    requests = [Request((5, 9, 30, 5, 9, 40 + row), row, 16) for row in range(4)]
+    features = [target.encode(one, drafter.taps) for one in encoded_answers(target, requests)]
+    found = size_copies(drafter, target, features, TREE, answers=2).trials[0]
+    assert (found.accepted_length, found.nodes) == pytest.approx(decoded(target, drafter, requests[::2], found))
+    assert found.accepted_length != decoded(target, drafter, requests[:2], found)[0]
+
+
+def test_a_dear_node_asks_for_a_small_pass_and_a_cheap_one_for_a_large() -> None:
+    assert SIZING.best(cost(0.0001)) == SIZING.trials[1]
+    assert SIZING.best(cost(0.05)) == SIZING.trials[0]
+    cheap = cost(0.0001)
+    wanted = 1.7 * 0.1 / (0.1 + 7.5 * 0.0001 + 0.01 + 0.001)
+    assert SIZING.speedup(SIZING.trials[1], cheap) == pytest.approx(wanted)
+    assert SIZING.speedup(SIZING.alone, cheap) == pytest.approx(1.3 * 0.1 / (0.1 + 5 * 0.0001 + 0.01))
+
+
+def test_several_rows_pay_for_every_node_that_one_of_them_may_need() -> None:
+    dear = cost(0.01)
+    wanted = 1.7 * dear.pass_seconds(1, 4) / (dear.pass_seconds(13, 4) + dear.draft_seconds(6, 4) + 0.001)
+    assert SIZING.speedup(SIZING.trials[1], dear, 4) == pytest.approx(wanted)
+
+
+def test_copies_pay_where_they_make_decoding_faster() -> None:
+    assert SIZING.pays(cost(0.0001))
+    nothing = CopySizing(tree_size=6, alone=trial(0, 0, 1.5, 6.0), trials=(trial(4, 0, 1.5, 6.0),), copy_seconds=0.001)
+    assert not nothing.pays(cost(0.0001))
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"copied": 11}, "copied of a trial must lie between 0 and 10, got 11"),
+    ({"extra": -1}, "extra of a trial must lie between 0 and 1024, got -1"),
+    ({"nodes": 0.0}, "nodes of a trial must lie between 1 and 2048"),
+])
+def test_impossible_trials_are_refused(changes: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CopyTrial(**{"copied": 4, "extra": 2, "accepted_length": 1.5, "nodes": 6.0, **changes})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="some trials must copy, got 6 and 0 trials"):
+        CopySizing(tree_size=6, alone=trial(0, 0, 1.5, 6.0), trials=(), copy_seconds=0.0)
