@@ -48,6 +48,7 @@ from .token_tree import Drawn, TokenTree, Topology
 from .tuning.acceptance_examples import Examples, Rollouts, chain_for, mixed_examples, rollouts
 from .tuning.confidence_calibration import Confidence, ConfidenceBin, ConfidenceCurve, replay_noting
 from .tuning.cost_model import CostCurve, CostModel, Sample, TreeChoice, choose_size
+from .tuning.drafted_tokens import DraftedTokens
 from .tuning.held_out_ranks import chance_table, rank_table
 from .tuning.replay_acceptance import Acceptance, decoded_acceptance, replay
 from .tuning.replay_target import Replay
@@ -89,6 +90,7 @@ __all__ = [
     "DraftLMConfig",
     "DraftState",
     "Drafted",
+    "DraftedTokens",
     "Drafter",
     "Drafts",
     "Drawn",

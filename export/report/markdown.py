@@ -8,6 +8,7 @@ from textwrap import wrap
 from ...modules.atomic_files import write_file
 from ..artifact import Artifact
 from ..evaluation.results import Evaluation, EvaluationRun, Measures
+from .acceptance_heads import HEADS_NOTE, drafted_table, head_verdicts, reliability_table, title
 from .headline import headline
 from .html import page
 from .phrases import (
@@ -105,7 +106,7 @@ def markdown(run: EvaluationRun) -> str:
                   "", f"{_positions(evaluation.overall).capitalize()}.", "", *_predicted(evaluation)]
         lines += [line for text in _trees(evaluation) for line in (text, "")]
         lines += _confidence(evaluation)
-    return "\n".join(lines)
+    return "\n".join([*lines, *_heads(run)])
 
 
 def _pipes(table: Table) -> list[str]:
@@ -127,6 +128,15 @@ def _predicted(evaluation: Evaluation) -> list[str]:
 def _confidence(evaluation: Evaluation) -> list[str]:
     table = confidence_table(evaluation)
     return [] if table is None else [confidence_note(evaluation), "", *_pipes(table), "", CONFIDENCE_NOTE, ""]
+
+
+def _heads(run: EvaluationRun) -> list[str]:
+    """The section on acceptance heads; none where no artifact has one for these answers."""
+    lines = ["## Acceptance heads", "", HEADS_NOTE, ""] if run.heads else []
+    for head in run.heads:
+        lines += [f"### {title(head)}", "", " ".join(head_verdicts(head.measurements)), "",
+                  *_pipes(drafted_table(head.measurements)), "", *_pipes(reliability_table(head.measurements)), ""]
+    return lines
 
 
 def _trees(evaluation: Evaluation) -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from draftsmith.export import (
     Artifact,
     EvaluateConfig,
+    HeadMeasurements,
     Method,
     Question,
     StoredHead,
@@ -21,6 +23,7 @@ from draftsmith.modules import (
     AcceptanceHead,
     AcceptanceHeadConfig,
     DecodeSettings,
+    DraftedTokens,
     Ensemble,
     RejectionRisk,
     Request,
@@ -34,6 +37,8 @@ from draftsmith.modules import (
     decode,
     policy_named,
 )
+from draftsmith.modules.atomic_files import file_sha256
+from draftsmith.modules.tuning.confidence_calibration import ConfidenceTally
 from support.artifacts import edit
 from support.families import CASES, randomised
 
@@ -54,6 +59,16 @@ def unsure(width: int = 24, tied: bool = False) -> AcceptanceHead:
 
 def stored(setting: SamplingSetting = GREEDY, **settings: float) -> StoredHead:
     return StoredHead(head=unsure(), setting=setting, most=5, least=1, provenance={"a": 1}, **settings)
+
+
+def figures() -> HeadMeasurements:
+    tally = ConfidenceTally()
+    tally.add(torch.tensor([0.2, 0.9]).log(), torch.tensor([0.5, 1.0]))
+    curve = tally.curve()
+    assert curve is not None
+    row = DraftedTokens(expected_accepted_length=2.0, by_rule={"acceptance head": 3.0, "product of q": None})
+    return HeadMeasurements(drafts=1, length=2, calibration=curve, calibration_error_unweighted=0.25, policy=row,
+                            fixed=(row, row))
 
 
 def saved(folder: Path, target: Target, *heads: StoredHead) -> Path:
@@ -81,6 +96,51 @@ def test_a_head_comes_back_as_it_was_with_its_rule(tmp_path: Path, tiny_target: 
     assert isinstance(own, SampledChain)
     assert isinstance(own.stop, RejectionRisk)
     assert own.stop.threshold == 0.4
+
+
+def test_figures_come_back_and_are_refused_when_changed(tmp_path: Path, tiny_target: Target) -> None:
+    folder = saved(tmp_path / "a", tiny_target, replace(stored(), measurements=figures()), stored(HOT))
+    heads = load_artifact(folder, tiny_target).heads
+    assert heads[0.0].measurements == figures()
+    assert heads[1.0].measurements is None
+    assert not (folder / "acceptance_heads" / "1" / "measurements.json").exists()
+    file = folder / "acceptance_heads" / "0" / "measurements.json"
+    text = file.read_text()
+    file.write_text(text.replace("3.0", "2.5"))
+    with pytest.raises(UserError, match=r"measurements.json does not have the hash that config.json names .*train the"):
+        load_artifact(folder, tiny_target)
+    file.write_text("{}")
+    edit(file.parent, measurements_sha256=file_sha256(file))
+    with pytest.raises(UserError, match=r"measurements.json is damaged: its content lacks drafts, .*; train the head"):
+        load_artifact(folder, tiny_target)
+    file.unlink()
+    with pytest.raises(UserError, match=r"measurements.json does not have the hash"):
+        load_artifact(folder, tiny_target)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"threshold": 1.5}, r"heads/0 is damaged \(threshold must be above 0 and below 1, got 1.5; .*; train the head"),
+    ({"least": 6}, r"heads/0 is damaged \(least and most must satisfy 1 <= least <= most, got 6 and 5"),
+    ({"least": "2"}, r"heads/0 is damaged \(least must be a whole number, got \"2\"\); train the head again"),
+    ({"sampling": {"temperature": 0.5}}, "holds the head for temperature 0.5; rename it to 0.5, or delete that folder"),
+    ({"head": {"num_layers": 2, "tie_blocks": False, "width": 10**9}}, "names states of width 1000000000, .* reads 24"),
+    ({"head": {"num_layers": 5, "tie_blocks": False, "width": 24}}, "names 5 blocks, model.safetensors holds 2"),
+    ({"head": {"num_layers": 10**9, "tie_blocks": False, "width": 24}}, "num_layers must be at most 256, got 10000000"),
+])
+def test_a_head_whose_description_is_wrong_is_refused(
+    tmp_path: Path, tiny_target: Target, changes: dict[str, object], message: str
+) -> None:
+    folder = saved(tmp_path / "a", tiny_target, stored())
+    edit(folder / "acceptance_heads" / "0", **changes)
+    with pytest.raises(UserError, match=message):
+        load_artifact(folder, tiny_target)
+
+
+def test_the_head_of_another_temperature_is_refused(tmp_path: Path, tiny_target: Target) -> None:
+    folder = saved(tmp_path / "a", tiny_target, stored(HOT))
+    shutil.copytree(folder / "acceptance_heads" / "1", folder / "acceptance_heads" / "0")
+    with pytest.raises(UserError, match="heads/0 holds the head for temperature 1; rename it to 1, or delete that"):
+        load_artifact(folder, tiny_target)
 
 
 def test_equal_heads_have_equal_bytes_and_a_new_artifact_has_none(tmp_path: Path, tiny_target: Target) -> None:
