@@ -114,8 +114,8 @@ def test_the_command_writes_the_head_of_a_temperature(tmp_path: Path, tiny: Targ
 @pytest.mark.parametrize(("heads", "words", "message"), [
     ((), "--format specdec", "holds an acceptance head, and this artifact has none; train one with drafts"),
     ((0.0, 1.0), "--format specdec", "has heads for the temperatures 0, 1; choose one with --temperature 1"),
-    ((0.0,), "--format specdec --temperature 0.5", "no acceptance head for temperature 0.5, only for 0; choose one of "
-                                                   "these, or train one with draftsmith specdec --temperatures '[0.5]'"),
+    ((0.0,), "--format specdec --temperature 0.5", "no acceptance head for temperature 0.5, only for 0; choose one "
+                                                   "of these, or train one with draftsmith specdec --temperatures"),
     ((0.0,), "--format huggingface --temperature 0", "temperature 0 chooses an acceptance head, of which the format "
                                                      "huggingface holds none; leave it out, or choose --format specd"),
 ])
