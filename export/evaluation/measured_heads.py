@@ -34,11 +34,9 @@ def measured_heads(artifacts: Mapping[str, Artifact], config: EvaluateConfig) ->
         artifacts: by their names in the report.
         config: settings of the evaluation: a head for other temperatures or filters says nothing about its answers.
     """
-    settings = [SamplingSetting(temperature=one, top_k=config.top_k, top_p=config.top_p, min_p=config.min_p,
-                                repetition_penalty=config.repetition_penalty) for one in config.degrees]
     found = []
     for name, artifact in artifacts.items():
-        for setting in settings:
+        for setting in map(config.sampling, config.degrees):
             head = artifact.heads.get(setting.temperature)
             if head is not None and head.setting == setting and head.measurements is not None:
                 found.append(MeasuredHead(name=name, setting=setting, threshold=head.threshold, least=head.least,

@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from draftsmith.export import (
     save_artifact,
     save_head,
 )
+from draftsmith.export.evaluation.runner import Runner
 from draftsmith.modules import (
     AcceptanceHead,
     AcceptanceHeadConfig,
@@ -238,6 +240,21 @@ def test_an_evaluation_takes_the_policy_by_name(tmp_path: Path, tiny_target_f64:
     assert Method.of(hot, policy="specdec", temperature=1.0).nodes(1, 1.0) == 6
     with pytest.raises(UserError, match="needs an acceptance head for temperature 0"):
         Method.of(hot, policy="specdec")
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"temperatures": (1.0,)}, "for temperature 1, top_k 20, but answers are sampled at temperature 1; train a head"),
+    ({"temperatures": (1.0, 0.5), "top_k": 20}, "needs an acceptance head for temperature 0.5, this artifact holds"),
+])
+def test_an_evaluation_of_other_answers_is_refused_before_any_answer(
+    tmp_path: Path, tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    artifact = load_artifact(saved(tmp_path / "a", tiny_target_f64, stored(HOT)), tiny_target_f64)
+    method = Method.of(artifact, policy="specdec", temperature=1.0)
+    monkeypatch.setattr(Runner, "run", lambda _: pytest.fail("something was decoded"))
+    with pytest.raises(UserError, match=message):
+        evaluate(tiny_target_f64, [method], {"one": [Question.single([1, 2, 3])]},
+                 EvaluateConfig(max_new_tokens=8, speed_prompts=0, **changes), progress=False)
 
 
 @pytest.mark.parametrize(("settings", "message"), [
