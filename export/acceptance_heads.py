@@ -28,6 +28,8 @@ from ..modules import (
 from ..modules.atomic_files import file_sha256, write_file
 from ..modules.json_records import read_object, read_record, typed_fields
 from ..modules.owned_folders import whole_folder
+from ..modules.tuning.drafted_tokens import HEAD as HEAD_RULE
+from ..modules.tuning.drafted_tokens import NAMES
 from .artifact_files import AGAIN, CONFIG, HEAD, HEADS, MEASUREMENTS, WEIGHTS
 
 FORMAT_VERSION = 1
@@ -42,8 +44,8 @@ FIELDS: dict[str, Any] = {
     "provenance": dict[str, Any], "versions": dict[str, str],
 }
 """Fields of config.json and their types; the hash of the measurements is one more."""
-RETRAIN = "train the head again with draftsmith specdec, or delete that folder"
-"""Remedy for a damaged head."""
+RETRAIN = "delete that folder and train the head again with draftsmith specdec"
+"""Remedy for a damaged head; an artifact with one is not loaded, for training either."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,13 @@ class HeadMeasurements:
     """The head's own policy, and the rules without a head at its accepted length."""
     fixed: tuple[DraftedTokens, ...]
     """All rules at the accepted lengths of 1, 2, ... drafted tokens, whatever the threshold of each."""
+
+    def __post_init__(self) -> None:
+        for row in (self.policy, *self.fixed):
+            if row.by_rule.keys() != set(NAMES):
+                raise ValueError(f"by_rule must name {', '.join(NAMES)}, got {', '.join(row.by_rule) or 'nothing'}")
+        if self.policy.by_rule[HEAD_RULE] is None:
+            raise ValueError(f"policy.by_rule lacks the tokens of {HEAD_RULE}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,10 +161,10 @@ def load_heads(artifact: Path, weights_sha256: str) -> dict[float, StoredHead]:
 
 
 def _load(folder: Path, weights_sha256: str) -> StoredHead:
-    config = read_object(folder / CONFIG, AGAIN)
+    config = read_object(folder / CONFIG, RETRAIN)
     if config.get("format_version") != FORMAT_VERSION:
         raise UserError(f"{folder} has acceptance head format version {config.get('format_version')}, this program "
-                        f"reads {FORMAT_VERSION}; train the head again with draftsmith specdec")
+                        f"reads {FORMAT_VERSION}; {RETRAIN}")
     try:
         config = typed_fields(config, FIELDS, {MEASURED: str})
     except ValueError as error:
@@ -183,14 +192,15 @@ def _check_owner(folder: Path, owner: dict[str, str], weights_sha256: str) -> No
     family, theirs = owner.get("family"), owner.get(DIGEST, "")
     if theirs != weights_sha256:
         raise UserError(f"{folder} judges the {family} drafter with the weights {theirs[:12]}..., this artifact's are "
-                        f"{weights_sha256[:12]}...; train a head for it with draftsmith specdec, or delete that folder")
+                        f"{weights_sha256[:12]}...; delete that folder and train a head for this drafter with "
+                        "draftsmith specdec")
 
 
 def _check_hash(file: Path, expected: str) -> None:
     """Refuse a changed file. Raises UserError."""
     if not file.is_file() or file_sha256(file) != expected:
-        raise UserError(f"{file} does not have the hash that {CONFIG} names ({expected[:12]}...); copy or train the "
-                        "head again")
+        raise UserError(f"{file} does not have the hash that {CONFIG} names ({expected[:12]}...); copy the head again, "
+                        f"or {RETRAIN}")
 
 
 def _head(folder: Path, shape: dict[str, Any]) -> AcceptanceHead:

@@ -1,7 +1,7 @@
 """Acceptance heads in a report: their calibration, and their drafted tokens against rules that need no training."""
 
 from ...modules import ConfidenceBin, ConfidenceCurve
-from ...modules.tuning.drafted_tokens import FIXED, HEAD
+from ...modules.tuning.drafted_tokens import HEAD, NAMES
 from ..acceptance_heads import HeadMeasurements
 from ..evaluation.measured_heads import MeasuredHead
 from .phrases import calibrated, number, percent
@@ -31,8 +31,7 @@ def title(head: MeasuredHead) -> str:
 def head_verdicts(found: HeadMeasurements) -> list[str]:
     """Sentences: how well calibrated a head is, what it drafts, and whether a rule without training drafts fewer."""
     curve, row = found.calibration, found.policy
-    others = {name: drafted for name, drafted in row.by_rule.items() if name != HEAD}
-    listed = ", ".join(f"{name} {number(drafted, 2)}" for name, drafted in others.items())
+    listed = ", ".join(f"{name} {number(row.by_rule[name], 2)}" for name in NAMES if name != HEAD)
     return [
         f"Of {curve.guesses:,} tokens in {found.drafts:,} drafts of {found.length} the head expected "
         f"{curve.mean_confidence:.1%} to be accepted, {curve.acceptance_rate:.1%} were: on average it is "
@@ -46,7 +45,7 @@ def head_verdicts(found: HeadMeasurements) -> list[str]:
 
 def _winner(drafted: dict[str, float | None]) -> str:
     """The rule that drafts fewest tokens at the head's accepted length; a rule without training wins a tie."""
-    known = {name: tokens for name, tokens in drafted.items() if tokens is not None and name != FIXED}
+    known = {name: tokens for name, tokens in drafted.items() if tokens is not None}
     head = known.pop(HEAD)
     if not known:
         return "No rule without training reaches that length."
@@ -61,11 +60,10 @@ def _winner(drafted: dict[str, float | None]) -> str:
 
 def drafted_table(found: HeadMeasurements) -> Table:
     """Drafted tokens of each rule: at the accepted length of the head's policy, then at those of fixed numbers."""
-    names = tuple(found.policy.by_rule)
     ends = [(f"{found.policy.expected_accepted_length:.2f} (the head's own policy)", found.policy)]
     ends += [(f"{row.expected_accepted_length:.2f}", row) for row in found.fixed]
-    return Table(("expected accepted length", *names), tuple(
-        (Cell(label), *(Cell(number(row.by_rule[name], 2)) for name in names)) for label, row in ends))
+    return Table(("expected accepted length", *NAMES), tuple(
+        (Cell(label), *(Cell(number(row.by_rule[name], 2)) for name in NAMES)) for label, row in ends))
 
 
 def reliability_table(found: HeadMeasurements) -> Table:

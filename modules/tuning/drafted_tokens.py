@@ -17,8 +17,10 @@ from .acceptance_examples import Rollouts
 
 SWEEP = (0.0, *torch.linspace(-14, 8, 300).sigmoid().tolist(), 2.0)
 """Thresholds: never, equally spaced in log-odds, always."""
-HEAD, PRODUCT, FIXED = "acceptance head", "product of q", "fixed number"
-"""Names of rules: SpecDec++'s, the path's own probability, and a number of tokens."""
+FIXED, BEFORE, AFTER, PRODUCT, HEAD = NAMES = (
+    "fixed number", "max q before", "max q after", "product of q", "acceptance head")
+"""Names of rules: a number of tokens; the probability of the likeliest token, with the unsure one dropped or kept; the
+path's probability; SpecDec++'s."""
 Lengths = Callable[[float], Tensor]
 """Tokens that each chain keeps under a threshold, [C]."""
 Point = tuple[float, float]
@@ -44,8 +46,8 @@ def rules(chains: Rollouts, estimates_CT: Tensor) -> dict[str, Lengths]:
     """
     peaks_CT, path_CT = chains.peaks_CT.exp(), chains.log_probs_CT.cumsum(1).exp()
     return {
-        "max q before": lambda bound: first(peaks_CT < bound) - (peaks_CT < bound).any(1).long(),
-        "max q after": lambda bound: first(peaks_CT < bound),
+        BEFORE: lambda bound: first(peaks_CT < bound) - (peaks_CT < bound).any(1).long(),
+        AFTER: lambda bound: first(peaks_CT < bound),
         PRODUCT: lambda bound: first(path_CT < bound),
         HEAD: lambda bound: kept_by_head(estimates_CT, bound),
     }

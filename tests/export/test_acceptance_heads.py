@@ -41,6 +41,7 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.atomic_files import file_sha256
 from draftsmith.modules.tuning.confidence_calibration import ConfidenceTally
+from draftsmith.modules.tuning.drafted_tokens import NAMES
 from support.artifacts import edit
 from support.families import CASES, randomised
 
@@ -68,7 +69,7 @@ def figures() -> HeadMeasurements:
     tally.add(torch.tensor([0.2, 0.9]).log(), torch.tensor([0.5, 1.0]))
     curve = tally.curve()
     assert curve is not None
-    row = DraftedTokens(expected_accepted_length=2.0, by_rule={"acceptance head": 3.0, "product of q": None})
+    row = DraftedTokens(expected_accepted_length=2.0, by_rule=dict.fromkeys(NAMES, 3.0) | {"product of q": None})
     return HeadMeasurements(drafts=1, length=2, calibration=curve, calibration_error_unweighted=0.25, policy=row,
                             fixed=(row, row))
 
@@ -109,21 +110,28 @@ def test_figures_come_back_and_are_refused_when_changed(tmp_path: Path, tiny_tar
     file = folder / "acceptance_heads" / "0" / "measurements.json"
     text = file.read_text()
     file.write_text(text.replace("3.0", "2.5"))
-    with pytest.raises(UserError, match=r"measurements.json does not have the hash that config.json names .*train the"):
+    with pytest.raises(UserError, match=r"measurements.json does not have the hash that config.json names .*delet"):
         load_artifact(folder, tiny_target)
     file.write_text("{}")
     edit(file.parent, measurements_sha256=file_sha256(file))
-    with pytest.raises(UserError, match=r"measurements.json is damaged: its content lacks drafts, .*; train the head"):
+    with pytest.raises(UserError, match=r"measurements.json is damaged: its content lacks drafts, .*; delete tha"):
         load_artifact(folder, tiny_target)
+    for change, message in (({"by_rule": {}}, "by_rule must name fixed number, .* got nothing"),
+                            ({"by_rule": dict.fromkeys(NAMES)}, "by_rule lacks the tokens of acceptance head")):
+        content = json.loads(text)
+        file.write_text(json.dumps({**content, "policy": {**content["policy"], **change}}))
+        edit(file.parent, measurements_sha256=file_sha256(file))
+        with pytest.raises(UserError, match=message):
+            load_artifact(folder, tiny_target)
     file.unlink()
     with pytest.raises(UserError, match=r"measurements.json does not have the hash"):
         load_artifact(folder, tiny_target)
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"threshold": 1.5}, r"heads/0 is damaged \(threshold must be above 0 and below 1, got 1.5; .*; train the head"),
+    ({"threshold": 1.5}, r"heads/0 is damaged \(threshold must be above 0 and below 1, got 1.5; .*; delete that fold"),
     ({"least": 6}, r"heads/0 is damaged \(least and most must satisfy 1 <= least <= most, got 6 and 5"),
-    ({"least": "2"}, r"heads/0 is damaged \(least must be a whole number, got \"2\"\); train the head again"),
+    ({"least": "2"}, r"heads/0 is damaged \(least must be a whole number, got \"2\"\); delete that folder and"),
     ({"sampling": {"temperature": 0.5}}, "holds the head for temperature 0.5; rename it to 0.5, or delete that folder"),
     ({"head": {"num_layers": 2, "tie_blocks": False, "width": 10**9}}, "names states of width 1000000000, .* reads 24"),
     ({"head": {"num_layers": 5, "tie_blocks": False, "width": 24}}, "names 5 blocks, model.safetensors holds 2"),
@@ -158,7 +166,7 @@ def test_the_head_of_another_drafter_is_refused(tmp_path: Path, tiny_target: Tar
     save_artifact(tmp_path / "b", other, tiny_target.identity, {}, TREE)
     shutil.copytree(first / "acceptance_heads", tmp_path / "b" / "acceptance_heads")
     with pytest.raises(UserError, match=r"judges the draft_lm drafter with the weights [0-9a-f]{12}\.\.\., this "
-                                        r"artifact's are [0-9a-f]{12}\.\.\.; train a head for it with draftsmith spec"):
+                                        r"artifact's are [0-9a-f]{12}\.\.\.; delete that folder and train a head for"):
         load_artifact(tmp_path / "b", tiny_target)
 
 
@@ -172,13 +180,13 @@ def test_a_damaged_head_is_refused(tmp_path: Path, tiny_target: Target) -> None:
     (place / "model.safetensors").write_bytes(weights)
     config = json.loads((place / "config.json").read_text())
     edit(place, head={**config["head"], "num_layers": 5})
-    with pytest.raises(UserError, match=r"acceptance_heads/0 is damaged .*; train the head again with draftsmith"):
+    with pytest.raises(UserError, match=r"acceptance_heads/0 is damaged .*; delete that folder and train the"):
         load_artifact(folder, tiny_target)
     edit(place, format_version=9)
-    with pytest.raises(UserError, match="has acceptance head format version 9, this program reads 1; train the head"):
+    with pytest.raises(UserError, match="has acceptance head format version 9, this program reads 1; delete that fol"):
         load_artifact(folder, tiny_target)
     (place / "config.json").unlink()
-    with pytest.raises(UserError, match=r"cannot read .*config\.json: No such file.*copy or train"):
+    with pytest.raises(UserError, match=r"cannot read .*config\.json: No such file.*delete that folder"):
         load_artifact(folder, tiny_target)
 
 

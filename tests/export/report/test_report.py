@@ -241,8 +241,8 @@ def a_head(drafted: dict[str, float | None], *, name: str = "draft_lm", temperat
                         measurements=found)
 
 
-RULES: dict[str, float | None] = {"fixed number": 1.0, "max q before": None, "product of q": 3.3,
-                                  "acceptance head": 3.0}
+RULES: dict[str, float | None] = {"acceptance head": 3.0, "fixed number": 3.6, "max q before": None,
+                                  "max q after": None, "product of q": 3.3}
 
 
 def test_acceptance_heads_have_a_section(tmp_path: Path) -> None:
@@ -257,6 +257,7 @@ def test_acceptance_heads_have_a_section(tmp_path: Path) -> None:
                   "Without training one does better: product of q drafts 10% fewer tokens than the head."):
         assert words in page
         assert words in text
+    assert "accepted length | fixed number | max q before | max q after | product of q | acceptance head |" in text
     assert page.count("<svg") == 4  # positions, reliability, speed, categories
     assert page.count("estimated acceptance, %") == 1
     assert "Acceptance heads" not in write_report(tmp_path, a_run())["html"].read_text()
@@ -267,7 +268,8 @@ def test_acceptance_heads_have_a_section(tmp_path: Path) -> None:
                                                  "drafts 7% fewer tokens than the head."),
     ({"max q before": 2.5}, "Without training one does better: max q before drafts 17%"),
     ({"product of q": 3.0}, "product of q drafts 0% fewer tokens than the head."),
-    ({"product of q": None}, "No rule without training reaches that length."),
+    ({"product of q": None, "fixed number": 2.9}, "Without training one does better: fixed number drafts 3%"),
+    ({"product of q": None, "fixed number": None}, "No rule without training reaches that length."),
 ])
 def test_a_free_rule_that_wins_is_named(drafted: dict[str, float | None], sentence: str) -> None:
     assert sentence in head_verdicts(a_head({**RULES, **drafted}).measurements)[-1]
