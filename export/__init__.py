@@ -1,9 +1,10 @@
 """Artifacts, checkpoint layouts of other projects, evaluation and its report."""
 
-from .acceptance_heads import StoredHead, save_head
+from .acceptance_heads import HeadMeasurements, StoredHead, save_head
 from .artifact import FORMAT_VERSION, Artifact, Drafting, load_artifact, read_description, save_artifact
 from .evaluation.contention import busy_warning
 from .evaluation.evaluate import evaluate
+from .evaluation.measured_heads import MeasuredHead, measured_heads
 from .evaluation.methods import EvaluateConfig, Method, PromptSets, Question
 from .evaluation.results import Evaluation, EvaluationRun, Lossless, Measures
 from .evaluation.target_drift import Drift, measure_drift, with_drift
@@ -14,7 +15,7 @@ from .layouts.medusa import import_medusa
 from .layouts.merged_target import export_adapted
 from .layouts.ppd import import_ppd
 from .layouts.registry import EVERY_FORMAT, FORMATS, export_artifact
-from .layouts.specdec import export_specdec, import_specdec
+from .layouts.specdec import export_head, export_specdec, import_specdec
 from .report.markdown import terminal_table, write_report
 from .tuning import Tuning, save_tuning
 
@@ -28,7 +29,9 @@ __all__ = [
     "EvaluateConfig",
     "Evaluation",
     "EvaluationRun",
+    "HeadMeasurements",
     "Lossless",
+    "MeasuredHead",
     "Measures",
     "Method",
     "PromptSets",
@@ -39,6 +42,7 @@ __all__ = [
     "evaluate",
     "export_adapted",
     "export_artifact",
+    "export_head",
     "export_specdec",
     "import_eagle",
     "import_hydra",
@@ -48,6 +52,7 @@ __all__ = [
     "import_specdec",
     "load_artifact",
     "measure_drift",
+    "measured_heads",
     "read_description",
     "save_artifact",
     "save_head",

@@ -1,7 +1,8 @@
 """Acceptance heads of an artifact: a folder for each temperature inside it, bound to the drafter by its weights' hash.
 
-`acceptance_heads/<temperature>/` holds config.json and model.safetensors, written whole or not at all. An artifact that
-is written anew loses its heads: they belong to the former weights.
+`acceptance_heads/<temperature>/` holds config.json, model.safetensors and, where the head was measured,
+measurements.json, written whole or not at all. An artifact that is written anew loses its heads: they belong to the
+former weights.
 """
 
 import json
@@ -13,14 +14,63 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from ..modules import AcceptanceHead, AcceptanceHeadConfig, Policy, RejectionRisk, SamplingSetting, UserError, chain_for
+from ..modules import (
+    AcceptanceHead,
+    AcceptanceHeadConfig,
+    ConfidenceCurve,
+    DraftedTokens,
+    Policy,
+    RejectionRisk,
+    SamplingSetting,
+    UserError,
+    chain_for,
+)
 from ..modules.atomic_files import file_sha256, write_file
-from ..modules.json_records import read_object
+from ..modules.json_records import read_object, read_record, typed_fields
 from ..modules.owned_folders import whole_folder
-from .artifact_files import AGAIN, CONFIG, HEAD, HEADS, WEIGHTS
+from ..modules.tuning.drafted_tokens import HEAD as HEAD_RULE
+from ..modules.tuning.drafted_tokens import NAMES
+from .artifact_files import AGAIN, CONFIG, HEAD, HEADS, MEASUREMENTS, WEIGHTS
 
 FORMAT_VERSION = 1
 """Raised when a reader of the previous version could not read the new files."""
+
+
+MEASURED, DIGEST = "measurements_sha256", "weights_sha256"
+"""Keys of the hashes in config.json."""
+FIELDS: dict[str, Any] = {
+    "format": str, "format_version": int, "head": dict[str, Any], "drafter": dict[str, str],
+    "sampling": SamplingSetting, "threshold": float, "least": int, "most": int, DIGEST: str,
+    "provenance": dict[str, Any], "versions": dict[str, str],
+}
+"""Fields of config.json and their types; the hash of the measurements is one more."""
+RETRAIN = "delete that folder and train the head again with draftsmith specdec"
+"""Remedy for a damaged head; an artifact with one is not loaded, for training either."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadMeasurements:
+    """Figures of a head on whole drafts after prompts that neither it nor the drafter was trained on."""
+
+    drafts: int
+    """Number of drafts."""
+    length: int
+    """Tokens of each."""
+    calibration: ConfidenceCurve
+    """Reliability: the exact acceptance of drafted tokens by the head's estimate of it."""
+    calibration_error_unweighted: float
+    """Expected calibration error once the estimates are freed from the loss's weights."""
+    policy: DraftedTokens
+    """The head's own policy, and the rules without a head at its accepted length."""
+    fixed: tuple[DraftedTokens, ...]
+    """All rules at the accepted lengths of 1, 2, ... drafted tokens, whatever the threshold of each."""
+
+    def __post_init__(self) -> None:
+        for row in (self.policy, *self.fixed):
+            if row.by_rule.keys() != set(NAMES):
+                raise ValueError(f"by_rule must name {', '.join(NAMES)}, got {', '.join(row.by_rule) or 'nothing'}")
+        if self.policy.by_rule[HEAD_RULE] is None:
+            raise ValueError(f"policy.by_rule lacks the tokens of {HEAD_RULE}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +88,9 @@ class StoredHead:
     most: int = 20
     """Most tokens of a draft."""
     provenance: dict[str, Any] = field(default_factory=dict)
-    """Settings of the fit and its measurements, JSON-ready."""
+    """Settings of the fit and what came of it, JSON-ready."""
+    measurements: HeadMeasurements | None = None
+    """Figures for the report; None where it was not measured."""
 
     def __post_init__(self) -> None:
         check_rule(self.threshold, self.least, self.most)
@@ -52,9 +104,10 @@ class StoredHead:
 def check_rule(threshold: float, least: int, most: int) -> None:
     """Refuse a risk or lengths out of their range. Raises UserError."""
     if not 0 < threshold < 1:
-        raise UserError(f"threshold must be above 0 and below 1, got {threshold}")
+        raise UserError(f"threshold must be above 0 and below 1, got {threshold}; choose a risk such as 0.7")
     if not 1 <= least <= most:
-        raise UserError(f"least and most must satisfy 1 <= least <= most, got {least} and {most}")
+        raise UserError(f"least and most must satisfy 1 <= least <= most, got {least} and {most}; lower least or raise "
+                        "most")
 
 
 def save_head(artifact: Path, stored: StoredHead) -> Path:
@@ -78,11 +131,17 @@ def save_head(artifact: Path, stored: StoredHead) -> Path:
             "drafter": {"family": owner["family"], "weights_sha256": owner["weights_sha256"]},
             "sampling": asdict(stored.setting),
             "threshold": stored.threshold, "least": stored.least, "most": stored.most,
-            "weights_sha256": file_sha256(partial / WEIGHTS), "provenance": stored.provenance,
+            DIGEST: file_sha256(partial / WEIGHTS), "provenance": stored.provenance,
             "versions": {name: version(name) for name in ("draftsmith", "torch", "safetensors")},
         }
-        write_file(partial / CONFIG, json.dumps(content, indent=2, sort_keys=True) + "\n")
+        if stored.measurements is not None:
+            content[MEASURED] = file_sha256(write_file(partial / MEASUREMENTS, _json(asdict(stored.measurements))))
+        write_file(partial / CONFIG, _json(content))
     return folder
+
+
+def _json(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n"
 
 
 def load_heads(artifact: Path, weights_sha256: str) -> dict[float, StoredHead]:
@@ -102,25 +161,64 @@ def load_heads(artifact: Path, weights_sha256: str) -> dict[float, StoredHead]:
 
 
 def _load(folder: Path, weights_sha256: str) -> StoredHead:
-    config = read_object(folder / CONFIG, AGAIN)
+    config = read_object(folder / CONFIG, RETRAIN)
     if config.get("format_version") != FORMAT_VERSION:
         raise UserError(f"{folder} has acceptance head format version {config.get('format_version')}, this program "
-                        f"reads {FORMAT_VERSION}; train the head again with draftsmith specdec")
+                        f"reads {FORMAT_VERSION}; {RETRAIN}")
     try:
-        owner, head = config["drafter"], config["head"]
-        if owner["weights_sha256"] != weights_sha256:
-            raise UserError(f"{folder} judges the {owner['family']} drafter with the weights "
-                            f"{owner['weights_sha256'][:12]}..., this artifact's are {weights_sha256[:12]}...; train a "
-                            "head for it with draftsmith specdec, or delete that folder")
-        if file_sha256(folder / WEIGHTS) != config["weights_sha256"]:
-            raise UserError(f"{folder / WEIGHTS} does not have the hash that {CONFIG} names "
-                            f"({config['weights_sha256'][:12]}...); copy or train the head again")
-        made = AcceptanceHead(AcceptanceHeadConfig(num_layers=head["num_layers"], tie_blocks=head["tie_blocks"]),
-                              head["width"])
-        made.load_state_dict(load_file(folder / WEIGHTS))
-        return StoredHead(head=made.eval(), setting=SamplingSetting(**config["sampling"]),
-                          threshold=config["threshold"], least=config["least"], most=config["most"],
-                          provenance=config["provenance"])
-    except (KeyError, TypeError, RuntimeError, OSError, SafetensorError) as error:
-        raise UserError(f"{folder} is damaged ({' '.join(str(error).split())}); train the head again with draftsmith "
-                        "specdec, or delete that folder") from error
+        config = typed_fields(config, FIELDS, {MEASURED: str})
+    except ValueError as error:
+        raise _damaged(folder, error) from error
+    _check_owner(folder, config["drafter"], weights_sha256)
+    _check_hash(folder / WEIGHTS, config[DIGEST])
+    measurements = _measurements(folder, config)
+    try:
+        stored = StoredHead(
+            head=_head(folder, config["head"]), setting=config["sampling"], measurements=measurements,
+            **{name: config[name] for name in ("threshold", "least", "most", "provenance")})
+    except (KeyError, TypeError, ValueError, RuntimeError, OSError, SafetensorError) as error:
+        raise _damaged(folder, error) from error
+    if folder.name != (own := f"{stored.setting.temperature:g}"):
+        raise UserError(f"{folder} holds the head for temperature {own}; rename it to {own}, or delete that folder")
+    return stored
+
+
+def _damaged(folder: Path, error: Exception) -> UserError:
+    return UserError(f"{folder} is damaged ({' '.join(str(error).split())}); {RETRAIN}")
+
+
+def _check_owner(folder: Path, owner: dict[str, str], weights_sha256: str) -> None:
+    """Refuse the head of another drafter. Raises UserError."""
+    family, theirs = owner.get("family"), owner.get(DIGEST, "")
+    if theirs != weights_sha256:
+        raise UserError(f"{folder} judges the {family} drafter with the weights {theirs[:12]}..., this artifact's are "
+                        f"{weights_sha256[:12]}...; delete that folder and train a head for this drafter with "
+                        "draftsmith specdec")
+
+
+def _check_hash(file: Path, expected: str) -> None:
+    """Refuse a changed file. Raises UserError."""
+    if not file.is_file() or file_sha256(file) != expected:
+        raise UserError(f"{file} does not have the hash that {CONFIG} names ({expected[:12]}...); copy the head again, "
+                        f"or {RETRAIN}")
+
+
+def _head(folder: Path, shape: dict[str, Any]) -> AcceptanceHead:
+    weights = load_file(folder / WEIGHTS)
+    settings = AcceptanceHeadConfig(num_layers=shape["num_layers"], tie_blocks=shape["tie_blocks"])
+    blocks = sum(name.startswith("blocks.") for name in weights) // 2
+    # Compared before a layer is made: a wrong number could ask for all memory.
+    if (claimed := 1 if settings.tie_blocks else settings.num_layers) != blocks:
+        raise ValueError(f"{CONFIG} names {claimed} blocks, {WEIGHTS} holds {blocks}")
+    if shape["width"] != (width := weights["output.weight"].shape[1]):
+        raise ValueError(f"{CONFIG} names states of width {shape['width']}, {WEIGHTS} reads {width}")
+    head = AcceptanceHead(settings, width)
+    head.load_state_dict(weights)
+    return head.eval()
+
+
+def _measurements(folder: Path, config: dict[str, Any]) -> HeadMeasurements | None:
+    if MEASURED not in config:
+        return None
+    _check_hash(folder / MEASUREMENTS, config[MEASURED])
+    return read_record(HeadMeasurements, folder / MEASUREMENTS, RETRAIN)

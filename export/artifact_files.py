@@ -4,6 +4,8 @@ import json
 from typing import Any
 
 CONFIG, WEIGHTS, CARD, TUNING = "config.json", "model.safetensors", "README.md", "tuning.json"
+MEASUREMENTS = "measurements.json"
+"""The file of a head with its figures."""
 HEADS = "acceptance_heads"
 """Folder of the acceptance heads."""
 HEAD = "acceptance head"

@@ -52,6 +52,7 @@ from .tuning.acceptance_examples import Examples, Rollouts, chain_for, mixed_exa
 from .tuning.confidence_calibration import Confidence, ConfidenceBin, ConfidenceCurve, replay_noting
 from .tuning.copy_sizing import CopySizing, CopyTrial, size_copies
 from .tuning.cost_model import CostCurve, CostModel, Sample, TreeChoice, choose_size
+from .tuning.drafted_tokens import DraftedTokens
 from .tuning.held_out_ranks import chance_table, rank_table
 from .tuning.replay_acceptance import Acceptance, decoded_acceptance, replay
 from .tuning.replay_target import Replay
@@ -99,6 +100,7 @@ __all__ = [
     "DraftLMConfig",
     "DraftState",
     "Drafted",
+    "DraftedTokens",
     "Drafter",
     "Drafts",
     "Drawn",

@@ -21,7 +21,7 @@ COMMANDS = {
     "specdec": ("acceptance_head", "artifact and data -> acceptance heads, by which its drafts end: policy specdec"),
     "plan": ("memory_plan", "recipe -> its parameters and memory, without running anything"),
     "evaluate": ("artifact_commands", "artifact and prompts -> acceptance, speed, losslessness: JSON, Markdown, HTML"),
-    "export": ("artifact_commands", "artifact -> files in the layout of a serving engine"),
+    "export": ("artifact_commands", "artifact -> files in the layout of another project or a serving engine"),
     "generate": ("artifact_commands", "prompt -> answer, drafted and verified, printed as it grows"),
 }
 """Each command: the file whose COMMANDS defines it, and its line in `draftsmith --help`."""

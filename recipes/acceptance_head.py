@@ -9,12 +9,15 @@ import torch
 
 from ..data import Manifest
 from ..data.token_store import TokenShard
-from ..export import Artifact, StoredHead, load_artifact, save_head
+from ..export import Artifact, HeadMeasurements, StoredHead, load_artifact, save_head
 from ..export.acceptance_heads import check_rule
+from ..export.report.acceptance_heads import head_verdicts
 from ..modules import (
+    AcceptanceHead,
     AcceptanceHeadConfig,
     Examples,
     Features,
+    Rollouts,
     SamplingSetting,
     TargetConfig,
     UserError,
@@ -22,12 +25,19 @@ from ..modules import (
     rollouts,
 )
 from ..modules.config_checks import check_sizes
+from ..modules.tuning.drafted_tokens import at_fixed_numbers, at_head, rules
 from ..modules.verification.sampling import TEMPERATURES, is_temperature
-from ..trainers.acceptance_head import HeadFit, HeadFitConfig, fit_head, reliability
+from ..trainers.acceptance_head import HeadFitConfig, fit_head, reliability
 from .artifact_commands import own_target
 from .chat_settings import artifact_target
 from .parsing import Command, Parsed
 from .terminal_text import say
+
+UNMEASURED = ("the data hold out no prompts (distill.validation_prompts is 0): no report will have figures of this "
+              "head")
+"""Sentence where there is nothing to measure a head on."""
+Rows = list[tuple[list[int], list[bool]]]
+"""(tokens, supervised) of conversations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +59,9 @@ class LabelConfig:
     """Tokens of a rolled-out draft."""
     examples: int = 24000
     """Drafted tokens for each head, held-out ones included; fewer where the data end before."""
+    measured: int = 4000
+    """Drafted tokens of the figures in the report, after prompts that the data hold out; fewer where these end before.
+    """
     max_new_tokens: int = 128
     """Longest answer that is drafted for, in tokens."""
     batch_size: int = 8
@@ -61,7 +74,7 @@ class LabelConfig:
     def __post_init__(self) -> None:
         if self.origin not in ("rollouts", "mixing"):
             raise UserError(f"labels.origin must be rollouts or mixing, got {self.origin!r}")
-        for name in ("length", "examples", "max_new_tokens", "batch_size"):
+        for name in ("length", "examples", "measured", "max_new_tokens", "batch_size"):
             check_sizes(**{f"labels.{name}": getattr(self, name)})
         if not self.temperatures or not all(map(is_temperature, self.temperatures)):
             raise UserError(f"labels.temperatures must each be {TEMPERATURES}, got {list(self.temperatures)}")
@@ -108,6 +121,12 @@ class SpecdecArguments:
     rule: RuleConfig = field(default_factory=RuleConfig)
     """The stopping rule that a head decides."""
 
+    def __post_init__(self) -> None:
+        if self.rule.least > self.labels.length:
+            raise UserError(f"rule.least must be at most labels.length {self.labels.length}, got {self.rule.least}: "
+                            "the head would decide nothing in the drafts that it learns from; lower it, or raise "
+                            "labels.length")
+
 
 def specdec(parsed: Parsed[SpecdecArguments]) -> None:
     """Train acceptance heads for an artifact's drafter: its drafts then end where a rejection is likely."""
@@ -116,26 +135,28 @@ def specdec(parsed: Parsed[SpecdecArguments]) -> None:
     folder = given.data or given.artifact.parent / "data"
     manifest = Manifest.load(folder)
     manifest.target.require_same(artifact.identity)
-    rows = list(data_rows(folder, manifest))
+    rows, unseen = (list(data_rows(folder, manifest, name)) for name in ("train", "validation"))
     for number, setting in enumerate(given.labels.settings(), 1):
         say(f"[{number}/{len(given.labels.settings())}] acceptance head for {setting}")
         examples = make_examples(artifact, rows, setting, given.labels)
         learned, held_out = split(examples, given.fit.held_out)
         fitted = fit_head(learned, held_out, given.head, given.fit, artifact.target.device)
-        facts = measurements(fitted, held_out, given.fit)
+        found = measured(artifact, fitted.head, unseen, setting, given) if unseen else None
+        facts = {"examples": len(examples.chances_E), "epoch": fitted.epoch, "loss": fitted.loss,
+                 "divergence": fitted.divergence}
         provenance = {name: parsed.settings[name] for name in ("labels", "fit")}
         save_head(given.artifact, StoredHead(
-            head=fitted.head, setting=setting, **asdict(given.rule),
-            provenance={**provenance, "data_manifest": manifest.hash, "held_out": facts}))
-        say(f"     {len(examples.chances_E)} drafted tokens, {facts['acceptance_rate']:.0%} accepted; calibration "
-            f"error {facts['calibration_error']:.3f}, {facts['calibration_error_unweighted']:.3f} without the loss's "
-            f"weights; divergence {facts['divergence']:.3f} nats")
+            head=fitted.head, setting=setting, **asdict(given.rule), measurements=found,
+            provenance={**provenance, "data_manifest": manifest.hash, "fitted": facts}))
+        say(f"     fitted to {len(examples.chances_E)} drafted tokens")
+        for sentence in [UNMEASURED] if found is None else head_verdicts(found):
+            say(f"     {sentence}")
     say(f"{given.artifact} holds the heads; draft with --policy specdec (or specdec-{given.rule.threshold:g})")
 
 
-def data_rows(folder: Path, manifest: Manifest) -> Iterator[tuple[list[int], list[bool]]]:
-    """(tokens, supervised) of each training row with an answer, in the order of the shards."""
-    for record in manifest.split("train"):
+def data_rows(folder: Path, manifest: Manifest, name: str) -> Iterator[tuple[list[int], list[bool]]]:
+    """(tokens, supervised) of each row of a split with an answer, in the order of the shards."""
+    for record in manifest.split(name):
         shard = TokenShard.read(folder / record.file, record.sha256)
         for row in range(shard.num_rows):
             start, stop = shard.span(row)
@@ -144,16 +165,19 @@ def data_rows(folder: Path, manifest: Manifest) -> Iterator[tuple[list[int], lis
                 yield shard.tokens_T[start:stop].tolist(), supervised
 
 
-def make_examples(
-    artifact: Artifact, rows: list[tuple[list[int], list[bool]]], setting: SamplingSetting, config: LabelConfig
-) -> Examples:
+def chains(artifact: Artifact, rows: Rows, setting: SamplingSetting, config: LabelConfig, tokens: int) -> Rollouts:
+    """Whole drafts of so many tokens in all, while the target answers the prompts of rows."""
+    prompts = [row[: max(1, supervised.index(True))] for row, supervised in rows]
+    return rollouts(artifact.target, artifact.drafter, prompts, setting, length=config.length,
+                    max_new_tokens=config.max_new_tokens, most=-(-tokens // config.length),
+                    batch_size=config.batch_size, seed=config.seed)
+
+
+def make_examples(artifact: Artifact, rows: Rows, setting: SamplingSetting, config: LabelConfig) -> Examples:
     """Examples for one sampling, those of one conversation next to each other."""
     target, drafter = artifact.target, artifact.drafter
     if config.origin == "rollouts":
-        prompts = [tokens[: max(1, supervised.index(True))] for tokens, supervised in rows]
-        return rollouts(target, drafter, prompts, setting, length=config.length, max_new_tokens=config.max_new_tokens,
-                        most=-(-config.examples // config.length), batch_size=config.batch_size,
-                        seed=config.seed).examples()
+        return chains(artifact, rows, setting, config, config.examples).examples()
     generator, found = torch.Generator().manual_seed(config.seed), list[Examples]()
     for tokens, supervised in rows:
         stop = supervised.index(True) + config.max_new_tokens
@@ -171,13 +195,20 @@ def split(examples: Examples, held_out: float) -> tuple[Examples, Examples]:
             Examples(states_ED=examples.states_ED[first:], chances_E=examples.chances_E[first:]))
 
 
-def measurements(fitted: HeadFit, held_out: Examples, config: HeadFitConfig) -> dict[str, Any]:
-    """Held-out facts about a head, JSON-ready."""
-    curve, freed = reliability(fitted.head, held_out), reliability(fitted.head, held_out, config)
-    return {"examples": curve.guesses, "acceptance_rate": curve.acceptance_rate, "epoch": fitted.epoch,
-            "divergence": fitted.divergence, "loss": fitted.loss,
-            "calibration_error": curve.expected_calibration_error,
-            "calibration_error_unweighted": freed.expected_calibration_error}
+def measured(
+    artifact: Artifact, head: AcceptanceHead, unseen: Rows, setting: SamplingSetting, given: SpecdecArguments
+) -> HeadMeasurements:
+    """Figures of a head on drafts after prompts that the data hold out."""
+    found = chains(artifact, unseen, setting, given.labels, given.labels.measured)
+    states_CTD = found.states_CTD.to(artifact.target.device)
+    estimates_CT = head.log_acceptance(states_CTD).exp().cpu()
+    rule = given.rule
+    curve, freed = (reliability(head, found.examples(), config) for config in (None, given.fit))
+    return HeadMeasurements(
+        drafts=len(found.chances_CT), length=found.chances_CT.shape[1], calibration=curve,
+        calibration_error_unweighted=freed.expected_calibration_error,
+        policy=at_head(found, estimates_CT, rule.threshold, rule.least, rule.most),
+        fixed=at_fixed_numbers(found, rules(found, estimates_CT)))
 
 
 COMMANDS: dict[str, Command[Any]] = {

@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,14 @@ from ..export import (
     evaluate,
     export_adapted,
     export_artifact,
+    export_head,
     load_artifact,
+    measured_heads,
     terminal_table,
     with_drift,
     write_report,
 )
+from ..export.layouts.specdec import SPECDEC_FORMAT
 from ..modules import (
     STATIC,
     DecodeSettings,
@@ -101,6 +104,8 @@ def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
     result = evaluate(changed or target, methods, questions, given.evaluate, references=given.references)
     if changed is not None:
         result = with_drift(result, target, changed, questions, max_new_tokens=given.evaluate.max_new_tokens)
+    called = [name or artifact.drafter.family for artifact, name in zip(artifacts, names(folders), strict=True)]
+    result = replace(result, heads=measured_heads(dict(zip(called, artifacts, strict=True)), given.evaluate))
     written = write_report(given.out, result, artifacts[0] if artifacts else None)
     say(terminal_table(result))
     say(f"{written['html']} shows it with plots")
@@ -220,26 +225,37 @@ class ExportArguments:
     artifact: Path
     """Folder of the artifact."""
     format: str
-    """Name of the layout: eagle, huggingface, hydra or medusa; or merged, for an artifact that changes its target: that
-    target as a model."""
+    """Name of the layout: eagle, huggingface, hydra, kangaroo or medusa; merged, for an artifact that changes its
+    target: that target as a model; or specdec: an acceptance head of the artifact."""
     out: Path
     """New or empty folder for it."""
+    temperature: float | None = None
+    """With specdec, the temperature whose head is written; null takes the only one."""
     target: TargetConfig = field(default_factory=own_target)
     """The target; the one that the artifact names by default."""
     trust: bool = False
     """Import the class that the artifact names where its family is none of this package's, which runs its code."""
 
+    def __post_init__(self) -> None:
+        if self.format not in EVERY_FORMAT:
+            raise UserError(f"unknown export format {self.format!r}; choose one of {', '.join(EVERY_FORMAT)}")
+        if self.temperature is not None and self.format != SPECDEC_FORMAT:
+            raise UserError(f"temperature {self.temperature:g} chooses an acceptance head, of which the format "
+                            f"{self.format} holds none; leave it out, or choose --format {SPECDEC_FORMAT}")
+
 
 def export(parsed: Parsed[ExportArguments]) -> None:
-    """Write an artifact in the layout of a serving engine."""
+    """Write an artifact in the layout of another project."""
     given = parsed.values
-    if given.format not in EVERY_FORMAT:
-        raise UserError(f"unknown export format {given.format!r}; choose one of {', '.join(EVERY_FORMAT)}")
     target = artifact_target(given.artifact, given.target)
     artifact = load_artifact(given.artifact, target, trust=given.trust)
-    folder = (export_artifact(artifact, target, given.format, given.out) if artifact.adapter is None
-              else export_adapted(artifact, given.format, given.out))
-    say(f"{folder} holds the artifact in the layout {given.format}")
+    if given.format == SPECDEC_FORMAT:
+        folder = export_head(artifact, given.out, given.temperature)
+    elif artifact.adapter is None:
+        folder = export_artifact(artifact, target, given.format, given.out)
+    else:
+        folder = export_adapted(artifact, given.format, given.out)
+    say(f"{folder} holds the {'head' if given.format == SPECDEC_FORMAT else 'artifact'} in the layout {given.format}")
 
 
 COMMANDS: dict[str, Command[Any]] = {

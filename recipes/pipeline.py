@@ -20,6 +20,7 @@ from ..export import (
     busy_warning,
     evaluate,
     load_artifact,
+    measured_heads,
     save_artifact,
     save_tuning,
     terminal_table,
@@ -178,6 +179,7 @@ def evaluate_stage(workspace: Workspace) -> Sequence[Path]:
     result = evaluate(artifact.target, methods, questions, config, references=workspace.recipe.references)
     if artifact.adapter is not None:
         result = with_drift(result, workspace.target, artifact.target, questions, max_new_tokens=config.max_new_tokens)
+    result = replace(result, heads=measured_heads({artifact.drafter.family: artifact}, config))
     written = write_report(workspace.out, result, artifact)
     say(f"\n{terminal_table(result)}\n\n{written['html']} shows it with plots")
     return list(written.values())

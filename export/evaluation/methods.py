@@ -11,6 +11,7 @@ from ...modules import (
     Ensemble,
     Policy,
     Proposer,
+    SamplingSetting,
     Target,
     Topology,
     Union,
@@ -119,6 +120,11 @@ class EvaluateConfig:
             return 0
         least = math.lcm(*self.batches)
         return min(max(self.speed_prompts, least), members) // least * least
+
+    def sampling(self, temperature: float) -> SamplingSetting:
+        """The sampling of the answers at one of the temperatures."""
+        return SamplingSetting(temperature=temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p,
+                               repetition_penalty=self.repetition_penalty)
 
     def settings(self, batch_size: int) -> DecodeSettings:
         """The decoding loop's settings for a batch of this many rows."""

@@ -9,6 +9,7 @@ import numpy as np
 from ...modules import ConfidenceCurve, repeats_itself
 from ...modules.tuning.draft_model_sizing import memory_bound_speedup
 from .bootstrap import Draws, Floats, Interval, interval
+from .measured_heads import MeasuredHead
 from .sample_records import SampleAnswer
 from .uniformity import Distribution, distribution_of
 
@@ -229,12 +230,15 @@ class EvaluationRun:
     """One for each temperature, batch size and method, in the orders given, the methods changing fastest."""
     samples: tuple[SampleAnswer, ...] = ()
     """Three answers of the first evaluation, with the author of each token."""
+    heads: tuple[MeasuredHead, ...] = ()
+    """Acceptance heads of the artifacts for these answers; none where no artifact has any."""
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON: "header", at the top level the first method at its first temperature and batch size as the main
         result, and everything as a flat list under "measurements"."""
         return {"header": self.header, **self.evaluations[0].to_dict(),
                 "sample_answers": [asdict(one) for one in self.samples],
+                "acceptance_heads": [asdict(one) for one in self.heads],
                 "measurements": [record for one in self.evaluations for record in one.measurements()]}
 
     @property

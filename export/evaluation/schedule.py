@@ -47,9 +47,10 @@ class Schedule:
 
         Raises:
             UserError: if there is no method or no prompt, two methods share a name, or a prompt set has too few prompts
-                for whole timed batches of every size.
+                for whole timed batches of every size; if a policy was made for other temperatures or filters.
         """
         _check(methods)
+        _check_sampling(methods, config)
         entries = _entries(prompt_sets, config)
         return cls(methods=tuple(methods), config=config, entries=entries, groups=_groups(entries, config))
 
@@ -87,6 +88,13 @@ def _check(methods: Sequence[Method]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise UserError(f"{names.count(name)} methods are called {name!r}; name each artifact and baseline once")
+
+
+def _check_sampling(methods: Sequence[Method], config: EvaluateConfig) -> None:
+    """Refuse a policy for other answers before the target has answered anything. Raises UserError."""
+    for policy_for in (method.policy_for for method in methods if method.policy_for is not None):
+        for temperature in config.degrees:
+            policy_for(config.batches[0], temperature).check_sampling(config.sampling(temperature))
 
 
 def _entries(prompt_sets: PromptSets, config: EvaluateConfig) -> tuple[Entry, ...]:

@@ -12,10 +12,11 @@ from .kangaroo import export_kangaroo
 from .medusa import export_medusa
 from .merged_target import ADAPTED_FORMATS
 from .ppd import export_ppd
+from .specdec import SPECDEC_FORMAT
 
 
 def export_artifact(artifact: Artifact, target: Target, format_name: str, out: Path) -> Path:
-    """Write `artifact` in the layout of a serving engine to `out` (new, empty, or an earlier export); returns it.
+    """Write `artifact` in the layout of another project to `out` (new, empty, or an earlier export); returns it.
 
     Raises:
         UserError: if the format is unknown or cannot hold the drafter, or `out` cannot be written.
@@ -23,8 +24,10 @@ def export_artifact(artifact: Artifact, target: Target, format_name: str, out: P
     if artifact.adapter is not None:
         raise ValueError("an artifact that changes its target is exported by draftsmith.export.layouts.merged_target")
     if format_name not in EXPORTERS:
-        merged = "; merged is for an artifact that changes its target" if format_name in ADAPTED_FORMATS else ""
-        raise UserError(f"unknown export format {format_name!r}; choose one of {', '.join(FORMATS)}{merged}")
+        others = dict.fromkeys(ADAPTED_FORMATS, "; merged is for an artifact that changes its target")
+        others[SPECDEC_FORMAT] = f"; {SPECDEC_FORMAT} holds an acceptance head, which export_head writes"
+        raise UserError(f"unknown export format {format_name!r}; choose one of {', '.join(FORMATS)}"
+                        f"{others.get(format_name, '')}")
     if artifact.drafter.export_refusal is not None:
         raise UserError(artifact.drafter.export_refusal)
     EXPORTERS[format_name](artifact.drafter, target, out)
@@ -42,5 +45,5 @@ EXPORTERS: dict[str, Callable[[Drafter, Target, Path], None]] = {
 """Writers of the formats, by name."""
 FORMATS: tuple[str, ...] = tuple(EXPORTERS)
 """Names of formats that `export_artifact` accepts."""
-EVERY_FORMAT: tuple[str, ...] = tuple(sorted({*EXPORTERS, *ADAPTED_FORMATS}))
-"""The same, with those of artifacts that change their target."""
+EVERY_FORMAT: tuple[str, ...] = tuple(sorted({*FORMATS, *ADAPTED_FORMATS, SPECDEC_FORMAT}))
+"""The same, with those of artifacts that change their target and of acceptance heads."""

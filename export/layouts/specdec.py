@@ -6,24 +6,64 @@ with L blocks; the second class is acceptance. The official code repeats one blo
 Shapes: D width of the drafter's states.
 """
 
-import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ...modules import AcceptanceHead, AcceptanceHeadConfig, UserError
-from ...modules.atomic_files import write_file
-from ...modules.owned_folders import whole_folder
-from .layout_folder import EXPORT, stored
+from ..acceptance_heads import StoredHead
+from ..artifact import Artifact
+from .layout_folder import layout_readme, stored, write_layout
 from .safetensors_reader import read_config, read_tensors
 
+SPECDEC_FORMAT = "specdec"
+"""Name of the layout."""
 HEAD_FILE = "model.safetensors"
+"""The official code reads the same tensors from pytorch_model.bin."""
 
 
-def export_specdec(head: AcceptanceHead, out: Path) -> Path:
+def export_head(artifact: Artifact, out: Path, temperature: float | None = None) -> Path:
+    """Write an acceptance head of an artifact to `out` (new, empty or an earlier export); returns it.
+
+    Args:
+        temperature: of the answers that the head is for; None takes the only one.
+
+    Raises:
+        UserError: if the artifact has no such head, or several where none is named; if the head's blocks are separate,
+            or `out` cannot be written.
+    """
+    chosen = _chosen(artifact, temperature)
+    return export_specdec(chosen.head, out, layout_readme(
+        "Acceptance head", artifact.target,
+        f"It judges the tokens of a {artifact.drafter.family} drafter by that drafter's states, for answers and drafts "
+        f"sampled at {chosen.setting}: the layout itself says neither. Its rule: drafts of {chosen.least} to "
+        f"{chosen.most} tokens end at a risk above {chosen.threshold:g}.",
+        "The layout is that of Kaffaljidhmah2/SpecDec_pp, which reads a pickle:",
+        "```python\nimport torch\nfrom safetensors.torch import load_file\n\n"
+        f'torch.save(load_file("{HEAD_FILE}"), "pytorch_model.bin")\n```'))
+
+
+def _chosen(artifact: Artifact, temperature: float | None) -> StoredHead:
+    heads = artifact.heads
+    held = ", ".join(f"{one:g}" for one in sorted(heads))
+    if not heads:
+        raise UserError(f"the format {SPECDEC_FORMAT} holds an acceptance head, and this artifact has none; train one "
+                        "with draftsmith specdec")
+    if temperature is None and len(heads) > 1:
+        raise UserError(f"the format {SPECDEC_FORMAT} holds one acceptance head, and this artifact has heads for the "
+                        f"temperatures {held}; choose one with --temperature {max(heads):g}")
+    if temperature is not None and temperature not in heads:
+        raise UserError(f"this artifact has no acceptance head for temperature {temperature:g}, only for {held}; "
+                        f"choose one of these, or train one with draftsmith specdec --temperatures '[{temperature:g}]'")
+    return heads[next(iter(heads)) if temperature is None else temperature]
+
+
+def export_specdec(head: AcceptanceHead, out: Path, readme: str) -> Path:
     """Write a head as the official code stores it, in safetensors; returns its folder.
+
+    Args:
+        readme: text of README.md.
 
     Raises:
         UserError: if its blocks are separate, which the official code cannot hold, or `out` cannot be written.
@@ -35,9 +75,7 @@ def export_specdec(head: AcceptanceHead, out: Path) -> Path:
     tensors: dict[str, Tensor] = {f"model.{layers}.{name}": tensor for name, tensor in head.output.state_dict().items()}
     for layer in range(layers):
         tensors |= {f"model.{layer}.{name}": tensor for name, tensor in head.blocks[0].state_dict().items()}
-    with whole_folder(out, EXPORT) as partial:
-        save_file(stored(tensors), partial / HEAD_FILE, metadata={"format": "pt"})
-        write_file(partial / "config.json", json.dumps({"hidden_size": head.width, "num_layers": layers}) + "\n")
+    write_layout(out, HEAD_FILE, stored(tensors), {"hidden_size": head.width, "num_layers": layers}, readme)
     return out
 
 

@@ -22,7 +22,8 @@ COLUMNS_NOTE = (
     "tree of any size reached; untrained: the same drafter before its first training step. Nodes: tokens that one "
     "pass checks, the last one of the text included. Speed-up: over the faster of this project's loop without drafts "
     "and transformers' generate. Identical: answers equal to the target's own, token by token, of those compared; at "
-    "a near-tie the target itself is undecided within rounding."
+    "a near-tie the target itself is undecided within rounding. A row NAME+HEADS drafts with the artifact of the row "
+    "NAME and acceptance heads trained for it, which count among its parameters."
 )
 """Explanation of the columns."""
 

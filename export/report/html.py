@@ -7,6 +7,7 @@ from typing import Any
 from ..artifact import Artifact
 from ..evaluation.results import Evaluation, EvaluationRun, Lossless, Measures
 from . import plots
+from .acceptance_heads import HEADS_NOTE, RELIABILITY_NOTE, drafted_table, head_verdicts, reliability_table, title
 from .headline import headline
 from .page_style import PAGE, colours, themed
 from .phrases import (
@@ -54,6 +55,7 @@ def page(run: EvaluationRun, artifact: Artifact | None) -> str:
         _figures(run, firsts, artifact),
         _comparison(run),
         *(_details(run, evaluation) for evaluation in firsts),
+        _heads(run),
         _tree(artifact),
         _facts(run, artifact),
     ]
@@ -213,6 +215,20 @@ def _details(run: EvaluationRun, evaluation: Evaluation) -> str:
     sure = f'<p class="muted">{escape(confidence_note(evaluation))}</p>{_grid(table)}' if table is not None else ""
     return (f"<h2>{escape(heading)}</h2>{_grid(in_detail(evaluation))}"
             f'<p class="muted">{escape(" ".join(note for note in notes if note))}</p>{joined}{sure}')
+
+
+def _heads(run: EvaluationRun) -> str:
+    """The section on acceptance heads; empty where no artifact has one for these answers."""
+    if not run.heads:
+        return ""
+    curves = {f"{head.name}, {head.setting}": head.measurements.calibration for head in run.heads}
+    first = next(iter(curves))
+    drawn = plots.confidence(curves, curves[first], axis="estimated acceptance", name="reliability")
+    parts = [f"<h3>{escape(title(head))}</h3><p>{escape(' '.join(head_verdicts(head.measurements)))}</p>"
+             f"{_grid(drafted_table(head.measurements))}{_grid(reliability_table(head.measurements))}"
+             for head in run.heads]
+    return (f'<h2>Acceptance heads</h2><p class="muted">{escape(HEADS_NOTE)}</p>'
+            f'{_figure(drawn, f"{RELIABILITY_NOTE} {first}.")}{"".join(parts)}')
 
 
 def _grid(table: Table) -> str:

@@ -8,6 +8,7 @@ from textwrap import wrap
 from ...modules.atomic_files import write_file
 from ..artifact import Artifact
 from ..evaluation.results import Evaluation, EvaluationRun, Measures
+from .acceptance_heads import HEADS_NOTE, drafted_table, head_verdicts, reliability_table, title
 from .headline import headline
 from .html import page
 from .phrases import (
@@ -108,7 +109,7 @@ def markdown(run: EvaluationRun) -> str:
         parts = parts_table(evaluation)
         lines += [] if parts is None else [PARTS_NOTE, "", *_pipes(parts), ""]
         lines += _confidence(evaluation)
-    return "\n".join(lines)
+    return "\n".join([*lines, *_heads(run)])
 
 
 def _pipes(table: Table) -> list[str]:
@@ -130,6 +131,15 @@ def _predicted(evaluation: Evaluation) -> list[str]:
 def _confidence(evaluation: Evaluation) -> list[str]:
     table = confidence_table(evaluation)
     return [] if table is None else [confidence_note(evaluation), "", *_pipes(table), "", CONFIDENCE_NOTE, ""]
+
+
+def _heads(run: EvaluationRun) -> list[str]:
+    """The section on acceptance heads; none where no artifact has one for these answers."""
+    lines = ["## Acceptance heads", "", HEADS_NOTE, ""] if run.heads else []
+    for head in run.heads:
+        lines += [f"### {title(head)}", "", " ".join(head_verdicts(head.measurements)), "",
+                  *_pipes(drafted_table(head.measurements)), "", *_pipes(reliability_table(head.measurements)), ""]
+    return lines
 
 
 def _trees(evaluation: Evaluation) -> list[str]:

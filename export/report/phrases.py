@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from ...modules import ConfidenceCurve
 from ..evaluation.bootstrap import Interval
 from ..evaluation.results import Evaluation, EvaluationRun, Lossless, Measures
 
@@ -117,17 +118,21 @@ CALIBRATED = 0.02
 """Largest difference of mean confidence and acceptance at which a draft counts as well calibrated."""
 
 
+def calibrated(curve: ConfidenceCurve) -> str:
+    """A curve in words: over-confident, under-confident or well calibrated."""
+    excess = curve.mean_confidence - curve.acceptance_rate
+    return ("over-confident" if excess > CALIBRATED else "under-confident" if excess < -CALIBRATED else
+            "well calibrated")
+
+
 def confidence_note(evaluation: Evaluation) -> str:
     """Sentences that compare the draft's confidence with the acceptance; empty where nothing was counted."""
     if "token" not in evaluation.confidence:
         return ""
     curve = evaluation.confidence["token"]
-    excess = curve.mean_confidence - curve.acceptance_rate
-    kind = ("over-confident" if excess > CALIBRATED else "under-confident" if excess < -CALIBRATED else
-            "well calibrated")
     return (f"Confidence: of {curve.guesses:,} guesses that followed accepted ones the draft expected "
-            f"{curve.mean_confidence:.1%} to be accepted, {curve.acceptance_rate:.1%} were: on average it is {kind}. "
-            "Expected calibration error (mean difference between confidence and acceptance) "
+            f"{curve.mean_confidence:.1%} to be accepted, {curve.acceptance_rate:.1%} were: on average it is "
+            f"{calibrated(curve)}. Expected calibration error (mean difference between confidence and acceptance) "
             f"{curve.expected_calibration_error:.3f}"
             + (f", of whole paths {evaluation.confidence['path'].expected_calibration_error:.3f}."
                if "path" in evaluation.confidence else "."))

@@ -98,9 +98,13 @@ def confidence_table(evaluation: Evaluation) -> Table | None:
                  (Cell("guesses"), *(Cell(f"{one.guesses:,}") for one in groups)),
                  (Cell("mean confidence"), *(Cell(percent(one.mean_confidence)) for one in groups)),
                  (Cell("accepted"), *(Cell(percent(one.acceptance_rate)) for one in groups))]
-    count = len(next(iter(evaluation.confidence.values())).bins)
-    edges = [f"{100 * place // count}–{100 * (place + 1) // count} %" for place in range(count)]
-    return Table(("", "all", *edges), tuple(rows))
+    return Table(("", "all", *bin_edges(next(iter(evaluation.confidence.values())))), tuple(rows))
+
+
+def bin_edges(curve: ConfidenceCurve) -> list[str]:
+    """Headings of the bins of a curve, such as 10–20 %."""
+    count = len(curve.bins)
+    return [f"{100 * place // count}–{100 * (place + 1) // count} %" for place in range(count)]
 
 
 def groups_of(evaluation: Evaluation) -> Iterator[tuple[str, dict[str, Measures]]]:

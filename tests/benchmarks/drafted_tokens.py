@@ -2,20 +2,16 @@
 
 Drafts of full length are rolled out while the target answers the 80 hand-written prompts, with the exact acceptance of
 each token. Heads are fitted to the first prompts; on the last ones every rule says where it would have stopped, which
-gives its drafted tokens and its expected accepted length without decoding again. Thresholds are swept, and the drafted
-tokens read off where the accepted length is that of a fixed number of tokens.
+gives its drafted tokens and its expected accepted length without decoding again (`modules/tuning/drafted_tokens.py`;
+`draftsmith specdec` stores such figures with each head). The heads here have two weights of rejection.
 
     python tests/benchmarks/drafted_tokens.py --artifact runs/fastdraft/artifact
     python tests/benchmarks/drafted_tokens.py --layers 0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,28,29
-
-Shapes: C chains, T tokens of a chain.
 """
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from draftsmith.export import load_artifact
 from draftsmith.modules import (
     AcceptanceHeadConfig,
@@ -29,56 +25,9 @@ from draftsmith.modules import (
     load_target,
     rollouts,
 )
+from draftsmith.modules.tuning.drafted_tokens import HEAD, Lengths, at_fixed_numbers, rules
 from draftsmith.recipes.chat_settings import TemplateConfig, handwritten_prompts, prompt_sets
 from draftsmith.trainers.acceptance_head import HeadFitConfig, fit_head, reliability
-from torch import Tensor
-
-SWEEP = torch.linspace(-14, 8, 300).sigmoid()
-"""Thresholds, equally spaced in log-odds."""
-Lengths = Callable[[float], Tensor]
-"""Tokens that each chain keeps under a threshold, [C]."""
-
-
-def first(stops_CT: Tensor) -> Tensor:
-    """Number of the first token, counted from 1, after which a draft stops; T where it never does, [C]."""
-    count = stops_CT.shape[1]
-    return torch.where(stops_CT.any(1), stops_CT.long().argmax(1) + 1, count)
-
-
-def rules(chains: Rollouts, estimates_CT: Tensor) -> dict[str, Lengths]:
-    """The rules of `modules/policies/stopping_rules.py` on whole chains.
-
-    Args:
-        estimates_CT: a head's estimated acceptance of each token.
-    """
-    peaks_CT, path_CT = chains.peaks_CT.exp(), chains.log_probs_CT.cumsum(1).exp()
-    kept_CT = estimates_CT.cumprod(1)
-    # Token t is judged when token t + 1 has been drafted, which stays.
-    late_CT = torch.cat([torch.ones_like(kept_CT[:, :1]), kept_CT[:, :-1]], dim=1)
-    return {
-        "max q, before": lambda bound: first(peaks_CT < bound) - (peaks_CT < bound).any(1).long(),
-        "max q, after": lambda bound: first(peaks_CT < bound),
-        "product of q": lambda bound: first(path_CT < bound),
-        "acceptance head": lambda bound: first(late_CT < bound),
-    }
-
-
-def accepted(chances_CT: Tensor, lengths_C: Tensor) -> float:
-    """Expected accepted length, the target's own token included: 1 + the sum over t of prod_{i <= t} P_i."""
-    kept_CT = torch.arange(1, chances_CT.shape[1] + 1) <= lengths_C[:, None]
-    return 1 + float((chances_CT.cumprod(1) * kept_CT).sum(1).mean())
-
-
-def drafted_at(chances_CT: Tensor, lengths: Lengths, wanted: float) -> float:
-    """Drafted tokens of a pass where the accepted length is `wanted`, between two thresholds; NaN beyond all."""
-    points = sorted((accepted(chances_CT, lengths(float(bound))), float(lengths(float(bound)).float().mean()))
-                    for bound in SWEEP)
-    below = max((point for point in points if point[0] <= wanted), default=None)
-    above = min((point for point in points if point[0] >= wanted), default=None)
-    if below is None or above is None:
-        return float("nan")
-    share = 0.0 if above[0] == below[0] else (wanted - below[0]) / (above[0] - below[0])
-    return below[1] + share * (above[1] - below[1])
 
 
 def drafter_of(options: argparse.Namespace, target: Target) -> Drafter:
@@ -112,17 +61,18 @@ def compare(target: Target, drafter: Drafter, prompts: list[list[int]], options:
                       f"estimated: exact (tokens) {bins}")
             estimates_CT = fitted.head.log_acceptance(held_out.states_CTD).exp()
             for name, lengths in rules(held_out, estimates_CT).items():
-                found[name if name != "acceptance head" else f"{name}, x{weight:g}"] = lengths
-        table(held_out, found, options.length)
+                found[name if name != HEAD else f"{name} x{weight:g}"] = lengths
+        table(held_out, found)
 
 
-def table(chains: Rollouts, found: dict[str, Lengths], length: int) -> None:
+def table(chains: Rollouts, found: dict[str, Lengths]) -> None:
     """Print the drafted tokens of each rule at the accepted lengths of fixed numbers of tokens."""
-    print(f"\n| tokens drafted | accepted length | {' | '.join(found)} |\n|{'---|' * (2 + len(found))}")
-    for count in range(1, length):
-        wanted = accepted(chains.chances_CT, torch.full((len(chains.chances_CT),), count))
-        cells = [f"{drafted_at(chains.chances_CT, lengths, wanted):.2f}" for lengths in found.values()]
-        print(f"| {count} | {wanted:.2f} | {' | '.join(cells)} |")
+    rows = at_fixed_numbers(chains, found)
+    names = list(rows[0].by_rule) if rows else []
+    print(f"\n| accepted length | {' | '.join(names)} |\n|{'---|' * (1 + len(names))}")
+    for row in rows:
+        cells = ["-" if drafted is None else f"{drafted:.2f}" for drafted in row.by_rule.values()]
+        print(f"| {row.expected_accepted_length:.2f} | {' | '.join(cells)} |")
 
 
 def main() -> None:

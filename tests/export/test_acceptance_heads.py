@@ -2,13 +2,16 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from draftsmith.export import (
     Artifact,
     EvaluateConfig,
+    HeadMeasurements,
     Method,
     Question,
     StoredHead,
@@ -17,10 +20,12 @@ from draftsmith.export import (
     save_artifact,
     save_head,
 )
+from draftsmith.export.evaluation.runner import Runner
 from draftsmith.modules import (
     AcceptanceHead,
     AcceptanceHeadConfig,
     DecodeSettings,
+    DraftedTokens,
     Ensemble,
     RejectionRisk,
     Request,
@@ -34,6 +39,9 @@ from draftsmith.modules import (
     decode,
     policy_named,
 )
+from draftsmith.modules.atomic_files import file_sha256
+from draftsmith.modules.tuning.confidence_calibration import ConfidenceTally
+from draftsmith.modules.tuning.drafted_tokens import NAMES
 from support.artifacts import edit
 from support.families import CASES, randomised
 
@@ -54,6 +62,16 @@ def unsure(width: int = 24, tied: bool = False) -> AcceptanceHead:
 
 def stored(setting: SamplingSetting = GREEDY, **settings: float) -> StoredHead:
     return StoredHead(head=unsure(), setting=setting, most=5, least=1, provenance={"a": 1}, **settings)
+
+
+def figures() -> HeadMeasurements:
+    tally = ConfidenceTally()
+    tally.add(torch.tensor([0.2, 0.9]).log(), torch.tensor([0.5, 1.0]))
+    curve = tally.curve()
+    assert curve is not None
+    row = DraftedTokens(expected_accepted_length=2.0, by_rule=dict.fromkeys(NAMES, 3.0) | {"product of q": None})
+    return HeadMeasurements(drafts=1, length=2, calibration=curve, calibration_error_unweighted=0.25, policy=row,
+                            fixed=(row, row))
 
 
 def saved(folder: Path, target: Target, *heads: StoredHead) -> Path:
@@ -83,6 +101,58 @@ def test_a_head_comes_back_as_it_was_with_its_rule(tmp_path: Path, tiny_target: 
     assert own.stop.threshold == 0.4
 
 
+def test_figures_come_back_and_are_refused_when_changed(tmp_path: Path, tiny_target: Target) -> None:
+    folder = saved(tmp_path / "a", tiny_target, replace(stored(), measurements=figures()), stored(HOT))
+    heads = load_artifact(folder, tiny_target).heads
+    assert heads[0.0].measurements == figures()
+    assert heads[1.0].measurements is None
+    assert not (folder / "acceptance_heads" / "1" / "measurements.json").exists()
+    file = folder / "acceptance_heads" / "0" / "measurements.json"
+    text = file.read_text()
+    file.write_text(text.replace("3.0", "2.5"))
+    with pytest.raises(UserError, match=r"measurements.json does not have the hash that config.json names .*delet"):
+        load_artifact(folder, tiny_target)
+    file.write_text("{}")
+    edit(file.parent, measurements_sha256=file_sha256(file))
+    with pytest.raises(UserError, match=r"measurements.json is damaged: its content lacks drafts, .*; delete tha"):
+        load_artifact(folder, tiny_target)
+    for change, message in (({"by_rule": {}}, "by_rule must name fixed number, .* got nothing"),
+                            ({"by_rule": dict.fromkeys(NAMES)}, "by_rule lacks the tokens of acceptance head")):
+        content = json.loads(text)
+        file.write_text(json.dumps({**content, "policy": {**content["policy"], **change}}))
+        edit(file.parent, measurements_sha256=file_sha256(file))
+        with pytest.raises(UserError, match=message):
+            load_artifact(folder, tiny_target)
+    file.unlink()
+    with pytest.raises(UserError, match=r"measurements.json does not have the hash"):
+        load_artifact(folder, tiny_target)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"threshold": 1.5}, r"heads/0 is damaged \(threshold must be above 0 and below 1, got 1.5; .*; delete that fold"),
+    ({"least": 6}, r"heads/0 is damaged \(least and most must satisfy 1 <= least <= most, got 6 and 5"),
+    ({"least": "2"}, r"heads/0 is damaged \(least must be a whole number, got \"2\"\); delete that folder and"),
+    ({"sampling": {"temperature": 0.5}}, "holds the head for temperature 0.5; rename it to 0.5, or delete that folder"),
+    ({"head": {"num_layers": 2, "tie_blocks": False, "width": 10**9}}, "names states of width 1000000000, .* reads 24"),
+    ({"head": {"num_layers": 5, "tie_blocks": False, "width": 24}}, "names 5 blocks, model.safetensors holds 2"),
+    ({"head": {"num_layers": 10**9, "tie_blocks": False, "width": 24}}, "num_layers must be at most 256, got 10000000"),
+])
+def test_a_head_whose_description_is_wrong_is_refused(
+    tmp_path: Path, tiny_target: Target, changes: dict[str, object], message: str
+) -> None:
+    folder = saved(tmp_path / "a", tiny_target, stored())
+    edit(folder / "acceptance_heads" / "0", **changes)
+    with pytest.raises(UserError, match=message):
+        load_artifact(folder, tiny_target)
+
+
+def test_the_head_of_another_temperature_is_refused(tmp_path: Path, tiny_target: Target) -> None:
+    folder = saved(tmp_path / "a", tiny_target, stored(HOT))
+    shutil.copytree(folder / "acceptance_heads" / "1", folder / "acceptance_heads" / "0")
+    with pytest.raises(UserError, match="heads/0 holds the head for temperature 1; rename it to 1, or delete that"):
+        load_artifact(folder, tiny_target)
+
+
 def test_equal_heads_have_equal_bytes_and_a_new_artifact_has_none(tmp_path: Path, tiny_target: Target) -> None:
     folders = [saved(tmp_path / name, tiny_target, stored()) / "acceptance_heads" / "0" for name in ("a", "b")]
     for name in ("config.json", "model.safetensors"):
@@ -96,7 +166,7 @@ def test_the_head_of_another_drafter_is_refused(tmp_path: Path, tiny_target: Tar
     save_artifact(tmp_path / "b", other, tiny_target.identity, {}, TREE)
     shutil.copytree(first / "acceptance_heads", tmp_path / "b" / "acceptance_heads")
     with pytest.raises(UserError, match=r"judges the draft_lm drafter with the weights [0-9a-f]{12}\.\.\., this "
-                                        r"artifact's are [0-9a-f]{12}\.\.\.; train a head for it with draftsmith spec"):
+                                        r"artifact's are [0-9a-f]{12}\.\.\.; delete that folder and train a head for"):
         load_artifact(tmp_path / "b", tiny_target)
 
 
@@ -110,13 +180,13 @@ def test_a_damaged_head_is_refused(tmp_path: Path, tiny_target: Target) -> None:
     (place / "model.safetensors").write_bytes(weights)
     config = json.loads((place / "config.json").read_text())
     edit(place, head={**config["head"], "num_layers": 5})
-    with pytest.raises(UserError, match=r"acceptance_heads/0 is damaged .*; train the head again with draftsmith"):
+    with pytest.raises(UserError, match=r"acceptance_heads/0 is damaged .*; delete that folder and train the"):
         load_artifact(folder, tiny_target)
     edit(place, format_version=9)
-    with pytest.raises(UserError, match="has acceptance head format version 9, this program reads 1; train the head"):
+    with pytest.raises(UserError, match="has acceptance head format version 9, this program reads 1; delete that fol"):
         load_artifact(folder, tiny_target)
     (place / "config.json").unlink()
-    with pytest.raises(UserError, match=r"cannot read .*config\.json: No such file.*copy or train"):
+    with pytest.raises(UserError, match=r"cannot read .*config\.json: No such file.*delete that folder"):
         load_artifact(folder, tiny_target)
 
 
@@ -178,6 +248,21 @@ def test_an_evaluation_takes_the_policy_by_name(tmp_path: Path, tiny_target_f64:
     assert Method.of(hot, policy="specdec", temperature=1.0).nodes(1, 1.0) == 6
     with pytest.raises(UserError, match="needs an acceptance head for temperature 0"):
         Method.of(hot, policy="specdec")
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"temperatures": (1.0,)}, "for temperature 1, top_k 20, but answers are sampled at temperature 1; train a head"),
+    ({"temperatures": (1.0, 0.5), "top_k": 20}, "needs an acceptance head for temperature 0.5, this artifact holds"),
+])
+def test_an_evaluation_of_other_answers_is_refused_before_any_answer(
+    tmp_path: Path, tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    artifact = load_artifact(saved(tmp_path / "a", tiny_target_f64, stored(HOT)), tiny_target_f64)
+    method = Method.of(artifact, policy="specdec", temperature=1.0)
+    monkeypatch.setattr(Runner, "run", lambda _: pytest.fail("something was decoded"))
+    with pytest.raises(UserError, match=message):
+        evaluate(tiny_target_f64, [method], {"one": [Question.single([1, 2, 3])]},
+                 EvaluateConfig(max_new_tokens=8, speed_prompts=0, **changes), progress=False)
 
 
 @pytest.mark.parametrize(("settings", "message"), [

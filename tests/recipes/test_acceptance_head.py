@@ -4,16 +4,19 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from draftsmith.data import Manifest
 from draftsmith.export import load_artifact, save_artifact
-from draftsmith.modules import Target, TargetConfig, Topology, load_target
+from draftsmith.modules import Drafter, Rollouts, Target, TargetConfig, Topology, load_target, rollouts
+from draftsmith.recipes import acceptance_head
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.acceptance_head import COMMANDS
 from support.families import CASES, randomised
 
-SMALL = ("--length", "3", "--examples", "90", "--max-new-tokens", "8", "--fit.epochs", "1", "--fit.batch_size", "16",
-         "--rule.most", "4")
+SMALL = ("--length", "3", "--examples", "90", "--measured", "30", "--max-new-tokens", "8", "--fit.epochs", "1",
+         "--fit.batch_size", "16", "--rule.most", "4")
 
 
 @pytest.fixture(scope="module")
@@ -45,21 +48,74 @@ def test_the_command_puts_heads_into_the_artifact(
     assert heads.keys() == {0.0, 0.7}
     assert (heads[0.7].setting.top_p, heads[0.0].setting.top_p) == (0.9, 1.0)
     assert (heads[0.0].threshold, heads[0.0].least, heads[0.0].most) == (0.7, 2, 4)
-    facts = json.loads((artifact / "acceptance_heads" / "0.7" / "config.json").read_text())["provenance"]["held_out"]
-    assert facts["examples"] == 9
-    assert 0 <= facts["calibration_error"] <= 1
+    facts = json.loads((artifact / "acceptance_heads" / "0.7" / "config.json").read_text())["provenance"]["fitted"]
+    # Token mixing takes whole conversations.
+    assert 90 <= facts["examples"] < 180
+    for stored in heads.values():
+        found = stored.measurements
+        assert found is not None
+        assert (found.drafts, found.length, found.calibration.guesses) == (10, 3, 30)
+        assert 0 <= found.calibration.expected_calibration_error <= 1
+        assert len(found.fixed) == 2
+        assert 2 <= found.policy.by_rule["acceptance head"] <= 3
     assert main(["generate", "--artifact", str(artifact), "--prompt", "Hi", "--max-new-tokens", "6",
                  "--policy", "specdec-0.5"]) == 0
+
+
+def test_the_figures_are_measured_on_prompts_that_nothing_was_trained_on(
+    tmp_path: Path, tiny_run: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[set[tuple[int, ...]]] = []
+
+    def noting(target: Target, drafter: Drafter, prompts: list[list[int]], *rest: Any, **settings: Any) -> Rollouts:
+        seen.append({tuple(prompt) for prompt in prompts})
+        return rollouts(target, drafter, prompts, *rest, **settings)
+
+    monkeypatch.setattr(acceptance_head, "rollouts", noting)
+    artifact = made(tmp_path / "a", target, tiny_run / "data")
+    assert main(["specdec", "--artifact", str(artifact), *SMALL, "--temperatures", "[0]"]) == 0
+    learned, measured = seen
+    assert learned
+    assert measured
+    assert not learned & measured
+
+
+def test_without_held_out_prompts_a_head_has_no_figures(
+    tmp_path: Path, tiny_run: Path, target: Target, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split = Manifest.split
+    monkeypatch.setattr(Manifest, "split", lambda manifest, name: split(manifest, name) if name == "train" else ())
+    artifact = made(tmp_path / "a", target, tiny_run / "data")
+    assert main(["specdec", "--artifact", str(artifact), *SMALL, "--temperatures", "[0]"]) == 0
+    assert "the data hold out no prompts (distill.validation_prompts is 0)" in capsys.readouterr().out
+    assert load_artifact(artifact, target).heads[0.0].measurements is None
+
+
+def test_an_evaluation_reports_the_heads_for_its_answers(tmp_path: Path, tiny_run: Path, target: Target) -> None:
+    artifact = made(tmp_path / "a", target, tiny_run / "data")
+    assert main(["specdec", "--artifact", str(artifact), *SMALL]) == 0
+    words = ["evaluate", "--artifact", str(artifact), "--limit", "1", "--max-new-tokens", "4", "--speed-prompts", "0"]
+    for given, temperatures in ((["--temperatures", "[0,1]"], [0.0, 1.0]), (["--temperatures", "1"], [1.0]),
+                                (["--temperatures", "0.5"], []), (["--temperatures", "[0,1]", "--top-k", "5"], [0.0])):
+        out = tmp_path / "out"
+        assert main([*words, "--out", str(out), *given]) == 0
+        heads = json.loads((out / "evaluation.json").read_text())["acceptance_heads"]
+        assert [head["setting"]["temperature"] for head in heads] == temperatures
+        for name in ("report.md", "report.html"):
+            text = (out / name).read_text()
+            assert text.count("end at a risk above 0.7") == len(temperatures)
+            assert ("Acceptance heads" in text) == bool(temperatures)
 
 
 def test_drafters_without_states_and_data_of_others_are_refused(
     tmp_path: Path, tiny_run: Path, target: Target, capsys: pytest.CaptureFixture[str]
 ) -> None:
     artifact = made(tmp_path / "a", target, tiny_run / "data", "medusa")
-    assert main(["specdec", "--artifact", str(artifact), *SMALL, "--length", "1"]) == 2
+    words = ["specdec", "--artifact", str(artifact), *SMALL]
+    assert main([*words, "--length", "1", "--rule.least", "1"]) == 2
     assert "of which Medusa shows none; choose another policy" in capsys.readouterr().err
     shutil.rmtree(artifact.parent / "data")
-    assert main(["specdec", "--artifact", str(artifact), *SMALL]) == 2
+    assert main(words) == 2
     assert "manifest" in capsys.readouterr().err
 
 
@@ -68,7 +124,10 @@ def test_drafters_without_states_and_data_of_others_are_refused(
     (("--length", "0"), "labels.length must be a whole number of at least 1, got 0"),
     (("--temperatures", "[-1]"), r"labels.temperatures must each be 0 \(greedy\) or from"),
     (("--mixing-share", "2"), "labels.mixing_share must be from 0 to 1, got 2"),
-    (("--rule.least", "9"), "least and most must satisfy 1 <= least <= most, got 9 and 4"),
+    (("--rule.least", "9"), "least and most must satisfy 1 <= least <= most, got 9 and 4; lower least or raise most"),
+    (("--rule.least", "4"), "rule.least must be at most labels.length 3, got 4: .*; lower it, or raise labels.length"),
+    (("--rule.threshold", "1"), "threshold must be above 0 and below 1, got 1.0; choose a risk such as 0.7"),
+    (("--measured", "0"), "labels.measured must be a whole number of at least 1, got 0"),
 ])
 def test_settings_out_of_range_are_refused(
     tmp_path: Path, words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
