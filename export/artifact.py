@@ -19,6 +19,7 @@ from torch import Tensor
 from ..modules import (
     DRAFTERS,
     JOINED,
+    SPARSE,
     SPECDEC,
     STATIC,
     Adapter,
@@ -30,6 +31,7 @@ from ..modules import (
     TargetIdentity,
     Topology,
     UserError,
+    choose_pass_nodes,
     parse_joined,
     parse_policy,
     policy_named,
@@ -156,6 +158,10 @@ class Artifact:
         kind, number = parse_policy(name.own)
         if kind == SPECDEC:
             return self._head_for(temperature).policy(number)
+        if kind == SPARSE and number is None and self.tuning is not None and self.drafter.rank_chances is not None:
+            cost = self.tuning.cost.curve(batch_size)
+            size = choose_pass_nodes(self.drafter.rank_chances, cost, self.drafter.virtual_nodes).size
+            return policy_named(f"{SPARSE}-{size}" if size > 1 else f"{STATIC}-1", self.topology, self.drafter)
         tree = self.topology if number is not None else self.topology.prefix(self.size_for(batch_size, temperature))
         return policy_named(name.own, tree, self.drafter)
 

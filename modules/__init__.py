@@ -28,7 +28,7 @@ from .interfaces.proposer import DraftState, Frontier, Observation, Proposer, Sc
 from .policies.base import Policy
 from .policies.dynamic_trees import DySpecTree, Eagle2Tree
 from .policies.ensemble import Ensemble, Union
-from .policies.registry import POLICIES, SPECDEC, STATIC, parse_policy, policy_named
+from .policies.registry import POLICIES, SPARSE, SPECDEC, STATIC, parse_policy, policy_named
 from .policies.sampled_tree import SampledTree
 from .policies.static_tree import Chain, StaticTree
 from .policies.stopping_chains import SampledChain, StoppedChain
@@ -54,6 +54,7 @@ from .tuning.copy_sizing import CopySizing, CopyTrial, size_copies
 from .tuning.cost_model import CostCurve, CostModel, Sample, TreeChoice, choose_size
 from .tuning.drafted_tokens import DraftedTokens
 from .tuning.held_out_ranks import chance_table, rank_table
+from .tuning.lookahead_sizing import choose_pass_nodes
 from .tuning.replay_acceptance import Acceptance, decoded_acceptance, replay
 from .tuning.replay_target import Replay
 from .tuning.step_timing import measure_cost
@@ -74,6 +75,7 @@ __all__ = [
     "JOINED",
     "PARTNERS",
     "POLICIES",
+    "SPARSE",
     "SPECDEC",
     "STATIC",
     "Acceptance",
@@ -175,6 +177,7 @@ __all__ = [
     "chain_for",
     "chance_table",
     "choose",
+    "choose_pass_nodes",
     "choose_size",
     "decode",
     "decoded_acceptance",

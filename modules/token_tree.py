@@ -190,6 +190,8 @@ class Lookahead:
     """How many steps ahead the virtual nodes after a node guess, at most, int64."""
     most: int
     """Largest sum of these counts over the nodes of a row, known on the host."""
+    nodes: int
+    """Largest number of nodes of a row that want any, known on the host."""
     whole: bool = False
     """Whether every count is 0 or all that the drafter has, known on the host."""
 

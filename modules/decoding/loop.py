@@ -244,9 +244,9 @@ class Loop:
         """As many virtual nodes as the drafter has after one node of each row; None where it has none."""
         if self.drafter is None or not self.drafter.virtual_nodes:
             return None
-        reach = self.drafter.reach or 0
-        counts_BN = torch.zeros_like(tree.tokens_BN).scatter(1, nodes_B[:, None], reach)
-        return Lookahead(counts_BN=counts_BN, most=reach, whole=True)
+        most = self.drafter.virtual_nodes
+        counts_BN = torch.zeros_like(tree.tokens_BN).scatter(1, nodes_B[:, None], most)
+        return Lookahead(counts_BN=counts_BN, most=most, nodes=1, whole=True)
 
     def _extended(self, tree: TokenTree) -> TokenTree:
         """The tree with the drafter's virtual nodes."""

@@ -197,7 +197,8 @@ class LookaheadTrees(Policy):
             tables.real_TN[guesses_B], max_depth=max(tree.topology.depth for tree in self.trees),
             most_children=max(tree.topology.most_children for tree in self.trees),
         )
-        return self._cut(replace(tree, lookahead=Lookahead(counts_BN=tables.counts_TN[guesses_B], most=self._most)))
+        return self._cut(replace(tree, lookahead=Lookahead(
+            counts_BN=tables.counts_TN[guesses_B], most=self._most, nodes=self.max_size)))
 
     def _cut(self, tree: TokenTree) -> TokenTree:
         """Without padding that no row needs, where the sizes are known at once."""
@@ -205,7 +206,7 @@ class LookaheadTrees(Policy):
             return tree
         size, most = torch.stack([tree.real_BN.sum(-1), tree.lookahead.counts_BN.sum(-1)]).amax(-1).tolist()
         return replace(tree.packed(size), lookahead=Lookahead(
-            counts_BN=tree.lookahead.counts_BN[:, :size], most=most))
+            counts_BN=tree.lookahead.counts_BN[:, :size], most=most, nodes=size))
 
 
 @dataclass(frozen=True)

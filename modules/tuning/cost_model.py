@@ -53,7 +53,7 @@ class CostCurve:
 
     def step_seconds(self, size: int) -> float:
         """Seconds of a drafted step with a tree of `size` nodes, interpolated between the known sizes."""
-        return _interpolate(self.sizes, self.pass_seconds, size) + _interpolate(self.sizes, self.draft_seconds, size)
+        return interpolate(self.sizes, self.pass_seconds, size) + interpolate(self.sizes, self.draft_seconds, size)
 
     @property
     def plain_seconds(self) -> float:
@@ -272,8 +272,8 @@ def _dot(weights: Sequence[float], terms: Sequence[float]) -> float:
     return sum(weight * term for weight, term in zip(weights, terms, strict=True))
 
 
-def _interpolate(xs: Sequence[int], ys: Sequence[float], x: int) -> float:
-    """Piecewise linear, constant beyond the last point."""
+def interpolate(xs: Sequence[int], ys: Sequence[float], x: int) -> float:
+    """The value at x of a piecewise linear function through these points, constant beyond them."""
     place = bisect_left(xs, x)
     if place == 0 or place == len(xs):
         return ys[0] if place == 0 else ys[-1]

@@ -13,15 +13,19 @@ from draftsmith.modules import (
     DecodeSettings,
     Ensemble,
     Policy,
+    PromptTokens,
+    PromptTokensConfig,
     Request,
     StaticTree,
     Target,
     Topology,
     Union,
     UserError,
+    choose_pass_nodes,
     decode,
 )
 from draftsmith.modules.drafters.medusa import Medusa
+from draftsmith.modules.policies.lookahead_trees import LookaheadTrees
 from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
 from safetensors import safe_open
 from support.artifacts import TREE, copies, edit, heads, tuning
@@ -239,6 +243,29 @@ def test_a_sampling_target_has_a_tree_of_its_own_size(tmp_path: Path, tiny_targe
     unknown = dataclasses.replace(artifact, tuning=greedy)
     assert [one.size_for(1, 1.0) for one in (named, unknown)] == [4, 4]
     assert unknown.size_for(64, 1.0) == unknown.size_for(64) < 4
+
+
+def test_trees_by_number_of_guesses_have_the_size_that_pays(tmp_path: Path, tiny_target: Target) -> None:
+    drafter = PromptTokens.create(PromptTokensConfig(num_tokens=2), tiny_target)
+    drafter.count_ranks(torch.tensor([[0, 0], [0, 1], [1, 10], [10, 10]]))
+    folder = save_artifact(tmp_path / "a", drafter, tiny_target.identity, {}, Topology.chain(2))
+    untuned = load_artifact(folder, tiny_target)
+    assert untuned.drafter.rank_chances == drafter.rank_chances
+    save_tuning(folder, tuning())
+    tuned = load_artifact(folder, tiny_target)
+    cost = tuning().cost.curve(1)
+    assert drafter.rank_chances is not None
+    size = choose_pass_nodes(drafter.rank_chances, cost, 2).size
+    assert sizes(tuned.policy("sparse")) == sizes(tuned.policy(f"sparse-{size}"))
+    assert sizes(untuned.policy("sparse")) == sizes(untuned.policy("sparse-9")) != sizes(tuned.policy("sparse"))
+    dear = dataclasses.replace(tuning().cost, pass_weights=(0.0, 1.0, 1.0, 0.0, 0.0))
+    slow = dataclasses.replace(tuned, tuning=dataclasses.replace(tuning(), cost=dear))
+    assert shape(slow.policy("sparse")) == Topology.chain(0)
+
+
+def sizes(policy: Policy) -> list[int]:
+    assert isinstance(policy, LookaheadTrees)
+    return [tree.size for tree in policy.trees]
 
 
 def test_static_with_lookup_has_the_sizes_that_replays_chose(tmp_path: Path, tiny_target: Target) -> None:

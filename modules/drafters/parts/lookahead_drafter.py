@@ -269,7 +269,7 @@ class LookaheadDrafter(BorrowingDrafter):
         tree = TokenTree.prompts(observation.tokens_BN, counts_B)
         last_B1 = (counts_B - 1).clamp(min=0)[:, None]
         ends_BN = torch.zeros_like(tree.tokens_BN).scatter(1, last_B1, self.slots.steps)
-        lookahead = Lookahead(counts_BN=ends_BN, most=self.slots.steps, whole=True)
+        lookahead = Lookahead(counts_BN=ends_BN, most=self.slots.steps, nodes=1, whole=True)
         sent = self._with_nodes(replace(tree, lookahead=lookahead))
         output = own.run(sent, rows, select_BM=last_B1)
         path_BN = torch.arange(tree.size, device=rows_R.device).expand_as(tree.tokens_BN)

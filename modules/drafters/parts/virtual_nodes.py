@@ -78,7 +78,10 @@ def _placed(tree: TokenTree, slots: Slots) -> tuple[Tensor, Tensor]:
     limit_BN = torch.full_like(tree.tokens_BN, slots.steps) if wanted is None else wanted.counts_BN
     here_BNS = (slots.step(order_S) < limit_BN[..., None]) & tree.real_BN[..., None]
     here_BX = here_BNS.flatten(1)
-    most = here_BX.shape[1] if wanted is None else min(wanted.most * slots.copies, here_BX.shape[1])
+    most = here_BX.shape[1]
+    if wanted is not None:
+        # One padding node where no row wants any.
+        most = max(1, min(wanted.most * slots.copies, wanted.nodes * slots.count, most))
     chosen_BM = torch.sort((~here_BX).byte(), dim=1, stable=True).indices[:, :most]
     anchors_BM = torch.where(here_BX.gather(1, chosen_BM), chosen_BM // slots.count, -1)
     return anchors_BM, chosen_BM % slots.count

@@ -138,11 +138,15 @@ def test_virtual_nodes_follow_the_nodes_that_want_them() -> None:
     real_BN = torch.tensor([[True] * 6, [True] * 3 + [False] * 3])
     tree = replace(TREE.plant(torch.arange(12).view(2, 6)), real_BN=real_BN)
     counts_BN = torch.tensor([[2, 0, 1, 0, 0, 3], [1, 1, 1, 1, 1, 1]])
-    wanted = replace(tree, lookahead=Lookahead(counts_BN=counts_BN, most=5))
+    wanted = replace(tree, lookahead=Lookahead(counts_BN=counts_BN, most=5, nodes=6))
     virtual = extended(wanted, Slots(steps=2, copies=2), torch.randn(4, 3)).virtual
     assert virtual is not None
     assert virtual.anchors_BM.tolist() == [[0, 0, 0, 0, 2, 2, 5, 5, 5, 5], [0, 0, 1, 1, 2, 2, -1, -1, -1, -1]]
     assert virtual.slots_BM[0].tolist() == [0, 1, 2, 3, 0, 1, 0, 1, 2, 3]
+    nothing = replace(tree, lookahead=Lookahead(counts_BN=torch.zeros_like(counts_BN), most=0, nodes=6))
+    padding = extended(nothing, Slots(steps=2), torch.randn(2, 3)).virtual
+    assert padding is not None
+    assert padding.anchors_BM.tolist() == [[-1], [-1]]
     whole = extended(tree, Slots(steps=2), torch.randn(2, 3))
     assert whole.virtual is not None
     assert (whole.virtual.anchors_BM >= 0).sum(-1).tolist() == [12, 6]
