@@ -258,7 +258,7 @@ def test_trees_by_number_of_guesses_have_the_size_that_pays(tmp_path: Path, tiny
     size = choose_pass_nodes(drafter.rank_chances, cost, 2).size
     assert sizes(tuned.policy("sparse")) == sizes(tuned.policy(f"sparse-{size}"))
     assert sizes(untuned.policy("sparse")) == sizes(untuned.policy("sparse-9")) != sizes(tuned.policy("sparse"))
-    dear = dataclasses.replace(tuning().cost, pass_weights=(0.0, 1.0, 1.0, 0.0, 0.0))
+    dear = dataclasses.replace(tuning().cost, pass_weights=(0.1, 1.0, 1.0, 0.0, 0.0))
     slow = dataclasses.replace(tuned, tuning=dataclasses.replace(tuning(), cost=dear))
     assert shape(slow.policy("sparse")) == Topology.chain(0)
 
