@@ -149,7 +149,9 @@ class LookaheadDrafter(BorrowingDrafter):
 
     @property
     def rank_chances(self) -> tuple[tuple[float, ...], ...] | None:
-        """As `count_ranks` found them; None before."""
+        """As `count_ranks` found them, None before; sure guesses on the meta device, which holds no values."""
+        if self.rank_chances_KR.is_meta:
+            return ((1.0,),) * self.slots.steps
         if not bool(self.rank_chances_KR.any()):
             return None
         return tuple(tuple(row) for row in self.rank_chances_KR.tolist())

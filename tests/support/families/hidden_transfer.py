@@ -8,6 +8,6 @@ from support.cases import case
 
 CASES = {
     # The cycle is not the target's own text: its distributions do not help.
-    "hidden-transfer": replace(case(HiddenTransferModule, HiddenTransferTrainConfig, HiddenTransferConfig(num_tokens=2),
+    "hidden-transfer": replace(case(HiddenTransferModule, HiddenTransferTrainConfig, HiddenTransferConfig(),
                                     objective="hard"), steps=250),
 }
