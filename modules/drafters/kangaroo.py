@@ -110,7 +110,7 @@ class Kangaroo(FeatureDrafter):
         name="Kangaroo", papers=("2404.18911", "2404.16710"), exports=("kangaroo",),
         guesses="one attention layer after the target's first layers, whose states verification continues from; "
                 "untrained it is LayerSkip's draft",
-        cost="fewest trained weights; the target's first layers run for each level of the tree, and not again",
+        cost="few trained weights; the target's first layers run for each level of the tree, and not again",
     )
     config: KangarooConfig
     config_class = KangarooConfig

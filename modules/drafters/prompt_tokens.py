@@ -50,7 +50,8 @@ class PromptTokens(LookaheadDrafter):
     card = FamilyCard(
         name="Parallel prompt decoding", papers=("2405.18628", "2403.18647"), exports=("ppd",),
         guesses="trained embeddings after each token of the verifying pass, at which the target itself guesses ahead",
-        cost="a few thousand weights, each step trains through the target; every node of a tree brings more nodes",
+        cost="a few thousand weights, trained through the target; every node of a tree brings more nodes, and "
+             "`--policy sparse` sizes both",
     )
     config: PromptTokensConfig
     config_class = PromptTokensConfig
@@ -59,6 +60,11 @@ class PromptTokens(LookaheadDrafter):
     def __init__(self, config: PromptTokensConfig, *, hidden_size: int, vocab_size: int) -> None:
         super().__init__(config, hidden_size=hidden_size, vocab_size=vocab_size, copies=config.copies)
         self.prompts = nn.Parameter(torch.full((self.slots.count, hidden_size), torch.nan))
+
+    @property
+    def reads_states(self) -> bool:
+        """False: the target reads the text anew, for its keys and values."""
+        return False
 
     @torch.no_grad()
     def initialise(self, target: Target) -> None:
@@ -69,10 +75,11 @@ class PromptTokens(LookaheadDrafter):
         self.prompts.copy_(start_SD + _NOISE * start_SD.std() * torch.randn_like(start_SD))
 
     def _first_ids(self, target: Target) -> list[int]:
-        """Tokens of the first text; none where the target has no tokenizer."""
+        """Tokens of the first text that the target knows; none where it has no tokenizer."""
         if target.tokenizer is None:
             return []
-        return list(target.tokenizer(self.config.first_text, add_special_tokens=False)["input_ids"])
+        found = target.tokenizer(self.config.first_text, add_special_tokens=False)["input_ids"]
+        return [token for token in found if token < target.vocab_size]
 
     def entering(self, target: Target) -> tuple[Tensor, Injection | None]:
         """The prompts, which pass all layers."""
