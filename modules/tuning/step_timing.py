@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from statistics import median
 
 import torch
+from torch import Tensor
 
 from ..decoding.pass_outcome import observation, to_host, verified
-from ..interfaces.proposer import Observation, Proposer, Verified
+from ..interfaces.proposer import AheadStates, Observation, Proposer, Verified
 from ..policies.static_tree import StaticTree
 from ..target.model import Target
 from ..token_tree import TokenTree, Topology
@@ -130,8 +131,17 @@ class _Bench:
                 taps=dict.fromkeys(self.drafter.taps, states_BND),
                 roots_B=self.roots_B,
                 verified=answers if self.drafter.reads_logits else None,
+                ahead=self._ahead(states_BND),
             ),
         )
+
+    def _ahead(self, states_BND: Tensor) -> AheadStates | None:
+        """States of all virtual nodes; None for a drafter without any."""
+        count = self.drafter.virtual_nodes
+        if not count:
+            return None
+        states_BSD = states_BND[:, :1].expand(-1, count, -1)
+        return AheadStates(states_BSD=states_BSD, present_BS=torch.ones_like(states_BSD[..., 0], dtype=torch.bool))
 
     def step(self, size: int) -> tuple[float, float]:
         """(seconds of the pass, seconds of the drafter) of one step in which nothing is accepted."""
