@@ -76,4 +76,6 @@ def import_ppd(folder: Path, target: Target) -> PromptTokens:
     settings = PromptTokensConfig(num_tokens=steps, copies=copies)
     drafter = PromptTokens(settings, hidden_size=target.hidden_size, vocab_size=target.vocab_size)
     own = {("prompts" if name == _PROMPTS else name): tensor for name, tensor in tensors.items()}
+    # The layout counts no guesses.
+    own["rank_chances_KR"] = drafter.rank_chances_KR
     return loaded(drafter, own, target, f"the prompt tokens in {folder} do not fit")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import TreeError, UserError
-from ..interfaces.proposer import DraftState, Observation, Proposer, Verified, VerifiedRows
+from ..interfaces.proposer import AheadStates, DraftState, Observation, Proposer, Verified, VerifiedRows
 from ..policies.base import Policy
 from ..target.model import PassOutput
 from ..token_tree import Lookahead, TokenTree, Topology
@@ -203,9 +203,7 @@ class Loop:
         tokens_BC = torch.tensor([(*part, *([0] * (width - len(part)))) for part in parts], device=device)
         counts_B, rows_R = torch.tensor(counts, device=device), torch.tensor(rows, device=device)
         last_B = counts_B - 1
-        tree = TokenTree.prompts(tokens_BC, counts_B)
-        sent = self._extended(replace(tree, lookahead=self._at(tree, last_B)))
-        output = self.rows.run(sent, rows, select_BM=last_B[:, None])
+        output, ahead = self._read_pieces(tokens_BC, counts_B, rows)
         self.stats.prefill_calls += 1
         path_BC = torch.arange(width, device=device).expand(len(rows), -1)
         self.rows.commit(path_BC, counts_B, counts, moved=False)
@@ -235,10 +233,19 @@ class Loop:
                 taps={layer: states[:, :width] for layer, states in output.taps.items()},
                 roots_B=roots_B,
                 verified=verified,
-                ahead=ahead_states(sent, output, last_B),
+                ahead=ahead,
             ),
         )
         return faults_B
+
+    def _read_pieces(
+        self, tokens_BC: Tensor, counts_B: Tensor, rows: list[int]
+    ) -> tuple[PassOutput, AheadStates | None]:
+        """(output of a pass over pieces of prompts, with the logits at their last tokens; states at virtual nodes)."""
+        tree, last_B = TokenTree.prompts(tokens_BC, counts_B), counts_B - 1
+        sent = self._extended(replace(tree, lookahead=self._at(tree, last_B)))
+        output = self.rows.run(sent, rows, select_BM=last_B[:, None])
+        return output, ahead_states(sent, output, last_B)
 
     def _at(self, tree: TokenTree, nodes_B: Tensor) -> Lookahead | None:
         """As many virtual nodes as the drafter has after one node of each row; None where it has none."""

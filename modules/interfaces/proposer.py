@@ -158,7 +158,7 @@ class VerifiedRows(Protocol):
 
     @property
     def reads_virtual(self) -> bool:
-        """Whether virtual nodes of a pass get states."""
+        """True if the virtual nodes of a pass have states."""
         ...
 
     def early(self, num_layers: int) -> EarlyLayers | None:

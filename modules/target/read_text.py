@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class ReadText:
     """Rows of text with their keys and values in the target.
 
-    Nodes see the text up to their anchor, in the anchor's segment, and each other as they are told. Nothing is trained
-    in the target: the text is read without a graph, and gradients of the nodes reach their embeddings.
+    Nodes see the text up to their anchor, in the anchor's segment, and each other by a mask. Nothing is trained in the
+    target: the text is read without a graph, and gradients of the nodes reach their embeddings.
 
     Args:
         target: the reader.

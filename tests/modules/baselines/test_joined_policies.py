@@ -4,6 +4,7 @@ import pytest
 from draftsmith.modules import (
     PARTNERS,
     POLICIES,
+    SPARSE,
     SPECDEC,
     DecodeSettings,
     Ensemble,
@@ -90,7 +91,7 @@ def answers(target: Target, name: str, temperature: float) -> tuple[list[list[in
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("name", [f"{kind}+lookup" for kind in POLICIES if kind != SPECDEC])
+@pytest.mark.parametrize("name", [f"{kind}+lookup" for kind in POLICIES if kind not in (SPARSE, SPECDEC)])
 def test_lookup_beside_any_policy_changes_no_answer(tiny_target_f64: Target, name: str, temperature: float) -> None:
     answers(tiny_target_f64, name, temperature)
 
