@@ -242,17 +242,18 @@ class Loop:
         self, tokens_BC: Tensor, counts_B: Tensor, rows: list[int]
     ) -> tuple[PassOutput, AheadStates | None]:
         """(output of a pass over pieces of prompts, with the logits at their last tokens; states at virtual nodes)."""
-        tree, last_B = TokenTree.prompts(tokens_BC, counts_B), counts_B - 1
-        sent = self._extended(replace(tree, lookahead=self._at(tree, last_B)))
+        last_B = counts_B - 1
+        sent = TokenTree.prompts(tokens_BC, counts_B)
+        sent = self._extended(replace(sent, lookahead=self._at(tokens_BC, last_B)))
         output = self.rows.run(sent, rows, select_BM=last_B[:, None])
         return output, ahead_states(sent, output, last_B)
 
-    def _at(self, tree: TokenTree, nodes_B: Tensor) -> Lookahead | None:
+    def _at(self, tokens_BN: Tensor, nodes_B: Tensor) -> Lookahead | None:
         """As many virtual nodes as the drafter has after one node of each row; None where it has none."""
         if self.drafter is None or not self.drafter.virtual_nodes:
             return None
         most = self.drafter.virtual_nodes
-        counts_BN = torch.zeros_like(tree.tokens_BN).scatter(1, nodes_B[:, None], most)
+        counts_BN = torch.zeros_like(tokens_BN).scatter(1, nodes_B[:, None], most)
         return Lookahead(counts_BN=counts_BN, most=most, nodes=1, whole=True)
 
     def _extended(self, tree: TokenTree) -> TokenTree:

@@ -16,6 +16,7 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.baselines.token_recycling import recycling_tree
 from draftsmith.modules.drafters.parts.feature_drafter import FeatureDrafter
+from draftsmith.modules.drafters.parts.lookahead_drafter import LookaheadDrafter
 from support.families import CASES
 
 NODES = 4
@@ -99,7 +100,10 @@ def test_drafting_takes_little_more_than_plain_decoding(tiny_target: Target, nam
 
 
 def keys_of(drafter: Proposer, rows: int, length: int) -> int:
-    """Bytes of the keys and values of a feature drafter's own decoder layers over the text."""
+    """Bytes of the keys and values of a feature drafter's own decoder layers over the text, or of the states that a
+    drafter with virtual nodes taps there."""
+    if isinstance(drafter, LookaheadDrafter):
+        return len(drafter.taps) * rows * length * drafter.hidden_size * 4
     if not isinstance(drafter, FeatureDrafter):
         return 0
     return 2 * drafter.num_layers * drafter.block.num_kv_heads * drafter.block.head_dim * rows * length * 4
