@@ -159,7 +159,7 @@ def replay_noting(drafter: Drafter, target: Target, features: Sequence[Features]
         topology: the static tree.
         confidence: the tallies to which the guesses are added.
     """
-    source, policy = Replay(target, features), NotingTree(topology)
+    source, policy = Replay(target, features, drafter=drafter), NotingTree(topology)
     result = decode(source, source.requests, DecodeSettings(batch_size=1), drafter=drafter, policy=policy)
     if policy.passes:
         for guesses, answer_A in zip(policy.passes, _ahead(result.generations), strict=True):

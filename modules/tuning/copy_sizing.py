@@ -103,7 +103,7 @@ def size_copies(
         topology: the draft's tree, as it is used here.
         answers: most that are replayed, spread over all.
     """
-    started, source, own = time.monotonic(), Replay(target, features), StaticTree(topology)
+    started, source, own = time.monotonic(), Replay(target, features, drafter=drafter), StaticTree(topology)
     # What there is to copy differs from one kind of prompt to the next.
     requests = source.requests[:: -(-len(source.requests) // answers) or 1]
     joined = joined_drafter(PolicyName(own=STATIC, partner=LOOKUP), drafter, target)

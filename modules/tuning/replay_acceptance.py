@@ -51,7 +51,7 @@ def replay(
         batch_size: rows at a time; does not change the result.
         max_answers: largest number of answers; all by default.
     """
-    source = Replay(target, features, max_answers)
+    source = Replay(target, features, max_answers, drafter)
     result = decode(
         source, source.requests, DecodeSettings(batch_size=batch_size), drafter=drafter, policy=StaticTree(topology)
     )

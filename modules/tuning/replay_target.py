@@ -3,7 +3,10 @@
 Greedy decoding emits the target's greedy answer whatever is drafted, so on a stored greedy answer every accepted
 path, and every state that a drafter observes, is already known. `Replay` answers the loop's passes from there.
 
-Shapes: B rows, N nodes, M selected nodes, L positions, D hidden size, V vocabulary.
+A drafter whose guesses the target makes at virtual nodes would need its passes; its states after every position of the
+text are computed at once instead.
+
+Shapes: B rows, N nodes, M selected nodes, L positions, K draft steps, D hidden size, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -15,6 +18,7 @@ from torch import Tensor
 
 from ..decoding.requests import Request
 from ..features import Features
+from ..interfaces.drafter import Drafter
 from ..target.model import PassOutput, Target
 from ..token_tree import TokenTree
 
@@ -26,6 +30,8 @@ class StoredRow:
     tokens_L: Tensor
     final_LD: Tensor
     taps: dict[int, Tensor]
+    ahead_LKD: Tensor | None
+    """States of a drafter's virtual nodes after each position, one for each step; None for a drafter without any."""
 
 
 class Replay:
@@ -35,23 +41,34 @@ class Replay:
         target: the target that wrote and encoded them.
         features: encoded batches, one conversation a row (no packing).
         max_answers: largest number of answers, in order; all by default.
+        drafter: the one that will draft, if it has virtual nodes; others are not read.
     """
 
-    def __init__(self, target: Target, features: Sequence[Features], max_answers: int | None = None) -> None:
+    def __init__(
+        self, target: Target, features: Sequence[Features], max_answers: int | None = None,
+        drafter: Drafter | None = None,
+    ) -> None:
         self.target = target
+        self.ahead_of = drafter if drafter is not None and drafter.virtual_nodes else None
         self.rows: dict[int, StoredRow] = {}
         self.requests: list[Request] = []
         for batch in features:
+            ahead_BLKD = self._ahead(batch)
             for row in range(batch.tokens_BL.shape[0]):
-                self._add(batch, row)
+                self._add(batch, row, None if ahead_BLKD is None else ahead_BLKD[row])
         self.requests = self.requests[:max_answers]
 
-    def _add(self, batch: Features, row: int) -> None:
+    @torch.no_grad()
+    def _ahead(self, batch: Features) -> Tensor | None:
+        return None if self.ahead_of is None else self.ahead_of(batch).hidden_BLKD
+
+    def _add(self, batch: Features, row: int, ahead_LKD: Tensor | None) -> None:
         length = int((batch.segments_BL[row] >= 0).sum())
         stored = StoredRow(
             batch.tokens_BL[row, :length],
             batch.final()[row, :length],
             {layer: states[row, :length] for layer, states in batch.taps.items()},
+            None if ahead_LKD is None else ahead_LKD[:length],
         )
         tokens = stored.tokens_L.tolist()
         for start, stop in _spans(batch.supervised_BL[row, :length].tolist()):
@@ -116,6 +133,8 @@ class ReplayRows:
             choices.append(stored.tokens_L[(here_N + 1).clamp(max=last)])
             for layer in self.taps:
                 taps[layer].append(stored.taps[layer][here_N])
+            if tree.virtual is not None:
+                finals[-1] = self._with_ahead(stored, tree, place, finals[-1])
         choices_BM = torch.stack(choices)
         if select_BM is not None:
             choices_BM = choices_BM.gather(1, select_BM)
@@ -126,10 +145,22 @@ class ReplayRows:
             taps={layer: torch.stack(states).float() for layer, states in taps.items()},
         )
 
+    def _with_ahead(self, stored: StoredRow, tree: TokenTree, place: int, final_ND: Tensor) -> Tensor:
+        """The states of a row's nodes with those of its virtual nodes, which are the last."""
+        assert tree.virtual is not None
+        if stored.ahead_LKD is None:
+            raise ValueError("this replay was made without the drafter whose virtual nodes it is asked about")
+        anchors_M, slots_M = tree.virtual.anchors_BM[place], tree.virtual.slots_BM[place]
+        depths_M = tree.depths_BN[place][anchors_M.clamp(min=0)]
+        here_M = (self.lengths[self._running[place]] + depths_M).clamp(max=len(stored.ahead_LKD) - 1)
+        copies = tree.virtual.slots // stored.ahead_LKD.shape[1]
+        ahead_MD = stored.ahead_LKD[here_M, slots_M // copies].to(final_ND.dtype)
+        return torch.cat([final_ND[: -len(anchors_M)], ahead_MD])
+
     @property
     def reads_virtual(self) -> bool:
-        """False: only stored states are known."""
-        return False
+        """True where the states of the drafter's virtual nodes are stored."""
+        return self.replay.ahead_of is not None
 
     def early(self, num_layers: int) -> None:
         """No layer runs: a drafter of the first layers runs them itself."""

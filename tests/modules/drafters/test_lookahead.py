@@ -13,6 +13,7 @@ from draftsmith.modules import (
     HiddenTransferConfig,
     PromptTokens,
     PromptTokensConfig,
+    Replay,
     Request,
     StaticTree,
     Target,
@@ -29,6 +30,7 @@ from draftsmith.modules.token_tree import Lookahead
 from draftsmith.trainers.lookahead_base import rolled_out
 from draftsmith.trainers.prompt_tokens import PromptTokensModule, PromptTokensTrainConfig
 from references.lookahead import states_after
+from support.encoded_answers import encoded_answers
 from support.families import randomised
 from support.native_answers import native_greedy
 from torch import Tensor
@@ -232,3 +234,22 @@ def test_of_two_drafters_in_an_ensemble_the_last_has_its_nodes_in_the_verifying_
 def test_maps_that_do_not_fit_are_refused(settings: dict[str, int], words: str, tiny_target: Target) -> None:
     with pytest.raises(UserError, match=words):
         HiddenTransfer.create(HiddenTransferConfig(**settings), tiny_target)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_replay_gives_the_accepted_length_of_real_decoding(
+    name: str, tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From states that were computed at once: no node of the drafter's own is read while the answers are replayed."""
+    target = tiny_target_f64
+    drafter = MAKERS[name](target)
+    requests = [Request((5, 20 + index, 7), index, 20 + index) for index in range(5)]
+    features = [target.encode(row, drafter.taps) for row in encoded_answers(target, requests)]
+    tree = Topology.from_paths(path for path in TREE.paths if len(path) <= drafter.reach)
+    real = decode(target, requests, DecodeSettings(batch_size=2), drafter=drafter, policy=StaticTree(tree))
+    source = Replay(target, features, drafter=drafter)
+    monkeypatch.setattr(target, "read_nodes", None)
+    found = decode(source, source.requests, DecodeSettings(batch_size=2), drafter=drafter, policy=StaticTree(tree))
+    assert [one.tokens for one in found.generations] == [one.tokens for one in real.generations]
+    assert [one.emitted for one in found.generations] == [one.emitted for one in real.generations]
+    assert any(count > 1 for one in real.generations for count in one.emitted)
