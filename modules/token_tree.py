@@ -187,13 +187,19 @@ class Lookahead:
     """Number of virtual nodes wanted after each node, for drafters that have any; others ignore it."""
 
     counts_BN: Tensor
-    """How many steps ahead the virtual nodes after a node guess, at most, int64."""
+    """Largest number of steps ahead that the virtual nodes after each node guess, int64."""
     most: int
     """Largest sum of these counts over the nodes of a row, known on the host."""
     nodes: int
     """Largest number of nodes of a row that want any, known on the host."""
     whole: bool = False
     """Whether every count is 0 or all that the drafter has, known on the host."""
+
+    @classmethod
+    def after(cls, tokens_BN: Tensor, nodes_B: Tensor, count: int) -> "Lookahead":
+        """All virtual nodes of a drafter, at most `count`, after one node of each row."""
+        counts_BN = torch.zeros_like(tokens_BN).scatter(1, nodes_B[:, None], count)
+        return cls(counts_BN=counts_BN, most=count, nodes=1, whole=True)
 
 
 @dataclass(frozen=True, kw_only=True)

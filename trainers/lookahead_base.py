@@ -56,14 +56,14 @@ class LookaheadModule(DraftModule):
         here_XLK[:, 0] = True
         hidden_XLKD = torch.cat([states_XKD[:, None], states_XKD.new_zeros(
             len(states_XKD), rolled.tokens_BL.shape[1] - 1, *states_XKD.shape[1:])], dim=1)
-        estimates = tuple(offset - 1 for offset in self.drafter.offsets)
         return Drafts(hidden_BLKD=hidden_XLKD, offsets=self.drafter.offsets, valid_BLK=here_XLK,
-                      estimates=estimates), rolled
+                      estimates=self.drafter.estimates), rolled
 
 
 @torch.no_grad()
 def rolled_out(text: ReadText, anchors_BG: Tensor, chosen_BG: Tensor, count: int) -> Features:
-    """The token at each anchor and the target's greedy continuation, one row of T + 1 tokens for each anchor, encoded.
+    """The token at each anchor and the target's greedy continuation, one row of T + 1 tokens for each anchor, encoded
+    but for its last token, whose states predict no label.
 
     Args:
         text: what the target has read.
@@ -74,7 +74,7 @@ def rolled_out(text: ReadText, anchors_BG: Tensor, chosen_BG: Tensor, count: int
     target, groups = text.target, anchors_BG.shape[1]
     last_BGD = text.final_BLD.gather(1, anchors_BG[..., None].expand(-1, -1, text.final_BLD.shape[-1]))
     states, tokens = [last_BGD], [target.logits(last_BGD).argmax(-1)]
-    for length in range(1, count + 1):
+    for length in range(1, count):
         order_M = torch.arange(groups * length, device=anchors_BG.device)
         group_M, place_M = order_M // length, order_M % length
         sees_MM = (group_M[:, None] == group_M) & (place_M <= place_M[:, None])
@@ -83,8 +83,8 @@ def rolled_out(text: ReadText, anchors_BG: Tensor, chosen_BG: Tensor, count: int
                               (place_M + 1).expand(len(anchors_BG), -1), sees_MM)
         last_BGD = final_BMD[:, length - 1 :: length]
         states.append(last_BGD)
-        if length < count:
-            tokens.append(target.logits(last_BGD).argmax(-1))
+        tokens.append(target.logits(last_BGD).argmax(-1))
+    states.append(torch.zeros_like(last_BGD))
     first_BG = text.features.tokens_BL.gather(1, anchors_BG)
     tokens_XL = torch.stack([first_BG, *tokens], dim=2).flatten(0, 1)
     written_L = torch.arange(count + 1, device=anchors_BG.device) > 0

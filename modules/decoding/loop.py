@@ -118,15 +118,16 @@ class Loop:
                 self.policy.check_sampling(settings.sampling_at(temperature))
         self.stats = DecodeStats(lossless=settings.lossy is None)
         self.slots: list[Generation] = []
-        size = 1 if drafter is None or policy is None else policy.max_size * (1 + drafter.virtual_nodes)
+        size = policy.max_size if policy is not None else 1
+        nodes = size if drafter is None else size * (1 + drafter.virtual_nodes)
         longest = max((len(r.tokens) + r.max_new_tokens for r in self.waiting), default=0)
         places = max((r.max_new_tokens for r in self.waiting), default=0) + size
         sampled = any(request.temperature > 0 for request in self.waiting)
         count = min(settings.batch_size, len(self.waiting))
         # A drafter must see every prompt token, so only plain decoding reads a common start once.
         prefix = shared_prefix([r.tokens for r in self.waiting], settings.prefill_chunk) if drafter is None else ()
-        self.rows = target.start(count, longest + size, drafter.taps if drafter else (), prefix)
-        self.state: DraftState | None = drafter.join(self.rows, count, longest + size) if drafter is not None else None
+        self.rows = target.start(count, longest + nodes, drafter.taps if drafter else (), prefix)
+        self.state: DraftState | None = drafter.join(self.rows, count, longest + nodes) if drafter is not None else None
         self._reads_logits = drafter is not None and drafter.reads_logits
         self.roots_B = torch.zeros(count, dtype=torch.long, device=target.device)
         self.referee = Referee(settings, count, places, target.vocab_size, sampled, target.device)
@@ -244,17 +245,11 @@ class Loop:
         """(output of a pass over pieces of prompts, with the logits at their last tokens; states at virtual nodes)."""
         last_B = counts_B - 1
         sent = TokenTree.prompts(tokens_BC, counts_B)
-        sent = self._extended(replace(sent, lookahead=self._at(tokens_BC, last_B)))
+        if self.drafter is not None and self.drafter.virtual_nodes:
+            lookahead = Lookahead.after(tokens_BC, last_B, self.drafter.virtual_nodes)
+            sent = self._extended(replace(sent, lookahead=lookahead))
         output = self.rows.run(sent, rows, select_BM=last_B[:, None])
         return output, ahead_states(sent, output, last_B)
-
-    def _at(self, tokens_BN: Tensor, nodes_B: Tensor) -> Lookahead | None:
-        """As many virtual nodes as the drafter has after one node of each row; None where it has none."""
-        if self.drafter is None or not self.drafter.virtual_nodes:
-            return None
-        most = self.drafter.virtual_nodes
-        counts_BN = torch.zeros_like(tokens_BN).scatter(1, nodes_B[:, None], most)
-        return Lookahead(counts_BN=counts_BN, most=most, nodes=1, whole=True)
 
     def _extended(self, tree: TokenTree) -> TokenTree:
         """The tree with the drafter's virtual nodes."""

@@ -177,7 +177,7 @@ class LookaheadDrafter(BorrowingDrafter):
         hidden_BLKD = blank_BLKD.index_put((rows_B1, anchors_BG), states_BGKD)
         inserted_BL = torch.zeros_like(text.features.supervised_BL).scatter(1, anchors_BG, chosen_BG)
         valid_BLK = inserted_BL[..., None].expand(-1, -1, self.slots.steps)
-        return Drafts(hidden_BLKD=hidden_BLKD, offsets=self.offsets, valid_BLK=valid_BLK, estimates=self._estimates)
+        return Drafts(hidden_BLKD=hidden_BLKD, offsets=self.offsets, valid_BLK=valid_BLK, estimates=self.estimates)
 
     def insertions(self, features: Features) -> tuple[Tensor, Tensor]:
         """(random positions of each row, which of them are before a label that some step guesses), [B, G] each."""
@@ -192,10 +192,10 @@ class LookaheadDrafter(BorrowingDrafter):
         order_L = torch.arange(length, device=text.features.tokens_BL.device)
         chunks = torch.split(order_L, max(1, _NODES // self.slots.count))
         states = [self.steps_after(text, chunk.expand(batch, -1)) for chunk in chunks]
-        return Drafts(hidden_BLKD=torch.cat(states, dim=1), offsets=self.offsets, estimates=self._estimates)
+        return Drafts(hidden_BLKD=torch.cat(states, dim=1), offsets=self.offsets, estimates=self.estimates)
 
     @property
-    def _estimates(self) -> tuple[int, ...]:
+    def estimates(self) -> tuple[int, ...]:
         """Step k estimates the target's state one position before its token."""
         return tuple(offset - 1 for offset in self.offsets)
 
@@ -270,8 +270,7 @@ class LookaheadDrafter(BorrowingDrafter):
         rows, counts_B = rows_R.tolist(), observation.counts_B
         tree = TokenTree.prompts(observation.tokens_BN, counts_B)
         last_B1 = (counts_B - 1).clamp(min=0)[:, None]
-        ends_BN = torch.zeros_like(tree.tokens_BN).scatter(1, last_B1, self.slots.steps)
-        lookahead = Lookahead(counts_BN=ends_BN, most=self.slots.steps, nodes=1, whole=True)
+        lookahead = Lookahead.after(tree.tokens_BN, last_B1[:, 0], self.slots.steps)
         sent = self._with_nodes(replace(tree, lookahead=lookahead))
         output = own.run(sent, rows, select_BM=last_B1)
         path_BN = torch.arange(tree.size, device=rows_R.device).expand_as(tree.tokens_BN)

@@ -122,7 +122,7 @@ def union(copied: str, name: str) -> Union:
     return Union(policies, whole_size(policies))
 
 
-def beside(draft: str, *, candidates: bool = False) -> Ensemble:
+def ensemble_of(draft: str, *, candidates: bool = False) -> Ensemble:
     """A draft next to a drafter that guesses other tokens than its likeliest."""
     sampled = (CandidateDrafter if candidates else TableDrafter)(DRAFTS[draft](SIZE))
     return Ensemble([TableDrafter(random_log_probs(SIZE, SIZE, seed=7)), sampled])
@@ -134,7 +134,7 @@ def beside(draft: str, *, candidates: bool = False) -> Ensemble:
 def test_point_masses_beside_samples_leave_the_targets_distribution(
     name: str, copied: str, temperature: float
 ) -> None:
-    for drafter in (beside("flat"), beside("confident"), beside("flat", candidates=True)):
+    for drafter in (ensemble_of("flat"), ensemble_of("confident"), ensemble_of("flat", candidates=True)):
         statistic, cells = pass_statistic(union(copied, name), drafter, TARGET, temperature, rows=ROWS)
         assert statistic < chi2_bound(cells, CHANCE)
 
@@ -146,7 +146,7 @@ def test_samples_merged_with_point_masses_and_judged_as_before_are_seen(
     """The samples that remain were not drawn from all of q."""
     monkeypatch.setattr(joined_trees, "_without_children",
                         lambda tree, drawn: joined_trees._rows(drawn.log_q_BIQ, drawn.inner_BN))
-    statistic, cells = pass_statistic(union("chain", name), beside("flat"), TARGET, 0.7, rows=ROWS)
+    statistic, cells = pass_statistic(union("chain", name), ensemble_of("flat"), TARGET, 0.7, rows=ROWS)
     assert statistic > chi2_bound(cells, CHANCE)
 
 
