@@ -2,7 +2,7 @@
 # make quickstart   set up, then distill, train and evaluate a draft for the embedded model: runs/quickstart/report.html
 # make families     set up, then train and compare every family (hours): runs/families/families.md; FAMILY=hydra does one
 # make test         set up, then run every test that this machine can run; PYTEST='-k eagle' selects some
-# make faults       set up, then kill, signal and damage the tiny run of every family (hours); STATE=FILE keeps finished cases
+# make faults       set up, then kill, signal and damage every family's tiny run (an hour); STATE=FILE keeps finished cases
 # make check        set up, then run ruff and mypy --strict
 
 SHELL := /bin/bash

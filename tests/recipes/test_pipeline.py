@@ -1,12 +1,10 @@
 """The tiny recipe from end to end, as a user runs it."""
 
-import importlib
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -255,16 +253,14 @@ def test_the_example_of_the_readme_runs(tiny_run: Path, capsys: pytest.CaptureFi
     assert len(capsys.readouterr().out) > 20
 
 
-def load_benchmark(name: str) -> ModuleType:
-    """A script of tests/benchmarks as a module."""
-    return importlib.import_module(f"benchmarks.{name}")
-
-
 @pytest.mark.slow
 def test_two_kills_change_no_byte(tmp_path: Path) -> None:
-    benchmark = load_benchmark("kill_and_resume")
-    quick = ("--evaluate.limit", "1", "--evaluate.speed_prompts", "0")
-    assert benchmark.compare(tmp_path, 2, 11, quick, show=False) == []
+    campaign = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "benchmarks" / "fault_campaign.py"), "--state", str(tmp_path / "state"),
+         "--only", "kill at a random moment", "--subject", "medusa", "--kills", "2", "--processes", "1"],
+        capture_output=True, text=True, check=False)
+    assert "| run, medusa | 2 of 2 |" in campaign.stdout, campaign.stderr
+    assert campaign.returncode == 0
 
 
 def test_another_run_trains_on_the_same_data(

@@ -1,0 +1,149 @@
+"""Commands of `draftsmith` in processes that are forked from one that has imported everything, once for all."""
+
+import ctypes
+import importlib
+import os
+import pkgutil
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+ROOMS = ("modules", "data", "export", "trainers", "recipes")
+PARENT_DEATH = 1
+"""PR_SET_PDEATHSIG of Linux's prctl: the signal that a process gets when its parent ends."""
+
+
+def import_everything() -> None:
+    """Import every module of the project and the parts of libraries that they import late."""
+    for room in ROOMS:
+        package = importlib.import_module(f"draftsmith.{room}")
+        for info in pkgutil.walk_packages(package.__path__, f"draftsmith.{room}."):
+            if not info.name.endswith(".__main__"):
+                importlib.import_module(info.name)
+    importlib.import_module("transformers.models.llama.modeling_llama")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """End of a command: its exit code (negative: ended by that signal), what it printed, its seconds and renames."""
+
+    code: int
+    said: str
+    seconds: float = 0.0
+    renames: int = 0
+
+    @property
+    def clean(self) -> bool:
+        """True for an end without a traceback, with one sentence where the code is that of a user's mistake."""
+        sentences = sum("draftsmith: error: " in line for line in self.said.replace("\r", "\n").splitlines())
+        return "Traceback" not in self.said and (self.code != 2 or sentences == 1)
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """What is done to a command while it runs.
+
+    Args:
+        after: seconds until it is killed.
+        rename: it kills itself just before this rename, counted from 1.
+        most_kib: largest size of a file that it may write, in KiB: a disk that is full.
+        sent: signal that it gets, `delay` seconds after it printed a line that begins with `stage`.
+        stage: text.
+        delay: seconds.
+    """
+
+    after: float | None = None
+    rename: int = 0
+    most_kib: int = 0
+    sent: signal.Signals | None = None
+    stage: str = ""
+    delay: float = 0.0
+
+
+def call(words: Sequence[str], folder: Path, disturbance: Disturbance | None = None) -> Ended:
+    """Run a command in a forked process to its end, with something done to it.
+
+    Args:
+        words: command and options, as after `draftsmith`.
+        folder: in which it runs.
+        disturbance: none leaves it alone.
+    """
+    done = disturbance or Disturbance()
+    output, output_end = os.pipe()
+    counts, counts_end = os.pipe()
+    started = time.monotonic()
+    process = os.fork()
+    if process == 0:
+        _become_command(words, folder, done, output_end, counts_end)
+    os.close(output_end)
+    os.close(counts_end)
+    killer = threading.Timer(done.after, os.kill, (process, signal.SIGKILL)) if done.after is not None else None
+    if killer is not None:
+        killer.start()
+    said: list[str] = []
+    with os.fdopen(output, errors="replace") as lines:
+        waiting = done.sent is not None
+        for line in lines:
+            said.append(line)
+            if waiting and done.sent is not None and line.startswith(done.stage):
+                waiting = False
+                time.sleep(done.delay)
+                os.kill(process, done.sent)
+    if killer is not None:
+        # Before the process is waited for: until then no other process can have its number.
+        killer.cancel()
+        killer.join()
+    _, status = os.waitpid(process, 0)
+    with os.fdopen(counts, "rb") as stream:
+        renames = int(stream.read() or 0)
+    return Ended(os.waitstatus_to_exitcode(status), "".join(said), time.monotonic() - started, renames)
+
+
+def _become_command(words: Sequence[str], folder: Path, done: Disturbance, output: int, counts: int) -> NoReturn:
+    """Everything that the forked process does."""
+    ctypes.CDLL(None).prctl(PARENT_DEATH, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(folder)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    if done.most_kib:
+        # Without this the first byte too many would end the process instead of the write.
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (done.most_kib * 1024,) * 2)
+    renamed = [0]
+    os.replace, os.rename = (_counted(function, renamed, done.rename) for function in (os.replace, os.rename))
+    code = 70
+    try:
+        from draftsmith.recipes.__main__ import main
+
+        code = main(words)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001 the end of a process: whatever it is belongs into what it said
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.write(counts, str(renamed[0]).encode())
+        os._exit(code)
+
+
+def _counted(function: Callable[..., None], renamed: list[int], last: int) -> Callable[..., None]:
+    """A rename that is counted; the process kills itself just before the last one."""
+
+    def rename(*given: object, **named: object) -> None:
+        renamed[0] += 1
+        if renamed[0] == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        function(*given, **named)
+
+    return rename
