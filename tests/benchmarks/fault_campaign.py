@@ -35,8 +35,10 @@ RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "tiny.yaml"
 FAMILIES = ("medusa", "hydra", "eagle", "eagle3", "falcon", "kangaroo", "prompt_tokens", "hidden_transfer", "draft_lm",
             "medusa2")
 QUICK = ("--config", str(RECIPE), "--train.max_steps", "6", "--train.validate_every", "3", "--train.checkpoint_every",
-         "2", "--distill.budget_tokens", "300", "--distill.validation_prompts", "4", "--evaluate.limit", "1",
-         "--evaluate.speed_prompts", "0")
+         "2", "--distill.budget_tokens", "150", "--distill.shard_prompts", "6", "--distill.max_new_tokens", "24",
+         "--distill.validation_prompts", "4", "--prompts.own_max_tokens", "48", "--tree.searched_nodes", "6",
+         "--tree.used_nodes", "4", "--tree.copied_answers", "0", "--evaluate.max_new_tokens", "12", "--evaluate.limit",
+         "1", "--evaluate.speed_prompts", "0", "--evaluate.tree_prompts", "1")
 DISKS = (1, 8, 16, 32, 64, 120, 180)
 """Largest files that may be written, in KiB."""
 SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
@@ -107,6 +109,12 @@ class Bench:
                 raise SystemExit(f"the undisturbed {name} failed: {self.ended[name].said[-2000:]}")
             self.bytes[name] = self.fingerprints(name, out)
         return out
+
+    def renamed(self, name: str) -> list[str]:
+        """Names of what an undisturbed command renames, in order, in the folder of its case."""
+        out = self.undisturbed(name)
+        return [str(Path(new).relative_to(out)) if Path(new).is_relative_to(out) else new
+                for new in self.ended[name].renamed]
 
     def prepare(self, name: str, out: Path) -> None:
         """Make the folder of a case, with the finished run that the command needs."""
@@ -244,8 +252,8 @@ def cases(bench: Bench, part: str, name: str, kills: int) -> Iterator[str]:
     if part == "kill at a random moment":
         yield from map(str, range(kills))
     elif part == "kill at a rename":
-        bench.undisturbed(name)
-        yield from map(str, range(1, bench.ended[name].renames + 1))
+        yield from (str(number) for number, file in enumerate(bench.renamed(name), 1)
+                    if not file.startswith("data/") or name == first_with(bench, file))
     elif part == "full disk":
         yield from map(str, DISKS)
     elif part == "signal":
@@ -256,6 +264,11 @@ def cases(bench: Bench, part: str, name: str, kills: int) -> Iterator[str]:
         yield from (f"{kind} {file}" for kind in ("flipped", "cut", "empty") for file in files)
     elif part == "damaged GGUF" and name == FAMILIES[0]:
         yield from (f"{kind} {at}" for kind in ("flipped", "cut") for at in (0, 4, 8, 16, 24, 100, 1000, 100_000))
+
+
+def first_with(bench: Bench, file: str) -> str:
+    """The first family whose run renames a file of the data: the same code makes it for the others."""
+    return next((name for name in FAMILIES if file in bench.renamed(name)), "")
 
 
 # The campaign --------------------------------------------------------------------------------------------------------

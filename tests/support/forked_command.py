@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib
+import json
 import os
 import pkgutil
 import resource
@@ -32,12 +33,19 @@ def import_everything() -> None:
 
 @dataclass(frozen=True)
 class Ended:
-    """End of a command: its exit code (negative: ended by that signal), what it printed, its seconds and renames."""
+    """End of a command.
+
+    Args:
+        code: exit code; negative: ended by that signal.
+        said: what it printed.
+        seconds: from its start to its end.
+        renamed: new paths of all that it renamed, in order; empty for a killed one.
+    """
 
     code: int
     said: str
-    seconds: float = 0.0
-    renames: int = 0
+    seconds: float
+    renamed: tuple[str, ...]
 
     @property
     def clean(self) -> bool:
@@ -77,13 +85,13 @@ def call(words: Sequence[str], folder: Path, disturbance: Disturbance | None = N
     """
     done = disturbance or Disturbance()
     output, output_end = os.pipe()
-    counts, counts_end = os.pipe()
+    names, names_end = os.pipe()
     started = time.monotonic()
     process = os.fork()
     if process == 0:
-        _become_command(words, folder, done, output_end, counts_end)
+        _become_command(words, folder, done, output_end, names_end)
     os.close(output_end)
-    os.close(counts_end)
+    os.close(names_end)
     killer = threading.Timer(done.after, os.kill, (process, signal.SIGKILL)) if done.after is not None else None
     if killer is not None:
         killer.start()
@@ -101,12 +109,12 @@ def call(words: Sequence[str], folder: Path, disturbance: Disturbance | None = N
         killer.cancel()
         killer.join()
     _, status = os.waitpid(process, 0)
-    with os.fdopen(counts, "rb") as stream:
-        renames = int(stream.read() or 0)
-    return Ended(os.waitstatus_to_exitcode(status), "".join(said), time.monotonic() - started, renames)
+    with os.fdopen(names) as stream:
+        renamed = tuple(json.loads(stream.read() or "[]"))
+    return Ended(os.waitstatus_to_exitcode(status), "".join(said), time.monotonic() - started, renamed)
 
 
-def _become_command(words: Sequence[str], folder: Path, done: Disturbance, output: int, counts: int) -> NoReturn:
+def _become_command(words: Sequence[str], folder: Path, done: Disturbance, output: int, names: int) -> NoReturn:
     """Everything that the forked process does."""
     ctypes.CDLL(None).prctl(PARENT_DEATH, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -119,8 +127,8 @@ def _become_command(words: Sequence[str], folder: Path, done: Disturbance, outpu
         # Without this the first byte too many would end the process instead of the write.
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (done.most_kib * 1024,) * 2)
-    renamed = [0]
-    os.replace, os.rename = (_counted(function, renamed, done.rename) for function in (os.replace, os.rename))
+    renamed: list[str] = []
+    os.replace, os.rename = (_noted(function, renamed, done.rename) for function in (os.replace, os.rename))
     code = 70
     try:
         from draftsmith.recipes.__main__ import main
@@ -133,17 +141,18 @@ def _become_command(words: Sequence[str], folder: Path, done: Disturbance, outpu
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os.write(counts, str(renamed[0]).encode())
+        with os.fdopen(names, "w") as stream:
+            json.dump(renamed, stream)
         os._exit(code)
 
 
-def _counted(function: Callable[..., None], renamed: list[int], last: int) -> Callable[..., None]:
-    """A rename that is counted; the process kills itself just before the last one."""
+def _noted(function: Callable[..., None], renamed: list[str], last: int) -> Callable[..., None]:
+    """A rename that is noted; the process kills itself just before the last one."""
 
-    def rename(*given: object, **named: object) -> None:
-        renamed[0] += 1
-        if renamed[0] == last:
+    def rename(old: str | Path, new: str | Path, **named: object) -> None:
+        renamed.append(os.fspath(new))
+        if len(renamed) == last:
             os.kill(os.getpid(), signal.SIGKILL)
-        function(*given, **named)
+        function(old, new, **named)
 
     return rename
