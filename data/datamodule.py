@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..modules import Features, UserError
+from ..modules.config_checks import MOST_ROWS, MOST_TOKENS, check_bounds
 from .collate import Piece, pack, pad, plan_bins
 from .feature_store import GIB, FeatureShard, affordable, open_features, stored_dtype
 from .token_store import Manifest, ShardRecord, TokenShard
@@ -49,9 +50,7 @@ class BatchConfig:
         if self.states != "mixed" and self.store_gib is not None:
             raise UserError(f"batch.store_gib {self.store_gib} means nothing with batch.states {self.states}; set "
                             "batch.states: mixed, or leave it out")
-        for name, least in (("row_length", 2), ("rows_per_batch", 1)):
-            if getattr(self, name) < least:
-                raise UserError(f"batch.{name} must be at least {least}, got {getattr(self, name)}")
+        check_bounds(self, "batch.", row_length=(2, MOST_TOKENS), rows_per_batch=(1, MOST_ROWS))
 
     @property
     def store_bytes(self) -> int | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..modules import UserError
+from ..modules.config_checks import MOST_ROWS, MOST_TOKENS, check_bounds
 from ..modules.verification.sampling import TEMPERATURES, is_temperature
 from .prompts import PromptConfig, read_prompts
 from .token_store import SOURCES, SourceName, hash_file
@@ -53,19 +54,9 @@ class DistillConfig:
     """Longest piece of a plain document, in tokens; each piece is a row of its own."""
 
     def __post_init__(self) -> None:
-        bounds = {
-            "shard_prompts": 1,
-            "slots": 1,
-            "max_new_tokens": 1,
-            "validation_prompts": 0,
-            "test_prompts": 0,
-            "top_k": 0,
-            "draft_tokens": 1,
-            "document_tokens": 2,
-        }
-        for name, least in bounds.items():
-            if getattr(self, name) < least:
-                raise UserError(f"distill.{name} must be at least {least}, got {getattr(self, name)}")
+        check_bounds(self, "distill.", shard_prompts=(1, MOST_ROWS), slots=(1, MOST_ROWS),
+                     max_new_tokens=(1, MOST_TOKENS), validation_prompts=(0, MOST_ROWS), test_prompts=(0, MOST_ROWS),
+                     top_k=(0, MOST_TOKENS), draft_tokens=(1, MOST_ROWS), document_tokens=(2, MOST_TOKENS))
         if not self.temperatures or not all(map(is_temperature, self.temperatures)):
             raise UserError(f"distill.temperatures must be one or more numbers, each {TEMPERATURES}, got "
                             f"{list(self.temperatures)}")

@@ -11,6 +11,8 @@ PARTS = frozenset({"num_layers", "num_heads", "num_kv_heads", "depths", "steps",
 """Sizes that count layers, heads or draft steps: each is a module, or a pass, of its own."""
 MOST_PARTS, MOST_WIDTH = 256, 2**26
 """Largest number of these, and of any other size."""
+MOST_ROWS, MOST_TOKENS, MOST_STEPS = 2**16, 2**20, 2**40
+"""Largest numbers of rows, of tokens in a row and of steps that a setting may ask for."""
 
 
 def check_sizes(**sizes: object) -> None:
@@ -25,6 +27,25 @@ def check_sizes(**sizes: object) -> None:
             raise UserError(f"{name} must be a whole number of at least 1, got {value!r}")
         if value is not None and value > most:
             raise UserError(f"{name} must be at most {most:,}, got {value}; lower it")
+
+
+def check_bounds(settings: object, prefix: str = "", **bounds: tuple[float, float]) -> None:
+    """Refuse numbers below or above what any run may ask for; None is a number left open.
+
+    Args:
+        settings: whose attributes are checked.
+        prefix: of their names in a recipe, such as "distill.".
+        bounds: smallest and largest value of each.
+
+    Raises:
+        UserError: naming the setting, its value and the bound.
+    """
+    for name, (least, most) in bounds.items():
+        value = getattr(settings, name)
+        if value is not None and not value >= least:
+            raise UserError(f"{prefix}{name} must be at least {least:,}, got {value}")
+        if value is not None and value > most:
+            raise UserError(f"{prefix}{name} must be at most {most:,}, got {value}; lower it")
 
 
 def settings_of(description: dict[str, Any], config: type, subject: str, *more: str) -> dict[str, Any]:

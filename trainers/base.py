@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 
+from ..modules.config_checks import MOST_STEPS, check_bounds
 from ..modules.errors import UserError
 from ..modules.features import Features
 from ..modules.interfaces.drafter import Drafter, DrafterConfig, Drafts
@@ -38,6 +39,8 @@ ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
 """Lightning's names of the device kinds that train here."""
 PATIENCE = 8
 """Optimizer steps without a supervised token after which a run stops: long prompts may fill one step, but not eight."""
+MOST_LR = 100.0
+"""Largest learning rate: beyond it no optimizer here learns, and float32 overflows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +96,8 @@ class TrainConfig:
     """Shape of the drafter; each family has its own settings."""
 
     def __post_init__(self) -> None:
-        for name in ("max_steps", "accumulate", "validate_every", "checkpoint_every", "devices"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise UserError(f"{name} must be at least 1, got {value}")
+        check_bounds(self, max_steps=(1, MOST_STEPS), accumulate=(1, MOST_STEPS), validate_every=(1, MOST_STEPS),
+                     checkpoint_every=(1, MOST_STEPS), devices=(1, MOST_STEPS))
         if self.max_steps is None and self.max_minutes is None:
             raise UserError("max_steps and max_minutes are both null, and training would never end; set one of them")
         if self.validation_nodes < 2:
@@ -105,8 +107,8 @@ class TrainConfig:
                 raise UserError(f"{name} must not be negative, got {value}")
         if not 0 < self.decay <= 1:
             raise UserError(f"decay must be above 0 and at most 1, got {self.decay}")
-        if not self.lr > 0:
-            raise UserError(f"lr must be above 0, got {self.lr}")
+        if not 0 < self.lr <= MOST_LR:
+            raise UserError(f"lr must be above 0 and at most {MOST_LR:g}, got {self.lr}")
         if self.max_minutes is not None and not self.max_minutes > 0:
             raise UserError(f"max_minutes must be above 0, got {self.max_minutes}; leave it out to end by max_steps")
         if self.accelerator not in ACCELERATORS:

@@ -19,6 +19,7 @@ from ...modules import (
     baseline,
     parse_joined,
 )
+from ...modules.config_checks import MOST_ROWS, MOST_TOKENS, check_bounds
 from ...modules.verification.sampling import TEMPERATURES, is_temperature
 from ..artifact import Artifact
 
@@ -69,10 +70,8 @@ class EvaluateConfig:
     """Rows decoded at once for prompts that are not timed; it changes neither acceptance nor identity."""
 
     def __post_init__(self) -> None:
-        least = {"max_new_tokens": 2, "untimed_batch_size": 1, "speed_prompts": 0, "tree_prompts": 0}
-        for name, bound in least.items():
-            if getattr(self, name) < bound:
-                raise UserError(f"{name} must be at least {bound}, got {getattr(self, name)}")
+        check_bounds(self, max_new_tokens=(2, MOST_TOKENS), untimed_batch_size=(1, MOST_ROWS),
+                     speed_prompts=(0, MOST_ROWS), tree_prompts=(0, MOST_ROWS))
         for name, numbers in (("batch_sizes", self.batches), ("temperatures", self.degrees)):
             if not numbers:
                 raise UserError(f"{name} must hold at least one number, got none")
