@@ -104,8 +104,7 @@ class Tuning:
                    tree_size=tree_size, cost=cost, expected_accepted_length=tuple(expected), given=given)
 
     def sampled_at(self, temperature: float) -> SampledTuning | None:
-        """What is known about sampled rows at a temperature: nothing above SIZING_TEMPERATURE, where less is accepted.
-        """
+        """The sizes for sampled rows at a temperature; None above SIZING_TEMPERATURE, where less is accepted."""
         return self.sampled if 0 < temperature <= SIZING_TEMPERATURE else None
 
     def lengths_at(self, temperature: float) -> tuple[float, ...]:

@@ -105,8 +105,8 @@ def drawn_text(drafter: Drafter, target: Target, features: Sequence[Features], t
         return torch.cat(found)
 
     table_PKC = _table(drafter, features, look, torch.zeros(2 * max_rank + 1))
-    chances_PKR, drawn_PKR, left_PK1 = table_PKC.split([max_rank, max_rank, 1], dim=-1)
-    return DrawnText(chances_PKR=chances_PKR, drawn_PKR=drawn_PKR.bool(), left_P=left_PK1[:, 0, 0].long())
+    return DrawnText(chances_PKR=table_PKC[..., :max_rank], drawn_PKR=table_PKC[..., max_rank:-1].bool(),
+                     left_P=table_PKC[:, 0, -1].long())
 
 
 def _left(batch: Features) -> Tensor:
