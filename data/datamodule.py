@@ -96,15 +96,19 @@ class Split:
         opened = dict(zip(stored, open_features(folder, stored, taps), strict=True))
         self.states: list[FeatureShard | None] = [opened.get(record) for record in records]
 
-    def windows(self, length: int | None = None) -> list[Window]:
+    def windows(self, length: int | None = None, temperature: float | None = None) -> list[Window]:
         """All rows, cut into windows of `length` tokens; windows in which nothing is supervised are left out.
 
         Unless all states are stored, only the first window of a row can be used: the target would not see the tokens
         before the others.
+
+        Args:
+            length: tokens of a window; None for whole rows.
+            temperature: of the rows' answers; None takes all rows.
         """
         found = []
         for number, shard in enumerate(self.shards):
-            for row in range(shard.num_rows):
+            for row in shard.answered_at(temperature):
                 start, stop = shard.span(row)
                 step = length or max(1, stop - start)
                 stop = stop if self.all_stored else min(stop, start + step)
@@ -227,9 +231,14 @@ class DraftDataModule(lightning.LightningDataModule):
         rank, world = trainer.global_rank, trainer.world_size
         return DataLoader(_Stream(lambda number: self.micro_batch(number, rank, world), start), batch_size=None)
 
-    def validation_features(self) -> list[Features]:
-        """The held-out conversations whole, one row a batch, to be replayed. Empty when none were held out."""
-        return [pad([self.validation.piece(window)]) for window in self.validation.windows()]
+    def validation_features(self, temperature: float = 0.0) -> list[Features]:
+        """The held-out conversations whole, one row a batch, to be replayed. Empty when none were held out.
+
+        Args:
+            temperature: of their answers: 0 for greedy ones, SIZING_TEMPERATURE for drawn ones.
+        """
+        windows = self.validation.windows(temperature=temperature)
+        return [pad([self.validation.piece(window)]) for window in windows]
 
 
 def count_tokens(folder: str | Path) -> Tensor:

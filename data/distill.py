@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..modules import DecodeSettings, Target, UserError
+from ..modules import SIZING_TEMPERATURE, DecodeSettings, Target, UserError
 from ..modules.json_records import read_json, record_of
 from .answering import Answerer, Conversation, take_given
 from .chat import ChatTemplate
@@ -228,7 +228,8 @@ class Distillation:
         self._write_held_out(held[:wanted], position)
 
     def _write_held_out(self, held: Sequence[tuple[int, Prompt]], position: int) -> None:
-        """Write validation, answered greedily, and test, which is only used in the evaluation."""
+        """Write validation, answered greedily and once more by drawing, and test, which is only used in the evaluation.
+        """
         first = self.config.validation_prompts
         if any(prompt.document is not None for _, prompt in held[first:]):
             raise UserError("plain documents are no prompts to be asked in an evaluation; set distill.test_prompts: 0")
@@ -240,11 +241,19 @@ class Distillation:
             held_out=HeldOut(file=TEST, sha256=hash_bytes(data), prompts=len(held) - first),
         )
         if first:
-            with self.progress.stage("held-out answers", first * self.config.max_new_tokens, "tok"):
-                answered = self.answerer.answer(held[:first], (0.0,))
+            with self.progress.stage("held-out answers", 2 * first * self.config.max_new_tokens, "tok"):
+                answered = self.answerer.answer(held[:first], (0.0,)) + self._drawn(held[:first])
             self._write_shard("validation", answered, [prompt.key for _, prompt in held[:first]], position)
         else:
             self.manifest.save(self.out)
+
+    def _drawn(self, prompts: Sequence[tuple[int, Prompt]]) -> list[Conversation]:
+        """The prompts with answers at the temperature by which trees for sampled rows are sized, without filters."""
+        settings = replace(self.answerer.settings, top_k=0, top_p=1.0)
+        drawing = Answerer(self.target, self.template, settings, self.config.max_new_tokens, self._count)
+        answered = drawing.answer(prompts, (SIZING_TEMPERATURE,))
+        self.answerer.stats.add(drawing.stats)
+        return answered
 
     # Shards ----------------------------------------------------------------------------------------------------------
 
@@ -310,7 +319,7 @@ class Distillation:
             split=split,
             sha256=hash_bytes(data),
             candidates=candidates,
-            prompts=len(conversations),
+            prompts=len({one.number for one in conversations}),
             rows=shard.num_rows,
             by_target=shard.written("target"),
             by_text=shard.written("text"),

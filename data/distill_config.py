@@ -35,7 +35,8 @@ class DistillConfig:
     budget_minutes: float | None = None
     """Start no answer after this many minutes, interrupted runs included. Not repeatable; tokens are."""
     validation_prompts: int = 32
-    """Prompts answered greedily and held out to choose checkpoints by."""
+    """Prompts held out: answered greedily to choose checkpoints and the tree by, and once more at temperature 1, by
+    which trees for sampled answers are sized."""
     test_prompts: int = 0
     """Prompts held out for evaluation, written to test.jsonl."""
     seed: int = 0

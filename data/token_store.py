@@ -20,7 +20,7 @@ from ..modules.atomic_files import file_sha256, write_atomically
 from ..modules.bounded_reading import require_ordinary
 from ..modules.json_records import read_json, record_of, shortened
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Layout of shards and manifest."""
 MANIFEST = "manifest.json"
 SourceName = Literal["target", "text", "draft"]
@@ -92,6 +92,10 @@ class TokenShard:
     def written(self, source: SourceName) -> int:
         """Number of rows that this source wrote."""
         return int((self.sources_R == SOURCES.index(source)).sum())
+
+    def answered_at(self, temperature: float | None) -> list[int]:
+        """Rows whose answers have this temperature; all rows for None."""
+        return [row for row, found in enumerate(self.temperatures_R.tolist()) if temperature in (None, found)]
 
     def span(self, row: int) -> tuple[int, int]:
         """First index of a row and the one after its last."""

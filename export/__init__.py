@@ -17,7 +17,7 @@ from .layouts.ppd import import_ppd
 from .layouts.registry import EVERY_FORMAT, FORMATS, export_artifact
 from .layouts.specdec import export_head, export_specdec, import_specdec
 from .report.markdown import terminal_table, write_report
-from .tuning import Tuning, save_tuning
+from .tuning import SampledTuning, Tuning, save_tuning
 
 __all__ = [
     "EVERY_FORMAT",
@@ -36,6 +36,7 @@ __all__ = [
     "Method",
     "PromptSets",
     "Question",
+    "SampledTuning",
     "StoredHead",
     "Tuning",
     "busy_warning",

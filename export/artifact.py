@@ -19,14 +19,15 @@ from torch import Tensor
 from ..modules import (
     DRAFTERS,
     JOINED,
+    SIZING_TEMPERATURE,
     SPARSE,
     SPECDEC,
     STATIC,
     Adapter,
-    CopyTrial,
     Drafter,
     Policy,
     Proposer,
+    StaticTree,
     Target,
     TargetIdentity,
     Topology,
@@ -93,22 +94,23 @@ class Artifact:
         """Nodes drafted by default for one greedy row, root included: the tuned size, else the whole tree."""
         return self.size_for(1)
 
-    def predicted_speedup(self, name: str = STATIC, *, batch_size: int = 1) -> float | None:
-        """Speed-up that the cost model fitted on this machine predicts for greedy rows and a static tree.
+    def predicted_speedup(self, name: str = STATIC, *, batch_size: int = 1, temperature: float = 0.0) -> float | None:
+        """Speed-up that the cost model fitted on this machine predicts for rows with a static tree.
 
-        None if nothing was measured here, no accepted length is known for its size, or the policy is neither static
-        nor static+lookup.
+        None if nothing was measured here, no accepted length is known for its size, the policy is neither static nor
+        static+lookup, or the rows are sampled at another temperature than SIZING_TEMPERATURE.
         """
-        if self.tuning is None:
+        if self.tuning is None or temperature not in (0.0, SIZING_TEMPERATURE):
             return None
         if name == JOINED:
-            return self._speedup_with_copies(self.tuning, batch_size)
+            copies = self.tuning.copies(batch_size, temperature)
+            return None if copies is None else copies.speedup
         parts = parse_joined(name)
         kind, size = parse_policy(parts.own)
         if kind != STATIC or parts.partner is not None:
             return None
-        size = self.size_for(batch_size) if size is None else int(size)
-        lengths = self.tuning.expected_accepted_length
+        size = self.size_for(batch_size, temperature) if size is None else int(size)
+        lengths = self.tuning.lengths_at(temperature)
         return None if size > len(lengths) else self.tuning.cost.predict(lengths[size - 1], size, batch_size)
 
     def size_for(self, batch_size: int, temperature: float = 0.0) -> int:
@@ -136,47 +138,46 @@ class Artifact:
         """The policy to draft with: by default the artifact's tree, cut to `size_for(batch_size, temperature)` nodes.
 
         Other policies also take that many nodes, or that tree's depth, unless their name contains a number. One with a
-        partner needs the drafter of `drafting`; static+lookup has the sizes that replays found to be the fastest.
+        partner needs the drafter of `drafting`; static+lookup has the sizes that replays found to be the fastest. For
+        sampled rows a policy without a number has no node but the root, which is plain decoding, unless drafting is
+        predicted to be faster on this machine.
 
         Args:
             name: one of `modules.POLICIES`, with a number and a partner where you like: static-16, eagle2-32+lookup.
             batch_size: rows that are decoded at once.
-            temperature: their sampling temperature; above 0 less is accepted, and smaller trees pay.
+            temperature: their sampling temperature; above 0 less is accepted, and smaller trees pay, or none.
 
         Raises:
             UserError: if there is no such policy or partner, it asks for more than the tree or the family has, or for
                 an acceptance head that the artifact does not hold.
         """
         parts = parse_joined(name)
-        own = self._own_policy(parts, batch_size, temperature)
-        if name == JOINED and (trial := self._copies(batch_size)) is not None:
-            return copying(own, trial.copied, trial.extra)
-        return joined_policy(parts, own, self.target)
+        copies = self.tuning.copies(batch_size, temperature) if name == JOINED and self.tuning is not None else None
+        if copies is None:
+            return joined_policy(parts, self._own_policy(parts, batch_size, temperature), self.target)
+        own = StaticTree(self.topology.prefix(min(copies.tree_size, self.topology.size)))
+        return own if copies.trial is None else copying(own, copies.trial.copied, copies.trial.extra)
 
     def _own_policy(self, name: PolicyName, batch_size: int, temperature: float) -> Policy:
         """The part of a policy that grows the artifact's own drafts."""
         kind, number = parse_policy(name.own)
         if kind == SPECDEC:
             return self._head_for(temperature).policy(number)
-        if kind == SPARSE and number is None and self.tuning is not None and self.drafter.rank_chances is not None:
-            cost = self.tuning.cost.curve(batch_size)
-            size = choose_pass_nodes(self.drafter.rank_chances, cost, self.drafter.virtual_nodes).size
+        if number is not None or self.tuning is None:
+            return policy_named(name.own, self.topology, self.drafter)
+        if kind == SPARSE and self.drafter.rank_chances is not None:
+            size = self._pass_nodes(self.tuning, batch_size, temperature)
             return policy_named(f"{SPARSE}-{size}" if size > 1 else f"{STATIC}-1", self.topology, self.drafter)
-        tree = self.topology if number is not None else self.topology.prefix(self.size_for(batch_size, temperature))
-        return policy_named(name.own, tree, self.drafter)
+        size = self.size_for(batch_size, temperature)
+        plain = size == 1 and temperature > 0 and kind != SPARSE
+        return policy_named(STATIC if plain else name.own, self.topology.prefix(size), self.drafter)
 
-    def _speedup_with_copies(self, tuning: Tuning, batch_size: int) -> float | None:
-        """The prediction for static+lookup; None where its trials had another tree than so many rows."""
-        trial = self._copies(batch_size)
-        if tuning.copying is None or trial is None or tuning.copying.tree_size != self.size_for(batch_size):
-            return None
-        return tuning.copying.speedup(trial, tuning.cost, batch_size)
-
-    def _copies(self, batch_size: int) -> CopyTrial | None:
-        """Sizes of the chain that static+lookup copies; None where nothing was replayed."""
-        if self.tuning is None or self.tuning.copying is None:
-            return None
-        return self.tuning.copying.best(self.tuning.cost, batch_size)
+    def _pass_nodes(self, tuning: Tuning, batch_size: int, temperature: float) -> int:
+        """Nodes of a pass of the policy sparse, virtual ones included."""
+        if temperature > 0:
+            return tuning.pass_nodes(batch_size, temperature, self.drafter.virtual_nodes)
+        chances_KR = self.drafter.rank_chances or ()
+        return choose_pass_nodes(chances_KR, tuning.cost.curve(batch_size), self.drafter.virtual_nodes).size
 
     def _head_for(self, temperature: float) -> StoredHead:
         if temperature not in self.heads:

@@ -3,13 +3,67 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from ..modules import JOINED, STATIC, CopySizing, CostModel, Target, choose_size
+from ..modules import (
+    JOINED,
+    SIZING_TEMPERATURE,
+    STATIC,
+    CopySizing,
+    CopyTrial,
+    CostModel,
+    PassTrial,
+    Target,
+    choose_size,
+    choose_trial,
+)
 from ..modules.atomic_files import write_file
 from ..modules.json_records import read_record
 from .artifact_files import TUNING, as_json
+
+NONE = "none"
+"""Plain decoding, where no draft is predicted to be faster."""
+
+
+class Copies(NamedTuple):
+    """Sizes of the policy static+lookup for some rows."""
+
+    tree_size: int
+    """Nodes of the draft's tree, the root included."""
+    trial: CopyTrial | None
+    """The copied chain; None for plain decoding."""
+    speedup: float | None
+    """Predicted speed-up over plain decoding; None where the replays had another tree."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledTuning:
+    """Sizes for sampled rows, from held-out answers that were drawn at SIZING_TEMPERATURE."""
+
+    expected_accepted_length: tuple[float, ...]
+    """Expected tokens per pass for a tree of 1, 2, 3 ... nodes."""
+    copying: CopySizing | None = None
+    """Copied chains next to the tree for sampled rows; None when they were not replayed."""
+    lookahead: tuple[PassTrial, ...] = ()
+    """Replayed sizes of the policy sparse; empty for drafters without virtual nodes."""
+    fastest: str = NONE
+    """Policy that is predicted to decode one row fastest here: static, static+lookup, or none."""
+
+    def __post_init__(self) -> None:
+        if self.fastest not in (NONE, STATIC, JOINED):
+            raise ValueError(f"fastest of sampled rows must be {NONE}, {STATIC} or {JOINED}, got {self.fastest!r}")
+
+    @classmethod
+    def of(cls, lengths: Sequence[float], cost: CostModel, copying: CopySizing | None = None,
+           lookahead: Sequence[PassTrial] = ()) -> "SampledTuning":
+        """The sizes with the policy that they predict to be the fastest."""
+        speedups = {NONE: 1.0, STATIC: choose_size(lengths, cost.curve()).predicted_speedup}
+        if copying is not None:
+            speedups[JOINED] = copying.speedup(copying.best(cost), cost)
+        return cls(expected_accepted_length=tuple(lengths), copying=copying, lookahead=tuple(lookahead),
+                   fastest=max(speedups, key=lambda name: speedups[name]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +80,10 @@ class Tuning:
     """Seconds of target passes and of drafting, by the size of the tree, the batch and the context."""
     expected_accepted_length: tuple[float, ...] = ()
     """Estimated tokens per pass for a tree of 1, 2, 3 ... nodes, greedy; empty when it was not computed."""
-    expected_sampled: tuple[float, ...] = ()
-    """The same at temperature 1, used for all temperatures above 0; empty when it was not computed."""
+    sampled: SampledTuning | None = None
+    """The same for rows at temperatures above 0; None when it was not measured: such rows are then decoded plainly."""
     given: bool = False
-    """Whether the recipe sets the size: every batch size then uses it, otherwise each has its own."""
+    """Whether the recipe sets the size: every batch size and temperature then uses it, otherwise each has its own."""
     copying: CopySizing | None = None
     """Copied chains next to the tree, replayed on held-out answers; None when they were not."""
     fastest: str = STATIC
@@ -49,13 +103,54 @@ class Tuning:
         return cls(device=f"{target.device.type}{threads}", dtype=str(target.dtype).removeprefix("torch."),
                    tree_size=tree_size, cost=cost, expected_accepted_length=tuple(expected), given=given)
 
+    def sampled_at(self, temperature: float) -> SampledTuning | None:
+        """The sizes for sampled rows at a temperature; None above SIZING_TEMPERATURE, where less is accepted."""
+        return self.sampled if 0 < temperature <= SIZING_TEMPERATURE else None
+
+    def lengths_at(self, temperature: float) -> tuple[float, ...]:
+        """Expected tokens per pass by size, as far as they are known for a temperature."""
+        if temperature == 0:
+            return self.expected_accepted_length
+        sampled = self.sampled_at(temperature)
+        return () if sampled is None else sampled.expected_accepted_length
+
+    def copying_at(self, temperature: float) -> CopySizing | None:
+        """The replays of copied chains that hold for a temperature."""
+        if temperature == 0:
+            return self.copying
+        sampled = self.sampled_at(temperature)
+        return None if sampled is None else sampled.copying
+
     def size_for(self, batch_size: int, temperature: float = 0.0) -> int:
-        """Nodes of the tree that decode `batch_size` rows fastest: 1 where drafting does not pay."""
-        sampled = self.expected_sampled if temperature > 0 else ()
-        lengths = sampled or self.expected_accepted_length
-        if self.given or not lengths or (batch_size == 1 and not sampled):
+        """Nodes of the tree that decode `batch_size` rows fastest: 1 where drafting is not known to pay."""
+        lengths = self.lengths_at(temperature)
+        if self.given or (temperature == 0 and (not lengths or batch_size == 1)):
             return self.tree_size
         return choose_size(lengths, self.cost.curve(batch_size)).size
+
+    def copies(self, batch_size: int, temperature: float = 0.0) -> Copies | None:
+        """Sizes of the policy static+lookup; None where nothing was replayed.
+
+        For sampled rows the tree is that of the replays at every batch size: what another one accepts next to copies is
+        not known.
+        """
+        if self.copying is None:
+            return None
+        known, size = self.copying_at(temperature), self.size_for(batch_size, temperature)
+        if temperature > 0 and not self.given:
+            if known is None or known.speedup(known.best(self.cost, batch_size), self.cost, batch_size) <= 1:
+                return Copies(1, None, 1.0)
+            size = known.tree_size
+        sizing = known or self.copying
+        trial = sizing.best(self.cost, batch_size)
+        same = sizing is known and size == sizing.tree_size
+        return Copies(size, trial, sizing.speedup(trial, self.cost, batch_size) if same else None)
+
+    def pass_nodes(self, batch_size: int, temperature: float, virtual_nodes: int) -> int:
+        """Nodes of a pass, virtual ones included, with which sampled rows decode fastest; 1 where none is known to pay.
+        """
+        sampled = self.sampled_at(temperature)
+        return choose_trial(sampled.lookahead if sampled else (), self.cost.curve(batch_size), virtual_nodes).size
 
     def with_copies(self, sizing: CopySizing) -> "Tuning":
         """The same with the trials of copied chains, and the policy that they predict to be the fastest."""

@@ -53,12 +53,13 @@ from .tuning.confidence_calibration import Confidence, ConfidenceBin, Confidence
 from .tuning.copy_sizing import CopySizing, CopyTrial, size_copies
 from .tuning.cost_model import CostCurve, CostModel, Sample, TreeChoice, choose_size
 from .tuning.drafted_tokens import DraftedTokens
-from .tuning.held_out_ranks import chance_table, rank_table
-from .tuning.lookahead_sizing import choose_pass_nodes
-from .tuning.replay_acceptance import Acceptance, decoded_acceptance, replay
+from .tuning.held_out_ranks import DrawnText, drawn_text, rank_table
+from .tuning.lookahead_sizing import PassTrial, choose_pass_nodes, choose_trial, replay_pass_sizes
+from .tuning.replay_acceptance import Acceptance, answered_anew, decoded_acceptance, replay
 from .tuning.replay_target import Replay
+from .tuning.sampled_lengths import SIZING_TEMPERATURE, expected_lengths
 from .tuning.step_timing import measure_cost
-from .tuning.tree_search import expected_lengths, search_tree
+from .tuning.tree_search import search_tree
 from .verification.acceptance_rules import ChainRejection, Chances, Equality, Rejection, Rule, Typical, exact_rule
 from .verification.sampling import Sampling, SamplingSetting, choose
 from .verification.tree_walk import Accepted, follow
@@ -75,6 +76,7 @@ __all__ = [
     "JOINED",
     "PARTNERS",
     "POLICIES",
+    "SIZING_TEMPERATURE",
     "SPARSE",
     "SPECDEC",
     "STATIC",
@@ -106,6 +108,7 @@ __all__ = [
     "Drafter",
     "Drafts",
     "Drawn",
+    "DrawnText",
     "Draws",
     "DySpecTree",
     "Eagle",
@@ -140,6 +143,7 @@ __all__ = [
     "Ngrams",
     "Observation",
     "PassOutput",
+    "PassTrial",
     "PathProbability",
     "Policy",
     "PromptTokens",
@@ -173,14 +177,16 @@ __all__ = [
     "Union",
     "UserError",
     "Verified",
+    "answered_anew",
     "baseline",
     "chain_for",
-    "chance_table",
     "choose",
     "choose_pass_nodes",
     "choose_size",
+    "choose_trial",
     "decode",
     "decoded_acceptance",
+    "drawn_text",
     "exact_rule",
     "expected_lengths",
     "follow",
@@ -195,6 +201,7 @@ __all__ = [
     "repeats_itself",
     "replay",
     "replay_noting",
+    "replay_pass_sizes",
     "rollouts",
     "search_layers",
     "search_tree",

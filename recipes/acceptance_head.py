@@ -158,7 +158,8 @@ def data_rows(folder: Path, manifest: Manifest, name: str) -> Iterator[tuple[lis
     """(tokens, supervised) of each row of a split with an answer, in the order of the shards."""
     for record in manifest.split(name):
         shard = TokenShard.read(folder / record.file, record.sha256)
-        for row in range(shard.num_rows):
+        # A held-out prompt is there twice: with its greedy answer, and with a drawn one.
+        for row in shard.answered_at(0.0 if name == "validation" else None):
             start, stop = shard.span(row)
             supervised = shard.supervised_T[start:stop].tolist()
             if True in supervised[1:]:

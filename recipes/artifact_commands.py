@@ -199,7 +199,8 @@ def generate(parsed: Parsed[GenerateArguments]) -> None:
     print(f"[{sum(counts)} tokens: the first by the prompt's pass, {sum(drafted)} by {len(drafted)} more, "
           f"{length:.2f} tokens per pass; {sum(counts) / seconds:.1f} tokens/s]", file=sys.stderr)
     if policy.max_size == 1:
-        print(f"[nothing was drafted, because no tree makes decoding faster on this machine; --policy "
+        where = f" at temperature {given.temperature:g}" if given.temperature else ""
+        print(f"[nothing was drafted, because on this machine no tree makes decoding faster{where}; --policy "
               f"static-{artifact.topology.size} drafts all the same]", file=sys.stderr)
 
 

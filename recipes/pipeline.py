@@ -16,6 +16,7 @@ from ..data.datamodule import DraftDataModule
 from ..data.distill_config import require_enough
 from ..export import (
     Method,
+    SampledTuning,
     Tuning,
     busy_warning,
     evaluate,
@@ -29,15 +30,20 @@ from ..export import (
 )
 from ..modules import (
     JOINED,
+    SIZING_TEMPERATURE,
     STATIC,
-    CopySizing,
+    Drafter,
     Features,
+    Target,
+    Topology,
     UserError,
-    chance_table,
+    answered_anew,
     choose_size,
+    drawn_text,
     expected_lengths,
     measure_cost,
     rank_table,
+    replay_pass_sizes,
     search_tree,
     size_copies,
 )
@@ -113,7 +119,8 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
     drafter.eval()
     with torch.no_grad():
         table_PK = rank_table(drafter, held_out)
-    module.drafter.count_ranks(table_PK)
+    for one in (module.drafter, drafter):
+        one.count_ranks(table_PK)
     topology, expected = search_tree(table_PK, workspace.recipe.tree.searched_nodes, workspace.recipe.tree.max_rank)
     # Saved as trained: what measured above was rounded to the target's number format.
     save_artifact(workspace.artifact, module.drafter, workspace.target.identity,
@@ -121,16 +128,43 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
     cost = measure_cost(target, drafter, topology)
     given = workspace.recipe.tree.used_nodes
     size = min(given or choose_size(expected, cost.curve()).size, topology.size)
-    tuning = replace(Tuning.of(target, size, cost, expected, given=given is not None),
-                     expected_sampled=expected_lengths(chance_table(drafter, target, held_out), topology))
+    tuning = Tuning.of(target, size, cost, expected, given=given is not None)
     if answers := workspace.recipe.tree.copied_answers:
         tuning = tuning.with_copies(size_copies(drafter, target, held_out, topology.prefix(size), answers=answers))
+    tuning = replace(tuning, sampled=sized_for_sampling(tuning, drafter, target, drawn(workspace, module, target),
+                                                        topology, answers))
     save_tuning(workspace.artifact, tuning)
-    say(f"     tree of {topology.size} nodes; used on this machine: {_use(tuning, 0.0)}; at temperature 1 "
-          f"{_use(tuning, 1.0)}")
-    if tuning.copying is not None:
-        say(f"     {_copies(tuning, tuning.copying)}")
+    say(f"     tree of {topology.size} nodes; used on this machine: {_use(tuning, 0.0)}; at temperature "
+        f"{SIZING_TEMPERATURE:g} {_use(tuning, SIZING_TEMPERATURE)}")
+    for temperature in (0.0, SIZING_TEMPERATURE):
+        if sentence := _copies(tuning, temperature):
+            say(f"     {sentence}")
     return [workspace.artifact / name for name in ("config.json", "model.safetensors", "README.md", "tuning.json")]
+
+
+def drawn(workspace: Workspace, module: DraftModule, target: Target) -> list[Features]:
+    """Held-out conversations whose answers the verifying target drew at SIZING_TEMPERATURE, with its states."""
+    rows = validation(workspace, module, SIZING_TEMPERATURE)
+    # A target that training has changed draws other answers than the stored ones.
+    return rows if target is module.target else answered_anew(target, rows, temperature=SIZING_TEMPERATURE)
+
+
+def sized_for_sampling(tuning: Tuning, drafter: Drafter, target: Target, text: Sequence[Features], topology: Topology,
+                       answers: int) -> SampledTuning:
+    """The sizes that decode sampled rows fastest on this machine, by answers that the target drew.
+
+    Args:
+        tuning: of greedy rows.
+        drafter: bound to the target, its ranks counted.
+        target: the target that drew the answers.
+        text: encoded answers, one conversation a row.
+        topology: the artifact's tree.
+        answers: most that are replayed for static+lookup; 0 replays none.
+    """
+    lengths = expected_lengths(drawn_text(drafter, target, text, SIZING_TEMPERATURE), topology)
+    size = tuning.tree_size if tuning.given else choose_size(lengths, tuning.cost.curve()).size
+    copying = size_copies(drafter, target, text, topology.prefix(size), answers=answers) if answers else None
+    return SampledTuning.of(lengths, tuning.cost, copying, replay_pass_sizes(drafter, target, text, topology.size))
 
 
 def _use(tuning: Tuning, temperature: float) -> str:
@@ -138,24 +172,30 @@ def _use(tuning: Tuning, temperature: float) -> str:
     size = tuning.size_for(1, temperature)
     if size == 1:
         return "none, drafting does not pay"
-    lengths = tuning.expected_sampled if temperature else tuning.expected_accepted_length
-    return f"{size}, {lengths[size - 1]:.2f} tokens per pass expected on prompts like the training's"
+    return (f"{size}, {tuning.lengths_at(temperature)[size - 1]:.2f} tokens per pass expected on prompts like the "
+            "training's")
 
 
-def _copies(tuning: Tuning, sizing: CopySizing) -> str:
-    """The gain that is predicted of prompt lookup next to the tree, for people."""
+def _copies(tuning: Tuning, temperature: float) -> str:
+    """The gain that is predicted of prompt lookup next to the tree, for people; empty where nothing was replayed."""
+    sizing = tuning.copying_at(temperature)
+    if sizing is None:
+        return ""
     best = sizing.best(tuning.cost)
     alone, both = (sizing.speedup(trial, tuning.cost) for trial in (sizing.alone, best))
-    verdict = "is predicted to be faster" if tuning.fastest == JOINED else "is not predicted to be faster"
-    return (f"the policy {JOINED} copies up to {best.copied} tokens in passes of up to {sizing.tree_size + best.extra} "
-            f"nodes: {best.accepted_length:.2f} tokens per pass on held-out answers, {STATIC} "
-            f"{sizing.alone.accepted_length:.2f}; predicted speed-ups {both:.2f} and {alone:.2f}, so it {verdict}")
+    fastest = tuning.sampled.fastest if tuning.sampled is not None and temperature else tuning.fastest
+    verdict = "is predicted to be faster" if fastest == JOINED else "is not predicted to be faster"
+    where = f"at temperature {temperature:g} " if temperature else ""
+    return (f"{where}the policy {JOINED} copies up to {best.copied} tokens in passes of up to "
+            f"{sizing.tree_size + best.extra} nodes: {best.accepted_length:.2f} tokens per pass on held-out answers, "
+            f"{STATIC} {sizing.alone.accepted_length:.2f}; predicted speed-ups {both:.2f} and {alone:.2f}, so it "
+            f"{verdict}")
 
 
-def validation(workspace: Workspace, module: DraftModule) -> list[Features]:
-    """Held-out conversations with the target's states, on its device."""
+def validation(workspace: Workspace, module: DraftModule, temperature: float = 0.0) -> list[Features]:
+    """Held-out conversations with answers at a temperature and the target's states, on its device."""
     target = workspace.target
-    moved = [batch.to(target.device) for batch in batches_for(workspace, module).validation_features()]
+    moved = [batch.to(target.device) for batch in batches_for(workspace, module).validation_features(temperature)]
     return [batch if batch.encoded else target.encode(batch, module.drafter.taps) for batch in moved]
 
 

@@ -27,12 +27,13 @@ class TreeConfig:
     searched_nodes: int = 64
     """Nodes of the tree that is searched and stored in the artifact, root included, best ones first."""
     used_nodes: int | None = None
-    """Number of these nodes that are drafted on this machine, root included; None measures the cost of a pass here and
-    takes the best number."""
+    """Number of these nodes that are drafted on this machine, root included, for greedy and for sampled rows; None
+    measures the cost of a pass here and takes the best number for each, for sampled rows none where none pays."""
     max_rank: int = MAX_RANK
     """Highest rank of a guess that the tree may use; 1 makes it a chain."""
     copied_answers: int = ANSWERS
-    """Held-out answers that are replayed to size what the policy static+lookup copies; 0 sizes nothing."""
+    """Held-out answers of each kind, greedy and drawn, that are replayed to size what the policy static+lookup copies;
+    0 sizes nothing."""
 
     def __post_init__(self) -> None:
         if self.copied_answers < 0:

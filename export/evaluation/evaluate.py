@@ -52,16 +52,16 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
     samples = sample_answers(target, schedule.methods[0], {entry.number: entry.question for entry in schedule.entries},
                              records[0].answers, config)
     return EvaluationRun(header=header, samples=samples, evaluations=tuple(
-        _evaluation(record, target, runner.probe.contended, config.seed) for record in records))
+        _evaluation(record, target, runner.probe.contended, config) for record in records))
 
 
-def _evaluation(record: MethodRecord, target: Target, contended: bool, seed: int) -> Evaluation:
+def _evaluation(record: MethodRecord, target: Target, contended: bool, config: EvaluateConfig) -> Evaluation:
     """The summary of one record, over all its answers and by groups of them."""
     method, batch_size, temperature = record.method, record.batch_size, record.temperature
     answers, timings = record.answers, record.timings
 
     def measures(mine: Sequence[Answer], timed: Sequence[Timing]) -> Measures:
-        return summarise(mine, timed, draft_share=record.draft_share, seed=seed,
+        return summarise(mine, timed, draft_share=record.draft_share, seed=config.seed,
                          rounding=rounding(target.dtype, temperature))
 
     sets = dict.fromkeys(answer.prompt_set for answer in answers)
@@ -72,7 +72,7 @@ def _evaluation(record: MethodRecord, target: Target, contended: bool, seed: int
         batch_size=batch_size, temperature=temperature, nodes=method.nodes(batch_size, temperature),
         contended=contended, target_calls=record.target_calls,
         draft_share=record.draft_share,
-        predicted_speedup=None if temperature else method.predicted(batch_size),
+        predicted_speedup=method.predicted(batch_size, config.sampling(temperature)),
         overall=measures(answers, timings),
         accepted_length_by_tree_size=record.replays.accepted_lengths,
         confidence=record.replays.confidence,

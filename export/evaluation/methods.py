@@ -59,10 +59,10 @@ class EvaluateConfig:
     """Use at most this many prompts of each set, spread over it; None uses all."""
     policies: tuple[str, ...] | str = (STATIC,)
     """Policies that artifacts draft with, one or several, each measured in turn: static (the tree tuned on this
-    machine), chain, sampled, sampled-chain, eagle2, dyspec, stopping, early-exit, sparse, specdec; optionally with a
-    number of nodes or tokens (specdec: the risk of a rejection at which a draft ends), [static,chain-3,eagle2-32];
-    each may be joined with a drafter without training: lookup (prompt lookup), suffix, recycling, ngrams, layer_skip,
-    first_layers, [static+lookup,eagle2-32+recycling-8]."""
+    machine; above temperature 0 none where none pays), chain, sampled, sampled-chain, eagle2, dyspec, stopping,
+    early-exit, sparse, specdec; optionally with a number of nodes or tokens (specdec: the risk of a rejection at which
+    a draft ends), [static,chain-3,eagle2-32]; each may be joined with a drafter without training: lookup (prompt
+    lookup), suffix, recycling, ngrams, layer_skip, first_layers, [static+lookup,eagle2-32+recycling-8]."""
     baselines: tuple[str, ...] | str = ()
     """Drafters without training that are measured too, one or several: prompt_lookup, suffix_match, recycling, ngrams,
     layer_skip, first_layers."""
@@ -169,8 +169,9 @@ class Method:
     target alone. Batch sizes with the same `shape` have the same policy."""
     trees: Topology | None = None
     """A static tree, best node first, whose smaller and larger prefixes are compared too."""
-    predicted_speedup: Callable[[int], float | None] | None = None
-    """Speed-up that the cost model fitted on this machine predicts for a number of greedy rows; None without one."""
+    predicted_speedup: Callable[[int, float], float | None] | None = None
+    """Speed-up that the cost model fitted on this machine predicts for a number of rows and their temperature; None
+    without one."""
 
     @classmethod
     def of(cls, artifact: Artifact, *, name: str | None = None, policy: str = STATIC,
@@ -195,7 +196,8 @@ class Method:
         return cls(name=called if policy == STATIC else f"{called}, {policy}",
                    family=family, drafter=drafter, policy_for=policy_for,
                    trees=artifact.topology if policy == STATIC else None,
-                   predicted_speedup=lambda rows: artifact.predicted_speedup(policy, batch_size=rows))
+                   predicted_speedup=lambda rows, temperature: artifact.predicted_speedup(
+                       policy, batch_size=rows, temperature=temperature))
 
     @classmethod
     def of_baseline(cls, name: str, target: Target) -> "Method":
@@ -214,9 +216,12 @@ class Method:
         """Accepted guesses by the family of the part, from counts of each part; empty without counts."""
         return dict(zip(self.parts, counts, strict=False))
 
-    def predicted(self, batch_size: int) -> float | None:
-        """The predicted speed-up for so many greedy rows; None where nothing was measured."""
-        return None if self.predicted_speedup is None else self.predicted_speedup(batch_size)
+    def predicted(self, batch_size: int, sampling: SamplingSetting) -> float | None:
+        """The predicted speed-up for so many rows; None where nothing is known, as of answers with filters."""
+        unfiltered = sampling == SamplingSetting(temperature=sampling.temperature)
+        if self.predicted_speedup is None or not unfiltered:
+            return None
+        return self.predicted_speedup(batch_size, sampling.temperature)
 
     def nodes(self, batch_size: int, temperature: float) -> int:
         """Most nodes of a row that a pass over so many rows verifies, the root included; 1 without drafts."""

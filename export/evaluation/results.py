@@ -170,7 +170,7 @@ class Evaluation:
     draft_share: float
     """Bytes of weights that drafting reads for each byte that the target reads."""
     predicted_speedup: float | None
-    """Speed-up that the cost model fitted on this machine predicts for greedy rows; None without one."""
+    """Speed-up that the cost model fitted on this machine predicts; None where it predicts none."""
     overall: Measures
     """All questions."""
     accepted_length_by_tree_size: dict[str, dict[str, float]]

@@ -150,8 +150,8 @@ def markdown(standings: Sequence[Standing]) -> str:
         *((f"tokens/pass {name}, {kind}", _length_of(name, temperature)) for name in _sets(standings)
           for kind, temperature in (("greedy", GREEDY), ("sampled", SAMPLED))),
         *((f"tokens/pass {name}, best tree", _best_of(name)) for name in _sets(standings)),
-        ("nodes, greedy", lambda one: str(one.nodes)),
-        ("nodes, sampled", lambda one: number(one.nodes_sampled, 0)),
+        ("nodes, greedy", lambda one: _nodes(one.nodes)),
+        ("nodes, sampled", lambda one: _nodes(one.nodes_sampled)),
         ("passes accepting 1, 2, 3, 4 guesses",
          lambda one: " ".join(percent(share) for share in one.acceptance_by_position[:4])),
         ("time drafting", lambda one: percent(one.draft_time_share)),
@@ -173,6 +173,11 @@ def markdown(standings: Sequence[Standing]) -> str:
         lines += ["", f"The machine was busy with something else while the speeds of {busy} were measured: they are "
                       "not reliable."]
     return "\n".join(lines) + "\n"
+
+
+def _nodes(count: int | None) -> str:
+    """Nodes of the tree in use: none where decoding is plain."""
+    return "none" if count == 1 else number(count, 0)
 
 
 def _length_of(name: str, temperature: float) -> Callable[[Standing], str]:

@@ -1,6 +1,7 @@
 """The headline of a report: in one plain sentence, how much faster decoding was and whether a word changed."""
 
 from ..evaluation.results import Evaluation, EvaluationRun, Lossless
+from .phrases import no_tree
 
 
 def headline(run: EvaluationRun) -> str:
@@ -17,7 +18,7 @@ def _speed(evaluation: Evaluation) -> str:
     """The speed-up as words: a difference that its interval does not confirm is none."""
     speedup, interval = evaluation.overall.speedup, evaluation.overall.speedup_interval
     if evaluation.nodes == 1:
-        return "nothing was drafted, because no tree makes decoding faster on this machine"
+        return f"nothing was drafted, because on this machine {no_tree(evaluation)}"
     if speedup is None:
         return f"{evaluation.overall.accepted_length:.1f} tokens per target pass instead of 1, speed not measured"
     if f"{speedup:.2f}" == "1.00" or (interval is not None and interval[0] <= 1 <= interval[1]):

@@ -260,8 +260,8 @@ def _tree(artifact: Artifact | None) -> str:
     said = (f"Each pass of the target checks {used} tokens at once: the last token of the text, called the root, and "
             f"{used - 1} guesses about the tokens after it. The artifact holds {topology.size} nodes, the best first, "
             "so that the first ones are the best smaller tree." if used > 1 else
-            "On this machine no tree makes decoding faster: checking guesses costs more time than it saves, so nothing "
-            "is drafted.")
+            "On this machine no tree makes greedy decoding faster: checking guesses costs more time than it saves, so "
+            "nothing is drafted.")
     return (
         f"<h2>The draft tree</h2><p>{escape(said)}</p>"
         + _figure(plots.tree(drawn, used), "Each step to the right is one token further ahead; colours give the rank "

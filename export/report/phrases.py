@@ -36,6 +36,12 @@ def chosen(temperature: float) -> str:
     return "greedy" if temperature == 0 else f"temperature {temperature:g}"
 
 
+def no_tree(evaluation: Evaluation) -> str:
+    """Clause that says why nothing is drafted."""
+    where = f" at temperature {evaluation.temperature:g}" if evaluation.temperature else ""
+    return f"no tree makes decoding faster{where}"
+
+
 def label(run: EvaluationRun, evaluation: Evaluation) -> str:
     """The method's name, with its temperature and batch size where the run has several."""
     temperature = f", {chosen(evaluation.temperature)}" if len(run.temperatures) > 1 else ""
@@ -89,7 +95,7 @@ def drafting_note(evaluation: Evaluation) -> str:
     """Sentences on the size of the trees, the cost of drafting, and repetitive or cut answers."""
     overall = evaluation.overall
     grown = (f"A pass of the target checks at most {evaluation.nodes} nodes: the last token and the guesses after it."
-             if evaluation.nodes > 1 else "Nothing is drafted: on this machine no tree makes decoding faster.")
+             if evaluation.nodes > 1 else f"Nothing is drafted: on this machine {no_tree(evaluation)}.")
     return (f"{grown} Drafting read {evaluation.draft_share:.2f} bytes for each byte of the target and took "
             f"{percent(overall.draft_time_share)} of the time. {percent(overall.repetition_rate)} of the answers "
             f"repeat themselves (over 30 % of their sequences of four tokens occurred before), "

@@ -71,7 +71,7 @@ class CopySizing:
                              f"and {len(self.trials)} trials")
 
     def speedup(self, trial: CopyTrial, cost: CostModel, batch: int = 1) -> float:
-        """Predicted speed-up over plain decoding of so many greedy rows.
+        """Predicted speed-up over plain decoding of so many rows, answered as the replayed ones were.
 
         Of several rows one copies in most passes, so that each pass is counted with all the nodes it may have.
         """
@@ -87,14 +87,14 @@ class CopySizing:
         return max(self.trials, key=lambda trial: self.speedup(trial, cost, batch))
 
     def pays(self, cost: CostModel) -> bool:
-        """True if one greedy row is predicted to be decoded faster with copies than by the draft alone."""
+        """True if one row is predicted to be decoded faster with copies than by the draft alone."""
         return self.speedup(self.best(cost), cost) > self.speedup(self.alone, cost)
 
 
 def size_copies(
     drafter: Drafter, target: Target, features: Sequence[Features], topology: Topology, *, answers: int = ANSWERS
 ) -> CopySizing:
-    """Replay held-out greedy answers with chains of some lengths next to a draft's tree.
+    """Replay held-out answers, greedy or drawn, with chains of some lengths next to a draft's tree.
 
     Args:
         drafter: bound to the target, on the features' device.

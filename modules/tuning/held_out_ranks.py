@@ -1,10 +1,11 @@
-"""Ranks of the true tokens among a drafter's proposals on held-out text, and their chances under a sampling target.
+"""A drafter's proposals on held-out text: the ranks of the true tokens, and their chances under a sampling target.
 
 Shapes: B rows, L positions, N indices with a label, K draft steps, P places where a draft starts, R proposals, Q draft
-vocabulary, V target vocabulary, D hidden size.
+vocabulary, V target vocabulary, D hidden size, C values of a place and step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -49,17 +50,34 @@ def rank_table(drafter: Drafter, features: Sequence[Features], max_rank: int = M
     return _table(drafter, features, ranks, torch.tensor(max_rank))
 
 
-@torch.no_grad()
-def chance_table(drafter: Drafter, target: Target, features: Sequence[Features], temperature: float = 1.0,
-                 max_rank: int = MAX_RANK) -> Tensor:
-    """Probability of each step's proposals, most probable first, under a target that samples: [P, K, R], float32.
+@dataclass(frozen=True, kw_only=True)
+class DrawnText:
+    """Proposals of a drafter along text that the target drew, at the places of `rank_table`, in the order of the text.
 
-    It is computed along the held-out text, at the places of `rank_table`; 0 after the end of an answer. The product of
-    several steps at one place is an estimate: the target may have sampled other tokens in between.
+    The next place of an answer is the following entry.
+    """
+
+    chances_PKR: Tensor
+    """Probability that the target draws each proposal, most probable first, given the text before it, float32. 0 where
+    it would add no token to the pass: for an end token, which ends the answer, for the last token that an answer may
+    have, and after the end."""
+    drawn_PKR: Tensor
+    """True for the proposal that is the text's own token, bool."""
+    left_P: Tensor
+    """Tokens of the answer after the last token before the draft, int64; 0 where that token is none of the answer's,
+    so that no pass starts there."""
+
+
+@torch.no_grad()
+def drawn_text(drafter: Drafter, target: Target, features: Sequence[Features], temperature: float = 1.0,
+               max_rank: int = MAX_RANK) -> DrawnText:
+    """Proposals along answers that the target drew without filters.
 
     Args:
-        target: the target that made the states in the features.
-        temperature: above 0.
+        drafter: bound to the target, on the features' device.
+        target: the target that drew the answers and made the states in the features.
+        features: encoded rows; packed or not.
+        temperature: at which the answers were drawn, above 0.
 
     Raises:
         ValueError: if the temperature is not above 0.
@@ -67,15 +85,37 @@ def chance_table(drafter: Drafter, target: Target, features: Sequence[Features],
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, got {temperature}")
 
-    def chances(batch: Features, labelled: LabelledStep) -> Tensor:
+    def look(batch: Features, labelled: LabelledStep) -> Tensor:
         rows_N, indices_N = labelled.valid_BL.nonzero(as_tuple=True)
-        # The target predicts a token from the state right before it.
-        final_ND = batch.final()[rows_N, indices_N + labelled.offset - 1]
-        found = [_chances(target, final_ND[chunk], proposed_NR, temperature, max_rank)
-                 for chunk, proposed_NR in _proposals(drafter, labelled, max_rank)]
-        return torch.cat(found) if found else final_ND.new_zeros(0, max_rank, dtype=torch.float32)
+        labels_N, left_BL = batch.labels(labelled.offset)[0][labelled.valid_BL], _left(batch)
+        ends = torch.tensor(target.eos_ids, dtype=torch.long, device=labels_N.device)
+        full_N = (left_BL[rows_N, indices_N + labelled.offset] == 0) & ~torch.isin(labels_N, ends)
+        # The target predicts a token from the state right before it, that of the root at the first step.
+        roots_N = indices_N + labelled.offset - 1
+        final_ND = batch.final()[rows_N, roots_N]
+        first_N1 = torch.where(batch.supervised_BL[rows_N, roots_N], left_BL[rows_N, roots_N], 0)[:, None]
+        found = [final_ND.new_zeros(0, 2 * max_rank + 1, dtype=torch.float32)]
+        for chunk, proposed_NR in _proposals(drafter, labelled, max_rank):
+            chances_NR = _chances(target, final_ND[chunk], proposed_NR, temperature)
+            chances_NR[full_N[chunk][:, None] | torch.isin(proposed_NR, ends)] = 0.0
+            drawn_NR = (proposed_NR == labels_N[chunk, None]).float()
+            missing = (0, max_rank - proposed_NR.shape[-1])
+            found.append(torch.cat([functional.pad(chances_NR, missing), functional.pad(drawn_NR, missing),
+                                    first_N1[chunk].float()], dim=1))
+        return torch.cat(found)
 
-    return _table(drafter, features, chances, torch.zeros(max_rank))
+    table_PKC = _table(drafter, features, look, torch.zeros(2 * max_rank + 1))
+    return DrawnText(chances_PKR=table_PKC[..., :max_rank], drawn_PKR=table_PKC[..., max_rank:-1].bool(),
+                     left_P=table_PKC[:, 0, -1].long())
+
+
+def _left(batch: Features) -> Tensor:
+    """Tokens of the same answer after each token, [B, L], int64."""
+    following_BL = batch.labels(1)[1]
+    left_BL = torch.zeros_like(batch.tokens_BL)
+    for index in range(left_BL.shape[1] - 2, -1, -1):
+        left_BL[:, index] = torch.where(following_BL[:, index], left_BL[:, index + 1] + 1, 0)
+    return left_BL
 
 
 def _table(drafter: Drafter, features: Sequence[Features], look: Callable[[Features, LabelledStep], Tensor],
@@ -137,8 +177,7 @@ def _ranks(proposed_NR: Tensor, labels_N: Tensor, max_rank: int) -> Tensor:
     return torch.where(hits_NR.any(-1), hits_NR.long().argmax(-1), max_rank)
 
 
-def _chances(target: Target, final_ND: Tensor, proposed_NR: Tensor, temperature: float, max_rank: int) -> Tensor:
-    """Probabilities of the proposals given the target's final states, [N, R]; 0 where there are fewer than R."""
+def _chances(target: Target, final_ND: Tensor, proposed_NR: Tensor, temperature: float) -> Tensor:
+    """Probabilities of the proposals given the target's final states, [N, R], float32."""
     logits_NV = target.logits(final_ND.to(target.dtype)).to(torch.float32) / temperature
-    chances_NR = (logits_NV.gather(-1, proposed_NR) - logits_NV.logsumexp(-1, keepdim=True)).exp()
-    return functional.pad(chances_NR, (0, max_rank - proposed_NR.shape[-1]))
+    return (logits_NV.gather(-1, proposed_NR) - logits_NV.logsumexp(-1, keepdim=True)).exp()

@@ -4,7 +4,7 @@ Shapes: B rows, L positions, D hidden size.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..decoding.loop import decode
 from ..decoding.requests import DecodeResult, DecodeSettings
@@ -100,8 +100,9 @@ def _unbatch(batch: Features) -> list[Features]:
     ]
 
 
-def answered_anew(target: Target, features: Sequence[Features], batch_size: int = 16) -> list[Features]:
-    """The prompts of stored conversations with the greedy answers that `target` gives now, one row each, encoded.
+def answered_anew(target: Target, features: Sequence[Features], batch_size: int = 16,
+                  temperature: float = 0.0) -> list[Features]:
+    """The prompts of stored conversations with the answers that `target` gives now, one row each, encoded.
 
     These answers are the target's own, so that drafts can be replayed on them exactly. Each is at most as long as the
     answer it replaces.
@@ -110,8 +111,9 @@ def answered_anew(target: Target, features: Sequence[Features], batch_size: int 
         target: writes and encodes the answers.
         features: encoded conversations, one a row; each of their answers gives one request.
         batch_size: answers written at a time; it changes none of them.
+        temperature: of the answers; 0 is greedy.
     """
-    requests = Replay(target, features).requests
+    requests = [replace(request, temperature=temperature) for request in Replay(target, features).requests]
     written = decode(target, requests, DecodeSettings(batch_size=batch_size)).generations
     rows = [([*one.request.tokens, *one.tokens], [False] * len(one.request.tokens) + [True] * len(one.tokens))
             for one in written]

@@ -1,7 +1,8 @@
-"""Replay of stored greedy answers: the exact accepted length of a drafter without a pass of the target.
+"""Replay of stored answers: the exact accepted length of a drafter without a pass of the target.
 
-Greedy decoding emits the target's greedy answer whatever is drafted, so on a stored greedy answer every accepted
-path, and every state that a drafter observes, is already known. `Replay` answers the loop's passes from there.
+Decoding emits the target's own answer whatever point masses are drafted, greedy or drawn under the same random numbers,
+so on a stored answer every accepted path, and every state that a drafter observes, is already known. `Replay` answers
+the loop's passes from there: its rows are decoded greedily, and the target's choice is the token that is stored.
 
 A drafter whose guesses the target makes at virtual nodes would need its passes; its states after every position of the
 text are computed at once instead.
@@ -35,7 +36,7 @@ class StoredRow:
 
 
 class Replay:
-    """Target whose passes are read from encoded greedy answers.
+    """Target whose passes are read from encoded answers.
 
     Args:
         target: the target that wrote and encoded them.

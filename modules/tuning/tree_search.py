@@ -1,12 +1,11 @@
 """Search for the best static tree of a drafter, and its expected accepted length.
 
-Shapes: K draft steps, P places where a draft starts, R proposals of a step.
+Shapes: K draft steps, P places where a draft starts.
 """
 
 from collections import Counter
 from heapq import heappop, heappush
 
-import torch
 from torch import Tensor
 
 from ..token_tree import Topology
@@ -87,19 +86,3 @@ def search_tree(table_PK: Tensor, max_nodes: int, max_rank: int = MAX_RANK) -> t
         expected.append(expected[-1] - chance)
         offer(path, -chance)
     return Topology.from_paths(paths), tuple(expected)
-
-
-def expected_lengths(table_PKR: Tensor, topology: Topology) -> tuple[float, ...]:
-    """Expected tokens of a pass under a sampling target, the bonus included, for each prefix of a static tree.
-
-    Args:
-        table_PKR: the table that `chance_table` gives.
-        topology: the tree; a node deeper than K steps, or of a rank beyond R, is never accepted.
-    """
-    places, steps, ranks = table_PKR.shape
-    chances_P, expected = [torch.ones(places)], [1.0]
-    for parent, rank, depth in list(zip(topology.parents, topology.ranks, topology.depths, strict=True))[1:]:
-        inside = depth <= steps and rank < ranks
-        chances_P.append(chances_P[parent] * table_PKR[:, depth - 1, rank] if inside else torch.zeros(places))
-        expected.append(expected[-1] + (float(chances_P[-1].mean()) if places else 0.0))
-    return tuple(expected)

@@ -128,6 +128,10 @@ def test_validation_rows_are_whole_and_the_same_every_time(folder: Path, tiny_ta
         labels, valid = batch.labels(1)
         assert torch.equal(greedy[valid[:, :-1]], labels[:, :-1][valid[:, :-1]]), "validation answers are greedy"
         assert supervised <= 12
+    drawn = data.validation_features(1.0)
+    assert [one.tokens_BL[0, :9].tolist() for one in drawn] == [one.tokens_BL[0, :9].tolist() for one in features]
+    assert [one.tokens_BL.tolist() for one in drawn] != [one.tokens_BL.tolist() for one in features]
+    assert data.validation_features(0.5) == []
     assert same(features[1], data.validation_features()[1])
 
 

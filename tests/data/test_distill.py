@@ -63,12 +63,23 @@ def test_rows_are_prompts_with_the_targets_own_answers(tmp_path: Path, tiny_targ
     assert {truncated for *_, truncated in found} == {False, True}
 
 
-def test_validation_is_greedy_and_test_prompts_are_only_kept(tmp_path: Path, tiny_target: Target) -> None:
+def test_validation_prompts_are_answered_greedily_and_drawn_without_filters(
+    tmp_path: Path, tiny_target_f64: Target
+) -> None:
+    target, config = tiny_target_f64, replace(SMALL, top_k=2, max_new_tokens=24)
+    manifest = run(target, write_prompts(tmp_path, many(9)), config, tmp_path / "out")
+    found = list(rows(tmp_path / "out", "validation"))
+    assert [(number, temperature) for _, _, number, temperature, _ in found] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    for tokens, supervised, number, temperature, _ in found:
+        start = supervised.index(True)
+        request = Request(tuple(tokens[:start]), number * 1024, 24, temperature)
+        assert tokens[start:] == decode(target, [request], DecodeSettings(seed=config.seed)).generations[0].tokens
+    [record] = manifest.split("validation")
+    assert (record.prompts, record.rows, record.answers) == (2, 4, 4)
+
+
+def test_test_prompts_are_only_kept(tmp_path: Path, tiny_target: Target) -> None:
     manifest = run(tiny_target, write_prompts(tmp_path, many(9)), SMALL, tmp_path / "out")
-    assert [(number, temperature) for _, _, number, temperature, _ in rows(tmp_path / "out", "validation")] == [
-        (0, 0),
-        (1, 0),
-    ]
     kept = read_prompts(tmp_path / "out" / "test.jsonl")
     assert [prompt.turns for prompt in kept] == [(many(3)[2]["prompt"],)]
     assert manifest.held_out is not None

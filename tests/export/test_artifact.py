@@ -4,14 +4,25 @@ import dataclasses
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from draftsmith.export import Artifact, Tuning, artifact, load_artifact, read_description, save_artifact, save_tuning
+from draftsmith.export import (
+    Artifact,
+    SampledTuning,
+    Tuning,
+    artifact,
+    load_artifact,
+    read_description,
+    save_artifact,
+    save_tuning,
+)
 from draftsmith.modules import (
     CostModel,
     DecodeSettings,
     Ensemble,
+    PassTrial,
     Policy,
     PromptTokens,
     PromptTokensConfig,
@@ -228,21 +239,102 @@ def test_tuning_comes_back_and_sets_the_tree(tmp_path: Path, tiny_target: Target
         tuned.policy("static-9")
 
 
-def test_a_sampling_target_has_a_tree_of_its_own_size(tmp_path: Path, tiny_target: Target) -> None:
-    """A fourth node pays only for greedy rows."""
-    folder = save(tmp_path / "a", tiny_target)
+def drawn(*lengths: float, **more: Any) -> Tuning:
+    """The tuning of all tests with accepted lengths for sampled rows; a fourth node pays only for greedy rows."""
     greedy = dataclasses.replace(tuning(), expected_accepted_length=(1.0, 1.7, 1.9, 2.9))
-    save_tuning(folder, dataclasses.replace(greedy, expected_sampled=(1.0, 1.6, 1.61, 1.62)))
+    return dataclasses.replace(greedy, sampled=SampledTuning.of(lengths, greedy.cost, **more))
+
+
+def test_a_sampling_target_has_a_tree_of_its_own_size(tmp_path: Path, tiny_target: Target) -> None:
+    folder = save(tmp_path / "a", tiny_target)
+    save_tuning(folder, drawn(1.0, 1.6, 1.61, 1.62))
     artifact = load_artifact(folder, tiny_target)
-    assert artifact.tuning is not None
+    assert artifact.tuning == drawn(1.0, 1.6, 1.61, 1.62)
+    assert artifact.tuning.sampled is not None
+    assert artifact.tuning.sampled.fastest == "static"
     assert [artifact.size_for(1, degree) for degree in (0.0, 0.4, 1.0)] == [4, 2, 2]
     assert shape(artifact.policy(temperature=0.7)) == TREE.prefix(2)
     assert shape(artifact.policy("static-6", temperature=0.7)) == TREE.prefix(6)
-    assert artifact.predicted_speedup() == artifact.tuning.cost.predict(2.9, 4, 1)
+    cost = artifact.tuning.cost
+    assert artifact.predicted_speedup() == cost.predict(2.9, 4, 1)
+    assert artifact.predicted_speedup(temperature=1.0) == cost.predict(1.6, 2, 1)
+    assert artifact.predicted_speedup("static-3", temperature=1.0) == cost.predict(1.61, 3, 1)
+    assert artifact.predicted_speedup(temperature=0.7) is None
     named = dataclasses.replace(artifact, tuning=dataclasses.replace(artifact.tuning, given=True))
-    unknown = dataclasses.replace(artifact, tuning=greedy)
-    assert [one.size_for(1, 1.0) for one in (named, unknown)] == [4, 4]
-    assert unknown.size_for(64, 1.0) == unknown.size_for(64) < 4
+    assert named.size_for(1, 1.0) == 4
+
+
+@pytest.mark.parametrize(("lengths", "temperature"), [((1.0, 1.01, 1.02, 1.03), 1.0), ((1.0, 1.01, 1.02, 1.03), 0.3),
+                                                      ((1.0, 1.6, 1.61, 1.62), 1.5), (None, 1.0)])
+def test_sampled_rows_are_decoded_plainly_where_no_tree_is_known_to_pay(
+    tmp_path: Path, tiny_target: Target, lengths: tuple[float, ...] | None, temperature: float
+) -> None:
+    """No tree pays at temperature 1; above it nothing is known, and nothing without drawn answers."""
+    found = tuning() if lengths is None else drawn(*lengths)
+    folder = save(tmp_path / "a", tiny_target)
+    save_tuning(folder, found.with_copies(copies()))
+    artifact = load_artifact(folder, tiny_target)
+    for name in ("static", "static+lookup", "chain", "sampled", "eagle2", "stopping"):
+        assert artifact.policy(name).max_size > 1
+        assert artifact.policy(name, temperature=temperature).max_size == 1
+        assert artifact.drafting(name, temperature=temperature).policy.max_size == 1
+    assert artifact.policy("chain-3", temperature=temperature).max_size == 4
+    assert artifact.policy("static+lookup-3", temperature=temperature).max_size == 4
+    if temperature == 1.0 and lengths is not None:
+        assert artifact.predicted_speedup(temperature=1.0) == 1.0
+        assert artifact.predicted_speedup("static+lookup", temperature=1.0) == 1.0
+        assert found.sampled is not None
+        assert found.sampled.fastest == "none"
+
+
+def test_copies_next_to_the_tree_of_sampled_rows_are_those_that_pay_there(tmp_path: Path, tiny_target: Target) -> None:
+    """Without copies nothing pays, with them something does: the tree is the one of the replays."""
+    sizing = dataclasses.replace(copies(), tree_size=1, alone=dataclasses.replace(copies().alone, accepted_length=1.0,
+                                                                                  nodes=1.0))
+    found = drawn(1.0, 1.01, 1.02, 1.03, copying=sizing).with_copies(copies())
+    assert found.sampled is not None
+    assert found.sampled.fastest == "static+lookup"
+    folder = save(tmp_path / "a", tiny_target)
+    save_tuning(folder, found)
+    artifact = load_artifact(folder, tiny_target)
+    assert artifact.size_for(1, 1.0) == 1
+    drafter, union = artifact.drafting("static+lookup", temperature=1.0)
+    assert isinstance(union, Union)
+    best = sizing.best(found.cost)
+    assert [policy.max_size for policy in union.policies] == [1 + best.copied, 1]
+    assert union.max_size == 1 + best.extra
+    assert artifact.predicted_speedup("static+lookup", temperature=1.0) == sizing.speedup(best, found.cost)
+    requests = [Request((5, 9, 30, 5, 9, 30, 5), 0, 24, 1.0)]
+    plain, drafted = (decode(tiny_target, requests, DecodeSettings(), **how).generations[0].tokens
+                      for how in ({}, {"drafter": drafter, "policy": union}))
+    assert plain == drafted
+    # A union that is predicted to be slower is not used either.
+    dear = dataclasses.replace(found.cost, pass_weights=(0.1, 1.0, 1.0, 0.0, 0.0))
+    slow = dataclasses.replace(artifact, tuning=dataclasses.replace(found, cost=dear))
+    assert shape(slow.policy("static+lookup", temperature=1.0)) == Topology.chain(0)
+
+
+def test_tuning_of_the_version_before_is_measured_again(tmp_path: Path, tiny_target: Target) -> None:
+    folder = save(tmp_path / "a", tiny_target)
+    content = json.loads(save_tuning(folder, tuning()).read_text())
+    del content["sampled"]
+    (folder / "tuning.json").write_text(json.dumps(content | {"expected_sampled": [1.0, 1.2]}))
+    with pytest.raises(UserError, match=r"the unknown \"expected_sampled\"; delete it, it will be measured again"):
+        load_artifact(folder, tiny_target)
+
+
+def test_trees_by_number_of_guesses_have_a_size_of_their_own_for_sampled_rows(tmp_path: Path,
+                                                                            tiny_target: Target) -> None:
+    drafter = PromptTokens.create(PromptTokensConfig(num_tokens=2), tiny_target)
+    drafter.count_ranks(torch.tensor([[0, 0], [0, 1], [1, 10], [10, 10]]))
+    folder = save_artifact(tmp_path / "a", drafter, tiny_target.identity, {}, Topology.chain(2))
+    for lengths, size in (((1.3, 1.8), 8), ((1.7, 1.8), 4), ((1.01, 1.02), None)):
+        trials = [PassTrial(size=nodes, accepted_length=length) for nodes, length in zip((4, 8), lengths, strict=True)]
+        save_tuning(folder, drawn(1.0, 1.6, 1.61, 1.62, lookahead=trials))
+        tuned = load_artifact(folder, tiny_target)
+        policy = tuned.policy("sparse", temperature=1.0)
+        assert sizes(policy) == sizes(tuned.policy(f"sparse-{size}")) if size else policy.max_size == 1
+        assert tuned.policy("sparse", temperature=1.5).max_size == 1
 
 
 def test_trees_by_number_of_guesses_have_the_size_that_pays(tmp_path: Path, tiny_target: Target) -> None:

@@ -69,6 +69,7 @@ def test_the_figures_are_measured_on_prompts_that_nothing_was_trained_on(
 
     def noting(target: Target, drafter: Drafter, prompts: list[list[int]], *rest: Any, **settings: Any) -> Rollouts:
         seen.append({tuple(prompt) for prompt in prompts})
+        assert len(prompts) == len(seen[-1]), "no prompt is asked twice"
         return rollouts(target, drafter, prompts, *rest, **settings)
 
     monkeypatch.setattr(acceptance_head, "rollouts", noting)

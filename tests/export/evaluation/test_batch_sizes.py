@@ -5,9 +5,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from draftsmith.export import Artifact, EvaluateConfig, Evaluation, Method, Question, Tuning, evaluate
+from draftsmith.export import (
+    Artifact,
+    EvaluateConfig,
+    Evaluation,
+    Method,
+    Question,
+    SampledTuning,
+    Tuning,
+    evaluate,
+)
 from draftsmith.export.evaluation import timed_decoding
 from draftsmith.export.evaluation.runner import Runner
+from draftsmith.export.report.phrases import drafting_note
 from draftsmith.modules import (
     CostModel,
     DecodeSettings,
@@ -147,14 +157,19 @@ def test_sampling_has_a_tree_of_its_own(tiny_target_f64: Target) -> None:
     artifact = tuned(tiny_target_f64)
     assert artifact.tuning is not None
     lengths = (1.0, 1.2, 1.3, *[1.3] * 5)
-    artifact = replace(artifact, tuning=replace(artifact.tuning, expected_sampled=lengths))
+    sampled = SampledTuning.of(lengths, artifact.tuning.cost)
+    artifact = replace(artifact, tuning=replace(artifact.tuning, sampled=sampled))
     assert 1 < artifact.size_for(1, 1.0) == artifact.size_for(2, 1.0) < 8
     assert artifact.size_for(16, 1.0) == 1
     config = EvaluateConfig(max_new_tokens=TOKENS, speed_prompts=0, batch_sizes=(1, 16), temperatures=(0.0, 1.0))
     found = evaluate(artifact.target, [Method.of(artifact)], SETS, config, progress=False).evaluations
     nodes = {(one.batch_size, one.temperature): one.nodes for one in found}
     assert nodes == {(1, 0.0): 8, (16, 0.0): 1, (1, 1.0): artifact.size_for(1, 1.0), (16, 1.0): 1}
-    sampled = [one for one in found if one.temperature == 1.0]
-    assert [one.overall.accepted_length > 1.0 for one in sampled] == [True, False]
-    assert [one.predicted_speedup for one in sampled] == [None, None]
+    drawn = [one for one in found if one.temperature == 1.0]
+    assert [one.overall.accepted_length > 1.0 for one in drawn] == [True, False]
+    assert [one.predicted_speedup for one in drawn] == [artifact.predicted_speedup(temperature=1.0), 1.0]
+    assert "Nothing is drafted: on this machine no tree makes decoding faster at temperature 1." in drafting_note(
+        drawn[1])
+    filtered = evaluate(artifact.target, [Method.of(artifact)], SETS, replace(config, top_p=0.9), progress=False)
+    assert [one.predicted_speedup is None for one in filtered.evaluations] == [False, False, True, True]
     assert all(one.overall.lossless.identical == len(PROMPTS) for one in found)

@@ -349,7 +349,7 @@ def test_without_matplotlib_the_figures_are_kept_and_the_remedy_is_named(tmp_pat
     ({"speedup": 0.8, "speedup_interval": None}, "Slower, at 0.80 times the speed without drafts, not a word changed."),
     ({"speedup": None}, "1.9 tokens per target pass instead of 1, speed not measured, not a word changed."),
     ({"of": {"nodes": 1}},
-     "Nothing was drafted, because no tree makes decoding faster on this machine, not a word changed."),
+     "Nothing was drafted, because on this machine no tree makes decoding faster, not a word changed."),
     ({"contended": True},
      "1.4 times faster, not a word changed; but the machine was busy, so measure the speed again."),
     ({"contended": True, "speedup": None},
