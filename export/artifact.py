@@ -19,6 +19,7 @@ from torch import Tensor
 from ..modules import (
     DRAFTERS,
     JOINED,
+    NONE,
     SPARSE,
     SPECDEC,
     STATIC,
@@ -96,8 +97,8 @@ class Artifact:
     def predicted_speedup(self, name: str = STATIC, *, batch_size: int = 1) -> float | None:
         """Speed-up that the cost model fitted on this machine predicts for greedy rows and a static tree.
 
-        None if nothing was measured here, no accepted length is known for its size, or the policy is neither static
-        nor static+lookup.
+        None if nothing was measured here, no accepted length is known for its size, or the policy is none of
+        none, static and static+lookup.
         """
         if self.tuning is None:
             return None
@@ -105,8 +106,10 @@ class Artifact:
             return self._speedup_with_copies(self.tuning, batch_size)
         parts = parse_joined(name)
         kind, size = parse_policy(parts.own)
-        if kind != STATIC or parts.partner is not None:
+        if kind not in (STATIC, NONE) or parts.partner is not None:
             return None
+        if kind == NONE:
+            return 1.0
         size = self.size_for(batch_size) if size is None else int(size)
         lengths = self.tuning.expected_accepted_length
         return None if size > len(lengths) else self.tuning.cost.predict(lengths[size - 1], size, batch_size)

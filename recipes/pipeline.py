@@ -31,7 +31,10 @@ from ..modules import (
     JOINED,
     STATIC,
     CopySizing,
+    Drafter,
     Features,
+    Target,
+    Topology,
     UserError,
     chance_table,
     choose_size,
@@ -106,18 +109,31 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
     """The tree is searched on held-out text, the artifact written, and the best size of the tree measured here."""
     result, module = read_result(workspace.training), workspace.module()
     module.restore(load_file(result.checkpoint))
-    with torch.no_grad():
+    with workspace.target.reproducible(), torch.no_grad():
         target, held_out = module.verifier(validation(workspace, module))
-    drafter = copy.deepcopy(module.drafter).to(device=target.device, dtype=target.dtype)
-    drafter.bind(target)
-    drafter.eval()
-    with torch.no_grad():
+        drafter = copy.deepcopy(module.drafter).to(device=target.device, dtype=target.dtype)
+        drafter.bind(target)
+        drafter.eval()
         table_PK = rank_table(drafter, held_out)
     module.drafter.count_ranks(table_PK)
     topology, expected = search_tree(table_PK, workspace.recipe.tree.searched_nodes, workspace.recipe.tree.max_rank)
     # Saved as trained: what measured above was rounded to the target's number format.
     save_artifact(workspace.artifact, module.drafter, workspace.target.identity,
                   provenance(workspace, result, expected), topology, module.adapter)
+    # A changed copy of the target was made inside the block: it is measured in the forms that decoding runs.
+    target.linears.use(workspace.target.linears.packing)
+    tuning = tuned(workspace, target, drafter, held_out, topology, expected)
+    save_tuning(workspace.artifact, tuning)
+    say(f"     tree of {topology.size} nodes; used on this machine: {_use(tuning, 0.0)}; at temperature 1 "
+          f"{_use(tuning, 1.0)}")
+    if tuning.copying is not None:
+        say(f"     {_copies(tuning, tuning.copying)}")
+    return [workspace.artifact / name for name in ("config.json", "model.safetensors", "README.md", "tuning.json")]
+
+
+def tuned(workspace: Workspace, target: Target, drafter: Drafter, held_out: list[Features], topology: Topology,
+          expected: tuple[float, ...]) -> Tuning:
+    """What this machine measures with a drafter and its tree, of which `expected` are the accepted lengths by size."""
     cost = measure_cost(target, drafter, topology)
     given = workspace.recipe.tree.used_nodes
     size = min(given or choose_size(expected, cost.curve()).size, topology.size)
@@ -125,12 +141,7 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
                      expected_sampled=expected_lengths(chance_table(drafter, target, held_out), topology))
     if answers := workspace.recipe.tree.copied_answers:
         tuning = tuning.with_copies(size_copies(drafter, target, held_out, topology.prefix(size), answers=answers))
-    save_tuning(workspace.artifact, tuning)
-    say(f"     tree of {topology.size} nodes; used on this machine: {_use(tuning, 0.0)}; at temperature 1 "
-          f"{_use(tuning, 1.0)}")
-    if tuning.copying is not None:
-        say(f"     {_copies(tuning, tuning.copying)}")
-    return [workspace.artifact / name for name in ("config.json", "model.safetensors", "README.md", "tuning.json")]
+    return tuning
 
 
 def _use(tuning: Tuning, temperature: float) -> str:

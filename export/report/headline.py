@@ -1,5 +1,6 @@
 """The headline of a report: in one plain sentence, how much faster decoding was and whether a word changed."""
 
+from ...modules import NONE
 from ..evaluation.results import Evaluation, EvaluationRun, Lossless
 
 
@@ -17,13 +18,16 @@ def _speed(evaluation: Evaluation) -> str:
     """The speed-up as words: a difference that its interval does not confirm is none."""
     speedup, interval = evaluation.overall.speedup, evaluation.overall.speedup_interval
     if evaluation.nodes == 1:
-        return "nothing was drafted, because no tree makes decoding faster on this machine"
+        reason = "as asked" if evaluation.unasked else "because no tree makes decoding faster on this machine"
+        slower = speedup is not None and round(speedup, 2) < 1 and (interval is None or interval[1] < 1)
+        behind = f"; this loop ran at {speedup:.2f} times the speed of transformers' generate" if slower else ""
+        return f"nothing was drafted, {reason}{behind}"
     if speedup is None:
         return f"{evaluation.overall.accepted_length:.1f} tokens per target pass instead of 1, speed not measured"
     if f"{speedup:.2f}" == "1.00" or (interval is not None and interval[0] <= 1 <= interval[1]):
         return "about as fast as without drafts"
     return f"{speedup:.{1 if speedup >= 1.1 else 2}f} times faster" if speedup > 1 else (
-        f"slower, at {speedup:.2f} times the speed without drafts")
+        f"drafting does not pay here, at {speedup:.2f} times the speed without drafts (decode with the policy {NONE})")
 
 
 def _words(run: EvaluationRun, best: Evaluation) -> str:

@@ -301,7 +301,8 @@ def test_lookup_that_brings_nothing_is_not_called_the_fastest(tmp_path: Path, ti
     save_tuning(folder, tuned)
     file = folder / "tuning.json"
     file.write_text(file.read_text().replace('"fastest": "static"', '"fastest": "magic"'))
-    with pytest.raises(UserError, match=r"damaged: fastest must be static or static\+lookup, got 'magic'; delete it"):
+    match = r"damaged: fastest must be none, static or static\+lookup, got 'magic'; delete it"
+    with pytest.raises(UserError, match=match):
         load_artifact(folder, tiny_target)
 
 
