@@ -91,7 +91,7 @@ def sketch_target(config: TargetConfig) -> Target:
         return Target(model, None, name=config.name, pack=0)
 
 
-def fastest_format(config: TargetConfig) -> str:
+def fastest_format(config: TargetConfig) -> Literal["float32", "bfloat16"]:
     """Name of the number format in which drafted decoding with a target is fastest here, measured on its shape.
 
     Raises:
@@ -99,7 +99,7 @@ def fastest_format(config: TargetConfig) -> str:
     """
     device = _device(config.device)
     dtype = fastest_dtype(_sketched(config)) if device.type == "cpu" else _dtype("auto", device)
-    return str(dtype).removeprefix("torch.")
+    return "bfloat16" if dtype == torch.bfloat16 else "float32"
 
 
 def _sketched(config: TargetConfig) -> Any:
