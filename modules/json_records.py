@@ -186,8 +186,7 @@ def shortened(value: Any) -> str:
 def kind_in_words(kind: Any) -> str:
     """A type annotation for people: "a whole number", "one of hard, soft"."""
     if get_origin(kind) is Literal:
-        names = ", ".join(map(str, get_args(kind)))
-        return f"one of {names}" if len(get_args(kind)) > 1 else names
+        return f"one of {', '.join(map(str, get_args(kind)))}"
     if get_origin(kind) in (types.UnionType, typing.Union):
         return " or ".join(kind_in_words(one) for one in get_args(kind))
     if get_origin(kind) in (tuple, list):

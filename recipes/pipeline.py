@@ -133,7 +133,7 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
 
 def tuned(workspace: Workspace, target: Target, drafter: Drafter, held_out: list[Features], topology: Topology,
           expected: tuple[float, ...]) -> Tuning:
-    """What this machine measures with a drafter and its tree, of which `expected` are the accepted lengths by size."""
+    """Measurements of this machine with a drafter and its tree, whose accepted lengths by size are `expected`."""
     cost = measure_cost(target, drafter, topology)
     given = workspace.recipe.tree.used_nodes
     size = min(given or choose_size(expected, cost.curve()).size, topology.size)

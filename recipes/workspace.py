@@ -27,7 +27,7 @@ MACHINE = "machine.json"
 
 @dataclass(frozen=True, kw_only=True)
 class MachineRecord:
-    """What decides bytes of a run and was measured once, when it started."""
+    """Measurements of which bytes of a run depend, made once when it started."""
 
     dtype: Literal["float32", "bfloat16"]
     """Number format of the target."""

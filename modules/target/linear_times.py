@@ -89,7 +89,7 @@ class LinearTimes:
 
 
 def worth_measuring(model: nn.Module) -> bool:
-    """Whether the linear layers are so large that reading them from memory decides their time."""
+    """True for linear layers that no cache holds, so that reading them from memory takes most of their time."""
     return sum(layer.weight.nbytes for layer in linear_layers(model)) >= SMALLEST_BYTES
 
 

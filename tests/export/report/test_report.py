@@ -28,7 +28,7 @@ from draftsmith.export.report import plots
 from draftsmith.export.report.acceptance_heads import head_verdicts
 from draftsmith.export.report.headline import headline
 from draftsmith.export.report.page_style import DARK_PLOTS
-from draftsmith.export.report.phrases import lossless_verdict
+from draftsmith.export.report.phrases import lossless_verdict, verdicts
 from draftsmith.modules import (
     ConfidenceCurve,
     CostCurve,
@@ -99,6 +99,19 @@ def an_artifact(tree: Topology = TREE) -> Artifact:
                               weights_hash="cafe01")
     return Artifact(drafter=None, target=None, topology=tree,  # type: ignore[arg-type]  # only drawn, never used
                     identity=identity, provenance={"data_manifest": "0a1b2c"}, tuning=tuning())
+
+
+@pytest.mark.parametrize(("dtype", "said"), [("float32", False), ("bfloat16", True), ("float16", True)])
+def test_half_precision_says_what_identical_means(dtype: str, said: bool) -> None:
+    run = a_run()
+    found = " ".join(verdicts(replace(run, header={**run.header, "dtype": dtype})))
+    assert (f"compared with its own in {dtype}, not with those in float32" in found) == said
+
+
+def test_the_report_says_which_linear_layers_ran(tmp_path: Path) -> None:
+    paths = write_report(tmp_path, a_run(), an_artifact())
+    for name in ("html", "markdown"):
+        assert "2 threads; linear layers plain" in paths[name].read_text()
 
 
 def test_three_files_hold_the_same_figures(tmp_path: Path) -> None:
@@ -356,6 +369,7 @@ def test_without_matplotlib_the_figures_are_kept_and_the_remedy_is_named(tmp_pat
     ({"speedup": None}, "1.9 tokens per target pass instead of 1, speed not measured, not a word changed."),
     ({"of": {"nodes": 1}},
      "Nothing was drafted, because no tree makes decoding faster on this machine, not a word changed."),
+    ({"names": ("medusa, none",), "of": {"nodes": 1}}, "Nothing was drafted, as asked, not a word changed."),
     ({"contended": True},
      "1.4 times faster, not a word changed; but the machine was busy, so measure the speed again."),
     ({"contended": True, "speedup": None},
