@@ -170,7 +170,8 @@ def encode(
     wanted = {record: [name for name in state_names(taps) if not _is_encoded(folder, record, name, done)]
               for record in records}
     missing = {record: names for record, names in wanted.items() if names}
-    with tqdm(total=sum(r.tokens for r in missing), desc="target states", unit="tok", disable=not progress) as bar:
+    total = sum(record.tokens for record in missing)
+    with target.reproducible(), tqdm(total=total, desc="target states", unit="tok", disable=not progress) as bar:
         for record, names in missing.items():
             shard = TokenShard.read(folder / record.file, record.sha256)
             for name, states in _states(target, shard, names, stored, bar).items():

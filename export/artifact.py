@@ -19,6 +19,7 @@ from torch import Tensor
 from ..modules import (
     DRAFTERS,
     JOINED,
+    NONE,
     SIZING_TEMPERATURE,
     SPARSE,
     SPECDEC,
@@ -97,8 +98,8 @@ class Artifact:
     def predicted_speedup(self, name: str = STATIC, *, batch_size: int = 1, temperature: float = 0.0) -> float | None:
         """Speed-up that the cost model fitted on this machine predicts for rows with a static tree.
 
-        None if nothing was measured here, no accepted length is known for its size, the policy is neither static nor
-        static+lookup, or the rows are sampled at another temperature than SIZING_TEMPERATURE.
+        None if nothing was measured here, no accepted length is known for its size, the policy is none of none, static
+        and static+lookup, or the rows are sampled at another temperature than SIZING_TEMPERATURE.
         """
         if self.tuning is None or temperature not in (0.0, SIZING_TEMPERATURE):
             return None
@@ -107,8 +108,10 @@ class Artifact:
             return None if copies is None else copies.speedup
         parts = parse_joined(name)
         kind, size = parse_policy(parts.own)
-        if kind != STATIC or parts.partner is not None:
+        if kind not in (STATIC, NONE) or parts.partner is not None:
             return None
+        if kind == NONE:
+            return 1.0
         size = self.size_for(batch_size, temperature) if size is None else int(size)
         lengths = self.tuning.lengths_at(temperature)
         return None if size > len(lengths) else self.tuning.cost.predict(lengths[size - 1], size, batch_size)

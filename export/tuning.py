@@ -9,6 +9,7 @@ import torch
 
 from ..modules import (
     JOINED,
+    NONE,
     SIZING_TEMPERATURE,
     STATIC,
     CopySizing,
@@ -21,10 +22,8 @@ from ..modules import (
 )
 from ..modules.atomic_files import write_file
 from ..modules.json_records import read_record
+from ..modules.target.linear_forms import Packing
 from .artifact_files import TUNING, as_json
-
-NONE = "none"
-"""Plain decoding, where no draft is predicted to be faster."""
 
 
 class Copies(NamedTuple):
@@ -86,14 +85,17 @@ class Tuning:
     """Whether the recipe sets the size: every batch size and temperature then uses it, otherwise each has its own."""
     copying: CopySizing | None = None
     """Copied chains next to the tree, replayed on held-out answers; None when they were not."""
+    linear_layers: Packing | None = None
+    """Forms of the target's linear layers with which the seconds were measured, and why; None if not recorded."""
     fastest: str = STATIC
-    """Policy that is predicted to decode one greedy row fastest here: static or static+lookup. None is chosen by it."""
+    """Policy that is predicted to decode one greedy row fastest here: none, static or static+lookup. For people: the
+    default is static, with the tree of `size_for`, which is a root alone where no tree pays."""
 
     def __post_init__(self) -> None:
         if self.tree_size < 1:
             raise ValueError(f"tree_size must be at least 1, got {self.tree_size}")
-        if self.fastest not in (STATIC, JOINED):
-            raise ValueError(f"fastest must be {STATIC} or {JOINED}, got {self.fastest!r}")
+        if self.fastest not in (NONE, STATIC, JOINED):
+            raise ValueError(f"fastest must be {NONE}, {STATIC} or {JOINED}, got {self.fastest!r}")
 
     @classmethod
     def of(cls, target: Target, tree_size: int, cost: CostModel, expected: Sequence[float] = (), *,
@@ -101,7 +103,8 @@ class Tuning:
         """The measurements made with `target`, with the name of its device."""
         threads = f", {torch.get_num_threads()} threads" if target.device.type == "cpu" else ""
         return cls(device=f"{target.device.type}{threads}", dtype=str(target.dtype).removeprefix("torch."),
-                   tree_size=tree_size, cost=cost, expected_accepted_length=tuple(expected), given=given)
+                   tree_size=tree_size, cost=cost, expected_accepted_length=tuple(expected), given=given,
+                   fastest=STATIC if tree_size > 1 else NONE, linear_layers=target.linears.packing)
 
     def sampled_at(self, temperature: float) -> SampledTuning | None:
         """The sizes for sampled rows at a temperature; None above SIZING_TEMPERATURE, where less is accepted."""
@@ -154,7 +157,9 @@ class Tuning:
 
     def with_copies(self, sizing: CopySizing) -> "Tuning":
         """The same with the trials of copied chains, and the policy that they predict to be the fastest."""
-        return replace(self, copying=sizing, fastest=JOINED if sizing.pays(self.cost) else STATIC)
+        copies = sizing.speedup(sizing.best(self.cost), self.cost)
+        pays = sizing.pays(self.cost) and (self.fastest != NONE or copies > 1)
+        return replace(self, copying=sizing, fastest=JOINED if pays else self.fastest)
 
 
 def save_tuning(folder: Path, tuning: Tuning) -> Path:

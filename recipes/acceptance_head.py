@@ -135,6 +135,14 @@ def specdec(parsed: Parsed[SpecdecArguments]) -> None:
     folder = given.data or given.artifact.parent / "data"
     manifest = Manifest.load(folder)
     manifest.target.require_same(artifact.identity)
+    with artifact.target.reproducible():
+        train_heads(artifact, manifest, folder, parsed)
+    say(f"{given.artifact} holds the heads; draft with --policy specdec (or specdec-{given.rule.threshold:g})")
+
+
+def train_heads(artifact: Artifact, manifest: Manifest, folder: Path, parsed: Parsed[SpecdecArguments]) -> None:
+    """Train a head for each sampling and save it into the artifact."""
+    given = parsed.values
     rows, unseen = (list(data_rows(folder, manifest, name)) for name in ("train", "validation"))
     for number, setting in enumerate(given.labels.settings(), 1):
         say(f"[{number}/{len(given.labels.settings())}] acceptance head for {setting}")
@@ -151,7 +159,6 @@ def specdec(parsed: Parsed[SpecdecArguments]) -> None:
         say(f"     fitted to {len(examples.chances_E)} drafted tokens")
         for sentence in [UNMEASURED] if found is None else head_verdicts(found):
             say(f"     {sentence}")
-    say(f"{given.artifact} holds the heads; draft with --policy specdec (or specdec-{given.rule.threshold:g})")
 
 
 def data_rows(folder: Path, manifest: Manifest, name: str) -> Iterator[tuple[list[int], list[bool]]]:

@@ -25,6 +25,7 @@ from ..export import (
 )
 from ..export.layouts.specdec import SPECDEC_FORMAT
 from ..modules import (
+    NONE,
     STATIC,
     DecodeSettings,
     Request,
@@ -153,7 +154,8 @@ class GenerateArguments:
     set; FORCE_COLOR asks for colours in files and pipes too."""
     policy: str = STATIC
     """Draft policy: static (the tree tuned on the machine that trained it), chain, eagle2, dyspec, ...; with a number
-    of nodes or tokens where you like, static-16, chain-3; static+lookup also copies from the text."""
+    of nodes or tokens where you like, static-16, chain-3; static+lookup also copies from the text; none drafts nothing.
+    """
     target: TargetConfig = field(default_factory=own_target)
     """The target; the one that the artifact names by default."""
     template: TemplateConfig = field(default_factory=TemplateConfig)
@@ -198,7 +200,7 @@ def generate(parsed: Parsed[GenerateArguments]) -> None:
     length = sum(drafted) / max(1, len(drafted))
     print(f"[{sum(counts)} tokens: the first by the prompt's pass, {sum(drafted)} by {len(drafted)} more, "
           f"{length:.2f} tokens per pass; {sum(counts) / seconds:.1f} tokens/s]", file=sys.stderr)
-    if policy.max_size == 1:
+    if policy.max_size == 1 and given.policy != NONE:
         where = f" at temperature {given.temperature:g}" if given.temperature else ""
         print(f"[nothing was drafted, because on this machine no tree makes decoding faster{where}; --policy "
               f"static-{artifact.topology.size} drafts all the same]", file=sys.stderr)

@@ -112,12 +112,11 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
     """The tree is searched on held-out text, the artifact written, and the best size of the tree measured here."""
     result, module = read_result(workspace.training), workspace.module()
     module.restore(load_file(result.checkpoint))
-    with torch.no_grad():
+    with workspace.target.reproducible(), torch.no_grad():
         target, held_out = module.verifier(validation(workspace, module))
-    drafter = copy.deepcopy(module.drafter).to(device=target.device, dtype=target.dtype)
-    drafter.bind(target)
-    drafter.eval()
-    with torch.no_grad():
+        drafter = copy.deepcopy(module.drafter).to(device=target.device, dtype=target.dtype)
+        drafter.bind(target)
+        drafter.eval()
         table_PK = rank_table(drafter, held_out)
     for one in (module.drafter, drafter):
         one.count_ranks(table_PK)
@@ -125,14 +124,12 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
     # Saved as trained: what measured above was rounded to the target's number format.
     save_artifact(workspace.artifact, module.drafter, workspace.target.identity,
                   provenance(workspace, result, expected), topology, module.adapter)
-    cost = measure_cost(target, drafter, topology)
-    given = workspace.recipe.tree.used_nodes
-    size = min(given or choose_size(expected, cost.curve()).size, topology.size)
-    tuning = Tuning.of(target, size, cost, expected, given=given is not None)
-    if answers := workspace.recipe.tree.copied_answers:
-        tuning = tuning.with_copies(size_copies(drafter, target, held_out, topology.prefix(size), answers=answers))
-    tuning = replace(tuning, sampled=sized_for_sampling(tuning, drafter, target, drawn(workspace, module, target),
-                                                        topology, answers))
+    # A changed copy of the target was made inside the block: it is measured in the forms that decoding runs.
+    target.linears.use(workspace.target.linears.packing)
+    tuning = tuned(workspace, target, drafter, held_out, topology, expected)
+    sampled = sized_for_sampling(tuning, drafter, target, drawn(workspace, module, target), topology,
+                                 workspace.recipe.tree.copied_answers)
+    tuning = replace(tuning, sampled=sampled)
     save_tuning(workspace.artifact, tuning)
     say(f"     tree of {topology.size} nodes; used on this machine: {_use(tuning, 0.0)}; at temperature "
         f"{SIZING_TEMPERATURE:g} {_use(tuning, SIZING_TEMPERATURE)}")
@@ -140,6 +137,18 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
         if sentence := _copies(tuning, temperature):
             say(f"     {sentence}")
     return [workspace.artifact / name for name in ("config.json", "model.safetensors", "README.md", "tuning.json")]
+
+
+def tuned(workspace: Workspace, target: Target, drafter: Drafter, held_out: list[Features], topology: Topology,
+          expected: tuple[float, ...]) -> Tuning:
+    """Measurements of this machine for greedy rows, with a tree whose accepted lengths by size are `expected`."""
+    cost = measure_cost(target, drafter, topology)
+    given = workspace.recipe.tree.used_nodes
+    size = min(given or choose_size(expected, cost.curve()).size, topology.size)
+    tuning = Tuning.of(target, size, cost, expected, given=given is not None)
+    if answers := workspace.recipe.tree.copied_answers:
+        tuning = tuning.with_copies(size_copies(drafter, target, held_out, topology.prefix(size), answers=answers))
+    return tuning
 
 
 def drawn(workspace: Workspace, module: DraftModule, target: Target) -> list[Features]:

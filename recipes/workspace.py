@@ -1,22 +1,36 @@
 """Folder of a run: its paths, and what its stages load from it."""
 
 import json
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from ..data import ChatTemplate, Manifest
 from ..data.datamodule import count_tokens
 from ..modules import Target, UserError, load_target
+from ..modules.atomic_files import write_file
+from ..modules.json_records import read_record
 from ..modules.target.hf_folder import folder_digest
-from ..modules.target.loading import sketch_target
+from ..modules.target.loading import FASTEST, fastest_format, sketch_target
 from ..trainers import DraftModule
 from ..trainers.fitting import require_devices
 from .dry_run import dry_run
 from .recipe import Recipe
 from .terminal_text import say
+
+MACHINE = "machine.json"
+"""File of what a run has measured before its first stage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineRecord:
+    """Measurements of which bytes of a run depend, made once when it started."""
+
+    dtype: Literal["float32", "bfloat16"]
+    """Number format of the target."""
 
 
 class Workspace:
@@ -36,7 +50,28 @@ class Workspace:
     def target(self) -> Target:
         """The target of the recipe."""
         say(f"     loading the target {self.recipe.target.name}")
-        return load_target(self.recipe.target)
+        target = load_target(replace(self.recipe.target, dtype=self.number_format))
+        if target.linears.packing.times is not None:
+            say(f"     {target.linears.packing.in_words}")
+        return target
+
+    @cached_property
+    def number_format(self) -> Any:
+        """The target's number format. A measured one is kept in the run's folder: all its data are made in one format,
+        also when it is resumed.
+
+        Raises:
+            UserError: if that file is damaged.
+        """
+        config, file = self.recipe.target, self.out / MACHINE
+        if config.dtype != FASTEST:
+            return config.dtype
+        if not file.is_file():
+            found = MachineRecord(dtype=fastest_format(config))
+            write_file(file, json.dumps(asdict(found), indent=2) + "\n")
+            say(f"     drafted decoding was measured to be fastest in {found.dtype}; {file} keeps that")
+        return read_record(MachineRecord, file, "delete the folder's data too if you delete it: they may be in another "
+                           "format").dtype
 
     @cached_property
     def template(self) -> ChatTemplate:

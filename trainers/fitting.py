@@ -81,7 +81,7 @@ def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, pr
     last, signals = out / LAST, StopAtSignal(module)
     with explained_devices(module.config):
         trainer = _trainer(module, out, [acceptance, signals], [ProgressLine(module, acceptance)] if progress else [])
-    with _quiet():
+    with _quiet(), module.target.reproducible():
         trainer.fit(module, datamodule=datamodule, ckpt_path=str(last) if last.exists() else None, weights_only=True)
     if signals.asked:
         signals.raise_again()

@@ -66,7 +66,7 @@ class LearningTarget(nn.Module):
             model,
         )
         self.names, self.scale = tuple(chosen), config.alpha / config.rank
-        self.target = Target(model, original.tokenizer, name=original.identity.name, pack=False)
+        self.target = Target(model, original.tokenizer, name=original.identity.name, pack=0)
         # Half precision would lose small updates: trained weights stay in float32.
         wide = torch.promote_types(original.dtype, torch.float32)
         for layer in self._layers():

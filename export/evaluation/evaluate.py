@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -45,7 +46,7 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
         runner = Runner(target, schedule, References(references, target, config), bar.update,
                         lambda sentence: bar.write(f"warning: {sentence}", file=sys.stderr))
         records = runner.run()
-    header = {**machine(target), "settings": asdict(config),
+    header = {**machine(target), "linear_layers": _linear_layers(target), "settings": asdict(config),
               "prompt_sets": {name: len(members) for name, members in schedule.prompt_sets.items()},
               "timed_prompts": len(schedule.timed),
               "contention": runner.probe.to_dict()}
@@ -53,6 +54,12 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
                              records[0].answers, config)
     return EvaluationRun(header=header, samples=samples, evaluations=tuple(
         _evaluation(record, target, runner.probe.contended, config) for record in records))
+
+
+def _linear_layers(target: Target) -> dict[str, Any]:
+    """Forms of the target's linear layers in words, and the measurement that chose them."""
+    packing = target.linears.packing
+    return {"forms": packing.in_words, **asdict(packing)}
 
 
 def _evaluation(record: MethodRecord, target: Target, contended: bool, config: EvaluateConfig) -> Evaluation:

@@ -59,7 +59,7 @@ class EvaluateConfig:
     """Use at most this many prompts of each set, spread over it; None uses all."""
     policies: tuple[str, ...] | str = (STATIC,)
     """Policies that artifacts draft with, one or several, each measured in turn: static (the tree tuned on this
-    machine; above temperature 0 none where none pays), chain, sampled, sampled-chain, eagle2, dyspec, stopping,
+    machine; above temperature 0 none where none pays), none, chain, sampled, sampled-chain, eagle2, dyspec, stopping,
     early-exit, sparse, specdec; optionally with a number of nodes or tokens (specdec: the risk of a rejection at which
     a draft ends), [static,chain-3,eagle2-32]; each may be joined with a drafter without training: lookup (prompt
     lookup), suffix, recycling, ngrams, layer_skip, first_layers, [static+lookup,eagle2-32+recycling-8]."""

@@ -33,8 +33,8 @@ class References:
         self._known = _read(file)
         where = machine(target)
         self._common = [target.identity.weights_hash, fields_of(target.config), target.eos_ids, where,
-                        target.packed is not None, config.max_new_tokens, config.top_k, config.top_p, config.min_p,
-                        config.repetition_penalty]
+                        target.linears.packing.packed_from, config.max_new_tokens, config.top_k, config.top_p,
+                        config.min_p, config.repetition_penalty]
         self._seed = config.seed
 
     def find(self, prompt: tuple[int, ...], temperature: float, index: int) -> tuple[int, ...] | None:

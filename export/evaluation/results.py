@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ...modules import ConfidenceCurve, repeats_itself
+from ...modules import NONE, ConfidenceCurve, repeats_itself
 from ...modules.tuning.draft_model_sizing import memory_bound_speedup
 from .bootstrap import Draws, Floats, Interval, interval
 from .measured_heads import MeasuredHead
@@ -184,6 +184,11 @@ class Evaluation:
     """Each category that occurs."""
     by_turn: dict[str, Measures]
     """Each turn, from "1", where questions have several."""
+
+    @property
+    def unasked(self) -> bool:
+        """True where the policy was to draft nothing."""
+        return self.name.endswith(f", {NONE}")
 
     @property
     def biased(self) -> bool:

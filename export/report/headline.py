@@ -1,7 +1,8 @@
 """The headline of a report: in one plain sentence, how much faster decoding was and whether a word changed."""
 
+from ...modules import NONE
 from ..evaluation.results import Evaluation, EvaluationRun, Lossless
-from .phrases import no_tree
+from .phrases import nothing_drafted
 
 
 def headline(run: EvaluationRun) -> str:
@@ -18,13 +19,15 @@ def _speed(evaluation: Evaluation) -> str:
     """The speed-up as words: a difference that its interval does not confirm is none."""
     speedup, interval = evaluation.overall.speedup, evaluation.overall.speedup_interval
     if evaluation.nodes == 1:
-        return f"nothing was drafted, because on this machine {no_tree(evaluation)}"
+        slower = speedup is not None and round(speedup, 2) < 1 and (interval is None or interval[1] < 1)
+        loop = f"; this loop ran at {speedup:.2f} times the speed of transformers' generate" if slower else ""
+        return f"nothing was drafted, {nothing_drafted(evaluation)}{loop}"
     if speedup is None:
         return f"{evaluation.overall.accepted_length:.1f} tokens per target pass instead of 1, speed not measured"
     if f"{speedup:.2f}" == "1.00" or (interval is not None and interval[0] <= 1 <= interval[1]):
         return "about as fast as without drafts"
     return f"{speedup:.{1 if speedup >= 1.1 else 2}f} times faster" if speedup > 1 else (
-        f"slower, at {speedup:.2f} times the speed without drafts")
+        f"drafting does not pay here, at {speedup:.2f} times the speed without drafts (decode with the policy {NONE})")
 
 
 def _words(run: EvaluationRun, best: Evaluation) -> str:

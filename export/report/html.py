@@ -244,8 +244,9 @@ def _cost(artifact: Artifact | None) -> str:
         return ""
     tuning = artifact.tuning
     curve = plots.cost_curve(tuning.cost.curve(), artifact.tree_size, tuning.expected_accepted_length)
+    forms = "" if tuning.linear_layers is None else f"; {tuning.linear_layers.in_words}"
     return _figure(curve, f"Time of one pass of the target by the number of tokens it checks, measured on "
-                   f"{tuning.device}, {tuning.dtype}. Vertical line: the tree size chosen for this machine, "
+                   f"{tuning.device}, {tuning.dtype}{forms}. Vertical line: the tree size chosen for this machine, "
                    f"{artifact.tree_size} nodes.")
 
 
@@ -273,6 +274,7 @@ def _facts(run: EvaluationRun, artifact: Artifact | None) -> str:
     header = run.header
     facts: dict[str, Any] = {
         "machine": header["machine"], "number format": header["dtype"], "threads": header["threads"],
+        "linear layers": {name: value for name, value in header["linear_layers"].items() if name != "packed_from"},
         "versions": header["versions"], "settings": header["settings"], "prompts": header["prompt_sets"],
         "steadiness": f"one pass of the target, repeated {header['contention']['samples']} times, took at most "
                       f"{steadiness(run)} longer than its fastest",

@@ -36,10 +36,12 @@ def chosen(temperature: float) -> str:
     return "greedy" if temperature == 0 else f"temperature {temperature:g}"
 
 
-def no_tree(evaluation: Evaluation) -> str:
-    """Clause that says why nothing is drafted."""
+def nothing_drafted(evaluation: Evaluation) -> str:
+    """Words that say why nothing is drafted."""
+    if evaluation.unasked:
+        return "as asked"
     where = f" at temperature {evaluation.temperature:g}" if evaluation.temperature else ""
-    return f"no tree makes decoding faster{where}"
+    return f"because on this machine no tree makes decoding faster{where}"
 
 
 def label(run: EvaluationRun, evaluation: Evaluation) -> str:
@@ -65,7 +67,8 @@ def where_measured(run: EvaluationRun) -> str:
     """One line: number format, machine, threads, versions."""
     header = run.header
     device = header["machine"]["device"]
-    where = f"{header['machine']['processor']}, {header['threads']} threads" if device == "cpu" else device
+    where = (f"{header['machine']['processor']}, {header['threads']} threads; {header['linear_layers']['forms']}"
+             if device == "cpu" else device)
     versions = ", ".join(f"{name} {text}" for name, text in header["versions"].items())
     return f"{header['dtype']} on {where}; {versions}"
 
@@ -86,6 +89,14 @@ COLUMNS_NOTE = (
 PARTS_NOTE = ("Several drafters guess together. Of the guesses that the target accepted, the share of each; a guess "
               "that two of them make counts for the one named first.")
 """Explanation of the shares of drafters that guess together."""
+HALF_NOTE = (
+    "The target runs in {dtype}, and the answers are compared with its own in {dtype}, not with those in float32. In "
+    "half precision two tokens more often have the same logit within rounding; which of them is chosen then depends on "
+    "the number of tokens in the pass. Such near-ties are counted above, and only other differences would be a fault."
+)
+"""What identical means in half precision."""
+HALF_FORMATS = ("bfloat16", "float16")
+"""Number formats of half precision."""
 SHARED_NOTE = ("Answers that are not timed are decoded once for each tree size and count at every batch size that uses "
                "it.")
 """Note for reports in which batch sizes share answers."""
@@ -95,7 +106,7 @@ def drafting_note(evaluation: Evaluation) -> str:
     """Sentences on the size of the trees, the cost of drafting, and repetitive or cut answers."""
     overall = evaluation.overall
     grown = (f"A pass of the target checks at most {evaluation.nodes} nodes: the last token and the guesses after it."
-             if evaluation.nodes > 1 else f"Nothing is drafted: on this machine {no_tree(evaluation)}.")
+             if evaluation.nodes > 1 else f"Nothing is drafted, {nothing_drafted(evaluation)}.")
     return (f"{grown} Drafting read {evaluation.draft_share:.2f} bytes for each byte of the target and took "
             f"{percent(overall.draft_time_share)} of the time. {percent(overall.repetition_rate)} of the answers "
             f"repeat themselves (over 30 % of their sequences of four tokens occurred before), "
@@ -149,6 +160,8 @@ def verdicts(run: EvaluationRun) -> list[str]:
     found = [lossless_verdict(run, run.at(temperature=temperature)) for temperature in run.temperatures]
     if "drift" in run.header:
         found = [drift_note(run), *found]
+    if run.header["dtype"] in HALF_FORMATS:
+        found.append(HALF_NOTE.format(dtype=run.header["dtype"]))
     shared = len(run.batch_sizes) > 1 and run.header["timed_prompts"] < sum(run.header["prompt_sets"].values())
     return [*found, SHARED_NOTE] if shared else found
 

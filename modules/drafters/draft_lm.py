@@ -29,6 +29,7 @@ from ..target.hf_folder import require_vocabulary
 from ..target.identity import TargetIdentity
 from ..target.kv_cache import RowCache
 from ..target.layer_skipping import skipping
+from ..target.linear_forms import LinearForms
 from ..target.model import Target, post_process
 from ..target.submodel import config_of, fields_of, new_model
 from .draft_lm_config import DraftLMConfig, check_fit, initial_model
@@ -72,7 +73,7 @@ class DraftLM(CausalDraft, Drafter):
             nn.Linear(width, size, bias=output.bias is not None)
         self.mask_embedding = nn.Parameter(self._embedding().weight.detach().mean(0)) if config.depths > 1 else None
         self._embedding().weight.requires_grad_(not config.freeze_embedding)
-        self._bound = self._packs = False
+        self._linears: LinearForms | None = None
 
     def _layers(self) -> nn.ModuleList:
         return layer_list(self.decoder, self.architecture.num_hidden_layers)
@@ -147,7 +148,7 @@ class DraftLM(CausalDraft, Drafter):
     def bind(self, target: Target) -> None:
         """Compare the vocabularies, which must be done before it runs; it borrows nothing."""
         require_vocabulary(self.vocab_size, target, "at hand")
-        self._bound, self._packs = True, target.packed is not None
+        self._linears = target.linears
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Move or cast the weights. Rotary frequencies are only moved: rounded ones would change positions."""
@@ -269,7 +270,7 @@ class DraftLM(CausalDraft, Drafter):
     def _states(self, embedded_BFD: Tensor, mask_BFW: Tensor, positions_BF: Tensor, key_positions_BW: Tensor,
                 cache: RowCache | None = None) -> Tensor:
         """Final states of one pass, [B, F, D]."""
-        if not self._bound:
+        if self._linears is None:
             raise RuntimeError("this draft language model is not bound to a target; call bind(target) first")
         return cast(Tensor, self.decoder(
             inputs_embeds=embedded_BFD, attention_mask=mask_BFW[:, None], position_ids=positions_BF,
@@ -304,7 +305,8 @@ class DraftLM(CausalDraft, Drafter):
     def start(self, rows: int, capacity: int) -> CausalState:
         """An empty state; the linear layers are packed if they have changed."""
         tied_VD = self._embedding().weight if self.head is None else None
-        self._packing.refresh(self, wanted=self._packs, output_VD=tied_VD)
+        packed_from = 0 if self._linears is None else self._linears.packing.packed_from
+        self._packing.refresh(self, packed_from=packed_from, output_VD=tied_VD)
         return super().start(rows, capacity)
 
     def run(self, tokens_BF: Tensor, attention: AttentionContext, key_positions_BW: Tensor) -> Tensor:

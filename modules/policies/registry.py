@@ -20,6 +20,8 @@ from .stopping_rules import EarlyExit, MaxProbability
 
 STATIC = "static"
 """The kind that an artifact was tuned for."""
+NONE = "none"
+"""The kind that drafts nothing: the target decodes alone."""
 SPECDEC = "specdec"
 """The kind that needs an acceptance head, which an artifact holds."""
 SPARSE = "sparse"
@@ -50,6 +52,10 @@ class _Kind:
 
 def _static(topology: Topology, size: int, _drafter: Proposer) -> Policy:
     return StaticTree(_prefix(topology, size))
+
+
+def _none(_topology: Topology, _size: int, _drafter: Proposer) -> Policy:
+    return StaticTree(Topology.chain(0))
 
 
 def _sampled(topology: Topology, size: int, _drafter: Proposer) -> Policy:
@@ -106,6 +112,10 @@ def _pass_nodes(topology: Topology, drafter: Proposer) -> int:
     return max(topology.size, 2) * (1 + drafter.virtual_nodes)
 
 
+def _root(_topology: Topology, _drafter: Proposer) -> int:
+    return 1
+
+
 def _length(topology: Topology, _drafter: Proposer) -> int:
     return max(1, topology.depth)
 
@@ -125,6 +135,7 @@ _KINDS: dict[str, _Kind] = {
     "early-exit": _Kind(_early_exit, _gamma, 1),
     SPARSE: _Kind(_sparse, _pass_nodes, 2),
     SPECDEC: _Kind(_specdec, _length, 1, share=True),
+    NONE: _Kind(_none, _root, 1),
 }
 POLICIES = tuple(_KINDS)
 """The artifact's tree, tuned for this machine or cut to N nodes (root included); its likeliest N tokens; the tree and
@@ -132,7 +143,7 @@ the chain with sampled tokens (RSD-C, arXiv:2402.14160); EAGLE-2's and DySpec's 
 (arXiv:2406.16858, 2410.11744); chains of at most N tokens that end before the first unsure token, or after it where the
 drafter's own limits say so (Kangaroo, arXiv:2404.18911); trees of N nodes, virtual ones included, for each number of
 guesses that a row has (PPD, arXiv:2405.18628); chains that end once an acceptance head sees a risk of rejection above
-the number, such as specdec-0.7 (arXiv:2405.19715)."""
+the number, such as specdec-0.7 (arXiv:2405.19715); no draft at all."""
 
 
 def parse_policy(name: str) -> tuple[str, float | None]:
@@ -147,6 +158,8 @@ def parse_policy(name: str) -> tuple[str, float | None]:
                         "tokens after a hyphen where you like, such as chain-3 or eagle2-32")
     if not hyphen:
         return kind, None
+    if kind == NONE:
+        raise UserError(f"the policy {name!r} ends in {number!r}; {NONE} drafts nothing: leave the number out")
     if _KINDS[kind].share:
         return kind, _share(name, kind, number)
     digits = number.isascii() and number.isdecimal() and len(number) <= len(str(MOST))

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from ..errors import UserError
 from .model import Target
-from .packed_linear import can_pack_weight, packed_linear
+from .packed_linear import by_tokens, can_pack_weight, packed_linear
 
 
 def choose(counts_V: Tensor, size: int, *, always: Sequence[int] = ()) -> Tensor:
@@ -118,7 +118,8 @@ class OutputRows:
         self.weight_QD = weight_VD if ids_Q is None else weight_VD[ids_Q.to(weight_VD.device)]
         if ids_Q is not None and self.bias_Q is not None:
             self.bias_Q = self.bias_Q[ids_Q.to(weight_VD.device)]
-        self._packed: Callable[[Tensor], Tensor] | None = None
+        self._packed_from = 0
+        self._form: Callable[[Tensor], Tensor] = self._plain
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> "OutputRows":
         return self
@@ -130,7 +131,7 @@ class OutputRows:
             return self.target.post_process(self._plain(states))
         if self.ids_Q is None:
             return self.target.logits(states)
-        return self.target.post_process(self._plain(states) if self._packed is None else self._packed(states))
+        return self.target.post_process(self._form(states))
 
     def through(self, states: Tensor, layer: nn.Linear) -> Tensor:
         """The same by another output layer: scaling and soft-capping stay, the bias where the layer has none."""
@@ -140,9 +141,13 @@ class OutputRows:
         return self.target.post_process(logits)
 
     def pack(self) -> None:
-        """Lay the selected rows out for decoding, once; the target packs its whole layer itself."""
-        if self._packed is None and self.ids_Q is not None and can_pack_weight(self.weight_QD):
-            self._packed = packed_linear(self.weight_QD, self.bias_Q)
+        """Give the selected rows the form of the target's layers, for decoding; a whole layer has that already."""
+        packed_from = self.target.linears.packing.packed_from
+        if self.ids_Q is None or packed_from == self._packed_from or not can_pack_weight(self.weight_QD):
+            return
+        self._packed_from, self._form = packed_from, self._plain
+        if packed_from:
+            self._form = by_tokens(packed_linear(self.weight_QD, self.bias_Q), self._plain, packed_from)
 
     def _plain(self, states: Tensor) -> Tensor:
         return functional.linear(states, self.weight_QD, self.bias_Q)

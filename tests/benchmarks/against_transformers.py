@@ -42,6 +42,7 @@ from draftsmith.modules import (
     decode,
     load_target,
 )
+from draftsmith.modules.target.linear_forms import Pack
 
 PROMPTS = Path(__file__).resolve().parents[2] / "recipes" / "handwritten.jsonl"
 PAIRS = {"plain": "transformers, plain", "prompt lookup": "transformers, prompt_lookup",
@@ -258,14 +259,15 @@ def main(words: Sequence[str] | None = None) -> None:
     if options.prompts < 1 or options.new_tokens < 1:
         parser.error(f"--prompts and --new-tokens must be at least 1, got {options.prompts} and {options.new_tokens}")
     transformers.logging.set_verbosity_error()
-    target = load_target(TargetConfig(name=options.target, device=options.device, pack=not options.plain_linears))
+    pack: Pack = 0 if options.plain_linears else "auto"
+    target = load_target(TargetConfig(name=options.target, device=options.device, pack=pack))
     options.layers = options.layers or max(1, target.num_layers // 4)
     prompts = chat_prompts(target, options.prompts, target.context_length - options.new_tokens - options.copied - 1)
     print(f"{options.target}, {str(target.dtype).removeprefix('torch.')} on {target.device}, {torch.get_num_threads()} "
           f"threads, torch {torch.__version__}, transformers {transformers.__version__}; {len(prompts)} prompts, "
           f"{options.new_tokens} new tokens; draft model: first {options.layers} of {target.num_layers} layers, "
           f"{options.draft_tokens} tokens; lookup: {options.copied} tokens; "
-          f"own linear layers {'packed' if target.packed is not None else 'plain'}")
+          f"own {target.linears.packing.in_words}")
     show(*measure(target, ways(target, options), prompts, options.minutes))
 
 

@@ -145,8 +145,8 @@ class Bare:
 def native_attention(target: Target) -> Iterator[None]:
     """transformers' own attention over our linear layers."""
     with target.native():
-        if target.packed is not None:
-            target.packed.install()
+        if target.linears.packed is not None:
+            target.linears.packed.install()
         yield
 
 

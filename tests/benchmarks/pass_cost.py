@@ -1,33 +1,48 @@
-"""Seconds of a target pass by its number of tokens, linear layers packed for oneDNN and plain.
+"""Seconds of a target pass by its number of tokens: linear layers packed for oneDNN, plain and as measured at load, in
+float32 and bfloat16.
 
-    python tests/benchmarks/pass_cost.py [--target NAME] [--context TOKENS] [--repeats N]
+    python tests/benchmarks/pass_cost.py [--target NAME] [--context TOKENS] [--repeats N] [--formats float32,bfloat16]
 
-Both forms take turns in one process, so that contention affects them alike; medians are printed.
+All forms, formats and sizes take turns in one process, so that other programs slow them alike; the fastest pass of each
+counts, and ratios to the plain float32 pass of one token are printed next to milliseconds.
 """
 
 import argparse
 import time
-from contextlib import nullcontext
-from statistics import median
 
 import torch
 from draftsmith.modules import DEFAULT_NAME, Target, TargetConfig, TokenTree, Topology, load_target
+from draftsmith.modules.target.linear_forms import Packing
+from draftsmith.modules.target.packed_linear import has_packed_product
 
-SIZES = (1, 2, 4, 8, 16, 32, 64)
+SIZES = (1, 2, 4, 8, 16, 32)
+FORMS = ("packed", "plain", "chosen")
 
 
-@torch.no_grad()
-def pass_seconds(target: Target, context: int, size: int, *, packed: bool) -> float:
-    """Seconds of one pass of a chain of `size` tokens after `context` committed ones."""
-    rows = target.start(1, context + size)
-    prompt = TokenTree.prompts(torch.arange(context)[None] % target.vocab_size, torch.tensor([context]))
-    rows.run(prompt, select_BM=torch.zeros(1, 1, dtype=torch.long))
-    rows.commit(torch.arange(context)[None], torch.tensor([context]), [context], moved=False)
-    tree = Topology.chain(size - 1).plant(torch.full((1, size), 7))
-    with nullcontext() if packed or target.packed is None else target.packed.removed():
-        rows.run(tree)
+class Bench:
+    """A target with a row that has read its context, and its passes.
+
+    Args:
+        target: the target; its linear layers are changed.
+        context: tokens that the row has read.
+    """
+
+    def __init__(self, target: Target, context: int) -> None:
+        self.target = target
+        self.packing = {"packed": Packing(packed_from=1), "plain": Packing(packed_from=0),
+                        "chosen": target.linears.packing}
+        self.rows = target.start(1, context + max(SIZES))
+        prompt = TokenTree.prompts(torch.arange(context)[None] % target.vocab_size, torch.tensor([context]))
+        self.rows.run(prompt, select_BM=torch.zeros(1, 1, dtype=torch.long))
+        self.rows.commit(torch.arange(context)[None], torch.tensor([context]), [context], moved=False)
+
+    @torch.no_grad()
+    def seconds(self, size: int) -> float:
+        """Seconds of the second of two passes of a chain of `size` tokens; none is committed."""
+        tree = Topology.chain(size - 1).plant(torch.full((1, size), 7))
+        self.rows.run(tree)
         started = time.perf_counter()
-        rows.run(tree).logits_BMV.argmax(-1).tolist()
+        self.rows.run(tree).logits_BMV.argmax(-1).tolist()
         return time.perf_counter() - started
 
 
@@ -37,19 +52,33 @@ def main() -> None:
     parser.add_argument("--target", default=DEFAULT_NAME, help="hub id, folder, GGUF file or name")
     parser.add_argument("--context", type=int, default=128, help="tokens before the pass")
     parser.add_argument("--repeats", type=int, default=7, help="passes of each size")
+    parser.add_argument("--formats", default="float32,bfloat16", help="number formats")
     options = parser.parse_args()
-    target = load_target(TargetConfig(name=options.target, device="cpu", dtype="float32"))
-    times: dict[tuple[int, bool], list[float]] = {(size, packed): [] for size in SIZES for packed in (True, False)}
+    benches = {name: Bench(load_target(TargetConfig(name=options.target, device="cpu", dtype=name)), options.context)
+               for name in options.formats.split(",")}
+    best: dict[tuple[str, str, int], float] = {}
     for _ in range(options.repeats):
-        for size, packed in times:
-            times[size, packed].append(pass_seconds(target, options.context, size, packed=packed))
+        for name, bench in benches.items():
+            for form in FORMS:
+                bench.target.linears.use(bench.packing[form])
+                for size in SIZES:
+                    found = bench.seconds(size)
+                    best[name, form, size] = min(found, best.get((name, form, size), found))
     print(f"{options.target}, context {options.context}, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    print("| tokens | packed ms | plain ms | plain / packed | packed / packed 1 |")
-    print("|---|---|---|---|---|")
-    base = median(times[1, True])
-    for size in SIZES:
-        packed, plain = median(times[size, True]), median(times[size, False])
-        print(f"| {size} | {packed * 1e3:.1f} | {plain * 1e3:.1f} | {plain / packed:.2f} | {packed / base:.2f} |")
+    for name, bench in benches.items():
+        note = "" if has_packed_product(getattr(torch, name)) else " (no packed product here)"
+        print(f"{name}: chosen at load: {bench.packing['chosen'].in_words}{note}")
+    show(best, list(benches))
+
+
+def show(best: dict[tuple[str, str, int], float], formats: list[str]) -> None:
+    """Print milliseconds, and ratios to a plain pass of one token in the first format."""
+    base = best[formats[0], "plain", 1]
+    print(f"| format | form | {' | '.join(map(str, SIZES))} |\n|---|---|{'---|' * len(SIZES)}")
+    for name in formats:
+        for form in FORMS:
+            cells = [f"{best[name, form, size] * 1e3:.1f} ({best[name, form, size] / base:.2f})" for size in SIZES]
+            print(f"| {name} | {form} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

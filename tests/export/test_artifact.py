@@ -385,6 +385,23 @@ def test_static_with_lookup_has_the_sizes_that_replays_chose(tmp_path: Path, tin
     assert artifact.predicted_speedup("static-4+lookup") is artifact.predicted_speedup("chain+lookup") is None
 
 
+def test_where_no_tree_pays_nothing_is_drafted_and_called_the_fastest(tmp_path: Path, tiny_target: Target) -> None:
+    folder = save(tmp_path / "a", tiny_target)
+    cost = dataclasses.replace(tuning().cost, pass_weights=(0.1, 1.0, 1.0, 0.0, 0.0))
+    found = Tuning.of(tiny_target, 1, cost, tuning().expected_accepted_length)
+    assert (found.fastest, found.linear_layers) == ("none", tiny_target.linears.packing)
+    save_tuning(folder, found)
+    artifact = load_artifact(folder, tiny_target)
+    assert artifact.tuning == found
+    assert artifact.drafting().policy.max_size == artifact.drafting("none").policy.max_size == 1
+    assert artifact.predicted_speedup("none") == 1.0
+    assert artifact.drafting("static-4").policy.max_size == 4
+    # Copies that are faster than a tree, but slower than no draft, are not called the fastest either.
+    assert copies().pays(cost)
+    assert copies().speedup(copies().best(cost), cost) < 1
+    assert found.with_copies(copies()).fastest == "none"
+
+
 def test_lookup_that_brings_nothing_is_not_called_the_fastest(tmp_path: Path, tiny_target: Target) -> None:
     useless = dataclasses.replace(copies(), trials=(dataclasses.replace(copies().alone, copied=4),))
     tuned = tuning().with_copies(useless)
@@ -393,7 +410,8 @@ def test_lookup_that_brings_nothing_is_not_called_the_fastest(tmp_path: Path, ti
     save_tuning(folder, tuned)
     file = folder / "tuning.json"
     file.write_text(file.read_text().replace('"fastest": "static"', '"fastest": "magic"'))
-    with pytest.raises(UserError, match=r"damaged: fastest must be static or static\+lookup, got 'magic'; delete it"):
+    match = r"damaged: fastest must be none, static or static\+lookup, got 'magic'; delete it"
+    with pytest.raises(UserError, match=match):
         load_artifact(folder, tiny_target)
 
 

@@ -67,10 +67,10 @@ class BorrowingDrafter(Drafter):
         self._borrowed = OutputRows(target, self.token_ids)
 
     def pack_linears(self) -> None:
-        """Pre-pack the linear layers for oneDNN if the target's are packed."""
-        wanted = self._borrowed is not None and self._borrowed.target.packed is not None
-        self._packing.refresh(self, wanted=wanted)
-        if self._borrowed is not None and wanted and not self.output_parameters(0):
+        """Pre-pack the linear layers for oneDNN where the target's are packed."""
+        packing = None if self._borrowed is None else self._borrowed.target.linears.packing
+        self._packing.refresh(self, packed_from=0 if packing is None else packing.packed_from)
+        if self._borrowed is not None and not self.output_parameters(0):
             self._borrowed.pack()
 
     def packed_linears(self) -> AbstractContextManager[None]:

@@ -87,8 +87,8 @@ def test_end_tokens_and_packing_are_part_of_the_key(tmp_path: Path, tiny_target:
     known.add((1, 2), 0.0, 0, (6,))
     known.save()
     assert References(tmp_path / REFERENCES, tiny_target, CONFIG).find((1, 2), 0.0, 0) == (6,)
-    other = load_target(TargetConfig(name="tiny-random", pack=False))
-    assert (other.packed is None) != (tiny_target.packed is None)
+    other = load_target(TargetConfig(name="tiny-random", pack=0))
+    assert other.linears.packing != tiny_target.linears.packing
     assert References(tmp_path / REFERENCES, other, CONFIG).find((1, 2), 0.0, 0) is None
     monkeypatch.setattr(Target, "eos_ids", (1, 77))
     assert References(tmp_path / REFERENCES, tiny_target, CONFIG).find((1, 2), 0.0, 0) is None

@@ -28,7 +28,7 @@ from draftsmith.export.report import plots
 from draftsmith.export.report.acceptance_heads import head_verdicts
 from draftsmith.export.report.headline import headline
 from draftsmith.export.report.page_style import DARK_PLOTS
-from draftsmith.export.report.phrases import lossless_verdict
+from draftsmith.export.report.phrases import lossless_verdict, verdicts
 from draftsmith.modules import (
     ConfidenceCurve,
     CostCurve,
@@ -86,6 +86,7 @@ def a_run(*, contended: bool = False, names: tuple[str, ...] = ("medusa",), batc
         for temperature in temperatures for size in batch_sizes for name in names)
     header = {
         "machine": {"processor": "A Processor", "device": "cpu", "system": "Linux"}, "dtype": "float32", "threads": 2,
+        "linear_layers": {"forms": "linear layers plain", "packed_from": 0, "times": None},
         "versions": {"torch": "2.13.0"}, "settings": {"max_new_tokens": 128, "seed": 0}, "timed_prompts": 4,
         "prompt_sets": {"own": 5, "handwritten": 5},
         "contention": {"bound": 0.15, "worst_excess": {"1": 0.04, "8": 0.31}, "samples": 5},
@@ -98,6 +99,19 @@ def an_artifact(tree: Topology = TREE) -> Artifact:
                               weights_hash="cafe01")
     return Artifact(drafter=None, target=None, topology=tree,  # type: ignore[arg-type]  # only drawn, never used
                     identity=identity, provenance={"data_manifest": "0a1b2c"}, tuning=tuning())
+
+
+@pytest.mark.parametrize(("dtype", "said"), [("float32", False), ("bfloat16", True), ("float16", True)])
+def test_half_precision_says_what_identical_means(dtype: str, said: bool) -> None:
+    run = a_run()
+    found = " ".join(verdicts(replace(run, header={**run.header, "dtype": dtype})))
+    assert (f"compared with its own in {dtype}, not with those in float32" in found) == said
+
+
+def test_the_report_says_which_linear_layers_ran(tmp_path: Path) -> None:
+    paths = write_report(tmp_path, a_run(), an_artifact())
+    for name in ("html", "markdown"):
+        assert "2 threads; linear layers plain" in paths[name].read_text()
 
 
 def test_three_files_hold_the_same_figures(tmp_path: Path) -> None:
@@ -346,10 +360,16 @@ def test_without_matplotlib_the_figures_are_kept_and_the_remedy_is_named(tmp_pat
     ({}, "1.4 times faster, not a word changed."),
     ({"speedup": 1.06, "speedup_interval": (1.02, 1.1)}, "1.06 times faster, not a word changed."),
     ({"speedup": 1.06, "speedup_interval": (0.9, 1.2)}, "About as fast as without drafts, not a word changed."),
-    ({"speedup": 0.8, "speedup_interval": None}, "Slower, at 0.80 times the speed without drafts, not a word changed."),
+    ({"speedup": 0.8, "speedup_interval": None},
+     "Drafting does not pay here, at 0.80 times the speed without drafts (decode with the policy none), not a word "
+     "changed."),
+    ({"of": {"nodes": 1}, "speedup": 0.8, "speedup_interval": (0.7, 0.9)},
+     "Nothing was drafted, because on this machine no tree makes decoding faster; this loop ran at 0.80 times the "
+     "speed of transformers' generate, not a word changed."),
     ({"speedup": None}, "1.9 tokens per target pass instead of 1, speed not measured, not a word changed."),
     ({"of": {"nodes": 1}},
      "Nothing was drafted, because on this machine no tree makes decoding faster, not a word changed."),
+    ({"names": ("medusa, none",), "of": {"nodes": 1}}, "Nothing was drafted, as asked, not a word changed."),
     ({"contended": True},
      "1.4 times faster, not a word changed; but the machine was busy, so measure the speed again."),
     ({"contended": True, "speedup": None},

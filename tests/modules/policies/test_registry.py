@@ -37,7 +37,7 @@ TREE = Topology((-1, 0, 0, 1, 1, 3), (0, 0, 1, 0, 1, 0))
     ("static", StaticTree, 6), ("static-4", StaticTree, 4), ("chain", StaticTree, 4), ("chain-2", StaticTree, 3),
     ("sampled", SampledTree, 6), ("sampled-chain-2", SampledTree, 3), ("eagle2", Eagle2Tree, 6),
     ("eagle2-9", Eagle2Tree, 9), ("dyspec-5", DySpecTree, 5), ("stopping-3", StoppedChain, 4),
-    ("early-exit", StoppedChain, 7), ("early-exit-3", StoppedChain, 4),
+    ("none", StaticTree, 1), ("early-exit", StoppedChain, 7), ("early-exit-3", StoppedChain, 4),
 ])
 def test_a_name_becomes_its_policy(tiny_target: Target, name: str, kind: type[Policy], nodes: int) -> None:
     policy = policy_named(name, TREE, CASES["eagle"].make(tiny_target))
@@ -51,6 +51,7 @@ def test_a_name_becomes_its_policy(tiny_target: Target, name: str, kind: type[Po
     ("chain-0", "'chain-0' ends in '0'; chain wants a whole number of at"),
     ("specdec-1", "'specdec-1' ends in '1'; specdec wants a number above 0 and below 1, such as specdec-0.7"),
     ("specdec-0.7.1", "specdec wants a number above 0"), ("specdec-", "specdec wants a number above 0"),
+    ("none-3", "'none-3' ends in '3'; none drafts nothing: leave the number out"),
     ("eagle2-1", "eagle2 wants a whole number of at least 2"), ("static-x", "static wants a whole number"),
 ])
 def test_other_names_are_refused(name: str, message: str) -> None:

@@ -76,9 +76,10 @@ def test_everything_but_the_adapted_layers_is_shared(tiny_target: Target) -> Non
     changed = {name for name in own if own[name] is not theirs[name]}
     assert changed == {name for name in own if "q_proj" in name or "up_proj" in name}
     assert adapted.identity.weights_hash != tiny_target.identity.weights_hash
-    if tiny_target.packed is not None and adapted.packed is not None:
-        forms = {id(form) for form in tiny_target.packed.layers.values()}
-        assert sum(id(form) not in forms for form in adapted.packed.layers.values()) == len(changed)
+    forms, changed_forms = tiny_target.linears.packed, adapted.linears.packed
+    if forms is not None and changed_forms is not None:
+        known = {id(form) for form in forms.layers.values()}
+        assert sum(id(form) not in known for form in changed_forms.layers.values()) == len(changed)
 
 
 def test_an_adapted_output_layer_leaves_the_embedding_alone() -> None:

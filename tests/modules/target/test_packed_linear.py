@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from draftsmith.modules import DecodeSettings, Drafter, Request, StaticTree, Target, Topology, decode
+from draftsmith.modules.target.linear_forms import Packing
 from draftsmith.modules.target.packed_linear import can_pack
 from support.families import CASES, randomised
 from torch import nn
@@ -59,11 +60,13 @@ def test_training_gives_the_packed_forms_back(name: str, tiny_target: Target) ->
 
 def test_a_target_that_is_not_packed_wants_no_packed_draft(tiny_target: Target) -> None:
     drafter = randomised(CASES["medusa-copy"].make(tiny_target))
-    packed, tiny_target.packed = tiny_target.packed, None
+    before = tiny_target.linears.packing
+    assert before.packed_from == 1
+    tiny_target.linears.use(Packing(packed_from=0))
     try:
         drafter.start(1, 32)
         assert drafter._packing._layers is None
     finally:
-        tiny_target.packed = packed
+        tiny_target.linears.use(before)
     drafter.start(1, 32)
-    assert (drafter._packing._layers is None) == (packed is None)
+    assert drafter._packing._layers is not None

@@ -1,0 +1,178 @@
+"""Measured seconds of a model's linear layers, plain and packed for oneDNN: which form pays here, and from how many
+tokens on.
+
+Whether packing pays depends on the processor: with AVX2 for every number of tokens, with AMX only from about four on.
+So it is measured when a target is loaded, in about a second: some layers of each shape, since they are most of a pass,
+with a handful of token counts. All forms and counts take turns and the fastest round of each counts, so that other
+programs slow none of them alone.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .packed_linear import has_packed_product, linear_layers, packed_linear
+
+TOKENS = (1, 2, 4, 8, 16, 32)
+"""Tokens of the passes that are timed: plain decoding, chains and trees."""
+GAIN = 0.05
+"""Least share by which packing must beat plain layers, for it doubles their memory, and by which a form chosen by the
+number of tokens must beat the better single form."""
+TRUSTED_LENGTHS = (1.0, 1.3, 1.5, 1.65, 1.8, 1.9)
+"""Tokens that a pass of so many nodes (`TOKENS`) yields with a modest draft, such as the quickstart's: they weigh the
+token counts where number formats are compared."""
+HALF_GAIN = 0.1
+"""Least share by which bfloat16 must be faster than float32: it has more near-ties, and the rest of a pass gains less.
+"""
+SMALLEST_BYTES = 16 * 2**20
+"""Linear layers below this stay in a processor's cache: their time is that of calls, and nothing is measured."""
+SAMPLED_LAYERS, SAMPLED_BYTES = 8, 64 * 2**20
+"""Layers of one shape that are timed: at most so many, and after the first one at most so many bytes. Several, because
+a layer that is run again and again would be read from the cache, which a pass reads no weight from."""
+ROUNDS, LEAST_ROUNDS = 6, 3
+"""Rounds over all counts and forms: at most and at least."""
+
+Form = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearTimes:
+    """Seconds of all linear layers of a model in one pass, by form and by tokens of the pass."""
+
+    dtype: str
+    """Number format, such as float32."""
+    tokens: tuple[int, ...]
+    """Tokens of the passes, ascending."""
+    plain: tuple[float, ...]
+    """Seconds of the plain layers for each of them."""
+    packed: tuple[float, ...]
+    """Seconds of the packed layers."""
+
+    def __post_init__(self) -> None:
+        if not self.tokens or list(self.tokens) != sorted(set(self.tokens)) or self.tokens[0] < 1:
+            raise ValueError(f"tokens of timed passes must ascend from 1 or more, got {list(self.tokens)}")
+        for name, seconds in (("plain", self.plain), ("packed", self.packed)):
+            if len(seconds) != len(self.tokens) or not min(seconds) > 0:
+                raise ValueError(f"{name} must be {len(self.tokens)} times above 0, got {list(seconds)}")
+
+    def seconds(self, packed_from: int) -> tuple[float, ...]:
+        """Seconds for each number of tokens when passes of `packed_from` tokens or more run packed; none do with 0."""
+        return tuple(packed if 0 < packed_from <= tokens else plain
+                     for tokens, plain, packed in zip(self.tokens, self.plain, self.packed, strict=True))
+
+    def excess(self, packed_from: int) -> float:
+        """Mean over the token counts of the seconds, in those of the form that is faster for each."""
+        ratios = [chosen / min(plain, packed) for chosen, plain, packed in
+                  zip(self.seconds(packed_from), self.plain, self.packed, strict=True)]
+        return sum(ratios) / len(ratios)
+
+    def fastest(self) -> int:
+        """Fewest tokens of a pass that should run packed: 1 for all passes, 0 for none, between them both forms.
+
+        Plain layers alone need half the memory, and one form for all passes has one kind of rounding: `GAIN` decides
+        between them and what is faster.
+        """
+        single = 1 if self.excess(0) > (1 + GAIN) * self.excess(1) else 0
+        mixed = min(self.tokens[1:], key=self.excess, default=single)
+        return mixed if self.excess(single) > (1 + GAIN) * self.excess(mixed) else single
+
+    def drafted_speed(self) -> float:
+        """Tokens per second that the linear layers allow with the tree size that pays best, see `TRUSTED_LENGTHS`."""
+        lengths = dict(zip(TOKENS, TRUSTED_LENGTHS, strict=True))
+        seconds = self.seconds(self.fastest())
+        return max(lengths.get(tokens, 1.0) / taken for tokens, taken in zip(self.tokens, seconds, strict=True))
+
+
+def worth_measuring(model: nn.Module) -> bool:
+    """True for linear layers that no cache holds, so that reading them from memory takes most of their time."""
+    return sum(layer.weight.nbytes for layer in linear_layers(model)) >= SMALLEST_BYTES
+
+
+@torch.no_grad()
+def measure_linears(model: nn.Module, dtypes: Sequence[torch.dtype], *, tokens: Sequence[int] = TOKENS,
+                    seconds: float = 1.0) -> dict[torch.dtype, LinearTimes]:
+    """Time some linear layers of a model on a CPU, in number formats that take turns. No random number is drawn.
+
+    Args:
+        model: its owner, whose shapes alone are read: it may be on torch's meta device.
+        dtypes: formats in which `can_pack_weight` holds.
+        tokens: tokens of the passes, ascending.
+        seconds: start no further round after this time.
+    """
+    layers: dict[tuple[int, ...], list[nn.Linear]] = defaultdict(list)
+    for layer in linear_layers(model):
+        layers[tuple(layer.weight.shape)].append(layer)
+    samples = [_Sample(members, dtypes) for members in layers.values()]
+    started = time.monotonic()
+    for turn in range(ROUNDS):
+        if turn >= LEAST_ROUNDS and time.monotonic() - started > seconds:
+            break
+        for count in tokens:
+            for sample in samples:
+                sample.run(count)
+    return {dtype: LinearTimes(
+        dtype=str(dtype).removeprefix("torch."), tokens=tuple(tokens),
+        plain=tuple(sum(sample.best[dtype, False, count] for sample in samples) for count in tokens),
+        packed=tuple(sum(sample.best[dtype, True, count] for sample in samples) for count in tokens),
+    ) for dtype in dtypes}
+
+
+class _Sample:
+    """Some of a model's layers of one shape, in every form and format, and their fastest rounds.
+
+    Args:
+        layers: all layers of the shape.
+        dtypes: the formats.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear], dtypes: Sequence[torch.dtype]) -> None:
+        room = max(1, SAMPLED_BYTES // layers[0].weight.nbytes)
+        chosen = layers[: min(SAMPLED_LAYERS, room)]
+        self.scale = len(layers) / len(chosen)
+        self.width = layers[0].in_features
+        self.forms: dict[tuple[torch.dtype, bool], list[Form]] = {}
+        for dtype in dtypes:
+            pairs = [_forms(layer, dtype) for layer in chosen]
+            self.forms[dtype, False] = [plain for plain, _ in pairs]
+            self.forms[dtype, True] = [packed for _, packed in pairs]
+        self.best: dict[tuple[torch.dtype, bool, int], float] = {}
+
+    def run(self, count: int) -> None:
+        """Time a pass of `count` tokens through every form."""
+        for (dtype, packed), forms in self.forms.items():
+            x_1ND = torch.full((1, count, self.width), 0.1, dtype=dtype)
+            started = time.perf_counter()
+            for form in forms:
+                form(x_1ND)
+            taken = (time.perf_counter() - started) * self.scale
+            key = dtype, packed, count
+            self.best[key] = min(self.best.get(key, taken), taken)
+
+
+def _forms(layer: nn.Linear, dtype: torch.dtype) -> tuple[Form, Form]:
+    """(plain, packed) form of a layer of this shape in a number format; the time does not depend on the values."""
+    weight = torch.full(layer.weight.shape, 0.01, dtype=dtype)
+    bias = None if layer.bias is None else torch.full(layer.bias.shape, 0.01, dtype=dtype)
+    return lambda x: functional.linear(x, weight, bias), packed_linear(weight, bias)
+
+
+def fastest_dtype(model: nn.Module) -> torch.dtype:
+    """The number format, float32 or bfloat16, in which drafted decoding with a model is fastest on this processor.
+
+    float32 where bfloat16 has no instructions here, where it gains less than `HALF_GAIN`, or where the model is too
+    small to be measured.
+
+    Args:
+        model: the model, or its shape on torch's meta device.
+    """
+    half, full = torch.bfloat16, torch.float32
+    if not (has_packed_product(half) and has_packed_product(full) and worth_measuring(model)):
+        return full
+    times = measure_linears(model, [full, half])
+    pays = times[half].drafted_speed() > (1 + HALF_GAIN) * times[full].drafted_speed()
+    return half if pays else full
