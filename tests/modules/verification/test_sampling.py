@@ -1,18 +1,22 @@
 """Acceptance rules: the walk against a plain twin, the distribution by enumeration, and wrong rules that must fail."""
 
 import itertools
+from itertools import pairwise
 
 import pytest
 import torch
 from draftsmith.modules import Sampling, TokenTree, Topology, choose, follow
 from draftsmith.modules.target.tiny_model import tiny_model
 from draftsmith.modules.verification.sampling import (
+    _NUCLEUS_CANDIDATES,
     GREATEST_TEMPERATURE,
     LEAST_TEMPERATURE,
+    _largest,
     argmax,
     draw,
     probabilities,
 )
+from references import sampling as plain
 from references.walk import walk
 from transformers import GenerationConfig
 from transformers.generation import LogitsProcessorList
@@ -166,10 +170,100 @@ def test_temperatures_at_the_ends_of_the_range(dtype: torch.dtype) -> None:
     assert not bool(beyond.isfinite().all())
 
 
+def spread_logits(entries: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows whose nuclei hold from a few tokens to nearly all, and rows with few levels, where many are equal."""
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randn(9, entries, generator=generator, dtype=torch.float64)
+    scaled = random * torch.tensor([0.1, 1, 1.5, 2, 3, 4, 8, 2, 2])[:, None]
+    scaled[7:] = scaled[7:].round()
+    scaled[8, ::2] = -torch.inf
+    return scaled.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("entries", [600, 5000, 49152])
+def test_the_nucleus_of_a_large_vocabulary_is_the_plain_one(entries: int, dtype: torch.dtype) -> None:
+    """In every stage of the search; token for token, for what is kept is a matter of which tokens."""
+    logits, sizes = spread_logits(entries, dtype), set()
+    for top_p in (0.1, 0.95):
+        found = probabilities(logits, torch.ones(1, 1, dtype=dtype), top_p=top_p)
+        for row, probs in enumerate(logits.softmax(-1).double()):
+            expected = torch.tensor(plain.nucleus(probs.tolist(), top_p), dtype=torch.float64)
+            assert torch.equal(found[row] > 0, expected > 0), row
+            torch.testing.assert_close(found[row].double(), expected, atol=1e-9, rtol=2e-6)
+            sizes.add(int((expected > 0).sum()))
+    limits = (0, *_NUCLEUS_CANDIDATES, entries)
+    stages = sum(any(low < size <= high for size in sizes) for low, high in pairwise(limits) if low < entries)
+    assert stages == sum(limit < entries for limit in limits)
+
+
+@pytest.mark.parametrize("count", [1, 50, 512, 4096])
+def test_the_largest_entries_are_those_of_a_sort(count: int) -> None:
+    for values in (*spread_logits(49152, torch.float32), torch.full((49152,), 2.0), torch.arange(49152.0)):
+        assert torch.equal(_largest(values[None], count)[0], values.sort(descending=True).values[:count])
+
+
+@pytest.mark.parametrize("entries", [5, 600, 1280, 49152])
+def test_a_draw_is_the_plain_one(entries: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    probs = torch.randn(8, entries, generator=generator).exp()
+    probs[4:] *= torch.rand(4, entries, generator=generator) > 0.9
+    probs[4:, entries // 2] = 0.5
+    probs[3] = torch.nn.functional.one_hot(torch.tensor(entries // 2), entries)
+    for uniform in (0.0, 1e-12, *torch.rand(20, generator=generator, dtype=torch.float64).tolist(), 1 - 2**-53):
+        expected = [plain.draw(row, uniform) for row in probs.double().tolist()]
+        assert draw(probs, torch.full((8,), uniform, dtype=torch.float64)).tolist() == expected
+
+
+def test_every_token_of_a_large_vocabulary_is_drawn_as_often_as_it_should() -> None:
+    """Over a fine grid of uniforms: the share of each token is its probability, across the borders of blocks too."""
+    entries, places = 1280, 200_000
+    probs = torch.randn(entries, generator=torch.Generator().manual_seed(0)).exp().double()
+    probs[::3] = 0
+    grid = (torch.arange(places, dtype=torch.float64) + 0.5) / places
+    drawn = torch.cat([draw(probs.expand(len(part), -1), part) for part in grid.split(4096)])
+    counts = drawn.bincount(minlength=entries)
+    assert float((counts / places - probs / probs.sum()).abs().max()) <= 1 / places
+
+
+def test_a_distribution_without_mass_harms_no_other_row() -> None:
+    probs = torch.zeros(3, 1280)
+    probs[0] = torch.nan
+    probs[2, 700] = 1.0
+    assert draw(probs, torch.full((3,), 0.4, dtype=torch.float64))[2] == 700
+
+
+def test_rows_are_chosen_alike_alone_and_together() -> None:
+    """Greedy and sampled ones in turn, more than a CPU takes at a time."""
+    logits = spread_logits(49152, torch.float32).repeat(4, 1)[:, None].expand(-1, 2, -1)
+    uniforms = torch.rand(36, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for top_p, top_k in ((1.0, 0), (0.95, 0), (1.0, 50)):
+        rows = tuple(row for row in range(36) if row % 3)
+        temperature_B = torch.tensor([0.8 if row in rows else 0.0 for row in range(36)])
+        together = choose(logits, uniforms, Sampling(temperature_B=temperature_B, top_p=top_p, top_k=top_k,
+                                                     sampling_rows=rows))
+        for row in range(36):
+            here = slice(row, row + 1)
+            alone = Sampling(temperature_B=temperature_B[here], top_p=top_p, top_k=top_k,
+                             sampling_rows=(0,) if row in rows else ())
+            assert torch.equal(choose(logits[here], uniforms[here], alone)[0], together[row])
+
+
 def test_draw_never_takes_an_impossible_token() -> None:
     probs = torch.tensor([0.0, 0.5, 0.0, 0.5, 0.0])
     uniforms = torch.tensor([0.0, 0.49999, 0.5, 0.99999999, 1 - 2**-53], dtype=torch.float64)
     assert draw(probs.expand(5, -1), uniforms).tolist() == [1, 1, 3, 3, 3]
+
+
+def test_draw_takes_no_impossible_token_at_the_border_of_a_block() -> None:
+    """Uniforms next to the share of every block, where the order of additions decides which side they are on."""
+    probs = torch.rand(200, 1280, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    probs.view(200, 10, 128)[..., 90:] = 0
+    ends = probs.view(200, 10, 128).sum(-1, dtype=torch.float64).cumsum(-1)
+    for steps in (-2, -1, 0, 1):
+        for block in range(10):
+            uniforms = (ends[:, block] / ends[:, -1] * (1 + steps * 2**-53)).clamp(max=1 - 2**-53)
+            assert bool((probs.gather(1, draw(probs, uniforms)[:, None]) > 0).all())
 
 
 def test_greedy_and_sampled_rows_share_a_batch() -> None:
