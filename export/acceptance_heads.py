@@ -116,6 +116,12 @@ def check_rule(threshold: float, least: int, most: int) -> None:
         raise UserError(f"most must be at most {MOST:,} tokens of a draft, got {most}; lower it")
 
 
+def temperature_name(temperature: float) -> str:
+    """A temperature as short as it can be without becoming another one; 0 has no sign."""
+    short = f"{abs(temperature):g}"
+    return short if float(short) == temperature else repr(temperature)
+
+
 def save_head(artifact: Path, stored: StoredHead) -> Path:
     """Write a head into the artifact whose drafter it judges, in place of a former one for this temperature.
 
@@ -126,7 +132,7 @@ def save_head(artifact: Path, stored: StoredHead) -> Path:
         UserError: if there is no artifact, or the folder cannot be written.
     """
     owner = read_object(artifact / CONFIG, AGAIN)
-    folder = artifact / HEADS / f"{stored.setting.temperature:g}"
+    folder = artifact / HEADS / temperature_name(stored.setting.temperature)
     with whole_folder(folder, HEAD) as partial:
         weights = stored.head.state_dict()
         save_file({name: tensor.float().cpu().contiguous() for name, tensor in weights.items()}, partial / WEIGHTS,
@@ -184,7 +190,7 @@ def _load(folder: Path, weights_sha256: str) -> StoredHead:
             **{name: config[name] for name in ("threshold", "least", "most", "provenance")})
     except (KeyError, TypeError, ValueError, RuntimeError, OSError, SafetensorError) as error:
         raise _damaged(folder, error) from error
-    if folder.name != (own := f"{stored.setting.temperature:g}"):
+    if folder.name != (own := temperature_name(stored.setting.temperature)):
         raise UserError(f"{folder} holds the head for temperature {own}; rename it to {own}, or delete that folder")
     return stored
 

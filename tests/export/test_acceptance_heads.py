@@ -104,6 +104,17 @@ def test_a_head_comes_back_as_it_was_with_its_rule(tmp_path: Path, tiny_target: 
     assert own.stop.threshold == 0.4
 
 
+def test_temperatures_that_differ_little_have_heads_of_their_own(tmp_path: Path, tiny_target: Target) -> None:
+    near = [SamplingSetting(temperature=temperature) for temperature in (0.1234567, 0.1234568)]
+    folder = saved(tmp_path / "a", tiny_target, *(stored(setting) for setting in (*near, SamplingSetting())))
+    save_head(folder, stored(SamplingSetting(temperature=-0.0)))
+    artifact = load_artifact(folder, tiny_target)
+    assert sorted(artifact.heads) == [0.0, 0.1234567, 0.1234568]
+    assert sorted(path.name for path in (folder / "acceptance_heads").iterdir()) == ["0", "0.1234567", "0.1234568"]
+    with pytest.raises(UserError, match=r"for temperature 0.123456, .* heads for: 0, 0.1234567, 0.1234568; train"):
+        artifact.policy("specdec", temperature=0.123456)
+
+
 def test_figures_come_back_and_are_refused_when_changed(tmp_path: Path, tiny_target: Target) -> None:
     folder = saved(tmp_path / "a", tiny_target, replace(stored(), measurements=figures()), stored(HOT))
     heads = load_artifact(folder, tiny_target).heads
