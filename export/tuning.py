@@ -38,6 +38,10 @@ class Tuning:
     def __post_init__(self) -> None:
         if self.tree_size < 1:
             raise ValueError(f"tree_size must be at least 1, got {self.tree_size}")
+        for name in ("expected_accepted_length", "expected_sampled"):
+            # What each pass emits includes the target's own token.
+            if (least := min(getattr(self, name), default=1.0)) < 1:
+                raise ValueError(f"the lengths of {name} must be at least 1, got {least}")
         if self.fastest not in (STATIC, JOINED):
             raise ValueError(f"fastest must be {STATIC} or {JOINED}, got {self.fastest!r}")
 
