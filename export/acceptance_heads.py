@@ -28,9 +28,11 @@ from ..modules import (
 from ..modules.atomic_files import file_sha256, write_file
 from ..modules.json_records import read_object, read_record, typed_fields
 from ..modules.owned_folders import whole_folder
+from ..modules.policies.registry import MOST
 from ..modules.tuning.drafted_tokens import HEAD as HEAD_RULE
 from ..modules.tuning.drafted_tokens import NAMES
 from .artifact_files import AGAIN, CONFIG, HEAD, HEADS, MEASUREMENTS, WEIGHTS
+from .weight_checks import require_weights
 
 FORMAT_VERSION = 1
 """Raised when a reader of the previous version could not read the new files."""
@@ -44,6 +46,8 @@ FIELDS: dict[str, Any] = {
     "provenance": dict[str, Any], "versions": dict[str, str],
 }
 """Fields of config.json and their types; the hash of the measurements is one more."""
+SHAPE: dict[str, Any] = {"num_layers": int, "tie_blocks": bool, "width": int}
+"""Fields of a head's description and their types."""
 RETRAIN = "delete that folder and train the head again with draftsmith specdec"
 """Remedy for a damaged head; an artifact with one is not loaded, for training either."""
 
@@ -69,8 +73,8 @@ class HeadMeasurements:
         for row in (self.policy, *self.fixed):
             if row.by_rule.keys() != set(NAMES):
                 raise ValueError(f"by_rule must name {', '.join(NAMES)}, got {', '.join(row.by_rule) or 'nothing'}")
-        if self.policy.by_rule[HEAD_RULE] is None:
-            raise ValueError(f"policy.by_rule lacks the tokens of {HEAD_RULE}")
+        if (self.policy.by_rule[HEAD_RULE] or 0) < 1:
+            raise ValueError(f"policy.by_rule lacks the tokens of {HEAD_RULE}, at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +112,14 @@ def check_rule(threshold: float, least: int, most: int) -> None:
     if not 1 <= least <= most:
         raise UserError(f"least and most must satisfy 1 <= least <= most, got {least} and {most}; lower least or raise "
                         "most")
+    if most > MOST:
+        raise UserError(f"most must be at most {MOST:,} tokens of a draft, got {most}; lower it")
+
+
+def temperature_name(temperature: float) -> str:
+    """A temperature as short as it can be without becoming another one; 0 has no sign."""
+    short = f"{abs(temperature):g}"
+    return short if float(short) == temperature else repr(temperature)
 
 
 def save_head(artifact: Path, stored: StoredHead) -> Path:
@@ -120,7 +132,7 @@ def save_head(artifact: Path, stored: StoredHead) -> Path:
         UserError: if there is no artifact, or the folder cannot be written.
     """
     owner = read_object(artifact / CONFIG, AGAIN)
-    folder = artifact / HEADS / f"{stored.setting.temperature:g}"
+    folder = artifact / HEADS / temperature_name(stored.setting.temperature)
     with whole_folder(folder, HEAD) as partial:
         weights = stored.head.state_dict()
         save_file({name: tensor.float().cpu().contiguous() for name, tensor in weights.items()}, partial / WEIGHTS,
@@ -155,8 +167,8 @@ def load_heads(artifact: Path, weights_sha256: str) -> dict[float, StoredHead]:
         UserError: if a head is damaged, of another format version, or belongs to another drafter.
     """
     folder = artifact / HEADS
-    found = [_load(one, weights_sha256) for one in sorted(folder.iterdir()) if not one.name.startswith(".")] \
-        if folder.is_dir() else []
+    places = sorted(folder.iterdir()) if folder.is_dir() else []
+    found = [_load(one, weights_sha256) for one in places if not one.name.startswith(".")]
     return {stored.setting.temperature: stored for stored in found}
 
 
@@ -178,7 +190,7 @@ def _load(folder: Path, weights_sha256: str) -> StoredHead:
             **{name: config[name] for name in ("threshold", "least", "most", "provenance")})
     except (KeyError, TypeError, ValueError, RuntimeError, OSError, SafetensorError) as error:
         raise _damaged(folder, error) from error
-    if folder.name != (own := f"{stored.setting.temperature:g}"):
+    if folder.name != (own := temperature_name(stored.setting.temperature)):
         raise UserError(f"{folder} holds the head for temperature {own}; rename it to {own}, or delete that folder")
     return stored
 
@@ -203,16 +215,19 @@ def _check_hash(file: Path, expected: str) -> None:
                         f"or {RETRAIN}")
 
 
-def _head(folder: Path, shape: dict[str, Any]) -> AcceptanceHead:
+def _head(folder: Path, described: dict[str, Any]) -> AcceptanceHead:
+    shape = typed_fields(described, SHAPE)
     weights = load_file(folder / WEIGHTS)
+    require_weights(weights, {}, WEIGHTS)
     settings = AcceptanceHeadConfig(num_layers=shape["num_layers"], tie_blocks=shape["tie_blocks"])
     blocks = sum(name.startswith("blocks.") for name in weights) // 2
     # Compared before a layer is made: a wrong number could ask for all memory.
     if (claimed := 1 if settings.tie_blocks else settings.num_layers) != blocks:
         raise ValueError(f"{CONFIG} names {claimed} blocks, {WEIGHTS} holds {blocks}")
-    if shape["width"] != (width := weights["output.weight"].shape[1]):
-        raise ValueError(f"{CONFIG} names states of width {shape['width']}, {WEIGHTS} reads {width}")
-    head = AcceptanceHead(settings, width)
+    if list(weights["output.weight"].shape) != [2, shape["width"]]:
+        raise ValueError(f"{CONFIG} names states of width {shape['width']}, {WEIGHTS} has an output layer of "
+                         f"{list(weights['output.weight'].shape)}")
+    head = AcceptanceHead(settings, shape["width"])
     head.load_state_dict(weights)
     return head.eval()
 

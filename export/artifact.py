@@ -46,7 +46,7 @@ from ..modules.policies.registry import MOST
 from ..modules.target.adapter import PREFIX
 from ..modules.target.draft_vocabulary import require_distinct
 from ..modules.target.loading import is_local
-from .acceptance_heads import StoredHead, load_heads
+from .acceptance_heads import StoredHead, load_heads, temperature_name
 from .artifact_files import AGAIN, CARD, CONFIG, HEAD, TUNING, WEIGHTS, as_json
 from .claimed_shapes import check_shapes
 from .tuning import Tuning, read_tuning
@@ -184,10 +184,11 @@ class Artifact:
 
     def _head_for(self, temperature: float) -> StoredHead:
         if temperature not in self.heads:
-            held = ", ".join(f"{one:g}" for one in sorted(self.heads)) or "none"
-            raise UserError(f"the policy {SPECDEC} needs an acceptance head for temperature {temperature:g}, this "
-                            f"artifact holds heads for: {held}; train one with draftsmith specdec --temperatures "
-                            f"'[{temperature:g}]', or choose another policy")
+            held = ", ".join(map(temperature_name, sorted(self.heads))) or "none"
+            wanted = temperature_name(temperature)
+            raise UserError(f"the policy {SPECDEC} needs an acceptance head for temperature {wanted}, this artifact "
+                            f"holds heads for: {held}; train one with draftsmith specdec --temperatures '[{wanted}]', "
+                            "or choose another policy")
         return self.heads[temperature]
 
 

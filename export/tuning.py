@@ -37,6 +37,12 @@ class Copies(NamedTuple):
     """Predicted speed-up over plain decoding; None where the replays had another tree."""
 
 
+def check_lengths(lengths: Sequence[float]) -> None:
+    """Refuse expected tokens per pass that no pass can have: each emits the target's own token at least."""
+    if (least := min(lengths, default=1.0)) < 1:
+        raise ValueError(f"the lengths of expected_accepted_length must be at least 1, got {least}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SampledTuning:
     """Sizes for sampled rows, from held-out answers that were drawn at SIZING_TEMPERATURE."""
@@ -51,6 +57,7 @@ class SampledTuning:
     """Policy that is predicted to decode one row fastest here: static, static+lookup, or none."""
 
     def __post_init__(self) -> None:
+        check_lengths(self.expected_accepted_length)
         if self.fastest not in (NONE, STATIC, JOINED):
             raise ValueError(f"fastest of sampled rows must be {NONE}, {STATIC} or {JOINED}, got {self.fastest!r}")
 
@@ -94,6 +101,7 @@ class Tuning:
     def __post_init__(self) -> None:
         if self.tree_size < 1:
             raise ValueError(f"tree_size must be at least 1, got {self.tree_size}")
+        check_lengths(self.expected_accepted_length)
         if self.fastest not in (NONE, STATIC, JOINED):
             raise ValueError(f"fastest must be {NONE}, {STATIC} or {JOINED}, got {self.fastest!r}")
 

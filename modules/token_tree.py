@@ -263,6 +263,14 @@ class TokenTree:
         """Number of nodes of a row, padding and virtual nodes included."""
         return self.tokens_BN.shape[1]
 
+    @property
+    def virtual_BN(self) -> Tensor | None:
+        """True at virtual nodes; None for a tree without any."""
+        if self.virtual is None:
+            return None
+        order_N = torch.arange(self.size, device=self.tokens_BN.device)
+        return (order_N >= self.size - self.virtual.anchors_BM.shape[1]).expand_as(self.tokens_BN)
+
     def children(self, nodes_B: Tensor) -> tuple[Tensor, Tensor]:
         """(indices of the children of one node a row in ascending order, which of them are real), [B, K] each."""
         columns_N = torch.arange(self.size, device=nodes_B.device)

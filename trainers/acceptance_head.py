@@ -102,7 +102,7 @@ def fit_head(
     """
     if not len(learned.chances_E) or not len(held_out.chances_E):
         raise UserError(f"a head needs examples to learn and to hold out, got {len(learned.chances_E)} and "
-                        f"{len(held_out.chances_E)}; raise labels.chains")
+                        f"{len(held_out.chances_E)}; raise labels.examples, or give data with more prompts")
     generator = torch.Generator().manual_seed(config.seed)
     with torch.random.fork_rng():
         torch.manual_seed(config.seed)

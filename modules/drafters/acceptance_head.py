@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..config_checks import check_sizes
+from ..errors import UserError
 from .medusa import ResidualBlock
 
 REJECTED, ACCEPTED = 0, 1
@@ -50,7 +51,14 @@ class AcceptanceHead(nn.Module):
         self.output = nn.Linear(width, 2)
 
     def forward(self, states_ND: Tensor) -> Tensor:
-        """Logits of rejection and acceptance, [N, 2] (any leading shape), in float32."""
+        """Logits of rejection and acceptance, [N, 2] (any leading shape), in float32.
+
+        Raises:
+            UserError: if the states have another width.
+        """
+        if states_ND.shape[-1] != self.width:
+            raise UserError(f"this acceptance head reads states of width {self.width}, the drafter's have "
+                            f"{states_ND.shape[-1]}; train a head for this drafter with draftsmith specdec")
         hidden_ND = states_ND.to(self.output.weight.dtype)
         for layer in range(self.config.num_layers):
             hidden_ND = self.blocks[0 if self.config.tie_blocks else layer](hidden_ND)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..token_tree import Drawn, TokenTree
+from ..token_tree import Drawn, Lookahead, TokenTree
 
 
 def joined(tree: TokenTree, joining: TokenTree) -> TokenTree:
@@ -43,6 +43,7 @@ def joined(tree: TokenTree, joining: TokenTree) -> TokenTree:
         max_depth=max(tree.max_depth, joining.max_depth),
         drawn=None if joining.drawn is None else _drawn(tree, joining.drawn, equal_BMN),
         most_children=(tree.most_children or 0) + (joining.most_children or 0) if counted else None,
+        lookahead=_lookahead(tree, joining, equal_BMN),
         parts_BN=_parts(tree, joining),
     )
 
@@ -55,6 +56,20 @@ def _ancestors(tree: TokenTree, joining: TokenTree, places_BM: Tensor, own_M: Te
     new_BMS = (joining.ancestors_BNN.float() @ there_BMS.float()) > 0
     new_BMS[:, torch.arange(joining.size, device=own_M.device), own_M] = True
     return torch.cat([old_BNS, new_BMS], dim=1)
+
+
+def _lookahead(tree: TokenTree, joining: TokenTree, equal_BMN: Tensor) -> Lookahead | None:
+    """The virtual nodes that either tree wants after its nodes: a tree that says nothing wants none next to one that
+    does. None where both leave their number to the drafter."""
+    wishes = [wish for wish in (tree.lookahead, joining.lookahead) if wish is not None]
+    if not wishes:
+        return None
+    first_BN = torch.zeros_like(tree.tokens_BN) if tree.lookahead is None else tree.lookahead.counts_BN
+    second_BM = torch.zeros_like(joining.tokens_BN) if joining.lookahead is None else joining.lookahead.counts_BN
+    shared_BN = second_BM.gather(1, equal_BMN.long().argmax(1)) * equal_BMN.any(1)
+    return Lookahead(
+        counts_BN=torch.cat([torch.maximum(first_BN, shared_BN), second_BM * ~equal_BMN.any(-1)], dim=1),
+        most=sum(wish.most for wish in wishes), nodes=sum(wish.nodes for wish in wishes))
 
 
 def _parts(tree: TokenTree, joining: TokenTree) -> Tensor | None:

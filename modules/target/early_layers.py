@@ -104,10 +104,9 @@ class EarlyLayers:
         if self.tree is None:
             raise ValueError("no node was read by the first layers, so there is nothing to hand over")
         read, self.tree = self.tree, None
-        equal_BNM = tree.equal_paths(read)
+        equal_BNM, virtual_BN = tree.equal_paths(read), tree.virtual_BN
         known_BN, order_N = equal_BNM.any(-1), torch.arange(tree.size, device=equal_BNM.device)
-        virtual = 0 if tree.virtual is None else tree.virtual.anchors_BM.shape[1]
-        missing_BN = (tree.real_BN | (order_N >= tree.size - virtual)) & ~known_BN
+        missing_BN = (tree.real_BN if virtual_BN is None else tree.real_BN | virtual_BN) & ~known_BN
         # Padding gets the root's states: any finite ones will do.
         columns_BN = torch.where(known_BN, equal_BNM.long().argmax(-1), 0)
         columns_BN = torch.where(missing_BN, read.size + missing_BN.cumsum(-1) - 1, columns_BN)
@@ -133,7 +132,8 @@ class EarlyLayers:
         # Which node is the parent does not matter here: masks and positions follow from the ancestors.
         extended = _extended(read, tree.tokens_BN.gather(1, places_BK), torch.zeros_like(places_BK), seen_BKC)
         embedded_BKD = embedded_BND.gather(1, places_BK[..., None].expand(-1, -1, embedded_BND.shape[-1]))
-        return self._outputs(list(range(len(places_BK))), extended, embedded_BKD)
+        virtual_BK = None if tree.virtual_BN is None else tree.virtual_BN.gather(1, places_BK)
+        return self._outputs(list(range(len(places_BK))), extended, embedded_BKD, virtual_BK)
 
     # Text that no target pass reads ----------------------------------------------------------------------------------
 
@@ -159,12 +159,19 @@ class EarlyLayers:
                 self.cache.wipe(destination)
                 self.cache.move(source, destination)
 
-    def _outputs(self, rows: list[int], tree: TokenTree, embedded_BFD: Tensor) -> Tensor:
-        """Run the layers on the last F nodes of a tree, whose other nodes are in the cache; returns [B, F, D]."""
+    def _outputs(
+        self, rows: list[int], tree: TokenTree, embedded_BFD: Tensor, virtual_BF: Tensor | None = None
+    ) -> Tensor:
+        """Run the layers on the last F nodes of a tree, whose other nodes are in the cache; returns [B, F, D].
+
+        Args:
+            virtual_BF: which of them are virtual; None where none is.
+        """
         count = embedded_BFD.shape[1]
         self.cache.reserve(max(self.cache.host_lengths[row] for row in rows) + tree.size)
         adjacent = rows == list(range(len(rows)))
-        window = self.cache.open(slice(0, len(rows)) if adjacent else rows, count, gap=tree.size - count)
+        window = self.cache.open(slice(0, len(rows)) if adjacent else rows, count, gap=tree.size - count,
+                                 virtual_BN=virtual_BF)
         lengths_B1 = self.cache.lengths_B[window.rows_B1]
         layout = PassLayout.of(tree, lengths_B1, window.width, self.target.context_length)
         with first_layers(self.target.layers, self.num_layers) as outputs:

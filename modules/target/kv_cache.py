@@ -32,6 +32,15 @@ class Window:
     start: int | None
     """First slot of the new tokens where it is the same in all rows, which are neighbours: they are then copied as one
     block, in half the time."""
+    virtual_BN: Tensor | None
+    """True at new tokens that are virtual nodes; None where none is."""
+
+    def readable(self, states_BHNE: Tensor) -> Tensor:
+        """The keys or values, those of virtual nodes without NaN and infinity: through a mask, either would reach every
+        node of the row, though it is a drafter's and no virtual node is accepted."""
+        if self.virtual_BN is None:
+            return states_BHNE
+        return states_BHNE.masked_fill(self.virtual_BN[:, None, :, None] & ~states_BHNE.isfinite(), 0.0)
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -85,11 +94,14 @@ class RowCache(Cache):
         """Slots in use in the running pass."""
         return self.window.width if self.window is not None else max(self.host_lengths)
 
-    def open(self, rows: slice | list[int], size: int, *, gap: int = 0) -> Window:
+    def open(
+        self, rows: slice | list[int], size: int, *, gap: int = 0, virtual_BN: Tensor | None = None
+    ) -> Window:
         """Announce a pass of `size` tokens in `rows`.
 
         Args:
             gap: slots between a row's last token and the new ones, taken by nodes that will not be committed.
+            virtual_BN: which of the new tokens are virtual nodes; None where none is.
 
         Raises:
             ValueError: if a row has no room for them.
@@ -109,6 +121,7 @@ class RowCache(Cache):
             slots_BN=slots_BN,
             width=width,
             start=width - size if level else None,
+            virtual_BN=virtual_BN,
         )
         return self.window
 
@@ -133,8 +146,8 @@ class RowCache(Cache):
             )
         storage, window = self._storage(keys_BHNE), self.window
         answer = []
-        for place, new in ((2 * layer, keys_BHNE), (2 * layer + 1, values_BHNE)):
-            held = storage[place]
+        for place, states_BHNE in ((2 * layer, keys_BHNE), (2 * layer + 1, values_BHNE)):
+            held, new = storage[place], window.readable(states_BHNE)
             if window.start is None:
                 held[window.rows_B1, :, window.slots_BN] = new.transpose(1, 2)
             else:

@@ -359,7 +359,8 @@ class TargetRows:
         if tree.virtual is not None:
             embedded[:, -tree.virtual.embedded_BMD.shape[1] :] = tree.virtual.embedded_BMD
         early, first = self._handed_over(tree, embedded, rows)
-        window = self.cache.open(slice(0, self.active) if rows is None else rows, tree.size)
+        window = self.cache.open(slice(0, self.active) if rows is None else rows, tree.size,
+                                 virtual_BN=tree.virtual_BN)
         layout = PassLayout.of(tree, window.slots_BN[:, :1], window.width, target.context_length)
         later = later_layers(target.layers, first, early)
         with target.tapping(self.taps) as states, later, injected(target.layers, tree.virtual):

@@ -126,7 +126,7 @@ def rollouts(
         prompts: token ids.
         setting: the sampling of answers and drafts.
         length: tokens of a chain.
-        max_new_tokens: longest answer, in tokens.
+        max_new_tokens: longest answer, in tokens; shorter where the target's context ends.
         most: enough chains; None takes all prompts.
         batch_size: answers written at once.
         seed: of the answers and drafts.
@@ -143,8 +143,9 @@ def rollouts(
     policy = chain_for(setting, length + 1, recorder, check_every=0)
     while first < len(prompts) and (most is None or found < most):
         part = prompts[first : first + batch_size]
-        requests = [Request(tuple(tokens), first + place, max_new_tokens, setting.temperature)
-                    for place, tokens in enumerate(part)]
+        rooms = [min(max_new_tokens, target.context_length - len(tokens)) for tokens in part]
+        requests = [Request(tuple(tokens), first + place, room, setting.temperature)
+                    for place, (tokens, room) in enumerate(zip(part, rooms, strict=True)) if room > 0]
         decode(target, requests, settings, drafter=drafter, policy=policy)
         first, found = first + len(part), sum(len(chains.chances_CT) for chains in recorder.passes)
     if not found:

@@ -50,6 +50,9 @@ class CopyTrial:
                 raise ValueError(f"{name} of a trial must lie between 0 and {most}, got {getattr(self, name)}")
         if not 1 <= self.nodes <= 2 * MOST:
             raise ValueError(f"nodes of a trial must lie between 1 and {2 * MOST}, got {self.nodes}")
+        if not 1 <= self.accepted_length <= 2 * MOST:
+            raise ValueError(f"accepted_length of a trial must lie between 1 and {2 * MOST}, got "
+                             f"{self.accepted_length}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +72,8 @@ class CopySizing:
         if not 1 <= self.tree_size <= MOST or not self.trials or min(trial.copied for trial in self.trials) < 1:
             raise ValueError(f"tree_size must lie between 1 and {MOST} and some trials must copy, got {self.tree_size} "
                              f"and {len(self.trials)} trials")
+        if self.copy_seconds < 0:
+            raise ValueError(f"copy_seconds must be at least 0, got {self.copy_seconds}")
 
     def speedup(self, trial: CopyTrial, cost: CostModel, batch: int = 1) -> float:
         """Predicted speed-up over plain decoding of so many rows, answered as the replayed ones were.

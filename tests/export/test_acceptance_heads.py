@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,10 @@ from draftsmith.modules import (
 from draftsmith.modules.atomic_files import file_sha256
 from draftsmith.modules.tuning.confidence_calibration import ConfidenceTally
 from draftsmith.modules.tuning.drafted_tokens import NAMES
+from safetensors.torch import load_file, save_file
 from support.artifacts import edit
 from support.families import CASES, randomised
+from torch import Tensor
 
 TREE = Topology((-1, 0, 0, 1), (0, 0, 1, 0))
 GREEDY = SamplingSetting()
@@ -101,6 +104,17 @@ def test_a_head_comes_back_as_it_was_with_its_rule(tmp_path: Path, tiny_target: 
     assert own.stop.threshold == 0.4
 
 
+def test_temperatures_that_differ_little_have_heads_of_their_own(tmp_path: Path, tiny_target: Target) -> None:
+    near = [SamplingSetting(temperature=temperature) for temperature in (0.1234567, 0.1234568)]
+    folder = saved(tmp_path / "a", tiny_target, *(stored(setting) for setting in (*near, SamplingSetting())))
+    save_head(folder, stored(SamplingSetting(temperature=-0.0)))
+    artifact = load_artifact(folder, tiny_target)
+    assert sorted(artifact.heads) == [0.0, 0.1234567, 0.1234568]
+    assert sorted(path.name for path in (folder / "acceptance_heads").iterdir()) == ["0", "0.1234567", "0.1234568"]
+    with pytest.raises(UserError, match=r"for temperature 0.123456, .* heads for: 0, 0.1234567, 0.1234568; train"):
+        artifact.policy("specdec", temperature=0.123456)
+
+
 def test_figures_come_back_and_are_refused_when_changed(tmp_path: Path, tiny_target: Target) -> None:
     folder = saved(tmp_path / "a", tiny_target, replace(stored(), measurements=figures()), stored(HOT))
     heads = load_artifact(folder, tiny_target).heads
@@ -117,7 +131,8 @@ def test_figures_come_back_and_are_refused_when_changed(tmp_path: Path, tiny_tar
     with pytest.raises(UserError, match=r"measurements.json is damaged: its content lacks drafts, .*; delete tha"):
         load_artifact(folder, tiny_target)
     for change, message in (({"by_rule": {}}, "by_rule must name fixed number, .* got nothing"),
-                            ({"by_rule": dict.fromkeys(NAMES)}, "by_rule lacks the tokens of acceptance head")):
+                            ({"by_rule": dict.fromkeys(NAMES)}, "by_rule lacks the tokens of acceptance head"),
+                            ({"by_rule": dict.fromkeys(NAMES, 0.0)}, "by_rule lacks .* acceptance head, at least 1")):
         content = json.loads(text)
         file.write_text(json.dumps({**content, "policy": {**content["policy"], **change}}))
         edit(file.parent, measurements_sha256=file_sha256(file))
@@ -133,8 +148,10 @@ def test_figures_come_back_and_are_refused_when_changed(tmp_path: Path, tiny_tar
     ({"least": 6}, r"heads/0 is damaged \(least and most must satisfy 1 <= least <= most, got 6 and 5"),
     ({"least": "2"}, r"heads/0 is damaged \(least must be a whole number, got \"2\"\); delete that folder and"),
     ({"sampling": {"temperature": 0.5}}, "holds the head for temperature 0.5; rename it to 0.5, or delete that folder"),
-    ({"head": {"num_layers": 2, "tie_blocks": False, "width": 10**9}}, "names states of width 1000000000, .* reads 24"),
+    ({"head": {"num_layers": 2, "tie_blocks": False, "width": 10**9}}, "names states of width 1000000000, .* .2, 24"),
     ({"head": {"num_layers": 5, "tie_blocks": False, "width": 24}}, "names 5 blocks, model.safetensors holds 2"),
+    ({"head": {"num_layers": 2, "tie_blocks": 0, "width": 24}}, "tie_blocks must be true or false, got 0"),
+    ({"most": 1025}, r"heads/0 is damaged \(most must be at most 1,024 tokens of a draft, got 1025; lower it\)"),
     ({"head": {"num_layers": 10**9, "tie_blocks": False, "width": 24}}, "num_layers must be at most 256, got 10000000"),
 ])
 def test_a_head_whose_description_is_wrong_is_refused(
@@ -144,6 +161,33 @@ def test_a_head_whose_description_is_wrong_is_refused(
     edit(folder / "acceptance_heads" / "0", **changes)
     with pytest.raises(UserError, match=message):
         load_artifact(folder, tiny_target)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda head: {**head, "output.weight": head["output.weight"] * torch.nan}, "output.weight .* are not finite"),
+    (lambda head: {name: tensor.long() for name, tensor in head.items()}, "holds whole numbers .*, real numbers were"),
+    (lambda head: {**head, "output.weight": head["output.weight"][0]}, r"width 24, .* an output layer of \[24\]"),
+])
+def test_weights_that_no_head_of_this_drafter_has_are_refused(
+    tmp_path: Path, tiny_target: Target, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], message: str
+) -> None:
+    """Even under the hash that the description names."""
+    folder = saved(tmp_path / "a", tiny_target, stored())
+    place = folder / "acceptance_heads" / "0"
+    weights = change(load_file(place / "model.safetensors"))
+    save_file(weights, place / "model.safetensors")
+    edit(place, weights_sha256=file_sha256(place / "model.safetensors"),
+         head={"num_layers": 2, "tie_blocks": False, "width": weights["output.weight"].shape[-1]})
+    with pytest.raises(UserError, match=rf"heads/0 is damaged \(.*{message}.*\); delete that folder and train"):
+        load_artifact(folder, tiny_target)
+
+
+def test_a_head_of_another_width_is_refused(tmp_path: Path, tiny_target: Target) -> None:
+    folder = saved(tmp_path / "a", tiny_target, replace(stored(), head=unsure(12)))
+    drafting = load_artifact(folder, tiny_target).drafting("specdec")
+    with pytest.raises(UserError, match="head reads states of width 12, the drafter's have 24; train a head for this"):
+        decode(tiny_target, [Request((3, 9, 30), 0, 8)], DecodeSettings(), drafter=drafting.drafter,
+               policy=drafting.policy)
 
 
 def test_the_head_of_another_temperature_is_refused(tmp_path: Path, tiny_target: Target) -> None:
@@ -269,6 +313,7 @@ def test_an_evaluation_of_other_answers_is_refused_before_any_answer(
     ({"threshold": 1.0}, "threshold must be above 0 and below 1, got 1"),
     ({"least": 0}, "least and most must satisfy 1 <= least <= most, got 0 and 20"),
     ({"least": 5, "most": 4}, "got 5 and 4"),
+    ({"most": 10**9}, "most must be at most 1,024 tokens of a draft, got 1000000000; lower it"),
 ])
 def test_rules_out_of_range_are_refused(settings: dict[str, float], message: str) -> None:
     with pytest.raises(UserError, match=message):

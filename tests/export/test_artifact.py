@@ -426,6 +426,12 @@ def test_damaged_tuning_is_named(tmp_path: Path, tiny_target: Target) -> None:
     (folder / "tuning.json").write_text('{"tree_size": 3}')
     with pytest.raises(UserError, match=r"tuning\.json is damaged: its content lacks device, dtype, cost; delete it"):
         load_artifact(folder, tiny_target)
+    for name in ("expected_accepted_length", "expected_sampled"):
+        save_tuning(folder, tuning())
+        content = json.loads((folder / "tuning.json").read_text())
+        (folder / "tuning.json").write_text(json.dumps({**content, name: [1.0, -2.0]}))
+        with pytest.raises(UserError, match=rf"damaged: the lengths of {name} must be at least 1, got -2.0; delete it"):
+            load_artifact(folder, tiny_target)
 
 
 def test_the_model_card_names_drafter_target_and_acceptance(tmp_path: Path, tiny_target: Target) -> None:

@@ -115,7 +115,7 @@ def test_settings_out_of_range_are_refused(settings: dict[str, float], message: 
 
 def test_a_fit_without_examples_or_that_diverges_is_refused() -> None:
     none = Examples(states_ED=torch.zeros(0, TOKENS), chances_E=torch.zeros(0))
-    with pytest.raises(UserError, match=r"examples to learn and to hold out, got 0 and 50; raise labels.chains"):
+    with pytest.raises(UserError, match=r"examples to learn and to hold out, got 0 and 50; raise labels.examples, or"):
         fit_head(none, examples(50, 1), AcceptanceHeadConfig(), HeadFitConfig())
     wild = Examples(states_ED=torch.full((64, TOKENS), torch.inf), chances_E=torch.full((64,), 0.5))
     with pytest.raises(UserError, match=r"the loss is nan after epoch 1; lower fit.lr"):

@@ -1,5 +1,6 @@
 """Drafters with virtual nodes against the plain twin: in training, in a pass of their own and in the verifying pass."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -224,6 +225,21 @@ def test_of_two_drafters_in_an_ensemble_the_last_has_its_nodes_in_the_verifying_
     request = Request((5, 9, 33, 71, 8, 20), 0, 12)
     result = decode(target, [request], DecodeSettings(ignore_eos=True), drafter=both, policy=policy)
     assert result.generations[0].tokens == native_greedy(target, request.tokens, 12)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("name", MAKERS)
+def test_virtual_nodes_that_overflow_change_no_answer(name: str, value: float, tiny_target_f64: Target) -> None:
+    """In half precision a drafter's states may do so in any layer: through a mask, NaN would reach every node."""
+    target, drafter = tiny_target_f64, MAKERS[name](tiny_target_f64)
+    with torch.no_grad():
+        for weight in drafter.parameters():
+            weight.fill_(value)
+    requests = [Request((5, 9, 33, 71, 8, 20), 0, 9), Request((40, 41), 1, 7)]
+    result = decode(target, requests, DecodeSettings(batch_size=2, ignore_eos=True), drafter=drafter,
+                    policy=StaticTree(Topology.chain(2)))
+    for generation in result.generations:
+        assert generation.tokens == native_greedy(target, generation.request.tokens, generation.request.max_new_tokens)
 
 
 @pytest.mark.parametrize(("settings", "words"), [

@@ -26,6 +26,7 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.errors import UserError
 from draftsmith.modules.policies.joined_trees import joined
+from draftsmith.modules.token_tree import Lookahead
 from support.drafters import ScriptedDrafter
 from support.native_answers import native_greedy, requests_for
 from support.observations import ROOT, observe
@@ -92,6 +93,33 @@ def test_the_joined_tree_holds_the_paths_of_both_and_none_twice() -> None:
         check_consistent(packed)
         for row in range(3):
             assert paths(packed, row) == paths(tree, row)[:6]
+
+
+@pytest.mark.parametrize("first_wants", [True, False])
+def test_a_joined_tree_wants_the_virtual_nodes_that_its_parts_want(first_wants: bool) -> None:
+    """After a node of both as many as either, after the nodes of a part that says nothing none."""
+    rng = random.Random(1)
+
+    def wanting(tree: TokenTree) -> TokenTree:
+        counts_BN = torch.tensor([[rng.randrange(4) for _ in range(tree.size)] for _ in range(2)]) * tree.real_BN
+        return replace(tree, lookahead=Lookahead(counts_BN=counts_BN, most=int(counts_BN.sum(-1).max()),
+                                                 nodes=tree.size))
+
+    def wishes(tree: TokenTree, row: int) -> dict[tuple[int, ...], int]:
+        counts = [0] * tree.size if tree.lookahead is None else tree.lookahead.counts_BN[row].tolist()
+        real = [count for count, real in zip(counts, tree.real_BN[row].tolist(), strict=True) if real]
+        return dict(zip(paths(tree, row), real, strict=True))
+
+    for _ in range(30):
+        first, second = random_tree(rng, 2, 7), wanting(random_tree(rng, 2, 7))
+        first = wanting(first) if first_wants else first
+        tree = joined(first, second)
+        assert tree.lookahead is not None
+        assert int(tree.lookahead.counts_BN.sum(-1).max()) <= tree.lookahead.most
+        for row in range(2):
+            ours, theirs = wishes(first, row), wishes(second, row)
+            assert wishes(tree, row) == {path: max(ours.get(path, 0), theirs.get(path, 0)) for path in ours | theirs}
+    assert joined(random_tree(rng, 2, 7), random_tree(rng, 2, 7)).lookahead is None
 
 
 def test_virtual_nodes_are_not_joined() -> None:

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from draftsmith.modules import DecodeSettings, PromptTokens, PromptTokensConfig, Request, Target, UserError, decode
+from draftsmith.modules.baselines.joined_policies import joined_drafter, joined_policy, parse_joined
 from draftsmith.modules.policies.lookahead_trees import AheadTree, LookaheadTrees, ahead_trees, tokens_per_pass
 from draftsmith.modules.policies.registry import policy_named
 from draftsmith.modules.token_tree import Topology
@@ -83,7 +84,9 @@ def test_answers_equal_those_of_generate_whatever_a_row_has_guesses_for(tiny_tar
     assert len(seen) > 2
 
 
-def test_the_pass_has_no_more_nodes_than_were_asked_for(tiny_target_f64: Target) -> None:
+@pytest.mark.parametrize(("name", "most"), [("sparse-14", 14), ("sparse-14+lookup-4", 14 + 4)])
+def test_the_pass_has_no_more_nodes_than_were_asked_for(name: str, most: int, tiny_target_f64: Target) -> None:
+    """Next to a partner no more than its own nodes are added."""
     target = tiny_target_f64
     drafter = randomised(PromptTokens.create(PromptTokensConfig(), target))
     drafter.rank_chances_KR[:, :3] = torch.tensor(CHANCES)
@@ -96,12 +99,16 @@ def test_the_pass_has_no_more_nodes_than_were_asked_for(tiny_target_f64: Target)
 
     target.read_nodes = counted  # type: ignore[method-assign]
     try:
-        decode(target, [Request((5, 9, 33), 0, 24)], DecodeSettings(ignore_eos=True), drafter=drafter,
-               policy=policy_named("sparse-14", Topology.chain(1), drafter))
+        parts = parse_joined(name)
+        policy = joined_policy(parts, policy_named(parts.own, Topology.chain(1), drafter), target)
+        request = Request((5, 9, 33, 5, 9), 0, 24)
+        found = decode(target, [request], DecodeSettings(ignore_eos=True), policy=policy,
+                       drafter=joined_drafter(parts, drafter, target))
     finally:
         del target.read_nodes  # type: ignore[method-assign]
-    assert sizes[0] == 6
-    assert max(sizes[1:]) == 14
+    assert sizes[0] == 8
+    assert max(sizes[1:]) == most
+    assert found.generations[0].tokens == native_greedy(target, request.tokens, 24)
 
 
 def test_a_drafter_without_virtual_nodes_or_counts_is_refused(tiny_target_f64: Target) -> None:

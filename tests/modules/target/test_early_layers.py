@@ -147,6 +147,19 @@ def test_virtual_nodes_are_read_by_the_first_layers_in_the_pass() -> None:
     equal_at(rows.run(virtual), plain.run(virtual), torch.ones_like(real_BN))
 
 
+@pytest.mark.parametrize("drafted", [True, False])
+def test_virtual_nodes_without_finite_states_do_not_reach_other_nodes(drafted: bool) -> None:
+    """Of a tree whose other nodes the first layers have read, or of which they read some in the pass."""
+    target = target_of("Gemma3")
+    rows, plain = prompted(target), prompted(target)
+    tokens_BM = torch.randint(3, 100, (3, len(GROWN)), generator=torch.Generator().manual_seed(4))
+    draft(rows.early(2), tokens_BM if drafted else tokens_BM.roll(1, 1))
+    tree = TokenTree.from_parents(tokens_BM, torch.tensor(GROWN).expand_as(tokens_BM))
+    real_BN = torch.arange(len(GROWN)).expand_as(tokens_BM) < len(GROWN) - 2
+    virtual = replace(tree, real_BN=real_BN, virtual=unplaced(torch.full((3, 2, 32), torch.nan, dtype=torch.float64)))
+    equal_at(rows.run(virtual), plain.run(tree), real_BN)
+
+
 def test_a_tree_of_the_root_alone_may_follow_a_draft() -> None:
     """The other rows' roots are verified where a policy failed; the next draft starts anew."""
     target = target_of("Llama")

@@ -94,6 +94,15 @@ def test_chains_can_be_enough_and_split(tiny_target_f64: Target) -> None:
     assert torch.equal(found.examples().chances_E, found.chances_CT.reshape(-1))
 
 
+def test_answers_are_no_longer_than_the_context(tiny_target_f64: Target) -> None:
+    """A prompt that leaves little room gives the drafts that fit, one that leaves none gives none."""
+    target, drafter = tiny_target_f64, draft_lm(tiny_target_f64)
+    long = [9] * (target.context_length - 2)
+    found, alone = (rollouts(target, drafter, prompts, SamplingSetting(), length=LENGTH, max_new_tokens=ANSWER)
+                    for prompts in ([PROMPTS[0], long, [9] * target.context_length], PROMPTS[:1]))
+    assert len(found.chances_CT) > len(alone.chances_CT)
+
+
 def test_drafters_of_few_depths_or_without_states_are_refused(tiny_target_f64: Target) -> None:
     medusa = randomised(CASES["medusa"].make(tiny_target_f64))
     with pytest.raises(UserError, match=r"chains of 20 judged tokens need 21 draft steps, this medusa drafter has \d;"):

@@ -1,5 +1,7 @@
 """Sizes of a copied chain next to a tree: replays equal decodings, and the cost model decides."""
 
+from dataclasses import replace
+
 import pytest
 from draftsmith.modules import (
     CopySizing,
@@ -96,9 +98,12 @@ def test_copies_pay_where_they_make_decoding_faster() -> None:
     ({"copied": 11}, "copied of a trial must lie between 0 and 10, got 11"),
     ({"extra": -1}, "extra of a trial must lie between 0 and 1024, got -1"),
     ({"nodes": 0.0}, "nodes of a trial must lie between 1 and 2048"),
+    ({"accepted_length": -3.0}, "accepted_length of a trial must lie between 1 and 2048, got -3.0"),
 ])
 def test_impossible_trials_are_refused(changes: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CopyTrial(**{"copied": 4, "extra": 2, "accepted_length": 1.5, "nodes": 6.0, **changes})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="some trials must copy, got 6 and 0 trials"):
         CopySizing(tree_size=6, alone=trial(0, 0, 1.5, 6.0), trials=(), copy_seconds=0.0)
+    with pytest.raises(ValueError, match=r"copy_seconds must be at least 0, got -0\.1"):
+        replace(SIZING, copy_seconds=-0.1)
