@@ -220,8 +220,9 @@ class Kangaroo(FeatureDrafter):
         held = _kangaroo_state(state)
         exits_BFD = held.early.run(frontier.nodes_BF, frontier.parents_BF, frontier.tokens_BF)
         with self._packing.installed():
-            logits_BFQ = self.project(self.adapt(exits_BFD, held.rows.add_nodes(frontier)), 0)
-        return Scores.from_logits(logits_BFQ[:, :, None], self.token_ids)
+            adapted_BFD = self.adapt(exits_BFD, held.rows.add_nodes(frontier))
+            logits_BFQ = self.project(adapted_BFD, 0)
+        return Scores.from_logits(logits_BFQ[:, :, None], self.token_ids, adapted_BFD[:, :, None])
 
     def expand_bytes(self) -> int:
         """Bytes of the target's first layers, the adapter and the output layer."""

@@ -84,6 +84,22 @@ def test_rollouts_have_the_exact_chances_and_the_states_of_their_tokens(
     assert float(found.chances_CT.mean()) > 0 or (name, setting) == ("draft-lm", "greedy")
 
 
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", ["kangaroo", "kangaroo-reduced"])
+def test_kangaroos_states_are_those_of_the_text(tiny_target_f64: Target, name: str, setting: str) -> None:
+    """Its first layers read every drafted token exactly, so that drafting has the states of training."""
+    target, drafter = tiny_target_f64, randomised(CASES[name].make(tiny_target_f64))
+    found = rollouts(target, drafter, PROMPTS, SETTINGS[setting], length=LENGTH, max_new_tokens=ANSWER, batch_size=2)
+    texts = chains(target, drafter, SETTINGS[setting])
+    assert len(texts) == len(found.chances_CT) > 3
+    with torch.no_grad():
+        for place, (before, tokens) in enumerate(texts):
+            text = [*before, *tokens[:LENGTH]]
+            features = target.encode(Features.from_rows([(text, [True] * len(text))]), drafter.taps)
+            state_TD = drafter(features).hidden_BLKD[0, -LENGTH:, 0]
+            torch.testing.assert_close(found.states_CTD[place], state_TD.float(), atol=1e-5, rtol=1e-5)
+
+
 def test_chains_can_be_enough_and_split(tiny_target_f64: Target) -> None:
     drafter = draft_lm(tiny_target_f64)
     found = rollouts(tiny_target_f64, drafter, PROMPTS, SamplingSetting(), length=LENGTH, max_new_tokens=ANSWER, most=5)
