@@ -84,8 +84,9 @@ class StoppedChain(Policy):
     def _judged(self, drafted: Drafted, queries: LevelQueries) -> Drafted:
         """With the rule's judgement of the token that was read last."""
         if queries.states_BOD is None:
-            raise UserError(f"{type(self.stop).__name__} reads the drafter's states at its tokens, of which "
-                            f"{type(queries.drafter).__name__} shows none; choose another policy")
+            raise UserError(f"an acceptance head reads the drafter's states at its tokens, of which "
+                            f"{type(queries.drafter).__name__} shows none; choose another policy, or a drafter that "
+                            "reads each token before it drafts the next: draft_lm, eagle, eagle3, falcon or kangaroo")
         judged_B1 = self.stop.judge(queries.states_BOD[:, 0])[:, None]
         before = [] if drafted.judged_BJ is None else [drafted.judged_BJ]
         return replace(drafted, judged_BJ=torch.cat([*before, judged_B1], dim=1))

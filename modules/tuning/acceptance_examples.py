@@ -135,8 +135,10 @@ def rollouts(
         UserError: if the drafter shows no states, answers fewer depths, or no pass was made.
     """
     if drafter.reach is not None and drafter.reach < length + 1:
+        remedy = (f"lower labels.length to {drafter.reach - 1}" if drafter.reach > 1 else
+                  "choose an artifact that drafts more tokens")
         raise UserError(f"chains of {length} judged tokens need {length + 1} draft steps, this {drafter.family} "
-                        f"drafter has {drafter.reach}; lower labels.length to {drafter.reach - 1}")
+                        f"drafter has {drafter.reach}; {remedy}")
     recorder, found, first = _Recorder(length), 0, 0
     settings = DecodeSettings(batch_size=batch_size, top_k=setting.top_k, top_p=setting.top_p, min_p=setting.min_p,
                               repetition_penalty=setting.repetition_penalty, seed=seed, lossy=recorder)
