@@ -128,8 +128,8 @@ def _nucleus(scaled: Tensor, top_p: float) -> Tensor:
     # Rounding leaves the sum next to 1. What is cut off is at most 1 - top_p, as transformers has it.
     end = _end(probs, top_p + (_sum(probs) - 1))
     kept = probs >= end.last
-    # Ties are rare in float32, and looking at them takes longer than all the rest; CUDA would wait for the host.
-    if probs.device.type != "cpu" or bool(end.tied.any()):
+    # Ties are rare in float32, and looking at them takes longer than all the rest.
+    if _sorted_whole(probs) or bool(end.tied.any()):
         equal = probs == end.last
         wanted = end.count - (probs > end.last).sum(-1, keepdim=True)
         kept &= ~equal | (equal.sum(-1, keepdim=True) - equal.cumsum(-1) < wanted)
@@ -168,7 +168,7 @@ def _end(probs: Tensor, bound: Tensor) -> _End:
         bound: the sum, float64, [..., 1].
     """
     size = probs.shape[-1]
-    if probs.device.type != "cpu" or size <= _NUCLEUS_CANDIDATES[0]:
+    if _sorted_whole(probs):
         return _End.of(probs.sort(dim=-1, descending=True).values, bound)
     rows_RV, bound_R1 = probs.reshape(-1, size), bound.reshape(-1, 1)
     found = _End.of(_largest(rows_RV, _NUCLEUS_CANDIDATES[0]), bound_R1)
@@ -181,6 +181,12 @@ def _end(probs: Tensor, bound: Tensor) -> _End:
         for name, values in vars(more).items():
             getattr(found, name)[short_R] = values
     return _End(**{name: values.view_as(bound) for name, values in vars(found).items()})
+
+
+def _sorted_whole(probs: Tensor) -> bool:
+    """True for vocabularies that are sorted whole: small ones, and all on an accelerator, which would wait for the
+    host to learn whether fewer entries are enough."""
+    return probs.device.type != "cpu" or probs.shape[-1] <= _NUCLEUS_CANDIDATES[0]
 
 
 def _largest(values: Tensor, count: int) -> Tensor:

@@ -196,7 +196,7 @@ def signalled(bench: Bench, name: str, out: Path, case: str) -> str:
     sent_name, stage = case.split()
     sent = signal.Signals[sent_name]
     delay = random.Random(f"{name} {case}").uniform(0.0, 0.4)
-    ended = bench.call(name, out, Disturbance(sent=sent, stage=f"[{stage}/" if stage != "begun" else "", delay=delay))
+    ended = bench.call(name, out, Disturbance(sent=sent, stage=f"[{stage}/" if stage != "start" else "", delay=delay))
     # A stage may have ended before the signal came.
     if ended.code not in (0, SIGNALS[sent]) or "Traceback" in ended.said:
         return f"ended with {ended.code} in place of {SIGNALS[sent]}: {ended.said[-300:]}"
@@ -257,7 +257,7 @@ def cases(bench: Bench, part: str, name: str, kills: int) -> Iterator[str]:
     elif part == "full disk":
         yield from map(str, DISKS)
     elif part == "signal":
-        stages = ("begun", *map(str, range(1, 6))) if SUBJECTS[name].resumed else ("begun",)
+        stages = ("start", *map(str, range(1, 6))) if SUBJECTS[name].resumed else ("start",)
         yield from (f"{sent.name} {stage}" for sent in SIGNALS for stage in stages)
     elif part == "damaged file" and name in FAMILIES:
         files = [file for file in DAMAGED if (bench.undisturbed(name) / file).is_file()]
@@ -278,7 +278,7 @@ Case = tuple[str, str, str]
 
 
 def known_cases(state: Path) -> dict[Case, str]:
-    """What was wrong in each finished case, empty where it held."""
+    """The fault that was found in each finished case, empty where it held."""
     lines = [json.loads(line) for line in state.read_text().splitlines()] if state.is_file() else []
     return {(one["part"], one["subject"], one["case"]): one["wrong"] for one in lines}
 

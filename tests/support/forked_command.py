@@ -56,7 +56,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Disturbance:
-    """What is done to a command while it runs.
+    """An interference with a running command.
 
     Args:
         after: seconds until it is killed.
