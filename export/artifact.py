@@ -62,6 +62,10 @@ FIELDS: dict[str, Any] = {
 """Fields of config.json and their types; an adapter's is one more."""
 
 
+FASTEST = "fastest"
+"""Name for the policy that is predicted to decode fastest: `Artifact.fastest`."""
+
+
 class Drafting(NamedTuple):
     """A drafter and the policy that grows its trees, to decode with."""
 
@@ -121,19 +125,29 @@ class Artifact:
         whole = self.topology.size
         return whole if self.tuning is None else min(self.tuning.size_for(batch_size, temperature), whole)
 
-    def drafting(self, name: str = STATIC, *, batch_size: int = 1, temperature: float = 0.0) -> Drafting:
-        """The drafter and the policy to decode with: by default the artifact's drafter and its tree, as `policy` says.
+    def fastest(self, *, batch_size: int = 1, temperature: float = 0.0) -> str:
+        """The policy that is predicted to decode such rows fastest on this machine: static or static+lookup; static
+        where that is not known."""
+        with_copies, alone = (self.predicted_speedup(name, batch_size=batch_size, temperature=temperature)
+                              for name in (JOINED, STATIC))
+        return JOINED if with_copies is not None and with_copies > (alone or 1.0) else STATIC
+
+    def drafting(self, name: str = FASTEST, *, batch_size: int = 1, temperature: float = 0.0) -> Drafting:
+        """The drafter and the policy to decode with: by default what is predicted to be fastest.
 
         With a partner in the name, such as static+lookup, the drafter is an ensemble with a new one of that kind.
 
         Args:
-            name: one of `modules.POLICIES`, with a number and a partner where you like: static-16, eagle2-32+lookup.
+            name: fastest, or one of `modules.POLICIES`, with a number and a partner where you like: static-16,
+                eagle2-32+lookup.
             batch_size: rows that are decoded at once.
             temperature: their sampling temperature.
 
         Raises:
             UserError: as `policy` does.
         """
+        if name == FASTEST:
+            name = self.fastest(batch_size=batch_size, temperature=temperature)
         policy = self.policy(name, batch_size=batch_size, temperature=temperature)
         return Drafting(joined_drafter(parse_joined(name), self.drafter, self.target), policy)
 

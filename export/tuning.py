@@ -95,8 +95,8 @@ class Tuning:
     linear_layers: Packing | None = None
     """Forms of the target's linear layers with which the seconds were measured, and why; None if not recorded."""
     fastest: str = STATIC
-    """Policy that is predicted to decode one greedy row fastest here: none, static or static+lookup. For people: the
-    default is static, with the tree of `size_for`, which is a root alone where no tree pays."""
+    """Policy that is predicted to decode one greedy row fastest here: none, static or static+lookup. It is written for
+    people: `Artifact.fastest` looks at the measurements themselves, for any number of rows."""
 
     def __post_init__(self) -> None:
         if self.tree_size < 1:

@@ -11,6 +11,7 @@ from typing import Any
 from ..data import read_prompts
 from ..export import (
     EVERY_FORMAT,
+    FASTEST,
     EvaluateConfig,
     Method,
     evaluate,
@@ -26,7 +27,6 @@ from ..export import (
 from ..export.layouts.specdec import SPECDEC_FORMAT
 from ..modules import (
     NONE,
-    STATIC,
     DecodeSettings,
     Request,
     Target,
@@ -152,10 +152,10 @@ class GenerateArguments:
     """Mark who wrote each token: accepted guesses of the draft are green, rejected ones dim and struck through, the
     rest is the target's own. Without colours ([accepted], ~rejected~) where the output is no terminal or NO_COLOR is
     set; FORCE_COLOR asks for colours in files and pipes too."""
-    policy: str = STATIC
-    """Draft policy: static (the tree tuned on the machine that trained it), chain, eagle2, dyspec, ...; with a number
-    of nodes or tokens where you like, static-16, chain-3; static+lookup also copies from the text; none drafts nothing.
-    """
+    policy: str = FASTEST
+    """Draft policy: fastest (static or static+lookup, by the artifact's measurements), static (the tree tuned on the
+    machine that trained it), chain, eagle2, dyspec, ...; with a number of nodes or tokens where you like, static-16,
+    chain-3; static+lookup also copies from the text; none drafts nothing."""
     target: TargetConfig = field(default_factory=own_target)
     """The target; the one that the artifact names by default."""
     template: TemplateConfig = field(default_factory=TemplateConfig)
@@ -168,7 +168,8 @@ class GenerateArguments:
             raise UserError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if not is_temperature(self.temperature):
             raise UserError(f"temperature must be {TEMPERATURES}, got {self.temperature}")
-        parse_joined(self.policy)
+        if self.policy != FASTEST:
+            parse_joined(self.policy)
         self.decode_settings()
 
     def decode_settings(self) -> DecodeSettings:

@@ -368,9 +368,10 @@ def test_static_with_lookup_has_the_sizes_that_replays_chose(tmp_path: Path, tin
     artifact = load_artifact(folder, tiny_target)
     assert artifact.tuning == tuning().with_copies(copies())
     assert artifact.tuning.fastest == "static+lookup"
-    assert artifact.drafting().drafter is artifact.drafter
-    assert shape(artifact.drafting().policy) == TREE.prefix(4)
-    drafter, union = artifact.drafting("static+lookup")
+    assert artifact.drafting("static").drafter is artifact.drafter
+    assert shape(artifact.drafting("static").policy) == TREE.prefix(4)
+    assert isinstance(artifact.drafting("static+lookup").drafter, Ensemble)
+    drafter, union = artifact.drafting()
     assert isinstance(drafter, Ensemble)
     assert drafter.parts[1] is artifact.drafter
     assert isinstance(union, Union)
@@ -382,6 +383,9 @@ def test_static_with_lookup_has_the_sizes_that_replays_chose(tmp_path: Path, tin
     # Many rows at once have a smaller tree than the one that was replayed.
     assert artifact.size_for(64) < 4
     assert artifact.predicted_speedup("static+lookup", batch_size=64) is None
+    assert [artifact.fastest(batch_size=size) for size in (1, 64)] == ["static+lookup", "static"]
+    # Sampled rows for which nothing was measured are not drafted at all.
+    assert (artifact.fastest(temperature=1.0), artifact.drafting(temperature=1.0).policy.max_size) == ("static", 1)
     assert artifact.predicted_speedup("static-4+lookup") is artifact.predicted_speedup("chain+lookup") is None
 
 
