@@ -1,7 +1,9 @@
 """Signals that end a command: Ctrl-C, a kill, a closed terminal. Nothing but the standard library is imported."""
 
+import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +15,8 @@ ENDING = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "a request to end (SIGTERM)",
 """The signals, in words."""
 RESUMED = frozenset({"run", "distill", "train", "families"})
 """Commands that go on where they were stopped."""
+AGAIN_SECONDS = 0.05
+"""Seconds after which a signal is repeated that reached the process where no exception can leave."""
 
 
 class Stopped(BaseException):
@@ -39,6 +43,12 @@ def stopped_by_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    with _repeated_where_ignored(), _raised():
+        yield
+
+
+@contextmanager
+def _raised() -> Iterator[None]:
     former = {number: signal.getsignal(number) for number in ENDING}
     for number, handler in former.items():
         if handler not in (signal.SIG_IGN, None):
@@ -49,6 +59,28 @@ def stopped_by_signals() -> Iterator[None]:
         for number, handler in former.items():
             if handler is not None:
                 signal.signal(number, handler)
+
+
+@contextmanager
+def _repeated_where_ignored() -> Iterator[None]:
+    """Context in which a signal is repeated if it came in a finaliser: what is raised there Python prints and drops."""
+    former, repeated = sys.unraisablehook, list[threading.Timer]()
+
+    def hook(unraisable: "sys.UnraisableHookArgs") -> None:
+        if not isinstance(unraisable.exc_value, Stopped):
+            former(unraisable)
+            return
+        # By another thread: raised here, it would be dropped as well.
+        repeated.append(threading.Timer(AGAIN_SECONDS, os.kill, (os.getpid(), unraisable.exc_value.number)))
+        repeated[-1].start()
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = former
+        for timer in repeated:
+            timer.cancel()
 
 
 def _stop(number: int, _frame: FrameType | None) -> NoReturn:

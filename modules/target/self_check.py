@@ -4,6 +4,7 @@ Shapes: L tokens of the check's text, V vocabulary.
 """
 
 import inspect
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +23,7 @@ from .tree_attention import AttentionCall
 TEXT_LENGTH = 8
 """Tokens of the check's text."""
 LIBRARY_ERRORS = (OSError, ValueError, TypeError, ArithmeticError, LookupError, AttributeError, AssertionError,
-                  ImportError, RuntimeError, SafetensorError, StrictDataclassError)
+                  ImportError, RuntimeError, MemoryError, SafetensorError, StrictDataclassError, struct.error)
 """The errors of transformers, tokenizers and a model's own code where a file of the model is not as they expect."""
 PARENTS = (-1, 0, 0, 1, 3)
 """The tree after the first half of the text: a chain of the other half with one sibling."""

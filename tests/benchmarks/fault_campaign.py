@@ -140,7 +140,7 @@ class Bench:
         self.undisturbed(name)
         ended = self.call(name, out)
         if ended.code != 0 or not ended.clean:
-            return f"the second call ended with {ended.code}: {ended.said[-300:]}"
+            return f"the second call ended with {ended.code}: {ended.last}"
         if left := half_written(out):
             return f"half-written: {left}"
         expected, found = self.bytes[name], self.fingerprints(name, out)
@@ -185,7 +185,7 @@ def full(bench: Bench, name: str, out: Path, case: str) -> str:
     """A disk that is full: no file may be larger than so many KiB."""
     ended = bench.call(name, out, Disturbance(most_kib=int(case)))
     if ended.code not in (0, 2) or not ended.clean:
-        return f"ended with {ended.code}: {ended.said[-300:]}"
+        return f"ended with {ended.code}: {ended.last}"
     if left := half_written(out):
         return f"half-written: {left}"
     return bench.finished(name, out)
@@ -199,9 +199,9 @@ def signalled(bench: Bench, name: str, out: Path, case: str) -> str:
     ended = bench.call(name, out, Disturbance(sent=sent, stage=f"[{stage}/" if stage != "start" else "", delay=delay))
     # A stage may have ended before the signal came.
     if ended.code not in (0, SIGNALS[sent]) or "Traceback" in ended.said:
-        return f"ended with {ended.code} in place of {SIGNALS[sent]}: {ended.said[-300:]}"
+        return f"ended with {ended.code} in place of {SIGNALS[sent]}: {ended.last}"
     if ended.code and "stopped by" not in ended.said:
-        return f"not a word: {ended.said[-300:]}"
+        return f"not a word: {ended.last}"
     return bench.finished(name, out)
 
 
@@ -218,7 +218,7 @@ def damaged(bench: Bench, name: str, out: Path, case: str) -> str:
                      bench.folder)
     for one in (trained, generated):
         if one.code not in (0, 2) or not one.clean:
-            return f"ended with {one.code}: {one.said[-300:]}"
+            return f"ended with {one.code}: {one.last}"
     if trained.code == 0 and bench.fingerprints(name, out) != bench.bytes[name]:
         return "other bytes, and not a word"
     return ""
@@ -238,7 +238,7 @@ def damaged_gguf(bench: Bench, name: str, _out: Path, case: str) -> str:
     file.write_bytes(content if kind == "flipped" else content[: int(at)])
     ended = call(["plan", *QUICK, "--family", name, "--target.name", str(file)], bench.folder)
     file.unlink()
-    return "" if ended.code in (0, 2) and ended.clean else f"ended with {ended.code}: {ended.said[-300:]}"
+    return "" if ended.code in (0, 2) and ended.clean else f"ended with {ended.code}: {ended.last}"
 
 
 PARTS: dict[str, Callable[[Bench, str, Path, str], str]] = {

@@ -133,6 +133,33 @@ def test_an_ignored_signal_stays_ignored(unhandled: list[int]) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+class Finalised:
+    """An object during whose end a signal comes."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0)
+
+
+def test_a_signal_in_a_finaliser_is_repeated(capfd: pytest.CaptureFixture[str], unhandled: list[int]) -> None:
+    """Python drops what is raised there."""
+    passed = []
+
+    @stopped_by_signals()
+    def signalled(seconds: float) -> None:
+        Finalised()
+        passed.append(seconds)
+        time.sleep(seconds)
+
+    with pytest.raises(Stopped):
+        signalled(10.0)
+    assert passed == [10.0]
+    signalled(0.0)
+    time.sleep(0.1)
+    assert not unhandled
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_a_program_that_was_started_gets_the_signal_once_and_is_waited_for(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys, time\n"

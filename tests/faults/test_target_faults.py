@@ -1,6 +1,8 @@
 """Target folders that bring code, claim other sizes than their weights have, or are named by an artifact."""
 
 import json
+import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,11 @@ PLAN = "plan --config {tiny} --out out --target.name ./model"
 DISTILL = "distill --config {tiny} --out out --target.name ./model"
 GENERATE = "generate --prompt hi --artifact {artifact}"
 TOKENIZER = json.dumps({"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own_code.T", None]}})
+
+
+def gguf(content: bytes) -> Callable[[Place], object]:
+    """A preparation that writes a GGUF file with this content."""
+    return lambda place: place.write("m.gguf", content)
 
 
 def targets(name: str, **changes: object) -> object:
@@ -52,6 +59,14 @@ FAULTS = [
           r"which is loaded only if you name it; give --target\.name FOLDER", targets("../model")),
     Fault("a folder with an adapter of another model", PLAN, r"adapter_config\.json.* names another model.* merge",
           model({"adapter_config.json": '{"base_model_name_or_path": "/else/where", "peft_type": "LORA"}'})),
+    *(Fault(f"a GGUF file {name}", "plan --config {tiny} --out out --target.name ./m.gguf",
+            r"the target '\./m\.gguf' could not be loaded \(.*set target\.name to", gguf(content))
+      for name, content in (
+          ("of four bytes", b"GGUF"), ("cut in its header", b"GGUF\x03\0\0\0\x01"),
+          ("cut in a key", b"GGUF\x03\0\0\0" + struct.pack("<QQQ", 1, 1, 20) + b"general"),
+          ("with a key longer than itself", b"GGUF\x03\0\0\0" + struct.pack("<QQQ", 1, 1, 2**40) + b"general"),
+          ("with more keys than bytes", b"GGUF\x03\0\0\0" + struct.pack("<QQ", 1, 2**60)),
+          ("of another kind", b"{}"), ("without content", b""))),
     Fault("a billion layers", PLAN, r"num_hidden_layers 1000000000, more than any model \(10,000\); correct",
           model(num_hidden_layers=10**9)),
     Fault("more layers than tensors", PLAN, r"9,999 layers, but its weights hold 21 tensors; correct it",

@@ -48,6 +48,12 @@ class Ended:
     renamed: tuple[str, ...]
 
     @property
+    def last(self) -> str:
+        """What it printed last, from before a traceback on."""
+        return self.said[max(0, self.said.find("Traceback") - 200) :][:1500] if "Traceback" in self.said else (
+            self.said[-300:])
+
+    @property
     def clean(self) -> bool:
         """True for an end without a traceback, with one sentence where the code is that of a user's mistake."""
         sentences = sum("draftsmith: error: " in line for line in self.said.replace("\r", "\n").splitlines())
