@@ -49,12 +49,22 @@ def stopped_by_signals() -> Iterator[None]:
 
 @contextmanager
 def _raised() -> Iterator[None]:
-    former = {number: signal.getsignal(number) for number in ENDING}
+    """Context whose signals raise `Stopped`, also where a library made another exception of it, as C code does."""
+    former, arrived = {number: signal.getsignal(number) for number in ENDING}, list[int]()
+
+    def stop(number: int, _frame: FrameType | None) -> NoReturn:
+        arrived.append(number)
+        raise Stopped(number)
+
     for number, handler in former.items():
         if handler not in (signal.SIG_IGN, None):
-            signal.signal(number, _stop)
+            signal.signal(number, stop)
     try:
         yield
+    except Exception as error:
+        if arrived:
+            raise Stopped(arrived[-1]) from error
+        raise
     finally:
         for number, handler in former.items():
             if handler is not None:
@@ -81,10 +91,6 @@ def _repeated_where_ignored() -> Iterator[None]:
         sys.unraisablehook = former
         for timer in repeated:
             timer.cancel()
-
-
-def _stop(number: int, _frame: FrameType | None) -> NoReturn:
-    raise Stopped(number)
 
 
 def call(words: Sequence[str]) -> int:

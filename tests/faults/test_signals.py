@@ -160,6 +160,23 @@ def test_a_signal_in_a_finaliser_is_repeated(capfd: pytest.CaptureFixture[str], 
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_a_signal_of_which_a_library_made_another_error_ends_the_command(unhandled: list[int]) -> None:
+    @stopped_by_signals()
+    def drawn(*, signalled: bool) -> None:
+        try:
+            if signalled:
+                os.kill(os.getpid(), signal.SIGTERM)
+        except Stopped:
+            pass
+        raise ValueError("Invalid affine transformation matrix")
+
+    with pytest.raises(Stopped):
+        drawn(signalled=True)
+    with pytest.raises(ValueError, match="Invalid affine"):
+        drawn(signalled=False)
+    assert not unhandled
+
+
 def test_a_program_that_was_started_gets_the_signal_once_and_is_waited_for(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys, time\n"
