@@ -53,11 +53,10 @@ class Ended:
         return self.said[max(0, self.said.find("Traceback") - 200) :][:1500] if "Traceback" in self.said else (
             self.said[-300:])
 
-    @property
-    def clean(self) -> bool:
-        """True for an end without a traceback, with one sentence where the code is that of a user's mistake."""
-        sentences = sum("draftsmith: error: " in line for line in self.said.replace("\r", "\n").splitlines())
-        return "Traceback" not in self.said and (self.code != 2 or sentences == 1)
+    def clean(self, sentences: int = 1) -> bool:
+        """True for an end without a traceback, with so many sentences where the code is that of a user's mistake."""
+        told = sum("draftsmith: error: " in line for line in self.said.replace("\r", "\n").splitlines())
+        return "Traceback" not in self.said and (self.code != 2 or told == sentences)
 
 
 @dataclass(frozen=True)
