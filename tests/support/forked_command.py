@@ -49,7 +49,7 @@ class Ended:
 
     @property
     def last(self) -> str:
-        """What it printed last, from before a traceback on."""
+        """The end of its output, or a traceback with the lines before it."""
         return self.said[max(0, self.said.find("Traceback") - 200) :][:1500] if "Traceback" in self.said else (
             self.said[-300:])
 
