@@ -252,7 +252,7 @@ def test_the_lengths_of_constant_chances_are_the_papers(chance: float, counts: t
 
 def test_a_drafter_without_states_is_refused() -> None:
     drafter = TableDrafter(random_log_probs(8, 8))
-    with pytest.raises(UserError, match="RejectionRisk reads the drafter's states at its tokens, of which Table"):
+    with pytest.raises(UserError, match="acceptance head reads the drafter's states at its tokens, of which Table"):
         StoppedChain(6, risk(0.7)).grow(drafter, drafter.start(1, 64), torch.tensor([7]))
 
 
