@@ -60,8 +60,6 @@ FIELDS: dict[str, Any] = {
     "versions": dict[str, str],
 }
 """Fields of config.json and their types; an adapter's is one more."""
-
-
 FASTEST = "fastest"
 """Name for the policy that is predicted to decode fastest: `Artifact.fastest`."""
 

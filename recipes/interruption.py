@@ -62,6 +62,7 @@ def _raised() -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        # Of any kind: which one a library makes of it is its own choice.
         if arrived:
             raise Stopped(arrived[-1]) from error
         raise

@@ -94,7 +94,7 @@ HALF_NOTE = (
     "half precision two tokens more often have the same logit within rounding; which of them is chosen then depends on "
     "the number of tokens in the pass. Such near-ties are counted above, and only other differences would be a fault."
 )
-"""What identical means in half precision."""
+"""The meaning of identical in half precision."""
 HALF_FORMATS = ("bfloat16", "float16")
 """Number formats of half precision."""
 SHARED_NOTE = ("Answers that are not timed are decoded once for each tree size and count at every batch size that uses "

@@ -56,7 +56,7 @@ class Subject:
     """A command that is disturbed.
 
     Args:
-        words: with {out} for the folder of a run; {run} and {families} for a run's options and a recipe of rows.
+        words: with {out} for the folder of a run.
         source: family whose finished run lies in {out} before.
         compared: patterns of the files that must have the bytes of an undisturbed command's.
         resumed: what a stopped command has done is kept; the stages that it announces can be signalled.
