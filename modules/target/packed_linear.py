@@ -19,8 +19,7 @@ _Stamp = tuple[int, int, float]
 
 def can_pack(model: nn.Module) -> bool:
     """True where this build has the packed product in the model's number format, and the model is on a CPU."""
-    weight = next(model.parameters())
-    return weight.device.type == "cpu" and has_packed_product(weight.dtype)
+    return can_pack_weight(next(model.parameters()))
 
 
 def can_pack_weight(weight: Tensor) -> bool:
