@@ -127,8 +127,7 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
     # A changed copy of the target was made inside the block: it is measured in the forms that decoding runs.
     target.linears.use(workspace.target.linears.packing)
     tuning = tuned(workspace, target, drafter, held_out, topology, expected)
-    sampled = sized_for_sampling(tuning, drafter, target, drawn(workspace, module, target), topology,
-                                 workspace.recipe.tree.copied_answers)
+    sampled = sized_for_sampling(tuning, drafter, target, drawn(workspace, module, target), topology)
     tuning = replace(tuning, sampled=sampled)
     save_tuning(workspace.artifact, tuning)
     say(f"     tree of {topology.size} nodes; used on this machine: {_use(tuning, 0.0)}; at temperature "
@@ -146,9 +145,7 @@ def tuned(workspace: Workspace, target: Target, drafter: Drafter, held_out: list
     given = workspace.recipe.tree.used_nodes
     size = min(given or choose_size(expected, cost.curve()).size, topology.size)
     tuning = Tuning.of(target, size, cost, expected, given=given is not None)
-    if answers := workspace.recipe.tree.copied_answers:
-        tuning = tuning.with_copies(size_copies(drafter, target, held_out, topology.prefix(size), answers=answers))
-    return tuning
+    return tuning.with_copies(size_copies(drafter, target, held_out, topology.prefix(size)))
 
 
 def drawn(workspace: Workspace, module: DraftModule, target: Target) -> list[Features]:
@@ -158,8 +155,8 @@ def drawn(workspace: Workspace, module: DraftModule, target: Target) -> list[Fea
     return rows if target is module.target else answered_anew(target, rows, temperature=SIZING_TEMPERATURE)
 
 
-def sized_for_sampling(tuning: Tuning, drafter: Drafter, target: Target, text: Sequence[Features], topology: Topology,
-                       answers: int) -> SampledTuning:
+def sized_for_sampling(tuning: Tuning, drafter: Drafter, target: Target, text: Sequence[Features],
+                       topology: Topology) -> SampledTuning:
     """The sizes that decode sampled rows fastest on this machine, by answers that the target drew.
 
     Args:
@@ -168,11 +165,10 @@ def sized_for_sampling(tuning: Tuning, drafter: Drafter, target: Target, text: S
         target: the target that drew the answers.
         text: encoded answers, one conversation a row.
         topology: the artifact's tree.
-        answers: most that are replayed for static+lookup; 0 replays none.
     """
     lengths = expected_lengths(drawn_text(drafter, target, text, SIZING_TEMPERATURE), topology)
     size = tuning.tree_size if tuning.given else choose_size(lengths, tuning.cost.curve()).size
-    copying = size_copies(drafter, target, text, topology.prefix(size), answers=answers) if answers else None
+    copying = size_copies(drafter, target, text, topology.prefix(size))
     return SampledTuning.of(lengths, tuning.cost, copying, replay_pass_sizes(drafter, target, text, topology.size))
 
 

@@ -10,7 +10,6 @@ from ..data.datamodule import BatchConfig
 from ..export import EvaluateConfig
 from ..modules import Target, TargetConfig, UserError
 from ..modules.policies.registry import MOST
-from ..modules.tuning.copy_sizing import ANSWERS
 from ..modules.tuning.held_out_ranks import MAX_RANK
 from ..trainers import DraftModule, TrainConfig
 from ..trainers.families import family_module
@@ -31,13 +30,8 @@ class TreeConfig:
     measures the cost of a pass here and takes the best number for each, for sampled rows none where none pays."""
     max_rank: int = MAX_RANK
     """Highest rank of a guess that the tree may use; 1 makes it a chain."""
-    copied_answers: int = ANSWERS
-    """Held-out answers of each kind, greedy and drawn, that are replayed to size what the policy static+lookup copies;
-    0 sizes nothing."""
 
     def __post_init__(self) -> None:
-        if self.copied_answers < 0:
-            raise UserError(f"tree.copied_answers must be at least 0, got {self.copied_answers}")
         if not 2 <= self.searched_nodes <= MOST:
             raise UserError(f"tree.searched_nodes must lie between 2 (a root and one guess) and {MOST}, got "
                             f"{self.searched_nodes}")

@@ -1,16 +1,15 @@
-"""Sizes of a copied chain next to a draft's tree: replayed acceptance and the cost model say what is fastest.
+"""Sizes of a copied chain next to a draft's tree: acceptance on held-out text and the cost model say what is fastest.
 
 Prompt lookup copies where the text repeats itself and the draft guesses elsewhere, so that what both accept nearly adds
-up. What a pass with both costs depends on how often there is something to copy, which the replay counts.
+up. What a pass with both costs depends on how often there is something to copy, which is counted along the text.
 """
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..baselines.joined_policies import LONGEST_COPY, LOOKUP, PolicyName, copying, joined_drafter
 from ..decoding.loop import decode
-from ..decoding.requests import DecodeSettings, Generation, Request
+from ..decoding.requests import DecodeSettings
 from ..features import Features
 from ..interfaces.drafter import Drafter
 from ..interfaces.proposer import Proposer
@@ -18,22 +17,20 @@ from ..policies.base import Policy
 from ..policies.registry import MOST, STATIC
 from ..policies.static_tree import StaticTree
 from ..target.model import Target
-from ..token_tree import TokenTree, Topology
-from ..verification.tree_walk import Accepted
+from ..token_tree import Topology
+from .copied_acceptance import copied_text
 from .cost_model import CostModel
 from .replay_target import Replay
 
 COPIED = (7, 4, LONGEST_COPY)
-"""Lengths of the copied chain that are tried, in tokens, in this order."""
-ANSWERS = 12
-"""Held-out answers that are replayed by default."""
-SECONDS = 60.0
-"""Time after which no further length is tried; the first one always is."""
+"""Lengths of the copied chain that are tried, in tokens."""
+TIMED, TIMED_TOKENS = 4, 24
+"""Answers, and tokens of each, that are decoded to measure the time that copying takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopyTrial:
-    """One size of both parts, replayed on held-out answers."""
+    """One size of both parts, counted on held-out answers."""
 
     copied: int
     """Most tokens copied; 0 for the draft's tree alone."""
@@ -57,7 +54,7 @@ class CopyTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class CopySizing:
-    """Replayed trials of a copied chain next to one tree of the draft."""
+    """Trials of a copied chain next to one tree of the draft."""
 
     tree_size: int
     """Nodes of the draft's tree in every trial, the root included."""
@@ -76,7 +73,7 @@ class CopySizing:
             raise ValueError(f"copy_seconds must be at least 0, got {self.copy_seconds}")
 
     def speedup(self, trial: CopyTrial, cost: CostModel, batch: int = 1) -> float:
-        """Predicted speed-up over plain decoding of so many rows, answered as the replayed ones were.
+        """Predicted speed-up over plain decoding of so many rows, answered as the held-out ones were.
 
         Of several rows one copies in most passes, so that each pass is counted with all the nodes it may have.
         """
@@ -97,56 +94,37 @@ class CopySizing:
 
 
 def size_copies(
-    drafter: Drafter, target: Target, features: Sequence[Features], topology: Topology, *, answers: int = ANSWERS
+    drafter: Drafter, target: Target, features: Sequence[Features], topology: Topology
 ) -> CopySizing:
-    """Replay held-out answers, greedy or drawn, with chains of some lengths next to a draft's tree.
+    """Count what chains of some lengths bring next to a draft's tree along held-out answers, greedy or drawn.
 
     Args:
         drafter: bound to the target, on the features' device.
         target: the target that wrote the answers.
         features: encoded rows, one conversation each.
         topology: the draft's tree, as it is used here.
-        answers: most that are replayed, spread over all.
     """
-    started, source, own = time.monotonic(), Replay(target, features, drafter=drafter), StaticTree(topology)
-    # What there is to copy differs from one kind of prompt to the next.
-    requests = source.requests[:: -(-len(source.requests) // answers) or 1]
-    joined = joined_drafter(PolicyName(own=STATIC, partner=LOOKUP), drafter, target)
-    alone = _Replayed.of(source, requests, drafter, own)
-    tried: dict[tuple[int, int], _Replayed] = {}
-    for copied in COPIED:
-        if not tried or time.monotonic() - started < SECONDS:
-            tried |= {(copied, extra): _Replayed.of(source, requests, joined, copying(own, copied, extra))
-                      for extra in sorted({max(0, copied + 1 - topology.size), copied})}
-    usual = sorted(found.draft_seconds for found in tried.values())[len(tried) // 2]
+    text = copied_text(drafter, features, LONGEST_COPY)
+    tried = [(copied, extra) for copied in COPIED for extra in sorted({max(0, copied + 1 - topology.size), copied})]
     return CopySizing(
         tree_size=topology.size,
-        alone=alone.trial(0, 0),
-        trials=tuple(found.trial(*sizes) for sizes, found in tried.items()),
-        copy_seconds=max(0.0, usual - alone.draft_seconds),
+        alone=CopyTrial(copied=0, extra=0, **text.count(topology, 0, 0)._asdict()),
+        trials=tuple(CopyTrial(copied=copied, extra=extra, **text.count(topology, copied, extra)._asdict())
+                     for copied, extra in tried),
+        copy_seconds=_copy_seconds(drafter, target, features, topology),
     )
 
 
-@dataclass(frozen=True)
-class _Replayed:
-    """Counts of a replay: tokens and nodes of a pass, seconds of its drafting."""
-
-    accepted_length: float
-    nodes: float
-    draft_seconds: float
-
-    @classmethod
-    def of(cls, source: Replay, requests: Sequence[Request], drafter: Proposer, policy: Policy) -> "_Replayed":
-        """Decode the answers one by one, as for one user."""
-        sizes: list[int] = []
-
-        def note(tree: TokenTree, _accepted: Accepted, _slots: Sequence[Generation]) -> None:
-            sizes.append(tree.size)
-
-        found = decode(source, requests, DecodeSettings(), drafter=drafter, policy=policy, observer=note)
-        passes = max(1, len(sizes))
-        return cls(max(1.0, found.accepted_length), max(1.0, sum(sizes) / passes), found.stats.draft_seconds / passes)
-
-    def trial(self, copied: int, extra: int) -> CopyTrial:
-        """The counts without the seconds, with the sizes that were tried."""
-        return CopyTrial(copied=copied, extra=extra, accepted_length=self.accepted_length, nodes=self.nodes)
+def _copy_seconds(drafter: Drafter, target: Target, features: Sequence[Features], topology: Topology) -> float:
+    """Seconds that copying adds to the drafting of a pass: some answers are replayed with and without, in turn."""
+    source, own = Replay(target, features, TIMED, drafter), StaticTree(topology)
+    joined = joined_drafter(PolicyName(own=STATIC, partner=LOOKUP), drafter, target)
+    ways: list[tuple[Proposer, Policy]] = [(drafter, own), (joined, copying(own, COPIED[0], COPIED[0]))]
+    seconds: list[list[float]] = [[] for _ in ways]
+    for request in source.requests:
+        short = replace(request, max_new_tokens=min(request.max_new_tokens, TIMED_TOKENS))
+        for way, (one, policy) in enumerate(ways):
+            found = decode(source, [short], DecodeSettings(), drafter=one, policy=policy)
+            seconds[way].append(found.stats.draft_seconds / max(1, found.stats.target_calls))
+    alone, both = (min(way, default=0.0) for way in seconds)
+    return max(0.0, both - alone)

@@ -68,6 +68,50 @@ class DrawnText:
     so that no pass starts there."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProposedText:
+    """Proposals of a drafter along held-out answers, at the places of `rank_table`."""
+
+    proposals_PKR: Tensor
+    """Proposed tokens of each step, most probable first, int64; -1 where a step has no label."""
+    rows_P: Tensor
+    """Row of each place, counted over all features, int64."""
+    roots_P: Tensor
+    """Position in that row of the last token before the draft, int64."""
+    left_P: Tensor
+    """Tokens of the answer after it, int64; 0 where it is none of the answer's, so that no pass starts there."""
+
+
+@torch.no_grad()
+def proposed_text(drafter: Drafter, features: Sequence[Features], max_rank: int = MAX_RANK) -> ProposedText:
+    """Proposals of a drafter along held-out answers, on the CPU.
+
+    Args:
+        drafter: bound to the target, on the features' device.
+        features: encoded rows, not packed.
+        max_rank: proposals of a step.
+    """
+    def look(batch: Features, labelled: LabelledStep) -> Tensor:
+        rows_N, indices_N = labelled.valid_BL.nonzero(as_tuple=True)
+        roots_N = indices_N + labelled.offset - 1
+        left_N = torch.where(batch.supervised_BL[rows_N, roots_N], _left(batch)[rows_N, roots_N], 0)
+        found = [proposed_NR for _, proposed_NR in _proposals(drafter, labelled, max_rank)]
+        proposed_NR = torch.cat(found) if found else rows_N.new_zeros(0, max_rank)
+        proposed_NR = functional.pad(proposed_NR, (0, max_rank - proposed_NR.shape[-1]), value=-1)
+        return torch.cat([proposed_NR, torch.stack([rows_N, roots_N, left_N], dim=1)], dim=1)
+
+    missing = torch.tensor([-1] * max_rank + [0] * 3)
+    tables, before = [missing.expand(0, 1, -1)], 0
+    for batch in features:
+        table_PKC = _table(drafter, [batch], look, missing)
+        table_PKC[:, 0, -3] += before
+        before += len(batch.tokens_BL)
+        tables.append(table_PKC)
+    table_PKC = torch.cat(tables[1:] or tables)
+    rows_P, roots_P, left_P = table_PKC[:, 0, -3:].unbind(-1)
+    return ProposedText(proposals_PKR=table_PKC[..., :max_rank], rows_P=rows_P, roots_P=roots_P, left_P=left_P)
+
+
 @torch.no_grad()
 def drawn_text(drafter: Drafter, target: Target, features: Sequence[Features], temperature: float = 1.0,
                max_rank: int = MAX_RANK) -> DrawnText:

@@ -40,13 +40,18 @@ def expected_lengths(text: DrawnText, topology: Topology) -> tuple[float, ...]:
             gains_P = gains_P + reached[parent] * text.chances_PKR[:, depth - 1, rank]
             reached.append(reached[parent] & text.drawn_PKR[:, depth - 1, rank])
             depths_P = torch.where(reached[-1], depth, depths_P)
-        starts_S = _starts(text.left_P, depths_P)
+        starts_S = pass_starts(text.left_P, depths_P)
         expected.append(1.0 + (float(gains_P[starts_S].double().mean()) if len(starts_S) else 0.0))
     return tuple(expected)
 
 
-def _starts(left_P: Tensor, depths_P: Tensor) -> Tensor:
-    """The places at which passes start, by the length of the accepted path at each place, [S]."""
+def pass_starts(left_P: Tensor, depths_P: Tensor) -> Tensor:
+    """The places at which passes start, [S].
+
+    Args:
+        left_P: tokens of the answer after each place; 0 where no pass starts.
+        depths_P: length of the path that a pass would accept there.
+    """
     steps, found, place = torch.minimum(depths_P + 1, left_P).tolist(), [], 0
     while place < len(steps):
         if steps[place]:

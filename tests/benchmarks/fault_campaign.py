@@ -37,7 +37,7 @@ FAMILIES = ("medusa", "hydra", "eagle", "eagle3", "falcon", "kangaroo", "prompt_
 QUICK = ("--config", str(RECIPE), "--train.max_steps", "6", "--train.validate_every", "3", "--train.checkpoint_every",
          "2", "--distill.budget_tokens", "150", "--distill.shard_prompts", "6", "--distill.max_new_tokens", "24",
          "--distill.validation_prompts", "4", "--prompts.own_max_tokens", "48", "--tree.searched_nodes", "6",
-         "--tree.used_nodes", "4", "--tree.copied_answers", "0", "--evaluate.max_new_tokens", "12", "--evaluate.limit",
+         "--tree.used_nodes", "4", "--evaluate.max_new_tokens", "12", "--evaluate.limit",
          "1", "--evaluate.speed_prompts", "0", "--evaluate.tree_prompts", "1")
 DISKS = (1, 8, 16, 32, 64, 120, 180)
 """Largest files that may be written, in KiB."""

@@ -176,7 +176,6 @@ def test_unknown_command(words: list[str], message: str, capsys: pytest.CaptureF
     (["--tree.searched_nodes", "1"], "tree.searched_nodes must lie between 2"),
     (["--tree.max_rank", "0"], r"tree.max_rank must lie between 1 \(a chain\) and 10, got 0"),
     (["--family", "medusa2"], "batch.states is 'stored', but Medusa2Module trains the target"),
-    (["--tree.copied_answers", "-1"], "tree.copied_answers must be at least 0, got -1"),
     (["--tree.used_nodes", "99"], "tree.used_nodes must lie between 1 and tree.searched_nodes 16, got 99"),
     (["--prompts.origin", "file"], "prompts.origin file needs prompts.path"),
     (["--prompts.path", "mine.jsonl"], "prompts.path is 'mine.jsonl', but prompts.origin is own.*set prompts.origin"),

@@ -21,7 +21,8 @@ from draftsmith.modules.policies.static_tree import StaticTree
 from support.encoded_answers import encoded_answers
 from support.families import CASES, randomised
 
-TREE = Topology((-1, 0, 0, 1), (0, 0, 1, 0))
+WIDE = Topology((-1, *[0] * 10, *[1] * 10, *[2] * 10), (0, *range(10), *range(10), *range(10)))
+"""A tree that even a drafter of random weights is right with now and then, so that its guesses repeat copied ones."""
 
 
 def cost(node: float, batch_knot: int = 64) -> CostModel:
@@ -43,34 +44,30 @@ def decoded(target: Target, drafter: Drafter, requests: list[Request], sizes: Co
     nodes: list[int] = []
     found = decode(target, requests, DecodeSettings(ignore_eos=True),
                    drafter=joined_drafter(parse_joined("static+lookup"), drafter, target),
-                   policy=copying(StaticTree(TREE), sizes.copied, sizes.extra),
+                   policy=copying(StaticTree(WIDE), sizes.copied, sizes.extra),
                    observer=lambda tree, *_: nodes.append(tree.size))
     return found.accepted_length, sum(nodes) / len(nodes)
 
 
-@pytest.mark.parametrize("repeating", [True, False])
-def test_trials_are_what_decoding_counts(tiny_target_f64: Target, repeating: bool) -> None:
+@pytest.mark.parametrize(("family", "repeating"), [
+    ("medusa-copy", True), ("hydra", True), ("eagle", True), ("falcon", True), ("draft-lm", True), ("eagle", False),
+])
+def test_trials_are_what_decoding_counts(family: str, repeating: bool, tiny_target_f64: Target) -> None:
     target = tiny_target_f64
-    drafter = randomised(CASES["eagle"].make(target))
+    drafter = randomised(CASES[family].make(target))
     prompt = (5, 9, 30, 5, 9) if repeating else (5, 9, 30)
     requests = [Request((*prompt, 40 + row), row, 4 if not repeating else 24) for row in range(4)]
     features = [target.encode(one, drafter.taps) for one in encoded_answers(target, requests)]
-    sizing = size_copies(drafter, target, features, TREE)
+    sizing = size_copies(drafter, target, features, WIDE)
     for found in sizing.trials:
-        assert (found.accepted_length, found.nodes) == pytest.approx(decoded(target, drafter, requests, found))
+        length, nodes = decoded(target, drafter, requests, found)
+        assert found.accepted_length == pytest.approx(length), found
+        # Near the end of an answer a drafter guesses beyond the text, which a walk along it does not see.
+        assert found.nodes == pytest.approx(nodes, rel=0.05), found
     assert {one.copied for one in sizing.trials} == {4, 7, 10}
-    assert sizing.alone.nodes == TREE.size
+    assert sizing.alone.nodes == WIDE.size
+    assert sizing.alone.accepted_length > 1
     assert sizing.copy_seconds >= 0
-
-
-def test_few_answers_are_spread_over_all(tiny_target_f64: Target) -> None:
-    target = tiny_target_f64
-    drafter = randomised(CASES["eagle"].make(target))
-    requests = [Request((5, 9, 30, 5, 9, 40 + row), row, 16) for row in range(4)]
-    features = [target.encode(one, drafter.taps) for one in encoded_answers(target, requests)]
-    found = size_copies(drafter, target, features, TREE, answers=2).trials[0]
-    assert (found.accepted_length, found.nodes) == pytest.approx(decoded(target, drafter, requests[::2], found))
-    assert found.accepted_length != decoded(target, drafter, requests[:2], found)[0]
 
 
 def test_a_dear_node_asks_for_a_small_pass_and_a_cheap_one_for_a_large() -> None:

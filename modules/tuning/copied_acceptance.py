@@ -1,0 +1,135 @@
+"""Acceptance of a copied chain next to a draft's static tree, counted along held-out answers without decoding them.
+
+Both parts are point masses, so a pass accepts the longest path of either that the text goes on with, and the next pass
+starts after it: all of this follows from what the drafter and prompt lookup propose at each place of the text.
+
+Shapes: P places where a draft starts, K draft steps, R proposals of a step, C tokens copied.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..baselines.prompt_lookup import Lookup, LookupConfig
+from ..features import Features
+from ..interfaces.drafter import Drafter
+from ..interfaces.proposer import Frontier, Observation
+from ..token_tree import Topology
+from .held_out_ranks import proposed_text
+from .sampled_lengths import pass_starts
+
+
+class Counted(NamedTuple):
+    """Means over the passes of a walk."""
+
+    accepted_length: float
+    """Tokens emitted, the bonus included."""
+    nodes: float
+    """Nodes verified, the root included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopiedText:
+    """Proposals of a drafter and of prompt lookup at the places of held-out answers, in the order of the text."""
+
+    proposals_PKR: Tensor
+    """Tokens that the drafter proposes for each step, best first, int64; -1 after the end of an answer."""
+    copies_PC: Tensor
+    """Tokens that prompt lookup copies, int64; -1 where it finds nothing."""
+    following_PF: Tensor
+    """The text's own tokens after the root, as many as the longest draft, int64; -2 after the end of the row."""
+    left_P: Tensor
+    """Tokens of the answer after the root, int64; 0 where no pass starts."""
+
+    def count(self, topology: Topology, copied: int, extra: int) -> Counted:
+        """The passes of a static tree next to a copied chain; of one that follows the other where both guess alike.
+
+        Off the text's own path an autoregressive drafter is taken to propose what it proposes on it, which decides
+        only how many guesses of the tree the copy repeats there.
+
+        Args:
+            topology: the draft's tree, best nodes first.
+            copied: most tokens of the chain, at most C; 0 for the tree alone.
+            extra: nodes that a pass may have beyond those of the tree.
+        """
+        found_P = self.copies_PC[:, 0] >= 0 if copied else torch.zeros_like(self.left_P, dtype=torch.bool)
+        own_PC = self.copies_PC[:, :copied] == self.following_PF[:, :copied]
+        depths_P = own_PC.long().cumprod(-1).sum(-1) * found_P
+        room_P = torch.where(found_P, topology.size - 1 + extra - copied, topology.size - 1)
+        kept_P = torch.zeros_like(self.left_P)
+        true, repeated = [torch.ones_like(found_P)], [found_P]
+        for parent, rank, depth in list(zip(topology.parents, topology.ranks, topology.depths, strict=True))[1:]:
+            token_P = self._proposed(depth, rank)
+            true.append(true[parent] & (token_P == self.following_PF[:, depth - 1]))
+            copy_P = self.copies_PC[:, depth - 1] if depth <= copied else torch.full_like(token_P, -3)
+            repeated.append(repeated[parent] & (token_P == copy_P))
+            new_P = ~repeated[-1] & (kept_P < room_P)
+            kept_P = kept_P + new_P
+            depths_P = torch.where(true[-1] & new_P, depths_P.clamp(min=depth), depths_P)
+        starts_S = pass_starts(self.left_P, depths_P)
+        if not len(starts_S):
+            return Counted(1.0, 1.0)
+        emitted_S = torch.minimum(depths_P + 1, self.left_P)[starts_S]
+        nodes_S = (1 + kept_P + copied * found_P)[starts_S]
+        return Counted(float(emitted_S.double().mean()), float(nodes_S.double().mean()))
+
+    def _proposed(self, depth: int, rank: int) -> Tensor:
+        """Token of a node at each place; -1 where the drafter has none."""
+        _, steps, ranks = self.proposals_PKR.shape
+        if depth > steps or rank >= ranks:
+            return torch.full_like(self.left_P, -1)
+        return self.proposals_PKR[:, depth - 1, rank]
+
+
+@torch.no_grad()
+def copied_text(drafter: Drafter, features: Sequence[Features], copied: int) -> CopiedText:
+    """Proposals of a drafter and copies of prompt lookup along held-out answers.
+
+    Args:
+        drafter: bound to the target, on the features' device.
+        features: encoded rows, one conversation each.
+        copied: most tokens of a copy.
+    """
+    text = proposed_text(drafter, features)
+    longest = max(copied, text.proposals_PKR.shape[1])
+    rows = [row for batch in features for row in _rows(batch)]
+    copies_PC = torch.full((len(text.left_P), copied), -1)
+    following_PF = torch.full((len(text.left_P), longest), -2)
+    lookup = Lookup(LookupConfig(copied=copied), torch.device("cpu"))
+    for number, tokens in enumerate(rows):
+        places = (text.rows_P == number).nonzero()[:, 0]
+        following_PF[places] = _following(tokens, text.roots_P[places], longest)
+        copies_PC[places] = _copies(lookup, tokens, text.roots_P[places])
+    return CopiedText(proposals_PKR=text.proposals_PKR, copies_PC=copies_PC, following_PF=following_PF,
+                      left_P=text.left_P)
+
+
+def _rows(batch: Features) -> list[Tensor]:
+    """Tokens of each row, without its padding, on the CPU."""
+    lengths = (batch.segments_BL >= 0).sum(1).tolist()
+    return [tokens_L[:length].cpu() for tokens_L, length in zip(batch.tokens_BL, lengths, strict=True)]
+
+
+def _following(tokens_L: Tensor, roots_N: Tensor, count: int) -> Tensor:
+    """The tokens after each root, [N, count]; -2 after the end."""
+    padded = torch.cat([tokens_L, torch.full((count + 1,), -2)])
+    return padded.unfold(0, count, 1)[roots_N + 1]
+
+
+def _copies(lookup: Lookup, tokens_L: Tensor, roots_N: Tensor) -> Tensor:
+    """The tokens that prompt lookup copies at each root of a row, [N, C]; -1 where it finds nothing."""
+    state, row_1 = lookup.start(1, len(tokens_L)), torch.zeros(1, dtype=torch.long)
+    root = Frontier(nodes_BF=row_1[None], parents_BF=row_1[None] - 1, tokens_BF=row_1[None])
+    found, read = [torch.empty(0, lookup.reach, dtype=torch.long)], 0
+    for place in roots_N.tolist():
+        new_1N = tokens_L[None, read:place]
+        lookup.observe(state, row_1, Observation(tokens_BN=new_1N, counts_B=row_1 + place - read, final_BND=new_1N,
+                                                 taps={}, roots_B=tokens_L[place : place + 1]))
+        scores, read = lookup.expand(state, root), place
+        assert scores.candidates_BFHQ is not None
+        copied_1C = scores.candidates_BFHQ[0, :, :, 0]
+        found.append(torch.where(scores.log_probs_BFHQ[0, :, :, 0] > -torch.inf, copied_1C, -1))
+    return torch.cat(found)
