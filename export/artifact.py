@@ -124,11 +124,9 @@ class Artifact:
         return whole if self.tuning is None else min(self.tuning.size_for(batch_size, temperature), whole)
 
     def fastest(self, *, batch_size: int = 1, temperature: float = 0.0) -> str:
-        """The policy that is predicted to decode such rows fastest on this machine: static or static+lookup; static
-        where that is not known."""
-        with_copies, alone = (self.predicted_speedup(name, batch_size=batch_size, temperature=temperature)
-                              for name in (JOINED, STATIC))
-        return JOINED if with_copies is not None and with_copies > (alone or 1.0) else STATIC
+        """The policy that is predicted to decode such rows fastest on this machine: static, static+lookup or none;
+        static where nothing was measured."""
+        return STATIC if self.tuning is None else self.tuning.fastest(batch_size, temperature)
 
     def drafting(self, name: str = FASTEST, *, batch_size: int = 1, temperature: float = 0.0) -> Drafting:
         """The drafter and the policy to decode with: by default what is predicted to be fastest.

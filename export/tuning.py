@@ -1,7 +1,7 @@
 """tuning.json: measurements that one machine made with an artifact."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,23 +53,9 @@ class SampledTuning:
     """Copied chains next to the tree for sampled rows; None when they were not replayed."""
     lookahead: tuple[PassTrial, ...] = ()
     """Replayed sizes of the policy sparse; empty for drafters without virtual nodes."""
-    fastest: str = NONE
-    """Policy that is predicted to decode one row fastest here: static, static+lookup, or none."""
 
     def __post_init__(self) -> None:
         check_lengths(self.expected_accepted_length)
-        if self.fastest not in (NONE, STATIC, JOINED):
-            raise ValueError(f"fastest of sampled rows must be {NONE}, {STATIC} or {JOINED}, got {self.fastest!r}")
-
-    @classmethod
-    def of(cls, lengths: Sequence[float], cost: CostModel, copying: CopySizing | None = None,
-           lookahead: Sequence[PassTrial] = ()) -> "SampledTuning":
-        """The sizes with the policy that they predict to be the fastest."""
-        speedups = {NONE: 1.0, STATIC: choose_size(lengths, cost.curve()).predicted_speedup}
-        if copying is not None:
-            speedups[JOINED] = copying.speedup(copying.best(cost), cost)
-        return cls(expected_accepted_length=tuple(lengths), copying=copying, lookahead=tuple(lookahead),
-                   fastest=max(speedups, key=lambda name: speedups[name]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,16 +80,11 @@ class Tuning:
     """Copied chains next to the tree, replayed on held-out answers; None when they were not."""
     linear_layers: Packing | None = None
     """Forms of the target's linear layers with which the seconds were measured, and why; None if not recorded."""
-    fastest: str = STATIC
-    """Policy that is predicted to decode one greedy row fastest here: none, static or static+lookup. It is written for
-    people: `Artifact.fastest` looks at the measurements themselves, for any number of rows."""
 
     def __post_init__(self) -> None:
         if self.tree_size < 1:
             raise ValueError(f"tree_size must be at least 1, got {self.tree_size}")
         check_lengths(self.expected_accepted_length)
-        if self.fastest not in (NONE, STATIC, JOINED):
-            raise ValueError(f"fastest must be {NONE}, {STATIC} or {JOINED}, got {self.fastest!r}")
 
     @classmethod
     def of(cls, target: Target, tree_size: int, cost: CostModel, expected: Sequence[float] = (), *,
@@ -112,7 +93,7 @@ class Tuning:
         threads = f", {torch.get_num_threads()} threads" if target.device.type == "cpu" else ""
         return cls(device=f"{target.device.type}{threads}", dtype=str(target.dtype).removeprefix("torch."),
                    tree_size=tree_size, cost=cost, expected_accepted_length=tuple(expected), given=given,
-                   fastest=STATIC if tree_size > 1 else NONE, linear_layers=target.linears.packing)
+                   linear_layers=target.linears.packing)
 
     def sampled_at(self, temperature: float) -> SampledTuning | None:
         """The sizes for sampled rows at a temperature; None above SIZING_TEMPERATURE, where less is accepted."""
@@ -163,11 +144,16 @@ class Tuning:
         sampled = self.sampled_at(temperature)
         return choose_trial(sampled.lookahead if sampled else (), self.cost.curve(batch_size), virtual_nodes).size
 
-    def with_copies(self, sizing: CopySizing) -> "Tuning":
-        """The same with the trials of copied chains, and the policy that they predict to be the fastest."""
-        copies = sizing.speedup(sizing.best(self.cost), self.cost)
-        pays = sizing.pays(self.cost) and (self.fastest != NONE or copies > 1)
-        return replace(self, copying=sizing, fastest=JOINED if pays else self.fastest)
+    def fastest(self, batch_size: int = 1, temperature: float = 0.0) -> str:
+        """The policy that is predicted to decode such rows fastest: static, static+lookup, or none."""
+        size, lengths, copies = (self.size_for(batch_size, temperature), self.lengths_at(temperature),
+                                 self.copies(batch_size, temperature))
+        known = 1 < size <= len(lengths)
+        alone = self.cost.predict(lengths[size - 1], size, batch_size) if known else 1.0
+        speedups = {STATIC if size > 1 else NONE: alone}
+        if copies is not None and copies.speedup is not None:
+            speedups[JOINED] = copies.speedup
+        return max(speedups, key=lambda name: speedups[name])
 
 
 def save_tuning(folder: Path, tuning: Tuning) -> Path:

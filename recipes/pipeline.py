@@ -144,8 +144,8 @@ def tuned(workspace: Workspace, target: Target, drafter: Drafter, held_out: list
     cost = measure_cost(target, drafter, topology)
     given = workspace.recipe.tree.used_nodes
     size = min(given or choose_size(expected, cost.curve()).size, topology.size)
-    tuning = Tuning.of(target, size, cost, expected, given=given is not None)
-    return tuning.with_copies(size_copies(drafter, target, held_out, topology.prefix(size)))
+    return replace(Tuning.of(target, size, cost, expected, given=given is not None),
+                   copying=size_copies(drafter, target, held_out, topology.prefix(size)))
 
 
 def drawn(workspace: Workspace, module: DraftModule, target: Target) -> list[Features]:
@@ -169,7 +169,8 @@ def sized_for_sampling(tuning: Tuning, drafter: Drafter, target: Target, text: S
     lengths = expected_lengths(drawn_text(drafter, target, text, SIZING_TEMPERATURE), topology)
     size = tuning.tree_size if tuning.given else choose_size(lengths, tuning.cost.curve()).size
     copying = size_copies(drafter, target, text, topology.prefix(size))
-    return SampledTuning.of(lengths, tuning.cost, copying, replay_pass_sizes(drafter, target, text, topology.size))
+    return SampledTuning(expected_accepted_length=tuple(lengths), copying=copying,
+                         lookahead=replay_pass_sizes(drafter, target, text, topology.size))
 
 
 def _use(tuning: Tuning, temperature: float) -> str:
@@ -188,13 +189,12 @@ def _copies(tuning: Tuning, temperature: float) -> str:
         return ""
     best = sizing.best(tuning.cost)
     alone, both = (sizing.speedup(trial, tuning.cost) for trial in (sizing.alone, best))
-    fastest = tuning.sampled.fastest if tuning.sampled is not None and temperature else tuning.fastest
-    verdict = "is predicted to be faster" if fastest == JOINED else "is not predicted to be faster"
+    pays = tuning.fastest(1, temperature) == JOINED
     where = f"at temperature {temperature:g} " if temperature else ""
     return (f"{where}the policy {JOINED} copies up to {best.copied} tokens in passes of up to "
             f"{sizing.tree_size + best.extra} nodes: {best.accepted_length:.2f} tokens per pass on held-out answers, "
             f"{STATIC} {sizing.alone.accepted_length:.2f}; predicted speed-ups {both:.2f} and {alone:.2f}, so it "
-            f"{verdict}")
+            f"is {'' if pays else 'not '}predicted to be faster")
 
 
 def validation(workspace: Workspace, module: DraftModule, temperature: float = 0.0) -> list[Features]:

@@ -20,6 +20,8 @@ MOST_KNOTS = 8
 """Largest number of knots of the piecewise linear functions."""
 MOST_NODES, MOST_CONTEXT = 2**16, 2**24
 """Largest tree and context that a cost model may speak of, in tokens."""
+MOST_SECONDS = 86_400.0
+"""Largest weight of a term, in seconds: beyond it a prediction could overflow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +98,10 @@ class CostModel:
         for name, wanted in terms.items():
             weights = getattr(self, name)
             # A draft that never grew a tree has none.
-            if (len(weights) != len(wanted) and (weights or name == "pass_weights")) or min(weights, default=0.0) < 0:
-                raise ValueError(f"{name} of a cost model must be {len(wanted)} numbers of at least 0, got "
-                                 f"{len(weights)}")
+            if len(weights) != len(wanted) and (weights or name == "pass_weights"):
+                raise ValueError(f"{name} of a cost model must be {len(wanted)} numbers, got {len(weights)}")
+            if wrong := [weight for weight in weights if not 0 <= weight <= MOST_SECONDS]:
+                raise ValueError(f"{name} of a cost model must lie between 0 and {MOST_SECONDS:g} s, got {wrong[0]:g}")
         if not self.pass_seconds(1) > 0:
             raise ValueError("a pass of one token must take some time by a cost model")
 

@@ -157,7 +157,7 @@ def test_sampling_has_a_tree_of_its_own(tiny_target_f64: Target) -> None:
     artifact = tuned(tiny_target_f64)
     assert artifact.tuning is not None
     lengths = (1.0, 1.2, 1.3, *[1.3] * 5)
-    sampled = SampledTuning.of(lengths, artifact.tuning.cost)
+    sampled = SampledTuning(expected_accepted_length=lengths)
     artifact = replace(artifact, tuning=replace(artifact.tuning, sampled=sampled))
     assert 1 < artifact.size_for(1, 1.0) == artifact.size_for(2, 1.0) < 8
     assert artifact.size_for(16, 1.0) == 1

@@ -170,3 +170,10 @@ def test_a_tree_of_one_node_is_plain_decoding(tiny_target: Target) -> None:
     drafted = decode(tiny_target, requests, DecodeSettings(ignore_eos=True), drafter=drafter, policy=Chain(1))
     assert single.generations == plain.generations
     assert (single.stats.draft_seconds, drafted.stats.draft_seconds > 0) == (0.0, True)
+
+
+@pytest.mark.parametrize("weight", [-0.1, 1e308, float("inf"), float("nan")])
+def test_weights_that_no_machine_has_are_refused(weight: float) -> None:
+    with pytest.raises(ValueError, match=r"pass_weights of a cost model must lie between 0 and 86400 s, got "):
+        CostModel(knots=(1,), pass_weights=(0.1, weight, 0.0, 0.0), draft_weights=(), largest=1, context=1,
+                  pass_error=0.0, draft_error=0.0)
