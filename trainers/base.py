@@ -56,6 +56,8 @@ class TrainConfig:
     """Peak learning rate of AdamW."""
     warmup_steps: int = 20
     """Optimizer steps over which the learning rate rises from zero; it falls along a cosine afterwards."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of AdamW's averages of the gradient and of its square. The EAGLE papers have 0.9 and 0.95."""
     weight_decay: float = 0.0
     """Decoupled weight decay of AdamW; biases and other vectors are exempt."""
     clip: float = 1.0
@@ -105,6 +107,8 @@ class TrainConfig:
         for name in ("warmup_steps", "weight_decay", "clip", "seed", "feature_weight"):
             if (value := getattr(self, name)) < 0:
                 raise UserError(f"{name} must not be negative, got {value}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise UserError(f"betas must be at least 0 and below 1, got {list(self.betas)}")
         if not 0 < self.decay <= 1:
             raise UserError(f"decay must be above 0 and at most 1, got {self.decay}")
         if not 0 < self.lr <= MOST_LR:
@@ -206,7 +210,9 @@ class DraftModule(L.LightningModule):
         vectors = [parameter for parameter in trained if parameter.ndim <= 1]
         groups = [{"params": matrices, "weight_decay": self.config.weight_decay},
                   {"params": vectors, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=self.config.lr)
+        # Fused: one pass over the weights in place of one for each operation.
+        optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=self.config.lr,
+                                      betas=self.config.betas, fused=True)
         factor = warmup_cosine(self.config.warmup_steps, self.config.max_steps, lambda: self.time_spent)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -304,6 +310,13 @@ class DraftModule(L.LightningModule):
         if self.logger is not None:
             self.logger.log_metrics(self.figures, step=self.global_step + 1)
         self._take_time()
+
+    def configure_gradient_clipping(self, optimizer: torch.optim.Optimizer, gradient_clip_val: float | None = None,
+                                    gradient_clip_algorithm: str | None = None) -> None:
+        """Clip the norm of the whole gradient. Lightning refuses to where a fused optimizer runs in mixed precision: it
+        expects gradients scaled for float16, which no precision here has."""
+        if gradient_clip_val:
+            torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
 
     def describe(self, sums_KC: Tensor, learned: BatchLoss) -> dict[str, float]:
         """Figures of an optimizer step by name, from its sums over all processes."""

@@ -139,7 +139,7 @@ class Medusa2Module(MedusaModule):
                   ([weight for weight in heads if weight.ndim > 1], config.heads_lr_factor, config.weight_decay),
                   ([weight for weight in heads if weight.ndim <= 1], config.heads_lr_factor, 0.0)]
         optimizer = torch.optim.AdamW([{"params": params, "lr": config.lr * factor, "weight_decay": decay}
-                                       for params, factor, decay in groups])
+                                       for params, factor, decay in groups], betas=config.betas, fused=True)
         second, both = (partial(self._rate, stages=stages) for stages in ([(alone, 1.0)], [(0.0, alone), (alone, 1.0)]))
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [second, both, both])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
