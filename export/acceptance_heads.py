@@ -34,9 +34,8 @@ from ..modules.tuning.drafted_tokens import NAMES
 from .artifact_files import AGAIN, CONFIG, HEAD, HEADS, MEASUREMENTS, WEIGHTS
 from .weight_checks import require_weights
 
-FORMAT_VERSION = 1
-"""Raised when a reader of the previous version could not read the new files."""
-
+FORMAT, FORMAT_VERSION = "draftsmith acceptance head", 1
+"""Name of the files' content, and a number that is raised when a reader of the previous version could not read them."""
 
 MEASURED, DIGEST = "measurements_sha256", "weights_sha256"
 """Keys of the hashes in config.json."""
@@ -75,6 +74,12 @@ class HeadMeasurements:
                 raise ValueError(f"by_rule must name {', '.join(NAMES)}, got {', '.join(row.by_rule) or 'nothing'}")
         if (self.policy.by_rule[HEAD_RULE] or 0) < 1:
             raise ValueError(f"policy.by_rule lacks the tokens of {HEAD_RULE}, at least 1")
+        if self.drafts < 1 or not 1 <= self.length <= MOST:
+            raise ValueError(f"drafts must be at least 1 and length between 1 and {MOST}, got {self.drafts} and "
+                             f"{self.length}")
+        tokens = [count for row in (self.policy, *self.fixed) for count in row.by_rule.values() if count is not None]
+        if wrong := [count for count in tokens if not 0 <= count <= MOST]:
+            raise ValueError(f"drafted tokens of a rule must lie between 0 and {MOST}, got {wrong[0]:g}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +143,7 @@ def save_head(artifact: Path, stored: StoredHead) -> Path:
         save_file({name: tensor.float().cpu().contiguous() for name, tensor in weights.items()}, partial / WEIGHTS,
                   metadata={"format": "pt"})
         content = {
-            "format": "draftsmith acceptance head", "format_version": FORMAT_VERSION,
+            "format": FORMAT, "format_version": FORMAT_VERSION,
             "head": {**asdict(stored.head.config), "width": stored.head.width},
             "drafter": {"family": owner["family"], "weights_sha256": owner["weights_sha256"]},
             "sampling": asdict(stored.setting),
@@ -174,6 +179,9 @@ def load_heads(artifact: Path, weights_sha256: str) -> dict[float, StoredHead]:
 
 def _load(folder: Path, weights_sha256: str) -> StoredHead:
     config = read_object(folder / CONFIG, RETRAIN)
+    if config.get("format") != FORMAT:
+        raise UserError(f"{folder} holds no acceptance head: {CONFIG} has the format {config.get('format')!r}, not "
+                        f"{FORMAT!r}; {RETRAIN}")
     if config.get("format_version") != FORMAT_VERSION:
         raise UserError(f"{folder} has acceptance head format version {config.get('format_version')}, this program "
                         f"reads {FORMAT_VERSION}; {RETRAIN}")

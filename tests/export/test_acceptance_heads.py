@@ -132,7 +132,8 @@ def test_figures_come_back_and_are_refused_when_changed(tmp_path: Path, tiny_tar
         load_artifact(folder, tiny_target)
     for change, message in (({"by_rule": {}}, "by_rule must name fixed number, .* got nothing"),
                             ({"by_rule": dict.fromkeys(NAMES)}, "by_rule lacks the tokens of acceptance head"),
-                            ({"by_rule": dict.fromkeys(NAMES, 0.0)}, "by_rule lacks .* acceptance head, at least 1")):
+                            ({"by_rule": dict.fromkeys(NAMES, 0.0)}, "by_rule lacks .* acceptance head, at least 1"),
+                            ({"by_rule": dict.fromkeys(NAMES, 1e300)}, "must lie between 0 and 1024, got 1e.300")):
         content = json.loads(text)
         file.write_text(json.dumps({**content, "policy": {**content["policy"], **change}}))
         edit(file.parent, measurements_sha256=file_sha256(file))
@@ -226,7 +227,10 @@ def test_a_damaged_head_is_refused(tmp_path: Path, tiny_target: Target) -> None:
     edit(place, head={**config["head"], "num_layers": 5})
     with pytest.raises(UserError, match=r"acceptance_heads/0 is damaged .*; delete that folder and train the"):
         load_artifact(folder, tiny_target)
-    edit(place, format_version=9)
+    edit(place, format="another")
+    with pytest.raises(UserError, match=r"holds no acceptance head: config\.json has the format 'another', not"):
+        load_artifact(folder, tiny_target)
+    edit(place, format="draftsmith acceptance head", format_version=9)
     with pytest.raises(UserError, match="has acceptance head format version 9, this program reads 1; delete that fol"):
         load_artifact(folder, tiny_target)
     (place / "config.json").unlink()
