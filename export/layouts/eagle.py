@@ -2,7 +2,8 @@
 
 EAGLE-1: `fc`, `layers.0` without a norm before its attention, `embed_tokens`. EAGLE-3: `fc`, `midlayer`, `norm`,
 `lm_head` over the draft vocabulary, whose entry i is token i + d2t[i], and `t2d`, which marks those tokens;
-EAGLE-3.1 adds `fc_norm.{i}`, a norm for each tapped state. At position p all predict token p + 2.
+EAGLE-3.1 adds `fc_norm.{i}`, a norm for each tapped state, the speculators library `input_norm`, one over all. At
+position p all predict token p + 2.
 
 A drafter of another width than the target's has the key `target_hidden_size` and an `embed_tokens` of its own. With
 several layers the first is `layers.0` instead of `midlayer`, the others `layers.1` and so on, ordinary Llama layers:
@@ -34,9 +35,11 @@ that of the output of layer t, from 0, is t + 1. Inside `eagle_config` it is t (
 falls back to `eagle_config` and takes its ids for the other kind, so that a file needs both."""
 _TAPS = "draftsmith_taps"
 """The tapped layers by their outputs, from 0, whoever reads the file."""
+_NORMS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
+"""Settings of EAGLE-3's norms, under the names that vLLM and the speculators library read."""
 _KNOWN: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",), "rope_scaling": (None,), "attention_bias": (None, False),
-    "mlp_bias": (None, False), "norm_before_fc": (None, False), "norm_before_residual": (None, False),
+    "mlp_bias": (None, False),
 }
 """Settings that are fixed in this implementation, with the values that a configuration may give them."""
 
@@ -161,9 +164,9 @@ def _third(tensors: dict[str, Tensor], said: dict[str, Any], block: BlockConfig,
     if width != wanted:
         raise UserError(f"fc in {folder} reads {width} numbers, but the {len(read)} taps {list(read)} of "
                         f"{target.identity.name} are {wanted}; give the layers that are read as taps")
-    config = Eagle3Config(taps=read, fc_norm=bool(said.get("fc_norm")), norm_output=bool(said.get("norm_output")),
-                          num_layers=said.get("num_hidden_layers") or 1, hidden_size=said["hidden_size"],
-                          target_hidden_size=said.get("target_hidden_size"),
+    norms: dict[str, Any] = {name: bool(said.get(name)) for name in _NORMS}
+    config = Eagle3Config(taps=read, **norms, num_layers=said.get("num_hidden_layers") or 1,
+                          hidden_size=said["hidden_size"], target_hidden_size=said.get("target_hidden_size"),
                           vocabulary_size=None if offsets_Q is None else len(offsets_Q))
     return Eagle3(config, block, vocab_size=target.vocab_size)
 
@@ -236,11 +239,14 @@ def _config(drafter: Eagle | Eagle3, target: Target) -> dict[str, Any]:
         said["target_hidden_size"] = drafter.hidden_size
     return {**said, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": entries, "eagle_config": layers,
             _LAYERS: [tap + 1 for tap in drafter.taps], "num_aux_hidden_states": len(drafter.taps),
-            _TAPS: list(drafter.taps), "fc_norm": drafter.config.fc_norm, "norm_output": drafter.config.norm_output}
+            _TAPS: list(drafter.taps), **{name: getattr(drafter.config, name) for name in _NORMS}}
 
 
 def _readme(drafter: Eagle | Eagle3, target: Target) -> str:
     layout = "In the layout of SafeAILab/EAGLE, which vLLM and SGLang read too."
+    if isinstance(drafter, Eagle3) and (drafter.config.norm_before_fc or drafter.config.norm_before_residual):
+        layout = ("In the layout of SafeAILab/EAGLE with the norms of the speculators library, which vLLM reads; the "
+                  "official code does not know them, and SGLang no `norm_before_residual`.")
     if drafter.num_layers > 1:
         layout = (f"Its {drafter.num_layers} layers are named as the speculators library does, which vLLM reads; "
                   "SafeAILab/EAGLE and SGLang know one layer.")

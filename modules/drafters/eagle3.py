@@ -42,6 +42,12 @@ class Eagle3Config(FeatureConfig):
     fc_norm: bool = False
     """Whether each tapped state has a separate RMSNorm before `fc` (EAGLE-3.1, arXiv:2605.09992), so that the layers of
     the target count alike whatever the size of their states."""
+    norm_before_fc: bool = False
+    """Whether one RMSNorm over all tapped states together stands before `fc` (the speculators library); not next to
+    `fc_norm`."""
+    norm_before_residual: bool = False
+    """Whether the layer's residual starts at the state after its norm (the speculators library, vLLM and llama.cpp) or,
+    as in the official code, before it."""
     norm_output: bool = False
     """Whether the next step reads the state after the norm of the output layer (EAGLE-3.1) or before it."""
     output: Literal["shared", "copy"] = "copy"
@@ -52,6 +58,8 @@ class Eagle3Config(FeatureConfig):
                     hidden_size=self.hidden_size, target_hidden_size=self.target_hidden_size)
         if self.taps is not None and (not self.taps or list(self.taps) != sorted(set(self.taps))):
             raise UserError(f"taps must be ascending numbers of layers, at least one, got {list(self.taps)}")
+        if self.fc_norm and self.norm_before_fc:
+            raise UserError("fc_norm and norm_before_fc are both true, and the states are normalised once; choose one")
         if self.output not in ("shared", "copy"):
             raise UserError(f"output must be 'shared' or 'copy', got {self.output!r}")
 
@@ -103,10 +111,16 @@ class OwnEmbedding(nn.Embedding):
 
 
 class WideBlock(ResidualLayer):
-    """EAGLE-3's layer: attention reads token and state concatenated, each after a norm; the residual is the state."""
+    """EAGLE-3's layer: attention reads token and state concatenated, each after a norm; the residual is the state.
 
-    def __init__(self, config: BlockConfig) -> None:
+    Args:
+        config: the shape of the layer.
+        normed: whether the residual is the state after its norm.
+    """
+
+    def __init__(self, config: BlockConfig, *, normed: bool = False) -> None:
         super().__init__()
+        self.normed = normed
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.self_attn = Attention(config, input_size=2 * config.hidden_size)
@@ -115,8 +129,9 @@ class WideBlock(ResidualLayer):
 
     def forward(self, embedded_BND: Tensor, read_BND: Tensor, attention: AttentionContext) -> Tensor:
         """The states after the layer, [B, N, D]."""
-        joined = torch.cat([self.input_layernorm(embedded_BND), self.hidden_norm(read_BND)], dim=-1)
-        hidden_BND = read_BND + self.self_attn(joined, attention)
+        normed_BND = self.hidden_norm(read_BND)
+        joined = torch.cat([self.input_layernorm(embedded_BND), normed_BND], dim=-1)
+        hidden_BND = (normed_BND if self.normed else read_BND) + self.self_attn(joined, attention)
         passed_BND: Tensor = hidden_BND + self.mlp(self.post_attention_layernorm(hidden_BND))
         return passed_BND
 
@@ -125,10 +140,10 @@ class Eagle3(EagleDrafter):
     """fc over the target's tapped states, then decoder layers that read their own states while drafting.
 
     Own weights, named as in the official code: `fc.weight` [D, taps D], `midlayer.*`, `norm.weight`, with `fc_norm`
-    also `fc_norm.{tap}.weight` [D], with more layers `layers.{1...}.*`, with `output="copy"` `lm_head.weight` [Q, D],
-    and with a reduced vocabulary its ids, `token_ids` [Q]. The target's embedding is borrowed, except by layers
-    of a different width, which have `embed_tokens.weight` [V, D]; `fc` and `fc_norm` then read the target's width. Make
-    a new one with `Eagle3.create`.
+    also `fc_norm.{tap}.weight` [D], with `norm_before_fc` `input_norm.weight` [taps D], with more layers
+    `layers.{1...}.*`, with `output="copy"` `lm_head.weight` [Q, D], and with a reduced vocabulary its ids, `token_ids`
+    [Q]. The target's embedding is borrowed, except by layers of a different width, which have `embed_tokens.weight`
+    [V, D]; `fc` and the norms before it then read the target's width. Make a new one with `Eagle3.create`.
 
     Args:
         config: its settings, `taps` included.
@@ -155,8 +170,10 @@ class Eagle3(EagleDrafter):
         self.fc_norm = nn.ModuleList(
             nn.RMSNorm(self.hidden_size, eps=block.norm_eps) for _ in (config.taps if config.fc_norm else ())
         )
-        self.fc = nn.Linear(len(config.taps) * self.hidden_size, width, bias=False)
-        self.midlayer = WideBlock(block)
+        joined = len(config.taps) * self.hidden_size
+        self.input_norm = nn.RMSNorm(joined, eps=block.norm_eps) if config.norm_before_fc else None
+        self.fc = nn.Linear(joined, width, bias=False)
+        self.midlayer = WideBlock(block, normed=config.norm_before_residual)
         self.layers = nn.ModuleDict({str(layer): DecoderBlock(block, layer) for layer in range(1, config.num_layers)})
         self.norm = nn.RMSNorm(width, eps=block.norm_eps)
         entries = config.vocabulary_size or vocab_size
@@ -229,7 +246,8 @@ class Eagle3(EagleDrafter):
         read = [taps[layer].to(self.dtype) for layer in self.taps]
         if self.config.fc_norm:
             read = [norm(state_BND) for norm, state_BND in zip(self.fc_norm, read, strict=True)]
-        fused_BND: Tensor = self.fc(torch.cat(read, dim=-1))
+        joined_BND = torch.cat(read, dim=-1)
+        fused_BND: Tensor = self.fc(joined_BND if self.input_norm is None else self.input_norm(joined_BND))
         return fused_BND
 
     def _embed(self, tokens: Tensor) -> Tensor:
@@ -271,7 +289,8 @@ class Eagle3(EagleDrafter):
 
     def expand_bytes(self) -> int:
         """Bytes of the layers and of one output layer; `fc` and its norms run in `observe` alone."""
-        fusing = sum(parameter.nbytes for part in (self.fc, self.fc_norm) for parameter in part.parameters())
+        fusing = sum(parameter.nbytes for part in (self.fc, self.fc_norm, self.input_norm) if part is not None
+                     for parameter in part.parameters())
         own = sum(parameter.nbytes for parameter in self.parameters()) - fusing - self._table_bytes()
         return own if self.lm_head is not None else own + self._rows().weight_QD.nbytes
 

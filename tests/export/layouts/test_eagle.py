@@ -197,6 +197,8 @@ MADE = {
     "eagle-reduced": lambda target: Eagle.create(EagleConfig(bias=False, vocabulary_size=len(IDS)), target, IDS),
     "eagle3": lambda target: Eagle3.create(Eagle3Config(norm_output=True), target),
     "eagle3.1": lambda target: Eagle3.create(Eagle3Config(fc_norm=True, norm_output=True), target),
+    "eagle3-norms": lambda target: Eagle3.create(
+        Eagle3Config(norm_before_fc=True, norm_before_residual=True), target),
     "eagle3-layers": lambda target: Eagle3.create(
         Eagle3Config(num_layers=3, vocabulary_size=len(IDS)), target, IDS),
     "eagle3-wide": lambda target: Eagle3.create(
@@ -229,6 +231,14 @@ def test_the_norms_of_eagle3_1_have_the_names_of_the_engines(tmp_path: Path, tin
     tensors = load_file(folder / "model.safetensors")
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items() if name.startswith("fc")} == {
         "fc.weight": (32, 64), "fc_norm.0.weight": (32,), "fc_norm.1.weight": (32,)}
+
+
+def test_the_norms_of_speculators_have_the_names_of_the_engines(tmp_path: Path, tiny_target: Target) -> None:
+    folder = written(randomised(MADE["eagle3-norms"](tiny_target)), tiny_target, tmp_path / "out")
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["norm_before_fc"], config["norm_before_residual"], config["fc_norm"]) == (True, True, False)
+    assert load_file(folder / "model.safetensors")["input_norm.weight"].shape == (64,)
+    assert "the official code does not know them" in (folder / "README.md").read_text()
 
 
 def as_sglang(config: dict[str, Any]) -> list[int]:

@@ -414,10 +414,10 @@ def test_a_state_without_a_loss_is_refused() -> None:
 # EAGLE-3 --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("normed", [False, True])
-def test_it_starts_as_the_last_layer_when_that_is_its_tap(normed: bool, tiny_target: Target) -> None:
+@pytest.mark.parametrize("norms", [{}, {"fc_norm": True}, {"norm_before_fc": True, "norm_before_residual": True}])
+def test_it_starts_as_the_last_layer_when_that_is_its_tap(norms: dict[str, bool], tiny_target: Target) -> None:
     """With the target's own last norm and output layer it repeats the target's guess of the token before."""
-    drafter = Eagle3.create(Eagle3Config(taps=(0, 1), fc_norm=normed), tiny_target)
+    drafter = Eagle3.create(dataclasses.replace(Eagle3Config(taps=(0, 1)), **norms), tiny_target)  # type: ignore[arg-type]
     features = text(tiny_target, drafter, list(range(20, 30)))
     with torch.no_grad():
         hidden = drafter(features).hidden_BLKD[:, :, 0]
@@ -472,6 +472,30 @@ def test_fc_norm_normalises_every_tapped_state(tiny_target: Target) -> None:
     with torch.no_grad():
         torch.testing.assert_close(drafter.fuse(features.final(), features.taps),
                                    torch.cat(normed, dim=-1) @ drafter.fc.weight.mT, atol=1e-5, rtol=1e-5)
+
+
+def test_norm_before_fc_normalises_all_tapped_states_together(tiny_target: Target) -> None:
+    drafter = randomised(Eagle3.create(Eagle3Config(norm_before_fc=True), tiny_target))
+    features = text(tiny_target, drafter, list(range(20, 30)))
+    joined = torch.cat([features.taps[layer] for layer in (0, 1)], dim=-1)
+    rms = torch.sqrt(joined.square().mean(-1, keepdim=True) + drafter.block.norm_eps)
+    with torch.no_grad():
+        torch.testing.assert_close(drafter.fuse(features.final(), features.taps),
+                                   (drafter.get_parameter("input_norm.weight") * joined / rms) @ drafter.fc.weight.mT,
+                                   atol=1e-5, rtol=1e-5)
+    with pytest.raises(UserError, match=r"fc_norm and norm_before_fc are both true, .*; choose one"):
+        Eagle3Config(fc_norm=True, norm_before_fc=True)
+
+
+def test_norm_before_residual_adds_to_the_normalised_state(tiny_target: Target) -> None:
+    """With zero outputs of attention and MLP the layer passes on its residual."""
+    drafter = Eagle3.create(Eagle3Config(taps=(1,), norm_before_residual=True), tiny_target)
+    with torch.no_grad():
+        drafter.midlayer.hidden_norm.weight.normal_()
+    features, read = text(tiny_target, drafter, [20, 21, 22, 23]), torch.randn(1, 4, 32)
+    passed = drafter.midlayer(torch.randn(1, 4, 32), read, Rollout(features)(0))
+    wanted = torch.nn.functional.rms_norm(read, (32,), drafter.midlayer.hidden_norm.weight, drafter.block.norm_eps)
+    torch.testing.assert_close(passed, wanted)
 
 
 @pytest.mark.parametrize("normed", [False, True])
