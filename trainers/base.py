@@ -30,6 +30,7 @@ from .chunked_losses import VocabularyLoss
 from .draft_vocabulary import reduced_vocabulary
 from .metrics import describe, weighted_mean_loss
 from .objectives import Objective, ObjectiveName, Teacher
+from .optimizers import OptimizerName, optimizer_for
 from .schedules import warmup_cosine
 from .training_clock import Clock, peak_memory_bytes
 
@@ -52,6 +53,9 @@ class TrainConfig:
     max_minutes: float | None = None
     """Minutes of training, without validation and checkpoints, after which the run ends at its current step; None for
     no limit. The learning rate follows steps or time, whichever is further on."""
+    optimizer: OptimizerName = "adamw"
+    """`adamw`, or `muon` for the matrices inside the layers, at ten times the learning rate, and AdamW for output
+    layers, embeddings and vectors."""
     lr: float = 2e-3
     """Peak learning rate of AdamW."""
     warmup_steps: int = 20
@@ -59,7 +63,7 @@ class TrainConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay of AdamW's averages of the gradient and of its square. The EAGLE papers have 0.9 and 0.95."""
     weight_decay: float = 0.0
-    """Decoupled weight decay of AdamW; biases and other vectors are exempt."""
+    """Decoupled weight decay; biases and other vectors are exempt."""
     clip: float = 1.0
     """Largest norm of the whole gradient; 0 turns clipping off."""
     accumulate: int = 1
@@ -204,15 +208,9 @@ class DraftModule(L.LightningModule):
             yield
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """AdamW with warm-up and cosine; vectors have no weight decay."""
-        trained = [parameter for parameter in self.drafter.parameters() if parameter.requires_grad]
-        matrices = [parameter for parameter in trained if parameter.ndim > 1]
-        vectors = [parameter for parameter in trained if parameter.ndim <= 1]
-        groups = [{"params": matrices, "weight_decay": self.config.weight_decay},
-                  {"params": vectors, "weight_decay": 0.0}]
-        # Fused: one pass over the weights in place of one for each operation.
-        optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=self.config.lr,
-                                      betas=self.config.betas, fused=True)
+        """The chosen optimizer with warm-up and cosine."""
+        optimizer = optimizer_for(self.drafter, self.config.optimizer, lr=self.config.lr, betas=self.config.betas,
+                                  weight_decay=self.config.weight_decay)
         factor = warmup_cosine(self.config.warmup_steps, self.config.max_steps, lambda: self.time_spent)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -64,6 +64,9 @@ class Medusa2TrainConfig(MedusaTrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.optimizer != "adamw":
+            raise UserError(f"optimizer is {self.optimizer!r}, but the target's low-rank weights and the heads have "
+                            "rates of their own; set optimizer to adamw")
         if not self.heads_lr_factor > 0:
             raise UserError(f"heads_lr_factor must be above 0, got {self.heads_lr_factor}")
         if self.schedule not in HEADS_WEIGHT:
