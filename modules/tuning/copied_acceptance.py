@@ -121,15 +121,11 @@ def _following(tokens_L: Tensor, roots_N: Tensor, count: int) -> Tensor:
 
 def _copies(lookup: Lookup, tokens_L: Tensor, roots_N: Tensor) -> Tensor:
     """The tokens that prompt lookup copies at each root of a row, [N, C]; -1 where it finds nothing."""
-    state, row_1 = lookup.start(1, len(tokens_L)), torch.zeros(1, dtype=torch.long)
-    root = Frontier(nodes_BF=row_1[None], parents_BF=row_1[None] - 1, tokens_BF=row_1[None])
-    found, read = [torch.empty(0, lookup.reach, dtype=torch.long)], 0
-    for place in roots_N.tolist():
-        new_1N = tokens_L[None, read:place]
-        lookup.observe(state, row_1, Observation(tokens_BN=new_1N, counts_B=row_1 + place - read, final_BND=new_1N,
-                                                 taps={}, roots_B=tokens_L[place : place + 1]))
-        scores, read = lookup.expand(state, root), place
-        assert scores.candidates_BFHQ is not None
-        copied_1C = scores.candidates_BFHQ[0, :, :, 0]
-        found.append(torch.where(scores.log_probs_BFHQ[0, :, :, 0] > -torch.inf, copied_1C, -1))
-    return torch.cat(found)
+    # One row for each root: the tokens after it are in its row, but not in its text.
+    tokens_NL, order_N = tokens_L.expand(len(roots_N), -1), torch.arange(len(roots_N))
+    state, root_N1 = lookup.start(len(roots_N), len(tokens_L)), torch.zeros_like(roots_N)[:, None]
+    lookup.observe(state, order_N, Observation(tokens_BN=tokens_NL, counts_B=roots_N, final_BND=tokens_NL, taps={},
+                                               roots_B=tokens_L[roots_N]))
+    scores = lookup.expand(state, Frontier(nodes_BF=root_N1, parents_BF=root_N1 - 1, tokens_BF=root_N1))
+    assert scores.candidates_BFHQ is not None
+    return torch.where(scores.log_probs_BFHQ[:, 0, :, 0] > -torch.inf, scores.candidates_BFHQ[:, 0, :, 0], -1)
