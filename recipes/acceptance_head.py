@@ -36,6 +36,8 @@ from .terminal_text import say
 UNMEASURED = ("the data hold out no prompts (distill.validation_prompts is 0): no report will have figures of this "
               "head")
 """Sentence where there is nothing to measure a head on."""
+MEASURED = 4
+"""One of so many held-out prompts is kept for the figures; the others come first in the fit."""
 Rows = list[tuple[list[int], list[bool]]]
 """(tokens, supervised) of conversations."""
 
@@ -45,8 +47,9 @@ class LabelConfig:
     """Examples of drafted tokens, and the sampling that the heads are calibrated for."""
 
     origin: Literal["rollouts", "mixing"] = "rollouts"
-    """rollouts: whole drafts while the target answers the data's prompts, with the exact acceptance of each token;
-    mixing: the paper's, one drafted token at each place of the data's answers, read in a mixed text."""
+    """rollouts: whole drafts while the target answers the data's prompts, with the exact acceptance of each token.
+    Those of three in four held-out prompts come first, since the drafter knows the others. mixing: the paper's, one
+    drafted token at each place of the data's answers, read in a mixed text."""
     temperatures: tuple[float, ...] = (0.0, 1.0)
     """A head is trained for each of these temperatures; it decides for answers at this one alone."""
     top_k: int = 0
@@ -60,8 +63,8 @@ class LabelConfig:
     examples: int = 24000
     """Drafted tokens for each head, held-out ones included; fewer where the data end before."""
     measured: int = 4000
-    """Drafted tokens of the figures in the report, after prompts that the data hold out; fewer where these end before.
-    """
+    """Drafted tokens of the figures in the report, after a quarter of the prompts that the data hold out; fewer where
+    these end before."""
     max_new_tokens: int = 128
     """Longest answer that is drafted for, in tokens."""
     batch_size: int = 8
@@ -143,7 +146,7 @@ def specdec(parsed: Parsed[SpecdecArguments]) -> None:
 def train_heads(artifact: Artifact, manifest: Manifest, folder: Path, parsed: Parsed[SpecdecArguments]) -> None:
     """Train a head for each sampling and save it into the artifact."""
     given = parsed.values
-    rows, unseen = (list(data_rows(folder, manifest, name)) for name in ("train", "validation"))
+    rows, unseen = shared_out(*(list(data_rows(folder, manifest, name)) for name in ("train", "validation")))
     for number, setting in enumerate(given.labels.settings(), 1):
         say(f"[{number}/{len(given.labels.settings())}] acceptance head for {setting}")
         examples = make_examples(artifact, rows, setting, given.labels)
@@ -159,6 +162,20 @@ def train_heads(artifact: Artifact, manifest: Manifest, folder: Path, parsed: Pa
         say(f"     fitted to {len(examples.chances_E)} drafted tokens")
         for sentence in [UNMEASURED] if found is None else head_verdicts(found):
             say(f"     {sentence}")
+
+
+def shared_out(trained: Rows, held_out: Rows) -> tuple[Rows, Rows]:
+    """(rows to fit a head to, those that the drafter was not trained on first; rows to measure it on).
+
+    A drafter knows the greedy answers that it was trained on: its drafts for those are accepted more often than others,
+    and a head fitted to them promises too much.
+
+    Args:
+        trained: rows of the training data.
+        held_out: rows that the drafter was not trained on.
+    """
+    measured = -(-len(held_out) // MEASURED)
+    return held_out[measured:] + trained, held_out[:measured]
 
 
 def data_rows(folder: Path, manifest: Manifest, name: str) -> Iterator[tuple[list[int], list[bool]]]:
@@ -197,10 +214,10 @@ def make_examples(artifact: Artifact, rows: Rows, setting: SamplingSetting, conf
 
 
 def split(examples: Examples, held_out: float) -> tuple[Examples, Examples]:
-    """(first examples, the last share of them)."""
-    first = len(examples.chances_E) - max(1, round(held_out * len(examples.chances_E)))
-    return (Examples(states_ED=examples.states_ED[:first], chances_E=examples.chances_E[:first]),
-            Examples(states_ED=examples.states_ED[first:], chances_E=examples.chances_E[first:]))
+    """(the other examples, the first share of them): those come from prompts that the drafter was not trained on."""
+    first = max(1, round(held_out * len(examples.chances_E)))
+    return (Examples(states_ED=examples.states_ED[first:], chances_E=examples.chances_E[first:]),
+            Examples(states_ED=examples.states_ED[:first], chances_E=examples.chances_E[:first]))
 
 
 def measured(

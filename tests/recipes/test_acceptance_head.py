@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from draftsmith.data import Manifest
 from draftsmith.export import load_artifact, save_artifact
-from draftsmith.modules import Drafter, Rollouts, Target, TargetConfig, Topology, load_target, rollouts
+from draftsmith.modules import Drafter, Examples, Rollouts, Target, TargetConfig, Topology, load_target, rollouts
 from draftsmith.recipes import acceptance_head
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.acceptance_head import COMMANDS
@@ -65,20 +66,31 @@ def test_the_command_puts_heads_into_the_artifact(
 def test_the_figures_are_measured_on_prompts_that_nothing_was_trained_on(
     tmp_path: Path, tiny_run: Path, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[set[tuple[int, ...]]] = []
+    seen: list[list[tuple[int, ...]]] = []
 
     def noting(target: Target, drafter: Drafter, prompts: list[list[int]], *rest: Any, **settings: Any) -> Rollouts:
-        seen.append({tuple(prompt) for prompt in prompts})
-        assert len(prompts) == len(seen[-1]), "no prompt is asked twice"
+        seen.append([tuple(prompt) for prompt in prompts])
+        assert len(prompts) == len(set(seen[-1])), "no prompt is asked twice"
         return rollouts(target, drafter, prompts, *rest, **settings)
 
     monkeypatch.setattr(acceptance_head, "rollouts", noting)
     artifact = made(tmp_path / "a", target, tiny_run / "data")
     assert main(["specdec", "--artifact", str(artifact), *SMALL, "--temperatures", "[0]"]) == 0
     learned, measured = seen
-    assert learned
     assert measured
-    assert not learned & measured
+    assert not set(learned) & set(measured)
+    manifest = Manifest.load(tiny_run / "data")
+    rows = [row for row, _ in acceptance_head.data_rows(tiny_run / "data", manifest, "train")]
+    trained = [any(tuple(row[: len(prompt)]) == prompt for row in rows) for prompt in learned]
+    assert not trained[0]
+    assert trained == sorted(trained), "prompts that the drafter was not trained on come first"
+    assert not any(tuple(row[: len(prompt)]) == prompt for row in rows for prompt in measured)
+
+
+def test_examples_that_choose_the_head_come_from_the_first_prompts() -> None:
+    examples = Examples(states_ED=torch.arange(10.0)[:, None], chances_E=torch.arange(10.0))
+    learned, chosen_by = acceptance_head.split(examples, 0.2)
+    assert (learned.chances_E.tolist(), chosen_by.chances_E.tolist()) == (list(range(2, 10)), [0, 1])
 
 
 def test_without_held_out_prompts_a_head_has_no_figures(
