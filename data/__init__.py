@@ -3,7 +3,7 @@
 from .chat import ChatTemplate
 from .distill import distill, read_held_out
 from .distill_config import DistillConfig
-from .feature_store import encode
+from .feature_store import WantedStates, encode
 from .prompts import Prompt, PromptConfig, load_prompts, read_prompts
 from .token_store import Manifest, ShardRecord, TokenShard
 from .writers import Writer
@@ -16,6 +16,7 @@ __all__ = [
     "PromptConfig",
     "ShardRecord",
     "TokenShard",
+    "WantedStates",
     "Writer",
     "distill",
     "encode",

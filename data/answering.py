@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..modules import DecodeSettings, DecodeStats, Generation, Request, Target, UserError, decode, repeats_itself
+from ..modules.decoding.state_recorder import RecordedStates, StateRecorder
 from .chat import ChatTemplate, Turn, join_turns
 from .prompts import Prompt
 from .token_store import Row, SourceName
@@ -36,17 +37,26 @@ class Conversation:
     """Answers cut by the length limit."""
     rows: list[Row] = field(default_factory=list)
     """Its training rows; filled when it is complete."""
+    states: list[RecordedStates] = field(default_factory=list)
+    """The target's states at its prompts and answers, where they were recorded."""
 
     @property
     def repetitive(self) -> int:
         """Answers with more than 30 % repeated 4-grams."""
         return sum(repeats_itself(turn.answer) for turn in self.turns)
 
-    def take(self, prompt: list[int], generation: Generation, text: str) -> None:
+    def take(self, prompt: list[int], generation: Generation, text: str, states: RecordedStates | None = None) -> None:
         """Add one answer. A cut one has no end token, and none is added."""
         self.turns.append(Turn(prompt=prompt, answer=list(generation.tokens)))
         self.texts.append(text)
         self.truncated += generation.finish == "length"
+        if states is not None:
+            # A prompt that goes on from an earlier answer was read with all of it.
+            self.states = [one for one in self.states if states.tokens[: len(one.tokens)] != one.tokens] + [states]
+
+    def states_of(self, row: Row) -> RecordedStates | None:
+        """The states recorded at exactly the tokens of a row; None where there are none."""
+        return next((one for one in self.states if one.tokens == row.tokens), None)
 
     def lay_out(self, rows: Sequence[tuple[Sequence[int], Sequence[bool]]]) -> None:
         """Complete the conversation with its (tokens, supervised) rows."""
@@ -92,7 +102,11 @@ class Answerer:
         self.stats = DecodeStats()
 
     def answer(
-        self, prompts: Sequence[tuple[int, Prompt]], temperatures: Sequence[float], deadline: float | None = None
+        self,
+        prompts: Sequence[tuple[int, Prompt]],
+        temperatures: Sequence[float],
+        deadline: float | None = None,
+        taps: tuple[int, ...] | None = None,
     ) -> list[Conversation]:
         """Answer every turn of numbered prompts, in order; prompt n gets temperatures[n % len(temperatures)].
 
@@ -100,6 +114,8 @@ class Answerer:
             prompts: with their numbers, which key their random streams.
             temperatures: given to the prompts in turn.
             deadline: value of `time.monotonic()` after which no answer is started.
+            taps: layers whose states are recorded with the final ones, unless a writer does not tap them; None records
+                nothing.
 
         Returns:
             The conversations with at least one answer. One ends early where its history outgrows the target's context.
@@ -114,13 +130,21 @@ class Answerer:
             for number, prompt in prompts
         ]
         for turn in range(max((_asked(prompt) for _, prompt in prompts), default=0)):
-            self._answer_turn([one for one in conversations if _asked(one.prompt) > turn == len(one.turns)], deadline)
+            here = [one for one in conversations if _asked(one.prompt) > turn == len(one.turns)]
+            self._answer_turn(here, deadline, self._recorder(taps))
         answered = [one for one in conversations if one.turns]
         for one in answered:
             one.lay_out(join_turns(one.turns))
         return answered
 
-    def _answer_turn(self, conversations: Sequence[Conversation], deadline: float | None) -> None:
+    def _recorder(self, taps: tuple[int, ...] | None) -> StateRecorder | None:
+        if taps is None or (self.writer is not None and not set(taps) <= set(self.writer.drafter.taps)):
+            return None
+        return StateRecorder(taps, self.target.dtype)
+
+    def _answer_turn(
+        self, conversations: Sequence[Conversation], deadline: float | None, recorder: StateRecorder | None
+    ) -> None:
         """Add the next answer to each conversation that still fits the context."""
         asked: dict[int, Conversation] = {}
         requests: list[Request] = []
@@ -145,11 +169,14 @@ class Answerer:
             policy=policy,
             on_tokens=self._count,
             deadline=deadline,
+            recorder=recorder,
         )
         self.stats.add(result.stats)
+        states = {} if recorder is None else recorder.states(result.generations)
         for generation in result.generations:
             request = generation.request
-            asked[request.index].take(list(request.tokens), generation, self._text(generation.tokens))
+            text = self._text(generation.tokens)
+            asked[request.index].take(list(request.tokens), generation, text, states.get(request.index))
 
     def _before(self, one: Conversation) -> list[int]:
         """Tokens before the next answer."""

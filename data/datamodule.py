@@ -35,9 +35,10 @@ class BatchConfig:
     seed: int = 0
     """Seed of the order of the conversations."""
     states: Literal["stored", "computed", "mixed"] = "stored"
-    """Origin of the target's states. stored: written to disk beforehand; computed: by the target in the training
-    step; mixed: those of the first shards are stored, as many as `store_gib` has room for, the others computed. Batches
-    of mixed and of computed hold the same pieces in the same order."""
+    """Origin of the target's states. stored: written to disk beforehand, kept while the target decodes answers and
+    computed for other text; computed: by the target in the training step; mixed: those of the first shards are stored,
+    as many as `store_gib` has room for, the others computed. Batches of mixed and of computed hold the same pieces in
+    the same order."""
     store_gib: float | None = None
     """GiB on disk for stored states, with `mixed`. Shards are stored in their order, each whole."""
 

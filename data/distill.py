@@ -2,7 +2,8 @@
 
 A shard is a pure function of the recipe, its number and the shards before it: it has its own prompts, each answer has
 its own stream of random numbers, and free slots are refilled inside the shard only. So a killed run makes its last
-shard again and ends with the same bytes.
+shard again and ends with the same bytes. Where a training will read the target's states, they are stored with the shard
+(`shard_states`).
 """
 
 import json
@@ -19,9 +20,11 @@ from ..modules.json_records import read_json, record_of
 from .answering import Answerer, Conversation, take_given
 from .chat import ChatTemplate
 from .distill_config import DistillConfig, check_recipe, describe_recipe, package_versions
+from .feature_store import WantedStates
 from .progress import Progress
 from .prompts import Prompt, PromptConfig, ReadPrompts, Source, read_prompts
 from .self_prompting import OwnPrompts
+from .shard_states import ShardStates
 from .token_store import (
     MANIFEST,
     SOURCES,
@@ -59,6 +62,7 @@ def distill(
     out: str | Path,
     *,
     writer: Writer | None = None,
+    states: Sequence[WantedStates] = (),
     progress: bool = True,
 ) -> Manifest:
     """Make, or finish, a folder of token shards.
@@ -71,13 +75,16 @@ def distill(
         out: folder of validation-00000.safetensors, test.jsonl, train-*.safetensors, manifest.json and stats.json. A
             folder started with the same recipe is finished; a complete one is left as it is.
         writer: the draft of the artifact that `config.draft` names, where a draft writes rows.
+        states: the target's states that each training will read from disk. Those of shards with decoded rows are
+            recorded while they are decoded, and stored in the target's number format; `encode` adds the others.
         progress: show progress bars.
 
     Raises:
         UserError: if the recipe does not fit the source, the target or what `out` holds; a finished shard is corrupted;
             the disk is full; or no token would be supervised.
     """
-    return Distillation(target, prompts, config, template, Path(out), writer=writer, progress=progress).run()
+    given = target, prompts, config, template, Path(out)
+    return Distillation(*given, writer=writer, states=states, progress=progress).run()
 
 
 def read_held_out(folder: Path) -> list[Prompt]:
@@ -107,6 +114,7 @@ class Distillation:
         out: Path,
         *,
         writer: Writer | None,
+        states: Sequence[WantedStates],
         progress: bool,
     ) -> None:
         self.target, self.prompts, self.config, self.template, self.out = target, prompts, config, template, out
@@ -114,7 +122,7 @@ class Distillation:
         check_recipe(prompts, config, target.context_length)
         if (writer is None) != (config.draft is None):
             raise ValueError("distill.draft names an artifact and the writer is its draft; give both or neither")
-        self.progress = Progress(shown=progress)
+        self.progress, self.states = Progress(shown=progress), ShardStates(target, out, states)
         settings = DecodeSettings(batch_size=config.slots, top_k=config.top_k, top_p=config.top_p, seed=config.seed)
         self.answerer, self.drafting = (
             Answerer(target, template, settings, config.max_new_tokens, self._count, chosen)
@@ -246,7 +254,7 @@ class Distillation:
         )
         if first:
             with self.progress.stage("held-out answers", 2 * first * self.config.max_new_tokens, "tok"):
-                answered = self.answerer.answer(held[:first], (0.0,)) + self._drawn(held[:first])
+                answered = self.answerer.answer(held[:first], (0.0,), taps=self._taps()) + self._drawn(held[:first])
             self._write_shard("validation", answered, [prompt.key for _, prompt in held[:first]], position)
         else:
             self.manifest.save(self.out)
@@ -255,7 +263,7 @@ class Distillation:
         """The prompts with answers at the temperature by which trees for sampled rows are sized, without filters."""
         settings = replace(self.answerer.settings, top_k=0, top_p=1.0)
         drawing = Answerer(self.target, self.template, settings, self.config.max_new_tokens, self._count)
-        answered = drawing.answer(prompts, (SIZING_TEMPERATURE,))
+        answered = drawing.answer(prompts, (SIZING_TEMPERATURE,), taps=self._taps())
         self.answerer.stats.add(drawing.stats)
         return answered
 
@@ -309,13 +317,13 @@ class Distillation:
                 found += taken
             elif name in dealt:
                 answerer = self.answerer if name == "target" else self.drafting
-                found += answerer.answer(dealt[name], self.config.temperatures, self._deadline())
+                found += answerer.answer(dealt[name], self.config.temperatures, self._deadline(), self._taps())
         return sorted(found, key=lambda one: one.number)
 
     def _write_shard(
         self, split: SplitName, conversations: Sequence[Conversation], keys: Sequence[int], candidates: int
     ) -> None:
-        """Write one shard, then the manifest with its hash."""
+        """Write one shard and its states, then the manifest with its hash."""
         shard = TokenShard.from_rows([row for one in conversations for row in one.rows], keys)
         data = shard.to_bytes()
         record = ShardRecord(
@@ -335,9 +343,19 @@ class Distillation:
             repetitive=sum(one.repetitive for one in conversations),
         )
         write_bytes(self.out / record.file, data)
+        states = [one.states_of(row) for one in conversations for row in one.rows]
+        self.states.write(self._tokens(), record, shard, states)
         self.manifest = replace(self.manifest, shards=(*self.manifest.shards, record))
         self.manifest.save(self.out)
         self._write_stats()
+
+    def _taps(self) -> tuple[int, ...] | None:
+        """Layers whose states are recorded in the next shard; None where none are."""
+        return self.states.taps(self._tokens())
+
+    def _tokens(self) -> int:
+        """Tokens of all finished shards."""
+        return sum(record.tokens for record in self.manifest.shards)
 
     def _count(self, tokens: int) -> None:
         self.progress.advance("tok", tokens)
@@ -388,7 +406,8 @@ class Distillation:
         for part in parts:
             total = sums[f"{part}_total_slots"]
             sums[f"{part}_busy_share"] = sums[f"{part}_busy_slots"] / total if total else 1.0
-        return {**sums, "seconds": self._seconds()}
+        states = self.before.get("states_seconds", 0.0) + self.states.seconds
+        return {**sums, "states_seconds": states, "seconds": self._seconds()}
 
     def _write_stats(self) -> None:
         write_bytes(self.out / STATS, json.dumps(self._stats(), indent=2, sort_keys=True).encode())

@@ -19,7 +19,7 @@ class DistillConfig:
     """Number, length and sampling of the answers, and their writers."""
 
     shard_prompts: int = 128
-    """Prompts of one shard, which a killed run makes again."""
+    """Prompts of one shard, which a killed run makes again. States that are to be stored are in memory until then."""
     slots: int = 32
     """Answers generated at once; a finished one makes room for the next prompt of its shard."""
     max_new_tokens: int = 192

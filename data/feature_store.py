@@ -1,12 +1,15 @@
 """Feature shards: the target's states at every token of a token shard, stored once and read slice by slice.
 
 Each kind of state has a file of its own, so that drafters which read different layers share what they have in common.
+Where the target has decoded a shard, its states are stored with it (`shard_states`); `encode` is a second pass of the
+target over what has none: given text, layers that another drafter reads, lost files. Both give the same states within
+rounding, not the same bytes.
 
-Shapes: B rows of a pass, N tokens of a slice, D hidden size of the target.
+Shapes: B rows of a pass, T tokens of a shard, N tokens of a slice or a row, D hidden size of the target.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -130,6 +133,120 @@ def affordable(
     return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class WantedStates:
+    """States that the training of a drafter reads from disk."""
+
+    taps: tuple[int, ...] = ()
+    """Layers whose outputs it reads, next to the final states."""
+    room: int | None = None
+    """Bytes that they may take; None for no limit."""
+
+    def fitting(self, tokens: int, width: int) -> tuple[str, ...]:
+        """Names of the states of the first `tokens` tokens of the data, of `width` bytes each; none where there is no
+        room for them."""
+        names = state_names(self.taps)
+        return names if self.room is None or tokens * width * len(names) <= self.room else ()
+
+
+class StateStore:
+    """The files of states in a folder of data, and their list in features.json.
+
+    Args:
+        folder: of `distill`.
+        target: the one that the shards were made with.
+        dtype: of the stored states. Files of another target or number format are forgotten and written anew.
+
+    Raises:
+        UserError: if the list is damaged.
+    """
+
+    def __init__(self, folder: Path, target: Target, dtype: torch.dtype) -> None:
+        self.folder, self.hidden_size, self.dtype = folder, target.hidden_size, dtype
+        self.key = {
+            "format_version": FORMAT_VERSION,
+            "target": target.identity.weights_hash,
+            "dtype": str(dtype).removeprefix("torch."),
+        }
+        self.files = _known_features(folder, self.key)
+
+    def lacks(self, record: ShardRecord, names: Sequence[str]) -> list[str]:
+        """Those of the named states that are not stored for a shard as they were written."""
+        return [name for name in names if not _is_encoded(self.folder, record, name, self.files)]
+
+    def write(self, record: ShardRecord, names: Sequence[str], rows: Sequence[Mapping[str, Tensor]]) -> None:
+        """Write the named states of a shard, one kind after the other, then the list.
+
+        Args:
+            record: the shard.
+            names: of the states.
+            rows: those of each row by name, each [N, D].
+
+        Raises:
+            UserError: if the disk is full.
+        """
+        for name in names:
+            states_TD = torch.empty(record.tokens, self.hidden_size, dtype=self.dtype)
+            if rows:
+                torch.cat([row[name] for row in rows], out=states_TD)
+            file = self.folder / state_file(record, name)
+            write_tensors(file, {STATES: states_TD})
+            self.files[file.name] = {"tokens": record.sha256, "sha256": hash_file(file)}
+        listed = {**self.key, "files": self.files}
+        write_bytes(self.folder / FEATURES, json.dumps(listed, indent=2, sort_keys=True).encode())
+
+
+class Encoding:
+    """The second pass of the target over a folder of data: it reads whatever has no stored states.
+
+    Args:
+        target: the one that the shards were made with.
+        folder: of `distill`.
+        taps: layers whose outputs are stored too.
+        dtype: of the stored states, such as float16; auto keeps the target's.
+        room: bytes that the states of this drafter may take: the first shards that fit are stored; None stores all.
+
+    Raises:
+        UserError: if the target is another, or there is no room for one shard.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        folder: Path,
+        taps: tuple[int, ...] = (),
+        *,
+        dtype: str = "auto",
+        room: int | None = None,
+    ) -> None:
+        manifest = Manifest.load(folder)
+        manifest.target.require_same(target.identity)
+        self.target, self.folder, self.names = target, folder, state_names(taps)
+        self.store = StateStore(folder, target, target.dtype if dtype == "auto" else _dtype(dtype))
+        self.records = affordable(manifest, taps, self.store.dtype, room)
+        lacking = {record: self.store.lacks(record, self.names) for record in self.records}
+        self.missing = {record: names for record, names in lacking.items() if names}
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that have to be read."""
+        return sum(record.tokens for record in self.missing)
+
+    def run(self, *, progress: bool = True) -> list[Path]:
+        """Read them and store their states; returns the files that hold the states of all shards.
+
+        Raises:
+            UserError: if a shard is corrupted or the disk is full.
+        """
+        bar = tqdm(total=self.tokens, desc="target states", unit="tok", disable=not (progress and self.missing))
+        with self.target.reproducible(), bar:
+            for record, names in self.missing.items():
+                shard = TokenShard.read(self.folder / record.file, record.sha256)
+                read = read_rows(self.target, shard, range(shard.num_rows), names, self.store.dtype, bar.update)
+                self.store.write(record, names, [read[row] for row in range(shard.num_rows)])
+        return [self.folder / state_file(record, name) for record in self.records for name in self.names]
+
+
 def encode(
     target: Target,
     folder: str | Path,
@@ -157,29 +274,7 @@ def encode(
     Raises:
         UserError: if the target is another, a shard is corrupted, the disk is full, or there is no room for one shard.
     """
-    folder = Path(folder)
-    manifest = Manifest.load(folder)
-    manifest.target.require_same(target.identity)
-    stored = target.dtype if dtype == "auto" else _dtype(dtype)
-    key = {
-        "format_version": FORMAT_VERSION,
-        "target": target.identity.weights_hash,
-        "dtype": str(stored).removeprefix("torch."),
-    }
-    done, records = _known_features(folder, key), affordable(manifest, taps, stored, room)
-    wanted = {record: [name for name in state_names(taps) if not _is_encoded(folder, record, name, done)]
-              for record in records}
-    missing = {record: names for record, names in wanted.items() if names}
-    total = sum(record.tokens for record in missing)
-    with target.reproducible(), tqdm(total=total, desc="target states", unit="tok", disable=not progress) as bar:
-        for record, names in missing.items():
-            shard = TokenShard.read(folder / record.file, record.sha256)
-            for name, states in _states(target, shard, names, stored, bar).items():
-                file = folder / state_file(record, name)
-                write_tensors(file, {STATES: states})
-                done[file.name] = {"tokens": record.sha256, "sha256": hash_file(file)}
-            write_bytes(folder / FEATURES, json.dumps({**key, "files": done}, indent=2, sort_keys=True).encode())
-    return [folder / state_file(record, name) for record in records for name in state_names(taps)]
+    return Encoding(target, Path(folder), taps, dtype=dtype, room=room).run(progress=progress)
 
 
 def open_features(folder: Path, records: Sequence[ShardRecord], taps: Sequence[int]) -> list[FeatureShard]:
@@ -243,35 +338,46 @@ def _is_encoded(folder: Path, record: ShardRecord, name: str, done: Mapping[str,
     )
 
 
-def _states(
-    target: Target, shard: TokenShard, names: Sequence[str], dtype: torch.dtype, bar: Any
-) -> dict[str, Tensor]:
-    """The named states of all tokens of a shard, each [N, D]."""
-    spans = [shard.span(row) for row in range(shard.num_rows)]
+def read_rows(
+    target: Target,
+    shard: TokenShard,
+    rows: Sequence[int],
+    names: Sequence[str],
+    dtype: torch.dtype,
+    advance: Callable[[int], object] | None = None,
+) -> dict[int, dict[str, Tensor]]:
+    """The named states of these rows of a shard, each [N, D] on the CPU, by a pass of the target over the rows.
+
+    Args:
+        target: reads them.
+        shard: tokens of the rows.
+        rows: by number.
+        names: of the states.
+        dtype: of the states.
+        advance: called with the number of tokens of each pass.
+    """
     taps = {name: int(name.removeprefix("tap_")) for name in names if name != FINAL}
-    states = {name: torch.empty(len(shard.tokens_T), target.hidden_size, dtype=dtype) for name in names}
-    for group in _alike([stop - start for start, stop in spans]):
-        pieces = [
-            Piece(tokens_N=shard.tokens_T[start:stop], supervised_N=shard.supervised_T[start:stop])
-            for start, stop in (spans[row] for row in group)
-        ]
+    found: dict[int, dict[str, Tensor]] = {}
+    for group in _alike({row: shard.span(row)[1] - shard.span(row)[0] for row in rows}):
+        spans = [slice(*shard.span(row)) for row in group]
+        pieces = [Piece(tokens_N=shard.tokens_T[span], supervised_N=shard.supervised_T[span]) for span in spans]
         encoded = target.encode(pad(pieces), tuple(taps.values()))
-        for name in names:
-            states_BND = encoded.taps[taps[name]] if name in taps else encoded.final()
-            for place, row in enumerate(group):
-                start, stop = spans[row]
-                states[name][start:stop] = states_BND[place, : stop - start].to("cpu", dtype)
-        bar.update(sum(len(piece.tokens_N) for piece in pieces))
-    return states
+        kinds = {name: encoded.taps[taps[name]] if name in taps else encoded.final() for name in names}
+        for place, (row, piece) in enumerate(zip(group, pieces, strict=True)):
+            count = len(piece.tokens_N)
+            found[row] = {name: kind[place, :count].to("cpu", dtype, copy=True) for name, kind in kinds.items()}
+        if advance is not None:
+            advance(sum(len(piece.tokens_N) for piece in pieces))
+    return found
 
 
-def _alike(lengths: Sequence[int]) -> list[list[int]]:
-    """Rows in groups of like length and at most PASS_TOKENS tokens, padding included.
+def _alike(lengths: Mapping[int, int]) -> list[list[int]]:
+    """Rows of these lengths in groups of like length and at most PASS_TOKENS tokens, padding included.
 
     Not packed: a packed row of 1,024 tokens spends a third of its pass on attention between strangers.
     """
     groups: list[list[int]] = []
-    for row in sorted(range(len(lengths)), key=lambda row: lengths[row]):
+    for row in sorted(lengths, key=lambda row: lengths[row]):
         if not groups or lengths[row] * (len(groups[-1]) + 1) > PASS_TOKENS:
             groups.append([])
         groups[-1].append(row)

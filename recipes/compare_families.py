@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from ..data import DistillConfig, Manifest, PromptConfig
+from ..data import DistillConfig, Manifest, PromptConfig, WantedStates
 from ..export import EvaluateConfig, Method, evaluate, load_artifact, measured_heads, write_report
 from ..export.evaluation.reference_answers import REFERENCES
 from ..export.report.family_comparison import write_standings
@@ -95,11 +95,12 @@ def families(parsed: Parsed[FamiliesArguments]) -> None:
     wanted = [row_name(row) for row in given.rows if given.only in (None, row_name(row))]
     files = {name: compose(name, recipes[name], parsed) for name in wanted if name in recipes}
     trust = trusting(given)
-    for file in files.values():
-        workspace_of(file, *trust).check()
+    workspaces = [workspace_of(file, *trust) for file in files.values()]
+    for workspace in workspaces:
+        workspace.check()
     # Any row's recipe will do: the sections that decide the data are the same for all rows.
     source = next(iter(files.values()), None) or next((compose(*row, parsed) for row in recipes.items()), None)
-    distil_once(source, given.out, trust)
+    distil_once(source, given.out, trust, [one for workspace in workspaces for one in workspace.wanted_states()])
     for number, name in enumerate(wanted, 1):
         say(f"\n== row {number}/{len(wanted)}: {name}")
         if name in files:
@@ -135,11 +136,11 @@ def trusting(given: FamiliesArguments) -> list[str]:
             f"--target.trust_remote_code={str(given.target.trust_remote_code).lower()}"]
 
 
-def distil_once(file: Path | None, out: Path, trust: Sequence[str]) -> None:
-    """The data that all rows train on, by the recipe of one of them."""
+def distil_once(file: Path | None, out: Path, trust: Sequence[str], states: Sequence[WantedStates]) -> None:
+    """The data that all rows train on, by the recipe of one of them, with the states that their trainings read."""
     if file is None:
         return
-    perform_stages(workspace_of(file, "--out", str(out), "--data", "null", *trust), ["distill"])
+    perform_stages(workspace_of(file, "--out", str(out), "--data", "null", *trust), ["distill"], states)
 
 
 def workspace_of(file: Path, *words: str) -> Workspace:

@@ -40,6 +40,8 @@ class Plan:
     """Draft states of one micro-batch with their gradient, and the logits alive at once, in bytes on every device."""
     distill_cache: int
     """Keys and values of the answers generated at once, in bytes."""
+    kept_states: int
+    """States of one shard of answers, kept in memory until the shard is stored, in bytes; 0 where none are."""
     stored_states: int
     """Target states on disk, in bytes; 0 where they are computed in the step, or the budget is in minutes alone."""
 
@@ -64,6 +66,7 @@ def plan_recipe(recipe: Recipe, target: Target) -> Plan:
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     tokens, states = batch.rows_per_batch * batch.row_length, 1 + len(drafter.taps)
     width = target.hidden_size * target.dtype.itemsize
+    shard, keeps = recipe.distill.shard_prompts, batch.states != "computed" and module.needs_states
     return Plan(
         target_parameters=sum(parameter.numel() for parameter in target.model.parameters()),
         target=sum(parameter.numel() for parameter in target.model.parameters()) * target.dtype.itemsize,
@@ -72,6 +75,7 @@ def plan_recipe(recipe: Recipe, target: Target) -> Plan:
         batch_states=tokens * states * width,
         batch_drafts=(2 * tokens * drafter.trained_steps * drafter.state_size + 4 * _logits(target, drafter)) * WIDE,
         distill_cache=recipe.distill.slots * recipe.distill.max_new_tokens * cache_bytes(target),
+        kept_states=shard * recipe.distill.max_new_tokens * states * width if keeps else 0,
         stored_states=_stored(recipe, states * width),
     )
 
@@ -106,7 +110,8 @@ def lines(plan: Plan, recipe: Recipe) -> Iterator[str]:
     yield f"step      {recipe.batch.rows_per_batch} rows of {recipe.batch.row_length} tokens: target states "\
           f"{size(plan.batch_states)}, draft states and logits {size(plan.batch_drafts)}"
     yield f"training  {size(plan.training)} a device, activations of the drafter's own layers not counted"
-    yield f"distill   {recipe.distill.slots} answers at once: {size(plan.distill_cache)} of keys and values"
+    kept = f"; states of a shard: {size(plan.kept_states)}" if plan.kept_states else ""
+    yield f"distill   {recipe.distill.slots} answers at once: {size(plan.distill_cache)} of keys and values{kept}"
     yield f"disk      target states: {disk}"
 
 

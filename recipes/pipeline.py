@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from ..data import DistillConfig, Prompt, distill, encode, read_held_out
+from ..data import DistillConfig, Prompt, WantedStates, distill, read_held_out
 from ..data.datamodule import DraftDataModule
 from ..data.distill_config import require_enough
+from ..data.feature_store import Encoding
 from ..export import (
     Method,
     SampledTuning,
@@ -61,20 +62,22 @@ PLACES = ("out", "data", "references", "evaluate")
 """Recipe keys that say nothing about how an artifact was made."""
 
 
-def distill_stage(workspace: Workspace) -> Sequence[Path]:
-    """Prompts are answered by the target, or by whoever else writes the training rows."""
+def distill_stage(workspace: Workspace, more: Sequence[WantedStates] = ()) -> Sequence[Path]:
+    """Prompts are answered by the target, or by whoever else writes the training rows; the states of what it decodes
+    are stored for this recipe's training and for `more`."""
     workspace.check()
     recipe = workspace.recipe
     require_enough(recipe.prompts, recipe.distill)
     manifest = distill(workspace.target, recipe.prompts, recipe.distill, workspace.template, workspace.data,
-                       writer=writer_of(workspace))
+                       writer=writer_of(workspace), states=[*workspace.wanted_states(), *more])
     held_out = [] if manifest.held_out is None else [manifest.held_out.file]
     files = ["manifest.json", *held_out, *(shard.file for shard in manifest.shards)]
     return [workspace.data / file for file in files]
 
 
 def encode_stage(workspace: Workspace) -> Sequence[Path]:
-    """The target's states at every token are stored, unless the recipe has them computed in the training step."""
+    """The target's states at every token that have not been stored while it decoded are computed and stored, unless the
+    recipe has them computed in the training step."""
     workspace.check()
     workspace.require_same_origin()
     if workspace.recipe.batch.states == "computed":
@@ -84,7 +87,11 @@ def encode_stage(workspace: Workspace) -> Sequence[Path]:
     if not module.needs_states:
         say("     nothing to store: training reads tokens alone")
         return []
-    return encode(workspace.target, workspace.data, module.drafter.taps, room=workspace.recipe.batch.store_bytes)
+    encoding = Encoding(workspace.target, workspace.data, module.drafter.taps,
+                        room=workspace.recipe.batch.store_bytes)
+    if not encoding.tokens:
+        say("     nothing to compute: all of them were stored before, while the answers were decoded or by another run")
+    return encoding.run()
 
 
 def train_stage(workspace: Workspace) -> Sequence[Path]:
@@ -236,11 +243,11 @@ def held_out_sets(data: Path) -> dict[str, list[Prompt]]:
     return {**({"own": own} if own else {}), "handwritten": handwritten_prompts()}
 
 
-def stages(workspace: Workspace) -> tuple[Stage, ...]:
-    """The stages of a run, in order."""
+def stages(workspace: Workspace, more: Sequence[WantedStates] = ()) -> tuple[Stage, ...]:
+    """The stages of a run, in order; the first stores `more` states for other trainings on the same data."""
     trained_by = ("family", "drafter", "train")
     return (
-        Stage(name="distill", title="the target answers prompts", work=partial(distill_stage, workspace),
+        Stage(name="distill", title="the target answers prompts", work=partial(distill_stage, workspace, more),
               sections=("target", "template", "prompts", "distill")),
         Stage(name="encode", title="the target's states are stored", work=partial(encode_stage, workspace),
               sections=("batch", *trained_by)),
@@ -253,9 +260,11 @@ def stages(workspace: Workspace) -> tuple[Stage, ...]:
     )
 
 
-def perform_stages(workspace: Workspace, chosen: Sequence[str] | None = None) -> None:
+def perform_stages(
+    workspace: Workspace, chosen: Sequence[str] | None = None, more: Sequence[WantedStates] = ()
+) -> None:
     """Run stages of a recipe, all by default; the first is left out where the recipe names finished data."""
-    every = stages(workspace)
+    every = stages(workspace, more)
     if workspace.recipe.data is None:
         before = writer_digest(workspace)
     else:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from ..data import ChatTemplate, Manifest
+from ..data import ChatTemplate, Manifest, WantedStates
 from ..data.datamodule import count_tokens
 from ..modules import Target, UserError, load_target
 from ..modules.atomic_files import write_file
@@ -130,6 +130,17 @@ class Workspace:
         """Try the recipe's devices, and the recipe on the target's shape, before any work. Raises UserError."""
         require_devices(self.recipe.train)
         dry_run(self.recipe, sketch_target(self.recipe.target))
+
+    def wanted_states(self) -> tuple[WantedStates, ...]:
+        """The target's states that training reads from disk; none where it reads none, or has them computed.
+
+        Raises:
+            UserError: if the recipe does not fit the target.
+        """
+        module, batch = dry_run(self.recipe, sketch_target(self.recipe.target)), self.recipe.batch
+        if batch.states == "computed" or not module.needs_states:
+            return ()
+        return (WantedStates(taps=module.drafter.taps, room=batch.store_bytes),)
 
     def module(self) -> DraftModule:
         """A new LightningModule of the recipe's family, with its drafter."""

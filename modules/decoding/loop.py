@@ -7,13 +7,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..errors import TreeError, UserError
-from ..interfaces.proposer import AheadStates, DraftState, Observation, Proposer, Verified, VerifiedRows
+from ..interfaces.proposer import AheadStates, DraftState, Observation, Proposer, Verified
 from ..policies.base import Policy
 from ..target.model import PassOutput
 from ..token_tree import Lookahead, TokenTree, Topology
@@ -23,47 +22,14 @@ from .device_timer import Stopwatch
 from .pass_outcome import ahead_states, observation, to_host, verified
 from .requests import DecodeResult, DecodeSettings, DecodeStats, Generation, Request
 from .row_errors import PARENT, DecodeError, message, screen
+from .state_recorder import StateRecorder
 from .stop_texts import first_stop
+from .verifier import Verifier
 
 Observer = Callable[[TokenTree, Accepted, Sequence[Generation]], None]
 """Called after each pass, before its tokens are added: the trees, the accepted paths, the answer of each row."""
 _SHORTEST_PREFIX = 8
 """Tokens that prompts must share before it pays to keep them in a row of their own."""
-
-
-class Rows(VerifiedRows, Protocol):
-    """A batch of sequences inside something that answers tree passes: `TargetRows`, or stored text."""
-
-    def run(self, tree: TokenTree, rows: list[int] | None = None, select_BM: Tensor | None = None) -> PassOutput: ...
-
-    def commit(self, path_BK: Tensor, counts_B: Tensor, host_counts: list[int], *, moved: bool = True) -> None: ...
-
-    def open(self, row: int, index: int) -> int: ...
-
-    def wipe(self, row: int) -> None: ...
-
-    def keep(self, order: list[int]) -> None: ...
-
-
-class Verifier(Protocol):
-    """The interface of a target to the loop."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def context_length(self) -> int: ...
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def tokenizer(self) -> Any: ...
-
-    def start(self, rows: int, capacity: int, taps: Sequence[int] = (), prefix: Sequence[int] = ()) -> Rows: ...
 
 
 class Loop:
@@ -80,9 +46,12 @@ class Loop:
         drafter: proposes; None decodes plainly.
         policy: how its trees grow; needed with a drafter.
         observer: called after every pass that verifies; None costs nothing.
+        recorder: gets the target's states at every token; a finished row then stays for one more pass, which reads its
+            last token. With a drafter, it records layers that the drafter taps.
 
     Raises:
         UserError: if the policy makes no sense with the drafter or the sampling, or two requests have the same index.
+        ValueError: if a drafter comes without a policy, or does not tap what is recorded.
     """
 
     def __init__(
@@ -94,6 +63,7 @@ class Loop:
         drafter: Proposer | None = None,
         policy: Policy | None = None,
         observer: Observer | None = None,
+        recorder: StateRecorder | None = None,
     ) -> None:
         if (drafter is None) != (policy is None):
             raise ValueError("a drafter needs a policy and a policy needs a drafter; give both or neither")
@@ -103,7 +73,7 @@ class Loop:
                 # Nothing but a root: the drafter is not needed.
                 drafter = policy = None
         self.target, self.settings, self.drafter, self.policy = target, settings, drafter, policy
-        self.observer = observer
+        self.observer, self.recorder = observer, recorder
         self.waiting: deque[Request] = deque()
         self.refused: list[Generation] = []
         requests = list(requests)
@@ -126,7 +96,9 @@ class Loop:
         count = min(settings.batch_size, len(self.waiting))
         # A drafter must see every prompt token, so only plain decoding reads a common start once.
         prefix = shared_prefix([r.tokens for r in self.waiting], settings.prefill_chunk) if drafter is None else ()
-        self.rows = target.start(count, longest + nodes, drafter.taps if drafter else (), prefix)
+        self.rows = target.start(count, longest + nodes, _taps(drafter, recorder), prefix)
+        if recorder is not None and self.rows.shared is not None:
+            recorder.add_prefix(prefix, self.rows.shared)
         self.state: DraftState | None = drafter.join(self.rows, count, longest + nodes) if drafter is not None else None
         self._reads_logits = drafter is not None and drafter.reads_logits
         self.roots_B = torch.zeros(count, dtype=torch.long, device=target.device)
@@ -151,12 +123,12 @@ class Loop:
             while free and self.waiting:
                 started = [row for row in free if self._assign(row)]
                 yield from self._prefill(started)
-                free = [row for row in free if row not in started or self._done(row)]
+                free = [row for row in free if row not in started or self._free(row)]
             self._shrink([row for row in free if row < len(self.slots)])
             if not self.slots:
                 break
             yield from self._pass()
-            free = [row for row in range(len(self.slots)) if self._done(row)]
+            free = [row for row in range(len(self.slots)) if self._free(row)]
         self.stats.draft_seconds += self._drafting.read()
         self.stats.seconds += time.perf_counter() - started_at
 
@@ -168,6 +140,8 @@ class Loop:
         self.slots[row : row + 1] = [Generation(request)]
         self.referee.open(row, request)
         self._read = self.rows.open(row, request.index)
+        if self.recorder is not None:
+            self.recorder.open(request.index, self._read)
         if self.drafter is not None and self.state is not None:
             self.drafter.clear(self.state, torch.tensor([row], device=self.target.device))
         return True
@@ -175,6 +149,10 @@ class Loop:
     def _done(self, row: int) -> bool:
         generation = self.slots[row]
         return generation.finish != "length" or len(generation.tokens) >= generation.request.max_new_tokens
+
+    def _free(self, row: int) -> bool:
+        """True for a finished row that nothing more is recorded of."""
+        return self._done(row) and (self.recorder is None or self.recorder.settled(self.slots[row]))
 
     # Prompts ---------------------------------------------------------------------------------------------------------
 
@@ -227,6 +205,8 @@ class Loop:
             )
         self._observe(
             rows_R,
+            [self.slots[row] for row in rows],
+            counts,
             Observation(
                 tokens_BN=tokens_BC,
                 counts_B=counts_B,
@@ -271,16 +251,21 @@ class Loop:
         self.roots_B = accepted.bonus_B
         answers = verified(tree, accepted, output) if self._reads_logits else None
         rows_R = torch.arange(len(emitted), device=self.target.device)
-        self._observe(rows_R, observation(sent, accepted, output, answers))
+        self._observe(rows_R, self.slots, counts, observation(sent, accepted, output, answers))
         if self.policy is not None:
             self.policy.learn(tree, accepted)
         self.stats.target_calls += 1
-        self.stats.busy_slots += len(emitted)
+        self.stats.busy_slots += sum(not self._done(row) for row in range(len(emitted)))
         self.stats.total_slots += self._count
         if self.observer is not None:
             self.observer(tree, accepted, self.slots)
         for row, (tokens, fault) in enumerate(zip(emitted, faults, strict=True)):
             generation = self.slots[row]
+            if self._done(row):
+                # It has stayed for the states of its last token.
+                if fault:
+                    self._wipe(row)
+                continue
             kept = self._take(row, tokens, fault)
             if kept or not fault:
                 generation.emitted.append(len(kept))
@@ -301,7 +286,12 @@ class Loop:
                 screened = roots, torch.zeros_like(self.roots_B).index_fill(0, failed, PARENT)
         return screened
 
-    def _observe(self, rows_R: Tensor, observation: Observation) -> None:
+    def _observe(
+        self, rows_R: Tensor, generations: Sequence[Generation], counts: list[int], observation: Observation
+    ) -> None:
+        """Hand the new tokens of these rows, counts[r] of each, to the recorder and the drafter."""
+        if self.recorder is not None:
+            self.recorder.add([one.request.index for one in generations], counts, observation)
         if self.drafter is not None and self.state is not None:
             with self._drafting.running():
                 self.drafter.observe(self.state, rows_R, observation)
@@ -333,9 +323,17 @@ class Loop:
         if fault:
             if not self._done(row):
                 generation.finish, generation.error = "error", message(fault, generation, self.target.vocab_size)
-            # NaN keys and values would reach the next sequence of this row even through a mask: 0 * NaN is NaN.
-            self.rows.wipe(row)
+            self._wipe(row)
         return kept
+
+    def _wipe(self, row: int) -> None:
+        """Drop what a row that went wrong has left.
+
+        NaN keys and values would reach the next sequence of the row even through a mask: 0 * NaN is NaN.
+        """
+        self.rows.wipe(row)
+        if self.recorder is not None:
+            self.recorder.drop(self.slots[row].request.index)
 
     def _extend(self, generation: Generation, tokens: list[int]) -> list[int]:
         """Append what still belongs to the answer: up to its limit, its end token or its stop text."""
@@ -362,6 +360,7 @@ def decode(
     on_tokens: Callable[[Generation, list[int], bool], None] | None = None,
     deadline: float | None = None,
     observer: Observer | None = None,
+    recorder: StateRecorder | None = None,
 ) -> DecodeResult:
     """Continue all requests.
 
@@ -374,6 +373,7 @@ def decode(
         on_tokens: called with (generation, its new tokens, whether it finished) after every pass.
         deadline: value of `time.monotonic()` after which no waiting request is started.
         observer: called after every pass that verifies.
+        recorder: gets the target's states at every token of the requests and their answers.
 
     Raises:
         UserError: if two requests have the same index, or the policy makes no sense with the drafter.
@@ -382,7 +382,7 @@ def decode(
             raised when all other rows have finished; its `result` holds every generation.
     """
     finished: dict[int, Generation] = {}
-    loop = Loop(target, requests, settings, drafter=drafter, policy=policy, observer=observer)
+    loop = Loop(target, requests, settings, drafter=drafter, policy=policy, observer=observer, recorder=recorder)
     for generation, tokens, done in loop.run(deadline):
         if on_tokens is not None:
             on_tokens(generation, tokens, done)
@@ -425,6 +425,16 @@ def shared_prefix(prompts: Sequence[tuple[int, ...]], limit: int) -> tuple[int, 
     room = min(limit, min(map(len, prompts)) - 1)
     count = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
     return low[: min(count, room)] if min(count, room) >= _SHORTEST_PREFIX else ()
+
+
+def _taps(drafter: Proposer | None, recorder: StateRecorder | None) -> tuple[int, ...]:
+    """Layers whose outputs the passes give."""
+    recorded = () if recorder is None else recorder.taps
+    if drafter is None:
+        return recorded
+    if missing := set(recorded) - set(drafter.taps):
+        raise ValueError(f"layers {sorted(missing)} are recorded, but the drafter taps {drafter.taps}")
+    return drafter.taps
 
 
 def _places(tree: TokenTree) -> Tensor:

@@ -337,7 +337,7 @@ class TargetRows:
         self.cache = RowCache(target.num_layers, rows + bool(prefix), capacity, target.device)
         self.calls = 0
         self.drafted: EarlyLayers | None = None
-        self.spare = self._read_prefix(prefix) if prefix else None
+        self.shared = self._read_prefix(prefix) if prefix else None
 
     @property
     def reads_virtual(self) -> bool:
@@ -404,20 +404,21 @@ class TargetRows:
     def open(self, row: int, index: int) -> int:
         """Empty a row for the request numbered `index`; it starts with the shared prefix, whose length is returned."""
         self.cache.clear(row)
-        if self.spare is None:
+        if self.shared is None:
             return 0
-        length = self.cache.host_lengths[self.spare]
-        self.cache.copy(self.spare, row, length)
+        spare = self.cache.rows - 1
+        length = self.cache.host_lengths[spare]
+        self.cache.copy(spare, row, length)
         return length
 
-    def _read_prefix(self, prefix: Sequence[int]) -> int:
+    def _read_prefix(self, prefix: Sequence[int]) -> PassOutput:
         """Read the common prefix once, into a spare row after the others."""
         device, count, spare = self.target.device, len(prefix), self.active
         counts_B = torch.tensor([count], device=device)
         tree = TokenTree.prompts(torch.tensor([list(prefix)], device=device), counts_B)
-        self.run(tree, [spare], counts_B[:, None] - 1)
+        output = self.run(tree, [spare], counts_B[:, None] - 1)
         self.commit(torch.arange(count, device=device)[None], counts_B, [count], moved=False)
-        return spare
+        return output
 
     def wipe(self, row: int) -> None:
         """Zero what a row that went wrong left in the cache."""

@@ -113,6 +113,7 @@ class ReplayRows:
 
     def __init__(self, replay: Replay, rows: int, taps: tuple[int, ...]) -> None:
         self.replay, self.taps = replay, taps
+        self.shared: PassOutput | None = None
         self.stored: list[StoredRow | None] = [None] * rows
         self.lengths = [0] * rows
         self._running: list[int] = []

@@ -1,10 +1,12 @@
-"""Tokens per second of the prompts and answers that a target writes, and seconds of storing its states.
+"""Tokens per second of the prompts and answers that a target writes, and seconds until its states are stored.
 
-    python tests/benchmarks/distillation.py [--target NAME] [--answers N] [--slots N] [--new-tokens N] [--repeats N]
+    python tests/benchmarks/distillation.py [--target NAME] [--answers N] [--slots N] [--new-tokens N] [--taps N ...]
+                                            [--repeats N]
 
-Each repeat distils the same small folder in two ways that take turns: with the sampling of this package, and with one
-that sorts the whole vocabulary and adds up all of it. The states are stored after each. Medians are printed, and the
-median of the ratios within the pairs, which other work on the machine affects least.
+Each repeat distils the same small folder in three ways that take turns: with a sampler that sorts the whole vocabulary
+and adds up all of it; with the sampling of this package; and with that, while the states are kept. After the first two,
+a second pass computes the states. Medians are printed, and the medians of the ratios within a repeat, which other work
+on the machine affects least.
 """
 
 import argparse
@@ -19,13 +21,13 @@ from statistics import median
 from unittest.mock import patch
 
 import torch
-from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, distill, encode
+from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, WantedStates, distill, encode
 from draftsmith.modules import DEFAULT_NAME, Sampling, Target, TargetConfig, load_target
 from draftsmith.modules.decoding import batch_verifier
 from draftsmith.modules.verification import acceptance_rules
 from torch import Tensor
 
-WAYS = ("sorted", "ours")
+WAYS = ("sorted", "ours", "kept")
 TEMPERATURES = (0.0, 0.0, 0.8)
 """Of the answers, as in the recipes for the embedded target."""
 
@@ -47,25 +49,37 @@ def sorting() -> Iterator[None]:
         yield
 
 
-def measured(target: Target, config: DistillConfig, answers: int, folder: Path) -> dict[str, float]:
-    """Tokens per second of prompts and answers, and seconds for the states of a thousand tokens."""
-    prompts = PromptConfig(origin="own", limit=answers)
-    distill(target, prompts, config, ChatTemplate(target.tokenizer), folder, progress=False)
+def measured(
+    target: Target, config: DistillConfig, answers: int, folder: Path, taps: tuple[int, ...], *, kept: bool
+) -> dict[str, float]:
+    """Tokens per second of prompts and answers; seconds of the answers with their states, and of the second pass for a
+    thousand tokens."""
+    prompts, states = PromptConfig(origin="own", limit=answers), [WantedStates(taps=taps)] if kept else []
+    distill(target, prompts, config, ChatTemplate(target.tokenizer), folder, states=states, progress=False)
     stats = json.loads((folder / "stats.json").read_text())
     started = time.perf_counter()
-    encode(target, folder, progress=False)
+    encode(target, folder, taps, progress=False)
     seconds = time.perf_counter() - started
     speeds = {part: stats[f"{part}_busy_slots"] / stats[f"{part}_seconds"] for part in ("prompts", "answers")}
-    return {**speeds, "states": 1000 * seconds / sum(record.tokens for record in Manifest.load(folder).shards)}
+    return {**speeds, "both": stats["answers_seconds"] + stats["states_seconds"] + seconds,
+            "states": 1000 * seconds / sum(record.tokens for record in Manifest.load(folder).shards)}
+
+
+def line(title: str, part: str, found: dict[str, list[dict[str, float]]], pair: tuple[str, str], digits: int) -> str:
+    """A row of a table: a part in two ways, and the second over the first."""
+    before, after = ([one[part] for one in found[way]] for way in pair)
+    ratio = median(new / old for old, new in zip(before, after, strict=True))
+    return f"| {title} | {median(before):.{digits}f} | {median(after):.{digits}f} | {ratio:.2f} |"
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--target", default=DEFAULT_NAME, help="hub id, folder, GGUF file or name")
     parser.add_argument("--answers", type=int, default=40, help="prompts that the target writes")
     parser.add_argument("--slots", type=int, default=40, help="rows decoded at once")
     parser.add_argument("--new-tokens", type=int, default=32, help="longest answer, in tokens")
+    parser.add_argument("--taps", type=int, nargs="*", default=(), help="layers whose states are stored too")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each way")
     options = parser.parse_args()
     target = load_target(TargetConfig(name=options.target, device="cpu", dtype="float32"))
@@ -75,14 +89,17 @@ def main() -> None:
     for _ in range(options.repeats):
         for way in WAYS:
             with tempfile.TemporaryDirectory() as folder, sorting() if way == "sorted" else nullcontext():
-                found[way].append(measured(target, config, options.answers, Path(folder)))
+                found[way].append(measured(target, config, options.answers, Path(folder), tuple(options.taps),
+                                           kept=way == "kept"))
     print(f"{options.target}, {options.slots} slots, {torch.get_num_threads()} threads, torch {torch.__version__}")
     print("| part | whole vocabulary sorted | ours | ratio |\n|---|---|---|---|")
-    for part, title in (("prompts", "prompts, tokens/s"), ("answers", "answers, tokens/s")):
-        before, after = ([one[part] for one in found[way]] for way in WAYS)
-        ratio = median(new / old for old, new in zip(before, after, strict=True))
-        print(f"| {title} | {median(before):.0f} | {median(after):.0f} | {ratio:.2f} |")
-    print(f"| states, s per 1,000 tokens | | {median(one['states'] for way in WAYS for one in found[way]):.2f} | |")
+    for part in ("prompts", "answers"):
+        print(line(f"{part}, tokens/s", part, found, ("sorted", "ours"), 0))
+    second = median(one["states"] for way in ("sorted", "ours") for one in found[way])
+    print(f"| second pass, s per 1,000 tokens | | {second:.2f} | |")
+    print("\n| part | states by a second pass | states kept | ratio |\n|---|---|---|---|")
+    print(line("answers, tokens/s", "answers", found, ("ours", "kept"), 0))
+    print(line("answers and states, s", "both", found, ("ours", "kept"), 1))
 
 
 if __name__ == "__main__":

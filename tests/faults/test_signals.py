@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from draftsmith.data import feature_store
 from draftsmith.data.distill import Distillation
 from draftsmith.recipes import artifact_commands, pipeline
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.interruption import Stopped, call, stopped_by_signals
 from draftsmith.trainers import MedusaModule
+from safetensors.torch import load_file
 
 TINY = Path(__file__).resolve().parents[2] / "recipes" / "tiny.yaml"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -64,13 +66,13 @@ def left_by(run: Path, *gone: str) -> None:
 
 @pytest.mark.parametrize(("number", "owner", "name", "at", "gone"), [
     (signal.SIGTERM, Distillation, "_write_shard", 2, ("data", "train", "artifact")),
-    (signal.SIGINT, feature_store, "write_tensors", 2, ("data/final-*", "data/features.json", "train", "artifact")),
+    (signal.SIGINT, feature_store, "write_tensors", 2, ("data", "train", "artifact")),
     (signal.SIGTERM, MedusaModule, "training_step", 13, ("train", "artifact")),
     (signal.SIGINT, MedusaModule, "training_step", 8, ("train", "artifact")),
     (signal.SIGHUP, MedusaModule, "training_step", 1, ("train", "artifact")),
     (signal.SIGTERM, pipeline, "measure_cost", 1, ("artifact",)),
     (signal.SIGHUP, pipeline, "write_report", 1, ("report.html",)),
-], ids=["distillation", "encoding", "training", "training-ctrl-c", "training-hangup", "artifact", "evaluation"])
+], ids=["distillation", "states", "training", "training-ctrl-c", "training-hangup", "artifact", "evaluation"])
 def test_a_signal_ends_a_run_that_the_same_command_finishes(
     number: signal.Signals, owner: Any, name: str, at: int, gone: tuple[str, ...], tiny_run: Path, copied_run: Path,
     unhandled: list[int], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
@@ -93,6 +95,26 @@ def test_a_signal_ends_a_run_that_the_same_command_finishes(
         signal_in(monkeypatch, owner, name, signal.SIGTERM, 30 - at + 1)
     assert main(words) == 0
     assert contents(copied_run) == contents(tiny_run)
+    assert not unhandled
+
+
+def test_states_made_again_after_a_signal_are_those_of_an_undisturbed_second_pass(
+    copied_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unhandled: list[int]
+) -> None:
+    """Lost states come back by a second pass: the states within rounding, and the same bytes however often it stops."""
+    made = {file.name: load_file(file)["states"] for file in (copied_run / "data").glob("final-*")}
+    left_by(copied_run, "data/final-*", "data/features.json", "train", "artifact")
+    calm = Path(shutil.copytree(copied_run, tmp_path / "calm"))
+    assert main(["distill", "--config", str(TINY), "--out", str(calm)]) == 0
+    words = ["distill", "--config", str(TINY), "--out", str(copied_run)]
+    with monkeypatch.context() as patch:
+        signal_in(patch, feature_store, "write_tensors", signal.SIGINT, 2)
+        assert main(words) == 130
+    assert main(words) == 0
+    assert contents(copied_run) == contents(calm)
+    assert len(made) > 2
+    for name, states in made.items():
+        torch.testing.assert_close(load_file(copied_run / "data" / name)["states"], states, rtol=0, atol=1e-4)
     assert not unhandled
 
 

@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from draftsmith.data.feature_store import Encoding
+from draftsmith.recipes import compare_families
 from draftsmith.recipes.__main__ import main
+from draftsmith.recipes.compare_families import workspace_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,6 +71,28 @@ def test_nothing_is_done_twice(recipe: Path, finished: Path, capfd: pytest.Captu
     assert message.count("already complete, skipped") == 5
     assert "== row 1/1: three" in message
     assert {file: file.stat().st_mtime_ns for file in finished.rglob("*.safetensors")} == before
+
+
+def test_the_states_of_all_rows_are_kept_while_the_target_answers(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that read different layers share the data: each finds all its states stored."""
+    content, row = (yaml.safe_load((recipe.parent / name).read_text()) for name in (recipe.name, "two.yaml"))
+    for layer in (0, 1):
+        row |= {"family": "eagle3", "drafter": {"taps": [layer]}}
+        (tmp_path / f"tap{layer}.yaml").write_text(yaml.safe_dump(row))
+    content |= {"out": str(tmp_path / "out"), "rows": [str(tmp_path / f"tap{layer}.yaml") for layer in (0, 1)]}
+    (tmp_path / "families.yaml").write_text(yaml.safe_dump(content))
+    left: dict[tuple[int, ...], int] = {}
+
+    def noted(_name: str, file: Path, _trust: object) -> None:
+        workspace = workspace_of(file)
+        [wanted] = workspace.wanted_states()
+        left[wanted.taps] = Encoding(workspace.target, workspace.data, wanted.taps).tokens
+
+    monkeypatch.setattr(compare_families, "run_row", noted)
+    assert main(["families", "--config", str(tmp_path / "families.yaml")]) == 0
+    assert left == {(0,): 0, (1,): 0}
 
 
 def test_a_baseline_alone_has_the_data_distilled_for_it(recipe: Path, tmp_path: Path) -> None:

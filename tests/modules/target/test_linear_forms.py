@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.data import ChatTemplate, DistillConfig, distill, encode
+from draftsmith.data import ChatTemplate, DistillConfig, WantedStates, distill, encode
 from draftsmith.modules import (
     DecodeSettings,
     Request,
@@ -92,10 +92,13 @@ def made(targets: list[Target], folder: Path) -> dict[str, bytes]:
     prompts = write_prompts(folder, many(12))
     config = DistillConfig(shard_prompts=4, slots=3, max_new_tokens=8, temperatures=(0.0, 1.0), validation_prompts=2,
                            test_prompts=1)
-    for target, writes in zip(targets, [2] * (len(targets) - 1) + [None], strict=True):
+    for target, writes in zip(targets, [9] * (len(targets) - 1) + [None], strict=True):
+        # Six files a shard: its tokens, two of states and their list, the manifest, the times.
         with suppress(Killed), killed_after(writes):
-            distill(target, prompts, config, ChatTemplate(target.tokenizer), folder / "data", progress=False)
-    encode(targets[-1], folder / "data", (0,), progress=False)
+            distill(target, prompts, config, ChatTemplate(target.tokenizer), folder / "data", progress=False,
+                    states=[WantedStates(taps=(0,))])
+    # Layer 1 by a second pass.
+    encode(targets[-1], folder / "data", (0, 1), progress=False)
     return contents(folder / "data")
 
 

@@ -1,0 +1,74 @@
+"""States of decoded rows: recorded while the target writes a shard, and stored with it.
+
+The files of a shard's states are written before the manifest names the shard, and they are a pure function of the same
+decoding as its tokens: a killed run makes shard and states again, with the same bytes.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from ..modules import Target
+from ..modules.decoding.state_recorder import RecordedStates
+from .feature_store import FINAL, StateStore, WantedStates, read_rows, tap
+from .token_store import ShardRecord, TokenShard
+
+
+class ShardStates:
+    """The states of the shards of one distillation, for every training that will read them from disk.
+
+    Those of one shard are in memory: tokens x hidden size x (1 + number of taps) x bytes of a number, and one kind of
+    state once more while its file is written.
+
+    Args:
+        target: writes the answers; its number format is that of the states.
+        folder: of the data.
+        wanted: states of each training; none keeps nothing.
+
+    Raises:
+        UserError: if the folder's list of states is damaged.
+    """
+
+    def __init__(self, target: Target, folder: Path, wanted: Sequence[WantedStates]) -> None:
+        self.target, self.wanted = target, tuple(wanted)
+        self.store = StateStore(folder, target, target.dtype) if wanted else None
+        self.seconds = 0.0
+        """Time spent on reading what was not recorded, and on writing."""
+
+    def taps(self, tokens: int) -> tuple[int, ...] | None:
+        """Layers to be recorded in the next shard, after shards of so many tokens; None where nothing has room."""
+        chosen = [one for one in self.wanted if self._fitting(one, tokens + 1)]
+        return tuple(sorted({layer for one in chosen for layer in one.taps})) if chosen else None
+
+    def write(self, tokens: int, record: ShardRecord, shard: TokenShard, rows: Sequence[RecordedStates | None]) -> None:
+        """Store the states of a shard that have room.
+
+        Rows without recorded states are read by the target; a shard without any is left to `encode`.
+
+        Args:
+            tokens: those of the shards before it.
+            record: its entry in the manifest.
+            shard: its tokens.
+            rows: recorded states of each row.
+
+        Raises:
+            UserError: if the disk is full.
+        """
+        names = tuple(sorted({name for one in self.wanted for name in self._fitting(one, tokens + record.tokens)}))
+        if self.store is None or not names or all(one is None for one in rows):
+            return
+        started = time.monotonic()
+        missing = [row for row, one in enumerate(rows) if one is None]
+        read = read_rows(self.target, shard, missing, names, self.store.dtype)
+        self.store.write(record, names, [read[row] if one is None else _named(one) for row, one in enumerate(rows)])
+        self.seconds += time.monotonic() - started
+
+    def _fitting(self, one: WantedStates, tokens: int) -> tuple[str, ...]:
+        return one.fitting(tokens, self.target.hidden_size * self.target.dtype.itemsize)
+
+
+def _named(states: RecordedStates) -> dict[str, Tensor]:
+    """The states of a row by their names in files."""
+    return {FINAL: states.final_LD, **{tap(layer): tapped_LD for layer, tapped_LD in states.taps.items()}}

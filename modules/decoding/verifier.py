@@ -1,0 +1,54 @@
+"""The interface of a target to the decoding loop.
+
+Shapes: B active rows, M selected nodes, K nodes of a path.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..interfaces.proposer import VerifiedRows
+from ..target.model import PassOutput
+from ..token_tree import TokenTree
+
+
+class Rows(VerifiedRows, Protocol):
+    """A batch of sequences inside something that answers tree passes: `TargetRows`, or stored text."""
+
+    @property
+    def shared(self) -> PassOutput | None:
+        """The pass over the prefix that all rows start with; None where no such pass was run."""
+        ...
+
+    def run(self, tree: TokenTree, rows: list[int] | None = None, select_BM: Tensor | None = None) -> PassOutput: ...
+
+    def commit(self, path_BK: Tensor, counts_B: Tensor, host_counts: list[int], *, moved: bool = True) -> None: ...
+
+    def open(self, row: int, index: int) -> int: ...
+
+    def wipe(self, row: int) -> None: ...
+
+    def keep(self, order: list[int]) -> None: ...
+
+
+class Verifier(Protocol):
+    """A target, or stored text in its place."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def context_length(self) -> int: ...
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    def start(self, rows: int, capacity: int, taps: Sequence[int] = (), prefix: Sequence[int] = ()) -> Rows: ...
