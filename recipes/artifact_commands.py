@@ -229,8 +229,8 @@ class ExportArguments:
     artifact: Path
     """Folder of the artifact."""
     format: str
-    """Name of the layout: eagle, huggingface, hydra, kangaroo or medusa; merged, for an artifact that changes its
-    target: that target as a model; or specdec: an acceptance head of the artifact."""
+    """Name of the layout: eagle, huggingface, hydra, kangaroo, medusa, medusa-vllm or ppd; merged, for an artifact that
+    changes its target: that target as a model; or specdec: an acceptance head of the artifact."""
     out: Path
     """New or empty folder for it."""
     temperature: float | None = None

@@ -1,25 +1,63 @@
-"""Blocks and output layers of heads, as the layouts of Medusa and Hydra store them."""
+"""Blocks and output layers of heads, as the layouts of Medusa and Hydra store them.
+
+Shapes: D hidden size, V target vocabulary, Q entries of the draft vocabulary.
+"""
 
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from ...modules import Hydra, Medusa, UserError
+from ...modules import Medusa, Target, UserError
 
 Blocks = Mapping[tuple[int, int, str], Tensor]
 """Tensors by head, block and name within the block."""
 
 
-def require_whole_output(drafter: Medusa | Hydra) -> None:
-    """Refuse heads with output layers of their own over a reduced vocabulary: the other tokens have no rows to write.
+def require_no_bias(target: Target) -> None:
+    """Refuse a target whose output layer has a bias, for which the layouts of Medusa have no place.
 
     Raises:
-        UserError: if the heads have such output layers.
+        UserError: if it has one.
     """
-    if drafter.config.output == "copy" and drafter.token_ids_Q is not None:
-        raise UserError(f"these heads have own output layers over {drafter.config.vocabulary_size} tokens; the layout "
-                        "needs a row for every token: train with output: shared, or with vocabulary_size: null")
+    if getattr(target.head, "bias", None) is not None:
+        raise UserError(f"the output layer of {target.identity.name} has a bias, for which the layout has no place; "
+                        "decode the artifact with draftsmith")
+
+
+def medusa_blocks(drafter: Medusa) -> Blocks:
+    """The residual blocks of Medusa heads, a tied block as often as it is applied: the layouts know no other form."""
+    config = drafter.config
+    return {(head, layer, part): tensor
+            for head, blocks in enumerate(drafter.heads) for layer in range(config.num_layers)
+            for part, tensor in [*blocks.children()][0 if config.tie_blocks else layer].state_dict().items()}
+
+
+def over_all_tokens(rows: Tensor, ids_Q: Tensor | None, vocab_size: int) -> Tensor:
+    """A trained output layer [Q, D], or its bias [Q], with rows for the whole vocabulary: [V, D] or [V].
+
+    The rows of tokens outside the draft vocabulary are the mean of the trained ones. Their logit is then the mean of
+    the other logits, so that none of them is ever the best token of a head.
+    """
+    if ids_Q is None:
+        return rows
+    whole = rows.detach().mean(0).expand(vocab_size, *rows.shape[1:]).clone()
+    whole[ids_Q] = rows.detach()
+    return whole
+
+
+def equal_outputs(outputs: Mapping[int, Tensor]) -> bool:
+    """True if several heads have the same output layer [Q, D]: one layer, written once for each head."""
+    _, *others = outputs or (0,)
+    return bool(others) and 0 in outputs and all(torch.equal(outputs[0], outputs[head]) for head in others)
+
+
+def require_shapes(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Check names and shapes of all tensors that an export holds: engines ignore missing and unknown ones silently."""
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if found != expected:
+        wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+        raise ValueError(f"the export would hold wrong tensors: {', '.join(wrong[:5])}")
 
 
 def tied(blocks: Blocks, first: int) -> bool:

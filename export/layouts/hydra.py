@@ -18,7 +18,7 @@ from torch import Tensor
 from ...modules import Drafter, Hydra, HydraConfig, Target, UserError
 from ...modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
 from ..artifact import portable
-from .head_blocks import require_whole_output, tied
+from .head_blocks import over_all_tokens, tied
 from .layout_folder import layout_readme, stored, write_layout, wrong_family
 from .safetensors_reader import check_embedding, loaded, read_config, read_tensors
 
@@ -35,14 +35,14 @@ _UNUSED = (f"{_PREFIX}.embed_tokens.weight", f"{_PREFIX}.layers.0.self_attn.rota
 def export_hydra(drafter: Drafter, target: Target, out: Path) -> None:
     """Write Hydra heads as the official code stores them.
 
-    A shared output layer is written once for each head; with a reduced draft vocabulary, too, for the whole vocabulary.
+    An output layer of all heads is written once for each. A reduced draft vocabulary becomes the whole one: of own
+    layers, the other tokens get rows that never win (`over_all_tokens`).
 
     Raises:
-        UserError: if the drafter is of another family, its own output layer is reduced, or its later blocks differ.
+        UserError: if the drafter is of another family, or its later blocks differ.
     """
     if not isinstance(drafter, Hydra):
         raise wrong_family("hydra", "Hydra heads", drafter)
-    require_whole_output(drafter)
     if not drafter.config.tie_blocks and drafter.config.num_layers > 2:
         raise UserError(f"the layout holds one block after the first, applied repeatedly; these heads have "
                         f"{drafter.config.num_layers - 1}: train with tie_blocks: true")
@@ -74,9 +74,9 @@ def _slot(config: HydraConfig, layer: int) -> int:
 
 
 def _output(drafter: Hydra, target: Target, step: int) -> dict[str, Tensor]:
-    own = drafter.output_parameters(step)
-    if own:
-        return {"weight": own[0], "bias": own[1]}
+    if own := drafter.output_parameters(step):
+        weight_VD, bias_V = (over_all_tokens(rows, drafter.token_ids_Q, drafter.vocab_size) for rows in own)
+        return {"weight": weight_VD, "bias": bias_V}
     weight_VD, bias_V = target.output_weight(), target.head.bias
     return {"weight": weight_VD, "bias": bias_V if isinstance(bias_V, Tensor) else weight_VD.new_zeros(len(weight_VD))}
 

@@ -10,30 +10,32 @@ Shapes: D hidden size, V target vocabulary.
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from ...modules import Drafter, Medusa, MedusaConfig, Target, UserError
 from ..artifact import portable
-from .head_blocks import require_whole_output, tied
+from .head_blocks import equal_outputs, medusa_blocks, over_all_tokens, require_no_bias, require_shapes, tied
 from .layout_folder import layout_readme, stored, write_layout, wrong_family
+from .medusa_vllm import BLOCK, OUTPUT_OF_HEAD, take_output
 from .safetensors_reader import loaded, read_tensors
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"
 """The name that TGI requires; vLLM takes any."""
-_TENSOR = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
+_BLOCK = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.linear\.(weight|bias)")
+_OUTPUT = re.compile(r"(?:medusa_heads?\.)?(\d+)\.\d+\.weight")
 
 
 def export_medusa(drafter: Drafter, target: Target, out: Path) -> None:
     """Write Medusa heads as FasterDecoding/Medusa, TGI and vLLM up to 0.32 load them.
 
-    A shared output layer is written once for each head, since vLLM reads no other form. A reduced draft vocabulary
-    with a shared layer becomes the whole one: the same heads over more rows. A reduced layer of
-    its own has no rows to write for the other tokens and is refused.
+    An output layer of all heads is written once for each, since no engine but vLLM has a place for a single one. A
+    reduced draft vocabulary becomes the whole one. With a shared layer these are the same heads over more rows; own
+    layers get rows for the other tokens that never win (`over_all_tokens`).
 
     Raises:
-        UserError: if the drafter is of another family, its own output layer is reduced, or the target's has a bias.
+        UserError: if the drafter is of another family, or the output layer of the target has a bias.
     """
     if not isinstance(drafter, Medusa):
         raise wrong_family("medusa", "Medusa heads", drafter)
@@ -44,45 +46,45 @@ def medusa_tensors(drafter: Medusa, target: Target) -> dict[str, Tensor]:
     """The heads under their FasterDecoding names, in float32 on the CPU, each tensor with memory of its own.
 
     Raises:
-        UserError: if their own output layer is reduced, or the target's has a bias.
+        UserError: if the output layer of the target has a bias.
     """
-    require_whole_output(drafter)
-    if getattr(target.head, "bias", None) is not None:
-        raise UserError(f"the output layer of {target.identity.name} has a bias, for which the layout has no place; "
-                        "decode the artifact with draftsmith")
-    tensors: dict[str, Tensor] = {}
-    for head, blocks in enumerate(drafter.heads):
-        for layer in range(drafter.config.num_layers):
-            # The layout stores a tied block as often as it is applied.
-            block = [*blocks.children()][0 if drafter.config.tie_blocks else layer]
-            for name, tensor in block.state_dict().items():
-                tensors[f"{head}.{layer}.{name}"] = tensor
-        output = drafter.output_parameters(head)
-        tensors[f"{head}.{drafter.config.num_layers}.weight"] = output[0] if output else target.output_weight()
-    own = stored(tensors)
-    _check(own, drafter)
-    return own
+    require_no_bias(target)
+    tensors = {f"{head}.{layer}.{part}": tensor for (head, layer, part), tensor in medusa_blocks(drafter).items()}
+    for head in range(drafter.config.num_heads):
+        own = drafter.output_parameters(head)
+        tensors[f"{head}.{drafter.config.num_layers}.weight"] = (
+            over_all_tokens(own[0], drafter.token_ids_Q, drafter.vocab_size) if own else target.output_weight())
+    written = stored(tensors)
+    _check(written, drafter)
+    return written
 
 
 def import_medusa(folder: Path, target: Target) -> Medusa:
-    """Read Medusa heads in the FasterDecoding layout (safetensors only) and bind them to `target`.
+    """Read Medusa heads in the layout of FasterDecoding or of vLLM (safetensors only) and bind them to `target`.
 
     The number of heads and blocks is counted in the weights: some official configs state it wrongly. Where all blocks
-    of every head are equal they were one block in the official code, and stay one (`tie_blocks`). Heads without output
-    layers share the target's.
+    of every head are equal they were one block in the official code, and stay one (`tie_blocks`); so do equal output
+    layers (`output: one_copy`). Heads without output layers share the target's.
 
     Raises:
         UserError: if there is no safetensors file, a tensor is missing, unknown, or of another shape than the target's.
     """
-    blocks, outputs = _own_names(read_tensors(folder, MEDUSA_FILE), folder)
-    heads = 1 + max([*outputs, *(head for head, _, _ in blocks)])
+    tensors = read_tensors(folder, MEDUSA_FILE)
+    one_QD, ids_Q = take_output(tensors, target, folder)
+    blocks, outputs = _own_names(tensors, folder)
+    output: Literal["shared", "copy", "one_copy"] = "copy" if outputs else "shared"
+    heads = 1 + max([*outputs, *(head for head, _, _ in blocks)], default=-1)
+    if one_QD is not None or equal_outputs(outputs):
+        output, outputs = "one_copy", {0: outputs[0] if one_QD is None else one_QD}
     layers = 1 + max((layer for _, layer, _ in blocks), default=-1)
     shared = layers > 1 and tied(blocks, first=0)
-    config = MedusaConfig(num_heads=heads, num_layers=layers, tie_blocks=shared, output="copy" if outputs else "shared")
-    state = {f"outputs.{head}.weight": tensor for head, tensor in outputs.items()}
+    config = MedusaConfig(num_heads=heads, num_layers=layers, tie_blocks=shared, output=output,
+                          vocabulary_size=None if ids_Q is None else len(ids_Q))
+    state = {} if ids_Q is None else {"token_ids": ids_Q}
+    state |= {f"outputs.{head}.weight": tensor for head, tensor in outputs.items()}
     state |= {f"heads.{head}.{layer}.{part}": tensor for (head, layer, part), tensor in blocks.items()
               if layer == 0 or not shared}
-    return loaded(Medusa.create(config, target), state, target, f"the Medusa heads in {folder} do not fit")
+    return loaded(Medusa.create(config, target, ids_Q), state, target, f"the Medusa heads in {folder} do not fit")
 
 
 def _own_names(tensors: Mapping[str, Tensor], folder: Path) -> tuple[dict[tuple[int, int, str], Tensor],
@@ -91,13 +93,12 @@ def _own_names(tensors: Mapping[str, Tensor], folder: Path) -> tuple[dict[tuple[
     blocks: dict[tuple[int, int, str], Tensor] = {}
     outputs: dict[int, Tensor] = {}
     for name, tensor in tensors.items():
-        match = _TENSOR.fullmatch(name)
-        if match is None:
-            raise UserError(f"{folder} holds {name!r}, no tensor of Medusa heads; give a folder with only the heads")
-        if match[3] == "weight":
+        if match := _BLOCK.fullmatch(name) or BLOCK.fullmatch(name):
+            blocks[int(match[1]), int(match[2]), f"linear.{match[3]}"] = tensor
+        elif match := _OUTPUT.fullmatch(name) or OUTPUT_OF_HEAD.fullmatch(name):
             outputs[int(match[1])] = tensor
         else:
-            blocks[int(match[1]), int(match[2]), match[3]] = tensor
+            raise UserError(f"{folder} holds {name!r}, no tensor of Medusa heads; give a folder with only the heads")
     return blocks, outputs
 
 
@@ -122,14 +123,13 @@ def _check(tensors: Mapping[str, Tensor], drafter: Medusa) -> None:
             expected[f"{head}.{layer}.linear.weight"] = (width, width)
             expected[f"{head}.{layer}.linear.bias"] = (width,)
         expected[f"{head}.{layers}.weight"] = (drafter.vocab_size, width)
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if found != expected:
-        wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-        raise ValueError(f"the export would hold wrong tensors: {', '.join(wrong[:5])}")
+    require_shapes(tensors, expected)
 
 
 def _readme(drafter: Medusa, target: Target) -> str:
-    heads = drafter.config.num_heads
+    heads, entries = drafter.config.num_heads, drafter.config.vocabulary_size
+    reduced = "" if entries is None or drafter.config.output == "shared" else (
+        f" Only {entries} tokens are ever drafted: the output rows of the others are the mean of theirs.")
     return layout_readme(
         "Medusa heads", target,
         f"{heads} heads in the layout of FasterDecoding/Medusa. Serve them with",
@@ -137,5 +137,6 @@ def _readme(drafter: Medusa, target: Target) -> str:
         f"{heads}`\n"
         "* vLLM up to 0.32 (removed later): `--speculative-config '{\"method\": \"medusa\", "
         f"\"model\": \"THIS_FOLDER\", \"num_speculative_tokens\": {heads}}}'`",
-        "These engines draft a chain from the best token of each head; the tree of the artifact is not used there.",
+        "These engines draft a chain from the best token of each head; the tree of the artifact is not used there."
+        + reduced,
     )

@@ -10,6 +10,7 @@ from .huggingface import export_huggingface
 from .hydra import export_hydra
 from .kangaroo import export_kangaroo
 from .medusa import export_medusa
+from .medusa_vllm import export_medusa_vllm
 from .merged_target import ADAPTED_FORMATS
 from .ppd import export_ppd
 from .specdec import SPECDEC_FORMAT
@@ -40,6 +41,7 @@ EXPORTERS: dict[str, Callable[[Drafter, Target, Path], None]] = {
     "hydra": export_hydra,
     "kangaroo": export_kangaroo,
     "medusa": export_medusa,
+    "medusa-vllm": export_medusa_vllm,
     "ppd": export_ppd,
 }
 """Writers of the formats, by name."""

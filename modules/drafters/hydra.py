@@ -57,9 +57,9 @@ class Hydra(HeadDrafter):
     """K heads that draft one after another: head k reads the state and the k + 1 tokens after it.
 
     Own weights: `heads.{k}.first.{linear,res_connection}.{weight,bias}`, `heads.{k}.blocks.{layer}.linear.*`, with
-    `output="copy"` also `outputs.{k}.{weight,bias}`, with `prefix` also `prefix.block.*` and `prefix.norm.weight`, and
-    with a reduced vocabulary its ids, `token_ids` [Q]. The target's embedding and output layer are borrowed. Make a new
-    one with `Hydra.create`.
+    `output="copy"` also `outputs.{k}.{weight,bias}`, with `output="one_copy"` those of layer 0 alone, with `prefix`
+    also `prefix.block.*` and `prefix.norm.weight`, and with a reduced vocabulary its ids, `token_ids` [Q]. The target's
+    embedding and output layer are borrowed. Make a new one with `Hydra.create`.
 
     Args:
         config: the shape of the heads.
@@ -215,8 +215,9 @@ class Hydra(HeadDrafter):
 
     def expand_bytes(self) -> int:
         """Bytes of one head of average size with its output layer: each level of a tree runs one head."""
-        heads = sum(weight.nbytes for part in (self.heads, self.outputs) for weight in part.parameters())
-        return heads // self.config.num_heads + (0 if self.outputs else self._rows().weight_QD.nbytes)
+        heads = sum(weight.nbytes for weight in self.heads.parameters())
+        output = sum(weight.nbytes for weight in self.output_parameters(0)) or self._rows().weight_QD.nbytes
+        return heads // self.config.num_heads + output
 
     def observe_bytes(self) -> int:
         """Bytes of the prefix layer."""

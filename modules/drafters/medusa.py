@@ -87,13 +87,13 @@ class Medusa(HeadDrafter):
     """K residual heads on the target's last state: all draft steps at once, independent of each other.
 
     Own weights: `heads.{k}.{layer}.linear.{weight,bias}` (layer 0 alone where blocks are tied), with `output="copy"`
-    also `outputs.{k}.weight` [Q, D], and with a reduced vocabulary its ids, `token_ids` [Q]. Make a new one with
-    `Medusa.create`.
+    also `outputs.{k}.weight` [Q, D], with `output="one_copy"` `outputs.0.weight` alone, and with a reduced vocabulary
+    its ids, `token_ids` [Q]. Make a new one with `Medusa.create`.
     """
 
     family = "medusa"
     card = FamilyCard(
-        name="Medusa", papers=("2401.10774",), exports=("medusa",),
+        name="Medusa", papers=("2401.10774",), exports=("medusa", "medusa-vllm"),
         guesses="residual heads on the target's last state, each one token further ahead",
         cost="all depths in one run: the least drafting time; the guesses do not depend on each other",
     )
@@ -171,8 +171,9 @@ class Medusa(HeadDrafter):
         return Scores.from_logits(logits_RKQ[:, None], self.token_ids)
 
     def _logits(self, hidden_RKD: Tensor) -> Tensor:
-        if not self.outputs:
-            return self._rows()(hidden_RKD)
+        if self.config.output != "copy":
+            # One layer for all heads: its weights are read once.
+            return self.project(hidden_RKD, 0)
         return torch.stack([self.project(hidden_RKD[:, step], step) for step in range(self.config.num_heads)], dim=1)
 
     def expand_bytes(self) -> int:

@@ -55,6 +55,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("settings", [
     {}, {"num_layers": 2}, {"output": "copy"}, {"vocabulary_size": 20}, {"output": "copy", "vocabulary_size": 20},
+    {"output": "one_copy", "vocabulary_size": 20},
 ])
 def test_a_loaded_artifact_drafts_the_same(tmp_path: Path, tiny_target: Target, settings: dict[str, object]) -> None:
     drafter = heads(tiny_target, **settings)

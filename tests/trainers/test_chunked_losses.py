@@ -45,7 +45,7 @@ def chunked(
     teacher = Teacher(target, ids, mass=objective.needs_mass) if objective.needs_teacher else None
     return VocabularyLoss(
         project=drafter.project, entries=target.vocab_size if ids is None else len(ids), weights=WEIGHTS,
-        parameters=tuple(weight for step in range(3) for weight in drafter.output_parameters(step)),
+        parameters=tuple(dict.fromkeys(weight for step in range(3) for weight in drafter.output_parameters(step))),
         objectives=(objective,) * 3, teacher=teacher, chunk_elements=chunk_elements, **more,
     )
 
@@ -79,7 +79,7 @@ def compare(drafter: Medusa, target: Target, features: Features, name: str, foun
 
 
 @pytest.mark.parametrize(("name", "output"), [*((name, "shared") for name in NAMES), ("hard", "copy"), ("soft", "copy"),
-                                              ("lk_hybrid", "copy")])
+                                              ("lk_hybrid", "copy"), ("hard", "one_copy"), ("soft", "one_copy")])
 @pytest.mark.parametrize("ids", [None, IDS])
 def test_loss_and_gradients_equal_the_plain_twins(
     name: str, output: str, ids: Tensor | None, tiny_target_f64: Target

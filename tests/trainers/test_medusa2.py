@@ -118,7 +118,7 @@ def test_a_drafts_text_is_not_a_label_of_the_target(target: Target) -> None:
         assert Medusa2Module(target, config(keep=keep, objective="soft")).learns_text is learns
 
 
-@pytest.mark.parametrize("shape", [{}, {"output": "copy"}, {"vocabulary_size": 20}])
+@pytest.mark.parametrize("shape", [{}, {"output": "copy"}, {"output": "one_copy"}, {"vocabulary_size": 20}])
 @pytest.mark.parametrize("keep", ["target", "text"])
 def test_the_joint_loss_is_the_plain_one(shape: dict[str, Any], keep: Any, target: Target) -> None:
     """Total, count and every gradient, against whole logits one token at a time."""

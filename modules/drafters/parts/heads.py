@@ -22,13 +22,14 @@ class HeadConfig(DrafterConfig):
 
     num_heads: int = 4
     """Tokens guessed beyond the target's own next one; head k (from 0) at position p guesses token p + 2 + k."""
-    output: Literal["shared", "copy"] = "shared"
-    """`shared` reads the target's output layer and adds no weights; `copy` trains a separate one for each head."""
+    output: Literal["shared", "copy", "one_copy"] = "shared"
+    """`shared` reads the target's output layer and adds no weights; `copy` trains a copy of it for each head,
+    `one_copy` a single copy for all heads."""
 
     def __post_init__(self) -> None:
         check_sizes(num_heads=self.num_heads, vocabulary_size=self.vocabulary_size)
-        if self.output not in ("shared", "copy"):
-            raise UserError(f"output must be 'shared' or 'copy', got {self.output!r}")
+        if self.output not in ("shared", "copy", "one_copy"):
+            raise UserError(f"output must be 'shared', 'copy' or 'one_copy', got {self.output!r}")
 
 
 class HeadDrafter(BorrowingDrafter):
@@ -49,8 +50,8 @@ class HeadDrafter(BorrowingDrafter):
 
     @staticmethod
     def own_outputs(config: HeadConfig, width: int, vocab_size: int, *, bias: bool) -> nn.ModuleList:
-        """The heads' own output layers; empty when they share the target's."""
-        copies = config.num_heads if config.output == "copy" else 0
+        """The heads' own output layers: one for each, one for all, or none when they share the target's."""
+        copies = {"shared": 0, "copy": config.num_heads, "one_copy": 1}[config.output]
         entries = config.vocabulary_size or vocab_size
         return nn.ModuleList(OwnOutput(width, entries, bias=bias) for _ in range(copies))
 
@@ -73,11 +74,15 @@ class HeadDrafter(BorrowingDrafter):
         """Draft logits [..., Q] of head `step` for its states [..., D]."""
         if not self.outputs:
             return super().project(hidden, step)
-        return self._rows().through(hidden, cast(OwnOutput, self.outputs[step]))
+        return self._rows().through(hidden, cast(OwnOutput, self.outputs[self._output_of(step)]))
 
     def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
         """The trained weights that `project` reads for head `step`; empty when the output layer is shared."""
-        return tuple(self.outputs[step].parameters()) if self.outputs else ()
+        return tuple(self.outputs[self._output_of(step)].parameters()) if self.outputs else ()
+
+    def _output_of(self, step: int) -> int:
+        """Index in `outputs` of the layer that head `step` reads."""
+        return 0 if len(self.outputs) == 1 else step
 
     @torch.no_grad()
     def copy_output(self) -> None:

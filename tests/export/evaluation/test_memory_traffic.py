@@ -51,11 +51,19 @@ def test_heads_read_themselves_and_the_borrowed_rows_once_a_pass(tiny_target: Ta
     heads = 2 * 4 * (width * width + width)
     ids_Q = torch.arange(entries)
     for output, vocabulary, rows in (("shared", None, tiny_target.vocab_size), ("shared", entries, entries),
-                                     ("copy", entries, 2 * entries)):
+                                     ("copy", entries, 2 * entries), ("one_copy", entries, entries)):
         config = MedusaConfig(num_heads=2, output=output, vocabulary_size=vocabulary)  # type: ignore[arg-type]
         drafter = Medusa.create(config, tiny_target, None if vocabulary is None else ids_Q)
         drafted, passes = read(tiny_target, drafter, Chain(2))
         assert drafted == passes * (heads + 4 * rows * width), (output, vocabulary)
+
+
+def test_one_copy_is_read_whole_at_each_level_of_hydra(tiny_target: Target) -> None:
+    drafter = Hydra.create(HydraConfig(num_heads=2, output="one_copy", vocabulary_size=16), tiny_target,
+                           torch.arange(16))
+    drafted, passes = read(tiny_target, drafter, Chain(2))
+    heads = sum(weight.nbytes for weight in drafter.heads.parameters())
+    assert drafted == passes * (heads + 2 * 4 * (16 * tiny_target.hidden_size + 16))
 
 
 def test_copying_text_reads_no_weight_and_an_ensemble_reads_what_its_parts_read(tiny_target: Target) -> None:

@@ -103,8 +103,10 @@ def test_the_layout_that_engines_expect(tmp_path: Path, tiny_target: Target) -> 
                       (("0.linear.weight", (32, 32)), ("0.linear.bias", (32,)), ("1.weight", (vocabulary, 32)))}
 
 
-@pytest.mark.parametrize("settings", [{}, {"output": "copy", "num_layers": 2}, {"vocabulary_size": 20},
-                                      {"num_layers": 3, "tie_blocks": True}])
+@pytest.mark.parametrize("settings", [
+    {}, {"output": "copy", "num_layers": 2}, {"vocabulary_size": 20}, {"num_layers": 3, "tie_blocks": True},
+    {"output": "one_copy"}, {"output": "one_copy", "vocabulary_size": 20}, {"output": "copy", "vocabulary_size": 20},
+])
 def test_export_and_import_draft_the_same(tmp_path: Path, tiny_target: Target, settings: dict[str, object]) -> None:
     drafter = heads(tiny_target, **settings)
     export_artifact(as_artifact(drafter, tiny_target), tiny_target, "medusa", tmp_path / "out")
@@ -115,6 +117,24 @@ def test_export_and_import_draft_the_same(tmp_path: Path, tiny_target: Target, s
     if drafter.token_ids_Q is not None:
         theirs = theirs[..., drafter.token_ids_Q]
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert back.config.output == ("copy" if settings.get("output") == "copy" else "one_copy")
+
+
+@pytest.mark.parametrize("output", ["copy", "one_copy"])
+def test_no_token_outside_a_reduced_vocabulary_is_ever_the_best(
+    tmp_path: Path, tiny_target: Target, output: str
+) -> None:
+    drafter = heads(tiny_target, output=output, vocabulary_size=3)
+    export_artifact(as_artifact(drafter, tiny_target), tiny_target, "medusa", tmp_path / "out")
+    back, final_BLD = import_medusa(tmp_path / "out", tiny_target), 3 * torch.randn(1, 2000, 32)
+    with torch.no_grad():
+        ours, theirs = head_logits(drafter, final_BLD), head_logits(back, final_BLD)
+    # In some of these states all logits of the vocabulary are negative: rows of zeros would win there.
+    assert (ours.amax(-1) < 0).any()
+    assert drafter.token_ids_Q is not None
+    assert torch.equal(theirs.argmax(-1), drafter.token_ids_Q[ours.argmax(-1)])
+    others = theirs[..., [token for token in range(100) if token not in drafter.token_ids_Q]]
+    torch.testing.assert_close(others, ours.mean(-1, keepdim=True).expand_as(others), atol=1e-4, rtol=1e-4)
 
 
 def write_heads(folder: Path, tensors: dict[str, torch.Tensor], name: str = "medusa_lm_head.safetensors") -> Path:
@@ -150,12 +170,13 @@ def test_damaged_checkpoints_are_named(tmp_path: Path, tiny_target: Target) -> N
 
 
 def test_heads_that_the_layout_cannot_hold_are_refused(tmp_path: Path, tiny_target: Target) -> None:
-    reduced = as_artifact(heads(tiny_target, output="copy", vocabulary_size=20), tiny_target)
-    with pytest.raises(UserError, match="own output layers over 20 tokens"):
-        export_artifact(reduced, tiny_target, "medusa", tmp_path / "out")
+    with pytest.raises(UserError, match="an output layer each, the layout has one for all of them: export --format"):
+        export_artifact(as_artifact(heads(tiny_target, output="copy"), tiny_target), tiny_target, "medusa-vllm",
+                        tmp_path / "out")
     biased = target_with(torch.randn(96, 32), bias=True)
-    with pytest.raises(UserError, match="has a bias"):
-        export_artifact(as_artifact(heads(biased), biased), biased, "medusa", tmp_path / "out")
+    for format_name in ("medusa", "medusa-vllm"):
+        with pytest.raises(UserError, match="has a bias"):
+            export_artifact(as_artifact(heads(biased), biased), biased, format_name, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 

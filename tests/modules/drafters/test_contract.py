@@ -437,8 +437,8 @@ def test_an_unbound_drafter_refuses_to_run(name: str, tiny_target: Target) -> No
         assert torch.equal(other.eval()(features).hidden_BLKD, drafter(features).hidden_BLKD)
 
 
-COPYING = ("medusa-copy", "medusa-copy-reduced", "medusa-2-copy", "hydra-copy-reduced", "draft-lm-exits-reduced",
-           "eagle3", "eagle3.1", "eagle3-layers", "eagle3-reduced")
+COPYING = ("medusa-copy", "medusa-copy-reduced", "medusa-one-copy", "medusa-2-copy", "hydra-copy-reduced",
+           "hydra-one-copy", "draft-lm-exits-reduced", "eagle3", "eagle3.1", "eagle3-layers", "eagle3-reduced")
 """Cases with weights that start as copies of the target's."""
 
 

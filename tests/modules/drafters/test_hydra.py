@@ -38,6 +38,7 @@ SHAPES = [
     (HydraConfig(num_heads=3, num_layers=3, tie_blocks=False, vocabulary_size=6), IDS),
     (HydraConfig(num_heads=3, **PLUS), None),
     (HydraConfig(num_heads=4, **PLUS, output="copy", vocabulary_size=6), IDS),
+    (HydraConfig(num_heads=3, output="one_copy", vocabulary_size=6), IDS),
 ]
 
 
@@ -150,7 +151,7 @@ def test_head_k_at_p_predicts_p_plus_2_plus_k(tiny_target: Target) -> None:
     assert Hydra.create(HydraConfig(num_heads=3), tiny_target)(encoded(tiny_target)).offsets == (2, 3, 4)
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_layers": 3, "output": "copy"}])
+@pytest.mark.parametrize("settings", [{}, {"num_layers": 3, "output": "copy"}, {"output": "one_copy"}])
 def test_heads_start_as_the_targets_output_layer(settings: dict[str, Any], tiny_target: Target) -> None:
     drafter, features = Hydra.create(HydraConfig(num_heads=3, **settings), tiny_target), encoded(tiny_target)
     hidden = drafter(features).hidden_BLKD
@@ -362,8 +363,8 @@ def test_borrowed_weights_are_neither_saved_nor_trained_nor_copied(
     blocks = 0 if config.num_layers == 1 else 1 if config.tie_blocks else config.num_layers - 1
     own = {f"heads.{head}.{place}.{part}" for head in range(config.num_heads) for part in ("weight", "bias")
            for place in ("first.linear", "first.res_connection", *(f"blocks.{n}.linear" for n in range(blocks)))}
-    own |= {f"outputs.{head}.{part}" for head in range(config.num_heads) for part in ("weight", "bias")
-            if config.output == "copy"}
+    outputs = {"shared": 0, "copy": config.num_heads, "one_copy": 1}[config.output]
+    own |= {f"outputs.{head}.{part}" for head in range(outputs) for part in ("weight", "bias")}
     layer = PrefixLayer(drafter.block).state_dict() if drafter.block is not None else {}
     own |= {f"prefix.{name}" for name in layer} | ({"token_ids"} if ids is not None else set())
     assert set(drafter.state_dict()) == own
@@ -414,7 +415,7 @@ def test_another_target_and_another_description_are_refused(tiny_target: Target)
 @pytest.mark.parametrize(("settings", "told"), [
     ({"num_heads": 0}, "num_heads must be a whole number of at least 1, got 0"),
     ({"num_layers": 0}, "num_layers"), ({"vocabulary_size": 0}, "vocabulary_size"), ({"num_heads": 1.5}, "got 1.5"),
-    ({"output": "own"}, "output must be 'shared' or 'copy', got 'own'"),
+    ({"output": "own"}, "output must be 'shared', 'copy' or 'one_copy', got 'own'"),
     ({"dropout": 1.0}, "dropout must be at least 0 and below 1, got 1.0"),
     ({"dropout": -0.1}, "dropout must be at least 0 and below 1, got -0.1"),
     ({"noise": -1.0}, "noise must not be negative, got -1.0"),

@@ -21,6 +21,8 @@ SHAPES = [
     (MedusaConfig(num_heads=2, num_layers=3, tie_blocks=True), None),
     (MedusaConfig(num_heads=3, vocabulary_size=6), IDS),
     (MedusaConfig(num_heads=2, output="copy", vocabulary_size=6), IDS),
+    (MedusaConfig(num_heads=3, output="one_copy"), None),
+    (MedusaConfig(num_heads=3, output="one_copy", vocabulary_size=6), IDS),
 ]
 
 
@@ -82,6 +84,15 @@ def test_heads_start_as_the_targets_output_layer(
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
+def test_one_copy_is_read_by_all_heads(tiny_target: Target) -> None:
+    drafter = randomised(MedusaConfig(num_heads=3, output="one_copy", vocabulary_size=6), tiny_target, IDS)
+    states, weight_QD = torch.randn(4, 32), drafter.output_parameters(0)[0]
+    for step in range(3):
+        assert drafter.output_parameters(step)[0] is weight_QD
+        torch.testing.assert_close(drafter.project(states, step), states @ weight_QD.T)
+    assert not torch.equal(weight_QD, tiny_target.output_weight()[IDS])
+
+
 def test_head_k_at_p_predicts_p_plus_2_plus_k(tiny_target: Target) -> None:
     drafter = Medusa.create(MedusaConfig(num_heads=3), tiny_target)
     assert drafter(encoded(tiny_target)).offsets == (2, 3, 4)
@@ -130,7 +141,8 @@ def test_borrowed_weights_are_neither_saved_nor_trained_nor_copied(
     drafter = Medusa.create(config, tiny_target, ids)
     heads = [f"heads.{head}.{layer}.linear.{name}" for head in range(config.num_heads)
              for layer in range(1 if config.tie_blocks else config.num_layers) for name in ("weight", "bias")]
-    own = [f"outputs.{head}.weight" for head in range(config.num_heads) if config.output == "copy"]
+    outputs = {"shared": 0, "copy": config.num_heads, "one_copy": 1}[config.output]
+    own = [f"outputs.{head}.weight" for head in range(outputs)]
     assert set(drafter.state_dict()) == {*heads, *own, *(["token_ids"] if ids is not None else [])}
     shared = tiny_target.output_weight().data_ptr()
     assert all(parameter.data_ptr() != shared for parameter in drafter.parameters())
@@ -176,7 +188,7 @@ def test_another_target_is_refused(tiny_target: Target) -> None:
 @pytest.mark.parametrize(("settings", "told"), [
     ({"num_heads": 0}, "num_heads must be a whole number of at least 1, got 0"),
     ({"num_layers": 0}, "num_layers"), ({"vocabulary_size": 0}, "vocabulary_size"), ({"num_heads": 1.5}, "got 1.5"),
-    ({"output": "own"}, "output must be 'shared' or 'copy', got 'own'"),
+    ({"output": "own"}, "output must be 'shared', 'copy' or 'one_copy', got 'own'"),
 ])
 def test_impossible_shapes_are_refused(settings: dict[str, object], told: str) -> None:
     with pytest.raises(UserError, match=told):

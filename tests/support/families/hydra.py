@@ -8,5 +8,7 @@ CASES = {
     "hydra": case(HydraModule, HydraTrainConfig, HydraConfig(num_heads=3)),
     "hydra-copy-reduced": case(HydraModule, HydraTrainConfig, HydraConfig(
         num_heads=2, num_layers=3, tie_blocks=False, output="copy", vocabulary_size=len(IDS)), IDS),
+    "hydra-one-copy": case(HydraModule, HydraTrainConfig, HydraConfig(
+        num_heads=2, output="one_copy", vocabulary_size=len(IDS)), IDS),
     "hydra++": case(HydraModule, HydraTrainConfig, HydraConfig(num_heads=3, num_layers=4, prefix=True, dropout=0.1)),
 }

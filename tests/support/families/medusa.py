@@ -31,6 +31,8 @@ CASES = {
     "medusa-copy": case(MedusaModule, MedusaTrainConfig, MedusaConfig(num_heads=2, output="copy")),
     "medusa-copy-reduced": case(MedusaModule, MedusaTrainConfig, MedusaConfig(
         num_heads=2, num_layers=2, output="copy", vocabulary_size=len(IDS)), IDS),
+    "medusa-one-copy": case(MedusaModule, MedusaTrainConfig, MedusaConfig(
+        num_heads=3, output="one_copy", vocabulary_size=len(IDS)), IDS),
     "medusa-2": _with_target(MedusaConfig(num_heads=3), LoraConfig(rank=4, alpha=8.0)),
     "medusa-2-copy": _with_target(MedusaConfig(num_heads=2, output="copy"), LoraConfig(
         rank=2, alpha=4.0, modules=("q_proj", "down_proj", "lm_head"))),

@@ -1,0 +1,130 @@
+"""Medusa heads with one output layer for all of them, whole or over a reduced vocabulary, in vLLM's own layout.
+
+As `vllm/model_executor/models/medusa.py` and `vllm/transformers_utils/configs/medusa.py` of vLLM 0.32.0 read them:
+residual block l of head h is `blocks.{h}.layers.{l}.weight` [D, D] and `.bias` [D], the output layer of all heads
+`lm_head.weight` [Q, D], and its row i scores the token `token_map[i]`. vLLM 0.33 has no Medusa.
+
+Shapes: D hidden size, V target vocabulary, Q entries of the draft vocabulary.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...modules import Drafter, Medusa, Target, UserError
+from ..artifact import portable
+from .head_blocks import medusa_blocks, require_no_bias, require_shapes
+from .layout_folder import layout_readme, stored, write_layout, wrong_family
+
+VLLM_FILE = "model.safetensors"
+"""vLLM takes any name."""
+BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
+OUTPUT_OF_HEAD = re.compile(r"lm_heads\.(\d+)\.weight")
+_OUTPUT, _TOKENS = "lm_head.weight", "token_map"
+
+
+def export_medusa_vllm(drafter: Drafter, target: Target, out: Path) -> None:
+    """Write Medusa heads with one output layer as vLLM up to 0.32 loads them, in a small file: a row for each entry of
+    the draft vocabulary, once.
+
+    Raises:
+        UserError: if the drafter is of another family, each head has an output layer of its own, or the target's has a
+            bias.
+    """
+    if not isinstance(drafter, Medusa):
+        raise wrong_family("medusa-vllm", "Medusa heads", drafter)
+    require_no_bias(target)
+    if drafter.config.output == "copy":
+        raise UserError("these heads have an output layer each, the layout has one for all of them: export --format "
+                        "medusa, or train with output: one_copy or output: shared")
+    tensors = vllm_tensors(drafter, target)
+    _check(tensors, drafter)
+    write_layout(out, VLLM_FILE, tensors, _config(drafter, target), _readme(drafter, target))
+
+
+def vllm_tensors(drafter: Medusa, target: Target) -> dict[str, Tensor]:
+    """The heads under vLLM's names, in float32 on the CPU, with the draft vocabulary in ascending order.
+
+    vLLM ignores `token_map` where it names the whole vocabulary; in this order that changes nothing.
+    """
+    blocks = {f"blocks.{head}.layers.{layer}.{part.removeprefix('linear.')}": tensor
+              for (head, layer, part), tensor in medusa_blocks(drafter).items()}
+    ids_Q, own = drafter.token_ids_Q, drafter.output_parameters(0)
+    if ids_Q is None:
+        return stored(blocks | {_OUTPUT: own[0] if own else target.output_weight()})
+    sorted_Q, order_Q = ids_Q.sort()
+    weight_QD = own[0][order_Q] if own else target.output_weight()[sorted_Q]
+    return stored(blocks | {_OUTPUT: weight_QD}) | {_TOKENS: sorted_Q.cpu().clone()}
+
+
+def take_output(tensors: dict[str, Tensor], target: Target, folder: Path) -> tuple[Tensor | None, Tensor | None]:
+    """(the output layer of all heads [Q, D], target ids of its rows [Q]), taken out of `tensors`; None if not there.
+
+    Where the layer has more rows than the map has entries, those that the map names are its own, as in vLLM.
+
+    Raises:
+        UserError: if there is a map without a layer, or it names no tokens of the target.
+    """
+    weight_QD, ids_Q = tensors.pop(_OUTPUT, None), tensors.pop(_TOKENS, None)
+    if ids_Q is None:
+        return weight_QD, None
+    if weight_QD is None:
+        raise UserError(f"{folder} holds {_TOKENS} without {_OUTPUT}; a reduced vocabulary needs one output layer of "
+                        "all heads: copy the folder again")
+    if ids_Q.is_floating_point() or not bool(((ids_Q >= 0) & (ids_Q < target.vocab_size)).all()):
+        raise UserError(f"{_TOKENS} in {folder} must hold tokens from 0 to {target.vocab_size - 1}, those of "
+                        f"{target.identity.name}; choose a checkpoint made for this target")
+    ids_Q = ids_Q.to(torch.int64)
+    return weight_QD if len(weight_QD) <= len(ids_Q) else weight_QD[ids_Q], ids_Q
+
+
+def _config(drafter: Medusa, target: Target) -> dict[str, Any]:
+    # The keys of vLLM's class, not those of FasterDecoding: by `medusa_num_heads` Text Generation Inference would take
+    # the folder for one that it can load. Without medusa_fc_bias vLLM drops the biases silently.
+    config = {
+        "architectures": ["MedusaModel"],
+        "base_model_name_or_path": portable(target.identity.name),
+        "hidden_size": drafter.hidden_size,
+        "medusa_fc_bias": True,
+        "model_type": "medusa",
+        "num_heads": drafter.config.num_heads,
+        "num_hidden_layers": drafter.config.num_layers,
+        "original_lm_head": True,
+        "read_by": "vLLM up to 0.32; not Text Generation Inference",
+        "vocab_size": drafter.vocab_size,
+    }
+    reduced = drafter.config.vocabulary_size
+    return config if reduced is None else {**config, "truncated_vocab_size": reduced}
+
+
+def _check(tensors: Mapping[str, Tensor], drafter: Medusa) -> None:
+    """Check names and shapes of all tensors: vLLM ignores missing and unknown ones silently."""
+    width, reduced = drafter.hidden_size, drafter.config.vocabulary_size
+    expected: dict[str, tuple[int, ...]] = {_OUTPUT: (reduced or drafter.vocab_size, width)}
+    expected |= {} if reduced is None else {_TOKENS: (reduced,)}
+    for head in range(drafter.config.num_heads):
+        for layer in range(drafter.config.num_layers):
+            expected[f"blocks.{head}.layers.{layer}.weight"] = (width, width)
+            expected[f"blocks.{head}.layers.{layer}.bias"] = (width,)
+    require_shapes(tensors, expected)
+
+
+def _readme(drafter: Medusa, target: Target) -> str:
+    heads, entries = drafter.config.num_heads, drafter.config.vocabulary_size
+    over = f"{drafter.vocab_size} tokens" if entries is None else f"{entries} of {drafter.vocab_size} tokens"
+    words = "" if entries is None else " --model-loader-extra-config '{\"enable_weights_track\": false}'"
+    reason = "" if entries is None else (
+        " vLLM 0.32 ends with `weights were not initialized from checkpoint: {'token_map'}` where its check is on: it "
+        "reads that tensor and does not count it.")
+    return layout_readme(
+        "Medusa heads", target,
+        f"{heads} heads with one output layer over {over}, in the layout of vLLM up to 0.32 (removed later):",
+        f"`--speculative-config '{{\"method\": \"medusa\", \"model\": \"THIS_FOLDER\", \"num_speculative_tokens\": "
+        f"{heads}}}'{words}`",
+        "Text Generation Inference does not load this folder: for it, export with `--format medusa`." + reason,
+        "vLLM drafts a chain from the best token of each head; the tree of the artifact is not used there.",
+    )
