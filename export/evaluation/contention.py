@@ -32,7 +32,7 @@ class ContentionProbe:
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        context = min(PROBE_CONTEXT, target.context_length - max(PROBED_SIZES))
+        self.context = context = min(PROBE_CONTEXT, target.context_length - max(PROBED_SIZES))
         self.rows = target.start(1, context + max(PROBED_SIZES))
         tokens_BN = torch.arange(context, device=target.device)[None] % target.vocab_size
         counts_B = torch.tensor([context], device=target.device)
@@ -61,6 +61,10 @@ class ContentionProbe:
         while len(samples) < START_SAMPLES and clock(self.target) - started < START_SECONDS:
             samples.append(self._sample())
         return max(_excess([sample[size] for sample in samples]) for size in PROBED_SIZES)
+
+    def pass_seconds(self) -> dict[int, float]:
+        """Seconds of a pass by its tokens, measured now and not kept."""
+        return self._sample()
 
     def sample(self) -> None:
         """Measure both sizes once more."""

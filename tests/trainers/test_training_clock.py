@@ -56,13 +56,13 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> Ticking:
     Timed.time = Ticking()
     Timed.rates.clear()
     monkeypatch.setattr(clock, "time", Timed.time)
-    measure = fitting.decoded_acceptance
+    measure = fitting.held_out_acceptance
 
     def slow(*arguments: Any) -> Any:
         Timed.time.now += 100
         return measure(*arguments)
 
-    monkeypatch.setattr(fitting, "decoded_acceptance", slow)
+    monkeypatch.setattr(fitting, "held_out_acceptance", slow)
     return Timed.time
 
 
