@@ -233,7 +233,7 @@ def evaluate_stage(workspace: Workspace) -> Sequence[Path]:
     result = replace(result, heads=measured_heads({artifact.drafter.family: artifact}, config))
     result = replace(result, left_out=(*left_out(workspace), *result.left_out))
     written = write_report(workspace.out, result, artifact)
-    say(f"\n{terminal_table(result)}\n\n{written['html']} shows it with plots")
+    say(f"\n{terminal_table(result)}\n{written['html']} shows it with plots")
     return list(written.values())
 
 

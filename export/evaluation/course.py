@@ -1,17 +1,22 @@
 """Course of an evaluation through its plan: what is decoded next, the minutes that are left, and the progress bar."""
 
+import math
 from collections import Counter
 from typing import Any
+
+from tqdm import tqdm
 
 from .schedule import Entry, Schedule
 from .work_plan import Kind, Ledger, WorkPlan
 
 FIRST_SHARE = 0.5
-"""Share of a budget that is given to the first portion, whose costs are predicted and not yet measured."""
+"""Largest share of a budget for the first portion, whose costs are predicted and not yet measured."""
 LATER_SHARE = 0.8
 """Share of the time left that is given to each later portion."""
 CLOSING_SHARE = 0.2
 """Largest share of a budget that is kept for replays and sample answers."""
+REFRESH_SECONDS = 1.0
+"""Least time between two predictions on the way."""
 
 
 class Course:
@@ -20,21 +25,25 @@ class Course:
     Args:
         plan: units of all work.
         ledger: units and seconds of the work done.
-        bar: tqdm's progress bar; one unit is the work of one target pass over one token.
     """
 
-    def __init__(self, plan: WorkPlan, ledger: Ledger, bar: Any) -> None:
-        self.plan, self.ledger, self.bar = plan, ledger, bar
-        minutes = plan.config.budget_minutes
-        self.budget = None if minutes is None else 60 * minutes
+    def __init__(self, plan: WorkPlan, ledger: Ledger) -> None:
+        self.plan, self.ledger = plan, ledger
+        limit = plan.config.budget_minutes
+        self.budget = None if limit is None else 60 * limit
         """Seconds for the evaluation; None without a limit."""
         self.taken: list[Entry] = []
         """Questions that were dealt out."""
         self._rest = list(plan.schedule.bundles)
+        self._bar: Any = tqdm(disable=True)
+        self._shown = -math.inf
         self.predicted = self._ahead()
         """Predicted seconds of everything that fits, before the start."""
-        bar.total = self._total()
-        bar.refresh()
+
+    def show(self, bar: Any) -> None:
+        """Count on tqdm's progress bar; its unit is the work of one target pass over one token."""
+        self._bar = bar
+        self._refresh()
 
     def portion(self) -> Schedule | None:
         """The questions to decode next; None when all are decoded or no more fit. The first portion is never empty."""
@@ -42,15 +51,21 @@ class Course:
         chosen = [entry for bundle in self._rest[:count] for entry in bundle]
         self._rest = self._rest[count:]
         self.taken += chosen
-        self._show()
+        self._refresh()
         return self.plan.schedule.only(chosen) if chosen else None
 
     def done(self, kind: Kind, entry: Entry) -> None:
         """Count one turn of a question."""
         units = self.plan.units(kind, entry)
         self.ledger.add(kind, units)
-        self.bar.update(units)
-        self._show()
+        self._bar.update(units)
+        if self.ledger.elapsed - self._shown >= REFRESH_SECONDS:
+            self._refresh()
+
+    @property
+    def units(self) -> int:
+        """Units of everything that fits, those done included."""
+        return max(self._units().total(), self.ledger.done)
 
     @property
     def late(self) -> bool:
@@ -64,8 +79,8 @@ class Course:
 
     def finish(self) -> None:
         """Let the bar end full: what did not fit is reported in words."""
-        self.bar.total = self.bar.n
-        self.bar.refresh()
+        self._bar.total = self._bar.n
+        self._bar.refresh()
 
     @property
     def fitting(self) -> list[Entry]:
@@ -80,20 +95,23 @@ class Course:
         first = not self.taken
         if not first and self._fit(1.0) == len(self._rest):
             return len(self._rest)
-        count = self._fit(FIRST_SHARE if first else LATER_SHARE)
+        count, batch = self._fit(FIRST_SHARE if first else LATER_SHARE), self.plan.config.untimed_batch_size
         if first:
-            return max(count, len({bundle[0].prompt_set for bundle in self._rest}))
-        if count < self.plan.config.untimed_batch_size:
-            count = self._fit(1.0)
+            # One timed bundle of each set and one batch show what the other prompts will cost.
+            sets = len({bundle[0].prompt_set for bundle in self._rest})
+            return max(min(count, sets + batch), sets)
+        if count < batch:
+            count = min(batch, self._fit(1.0))
         # Less than half a batch would cost nearly as much as a whole one.
-        return count if 2 * count >= self.plan.config.untimed_batch_size else 0
+        return count if 2 * count >= batch else 0
 
     def _fit(self, share: float) -> int:
         """Number of the following bundles that fit into a share of the time left."""
         if self.budget is None:
             return len(self._rest)
         closing = min(self.ledger.seconds(self.plan.closing(self.plan.schedule.entries)), CLOSING_SHARE * self.budget)
-        room, spent = share * (self.budget - self.ledger.elapsed - closing), 0.0
+        underway = self.ledger.seconds(self.plan.of_entries(self.taken) - self.ledger.units)
+        room, spent = share * (self.budget - self.ledger.elapsed - underway - closing), 0.0
         for count, bundle in enumerate(self._rest):
             spent += self.ledger.seconds(self.plan.of_entries(bundle))
             if spent > room:
@@ -109,13 +127,11 @@ class Course:
         """Predicted seconds of what is still to do."""
         return self.ledger.seconds(self._units() - self.ledger.units)
 
-    def _total(self) -> int:
-        return max(self._units().total(), self.ledger.done)
-
-    def _show(self) -> None:
-        """The predicted minutes of the whole evaluation, next to the bar."""
-        self.bar.total = self._total()
-        self.bar.set_postfix_str(f"{minutes(self.ledger.elapsed + self._ahead())} in all", refresh=False)
+    def _refresh(self) -> None:
+        """Show the predicted minutes of the whole evaluation next to the bar."""
+        self._shown = self.ledger.elapsed
+        self._bar.total = self.units
+        self._bar.set_postfix_str(f"{minutes(self.ledger.elapsed + self._ahead())} in all")
 
 
 def opening(course: Course) -> str:

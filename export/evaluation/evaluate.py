@@ -49,12 +49,13 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
     baselines = [Method.of_baseline(name, target) for name in config.baseline_names]
     schedule = Schedule.of([*methods, *baselines], prompt_sets, config)
     runner = Runner(target, schedule, References(references, target, config), ContentionProbe(target))
-    # The work differs from unit to unit, so the rate is one of the last half minute, not of the last second.
-    with tqdm(desc="evaluate", unit=" passes", disable=not progress, smoothing=0.05) as bar:
-        course = _course(runner, bar)
-        if schedule.timed and (warning := runner.probe.warning()) is not None:
-            bar.write(f"warning: {warning}", file=sys.stderr)
-        say(opening(course))
+    if schedule.timed and (warning := runner.probe.warning()) is not None:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
+    course = _course(runner)
+    say(opening(course))
+    # Answers are counted in batches: the rate is one over many of them.
+    with tqdm(total=course.units, desc="evaluate", unit=" passes", disable=not progress, smoothing=0.05) as bar:
+        course.show(bar)
         records = runner.run(course)
         samples = _samples(runner, course, records[0])
         course.finish()
@@ -64,19 +65,19 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
         _evaluation(record, target, runner.probe.contended, config) for record in records))
 
 
-def _course(runner: Runner, bar: Any) -> Course:
+def _course(runner: Runner) -> Course:
     """The course of a runner's schedule, its costs measured now."""
     schedule, passes = runner.schedule, runner.probe.pass_seconds()
     costs = Costs.of(schedule.methods, passes, runner.probe.context)
-    return Course(WorkPlan(schedule, costs, runner.known), Ledger(passes[1]), bar)
+    return Course(WorkPlan(schedule, costs, runner.known), Ledger(passes[1]))
 
 
 def _samples(runner: Runner, course: Course, record: MethodRecord) -> tuple[SampleAnswer, ...]:
     """The sample answers of the first method, of the questions that were decoded."""
     questions = {entry.number: entry.question for entry in course.taken}
     found = sample_answers(runner.target, record.method, questions, record.answers, runner.schedule.config)
-    for entry in course.taken[: len(found)]:
-        course.done(course.plan.samples(), entry)
+    for entry in course.plan.sampled(course.taken)[: len(found)]:
+        course.done(course.plan.samples, entry)
     return found
 
 

@@ -182,9 +182,9 @@ class Runner:
         asked = [[exchange for entry in group for exchange in turns[entry.number]] for group in groups]
         if asked:
             self._warm_up(asked[0], batch_size)
-        for place, group in enumerate(asked):
+        for group in asked:
             self.probe.sample()
-            self._time_group(group, batch_size, found, place, course)
+            self._time_group(group, batch_size, found, course)
         if asked:
             self.probe.sample()
 
@@ -195,11 +195,11 @@ class Runner:
         self.decoder.generate(opening, tokens=WARM_UP_TOKENS)
         self._forget()
 
-    def _time_group(self, group: Sequence[Exchange], batch_size: int, found: Sequence[Records], place: int,
+    def _time_group(self, group: Sequence[Exchange], batch_size: int, found: Sequence[Records],
                     course: Course) -> None:
         """Decode a group turn by turn with every method and both baselines, each of which goes first in turn."""
         names = [PLAIN, GENERATE, *map(str, range(len(self.schedule.methods)))]
-        measured = {name: Throughput() for name in names}
+        measured, place = {name: Throughput() for name in names}, len(found[0].timings)
         for turn, asked in enumerate(by_turn(group)):
             for name in rotated(names, place + turn):
                 self._measure(measured[name], name, asked, batch_size, found)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from ...modules import CostModel, Sample
+from ...modules import CostModel
 from .methods import Method
 from .schedule import Entry, Schedule, spread
 
@@ -55,9 +55,7 @@ class Costs:
             context: tokens that the row of these passes had read.
         """
         known = next((method.cost for method in methods if method.cost is not None), None)
-        return cls(known or CostModel.fit(
-            [Sample(size=size, batch=1, context=context, pass_seconds=seconds, draft_seconds=0.0)
-             for size, seconds in passes.items()], context))
+        return cls(known or _straight(passes, context))
 
     def prompt(self, tokens: int) -> float:
         """A pass over a prompt."""
@@ -87,13 +85,18 @@ class WorkPlan:
         self.prompt_tokens = {entry.number: len(entry.question.prompt([])) for entry in schedule.entries}
         self.known = {(entry.number, temperature) for entry in schedule.entries for temperature in self.config.degrees
                       if known(entry, temperature)}
+        self._units: dict[tuple[Kind, int], int] = {}
+        self._kinds = {timed: self._kinds_of(timed) for timed in (False, True)}
 
     def kinds(self, entry: Entry) -> list[Kind]:
         """The kinds of work on each turn of a question; replays and sample answers are none of them."""
+        return self._kinds[entry.number in self.schedule.timed]
+
+    def _kinds_of(self, timed: bool) -> list[Kind]:
         found = []
         for temperature in self.config.degrees:
             found.append(Kind(REFERENCES, "", self.config.untimed_batch_size, temperature))
-            if entry.number in self.schedule.timed:
+            if timed:
                 for rows in self.schedule.groups:
                     found += [Kind(PLAIN, "", rows, temperature), Kind(GENERATE, "", rows, temperature),
                               *(Kind(TIMED, name, rows, temperature) for name in self.methods)]
@@ -104,6 +107,11 @@ class WorkPlan:
 
     def units(self, kind: Kind, entry: Entry) -> int:
         """Units of one turn of a question, at least 1; 0 for an answer that is known from other runs."""
+        if (kind, entry.number) not in self._units:
+            self._units[kind, entry.number] = self._estimate(kind, entry)
+        return self._units[kind, entry.number]
+
+    def _estimate(self, kind: Kind, entry: Entry) -> int:
         tokens, prompt = self.config.max_new_tokens, self.prompt_tokens[entry.number]
         if kind.work == REFERENCES and (entry.number, kind.temperature) in self.known:
             return 0
@@ -134,7 +142,7 @@ class WorkPlan:
         if 0.0 not in self.config.degrees:
             return []
         sets: dict[str, list[Entry]] = {}
-        for entry in entries:
+        for entry in sorted(entries, key=lambda one: one.number):
             sets.setdefault(entry.prompt_set, []).append(entry)
         chosen = [spread(members, self.config.tree_prompts) for members in sets.values()]
         return [members[place] for place in range(max(map(len, chosen), default=0)) for members in chosen
@@ -146,13 +154,18 @@ class WorkPlan:
         for entry in self.replayed(entries):
             for kind in self.replays():
                 found[kind] += entry.question.turns * self.units(kind, entry)
-        found[self.samples()] += sum(self.units(self.samples(), entry) for entry in entries[:NUM_SAMPLES])
+        found[self.samples] += sum(self.units(self.samples, entry) for entry in self.sampled(entries))
         return found
+
+    def sampled(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Questions that stand for those of the sample answers, which are chosen when all are known."""
+        return sorted(entries, key=lambda one: one.number)[:NUM_SAMPLES]
 
     def replays(self) -> list[Kind]:
         """The replays of each method with a tree that can be cut."""
         return [Kind(REPLAYS, name) for name, method in self.methods.items() if method.replayed]
 
+    @property
     def samples(self) -> Kind:
         """The sample answers."""
         return Kind(SAMPLES, self.schedule.methods[0].name, self.config.batches[0], self.config.degrees[0])
@@ -207,6 +220,14 @@ class Ledger:
     def seconds(self, units: Mapping[Kind, int]) -> float:
         """Predicted seconds of units that are still to do."""
         return sum(count * self.rate(kind) for kind, count in units.items())
+
+
+def _straight(passes: Mapping[int, float], context: int) -> CostModel:
+    """A model of free drafts, and of passes whose seconds rise evenly from one token to the most that were measured."""
+    most = max(passes)
+    slope = max(0.0, passes[most] - passes[1]) / max(1, most - 1)
+    return CostModel(knots=(1,), pass_weights=(passes[1], slope, 0.0, 0.0), draft_weights=(), largest=most,
+                     context=context, pass_error=0.0, draft_error=0.0)
 
 
 def _whole(units: float) -> int:

@@ -10,16 +10,24 @@ from draftsmith.export.evaluation import evaluate as evaluating
 from draftsmith.export.evaluation.course import Course, opening
 from draftsmith.export.evaluation.schedule import Schedule
 from draftsmith.export.evaluation.work_plan import PLAIN, REFERENCES, TIMED, UNTIMED, Costs, Kind, Ledger, WorkPlan
-from draftsmith.modules import Chain, CostModel, Sample, Target, UserError
+from draftsmith.modules import (
+    Chain,
+    CostModel,
+    Medusa,
+    MedusaConfig,
+    StaticTree,
+    Target,
+    Topology,
+    UserError,
+)
 
 CONFIG = EvaluateConfig(max_new_tokens=30, speed_prompts=2)
 
 
-def cost(*, slope: float = 0.0, draft: float = 0.0) -> CostModel:
+def cost(*, slope: float, draft: float) -> CostModel:
     """A pass of n tokens takes 1 + slope (n - 1) seconds, a draft so many."""
-    samples = [Sample(size=size, batch=1, context=0, pass_seconds=1 + slope * (size - 1),
-                      draft_seconds=draft if size > 1 else 0.0) for size in (1, 2, 4, 8, 16)]
-    return CostModel.fit(samples, 0)
+    return CostModel(knots=(1,), pass_weights=(1.0, slope, 0.0, 0.0), draft_weights=(draft, 0.0, 0.0, 0.0, 0.0, 0.0),
+                     largest=16, context=1, pass_error=0.0, draft_error=0.0)
 
 
 def method(name: str = "chain", length: float = 2.0, **changes: Any) -> Method:
@@ -38,7 +46,7 @@ def sets(own: int = 6, kinds: int = 3, each: int = 8) -> dict[str, list[Question
 def planned(config: EvaluateConfig = CONFIG, *methods: Method, questions: Any = None,
             known: Callable[..., bool] = lambda _entry, _temperature: False) -> WorkPlan:
     schedule = Schedule.of(methods or (method(),), questions or sets(), config)
-    return WorkPlan(schedule, Costs.of(schedule.methods, {1: 1.0, 8: 1.7}, 0), known)
+    return WorkPlan(schedule, Costs.of(schedule.methods, {1: 1.0, 8: 1.7}, 1), known)
 
 
 class Bar:
@@ -47,13 +55,19 @@ class Bar:
     def __init__(self) -> None:
         self.n, self.total, self.postfix = 0, 0, ""
 
+    def __enter__(self) -> "Bar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to close."""
+
     def update(self, units: int) -> None:
         self.n += units
 
     def refresh(self) -> None:
         """Show nothing."""
 
-    def set_postfix_str(self, text: str, refresh: bool) -> None:
+    def set_postfix_str(self, text: str) -> None:
         self.postfix = text
 
 
@@ -82,7 +96,10 @@ def test_a_unit_is_the_work_of_one_pass_of_one_token() -> None:
 def test_the_units_of_all_answers_sum_to_the_total(tiny_target: Target) -> None:
     """Whatever is decoded, the bar ends where it was told to."""
     config = EvaluateConfig(max_new_tokens=12, speed_prompts=2, batch_sizes=(1, 2), temperatures=(0.0, 0.8),
-                            baselines=("recycling", "prompt_lookup"))
+                            tree_prompts=2, baselines=("recycling", "prompt_lookup"))
+    tree = Topology.from_paths([(0,), (1,), (0, 0)])
+    heads = Method(name="heads", family="medusa", drafter=Medusa.create(MedusaConfig(num_heads=2), tiny_target),
+                   policy_for=lambda _rows, _temperature: StaticTree(tree), trees=tree)
     talk = [Question(prompt=lambda answers, place=place: (1, 30 + place, *(token for one in answers for token in one)),
                      turns=2) for place in range(5)]
     questions = {"talk": talk, **sets(own=3, each=2)}
@@ -91,35 +108,24 @@ def test_the_units_of_all_answers_sum_to_the_total(tiny_target: Target) -> None:
     before: list[tuple[int, int]] = []
 
     def finish(self: Course) -> None:
-        before.append((self.bar.n, self.bar.total))
+        before.append((self._bar.n, self._bar.total))
         seen.append(self)
         real(self)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Course, "finish", finish)
-        patch.setattr(evaluating, "tqdm", lambda **_: _Shown())
-        evaluate(tiny_target, [], questions, config)
+        patch.setattr(evaluating, "tqdm", lambda **_: Bar())
+        evaluate(tiny_target, [heads], questions, config)
     course = seen[0]
     assert before == [(course.plan.total.total(),) * 2]
     assert course.ledger.units == course.plan.total
-    assert course.ledger.answers.total() == course.plan.schedule.answers + 3
-
-
-class _Shown(Bar):
-    def __enter__(self) -> "_Shown":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing to close."""
-
-    def write(self, text: str, file: Any = None) -> None:
-        """Write nothing."""
+    assert course.ledger.answers.total() == course.plan.schedule.answers + 3 + 2 * 2 + 2 * 2
 
 
 def test_the_prediction_uses_the_costs_that_were_measured() -> None:
     plan = planned()
     clock = Time()
-    predicted = [Course(plan, Ledger(seconds, clock), Bar()).predicted for seconds in (0.1, 0.2)]
+    predicted = [Course(plan, Ledger(seconds, clock)).predicted for seconds in (0.1, 0.2)]
     assert predicted == pytest.approx([0.1 * plan.total.total(), 0.2 * plan.total.total()])
     # A draft that costs more, or is accepted less often, takes longer.
     for slower in (method(cost=cost(slope=0.1, draft=2.0)), method(length=1.2)):
@@ -176,6 +182,7 @@ def walked(course: Course, clock: Time, seconds_per_unit: float) -> list[int]:
             for kind in course.plan.kinds(entry):
                 clock.now += seconds_per_unit * course.plan.units(kind, entry)
                 course.done(kind, entry)
+    clock.now += seconds_per_unit * course.plan.closing(course.taken).total()
     return sizes
 
 
@@ -185,7 +192,7 @@ def test_a_budget_is_kept_however_wrong_the_prediction_was(slower: float) -> Non
     whole = planned(questions=sets(own=40, each=40)).total.total()
     config = EvaluateConfig(max_new_tokens=30, speed_prompts=2, budget_minutes=0.5 * whole / 60)
     plan, clock = planned(config, questions=sets(own=40, each=40)), Time()
-    course = Course(plan, Ledger(1.0, clock), Bar())
+    course = Course(plan, Ledger(1.0, clock))
     sizes = walked(course, clock, slower)
     assert clock.now <= 60 * config.budget_minutes * 1.02
     if slower < 0.5:
@@ -197,7 +204,7 @@ def test_a_budget_is_kept_however_wrong_the_prediction_was(slower: float) -> Non
 
 
 def test_without_a_budget_everything_is_one_portion_in_the_old_order() -> None:
-    course = Course(planned(), Ledger(1.0, Time()), Bar())
+    course = Course(planned(), Ledger(1.0, Time()))
     portion = course.portion()
     assert portion is not None
     assert (portion.entries, portion.groups) == (course.plan.schedule.entries, course.plan.schedule.groups)
@@ -206,7 +213,7 @@ def test_without_a_budget_everything_is_one_portion_in_the_old_order() -> None:
 
 def test_the_least_is_one_timed_prompt_of_each_set() -> None:
     config = EvaluateConfig(max_new_tokens=30, speed_prompts=2, budget_minutes=1e-6)
-    course = Course(planned(config), Ledger(1.0, Time()), Bar())
+    course = Course(planned(config), Ledger(1.0, Time()))
     portion = course.portion()
     assert portion is not None
     assert [(entry.prompt_set, entry.number in portion.timed) for entry in portion.entries] == [
@@ -214,13 +221,13 @@ def test_the_least_is_one_timed_prompt_of_each_set() -> None:
 
 
 def test_the_opening_names_the_work_and_its_minutes() -> None:
-    course = Course(planned(), Ledger(0.1, Time()), Bar())
+    course = Course(planned(), Ledger(0.5, Time()))
     said = opening(course)
     assert said.startswith("30 prompts (6 own, 24 written) are decoded with chain: ")
     assert "answers of at most 30 tokens, greedy; 4 of them are timed against decoding without drafts" in said
-    assert said.endswith(f"takes about {0.1 * course.plan.total.total() / 60:.1f} minutes")
+    assert said.endswith(f"takes about {0.5 * course.plan.total.total() / 60:.1f} minutes")
     short = EvaluateConfig(max_new_tokens=30, speed_prompts=2, budget_minutes=1)
-    said = opening(Course(planned(short), Ledger(0.1, Time()), Bar()))
+    said = opening(Course(planned(short), Ledger(0.1, Time())))
     assert "of the prompts fit into evaluate.budget_minutes 1" in said
 
 

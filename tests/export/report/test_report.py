@@ -457,7 +457,8 @@ def test_a_part_is_never_reported_as_the_whole(tmp_path: Path) -> None:
     assert said in headline(run)
     assert any(said in sentence for sentence in verdicts(run))
     paths = write_report(tmp_path, run, None)
-    for text in (paths["html"].read_text(), paths["markdown"].read_text(), terminal_table(run)):
+    for written in (paths["html"].read_text(), paths["markdown"].read_text(), terminal_table(run)):
+        text = " ".join(written.split())
         assert "What had to be left out" in text
         assert "evaluation: 10 of 13 prompts were decoded" in text
         assert "own (5 of 8)" in text
