@@ -127,7 +127,7 @@ def busy_warning(*, seconds: float = 0.5, times: Path = PROCESSOR_TIMES,
     taken = 1 - sum(idle) / threads if threads else 0.0
     return None if taken <= CONTENTION_BOUND else (
         f"the machine is busy: other programs take {taken:.0%} of the processor time that this run needs, so that it "
-        "will take longer, or train fewer steps where minutes limit it, and the speeds in its report will not be "
+        "will take longer, or leave work out where minutes limit it, and the speeds in its report will not be "
         "reliable; stop other programs, or measure again with draftsmith evaluate when the machine is quiet")
 
 

@@ -86,6 +86,18 @@ def test_steps_end_a_run_before_its_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("ticking")
+def test_the_line_of_a_run_that_ends_by_time_counts_the_steps_that_fit(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fit(Timed(cycle_target(), TIMED), CycleData(), tmp_path)
+    shown = capfd.readouterr().err
+    final = shown.rstrip("\n").rsplit("\r", 1)[-1]
+    assert "train: 100%" in final
+    assert " 10/10 [" in final
+    assert "minutes=0.17" in final
+
+
+@pytest.mark.usefixtures("ticking")
 def test_a_resumed_run_has_the_remaining_time(tmp_path: Path) -> None:
     class Stops(Timed):
         def training_step(self, batch: Features, batch_idx: int) -> Tensor:
