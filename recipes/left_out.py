@@ -1,4 +1,4 @@
-"""What the stages of a run before the evaluation left out, because their minutes were up."""
+"""Work that the stages before the evaluation left out, because their minutes were up."""
 
 from ..data import Manifest
 from ..data.distill import STATS
@@ -25,7 +25,7 @@ def _answers(workspace: Workspace) -> list[str]:
 
 
 def _ran_out(workspace: Workspace, manifest: Manifest, minutes: float) -> bool:
-    """Whether the time ended distillation, and not the last prompt of a file."""
+    """True if the time ended distillation, and not the last prompt of a file."""
     if manifest.recipe["prompts"].get("origin") == "own":
         return True
     file, remedy = workspace.data / STATS, "delete it, only times are lost"

@@ -9,7 +9,7 @@ that its steps end must not depend on the clock."""
 
 
 def time_leads(max_steps: int | None, step: int, time_spent: float) -> bool:
-    """Whether the progress of a run that may end by steps or by time is that of its time.
+    """Choice of the progress of a run that may end by steps or by time: true where it is that of its time.
 
     Args:
         max_steps: steps of the run; None for a run that ends by time alone.

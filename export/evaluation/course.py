@@ -85,7 +85,7 @@ class Course:
     @property
     def fitting(self) -> list[Entry]:
         """The questions that are decoded by the costs known so far, those dealt out included."""
-        found = self._rest[: self._fit(1.0)]
+        found = self._rest[: max(self._fit(1.0), 0 if self.taken else self._least())]
         return [*self.taken, *(entry for bundle in found for entry in bundle)]
 
     def _next(self) -> int:
@@ -98,12 +98,15 @@ class Course:
         count, batch = self._fit(FIRST_SHARE if first else LATER_SHARE), self.plan.config.untimed_batch_size
         if first:
             # One timed bundle of each set and one batch show what the other prompts will cost.
-            sets = len({bundle[0].prompt_set for bundle in self._rest})
-            return max(min(count, sets + batch), sets)
+            return max(min(count, self._least() + batch), self._least())
         if count < batch:
             count = min(batch, self._fit(1.0))
         # Less than half a batch would cost nearly as much as a whole one.
         return count if 2 * count >= batch else 0
+
+    def _least(self) -> int:
+        """Number of bundles of the smallest first portion: one of each set."""
+        return len({bundle[0].prompt_set for bundle in self._rest})
 
     def _fit(self, share: float) -> int:
         """Number of the following bundles that fit into a share of the time left."""

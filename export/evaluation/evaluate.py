@@ -50,7 +50,7 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
     schedule = Schedule.of([*methods, *baselines], prompt_sets, config)
     runner = Runner(target, schedule, References(references, target, config), ContentionProbe(target))
     if schedule.timed and (warning := runner.probe.warning()) is not None:
-        print(f"warning: {warning}", file=sys.stderr, flush=True)
+        tqdm.write(f"warning: {warning}", file=sys.stderr)
     course = _course(runner)
     say(opening(course))
     # Answers are counted in batches: the rate is one over many of them.

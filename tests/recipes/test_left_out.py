@@ -1,4 +1,4 @@
-"""What the stages leave out for lack of time is found and reported."""
+"""Work that stages leave out for lack of time is found and reported."""
 
 import json
 from pathlib import Path

@@ -72,7 +72,7 @@ class Bar:
 
 
 class Time:
-    """A clock that moves when it is told to."""
+    """A clock that a test moves."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -94,7 +94,7 @@ def test_a_unit_is_the_work_of_one_pass_of_one_token() -> None:
 
 
 def test_the_units_of_all_answers_sum_to_the_total(tiny_target: Target) -> None:
-    """Whatever is decoded, the bar ends where it was told to."""
+    """Whatever is decoded, the bar ends at the total that it started with."""
     config = EvaluateConfig(max_new_tokens=12, speed_prompts=2, batch_sizes=(1, 2), temperatures=(0.0, 0.8),
                             tree_prompts=2, baselines=("recycling", "prompt_lookup"))
     tree = Topology.from_paths([(0,), (1,), (0, 0)])
