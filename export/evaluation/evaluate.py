@@ -54,7 +54,7 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
     course = _course(runner)
     say(opening(course))
     # Answers are counted in batches: the rate is one over many of them.
-    with tqdm(total=course.units, desc="evaluate", unit=" passes", disable=not progress, smoothing=0.05) as bar:
+    with tqdm(total=course.units, desc="evaluate", unit="pass", disable=not progress, smoothing=0.05) as bar:
         course.show(bar)
         records = runner.run(course)
         samples = _samples(runner, course, records[0])
