@@ -55,7 +55,7 @@ from .tuning.cost_model import CostCurve, CostModel, Sample, TreeChoice, choose_
 from .tuning.drafted_tokens import DraftedTokens
 from .tuning.held_out_ranks import DrawnText, drawn_text, rank_table
 from .tuning.lookahead_sizing import PassTrial, choose_pass_nodes, choose_trial, replay_pass_sizes
-from .tuning.replay_acceptance import Acceptance, answered_anew, decoded_acceptance, replay
+from .tuning.replay_acceptance import Acceptance, answered_anew, held_out_acceptance, replay
 from .tuning.replay_target import Replay
 from .tuning.sampled_lengths import SIZING_TEMPERATURE, expected_lengths
 from .tuning.step_timing import measure_cost
@@ -186,11 +186,11 @@ __all__ = [
     "choose_size",
     "choose_trial",
     "decode",
-    "decoded_acceptance",
     "drawn_text",
     "exact_rule",
     "expected_lengths",
     "follow",
+    "held_out_acceptance",
     "load_target",
     "measure_cost",
     "mixed_examples",

@@ -102,7 +102,7 @@ def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
                for policy in given.evaluate.policy_names]
     questions = prompt_sets(given.template.build(target), sets)
     changed = next((artifact.target for artifact in artifacts if artifact.adapter is not None), None)
-    result = evaluate(changed or target, methods, questions, given.evaluate, references=given.references)
+    result = evaluate(changed or target, methods, questions, given.evaluate, references=given.references, say=say)
     if changed is not None:
         result = with_drift(result, target, changed, questions, max_new_tokens=given.evaluate.max_new_tokens)
     called = [name or artifact.drafter.family for artifact, name in zip(artifacts, names(folders), strict=True)]

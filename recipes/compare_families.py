@@ -26,7 +26,7 @@ from .pipeline import held_out_sets, perform_stages
 from .recipe import Recipe, TreeConfig
 from .recipe_files import read_recipe, recipe_path
 from .stages import Stage, run_stages
-from .terminal_text import say
+from .terminal_text import say, stage_line
 from .workspace import Workspace
 
 RECIPE_FILE = "recipe.yaml"
@@ -175,7 +175,7 @@ def baseline_stage(name: str, given: FamiliesArguments) -> Sequence[Path]:
     target = load_target(given.target)
     sets = prompt_sets(given.template.build(target), held_out_sets(given.out / "data"))
     config = replace(given.evaluate, baselines=(name,))
-    result = evaluate(target, [], sets, config, references=given.out / REFERENCES)
+    result = evaluate(target, [], sets, config, references=given.out / REFERENCES, say=stage_line)
     return list(write_report(given.out / name, result).values())
 
 
@@ -200,7 +200,8 @@ def heads_evaluated(name: str, given: FamiliesArguments, policy: str) -> Sequenc
     artifact = load_artifact(given.out / name / "artifact", target, trust=given.trust)
     sets = prompt_sets(given.template.build(target), held_out_sets(given.out / "data"))
     method = Method.of(artifact, policy=policy, temperature=config.degrees[0])
-    result = evaluate(artifact.target, [method], sets, config, references=given.out / REFERENCES)
+    result = evaluate(artifact.target, [method], sets, config, references=given.out / REFERENCES,
+                      say=stage_line)
     result = replace(result, heads=measured_heads({artifact.drafter.family: artifact}, config))
     return list(write_report(given.out / name, result, artifact).values())
 

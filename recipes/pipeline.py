@@ -51,10 +51,11 @@ from ..modules import (
 from ..trainers import DraftModule, FitResult, TrainConfig, families, fit
 from .chat_settings import handwritten_prompts, prompt_sets
 from .draft_writer import require_teacher, writer_digest, writer_of
+from .left_out import left_out
 from .parsing import Command, Parsed
 from .recipe import Recipe
 from .stages import Stage, run_stages
-from .terminal_text import say
+from .terminal_text import say, stage_line
 from .training_folder import check_settings, read_result, write_result
 from .workspace import Workspace
 
@@ -228,12 +229,14 @@ def evaluate_stage(workspace: Workspace) -> Sequence[Path]:
     config = workspace.recipe.evaluate
     questions = prompt_sets(workspace.template, held_out_sets(workspace.data))
     methods = [Method.of(artifact, policy=policy, temperature=config.degrees[0]) for policy in config.policy_names]
-    result = evaluate(artifact.target, methods, questions, config, references=workspace.recipe.references)
+    result = evaluate(artifact.target, methods, questions, config, references=workspace.recipe.references,
+                      say=stage_line)
     if artifact.adapter is not None:
         result = with_drift(result, workspace.target, artifact.target, questions, max_new_tokens=config.max_new_tokens)
     result = replace(result, heads=measured_heads({artifact.drafter.family: artifact}, config))
+    result = replace(result, left_out=(*left_out(workspace), *result.left_out))
     written = write_report(workspace.out, result, artifact)
-    say(f"\n{terminal_table(result)}\n\n{written['html']} shows it with plots")
+    say(f"\n{terminal_table(result)}\n{written['html']} shows it with plots")
     return list(written.values())
 
 

@@ -44,6 +44,11 @@ def _ends(word: str) -> str:
     return f"{word[: LONGEST // 2]}...({len(word):,} characters)...{word[-LONGEST // 4:]}"
 
 
+def stage_line(text: str) -> None:
+    """Print a sentence under the title of a run's stage."""
+    say(f"     {text}")
+
+
 def say(text: str, *, end: str = "\n", file: TextIO | None = None) -> None:
     """Print at once; line breaks and tabs stay, other control characters are written as their codes."""
     print(printable(text, keep="\n\t"), end=end, file=sys.stdout if file is None else file, flush=True)

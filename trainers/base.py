@@ -31,7 +31,7 @@ from .draft_vocabulary import reduced_vocabulary
 from .metrics import describe, weighted_mean_loss
 from .objectives import Objective, ObjectiveName, Teacher
 from .optimizers import OptimizerName, optimizer_for
-from .schedules import warmup_cosine
+from .schedules import time_leads, warmup_cosine
 from .training_clock import Clock, peak_memory_bytes
 
 Precision = Literal["auto", "32-true", "bf16-mixed"]
@@ -52,7 +52,8 @@ class TrainConfig:
     """Optimizer steps of the whole run, unless `max_minutes` ends it before; None for no limit but that."""
     max_minutes: float | None = None
     """Minutes of training, without validation and checkpoints, after which the run ends at its current step; None for
-    no limit. The learning rate follows steps or time, whichever is further on."""
+    no limit. The learning rate follows the steps, until the time is ahead of them by a twentieth of the run: a run that
+    its steps end can be repeated to the byte."""
     optimizer: OptimizerName = "adamw"
     """`adamw`, or `muon` for the matrices inside the layers, at ten times the learning rate, and AdamW for output
     layers, embeddings and vectors."""
@@ -341,13 +342,18 @@ class DraftModule(L.LightningModule):
 
     @property
     def progress(self) -> float:
-        """Progress of the run from 0 to 1, by steps or by time, whichever is further on."""
-        return min(1.0, max(self.config.share_of_steps(self.global_step), self.time_spent))
+        """Progress of the run from 0 to 1, by steps, or by time where that is clearly ahead, see `time_leads`."""
+        return self.progress_at(self.global_step)
+
+    def progress_at(self, step: int) -> float:
+        """Progress after `step` finished optimizer steps."""
+        led = time_leads(self.config.max_steps, step, self.time_spent)
+        return min(1.0, self.time_spent if led else self.config.share_of_steps(step))
 
     @property
     def finished(self) -> bool:
         """True after the last optimizer step."""
-        return self.progress >= 1.0
+        return max(self.config.share_of_steps(self.global_step), self.time_spent) >= 1.0
 
     def _take_time(self) -> None:
         self.seconds = self.clock.seconds

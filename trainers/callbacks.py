@@ -1,4 +1,4 @@
-"""Callbacks of training: held-out decoding, checkpoints, a progress line."""
+"""Callbacks of training: the accepted length on held-out text, checkpoints, a progress line."""
 
 import warnings
 from collections.abc import Callable
@@ -12,9 +12,9 @@ from tqdm import tqdm
 from ..modules.errors import UserError
 from ..modules.features import Features
 from ..modules.interfaces.drafter import Drafter
-from ..modules.target.model import Target
 from .base import DraftModule
 from .checkpoints import save_weights
+from .schedules import time_leads
 
 FEWEST_TOKENS = 1000
 """Fewest decoded tokens for a meaningful choice of the checkpoint; with fewer it is mostly noise."""
@@ -22,15 +22,15 @@ LAST, BEST = "last.ckpt", "best.safetensors"
 
 
 class AcceptanceMeasurement(Protocol):
-    """Accepted lengths of decoded held-out text, as returned by `tuning.replay_acceptance.decoded_acceptance`."""
+    """Accepted lengths of decoding on held-out text, as `tuning.replay_acceptance.held_out_acceptance` returns them."""
 
     accepted_length: float
     by_position: tuple[float, ...]
     tokens: int
 
 
-Measure = Callable[[Drafter, Target, list[Features]], AcceptanceMeasurement]
-"""A function that decodes held-out rows with a drafter; its accepted length is a measurement, not an estimate."""
+Measure = Callable[[Drafter, list[Features]], AcceptanceMeasurement]
+"""A function that counts what decoding held-out rows accepts; its accepted length is a measurement, not an estimate."""
 
 
 class EveryStep(L.Callback):
@@ -62,15 +62,16 @@ class EveryStep(L.Callback):
 
 
 class DecodedAcceptance(EveryStep):
-    """Validation by decoding held-out text; saves the drafter with the greatest accepted length.
+    """Validation by what decoding held-out text accepts; saves the drafter with the greatest accepted length.
 
-    It runs after every `validate_every`-th step and after the last one. Of equal lengths the earlier step wins. The
-    first process decodes; all processes receive the result.
+    It runs after every `validate_every`-th step and after the last one: an interval in seconds would give a resumed
+    run other bytes. Of equal lengths the earlier step wins. The first process measures; all processes receive the
+    result.
 
     Args:
         module: the module whose drafter is measured.
         held_out: returns the held-out rows with target states; called at the first measurement.
-        measure: decodes them.
+        measure: counts what decoding them accepts.
         out: folder of the best weights.
     """
 
@@ -122,7 +123,7 @@ class DecodedAcceptance(EveryStep):
         drafter = self.module.drafter
         drafter.eval()
         with torch.no_grad():
-            found = self.measure(drafter, *self.module.verifier(self.rows))
+            found = self.measure(drafter, self.module.verifier(self.rows)[1])
         drafter.train()
         if found.tokens < FEWEST_TOKENS and self.untrained is None:
             warnings.warn(f"validation decodes only {found.tokens} tokens; distil more held-out text to reach "
@@ -147,7 +148,8 @@ class LastCheckpoint(EveryStep):
 class ProgressLine(EveryStep):
     """A progress line: steps done, rate, time left, the loss, the newest accepted length.
 
-    A run that ends by time shows its minutes and no total of steps.
+    A run with a limit in minutes shows those that are over. Where they will end it, the total is that of the steps that
+    fit into them at the rate so far.
     """
 
     def __init__(self, module: DraftModule, acceptance: DecodedAcceptance) -> None:
@@ -159,8 +161,8 @@ class ProgressLine(EveryStep):
         """Open the line at the step from which the run resumes."""
         super().on_train_start(trainer, module)
         if trainer.is_global_zero:
-            total = trainer.max_steps if self.module.config.max_minutes is None else None
-            self.line = tqdm(total=total, initial=self.seen, desc="train", unit="step", dynamic_ncols=True)
+            self.line = tqdm(total=self.module.config.max_steps, initial=self.seen, desc="train", unit="step",
+                             dynamic_ncols=True)
 
     def after_step(self, trainer: L.Trainer, step: int) -> None:
         """Advance the line."""
@@ -169,6 +171,9 @@ class ProgressLine(EveryStep):
         figures = {"loss": self.module.figures.get("loss"), "accepted": self.acceptance.latest}
         if self.module.config.max_minutes is not None:
             figures["minutes"] = self.module.seconds / 60
+            spent = self.module.time_spent
+            if spent and time_leads(self.module.config.max_steps, step, spent):
+                self.line.total = max(step, round(step / spent))
         self.line.set_postfix({name: f"{value:.2f}" for name, value in figures.items() if value is not None},
                               refresh=False)
         self.line.update()

@@ -18,8 +18,7 @@ from ..modules.atomic_files import make_folder
 from ..modules.errors import UserError
 from ..modules.features import Features
 from ..modules.interfaces.drafter import Drafter
-from ..modules.target.model import Target
-from ..modules.tuning.replay_acceptance import decoded_acceptance
+from ..modules.tuning.replay_acceptance import held_out_acceptance
 from .base import DraftModule, TrainConfig
 from .callbacks import BEST, LAST, DecodedAcceptance, LastCheckpoint, ProgressLine, nothing_held_out
 from .checkpoints import AtomicCheckpointIO, load_weights
@@ -118,8 +117,8 @@ def explained_devices(config: TrainConfig) -> Iterator[None]:
                         " 1 and train.strategy: auto") from error
 
 
-def _measure(drafter: Drafter, target: Target, rows: list[Features], nodes: int) -> Any:
-    return decoded_acceptance(drafter, target, rows, nodes)
+def _measure(drafter: Drafter, rows: list[Features], nodes: int) -> Any:
+    return held_out_acceptance(drafter, rows, nodes)
 
 
 def _held_out(module: DraftModule, datamodule: Any) -> list[Features]:

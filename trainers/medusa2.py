@@ -149,22 +149,18 @@ class Medusa2Module(MedusaModule):
 
     def _rate(self, step: int, stages: Sequence[tuple[float, float]]) -> float:
         """Factor of the learning rate after `step` finished steps, for weights trained in these stages."""
-        progress = self._progress_at(step)
+        progress = self.progress_at(step)
         # A run may end by time long before its last step: the finished steps show the progress of one. Before the first
         # step of a run without a limit in steps, any small share gives the first part of the rise.
         one = (progress / step if step else self.config.share_of_steps(1)) or 1e-6
         return sum(stage_factor(progress, *stage, rise=self.config.warmup_steps * one, step=one) for stage in stages)
-
-    def _progress_at(self, step: int) -> float:
-        """Progress after `step` finished optimizer steps."""
-        return max(self.config.share_of_steps(step), self.time_spent)
 
     # The loss --------------------------------------------------------------------------------------------------------
 
     def weights(self, steps: int) -> tuple[float, ...]:
         """Weight of the target's own loss, then of each head."""
         heads = super().weights(steps - 1)
-        if self._progress_at(self.global_step) < self.config.alone_until:
+        if self.progress_at(self.global_step) < self.config.alone_until:
             return (0.0, *heads)
         return (1.0, *(self.config.lambda_0(self.progress) * weight for weight in heads))
 

@@ -3,6 +3,21 @@
 import math
 from collections.abc import Callable
 
+LEAD = 0.05
+"""Share by which a run's time must be ahead of its steps to take over from them. The first steps are slow, and a run
+that its steps end must not depend on the clock."""
+
+
+def time_leads(max_steps: int | None, step: int, time_spent: float) -> bool:
+    """Choice of the progress of a run that may end by steps or by time: true where it is that of its time.
+
+    Args:
+        max_steps: steps of the run; None for a run that ends by time alone.
+        step: finished steps.
+        time_spent: elapsed share of the time; 0 in a run that ends by steps alone.
+    """
+    return max_steps is None or time_spent > step / max_steps + LEAD
+
 
 def warmup_cosine(
     warmup_steps: int, max_steps: int | None, time_spent: Callable[[], float] = lambda: 0.0
@@ -15,14 +30,15 @@ def warmup_cosine(
     Args:
         warmup_steps: steps of the rise.
         max_steps: steps of the run; None for a run that ends by time alone.
-        time_spent: elapsed share of the run's time, for runs that may end by time: the cosine follows steps or time,
-            whichever is further on.
+        time_spent: elapsed share of the run's time, for runs that may end by time: the cosine follows the steps
+            until the time is clearly ahead of them, see `time_leads`.
     """
 
     def factor(step: int) -> float:
         rise = (step + 1) / warmup_steps if step < warmup_steps else 1.0
         by_steps = 0.0 if max_steps is None else max(0.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
-        progress = min(1.0, max(by_steps, time_spent()))
+        spent = time_spent()
+        progress = min(1.0, max(by_steps, spent) if time_leads(max_steps, step, spent) else by_steps)
         return rise * 0.5 * (1.0 + math.cos(math.pi * progress))
 
     return factor

@@ -32,7 +32,7 @@ class ContentionProbe:
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        context = min(PROBE_CONTEXT, target.context_length - max(PROBED_SIZES))
+        self.context = context = min(PROBE_CONTEXT, target.context_length - max(PROBED_SIZES))
         self.rows = target.start(1, context + max(PROBED_SIZES))
         tokens_BN = torch.arange(context, device=target.device)[None] % target.vocab_size
         counts_B = torch.tensor([context], device=target.device)
@@ -61,6 +61,10 @@ class ContentionProbe:
         while len(samples) < START_SAMPLES and clock(self.target) - started < START_SECONDS:
             samples.append(self._sample())
         return max(_excess([sample[size] for sample in samples]) for size in PROBED_SIZES)
+
+    def pass_seconds(self) -> dict[int, float]:
+        """Seconds of a pass by its tokens, measured now and not kept."""
+        return self._sample()
 
     def sample(self) -> None:
         """Measure both sizes once more."""
@@ -123,7 +127,7 @@ def busy_warning(*, seconds: float = 0.5, times: Path = PROCESSOR_TIMES,
     taken = 1 - sum(idle) / threads if threads else 0.0
     return None if taken <= CONTENTION_BOUND else (
         f"the machine is busy: other programs take {taken:.0%} of the processor time that this run needs, so that it "
-        "will take longer, or train fewer steps where minutes limit it, and the speeds in its report will not be "
+        "will take longer, or leave work out where minutes limit it, and the speeds in its report will not be "
         "reliable; stop other programs, or measure again with draftsmith evaluate when the machine is quiet")
 
 

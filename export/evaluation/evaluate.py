@@ -1,7 +1,7 @@
 """Measurement of drafts against the target alone: acceptance, speed, and whether a single word changed."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,18 +9,23 @@ from typing import Any
 from tqdm import tqdm
 
 from ...modules import Target
-from .contention import machine
+from .contention import ContentionProbe, machine
+from .course import Course, opening
+from .coverage import coverage, left_out
 from .methods import EvaluateConfig, Method, PromptSets
 from .reference_answers import References
 from .results import Answer, Evaluation, EvaluationRun, Measures, Timing, summarise
 from .runner import MethodRecord, Runner
 from .sample_answers import sample_answers
+from .sample_records import SampleAnswer
 from .sampled_positions import rounding
 from .schedule import Schedule
+from .work_plan import Costs, Ledger, WorkPlan
 
 
 def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets, config: EvaluateConfig, *,
-             references: Path | None = None, progress: bool = True) -> EvaluationRun:
+             references: Path | None = None, progress: bool = True,
+             say: Callable[[str], object] = lambda _: None) -> EvaluationRun:
     """Decode every question with every method and compare with the target alone.
 
     Greedy answers are compared with transformers' `generate`, sampled ones with this project's own loop under the same
@@ -35,6 +40,7 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
         config: what is decoded and what is timed.
         references: file of the target's own answers, read and added to: runs over the same prompts share them.
         progress: whether a bar is shown.
+        say: called before the start with sentences on what is measured and how many minutes that is predicted to take.
 
     Raises:
         UserError: if there is no method or no prompt, two methods share a name, a prompt and its answer exceed the
@@ -42,18 +48,37 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
     """
     baselines = [Method.of_baseline(name, target) for name in config.baseline_names]
     schedule = Schedule.of([*methods, *baselines], prompt_sets, config)
-    with tqdm(total=schedule.answers, desc="evaluate", unit=" answers", disable=not progress) as bar:
-        runner = Runner(target, schedule, References(references, target, config), bar.update,
-                        lambda sentence: bar.write(f"warning: {sentence}", file=sys.stderr))
-        records = runner.run()
+    runner = Runner(target, schedule, References(references, target, config), ContentionProbe(target))
+    if schedule.timed and (warning := runner.probe.warning()) is not None:
+        tqdm.write(f"warning: {warning}", file=sys.stderr)
+    course = _course(runner)
+    say(opening(course))
+    # Answers are counted in batches: the rate is one over many of them.
+    with tqdm(total=course.units, desc="evaluate", unit="pass", disable=not progress, smoothing=0.05) as bar:
+        course.show(bar)
+        records = runner.run(course)
+        samples = _samples(runner, course, records[0])
+        course.finish()
     header = {**machine(target), "linear_layers": _linear_layers(target), "settings": asdict(config),
-              "prompt_sets": {name: len(members) for name, members in schedule.prompt_sets.items()},
-              "timed_prompts": len(schedule.timed),
-              "contention": runner.probe.to_dict()}
-    samples = sample_answers(target, schedule.methods[0], {entry.number: entry.question for entry in schedule.entries},
-                             records[0].answers, config)
-    return EvaluationRun(header=header, samples=samples, evaluations=tuple(
+              **coverage(schedule, course), "contention": runner.probe.to_dict()}
+    return EvaluationRun(header=header, samples=samples, left_out=left_out(header), evaluations=tuple(
         _evaluation(record, target, runner.probe.contended, config) for record in records))
+
+
+def _course(runner: Runner) -> Course:
+    """The course of a runner's schedule, its costs measured now."""
+    schedule, passes = runner.schedule, runner.probe.pass_seconds()
+    costs = Costs.of(schedule.methods, passes, runner.probe.context)
+    return Course(WorkPlan(schedule, costs, runner.known), Ledger(passes[1]))
+
+
+def _samples(runner: Runner, course: Course, record: MethodRecord) -> tuple[SampleAnswer, ...]:
+    """The sample answers of the first method, of the questions that were decoded."""
+    questions = {entry.number: entry.question for entry in course.taken}
+    found = sample_answers(runner.target, record.method, questions, record.answers, runner.schedule.config)
+    for entry in course.plan.sampled(course.taken)[: len(found)]:
+        course.done(course.plan.samples, entry)
+    return found
 
 
 def _linear_layers(target: Target) -> dict[str, Any]:

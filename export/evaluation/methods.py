@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from ...modules import (
     BASELINES,
     STATIC,
+    CostModel,
     DecodeSettings,
+    Drafter,
     Ensemble,
     Policy,
     Proposer,
@@ -68,6 +70,9 @@ class EvaluateConfig:
     layer_skip, first_layers."""
     untimed_batch_size: int = 8
     """Rows decoded at once for prompts that are not timed; it changes neither acceptance nor identity."""
+    budget_minutes: float | None = None
+    """Minutes for the evaluation: prompts that do not fit are left out, evenly over prompt sets and categories, and the
+    report says how many; None decodes all."""
 
     def __post_init__(self) -> None:
         check_bounds(self, max_new_tokens=(2, MOST_TOKENS), untimed_batch_size=(1, MOST_ROWS),
@@ -77,6 +82,9 @@ class EvaluateConfig:
                 raise UserError(f"{name} must hold at least one number, got none")
         if self.limit is not None and self.limit < 1:
             raise UserError(f"limit must be at least 1, got {self.limit}; leave it out to use every prompt")
+        if self.budget_minutes is not None and not self.budget_minutes > 0:
+            raise UserError(f"budget_minutes must be above 0, got {self.budget_minutes}; leave it out to decode every "
+                            "prompt")
         if not self.policy_names:
             raise UserError("policies must hold at least one name, such as static")
         for name in self.policy_names:
@@ -172,6 +180,10 @@ class Method:
     predicted_speedup: Callable[[int, float], float | None] | None = None
     """Speed-up that the cost model fitted on this machine predicts for a number of rows and their temperature; None
     without one."""
+    cost: CostModel | None = None
+    """Cost model fitted on this machine; None without one."""
+    expected_length: Callable[[int, float], float | None] | None = None
+    """Tokens per pass that are expected for a number of rows and their temperature; None where nothing is known."""
 
     @classmethod
     def of(cls, artifact: Artifact, *, name: str | None = None, policy: str = STATIC,
@@ -197,7 +209,9 @@ class Method:
                    family=family, drafter=drafter, policy_for=policy_for,
                    trees=artifact.topology if policy == STATIC else None,
                    predicted_speedup=lambda rows, temperature: artifact.predicted_speedup(
-                       policy, batch_size=rows, temperature=temperature))
+                       policy, batch_size=rows, temperature=temperature),
+                   cost=None if artifact.tuning is None else artifact.tuning.cost,
+                   expected_length=lambda rows, temperature: _expected_length(artifact, rows, temperature))
 
     @classmethod
     def of_baseline(cls, name: str, target: Target) -> "Method":
@@ -211,6 +225,11 @@ class Method:
         if isinstance(self.drafter, Ensemble):
             return tuple(part.family for part in self.drafter.parts)
         return () if self.drafter is None else (self.drafter.family,)
+
+    @property
+    def replayed(self) -> bool:
+        """True if greedy answers can be replayed through smaller and larger trees."""
+        return isinstance(self.drafter, Drafter) and self.trees is not None
 
     def guessed_by(self, counts: Sequence[int]) -> dict[str, int]:
         """Accepted guesses by the family of the part, from counts of each part; empty without counts."""
@@ -246,3 +265,12 @@ class Method:
         for batch_size in batch_sizes:
             found.setdefault(self.shape(batch_size, temperature), batch_size)
         return found
+
+
+def _expected_length(artifact: Artifact, rows: int, temperature: float) -> float | None:
+    """Tokens per pass with the artifact's own tree, which stand for its other policies too; None if not measured."""
+    if artifact.tuning is None:
+        return None
+    lengths = artifact.tuning.lengths_at(temperature)
+    size = artifact.tuning.size_for(rows, temperature)
+    return lengths[size - 1] if size <= len(lengths) else None

@@ -237,6 +237,8 @@ class EvaluationRun:
     """Three answers of the first evaluation, with the author of each token."""
     heads: tuple[MeasuredHead, ...] = ()
     """Acceptance heads of the artifacts for these answers; none where no artifact has any."""
+    left_out: tuple[str, ...] = ()
+    """What was planned and did not fit into the given minutes, a sentence each; empty where nothing was left out."""
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON: "header", at the top level the first method at its first temperature and batch size as the main
@@ -244,6 +246,7 @@ class EvaluationRun:
         return {"header": self.header, **self.evaluations[0].to_dict(),
                 "sample_answers": [asdict(one) for one in self.samples],
                 "acceptance_heads": [asdict(one) for one in self.heads],
+                "left_out": list(self.left_out),
                 "measurements": [record for one in self.evaluations for record in one.measurements()]}
 
     @property

@@ -1,24 +1,24 @@
 """Runner of an evaluation: the target's own answers first, then every method on the same prompts."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ...modules import Drafter, Generation, Target, UserError
+from ...modules import Generation, Target, UserError
 from .contention import ContentionProbe, rotated
+from .course import Course
 from .lossless import compare, greedy_judge, sampled_judge
 from .memory_traffic import target_bytes
 from .methods import Answered, Method
 from .reference_answers import References
 from .results import Answer, Comparison, Timing
 from .sampled_positions import positions
-from .schedule import Entry, Schedule, spread
+from .schedule import Entry, Schedule
 from .timed_decoding import Exchange, Records, Throughput, TimedDecoder, by_turn
-from .tree_replay import Replays, replay_trees
+from .tree_replay import Replays, TreeReplay
+from .work_plan import GENERATE, PLAIN, REFERENCES, REPLAYS, TIMED, UNTIMED, Kind
 
 WARM_UP_TOKENS = 8
 """Length of the answers decoded before anything is timed."""
-PLAIN, GENERATE = "plain", "generate"
-"""Decoding without drafts by this project's loop and by transformers: the two baselines of every timed group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,28 @@ class MethodRecord:
     """Its greedy answers replayed through smaller and larger trees."""
 
 
+@dataclass(kw_only=True)
+class Decoded:
+    """Everything that was decoded at one temperature so far."""
+
+    temperature: float
+    """Sampling temperature; 0 is greedy."""
+    exchanges: list[Exchange]
+    """Turns with the target's own answers."""
+    timed: dict[int, list[Records]]
+    """Records of the timed questions, of each method, by batch size."""
+    untimed: dict[tuple[str, tuple[int, ...]], Records]
+    """Records of the others, by method and shape of its trees."""
+
+    @classmethod
+    def empty(cls, schedule: Schedule, temperature: float) -> "Decoded":
+        """Nothing yet."""
+        return cls(temperature=temperature, exchanges=[],
+                   timed={size: [Records() for _ in schedule.methods] for size in schedule.groups},
+                   untimed={(method.name, shape): Records() for method in schedule.methods
+                            for shape in method.shapes(schedule.config.batches, temperature)})
+
+
 class Runner:
     """Carries out a schedule.
 
@@ -50,55 +72,72 @@ class Runner:
         target: the model that answers, and verifies.
         schedule: what is decoded and what is timed.
         references: answers of the target alone, known from other runs and added to.
-        advance: called with the number of answers done.
-        warn: called with a sentence if the machine is busy before anything is timed.
+        probe: repeats passes of the target between timed groups.
     """
 
-    def __init__(self, target: Target, schedule: Schedule, references: References,
-                 advance: Callable[[int], object], warn: Callable[[str], object]) -> None:
-        self.target, self.schedule, self.references, self.advance, self.warn = (
-            target, schedule, references, advance, warn)
+    def __init__(self, target: Target, schedule: Schedule, references: References, probe: ContentionProbe) -> None:
+        self.target, self.schedule, self.references, self.probe = target, schedule, references, probe
         self.decoder = TimedDecoder(target, schedule.config)
-        self.probe = ContentionProbe(target)
         self.target_bytes = target_bytes(target)
+        for entry in schedule.entries:
+            # A prompt that cannot be asked is refused before anything is decoded.
+            self._ask(entry, 1, schedule.config.degrees[0], [])
 
-    def run(self) -> list[MethodRecord]:
-        """Decode everything: one record for each temperature, batch size and method, the methods changing fastest.
+    def known(self, entry: Entry, temperature: float) -> bool:
+        """True if the target's own answer to a question's first turn is known from other runs."""
+        first = self._ask(entry, 1, temperature, [])
+        return self.references.find(first.prompt, temperature, first.index) is not None
+
+    def run(self, course: Course) -> list[MethodRecord]:
+        """Decode what the course deals out: one record for each temperature, batch size and method, the methods
+        changing fastest.
+
+        Drafters that remember earlier text do so within a portion.
 
         Raises:
-            UserError: if a prompt is empty, or with its answer exceeds the context.
+            UserError: if a prompt with its answer exceeds the context.
         """
-        if self.schedule.timed and (warning := self.probe.warning()) is not None:
-            self.warn(warning)
-        return [record for temperature in self.schedule.config.degrees for record in self._at(temperature)]
+        degrees = self.schedule.config.degrees
+        found = {temperature: Decoded.empty(self.schedule, temperature) for temperature in degrees}
+        while (portion := course.portion()) is not None:
+            for temperature in degrees:
+                self._decode(portion, course, found[temperature])
+        replays = self._replays(course, [exchange for one in found.values() for exchange in one.exchanges])
+        return [record for one in found.values() for record in self._records(one, replays)]
 
-    def _at(self, temperature: float) -> list[MethodRecord]:
-        """Every batch size and method at one temperature."""
-        exchanges = self._references(temperature)
-        timed = {size: self._time(exchanges, size) for size in self.schedule.groups}
+    def _decode(self, portion: Schedule, course: Course, found: Decoded) -> None:
+        """Every batch size and method on a portion at one temperature."""
+        exchanges = self._references(portion, course, found.temperature)
+        found.exchanges += exchanges
+        for size, groups in portion.groups.items():
+            self._time(exchanges, size, groups, course, found.timed[size])
         # Their answers depend on the tree, but on no batch size: they are decoded once for each tree.
-        untimed = self._finish([one for one in exchanges if one.entry.number not in self.schedule.timed], temperature)
-        replays = [self._replay(method, exchanges) for method in self.schedule.methods]
+        self._finish([one for one in exchanges if one.entry.number not in portion.timed], course, found)
+
+    def _records(self, found: Decoded, replays: dict[str, Replays]) -> list[MethodRecord]:
+        exchanges = sorted(found.exchanges, key=lambda one: (one.entry.number, one.turn))
         return [
-            self._record(method, size, exchanges, records.with_untimed(others[method.shape(size, temperature)]), replay)
-            for size, found in timed.items()
-            for method, records, others, replay in zip(self.schedule.methods, found, untimed, replays, strict=True)
+            self._record(method, size, exchanges,
+                         records.with_untimed(found.untimed[method.name, method.shape(size, found.temperature)]),
+                         replays[method.name] if found.temperature == 0 else Replays())
+            for size, timed in found.timed.items()
+            for method, records in zip(self.schedule.methods, timed, strict=True)
         ]
 
     # The target alone ------------------------------------------------------------------------------------------------
 
-    def _references(self, temperature: float) -> list[Exchange]:
+    def _references(self, portion: Schedule, course: Course, temperature: float) -> list[Exchange]:
         """Let the target answer all questions alone, turn by turn, so that every method continues the same texts.
 
         Greedy answers are transformers' `generate`'s, sampled ones this project's plain loop's.
         """
-        entries = self.schedule.entries
+        entries = portion.entries
         answers: dict[int, list[tuple[int, ...]]] = {entry.number: [] for entry in entries}
         found: list[Exchange] = []
         for turn in range(1, 1 + max(entry.question.turns for entry in entries)):
             asked = [self._ask(entry, turn, temperature, answers[entry.number]) for entry in entries
                      if entry.question.turns >= turn]
-            for answered in self._answered(asked):
+            for answered in self._answered(asked, course):
                 answers[answered.entry.number].append(answered.reference)
                 found.append(answered)
             self.references.save()
@@ -115,40 +154,39 @@ class Runner:
                             f"context of {self.target.context_length}; shorten the prompt or lower max_new_tokens")
         return Exchange(entry=entry, turn=turn, temperature=temperature, prompt=prompt)
 
-    def _answered(self, asked: Sequence[Exchange]) -> Iterator[Exchange]:
+    def _answered(self, asked: Sequence[Exchange], course: Course) -> Iterator[Exchange]:
+        kind = Kind(REFERENCES, "", self.schedule.config.untimed_batch_size, asked[0].temperature)
         known = {one.index: self.references.find(one.prompt, one.temperature, one.index) for one in asked}
         for exchange in asked:
             if (found := known[exchange.index]) is not None:
-                self.advance(1)
+                course.done(kind, exchange.entry)
                 yield replace(exchange, reference=found)
         for group in self.decoder.batches([exchange for exchange in asked if known[exchange.index] is None]):
             if group[0].temperature == 0:
                 answers = self.decoder.generate(group)[0]
             else:
                 answers = [one.tokens for one in self.decoder.decode(group, None, len(group))[0].generations]
-            self.advance(len(group))
             for exchange, answer in zip(group, answers, strict=True):
+                course.done(kind, exchange.entry)
                 self.references.add(exchange.prompt, exchange.temperature, exchange.index, tuple(answer))
                 yield replace(exchange, reference=tuple(answer))
 
     # The methods -----------------------------------------------------------------------------------------------------
 
-    def _time(self, exchanges: Sequence[Exchange], batch_size: int) -> list[Records]:
-        """Time the groups of one batch size: the records of each method."""
+    def _time(self, exchanges: Sequence[Exchange], batch_size: int, groups: Sequence[Sequence[Entry]], course: Course,
+              found: Sequence[Records]) -> None:
+        """Time the groups of one batch size, and add to the records of each method."""
         turns: dict[int, list[Exchange]] = {}
         for exchange in exchanges:
             turns.setdefault(exchange.entry.number, []).append(exchange)
-        groups = [[exchange for entry in group for exchange in turns[entry.number]]
-                  for group in self.schedule.groups[batch_size]]
-        found = [Records() for _ in self.schedule.methods]
-        if groups:
-            self._warm_up(groups[0], batch_size)
-        for place, group in enumerate(groups):
+        asked = [[exchange for entry in group for exchange in turns[entry.number]] for group in groups]
+        if asked:
+            self._warm_up(asked[0], batch_size)
+        for group in asked:
             self.probe.sample()
-            self._time_group(group, batch_size, found, place)
-        if groups:
+            self._time_group(group, batch_size, found, course)
+        if asked:
             self.probe.sample()
-        return found
 
     def _warm_up(self, group: Sequence[Exchange], batch_size: int) -> None:
         opening = [exchange for exchange in group if exchange.turn == 1]
@@ -157,14 +195,16 @@ class Runner:
         self.decoder.generate(opening, tokens=WARM_UP_TOKENS)
         self._forget()
 
-    def _time_group(self, group: Sequence[Exchange], batch_size: int, found: Sequence[Records], place: int) -> None:
+    def _time_group(self, group: Sequence[Exchange], batch_size: int, found: Sequence[Records],
+                    course: Course) -> None:
         """Decode a group turn by turn with every method and both baselines, each of which goes first in turn."""
         names = [PLAIN, GENERATE, *map(str, range(len(self.schedule.methods)))]
-        measured = {name: Throughput() for name in names}
+        measured, place = {name: Throughput() for name in names}, len(found[0].timings)
         for turn, asked in enumerate(by_turn(group)):
             for name in rotated(names, place + turn):
                 self._measure(measured[name], name, asked, batch_size, found)
-            self.advance(len(asked) * len(names))
+                for exchange in asked:
+                    course.done(self._kind(name, batch_size, exchange.temperature), exchange.entry)
         categories = {exchange.entry.question.category for exchange in group}
         for number, records in enumerate(found):
             drafted = measured[str(number)]
@@ -173,6 +213,12 @@ class Runner:
                 drafted=drafted.speed, plain=measured[PLAIN].speed, generate=measured[GENERATE].speed,
                 seconds=drafted.seconds, draft_seconds=drafted.draft_seconds,
             ))
+
+    def _kind(self, name: str, batch_size: int, temperature: float) -> Kind:
+        """The kind of work of a timed method or baseline."""
+        if name in (PLAIN, GENERATE):
+            return Kind(name, "", batch_size, temperature)
+        return Kind(TIMED, self.schedule.methods[int(name)].name, batch_size, temperature)
 
     def _measure(self, throughput: Throughput, name: str, asked: Sequence[Exchange], batch_size: int,
                  found: Sequence[Records]) -> None:
@@ -188,31 +234,30 @@ class Runner:
             throughput.draft_seconds += result.stats.draft_seconds
         throughput.seconds += seconds
 
-    def _finish(self, exchanges: Sequence[Exchange], temperature: float) -> list[dict[tuple[int, ...], Records]]:
-        """Decode what is not timed, many rows at once: the records of each method, by the shape of its trees.
+    def _finish(self, exchanges: Sequence[Exchange], course: Course, found: Decoded) -> None:
+        """Decode what is not timed, many rows at once, and add to the records of each method, by the shape of its
+        trees.
 
         Batch sizes with the same tree share them: how many rows are decoded at once changes no answer.
         """
         ordered = [exchange for group in self.decoder.batches(exchanges) for exchange in group]
-        return [{shape: self._untimed(ordered, method, batch_size)
-                 for shape, batch_size in method.shapes(self.schedule.config.batches, temperature).items()}
-                for method in self.schedule.methods]
+        entries = {exchange.index: exchange.entry for exchange in ordered}
+        for method in self.schedule.methods:
+            for shape, batch_size in method.shapes(self.schedule.config.batches, found.temperature).items():
+                kind = Kind(UNTIMED, method.name, batch_size, found.temperature)
 
-    def _untimed(self, ordered: Sequence[Exchange], method: Method, batch_size: int) -> Records:
-        """Decode with the tree of `batch_size` rows, however many are decoded at once."""
-        self._forget()
-        records = Records()
-        if ordered:
-            self.decoder.decode(ordered, method, batch_size, rows=self.schedule.config.untimed_batch_size,
-                                records=records, on_tokens=self._on_tokens)
-        return records
+                def count(generation: Generation, _tokens: list[int], finished: bool, kind: Kind = kind) -> None:
+                    if finished:
+                        course.done(kind, entries[generation.request.index])
 
-    def _on_tokens(self, _generation: Generation, _tokens: list[int], finished: bool) -> None:
-        if finished:
-            self.advance(1)
+                # Drafters that remember earlier text must not profit from that of other measurements.
+                self._forget()
+                if ordered:
+                    self.decoder.decode(ordered, method, batch_size, rows=self.schedule.config.untimed_batch_size,
+                                        records=found.untimed[method.name, shape], on_tokens=count)
 
     def _forget(self) -> None:
-        """Drafters that remember earlier text must not profit from the texts of other measurements."""
+        """Let drafters that remember earlier text forget it."""
         for method in self.schedule.methods:
             if method.drafter is not None:
                 method.drafter.forget()
@@ -251,13 +296,21 @@ class Runner:
         return compare(exchange.prompt, generation.tokens, exchange.reference, greedy_judge(self.target, settings),
                        again=lambda: self.decoder.generate([exchange])[0][0])
 
-    def _replay(self, method: Method, exchanges: Sequence[Exchange]) -> Replays:
-        """Replay some greedy answers of each prompt set through prefixes of the method's tree."""
-        if not isinstance(method.drafter, Drafter) or method.trees is None or exchanges[0].temperature > 0:
-            return Replays()
-        rows: dict[str, list[tuple[Sequence[int], Sequence[int]]]] = {}
+    def _replays(self, course: Course, exchanges: Sequence[Exchange]) -> dict[str, Replays]:
+        """Replay some greedy answers of each prompt set through prefixes of each method's tree, until it is late."""
+        found = {method.name: TreeReplay(self.target, method) for method in self.schedule.methods if method.replayed}
+        turns: dict[int, list[Exchange]] = {}
         for exchange in exchanges:
-            rows.setdefault(exchange.entry.prompt_set, []).append((exchange.prompt, exchange.reference))
-        chosen = {name: spread(members, self.schedule.config.tree_prompts) for name, members in rows.items()}
-        return replay_trees(self.target, method.drafter, method.trees,
-                            {name: members for name, members in chosen.items() if members})
+            if exchange.temperature == 0:
+                turns.setdefault(exchange.entry.number, []).append(exchange)
+        seen: set[str] = set()
+        for entry in course.plan.replayed([one for one in self.schedule.entries if one.number in turns]):
+            if course.late and entry.prompt_set in seen:
+                continue
+            seen.add(entry.prompt_set)
+            for name, replay in found.items():
+                for exchange in turns[entry.number]:
+                    replay.add(entry.prompt_set, exchange.prompt, exchange.reference)
+                    course.done(Kind(REPLAYS, name), entry)
+        return {method.name: found[method.name].found if method.name in found else Replays()
+                for method in self.schedule.methods}

@@ -1,8 +1,8 @@
-"""Schedule of an evaluation: the questions to decode, the groups that are timed, and the number of answers."""
+"""Schedule of an evaluation: the questions to decode, the groups that are timed, and the order under a time budget."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -59,7 +59,7 @@ class Schedule:
         """Numbers of the timed questions, the same at every batch size."""
         return frozenset(entry.number for members in self.groups.values() for group in members for entry in group)
 
-    @cached_property
+    @property
     def answers(self) -> int:
         """Answers to be decoded in all, those of the target alone included."""
         turns = {entry.number: entry.question.turns for entry in self.entries}
@@ -68,6 +68,34 @@ class Schedule:
                     for temperature in self.config.degrees)
         once = sum(turns.values()) + (2 + len(self.methods)) * len(self.groups) * timed
         return len(self.config.degrees) * once + trees * (sum(turns.values()) - timed)
+
+    @cached_property
+    def bundles(self) -> tuple[tuple[Entry, ...], ...]:
+        """The questions in an order of which every start covers all prompt sets and categories evenly.
+
+        A bundle is decoded as a whole: questions of one set that fill timed batches of every size, or one that is not
+        timed. Each set's first timed bundle comes first.
+        """
+        least = math.lcm(*self.config.batches)
+        placed = []
+        for members in self.prompt_sets.values():
+            timed = [entry for entry in members if entry.number in self.timed]
+            bundles = [tuple(timed[start : start + least]) for start in range(0, len(timed), least)]
+            placed += [(place / len(bundles), bundle) for place, bundle in enumerate(bundles)]
+            kinds: dict[str, list[Entry]] = {}
+            for entry in members:
+                if entry.number not in self.timed:
+                    kinds.setdefault(entry.question.category, []).append(entry)
+            placed += [((place + 0.5) / len(kind), (entry,)) for kind in kinds.values()
+                       for place, entry in enumerate(kind)]
+        return tuple(bundle for _, bundle in sorted(placed, key=lambda one: one[0]))
+
+    def only(self, entries: Sequence[Entry]) -> "Schedule":
+        """The part with these questions: whole bundles, so that their timed groups are complete."""
+        numbers = {entry.number for entry in entries}
+        groups = {size: tuple(group for group in groups if group[0].number in numbers)
+                  for size, groups in self.groups.items()}
+        return replace(self, entries=tuple(entry for entry in self.entries if entry.number in numbers), groups=groups)
 
     @property
     def prompt_sets(self) -> dict[str, list[Entry]]:

@@ -4,10 +4,13 @@ Greedy decoding emits the same answer through any tree, so once an answer is kno
 other tree follows from the states at its tokens (`draftsmith.modules.replay`), without decoding again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...modules import Confidence, ConfidenceCurve, Drafter, Features, Target, Topology, replay, replay_noting
+from ...modules import Confidence, ConfidenceCurve, Drafter, Features, Target, replay, replay_noting
+from ...modules.tuning.held_out_ranks import ranked_text
+from ...modules.tuning.rank_walk import walk
+from .methods import Method
 
 SIZES = (16, 32, 64)
 """Nodes of the trees that are replayed, root included."""
@@ -25,28 +28,54 @@ class Replays:
     """Calibration of the draft's confidence over all prompt sets: of a token, and of a path."""
 
 
-def replay_trees(
-    target: Target, drafter: Drafter, topology: Topology, answers: Mapping[str, Sequence[Answered]]
-) -> Replays:
-    """Accepted length of the prefixes of a best-first tree, and the confidence in all guesses of the largest.
+class TreeReplay:
+    """Counts, answer by answer, what the prefixes of a method's tree would accept.
+
+    Decoding through the largest prefix notes the confidence in all its guesses. What the smaller ones accept follows
+    from the ranks of the answer's tokens, see `draftsmith.modules.tuning.rank_walk`; of a tree that is deeper than the
+    ranks known it is decoded too.
 
     Args:
         target: the model that gave the answers.
-        drafter: bound to it.
-        topology: the tree, best node first.
-        answers: prompts with their greedy answers, by prompt set.
+        method: with a drafter that is bound to it and a best-first tree; of another one nothing is counted.
     """
-    found: dict[str, dict[str, float]] = {}
-    confidence = Confidence()
-    *smaller, largest = sorted({min(size, topology.size) for size in SIZES})
-    for name, rows in answers.items():
-        features = [_encoded(target, drafter, row) for row in rows]
-        # One row at a time: the replayed logits of a row take nodes x vocabulary floats.
-        found[name] = {str(size): replay(drafter, target, features, topology.prefix(size), batch_size=1).accepted_length
-                       for size in smaller}
-        noted = replay_noting(drafter, target, features, topology.prefix(largest), confidence)
-        found[name][str(largest)] = noted.accepted_length
-    return Replays(found, confidence.curves())
+
+    def __init__(self, target: Target, method: Method) -> None:
+        self.target, self.method = target, method
+        self.counts: dict[str, dict[int, list[int]]] = {}
+        """Tokens and passes by prompt set and number of nodes."""
+        self.confidence = Confidence()
+
+    def add(self, prompt_set: str, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """Replay one greedy answer."""
+        drafter, topology = self.method.drafter, self.method.trees
+        if not isinstance(drafter, Drafter) or topology is None:
+            return
+        *smaller, largest = sorted({min(size, topology.size) for size in SIZES})
+        features = [_encoded(self.target, drafter, (prompt, answer))]
+        text = ranked_text(drafter, features, max(topology.ranks) + 1) if smaller else None
+        for size in smaller:
+            prefix = topology.prefix(size)
+            if text is not None and prefix.depth <= text.ranks_PK.shape[1]:
+                emitted = walk(text, prefix)
+                self._count(prompt_set, size, sum(emitted), len(emitted))
+            else:
+                found = replay(drafter, self.target, features, prefix, batch_size=1)
+                self._count(prompt_set, size, found.tokens, found.passes)
+        noted = replay_noting(drafter, self.target, features, topology.prefix(largest), self.confidence)
+        self._count(prompt_set, largest, noted.tokens, noted.passes)
+
+    def _count(self, prompt_set: str, size: int, tokens: int, passes: int) -> None:
+        counts = self.counts.setdefault(prompt_set, {}).setdefault(size, [0, 0])
+        counts[0] += tokens
+        counts[1] += passes
+
+    @property
+    def found(self) -> Replays:
+        """The figures so far."""
+        lengths = {name: {str(size): tokens / passes if passes else 0.0 for size, (tokens, passes) in sizes.items()}
+                   for name, sizes in self.counts.items()}
+        return Replays(lengths, self.confidence.curves() if lengths else {})
 
 
 def _encoded(target: Target, drafter: Drafter, row: Answered) -> Features:

@@ -2,7 +2,7 @@
 
 from ...modules import NONE
 from ..evaluation.results import Evaluation, EvaluationRun, Lossless
-from .phrases import nothing_drafted
+from .phrases import nothing_drafted, partial_note
 
 
 def headline(run: EvaluationRun) -> str:
@@ -12,7 +12,8 @@ def headline(run: EvaluationRun) -> str:
     named = len(firsts) > 1 and best.overall.speedup is not None
     first = f"{best.name}, the fastest of {len(firsts)} methods: {_speed(best)}" if named else _capital(_speed(best))
     busy = "; but the machine was busy, so measure the speed again" if _contended(best) else ""
-    return f"{first}, {_words(run, best)}{busy}."
+    partial = f"; {note}" if (note := partial_note(run)) else ""
+    return f"{first}, {_words(run, best)}{partial}{busy}."
 
 
 def _speed(evaluation: Evaluation) -> str:

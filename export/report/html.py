@@ -15,6 +15,7 @@ from .phrases import (
     CONFIDENCE_NOTE,
     CONFIDENCE_OF,
     INTERVALS_NOTE,
+    LEFT_OUT,
     PARTS_NOTE,
     confidence_note,
     contention_note,
@@ -51,6 +52,7 @@ def page(run: EvaluationRun, artifact: Artifact | None) -> str:
         _cards(run, first),
         _lossless_box(run),
         _contention_box(run, first),
+        _left_out(run),
         written_answers(run.samples, first.name),
         _figures(run, firsts, artifact),
         _comparison(run),
@@ -106,6 +108,13 @@ def _contention_box(run: EvaluationRun, evaluation: Evaluation) -> str:
     if not evaluation.contended:
         return ""
     return f'<div class="box warn"><p><b>The speeds are not reliable.</b> {escape(contention_note(run))}</p></div>'
+
+
+def _left_out(run: EvaluationRun) -> str:
+    if not run.left_out:
+        return ""
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in run.left_out)
+    return f'<div class="box warn"><p><b>{LEFT_OUT}</b></p><ul>{items}</ul></div>'
 
 
 def _comparison(run: EvaluationRun) -> str:
@@ -210,10 +219,10 @@ def _details(run: EvaluationRun, evaluation: Evaluation) -> str:
     heading = "All figures" if len(run.evaluations) == 1 else label(run, evaluation)
     columns = "" if len(run.evaluations) > 1 else f"{COLUMNS_NOTE} {INTERVALS_NOTE}"
     notes = [columns, drafting_note(evaluation), prediction_note(evaluation)]
-    parts, table = parts_table(evaluation), confidence_table(evaluation)
+    parts, table = parts_table(run, evaluation), confidence_table(evaluation)
     joined = f'<p class="muted">{escape(PARTS_NOTE)}</p>{_grid(parts)}' if parts is not None else ""
     sure = f'<p class="muted">{escape(confidence_note(evaluation))}</p>{_grid(table)}' if table is not None else ""
-    return (f"<h2>{escape(heading)}</h2>{_grid(in_detail(evaluation))}"
+    return (f"<h2>{escape(heading)}</h2>{_grid(in_detail(run, evaluation))}"
             f'<p class="muted">{escape(" ".join(note for note in notes if note))}</p>{joined}{sure}')
 
 

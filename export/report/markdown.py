@@ -15,10 +15,12 @@ from .phrases import (
     COLUMNS_NOTE,
     CONFIDENCE_NOTE,
     INTERVALS_NOTE,
+    LEFT_OUT,
     PARTS_NOTE,
     confidence_note,
     contention_note,
     drafting_note,
+    group_name,
     how_measured,
     identical,
     label,
@@ -68,6 +70,8 @@ def terminal_table(run: EvaluationRun) -> str:
         lines += wrap(f"{evaluation.name}: {_positions(evaluation.overall)}", WIDTH)
         lines += [line for text in _trees(evaluation) for line in wrap(text, WIDTH)]
     lines += [line for text in ["", *verdicts(run)] for line in wrap(text, WIDTH) or [""]]
+    if run.left_out:
+        lines += ["", f"{LEFT_OUT}:", *(line for sentence in run.left_out for line in wrap(sentence, WIDTH))]
     if run.evaluations[0].contended:
         lines += ["", *wrap("WARNING. " + contention_note(run), WIDTH)]
     return "\n".join(lines).rstrip() + "\n"
@@ -78,7 +82,8 @@ def _terminal_rows(run: EvaluationRun) -> Iterator[tuple[str, Measures]]:
     for evaluation in run.evaluations:
         yield label(run, evaluation), evaluation.overall
     if len(run.evaluations) == 1 and len(run.evaluations[0].by_prompt_set) > 1:
-        yield from run.evaluations[0].by_prompt_set.items()
+        for name, measures in run.evaluations[0].by_prompt_set.items():
+            yield group_name(run, name), measures
 
 
 def _firsts(run: EvaluationRun) -> tuple[Evaluation, ...]:
@@ -99,14 +104,17 @@ def markdown(run: EvaluationRun) -> str:
     if run.evaluations[0].contended:
         lines += [f"**Warning.** {contention_note(run)}", ""]
     lines += [line for text in verdicts(run) for line in (text, "")]
+    if run.left_out:
+        lines += [f"## {LEFT_OUT}", "", *(f"- {sentence}" for sentence in run.left_out), ""]
     if len(run.evaluations) > 1:
         lines += ["## The methods side by side", "", *_pipes(side_by_side(run)), ""]
     lines += [COLUMNS_NOTE, "", INTERVALS_NOTE, ""]
     for evaluation in _firsts(run):
-        lines += [f"## {label(run, evaluation)}", "", drafting_note(evaluation), "", *_pipes(in_detail(evaluation)),
-                  "", f"{_positions(evaluation.overall).capitalize()}.", "", *_predicted(evaluation)]
+        lines += [f"## {label(run, evaluation)}", "", drafting_note(evaluation), ""]
+        lines += [*_pipes(in_detail(run, evaluation)), "", f"{_positions(evaluation.overall).capitalize()}.", "",
+                  *_predicted(evaluation)]
         lines += [line for text in _trees(evaluation) for line in (text, "")]
-        parts = parts_table(evaluation)
+        parts = parts_table(run, evaluation)
         lines += [] if parts is None else [PARTS_NOTE, "", *_pipes(parts), ""]
         lines += _confidence(evaluation)
     return "\n".join([*lines, *_heads(run)])

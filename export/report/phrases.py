@@ -53,14 +53,51 @@ def label(run: EvaluationRun, evaluation: Evaluation) -> str:
 def how_measured(run: EvaluationRun) -> str:
     """One line: prompts, answer length, batches, temperatures."""
     settings = run.header["settings"]
+    planned = run.header["planned"]
     prompts = sum(run.header["prompt_sets"].values())
     answers = run.evaluations[0].overall.prompts
     turns = f" ({answers} turns)" if answers != prompts else ""
     sizes, degrees = run.batch_sizes, run.temperatures
     batches = f"batch size{'s' if len(sizes) > 1 else ''} {', '.join(map(str, sizes))}"
     drawn = chosen(degrees[0]) if len(degrees) == 1 else f"temperatures {', '.join(f'{one:g}' for one in degrees)}"
-    return (f"{prompts} prompts{turns}, answers of at most {settings['max_new_tokens']} tokens; {batches}; "
-            f"{drawn}; timed prompts: {run.header['timed_prompts']}")
+    return (f"{of(prompts, sum(planned['prompt_sets'].values()))} prompts{turns}, answers of at most "
+            f"{settings['max_new_tokens']} tokens; {batches}; {drawn}; timed prompts: "
+            f"{of(run.header['timed_prompts'], planned['timed_prompts'])}")
+
+
+def of(measured: int, planned: int) -> str:
+    """A number of prompts, and how many were planned where some were left out."""
+    return f"{measured}" if measured == planned else f"{measured} of {planned}"
+
+
+def group_name(run: EvaluationRun, name: str) -> str:
+    """Name of a prompt set or category, with its prompts measured and planned where some were left out."""
+    header = run.header
+    for groups in ("prompt_sets", "categories"):
+        planned = header["planned"][groups].get(name)
+        if planned is not None:
+            measured = header[groups].get(name, 0)
+            return name if measured == planned else f"{name} ({of(measured, planned)})"
+    return name
+
+
+def all_prompts(run: EvaluationRun) -> str:
+    """Heading of the row of all prompts that were measured."""
+    measured, planned = (sum(one["prompt_sets"].values()) for one in (run.header, run.header["planned"]))
+    return "all prompts" if measured == planned else f"{measured} of {planned} prompts"
+
+
+def partial_note(run: EvaluationRun) -> str:
+    """Words for an evaluation of fewer prompts than planned; empty where all were decoded."""
+    measured, planned = (sum(one["prompt_sets"].values()) for one in (run.header, run.header["planned"]))
+    if measured == planned:
+        return ""
+    return (f"{measured} of {planned} prompts were decoded: the rest did not fit into "
+            f"{run.header['minutes']['budget']:g} minutes")
+
+
+LEFT_OUT = "What had to be left out"
+"""Heading of what did not fit into the minutes of the stages."""
 
 
 def where_measured(run: EvaluationRun) -> str:
@@ -162,6 +199,8 @@ def verdicts(run: EvaluationRun) -> list[str]:
         found = [drift_note(run), *found]
     if run.header["dtype"] in HALF_FORMATS:
         found.append(HALF_NOTE.format(dtype=run.header["dtype"]))
+    if partial := partial_note(run):
+        found.append(f"{partial}, and nothing is known of their answers.")
     shared = len(run.batch_sizes) > 1 and run.header["timed_prompts"] < sum(run.header["prompt_sets"].values())
     return [*found, SHARED_NOTE] if shared else found
 

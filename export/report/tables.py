@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ...modules import ConfidenceBin, ConfidenceCurve
 from ..evaluation.results import Evaluation, EvaluationRun, Measures
-from .phrases import CONFIDENCE_OF, identical, number, percent, span, times
+from .phrases import CONFIDENCE_OF, all_prompts, group_name, identical, number, percent, span, times
 
 FIGURES = ("answers", "tokens per pass", "tokens/s", "plain tokens/s", "generate tokens/s", "speed-up",
            "memory-bound speed-up", "identical")
@@ -60,16 +60,16 @@ def side_by_side(run: EvaluationRun) -> Table:
     return Table(columns, tuple(rows))
 
 
-def in_detail(evaluation: Evaluation) -> Table:
+def in_detail(run: EvaluationRun, evaluation: Evaluation) -> Table:
     """One method on all prompts, and on each prompt set, category and turn."""
-    rows: list[tuple[Cell, ...]] = [(Cell("all prompts"), *figures(evaluation.overall))]
+    rows: list[tuple[Cell, ...]] = [(Cell(all_prompts(run)), *figures(evaluation.overall))]
     for heading, groups in groups_of(evaluation):
         rows.append((Cell(heading),))
-        rows += [(Cell(name), *figures(measures)) for name, measures in groups.items()]
+        rows += [(Cell(group_name(run, name)), *figures(measures)) for name, measures in groups.items()]
     return Table(("", *FIGURES), tuple(rows))
 
 
-def parts_table(evaluation: Evaluation) -> Table | None:
+def parts_table(run: EvaluationRun, evaluation: Evaluation) -> Table | None:
     """Shares of the accepted guesses by the drafter that made them, by kind of prompt; None with a single drafter."""
     names = tuple(evaluation.overall.guessed_by)
     if not names:
@@ -80,9 +80,9 @@ def parts_table(evaluation: Evaluation) -> Table | None:
         shares = [percent(measures.guessed_by.get(one, 0) / total) if total else "" for one in names]
         return (Cell(name), Cell(f"{total:,}"), *map(Cell, shares))
 
-    rows: list[tuple[Cell, ...]] = [row("all prompts", evaluation.overall)]
+    rows: list[tuple[Cell, ...]] = [row(all_prompts(run), evaluation.overall)]
     for heading, groups in groups_of(evaluation):
-        rows += [(Cell(heading),), *(row(name, measures) for name, measures in groups.items())]
+        rows += [(Cell(heading),), *(row(group_name(run, name), measures) for name, measures in groups.items())]
     return Table(("", "accepted guesses", *(f"from {name}" for name in names)), tuple(rows))
 
 

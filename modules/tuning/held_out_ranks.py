@@ -33,7 +33,20 @@ class LabelledStep(NamedTuple):
     valid_BL: Tensor
 
 
-@torch.no_grad()
+@dataclass(frozen=True, kw_only=True)
+class RankedText:
+    """Ranks of the true tokens along text, by the places at which a draft may start, in the order of the text.
+
+    The next place of an answer is the following entry.
+    """
+
+    ranks_PK: Tensor
+    """Ranks of `rank_table`, int64."""
+    left_P: Tensor
+    """Tokens of the answer after the last token before the draft, int64; 0 where that token is none of the answer's,
+    so that no pass starts there."""
+
+
 def rank_table(drafter: Drafter, features: Sequence[Features], max_rank: int = MAX_RANK) -> Tensor:
     """Rank of the true token among each step's proposals, [P, K], int64; `max_rank` means "not among the first".
 
@@ -41,13 +54,26 @@ def rank_table(drafter: Drafter, features: Sequence[Features], max_rank: int = M
     guess is after the end of the answer. For an autoregressive drafter, step k of a place is its step at the k-th index
     after it: as long as the guesses before were right, it has read exactly this when it drafts.
     """
-    def ranks(batch: Features, labelled: LabelledStep) -> Tensor:
+    return ranked_text(drafter, features, max_rank).ranks_PK
+
+
+@torch.no_grad()
+def ranked_text(drafter: Drafter, features: Sequence[Features], max_rank: int = MAX_RANK) -> RankedText:
+    """The ranks of `rank_table`, and where passes may start.
+
+    Args:
+        drafter: bound to the target, on the features' device.
+        features: encoded rows; packed or not.
+        max_rank: stands for "not among the first".
+    """
+    def look(batch: Features, labelled: LabelledStep) -> Tensor:
         labels_N = batch.labels(labelled.offset)[0][labelled.valid_BL]
         found = [_ranks(proposed_NR, labels_N[chunk], max_rank)
                  for chunk, proposed_NR in _proposals(drafter, labelled, max_rank)]
-        return torch.cat(found) if found else labels_N
+        return torch.stack([torch.cat(found) if found else labels_N, _left_after_roots(batch, labelled)], dim=-1)
 
-    return _table(drafter, features, ranks, torch.tensor(max_rank))
+    table_PK2 = _table(drafter, features, look, torch.tensor([max_rank, 0]))
+    return RankedText(ranks_PK=table_PK2[..., 0], left_P=table_PK2[:, 0, 1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +163,7 @@ def drawn_text(drafter: Drafter, target: Target, features: Sequence[Features], t
         # The target predicts a token from the state right before it, that of the root at the first step.
         roots_N = indices_N + labelled.offset - 1
         final_ND = batch.final()[rows_N, roots_N]
-        first_N1 = torch.where(batch.supervised_BL[rows_N, roots_N], left_BL[rows_N, roots_N], 0)[:, None]
+        first_N1 = _left_after_roots(batch, labelled)[:, None]
         found = [final_ND.new_zeros(0, 2 * max_rank + 1, dtype=torch.float32)]
         for chunk, proposed_NR in _proposals(drafter, labelled, max_rank):
             chances_NR = _chances(target, final_ND[chunk], proposed_NR, temperature)
@@ -151,6 +177,14 @@ def drawn_text(drafter: Drafter, target: Target, features: Sequence[Features], t
     table_PKC = _table(drafter, features, look, torch.zeros(2 * max_rank + 1))
     return DrawnText(chances_PKR=table_PKC[..., :max_rank], drawn_PKR=table_PKC[..., max_rank:-1].bool(),
                      left_P=table_PKC[:, 0, -1].long())
+
+
+def _left_after_roots(batch: Features, labelled: LabelledStep) -> Tensor:
+    """Tokens of the answer after the last token before each of N drafts; 0 where that is none of the answer's, [N]."""
+    rows_N, indices_N = labelled.valid_BL.nonzero(as_tuple=True)
+    roots_N = indices_N + labelled.offset - 1
+    left_N = _left(batch)[rows_N, roots_N]
+    return torch.where(batch.supervised_BL[rows_N, roots_N], left_N, 0)
 
 
 def _left(batch: Features) -> Tensor:

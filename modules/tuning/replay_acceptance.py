@@ -13,7 +13,8 @@ from ..interfaces.drafter import Drafter
 from ..policies.static_tree import StaticTree
 from ..target.model import Target
 from ..token_tree import Topology
-from .held_out_ranks import rank_table
+from .held_out_ranks import rank_table, ranked_text
+from .rank_walk import walk
 from .replay_target import Replay
 from .tree_search import search_tree
 
@@ -60,7 +61,22 @@ def replay(
 
 def acceptance_of(result: DecodeResult, depth: int) -> Acceptance:
     """Acceptance of a decoding result with drafts of at most `depth` tokens."""
-    emitted = [count for generation in result.generations for count in generation.emitted]
+    return _acceptance([count for generation in result.generations for count in generation.emitted], depth)
+
+
+def walked(drafter: Drafter, features: Sequence[Features], topology: Topology) -> Acceptance:
+    """The acceptance that `replay` counts, from the ranks of the answers' own tokens: far faster, and equal.
+
+    Args:
+        drafter: bound to the target, on the features' device.
+        features: encoded rows with greedy answers.
+        topology: the static tree, no deeper than the draft steps of `rank_table`.
+    """
+    return _acceptance(walk(ranked_text(drafter, features), topology), topology.depth)
+
+
+def _acceptance(emitted: Sequence[int], depth: int) -> Acceptance:
+    """Acceptance by the tokens that each pass emitted."""
     passes = len(emitted)
     reached = tuple(sum(count > least for count in emitted) / passes if passes else 0.0
                     for least in range(1, depth + 1))
@@ -72,18 +88,18 @@ def acceptance_of(result: DecodeResult, depth: int) -> Acceptance:
     )
 
 
-def decoded_acceptance(drafter: Drafter, target: Target, features: Sequence[Features], nodes: int) -> Acceptance:
+def held_out_acceptance(drafter: Drafter, features: Sequence[Features], nodes: int) -> Acceptance:
     """Accepted length of the best static tree of `nodes` nodes on held-out greedy answers.
 
     The tree is searched on every second row and measured on the others (with a single row, on the same), so that it
-    is not measured on the text it was fitted to.
+    is not measured on the text it was fitted to. What decoding accepts of it follows from the ranks, see `walk`.
     """
     rows = [row for batch in features for row in _unbatch(batch)]
     fitted, measured = (rows[0::2], rows[1::2]) if len(rows) > 1 else (rows, rows)
     topology, _ = search_tree(rank_table(drafter, fitted), nodes)
     if topology.size == 1:
         topology = Topology.chain(1)
-    return replay(drafter, target, measured, topology)
+    return walked(drafter, measured, topology)
 
 
 def _unbatch(batch: Features) -> list[Features]:

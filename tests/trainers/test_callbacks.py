@@ -37,13 +37,13 @@ def scripted(monkeypatch: pytest.MonkeyPatch, lengths: list[float], **changes: A
     """Replace validation by these lengths in order; the validated weights are collected."""
     seen: list[dict[str, torch.Tensor]] = []
 
-    def decoded_acceptance(drafter: Any, target: Any, rows: Any, nodes: int) -> Told:
+    def held_out_acceptance(drafter: Any, rows: Any, nodes: int) -> Told:
         assert nodes == SETTINGS.validation_nodes
         assert all(row.final_BLD is not None for row in rows)
         seen.append({name: tensor.clone() for name, tensor in drafter.state_dict().items()})
         return Told(lengths[len(seen) - 1], **changes)
 
-    monkeypatch.setattr(fitting, "decoded_acceptance", decoded_acceptance)
+    monkeypatch.setattr(fitting, "held_out_acceptance", held_out_acceptance)
     return seen
 
 

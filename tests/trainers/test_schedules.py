@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from draftsmith.trainers.schedules import warmup_cosine
+from draftsmith.trainers.schedules import time_leads, warmup_cosine
 
 
 def test_warm_up_is_linear_and_starts_above_zero() -> None:
@@ -36,3 +36,12 @@ def test_the_rate_follows_time_when_it_is_further_on_than_steps() -> None:
     assert factor(4) == pytest.approx(0.25), "half risen, half fallen"
     spent[0] = 1.3
     assert factor(35) == factor(4) == 0.0
+
+
+def test_a_run_that_its_steps_end_does_not_depend_on_the_clock() -> None:
+    """The first steps are slow: their time is ahead of them, though the steps will end the run."""
+    for step, spent in ((0, 0.04), (1, 0.05), (40, 0.3), (100, 0.9)):
+        assert warmup_cosine(10, 110, lambda spent=spent: spent)(step) == warmup_cosine(10, 110)(step)
+    assert time_leads(100, 10, 0.16)
+    assert not time_leads(100, 10, 0.15)
+    assert time_leads(None, 10, 0.0)

@@ -56,13 +56,13 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> Ticking:
     Timed.time = Ticking()
     Timed.rates.clear()
     monkeypatch.setattr(clock, "time", Timed.time)
-    measure = fitting.decoded_acceptance
+    measure = fitting.held_out_acceptance
 
     def slow(*arguments: Any) -> Any:
         Timed.time.now += 100
         return measure(*arguments)
 
-    monkeypatch.setattr(fitting, "decoded_acceptance", slow)
+    monkeypatch.setattr(fitting, "held_out_acceptance", slow)
     return Timed.time
 
 
@@ -83,6 +83,18 @@ def test_a_run_ends_by_time_and_measurements_do_not_count(tmp_path: Path) -> Non
 def test_steps_end_a_run_before_its_time(tmp_path: Path) -> None:
     result = train(tmp_path, Timed, max_steps=5)
     assert (result.steps, result.seconds) == (5, 5.0)
+
+
+@pytest.mark.usefixtures("ticking")
+def test_the_line_of_a_run_that_ends_by_time_counts_the_steps_that_fit(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fit(Timed(cycle_target(), TIMED), CycleData(), tmp_path)
+    shown = capfd.readouterr().err
+    final = shown.rstrip("\n").rsplit("\r", 1)[-1]
+    assert "train: 100%" in final
+    assert " 10/10 [" in final
+    assert "minutes=0.17" in final
 
 
 @pytest.mark.usefixtures("ticking")

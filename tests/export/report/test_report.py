@@ -88,7 +88,10 @@ def a_run(*, contended: bool = False, names: tuple[str, ...] = ("medusa",), batc
         "machine": {"processor": "A Processor", "device": "cpu", "system": "Linux"}, "dtype": "float32", "threads": 2,
         "linear_layers": {"forms": "linear layers plain", "packed_from": 0, "times": None},
         "versions": {"torch": "2.13.0"}, "settings": {"max_new_tokens": 128, "seed": 0}, "timed_prompts": 4,
-        "prompt_sets": {"own": 5, "handwritten": 5},
+        "prompt_sets": {"own": 5, "handwritten": 5}, "categories": {"math": 5, "writing": 5},
+        "planned": {"prompt_sets": {"own": 5, "handwritten": 5}, "categories": {"math": 5, "writing": 5},
+                    "timed_prompts": 4, "replayed_answers": 0},
+        "replayed_answers": 0, "minutes": {"predicted": 3.0, "taken": 3.2, "budget": None},
         "contention": {"bound": 0.15, "worst_excess": {"1": 0.04, "8": 0.31}, "samples": 5},
     }
     return EvaluationRun(header=header, evaluations=evaluations, samples=SAMPLES)
@@ -442,3 +445,27 @@ def test_a_cost_curve_without_estimates_can_be_drawn() -> None:
     cost = CostCurve(sizes=(1,), pass_seconds=(0.1,), draft_seconds=(0.0,), context=8)
     assert "expected speed-up" not in plots.cost_curve(cost, 1, ())
     assert EvaluateConfig().speed_prompts == 8
+
+
+def test_a_part_is_never_reported_as_the_whole(tmp_path: Path) -> None:
+    run = a_run(prompts=6)
+    planned = run.header["planned"] | {"prompt_sets": {"own": 8, "handwritten": 5}, "timed_prompts": 5,
+                                       "categories": {"math": 8, "writing": 5}}
+    run = replace(run, header=run.header | {"planned": planned, "minutes": run.header["minutes"] | {"budget": 2.0}},
+                  left_out=("evaluation: 10 of 13 prompts were decoded",))
+    said = "10 of 13 prompts were decoded: the rest did not fit into 2 minutes"
+    assert said in headline(run)
+    assert any(said in sentence for sentence in verdicts(run))
+    paths = write_report(tmp_path, run, None)
+    for written in (paths["html"].read_text(), paths["markdown"].read_text(), terminal_table(run)):
+        text = " ".join(written.split())
+        assert "What had to be left out" in text
+        assert "evaluation: 10 of 13 prompts were decoded" in text
+        assert "own (5 of 8)" in text
+        assert "handwritten (" not in text
+        assert "timed prompts: 4 of 5" in text
+    assert "math (5 of 8)" in paths["markdown"].read_text()
+    assert "| 10 of 13 prompts |" in paths["markdown"].read_text()
+    assert json.loads(paths["json"].read_text())["left_out"] == ["evaluation: 10 of 13 prompts were decoded"]
+    whole = write_report(tmp_path / "whole", a_run(), None)
+    assert "left out" not in whole["html"].read_text() + whole["markdown"].read_text() + terminal_table(a_run())

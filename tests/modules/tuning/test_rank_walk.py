@@ -1,0 +1,48 @@
+"""A walk along ranks counts what a replay decodes, for every family."""
+
+import pytest
+import torch
+from draftsmith.modules import Drafter, Features, Request, Target, Topology, replay, search_tree
+from draftsmith.modules.tuning.held_out_ranks import RankedText, rank_table
+from draftsmith.modules.tuning.rank_walk import walk
+from draftsmith.modules.tuning.replay_acceptance import walked
+from support.encoded_answers import encoded_answers
+from support.families import CASES, randomised
+
+WIDE = Topology.from_paths([(0,), (1,), (2,), (3,), (0, 0), (0, 1), (1, 0), (2, 1), (5,), (0, 2), (9,)])
+"""A tree of two depths."""
+
+
+def made(name: str, original: Target) -> tuple[Drafter, Target]:
+    target = CASES[name].verifier(original)
+    torch.manual_seed(7)
+    return randomised(CASES[name].make(target).to(target.dtype)), target
+
+
+def answers(drafter: Drafter, target: Target) -> list[Features]:
+    """Greedy answers, of which one has two tokens and one a single one, several in a batch."""
+    lengths = (25, 2, 40, 1, 33, 28, 30)
+    requests = [Request((5, 20 + at, 7), at, length) for at, length in enumerate(lengths)]
+    return [target.encode(batch, drafter.taps) for batch in encoded_answers(target, requests)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_walk_along_ranks_counts_what_a_replay_decodes(name: str, tiny_target_f64: Target) -> None:
+    drafter, target = made(name, tiny_target_f64)
+    features = answers(drafter, target)
+    deep, _ = search_tree(rank_table(drafter, features), 24)
+    for tree in (WIDE, deep, deep.prefix(5)):
+        assert walked(drafter, features, tree) == replay(drafter, target, features, tree)
+    assert deep.depth >= min(2, drafter.reach or 2)
+    assert walked(drafter, features, deep).accepted_length > 1.02, "nothing is accepted: the test would see nothing"
+
+
+def test_a_pass_starts_after_the_accepted_tokens_and_the_bonus() -> None:
+    """Two answers of 6 and 2 tokens, the first entries of each before its first token; the chain accepts up to 2."""
+    ranks_PK = torch.tensor([[0, 0], [0, 0], [9, 9], [9, 9], [0, 0], [0, 9], [0, 0], [0, 9]])
+    left_P = torch.tensor([0, 5, 4, 3, 2, 1, 0, 1])
+    text = RankedText(ranks_PK=ranks_PK, left_P=left_P)
+    # Three of five tokens; then two places on, where an answer of two tokens has no room for a bonus; then one token.
+    assert walk(text, Topology.chain(2)) == [3, 2, 1]
+    assert walk(text, Topology.chain(0)) == [1] * 6
+    assert walk(text, Topology.from_paths([(1,)])) == [1] * 6
