@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ...modules import (
     BASELINES,
+    JOINED,
     STATIC,
     CostModel,
     DecodeSettings,
@@ -23,7 +24,7 @@ from ...modules import (
 )
 from ...modules.config_checks import MOST_ROWS, MOST_TOKENS, check_bounds
 from ...modules.verification.sampling import TEMPERATURES, is_temperature
-from ..artifact import Artifact
+from ..artifact import FASTEST, Artifact
 
 Answered = Sequence[Sequence[int]]
 """The target's answers to the turns before, as tokens."""
@@ -60,8 +61,9 @@ class EvaluateConfig:
     limit: int | None = None
     """Use at most this many prompts of each set, spread over it; None uses all."""
     policies: tuple[str, ...] | str = (STATIC,)
-    """Policies that artifacts draft with, one or several, each measured in turn: static (the tree tuned on this
-    machine; above temperature 0 none where none pays), none, chain, sampled, sampled-chain, eagle2, dyspec, stopping,
+    """Policies that artifacts draft with, one or several, each measured in turn: fastest (static or static+lookup, by
+    what was predicted at the first temperature), static (the tree tuned on this machine; above temperature 0 none where
+    none pays), none, chain, sampled, sampled-chain, eagle2, dyspec, stopping,
     early-exit, sparse, specdec; optionally with a number of nodes or tokens (specdec: the risk of a rejection at which
     a draft ends), [static,chain-3,eagle2-32]; each may be joined with a drafter without training: lookup (prompt
     lookup), suffix, recycling, ngrams, layer_skip, first_layers, [static+lookup,eagle2-32+recycling-8]."""
@@ -88,7 +90,8 @@ class EvaluateConfig:
         if not self.policy_names:
             raise UserError("policies must hold at least one name, such as static")
         for name in self.policy_names:
-            parse_joined(name)
+            if name != FASTEST:
+                parse_joined(name)
         for name in self.baseline_names:
             if name not in BASELINES:
                 raise UserError(f"there is no baseline {name!r}; choose from {', '.join(BASELINES)}")
@@ -176,7 +179,7 @@ class Method:
     """Maps the number of rows decoded at once and their temperature to the policy that grows their trees; None for the
     target alone. Batch sizes with the same `shape` have the same policy."""
     trees: Topology | None = None
-    """A static tree, best node first, whose smaller and larger prefixes are compared too."""
+    """A static tree, best node first, whose smaller and larger prefixes are compared too, each by itself."""
     predicted_speedup: Callable[[int, float], float | None] | None = None
     """Speed-up that the cost model fitted on this machine predicts for a number of rows and their temperature; None
     without one."""
@@ -193,12 +196,17 @@ class Method:
         Args:
             artifact: the drafter, with its tree.
             name: its name in the report; None takes the family's name.
-            policy: name of the policy; `static` takes at each batch size the tree tuned for it.
+            policy: name of the policy; `static` takes at each batch size the tree tuned for it, `fastest` is static or
+                static+lookup.
             temperature: one at which it will be used; whether the artifact can is tried there.
 
         Raises:
             UserError: if there is no such policy, or it asks for more than the artifact has.
         """
+        trees = artifact.topology if policy in (STATIC, FASTEST) else None
+        if policy == FASTEST:
+            policy = JOINED if artifact.fastest(temperature=temperature) == JOINED else STATIC
+
         def policy_for(rows: int, temperature: float) -> Policy:
             return artifact.policy(policy, batch_size=rows, temperature=temperature)
 
@@ -207,11 +215,11 @@ class Method:
         called = name or (family if artifact.adapter is None else f"{family} (changes the target)")
         return cls(name=called if policy == STATIC else f"{called}, {policy}",
                    family=family, drafter=drafter, policy_for=policy_for,
-                   trees=artifact.topology if policy == STATIC else None,
+                   trees=trees,
                    predicted_speedup=lambda rows, temperature: artifact.predicted_speedup(
                        policy, batch_size=rows, temperature=temperature),
                    cost=None if artifact.tuning is None else artifact.tuning.cost,
-                   expected_length=lambda rows, temperature: _expected_length(artifact, rows, temperature))
+                   expected_length=lambda rows, temperature: _expected_length(artifact, policy, rows, temperature))
 
     @classmethod
     def of_baseline(cls, name: str, target: Target) -> "Method":
@@ -229,7 +237,20 @@ class Method:
     @property
     def replayed(self) -> bool:
         """True if greedy answers can be replayed through smaller and larger trees."""
-        return isinstance(self.drafter, Drafter) and self.trees is not None
+        return self.trained is not None and self.trees is not None
+
+    @property
+    def trained(self) -> Drafter | None:
+        """The trained drafter, without one that copies next to it; None without one."""
+        last = self.drafter.parts[-1] if isinstance(self.drafter, Ensemble) else self.drafter
+        return last if isinstance(last, Drafter) else None
+
+    @property
+    def own_nodes(self) -> int:
+        """Nodes of the trained drafter's tree for one greedy row, the root included."""
+        policy = None if self.policy_for is None else self.policy_for(1, 0.0)
+        last = policy.policies[-1] if isinstance(policy, Union) else policy
+        return 1 if last is None else last.max_size
 
     def guessed_by(self, counts: Sequence[int]) -> dict[str, int]:
         """Accepted guesses by the family of the part, from counts of each part; empty without counts."""
@@ -267,10 +288,14 @@ class Method:
         return found
 
 
-def _expected_length(artifact: Artifact, rows: int, temperature: float) -> float | None:
-    """Tokens per pass with the artifact's own tree, which stand for its other policies too; None if not measured."""
+def _expected_length(artifact: Artifact, policy: str, rows: int, temperature: float) -> float | None:
+    """Tokens per pass with the artifact's own tree, or with copies next to it; those of the tree stand for its other
+    policies too. None if not measured."""
     if artifact.tuning is None:
         return None
+    copies = artifact.tuning.copies(rows, temperature) if policy == JOINED else None
+    if copies is not None and copies.trial is not None:
+        return copies.trial.accepted_length
     lengths = artifact.tuning.lengths_at(temperature)
     size = artifact.tuning.size_for(rows, temperature)
     return lengths[size - 1] if size <= len(lengths) else None

@@ -7,7 +7,7 @@ other tree follows from the states at its tokens (`draftsmith.modules.replay`), 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...modules import Confidence, ConfidenceCurve, Drafter, Features, Target, replay, replay_noting
+from ...modules import Confidence, ConfidenceCurve, Drafter, Ensemble, Features, Target, replay, replay_noting
 from ...modules.tuning.held_out_ranks import ranked_text
 from ...modules.tuning.rank_walk import walk
 from .methods import Method
@@ -37,7 +37,8 @@ class TreeReplay:
 
     Args:
         target: the model that gave the answers.
-        method: with a drafter that is bound to it and a best-first tree; of another one nothing is counted.
+        method: with a drafter that is bound to it and a best-first tree; of another one nothing is counted. Where it
+            drafts next to copies, the tree that is used there is one of the sizes: what it accepts by itself.
     """
 
     def __init__(self, target: Target, method: Method) -> None:
@@ -48,10 +49,11 @@ class TreeReplay:
 
     def add(self, prompt_set: str, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Replay one greedy answer."""
-        drafter, topology = self.method.drafter, self.method.trees
-        if not isinstance(drafter, Drafter) or topology is None:
+        drafter, topology = self.method.trained, self.method.trees
+        if drafter is None or topology is None:
             return
-        *smaller, largest = sorted({min(size, topology.size) for size in SIZES})
+        used = {self.method.own_nodes} if isinstance(self.method.drafter, Ensemble) else set()
+        *smaller, largest = sorted({min(size, topology.size) for size in {*SIZES, *used}} - {1})
         features = [_encoded(self.target, drafter, (prompt, answer))]
         text = ranked_text(drafter, features, max(topology.ranks) + 1) if smaller else None
         for size in smaller:

@@ -1,0 +1,43 @@
+"""Evaluations with the policy that is predicted to be the fastest, and of the tree by itself next to it."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from draftsmith.export import Artifact, EvaluateConfig, Method, Question, evaluate, load_artifact, save_artifact
+from draftsmith.export import save_tuning as save
+from draftsmith.modules import CopySizing, Target
+from support.artifacts import TREE, copies, heads, tuning
+
+CONFIG = EvaluateConfig(max_new_tokens=24, speed_prompts=0, tree_prompts=4, policies="fastest")
+SETS = {"own": [Question.single((5, 9, 30, 5, 9, 40 + place)) for place in range(4)]}
+
+
+def made(folder: Path, target: Target, sizing: CopySizing | None) -> Artifact:
+    save_artifact(folder, heads(target), target.identity, {}, TREE)
+    save(folder, dataclasses.replace(tuning(), copying=sizing))
+    return load_artifact(folder, target)
+
+
+def test_copies_are_measured_where_they_pay_and_the_tree_is_replayed_by_itself(
+    tmp_path: Path, tiny_target: Target
+) -> None:
+    artifact = made(tmp_path / "a", tiny_target, copies())
+    assert artifact.fastest() == "static+lookup"
+    joined, static = (Method.of(artifact, policy=policy) for policy in ("fastest", "static"))
+    assert (joined.name, joined.trained, joined.own_nodes) == ("medusa, static+lookup", artifact.drafter, 4)
+    assert joined.expected_length is not None
+    assert joined.expected_length(1, 0.0) == copies().trials[1].accepted_length
+    alone = evaluate(tiny_target, [static], SETS, CONFIG, progress=False).evaluations[0]
+    both = evaluate(tiny_target, [joined], SETS, CONFIG, progress=False).evaluations[0]
+    found = both.accepted_length_by_tree_size["own"]
+    assert list(found) == ["4", "8"]
+    assert found["4"] == pytest.approx(alone.overall.accepted_length)
+    assert both.overall.accepted_length > alone.overall.accepted_length
+    assert not Method.of(artifact, policy="static+lookup").replayed
+
+
+def test_the_tree_alone_is_measured_where_copies_do_not_pay(tmp_path: Path, tiny_target: Target) -> None:
+    useless = dataclasses.replace(copies(), trials=(dataclasses.replace(copies().alone, copied=4),))
+    method = Method.of(made(tmp_path / "a", tiny_target, useless), policy="fastest")
+    assert (method.name, method.replayed) == ("medusa", True)
