@@ -54,7 +54,7 @@ from .tuning.copy_sizing import CopySizing, CopyTrial, size_copies
 from .tuning.cost_model import CostCurve, CostModel, Sample, TreeChoice, choose_size
 from .tuning.drafted_tokens import DraftedTokens
 from .tuning.held_out_ranks import DrawnText, drawn_text, rank_table
-from .tuning.lookahead_sizing import PassTrial, choose_pass_nodes, choose_trial, replay_pass_sizes
+from .tuning.lookahead_sizing import PassTrial, choose_pass_nodes, choose_trial, try_pass_sizes
 from .tuning.replay_acceptance import Acceptance, answered_anew, held_out_acceptance, replay
 from .tuning.replay_target import Replay
 from .tuning.sampled_lengths import SIZING_TEMPERATURE, expected_lengths
@@ -202,10 +202,10 @@ __all__ = [
     "repeats_itself",
     "replay",
     "replay_noting",
-    "replay_pass_sizes",
     "rollouts",
     "search_layers",
     "search_tree",
     "size_copies",
     "stream",
+    "try_pass_sizes",
 ]

@@ -44,9 +44,9 @@ from ..modules import (
     expected_lengths,
     measure_cost,
     rank_table,
-    replay_pass_sizes,
     search_tree,
     size_copies,
+    try_pass_sizes,
 )
 from ..trainers import DraftModule, FitResult, TrainConfig, families, fit
 from .chat_settings import handwritten_prompts, prompt_sets
@@ -178,7 +178,7 @@ def sized_for_sampling(tuning: Tuning, drafter: Drafter, target: Target, text: S
     size = tuning.tree_size if tuning.given else choose_size(lengths, tuning.cost.curve()).size
     copying = size_copies(drafter, target, text, topology.prefix(size))
     return SampledTuning(expected_accepted_length=tuple(lengths), copying=copying,
-                         lookahead=replay_pass_sizes(drafter, target, text, topology.size))
+                         lookahead=try_pass_sizes(drafter, text, topology.size))
 
 
 def _use(tuning: Tuning, temperature: float) -> str:

@@ -19,7 +19,7 @@ from ..interfaces.drafter import Drafter
 from ..interfaces.proposer import Frontier, Observation
 from ..token_tree import Topology
 from .held_out_ranks import proposed_text
-from .sampled_lengths import pass_starts
+from .rank_walk import pass_starts
 
 
 class Counted(NamedTuple):

@@ -1,5 +1,5 @@
 """The number of nodes, virtual ones included, with which trees by number of guesses decode fastest (PPD,
-arXiv:2405.18628, section 4.2): for greedy rows by the chances of the ranks, for sampled rows by replays.
+arXiv:2405.18628, section 4.2): for greedy rows by the chances of the ranks, for sampled rows along answers.
 
 Shapes: K depths, R ranks.
 """
@@ -7,22 +7,17 @@ Shapes: K depths, R ranks.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..decoding.loop import decode
-from ..decoding.requests import DecodeSettings
 from ..features import Features
 from ..interfaces.drafter import Drafter
-from ..policies.lookahead_trees import LookaheadTrees, ahead_trees, tokens_per_pass
-from ..target.model import Target
+from ..policies.lookahead_trees import AheadTree, ahead_trees, tokens_per_pass
 from .cost_model import MOST_NODES, CostCurve, TreeChoice, interpolate
-from .replay_target import Replay
-
-ANSWERS = 12
-"""Drawn answers that are replayed for each size."""
+from .held_out_ranks import RankedText, ranked_text
+from .rank_walk import last_nodes
 
 
 @dataclass(frozen=True, kw_only=True)
 class PassTrial:
-    """Trees by number of guesses of one size, replayed on held-out answers."""
+    """Trees by number of guesses of one size, counted along held-out answers."""
 
     size: int
     """Nodes of a pass, virtual ones included."""
@@ -48,34 +43,48 @@ def choose_pass_nodes(chances_KR: tuple[tuple[float, ...], ...], cost: CostCurve
 
 
 def choose_trial(trials: Sequence[PassTrial], cost: CostCurve, virtual_nodes: int) -> TreeChoice:
-    """The replayed size with the most predicted tokens per second; 1 where drafting does not pay."""
+    """The tried size with the most predicted tokens per second; 1 where drafting does not pay."""
     return _fastest(((trial.size, trial.accepted_length) for trial in trials), cost, virtual_nodes)
 
 
-def replay_pass_sizes(
-    drafter: Drafter, target: Target, features: Sequence[Features], tree_nodes: int, *, answers: int = ANSWERS
-) -> tuple[PassTrial, ...]:
-    """Replay held-out answers with trees of some sizes, each twice the one before; none without virtual nodes.
+def try_pass_sizes(drafter: Drafter, features: Sequence[Features], tree_nodes: int) -> tuple[PassTrial, ...]:
+    """Count along held-out answers what trees of some sizes accept, each twice the one before; none without virtual
+    nodes.
 
     Args:
-        drafter: bound to the target, on the features' device, its ranks counted.
-        target: the target that wrote the answers.
+        drafter: bound to the target that wrote the answers, on the features' device, its ranks counted.
         features: encoded rows, one conversation each.
         tree_nodes: nodes of the largest tree, virtual ones not included.
-        answers: most that are replayed, spread over all.
     """
     chances_KR = drafter.rank_chances
     if chances_KR is None:
         return ()
-    source = Replay(target, features, drafter=drafter)
-    requests = source.requests[:: -(-len(source.requests) // answers) or 1]
-    found, size = [], len(chances_KR) + 2
+    text, found, size = ranked_text(drafter, features), [], len(chances_KR) + 2
     while size <= tree_nodes * (1 + drafter.virtual_nodes):
-        policy = LookaheadTrees(ahead_trees(chances_KR, size))
-        result = decode(source, requests, DecodeSettings(batch_size=8), drafter=drafter, policy=policy)
-        found.append(PassTrial(size=size, accepted_length=max(1.0, result.accepted_length)))
+        found.append(PassTrial(size=size, accepted_length=length_of(text, ahead_trees(chances_KR, size))))
         size *= 2
     return tuple(found)
+
+
+def length_of(text: RankedText, trees: Sequence[AheadTree]) -> float:
+    """Tokens of a pass along held-out answers, the target's own included; 1 without text.
+
+    An answer starts with all guesses; afterwards a row has as many as there are virtual nodes after the node that was
+    accepted last.
+
+    Args:
+        text: ranks of the answers' tokens.
+        trees: by the number of guesses that a row has.
+    """
+    left, emitted, place, guesses = text.left_P.tolist(), [], 0, len(trees) - 1
+    nodes = [last_nodes(text.ranks_PK, tree.topology).tolist() for tree in trees]
+    while place < len(left):
+        if left[place]:
+            tree, node = trees[guesses], nodes[guesses][place]
+            emitted.append(min(tree.topology.depths[node] + 1, left[place]))
+            guesses = tree.counts[node] if emitted[-1] < left[place] else len(trees) - 1
+        place += max(1, emitted[-1] if left[place] else 1)
+    return sum(emitted) / len(emitted) if emitted else 1.0
 
 
 def _fastest(lengths: Iterator[tuple[int, float]], cost: CostCurve, virtual_nodes: int) -> TreeChoice:

@@ -23,22 +23,40 @@ def walk(text: RankedText, topology: Topology) -> list[int]:
         text: greedy answers.
         topology: the tree; a node deeper than K steps is never accepted.
     """
-    emitted_P = torch.minimum(accepted_depths(text.ranks_PK, topology) + 1, text.left_P).tolist()
-    found, place = [], 0
-    while place < len(emitted_P):
-        if emitted_P[place]:
-            found.append(emitted_P[place])
-        place += max(1, emitted_P[place])
-    return found
+    depths_P = accepted_depths(text.ranks_PK, topology)
+    emitted: list[int] = torch.minimum(depths_P + 1, text.left_P)[pass_starts(text.left_P, depths_P)].tolist()
+    return emitted
+
+
+def pass_starts(left_P: Tensor, depths_P: Tensor) -> Tensor:
+    """The places at which passes start, [S].
+
+    Args:
+        left_P: tokens of the answer after each place; 0 where no pass starts.
+        depths_P: length of the path that a pass would accept there.
+    """
+    steps, found, place = torch.minimum(depths_P + 1, left_P).tolist(), [], 0
+    while place < len(steps):
+        if steps[place]:
+            found.append(place)
+        place += max(1, steps[place])
+    return torch.tensor(found, dtype=torch.long, device=left_P.device)
 
 
 def accepted_depths(ranks_PK: Tensor, topology: Topology) -> Tensor:
     """Depth of the deepest node whose path the text takes at each place, [P], int64."""
+    return torch.tensor(topology.depths)[last_nodes(ranks_PK, topology)]
+
+
+def last_nodes(ranks_PK: Tensor, topology: Topology) -> Tensor:
+    """The deepest node whose path the text takes at each place, [P], int64; the root where it takes none."""
     steps = ranks_PK.shape[1]
-    depths_P = torch.zeros_like(ranks_PK[:, 0])
-    taken = [torch.ones_like(depths_P, dtype=torch.bool)]
-    for parent, rank, depth in list(zip(topology.parents, topology.ranks, topology.depths, strict=True))[1:]:
-        reached_P = taken[parent] & (ranks_PK[:, depth - 1] == rank) if depth <= steps else torch.zeros_like(taken[0])
-        taken.append(reached_P)
-        depths_P = torch.where(reached_P, depths_P.clamp(min=depth), depths_P)
-    return depths_P
+    nodes_P = torch.zeros_like(ranks_PK[:, 0])
+    taken = [torch.ones_like(nodes_P, dtype=torch.bool)]
+    for node, (parent, rank, depth) in enumerate(zip(topology.parents, topology.ranks, topology.depths, strict=True)):
+        if node:
+            reached_P = taken[parent] & (ranks_PK[:, depth - 1] == rank) if depth <= steps else ~taken[0]
+            taken.append(reached_P)
+            # A node comes after its parent, and of two children of one node the text takes one.
+            nodes_P = torch.where(reached_P, node, nodes_P)
+    return nodes_P

@@ -12,10 +12,10 @@ Shapes: P places where a draft starts, K draft steps, R proposals of a step.
 """
 
 import torch
-from torch import Tensor
 
 from ..token_tree import Topology
 from .held_out_ranks import DrawnText
+from .rank_walk import pass_starts
 
 SIZING_TEMPERATURE = 1.0
 """Temperature of the held-out answers by which trees for sampled rows are sized. Rows at lower temperatures use the
@@ -43,18 +43,3 @@ def expected_lengths(text: DrawnText, topology: Topology) -> tuple[float, ...]:
         starts_S = pass_starts(text.left_P, depths_P)
         expected.append(1.0 + (float(gains_P[starts_S].double().mean()) if len(starts_S) else 0.0))
     return tuple(expected)
-
-
-def pass_starts(left_P: Tensor, depths_P: Tensor) -> Tensor:
-    """The places at which passes start, [S].
-
-    Args:
-        left_P: tokens of the answer after each place; 0 where no pass starts.
-        depths_P: length of the path that a pass would accept there.
-    """
-    steps, found, place = torch.minimum(depths_P + 1, left_P).tolist(), [], 0
-    while place < len(steps):
-        if steps[place]:
-            found.append(place)
-        place += max(1, steps[place])
-    return torch.tensor(found, dtype=torch.long, device=left_P.device)
