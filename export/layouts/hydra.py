@@ -75,9 +75,8 @@ def _slot(config: HydraConfig, layer: int) -> int:
 
 def _output(drafter: Hydra, target: Target, step: int) -> dict[str, Tensor]:
     if own := drafter.output_parameters(step):
-        names = ("weight", "bias")
-        return {name: over_all_tokens(rows, drafter.token_ids_Q, drafter.vocab_size)
-                for name, rows in zip(names, own, strict=True)}
+        whole = (over_all_tokens(rows, drafter.token_ids_Q, drafter.vocab_size) for rows in own)
+        return dict(zip(("weight", "bias"), whole, strict=True))
     weight_VD, bias_V = target.output_weight(), target.head.bias
     return {"weight": weight_VD, "bias": bias_V if isinstance(bias_V, Tensor) else weight_VD.new_zeros(len(weight_VD))}
 
