@@ -54,6 +54,8 @@ class Replay:
         self.rows: dict[int, StoredRow] = {}
         self.requests: list[Request] = []
         for batch in features:
+            if max_answers is not None and len(self.requests) >= max_answers:
+                break
             ahead_BLKD = self._ahead(batch)
             for row in range(batch.tokens_BL.shape[0]):
                 self._add(batch, row, None if ahead_BLKD is None else ahead_BLKD[row])
