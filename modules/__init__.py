@@ -53,7 +53,7 @@ from .tuning.confidence_calibration import Confidence, ConfidenceBin, Confidence
 from .tuning.copy_sizing import CopySizing, CopyTrial, size_copies
 from .tuning.cost_model import CostCurve, CostModel, Sample, TreeChoice, choose_size
 from .tuning.drafted_tokens import DraftedTokens
-from .tuning.held_out_ranks import DrawnText, drawn_text, rank_table
+from .tuning.held_out_ranks import DrawnText, ProposedText, drawn_text, proposed_text, rank_table
 from .tuning.lookahead_sizing import PassTrial, choose_pass_nodes, choose_trial, try_pass_sizes
 from .tuning.replay_acceptance import Acceptance, answered_anew, held_out_acceptance, replay
 from .tuning.replay_target import Replay
@@ -149,6 +149,7 @@ __all__ = [
     "Policy",
     "PromptTokens",
     "PromptTokensConfig",
+    "ProposedText",
     "Proposer",
     "Recycling",
     "Rejection",
@@ -197,6 +198,7 @@ __all__ = [
     "parse_joined",
     "parse_policy",
     "policy_named",
+    "proposed_text",
     "rank_table",
     "recycling_tree",
     "repeats_itself",

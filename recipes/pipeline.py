@@ -35,6 +35,7 @@ from ..modules import (
     STATIC,
     Drafter,
     Features,
+    ProposedText,
     Target,
     Topology,
     UserError,
@@ -43,7 +44,7 @@ from ..modules import (
     drawn_text,
     expected_lengths,
     measure_cost,
-    rank_table,
+    proposed_text,
     search_tree,
     size_copies,
     try_pass_sizes,
@@ -125,7 +126,8 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
         drafter = copy.deepcopy(module.drafter).to(device=target.device, dtype=target.dtype)
         drafter.bind(target)
         drafter.eval()
-        table_PK = rank_table(drafter, held_out)
+        proposed = proposed_text(drafter, held_out)
+    table_PK = proposed.ranked.ranks_PK
     for one in (module.drafter, drafter):
         one.count_ranks(table_PK)
     topology, expected = search_tree(table_PK, workspace.recipe.tree.searched_nodes, workspace.recipe.tree.max_rank)
@@ -134,7 +136,7 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
                   provenance(workspace, result, expected), topology, module.adapter)
     # A changed copy of the target was made inside the block: it is measured in the forms that decoding runs.
     target.linears.use(workspace.target.linears.packing)
-    tuning = tuned(workspace, target, drafter, held_out, topology, expected)
+    tuning = tuned(workspace, target, drafter, held_out, proposed, topology, expected)
     sampled = sized_for_sampling(tuning, drafter, target, drawn(workspace, module, target), topology)
     tuning = replace(tuning, sampled=sampled)
     save_tuning(workspace.artifact, tuning)
@@ -146,14 +148,14 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
     return [workspace.artifact / name for name in ("config.json", "model.safetensors", "README.md", "tuning.json")]
 
 
-def tuned(workspace: Workspace, target: Target, drafter: Drafter, held_out: list[Features], topology: Topology,
-          expected: tuple[float, ...]) -> Tuning:
+def tuned(workspace: Workspace, target: Target, drafter: Drafter, held_out: list[Features], proposed: ProposedText,
+          topology: Topology, expected: tuple[float, ...]) -> Tuning:
     """Measurements of this machine for greedy rows, with a tree whose accepted lengths by size are `expected`."""
     cost = measure_cost(target, drafter, topology)
     given = workspace.recipe.tree.used_nodes
     size = min(given or choose_size(expected, cost.curve()).size, topology.size)
     return replace(Tuning.of(target, size, cost, expected, given=given is not None),
-                   copying=size_copies(drafter, target, held_out, topology.prefix(size)))
+                   copying=size_copies(drafter, target, held_out, proposed, topology.prefix(size)))
 
 
 def drawn(workspace: Workspace, module: DraftModule, target: Target) -> list[Features]:
@@ -174,11 +176,12 @@ def sized_for_sampling(tuning: Tuning, drafter: Drafter, target: Target, text: S
         text: encoded answers, one conversation a row.
         topology: the artifact's tree.
     """
-    lengths = expected_lengths(drawn_text(drafter, target, text, SIZING_TEMPERATURE), topology)
+    proposed = proposed_text(drafter, text)
+    lengths = expected_lengths(drawn_text(proposed, target, text, SIZING_TEMPERATURE), topology)
     size = tuning.tree_size if tuning.given else choose_size(lengths, tuning.cost.curve()).size
-    copying = size_copies(drafter, target, text, topology.prefix(size))
+    copying = size_copies(drafter, target, text, proposed, topology.prefix(size))
     return SampledTuning(expected_accepted_length=tuple(lengths), copying=copying,
-                         lookahead=try_pass_sizes(drafter, text, topology.size))
+                         lookahead=try_pass_sizes(drafter, proposed.ranked, topology.size))
 
 
 def _use(tuning: Tuning, temperature: float) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...modules import Confidence, ConfidenceCurve, Drafter, Ensemble, Features, Target, replay, replay_noting
-from ...modules.tuning.held_out_ranks import ranked_text
+from ...modules.tuning.held_out_ranks import proposed_text
 from ...modules.tuning.rank_walk import walk
 from .methods import Method
 
@@ -55,7 +55,7 @@ class TreeReplay:
         used = {self.method.own_nodes} if isinstance(self.method.drafter, Ensemble) else set()
         *smaller, largest = sorted({min(size, topology.size) for size in {*SIZES, *used}} - {1})
         features = [_encoded(self.target, drafter, (prompt, answer))]
-        text = ranked_text(drafter, features, max(topology.ranks) + 1) if smaller else None
+        text = proposed_text(drafter, features, max(topology.ranks) + 1).ranked if smaller else None
         for size in smaller:
             prefix = topology.prefix(size)
             if text is not None and prefix.depth <= text.ranks_PK.shape[1]:

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from ..baselines.prompt_lookup import Lookup, LookupConfig
 from ..features import Features
-from ..interfaces.drafter import Drafter
 from ..interfaces.proposer import Frontier, Observation
 from ..token_tree import Topology
-from .held_out_ranks import proposed_text
+from .held_out_ranks import ProposedText
 from .rank_walk import pass_starts
 
 
@@ -84,16 +83,14 @@ class CopiedText:
         return self.proposals_PKR[:, depth - 1, rank]
 
 
-@torch.no_grad()
-def copied_text(drafter: Drafter, features: Sequence[Features], copied: int) -> CopiedText:
+def copied_text(text: ProposedText, features: Sequence[Features], copied: int) -> CopiedText:
     """Proposals of a drafter and copies of prompt lookup along held-out answers.
 
     Args:
-        drafter: bound to the target, on the features' device.
+        text: of `proposed_text` with these features.
         features: encoded rows, one conversation each.
         copied: most tokens of a copy.
     """
-    text = proposed_text(drafter, features)
     longest = max(copied, text.proposals_PKR.shape[1])
     rows = [row for batch in features for row in _rows(batch)]
     copies_PC = torch.full((len(text.left_P), copied), -1)

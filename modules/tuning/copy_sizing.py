@@ -20,6 +20,7 @@ from ..target.model import Target
 from ..token_tree import Topology
 from .copied_acceptance import copied_text
 from .cost_model import CostModel
+from .held_out_ranks import ProposedText
 from .replay_target import Replay
 
 COPIED = (7, 4, LONGEST_COPY)
@@ -94,7 +95,7 @@ class CopySizing:
 
 
 def size_copies(
-    drafter: Drafter, target: Target, features: Sequence[Features], topology: Topology
+    drafter: Drafter, target: Target, features: Sequence[Features], text: ProposedText, topology: Topology
 ) -> CopySizing:
     """Count what chains of some lengths bring next to a draft's tree along held-out answers, greedy or drawn.
 
@@ -102,14 +103,15 @@ def size_copies(
         drafter: bound to the target, on the features' device.
         target: the target that wrote the answers.
         features: encoded rows, one conversation each.
+        text: what the drafter proposes along them.
         topology: the draft's tree, as it is used here.
     """
-    text = copied_text(drafter, features, LONGEST_COPY)
+    copies = copied_text(text, features, LONGEST_COPY)
     tried = [(copied, extra) for copied in COPIED for extra in sorted({max(0, copied + 1 - topology.size), copied})]
     return CopySizing(
         tree_size=topology.size,
-        alone=CopyTrial(copied=0, extra=0, **text.count(topology, 0, 0)._asdict()),
-        trials=tuple(CopyTrial(copied=copied, extra=extra, **text.count(topology, copied, extra)._asdict())
+        alone=CopyTrial(copied=0, extra=0, **copies.count(topology, 0, 0)._asdict()),
+        trials=tuple(CopyTrial(copied=copied, extra=extra, **copies.count(topology, copied, extra)._asdict())
                      for copied, extra in tried),
         copy_seconds=_copy_seconds(drafter, target, features, topology),
     )

@@ -47,6 +47,29 @@ class RankedText:
     so that no pass starts there."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProposedText:
+    """Proposals of a drafter along held-out answers, at the places of `rank_table`, on the CPU."""
+
+    proposals_PKR: Tensor
+    """Proposed tokens of each step, most probable first, int64; -1 where a step has no label, or fewer proposals."""
+    truths_PK: Tensor
+    """The text's own token at each step, int64; -2 where a step has no label."""
+    rows_P: Tensor
+    """Row of each place, counted over all features, int64."""
+    roots_P: Tensor
+    """Position in that row of the last token before the draft, int64."""
+    left_P: Tensor
+    """Tokens of the answer after it, int64; 0 where it is none of the answer's, so that no pass starts there."""
+
+    @property
+    def ranked(self) -> RankedText:
+        """The ranks of the true tokens among the proposals."""
+        hits_PKR = self.proposals_PKR == self.truths_PK[..., None]
+        ranks_PK = torch.where(hits_PKR.any(-1), hits_PKR.long().argmax(-1), hits_PKR.shape[-1])
+        return RankedText(ranks_PK=ranks_PK, left_P=self.left_P)
+
+
 def rank_table(drafter: Drafter, features: Sequence[Features], max_rank: int = MAX_RANK) -> Tensor:
     """Rank of the true token among each step's proposals, [P, K], int64; `max_rank` means "not among the first".
 
@@ -54,26 +77,39 @@ def rank_table(drafter: Drafter, features: Sequence[Features], max_rank: int = M
     guess is after the end of the answer. For an autoregressive drafter, step k of a place is its step at the k-th index
     after it: as long as the guesses before were right, it has read exactly this when it drafts.
     """
-    return ranked_text(drafter, features, max_rank).ranks_PK
+    return proposed_text(drafter, features, max_rank).ranked.ranks_PK
 
 
 @torch.no_grad()
-def ranked_text(drafter: Drafter, features: Sequence[Features], max_rank: int = MAX_RANK) -> RankedText:
-    """The ranks of `rank_table`, and where passes may start.
+def proposed_text(drafter: Drafter, features: Sequence[Features], max_rank: int = MAX_RANK) -> ProposedText:
+    """Proposals of a drafter along held-out text.
 
     Args:
         drafter: bound to the target, on the features' device.
         features: encoded rows; packed or not.
-        max_rank: stands for "not among the first".
+        max_rank: proposals of a step.
     """
     def look(batch: Features, labelled: LabelledStep) -> Tensor:
-        labels_N = batch.labels(labelled.offset)[0][labelled.valid_BL]
-        found = [_ranks(proposed_NR, labels_N[chunk], max_rank)
-                 for chunk, proposed_NR in _proposals(drafter, labelled, max_rank)]
-        return torch.stack([torch.cat(found) if found else labels_N, _left_after_roots(batch, labelled)], dim=-1)
+        rows_N, indices_N = labelled.valid_BL.nonzero(as_tuple=True)
+        roots_N = indices_N + labelled.offset - 1
+        left_N = torch.where(batch.supervised_BL[rows_N, roots_N], _left(batch)[rows_N, roots_N], 0)
+        truths_N = batch.labels(labelled.offset)[0][labelled.valid_BL]
+        found = [proposed_NR for _, proposed_NR in _proposals(drafter, labelled, max_rank)]
+        proposed_NR = torch.cat(found) if found else rows_N.new_zeros(0, max_rank)
+        proposed_NR = functional.pad(proposed_NR, (0, max_rank - proposed_NR.shape[-1]), value=-1)
+        return torch.cat([proposed_NR, torch.stack([truths_N, rows_N, roots_N, left_N], dim=1)], dim=1)
 
-    table_PK2 = _table(drafter, features, look, torch.tensor([max_rank, 0]))
-    return RankedText(ranks_PK=table_PK2[..., 0], left_P=table_PK2[:, 0, 1])
+    missing = torch.tensor([*[-1] * max_rank, -2, 0, 0, 0])
+    tables, before = [], 0
+    for batch in features:
+        table_PKC = _table(drafter, batch, look, missing)
+        table_PKC[:, 0, -3] += before
+        before += len(batch.tokens_BL)
+        tables.append(table_PKC)
+    table_PKC = torch.cat(tables) if tables else missing.expand(0, 1, -1)
+    rows_P, roots_P, left_P = table_PKC[:, 0, -3:].unbind(-1)
+    return ProposedText(proposals_PKR=table_PKC[..., :max_rank], truths_PK=table_PKC[..., max_rank], rows_P=rows_P,
+                        roots_P=roots_P, left_P=left_P)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,57 +130,12 @@ class DrawnText:
     so that no pass starts there."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProposedText:
-    """Proposals of a drafter along held-out answers, at the places of `rank_table`."""
-
-    proposals_PKR: Tensor
-    """Proposed tokens of each step, most probable first, int64; -1 where a step has no label."""
-    rows_P: Tensor
-    """Row of each place, counted over all features, int64."""
-    roots_P: Tensor
-    """Position in that row of the last token before the draft, int64."""
-    left_P: Tensor
-    """Tokens of the answer after it, int64; 0 where it is none of the answer's, so that no pass starts there."""
-
-
 @torch.no_grad()
-def proposed_text(drafter: Drafter, features: Sequence[Features], max_rank: int = MAX_RANK) -> ProposedText:
-    """Proposals of a drafter along held-out answers, on the CPU.
+def drawn_text(text: ProposedText, target: Target, features: Sequence[Features], temperature: float = 1.0) -> DrawnText:
+    """The chances of proposals along answers that the target drew without filters.
 
     Args:
-        drafter: bound to the target, on the features' device.
-        features: encoded rows, not packed.
-        max_rank: proposals of a step.
-    """
-    def look(batch: Features, labelled: LabelledStep) -> Tensor:
-        rows_N, indices_N = labelled.valid_BL.nonzero(as_tuple=True)
-        roots_N = indices_N + labelled.offset - 1
-        left_N = torch.where(batch.supervised_BL[rows_N, roots_N], _left(batch)[rows_N, roots_N], 0)
-        found = [proposed_NR for _, proposed_NR in _proposals(drafter, labelled, max_rank)]
-        proposed_NR = torch.cat(found) if found else rows_N.new_zeros(0, max_rank)
-        proposed_NR = functional.pad(proposed_NR, (0, max_rank - proposed_NR.shape[-1]), value=-1)
-        return torch.cat([proposed_NR, torch.stack([rows_N, roots_N, left_N], dim=1)], dim=1)
-
-    missing = torch.tensor([-1] * max_rank + [0] * 3)
-    tables, before = [missing.expand(0, 1, -1)], 0
-    for batch in features:
-        table_PKC = _table(drafter, [batch], look, missing)
-        table_PKC[:, 0, -3] += before
-        before += len(batch.tokens_BL)
-        tables.append(table_PKC)
-    table_PKC = torch.cat(tables[1:] or tables)
-    rows_P, roots_P, left_P = table_PKC[:, 0, -3:].unbind(-1)
-    return ProposedText(proposals_PKR=table_PKC[..., :max_rank], rows_P=rows_P, roots_P=roots_P, left_P=left_P)
-
-
-@torch.no_grad()
-def drawn_text(drafter: Drafter, target: Target, features: Sequence[Features], temperature: float = 1.0,
-               max_rank: int = MAX_RANK) -> DrawnText:
-    """Proposals along answers that the target drew without filters.
-
-    Args:
-        drafter: bound to the target, on the features' device.
+        text: of `proposed_text` with these features.
         target: the target that drew the answers and made the states in the features.
         features: encoded rows; packed or not.
         temperature: at which the answers were drawn, above 0.
@@ -154,37 +145,41 @@ def drawn_text(drafter: Drafter, target: Target, features: Sequence[Features], t
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, got {temperature}")
-
-    def look(batch: Features, labelled: LabelledStep) -> Tensor:
-        rows_N, indices_N = labelled.valid_BL.nonzero(as_tuple=True)
-        labels_N, left_BL = batch.labels(labelled.offset)[0][labelled.valid_BL], _left(batch)
-        ends = torch.tensor(target.eos_ids, dtype=torch.long, device=labels_N.device)
-        full_N = (left_BL[rows_N, indices_N + labelled.offset] == 0) & ~torch.isin(labels_N, ends)
-        # The target predicts a token from the state right before it, that of the root at the first step.
-        roots_N = indices_N + labelled.offset - 1
-        final_ND = batch.final()[rows_N, roots_N]
-        first_N1 = _left_after_roots(batch, labelled)[:, None]
-        found = [final_ND.new_zeros(0, 2 * max_rank + 1, dtype=torch.float32)]
-        for chunk, proposed_NR in _proposals(drafter, labelled, max_rank):
-            chances_NR = _chances(target, final_ND[chunk], proposed_NR, temperature)
-            chances_NR[full_N[chunk][:, None] | torch.isin(proposed_NR, ends)] = 0.0
-            drawn_NR = (proposed_NR == labels_N[chunk, None]).float()
-            missing = (0, max_rank - proposed_NR.shape[-1])
-            found.append(torch.cat([functional.pad(chances_NR, missing), functional.pad(drawn_NR, missing),
-                                    first_N1[chunk].float()], dim=1))
-        return torch.cat(found)
-
-    table_PKC = _table(drafter, features, look, torch.zeros(2 * max_rank + 1))
-    return DrawnText(chances_PKR=table_PKC[..., :max_rank], drawn_PKR=table_PKC[..., max_rank:-1].bool(),
-                     left_P=table_PKC[:, 0, -1].long())
+    chances_PKR = torch.zeros(text.proposals_PKR.shape)
+    number = 0
+    for batch in features:
+        left_BL = _left(batch).cpu()
+        for left_L, final_LD in zip(left_BL, batch.final(), strict=True):
+            places_N = (text.rows_P == number).nonzero()[:, 0]
+            if len(places_N):
+                chances_PKR[places_N] = _chances_of_row(text, places_N, target, final_LD, left_L, temperature)
+            number += 1
+    return DrawnText(chances_PKR=chances_PKR, drawn_PKR=text.proposals_PKR == text.truths_PK[..., None],
+                     left_P=text.left_P)
 
 
-def _left_after_roots(batch: Features, labelled: LabelledStep) -> Tensor:
-    """Tokens of the answer after the last token before each of N drafts; 0 where that is none of the answer's, [N]."""
-    rows_N, indices_N = labelled.valid_BL.nonzero(as_tuple=True)
-    roots_N = indices_N + labelled.offset - 1
-    left_N = _left(batch)[rows_N, roots_N]
-    return torch.where(batch.supervised_BL[rows_N, roots_N], left_N, 0)
+def _chances_of_row(text: ProposedText, places_N: Tensor, target: Target, final_LD: Tensor, left_L: Tensor,
+                    temperature: float) -> Tensor:
+    """The chances of all proposals at the places of one row, [N, K, R].
+
+    The target predicts a token from the state right before it, that of the root at the first step; its logits there are
+    computed once for all steps.
+    """
+    proposals_NKR, truths_NK = text.proposals_PKR[places_N], text.truths_PK[places_N]
+    before_NK = text.roots_P[places_N, None] + torch.arange(truths_NK.shape[1])
+    ends = torch.tensor(target.eos_ids, dtype=torch.long)
+    last_NK = left_L[(before_NK + 1).clamp(max=len(left_L) - 1)] == 0
+    added_NKR = (proposals_NKR >= 0) & ~torch.isin(proposals_NKR, ends)
+    added_NKR &= ((truths_NK >= 0) & ~(last_NK & ~torch.isin(truths_NK, ends)))[..., None]
+    chances_NKR = torch.zeros(proposals_NKR.shape)
+    first, stop = int(before_NK[:, 0].min()), int(before_NK[truths_NK >= 0].max()) + 1
+    for low in range(first, stop, _CHUNK):
+        here_NK = (truths_NK >= 0) & (before_NK >= low) & (before_NK < low + _CHUNK)
+        logits_CV = target.logits(final_LD[low : min(stop, low + _CHUNK)].to(target.dtype)).float() / temperature
+        sums_C, places_M = logits_CV.logsumexp(-1), (before_NK[here_NK] - low).to(logits_CV.device)
+        wanted_MR = proposals_NKR[here_NK].clamp(min=0).to(logits_CV.device)
+        chances_NKR[here_NK] = (logits_CV[places_M[:, None], wanted_MR] - sums_C[places_M, None]).exp().cpu()
+    return torch.where(added_NKR, chances_NKR, 0.0)
 
 
 def _left(batch: Features) -> Tensor:
@@ -196,12 +191,11 @@ def _left(batch: Features) -> Tensor:
     return left_BL
 
 
-def _table(drafter: Drafter, features: Sequence[Features], look: Callable[[Features, LabelledStep], Tensor],
+def _table(drafter: Drafter, batch: Features, look: Callable[[Features, LabelledStep], Tensor],
            missing: Tensor) -> Tensor:
-    """Values of `look` for each step at each place, [P, K, ...]; `missing` where a later step has no label."""
-    tables = [(_of_steps if drafter.unrolls is None else _of_unrolled)(drafter, batch, look, missing).cpu()
-              for batch in features]
-    return torch.cat(tables) if tables else missing.expand(0, 1, *missing.shape)
+    """Values of `look` for each step at each place of a batch, [P, K, C], on the CPU; `missing` where a later step has
+    no label."""
+    return (_of_steps if drafter.unrolls is None else _of_unrolled)(drafter, batch, look, missing).cpu()
 
 
 def _of_steps(drafter: Drafter, batch: Features, look: Callable[[Features, LabelledStep], Tensor],
@@ -247,15 +241,3 @@ def _proposals(drafter: Drafter, labelled: LabelledStep, max_rank: int) -> Itera
         logits_NQ = drafter.project(labelled.hidden_ND[chunk], labelled.step)
         indices_NR = logits_NQ.topk(min(max_rank, logits_NQ.shape[-1]), dim=-1).indices
         yield chunk, indices_NR if ids_Q is None else ids_Q[indices_NR]
-
-
-def _ranks(proposed_NR: Tensor, labels_N: Tensor, max_rank: int) -> Tensor:
-    """Rank of the label among the proposals, [N]; `max_rank` where it is not among them."""
-    hits_NR = proposed_NR == labels_N[:, None]
-    return torch.where(hits_NR.any(-1), hits_NR.long().argmax(-1), max_rank)
-
-
-def _chances(target: Target, final_ND: Tensor, proposed_NR: Tensor, temperature: float) -> Tensor:
-    """Probabilities of the proposals given the target's final states, [N, R], float32."""
-    logits_NV = target.logits(final_ND.to(target.dtype)).to(torch.float32) / temperature
-    return (logits_NV.gather(-1, proposed_NR) - logits_NV.logsumexp(-1, keepdim=True)).exp()

@@ -7,11 +7,10 @@ Shapes: K depths, R ranks.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..features import Features
 from ..interfaces.drafter import Drafter
 from ..policies.lookahead_trees import AheadTree, ahead_trees, tokens_per_pass
 from .cost_model import MOST_NODES, CostCurve, TreeChoice, interpolate
-from .held_out_ranks import RankedText, ranked_text
+from .held_out_ranks import RankedText
 from .rank_walk import last_nodes
 
 
@@ -47,19 +46,19 @@ def choose_trial(trials: Sequence[PassTrial], cost: CostCurve, virtual_nodes: in
     return _fastest(((trial.size, trial.accepted_length) for trial in trials), cost, virtual_nodes)
 
 
-def try_pass_sizes(drafter: Drafter, features: Sequence[Features], tree_nodes: int) -> tuple[PassTrial, ...]:
+def try_pass_sizes(drafter: Drafter, text: RankedText, tree_nodes: int) -> tuple[PassTrial, ...]:
     """Count along held-out answers what trees of some sizes accept, each twice the one before; none without virtual
     nodes.
 
     Args:
-        drafter: bound to the target that wrote the answers, on the features' device, its ranks counted.
-        features: encoded rows, one conversation each.
+        drafter: its ranks counted.
+        text: ranks of the answers' tokens among its proposals.
         tree_nodes: nodes of the largest tree, virtual ones not included.
     """
     chances_KR = drafter.rank_chances
     if chances_KR is None:
         return ()
-    text, found, size = ranked_text(drafter, features), [], len(chances_KR) + 2
+    found, size = [], len(chances_KR) + 2
     while size <= tree_nodes * (1 + drafter.virtual_nodes):
         found.append(PassTrial(size=size, accepted_length=length_of(text, ahead_trees(chances_KR, size))))
         size *= 2

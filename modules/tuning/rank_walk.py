@@ -1,7 +1,7 @@
 """Walk of a static tree along greedy text: which passes decoding makes, by the ranks of the text's own tokens.
 
 A greedy pass accepts the longest path of the tree that the text takes, and the nodes off that path change nothing. So
-only guesses after true tokens count, and these are what `ranked_text` ranks: a head's guess depends on no other guess,
+only guesses after true tokens count, and these are what `RankedText` holds: a head's guess depends on no other guess,
 and an autoregressive drafter has read exactly the true tokens where its guess is accepted. The next pass starts after
 the accepted tokens and the one that the target adds. For every family the counts equal those of a replay, which
 tests/modules/tuning/test_rank_walk.py holds on to.

@@ -13,7 +13,7 @@ from ..interfaces.drafter import Drafter
 from ..policies.static_tree import StaticTree
 from ..target.model import Target
 from ..token_tree import Topology
-from .held_out_ranks import rank_table, ranked_text
+from .held_out_ranks import proposed_text, rank_table
 from .rank_walk import walk
 from .replay_target import Replay
 from .tree_search import search_tree
@@ -72,7 +72,7 @@ def walked(drafter: Drafter, features: Sequence[Features], topology: Topology) -
         features: encoded rows with greedy answers.
         topology: the static tree, no deeper than the draft steps of `rank_table`.
     """
-    return _acceptance(walk(ranked_text(drafter, features), topology), topology.depth)
+    return _acceptance(walk(proposed_text(drafter, features).ranked, topology), topology.depth)
 
 
 def _acceptance(emitted: Sequence[int], depth: int) -> Acceptance:

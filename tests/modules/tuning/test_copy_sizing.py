@@ -14,6 +14,7 @@ from draftsmith.modules import (
     Topology,
     decode,
     parse_joined,
+    proposed_text,
     size_copies,
 )
 from draftsmith.modules.baselines.joined_policies import copying, joined_drafter
@@ -58,7 +59,7 @@ def test_trials_are_what_decoding_counts(family: str, repeating: bool, tiny_targ
     prompt = (5, 9, 30, 5, 9) if repeating else (5, 9, 30)
     requests = [Request((*prompt, 40 + row), row, 4 if not repeating else 24) for row in range(4)]
     features = [target.encode(one, drafter.taps) for one in encoded_answers(target, requests)]
-    sizing = size_copies(drafter, target, features, WIDE)
+    sizing = size_copies(drafter, target, features, proposed_text(drafter, features), WIDE)
     for found in sizing.trials:
         length, nodes = decoded(target, drafter, requests, found)
         assert found.accepted_length == pytest.approx(length), found

@@ -11,6 +11,7 @@ from draftsmith.modules import (
     Target,
     Topology,
     decode,
+    proposed_text,
     replay,
     search_tree,
     try_pass_sizes,
@@ -69,7 +70,7 @@ def test_trees_by_number_of_guesses_are_counted_as_decoding_counts_them(name: st
     chances_KR = drafter.rank_chances
     assert chances_KR is not None
     source = Replay(target, features, drafter=drafter)
-    trials = try_pass_sizes(drafter, features, 12)
+    trials = try_pass_sizes(drafter, proposed_text(drafter, features).ranked, 12)
     assert len(trials) > 2
     for trial in trials:
         policy = LookaheadTrees(ahead_trees(chances_KR, trial.size))

@@ -17,6 +17,7 @@ from draftsmith.modules import (
     decode,
     drawn_text,
     expected_lengths,
+    proposed_text,
     rank_table,
     replay,
     search_tree,
@@ -54,14 +55,15 @@ def packed(batches: list[Features]) -> list[Features]:
 
 def test_chances_need_a_temperature_above_0(tiny_target_f64: Target) -> None:
     with pytest.raises(ValueError, match=r"temperature must be above 0, got 0\.0"):
-        drawn_text(made("medusa", tiny_target_f64), tiny_target_f64, [], 0.0)
+        drawn_text(proposed_text(made("medusa", tiny_target_f64), []), tiny_target_f64, [], 0.0)
 
 
 def test_states_stored_in_half_precision_are_widened(tiny_target: Target) -> None:
     features = encoded_answers(tiny_target, [Request((5, 20 + at, 7), at, 25) for at in range(4)])
     half = [replace(batch, final_BLD=batch.final().to(torch.float16)) for batch in features]
     drafter = made("medusa", tiny_target)
-    expected, found = (drawn_text(drafter, tiny_target, rows).chances_PKR for rows in (features, half))
+    expected, found = (drawn_text(proposed_text(drafter, rows), tiny_target, rows).chances_PKR
+                       for rows in (features, half))
     torch.testing.assert_close(found.sort(-1).values, expected.sort(-1).values, atol=0.02, rtol=0)
 
 
@@ -70,7 +72,7 @@ def test_at_a_very_low_temperature_the_drawn_tokens_are_the_greedy_ones(family: 
     target = tiny_target_f64
     features = packed(encoded_answers(target, [Request((5, 20 + at, 7), at, 25 + at) for at in range(7)]))
     drafter = made(family, target)
-    table_PK, text = rank_table(drafter, features), drawn_text(drafter, target, features, 1e-4)
+    table_PK, text = rank_table(drafter, features), drawn_text(proposed_text(drafter, features), target, features, 1e-4)
     assert text.drawn_PKR.shape == (*table_PK.shape, 10)
     assert 0 < int((table_PK < 10).sum()) < table_PK.numel()
     assert torch.equal(text.drawn_PKR, torch.nn.functional.one_hot(table_PK, 11)[..., :10].bool())
@@ -86,7 +88,7 @@ def test_of_a_sure_target_the_expected_lengths_are_those_of_replays(family: str,
     target, drafter = tiny_target_f64, made(family, tiny_target_f64)
     features = [target.encode(one, drafter.taps)
                 for one in encoded_answers(target, [Request((5, 20 + at, 7), at, 25 + at) for at in range(7)])]
-    expected = expected_lengths(drawn_text(drafter, target, features, 1e-4), WIDE)
+    expected = expected_lengths(drawn_text(proposed_text(drafter, features), target, features, 1e-4), WIDE)
     depth = drafter.reach or WIDE.depth
     sizes = [size for size in range(1, WIDE.size + 1) if WIDE.prefix(size).depth <= depth]
     counted = [replay(drafter, target, features, WIDE.prefix(size)).accepted_length for size in sizes]
@@ -109,7 +111,7 @@ def test_the_prediction_is_right_for_other_answers_of_a_trained_target() -> None
     features = [target.encode(Features.from_rows(
         [([*one.request.tokens, *one.tokens], [False] * PROMPT + [True] * len(one.tokens)) for one in held_out]))]
     tree, _ = search_tree(rank_table(drafter, features), 12)
-    text = drawn_text(drafter, target, features)
+    text = drawn_text(proposed_text(drafter, features), target, features)
     expected = expected_lengths(text, tree)
     for size in (2, 4, 12):
         measured = decode(target, drawn(target, range(1000, 1100)), DecodeSettings(batch_size=100), drafter=drafter,
