@@ -92,7 +92,8 @@ def test_lost_states_are_made_again_and_a_damaged_shard_is_named(
 ) -> None:
     states, weights = (copied_run / name for name in ("data/final-train-00000.safetensors",
                                                       "artifact/model.safetensors"))
-    before, trained = load_file(states)["states"], weights.read_bytes()
+    # A copy: what is loaded is the mapped file, which is changed below.
+    before, trained = load_file(states)["states"].clone(), weights.read_bytes()
     content = states.read_bytes()
     states.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     run(copied_run)
@@ -151,7 +152,6 @@ def test_generate_copies_beside_the_tree_in_the_sizes_tuned_here(
     tuning = json.loads(file.read_text())
     assert tuning["copying"]["tree_size"] == tuning["tree_size"]
     assert {trial["copied"] for trial in tuning["copying"]["trials"]} == {4, 7, 10}
-    assert tuning["fastest"] in ("static", "static+lookup")
     trial = {"copied": 5, "extra": 3, "accepted_length": 9.0, "nodes": 4.0}
     file.write_text(json.dumps(tuning | {"tree_size": 4, "copying": tuning["copying"] | {"trials": [trial]}}))
     unions, answers = [], []
