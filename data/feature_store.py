@@ -260,13 +260,7 @@ def encode(
 
     States stored for another drafter stay: drafters with different taps share a folder.
 
-    Args:
-        target: the one that the shards were made with.
-        folder: of `distill`.
-        taps: layers whose outputs are stored too.
-        dtype: of the stored states, such as float16; auto keeps the target's.
-        room: bytes that the states of this drafter may take: the first shards that fit are stored; None stores all.
-        progress: show a progress bar.
+    The arguments are those of `Encoding`; `progress` shows a progress bar.
 
     Returns:
         The files that hold them.

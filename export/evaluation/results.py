@@ -238,7 +238,7 @@ class EvaluationRun:
     heads: tuple[MeasuredHead, ...] = ()
     """Acceptance heads of the artifacts for these answers; none where no artifact has any."""
     left_out: tuple[str, ...] = ()
-    """What was planned and did not fit into the given minutes, a sentence each; empty where nothing was left out."""
+    """Planned work that did not fit into the given minutes, a sentence each; empty where nothing was left out."""
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON: "header", at the top level the first method at its first temperature and batch size as the main

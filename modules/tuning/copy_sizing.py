@@ -89,10 +89,6 @@ class CopySizing:
         """The trial with copies that is predicted to be the fastest."""
         return max(self.trials, key=lambda trial: self.speedup(trial, cost, batch))
 
-    def pays(self, cost: CostModel) -> bool:
-        """True if one row is predicted to be decoded faster with copies than by the draft alone."""
-        return self.speedup(self.best(cost), cost) > self.speedup(self.alone, cost)
-
 
 def size_copies(
     drafter: Drafter, target: Target, features: Sequence[Features], text: ProposedText, topology: Topology

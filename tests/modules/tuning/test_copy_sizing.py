@@ -86,12 +86,6 @@ def test_several_rows_pay_for_every_node_that_one_of_them_may_need() -> None:
     assert SIZING.speedup(SIZING.trials[1], dear, 4) == pytest.approx(wanted)
 
 
-def test_copies_pay_where_they_make_decoding_faster() -> None:
-    assert SIZING.pays(cost(0.0001))
-    nothing = CopySizing(tree_size=6, alone=trial(0, 0, 1.5, 6.0), trials=(trial(4, 0, 1.5, 6.0),), copy_seconds=0.001)
-    assert not nothing.pays(cost(0.0001))
-
-
 @pytest.mark.parametrize(("changes", "message"), [
     ({"copied": 11}, "copied of a trial must lie between 0 and 10, got 11"),
     ({"extra": -1}, "extra of a trial must lie between 0 and 1024, got -1"),
