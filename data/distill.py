@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ..modules import SIZING_TEMPERATURE, DecodeSettings, Target, UserError
 from ..modules.json_records import read_json, record_of
@@ -21,8 +20,9 @@ from .answering import Answerer, Conversation, take_given
 from .chat import ChatTemplate
 from .distill_config import DistillConfig, check_recipe, describe_recipe, package_versions
 from .feature_store import WantedStates
+from .learned_tokens import LoopCount, count_loops
 from .progress import Progress
-from .prompts import Prompt, PromptConfig, ReadPrompts, Source, read_prompts
+from .prompts import Prompt, PromptConfig, ReadPrompts, Source, prompt_lines, read_prompts
 from .self_prompting import OwnPrompts
 from .shard_states import ShardStates
 from .token_store import (
@@ -141,6 +141,7 @@ class Distillation:
         )
         self.seen: set[int] = set()
         self.before: dict[str, float] = {}
+        self.loops = LoopCount(answers=0, tokens=0)
         self.started = time.monotonic()
 
     def run(self) -> Manifest:
@@ -245,7 +246,7 @@ class Distillation:
         first = self.config.validation_prompts
         if any(prompt.document is not None for _, prompt in held[first:]):
             raise UserError("plain documents are no prompts to be asked in an evaluation; set distill.test_prompts: 0")
-        data = _prompt_lines(held[first:])
+        data = prompt_lines(held[first:])
         write_bytes(self.out / TEST, data)
         self.manifest = replace(
             self.manifest,
@@ -343,6 +344,8 @@ class Distillation:
             repetitive=sum(one.repetitive for one in conversations),
         )
         write_bytes(self.out / record.file, data)
+        if split == "train":
+            self.loops += count_loops([shard])
         states = [one.states_of(row) for one in conversations for row in one.rows]
         self.states.write(self._tokens(), record, shard, states)
         self.manifest = replace(self.manifest, shards=(*self.manifest.shards, record))
@@ -407,6 +410,8 @@ class Distillation:
             total = sums[f"{part}_total_slots"]
             sums[f"{part}_busy_share"] = sums[f"{part}_busy_slots"] / total if total else 1.0
         states = self.before.get("states_seconds", 0.0) + self.states.seconds
+        for name, count in (("looping_answers", self.loops.answers), ("looping_tokens", self.loops.tokens)):
+            sums[name] = self.before.get(name, 0.0) + count
         return {**sums, "states_seconds": states, "seconds": self._seconds()}
 
     def _write_stats(self) -> None:
@@ -422,23 +427,6 @@ class Distillation:
                 answers,
                 self.config.max_new_tokens,
             )
-
-
-def _prompt_lines(prompts: Sequence[tuple[int, Prompt]]) -> bytes:
-    """JSONL that `read_prompts` reads."""
-    lines = []
-    for number, prompt in prompts:
-        row: dict[str, Any] = {
-            "question_id": prompt.id,
-            "number": number,
-            "category": prompt.category,
-            "system": prompt.system,
-            "turns": list(prompt.turns),
-        }
-        lines.append(
-            json.dumps({key: value for key, value in row.items() if value is not None}, ensure_ascii=False) + "\n"
-        )
-    return "".join(lines).encode()
 
 
 def _read_stats(folder: Path) -> dict[str, float]:

@@ -10,9 +10,10 @@ order, so that a machine that grows busier does not favour one. An interrupted t
 skipped.
 
 Each draft is measured with a tree of 64 nodes that is searched on held-out answers to own prompts. *own* is counted
-along the same answers, every second of them with the tree searched on the others; *hand-written* along the target's
-greedy answers to the hand-written prompts, which are made once and kept in --out. Both are exact counts of tokens per
-pass. The first trial is the one that others are compared with.
+along the same answers, of two halves each with the tree searched on the other; *own, before loops* along these answers
+as far as they do not repeat themselves; *hand-written* along the target's greedy answers to the hand-written prompts,
+which are made once and kept in --out. All are exact counts of tokens per pass. The first trial is the one that others
+are compared with.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import shlex
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -38,9 +39,10 @@ from draftsmith.modules.json_records import read_json, record_of
 from draftsmith.modules.tuning.held_out_ranks import RankedText, proposed_text
 from draftsmith.modules.tuning.rank_walk import walk
 from draftsmith.recipes.chat_settings import handwritten_prompts
-from draftsmith.recipes.pipeline import COMMANDS, perform_stages, validation
+from draftsmith.recipes.pipeline import COMMANDS, batches_for, encoded, perform_stages, validation
 from draftsmith.recipes.training_folder import read_result
 from draftsmith.recipes.workspace import Workspace
+from draftsmith.trainers import DraftModule
 from safetensors.torch import load_file
 from tqdm import tqdm
 
@@ -50,6 +52,8 @@ GIVEN = ("train.max_minutes", "train.max_steps", "train.seed", "batch.seed")
 """Keys that every trial is given by the script."""
 NODES = 64
 """Nodes of the tree that measures a draft, root included."""
+TEXTS = ("own", "before_loops", "handwritten")
+"""Measured texts, by their fields in an outcome."""
 RESULTS, TABLE = "trials.json", "trials.md"
 
 
@@ -103,6 +107,8 @@ class Outcome:
     """Precision of the training."""
     own: float
     """Tokens per pass along held-out answers to own prompts."""
+    before_loops: float
+    """The same, each answer only as far as its loop."""
     handwritten: float
     """Tokens per pass along the answers to the hand-written prompts."""
 
@@ -181,8 +187,17 @@ class Trials:
             drafter.bind(target)
             drafter.eval()
             own, handwritten = accepted_lengths(drafter, rows, asked)
+            _, cut = module.verifier(encoded(workspace, module, self._before_loops(workspace, module)))
+            before_loops, _ = accepted_lengths(drafter, cut, asked[:1])
         return Outcome(trial=trial.name, seed=seed, key=key, steps=result.steps, seconds=result.seconds,
-                       parameters=result.parameters, precision=result.precision, own=own, handwritten=handwritten)
+                       parameters=result.parameters, precision=result.precision, own=own, before_loops=before_loops,
+                       handwritten=handwritten)
+
+    def _before_loops(self, workspace: Workspace, module: DraftModule) -> list[Features]:
+        """Held-out own answers as far as their loops, whatever the trial learns."""
+        config = replace(workspace.recipe.batch, loops="cut")
+        recipe = replace(workspace.recipe, batch=config)
+        return batches_for(Workspace(recipe, workspace.settings), module).validation_features()
 
     def _answers(self, taps: tuple[int, ...]) -> list[Features]:
         """The target's greedy answers to the hand-written prompts, with its states."""
@@ -251,8 +266,8 @@ def read_outcomes(file: Path) -> list[Outcome]:
 
 def table(trials: Sequence[Trial], finished: Sequence[Outcome]) -> str:
     """Trials as a Markdown table: means over the seeds, with their range, and ratios to the first trial's means."""
-    head = ("| trial | settings | seeds | steps | seconds | own | hand-written | own, ratio | hand-written, ratio |\n"
-            "|---|---|--:|--:|--:|--:|--:|--:|--:|\n")
+    head = ("| trial | settings | seeds | steps | seconds | own | own, before loops | hand-written | own, ratio | "
+            "own, before loops, ratio | hand-written, ratio |\n|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|\n")
     found = {trial.name: [one for one in finished if one.trial == trial.name] for trial in trials}
     return head + "".join(_line(trial, found[trial.name], found[trials[0].name]) for trial in trials)
 
@@ -260,10 +275,10 @@ def table(trials: Sequence[Trial], finished: Sequence[Outcome]) -> str:
 def _line(trial: Trial, rows: Sequence[Outcome], base: Sequence[Outcome]) -> str:
     settings = " ".join(f"`{word}`" for word in trial.overrides) or "as in the recipe"
     if not rows:
-        return f"| {trial.name} | {settings} | 0 | | | | | | |\n"
+        return f"| {trial.name} | {settings} | 0 | | | | | | | | |\n"
     cells = [str(len(rows)), f"{_mean(rows, 'steps'):.0f}", f"{_mean(rows, 'seconds'):.0f}"]
-    cells += [_range([getattr(row, text) for row in rows]) for text in ("own", "handwritten")]
-    cells += [_ratio(rows, base, text) for text in ("own", "handwritten")]
+    cells += [_range([getattr(row, text) for row in rows]) for text in TEXTS]
+    cells += [_ratio(rows, base, text) for text in TEXTS]
     return f"| {trial.name} | {settings} | {' | '.join(cells)} |\n"
 
 

@@ -142,7 +142,7 @@ def test_held_out_rows_are_whole_whether_stored_or_not(folder: Path, tiny_target
     assert manifest.shards[0].split == "validation"
     config = replace(mixed(folder, tiny_target, 3), row_length=30)
     data = DraftDataModule(folder, config, TAPS)
-    rows = [*data.validation_features(), *data.validation_features(1.0)]
+    rows = [*data.held_out_features(), *data.held_out_features(1.0)]
     assert tokens_of(manifest.split("validation")) == sum(row.tokens_BL.shape[1] for row in rows)
     assert all(row.encoded for row in rows)
 

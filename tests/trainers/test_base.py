@@ -61,6 +61,15 @@ def target() -> Target:
 @pytest.mark.parametrize(("objective", "shape"), [
     ("hard", {}), ("soft", {"output": "copy"}), ("hard", {"vocabulary_size": 20}),
 ])
+def test_a_run_is_not_resumed_with_another_draft_vocabulary(target: Target, tmp_path: Path) -> None:
+    settings = config(drafter=MedusaConfig(num_heads=2, vocabulary_size=30))
+    train(target, tmp_path, settings)
+    counts = torch.arange(target.vocab_size)
+    module = MedusaModule(target, settings, token_counts=counts)
+    with pytest.raises(UserError, match=r"started with other settings \(draft_vocabulary is '[0-9a-f]+', was '"):
+        fit(module, CycleData(), tmp_path, progress=False)
+
+
 def test_an_interrupted_run_ends_in_the_same_bits(
     objective: Any, shape: dict[str, Any], target: Target, tmp_path: Path
 ) -> None:
