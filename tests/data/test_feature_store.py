@@ -212,7 +212,8 @@ def test_a_recipe_stores_what_has_room_and_trains(tmp_path: Path, capsys: pytest
 
 def test_a_limit_that_is_not_set_decides_nothing(tmp_path: Path) -> None:
     """Runs from before there was one are resumed."""
-    known = {"row_length": 128, "rows_per_batch": 4, "seed": 0, "states": "stored", "loops": "cut", "own_prompts": False}
+    known = {"row_length": 128, "rows_per_batch": 4, "seed": 0, "states": "stored", "loops": "cut",
+             "own_prompts": False}
     for words, batch in (([], known), (["--batch.states", "mixed", "--batch.store_gib", "2"],
                                        known | {"states": "mixed", "store_gib": 2.0})):
         given = parsed("--out", str(tmp_path), *words)
