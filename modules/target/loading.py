@@ -91,14 +91,18 @@ def sketch_target(config: TargetConfig) -> Target:
         return Target(model, None, name=config.name, pack=0)
 
 
-def fastest_format(config: TargetConfig) -> Literal["float32", "bfloat16"]:
-    """Name of the number format in which drafted decoding with a target is fastest here, measured on its shape.
+def fastest_format(config: TargetConfig, rows: int | None = None) -> Literal["float32", "bfloat16"]:
+    """Name of the number format in which a target decodes fastest here, measured on its shape.
+
+    Args:
+        config: the target.
+        rows: decoded at once without drafts; None is drafted decoding of one row.
 
     Raises:
         UserError: as `load_target` does.
     """
     device = _device(config.device)
-    dtype = fastest_dtype(_sketched(config)) if device.type == "cpu" else _dtype("auto", device)
+    dtype = fastest_dtype(_sketched(config), rows) if device.type == "cpu" else _dtype("auto", device)
     return "bfloat16" if dtype == torch.bfloat16 else "float32"
 
 

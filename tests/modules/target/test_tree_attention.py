@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
-
 from draftsmith.modules.target.tree_attention import additive, tree_attention
+from torch import Tensor, nn
 
 
 def by_hand(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scaling: float) -> Tensor:
@@ -30,5 +29,6 @@ def test_each_group_of_heads_attends_with_its_own_key_under_its_rows_mask(dtype:
 
     expected = by_hand(query, key, value, visible, 0.3)
     bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
-    assert out.dtype is dtype and out.is_contiguous()
+    assert out.dtype is dtype
+    assert out.is_contiguous()
     assert (out.double() - expected).abs().max() < bound
