@@ -1,9 +1,10 @@
 """Prompts, answers by the target, and batches. `DraftDataModule` is imported from its file: it needs Lightning."""
 
 from .chat import ChatTemplate
-from .distill import distill, read_held_out
+from .distill import distill
 from .distill_config import DistillConfig
 from .feature_store import WantedStates, encode
+from .held_out import read_held_out
 from .prompts import Prompt, PromptConfig, load_prompts, read_prompts
 from .token_store import Manifest, ShardRecord, TokenShard
 from .writers import Writer

@@ -20,9 +20,10 @@ from .answering import Answerer, Conversation, take_given
 from .chat import ChatTemplate
 from .distill_config import DistillConfig, check_recipe, describe_recipe, package_versions
 from .feature_store import WantedStates
+from .held_out import prompt_lines, read_held_out
 from .learned_tokens import LoopCount, count_loops
 from .progress import Progress
-from .prompts import Prompt, PromptConfig, ReadPrompts, Source, prompt_lines, read_prompts
+from .prompts import Prompt, PromptConfig, ReadPrompts, Source
 from .self_prompting import OwnPrompts
 from .shard_states import ShardStates
 from .token_store import (
@@ -34,9 +35,7 @@ from .token_store import (
     SourceName,
     SplitName,
     TokenShard,
-    corrupted,
     hash_bytes,
-    read_bytes,
     write_bytes,
 )
 from .writers import Writer, source_of
@@ -61,6 +60,7 @@ def distill(
     template: ChatTemplate,
     out: str | Path,
     *,
+    train_target: Target | None = None,
     writer: Writer | None = None,
     states: Sequence[WantedStates] = (),
     progress: bool = True,
@@ -74,6 +74,8 @@ def distill(
         template: of the target's tokenizer.
         out: folder of validation-00000.safetensors, test.jsonl, train-*.safetensors, manifest.json and stats.json. A
             folder started with the same recipe is finished; a complete one is left as it is.
+        train_target: the same target in the number format that `config.train_dtype` names, where it names one; it
+            writes prompts and answers those of the train split.
         writer: the draft of the artifact that `config.draft` names, where a draft writes rows.
         states: the target's states that each training will read from disk. Those of shards with decoded rows are
             recorded while they are decoded, and stored in the target's number format; `encode` adds the others.
@@ -84,22 +86,8 @@ def distill(
             the disk is full; or no token would be supervised.
     """
     given = target, prompts, config, template, Path(out)
-    return Distillation(*given, writer=writer, states=states, progress=progress).run()
-
-
-def read_held_out(folder: Path) -> list[Prompt]:
-    """The prompts of a folder of data that only evaluations ask; none where none were held out.
-
-    Raises:
-        UserError: if their file is missing or is not the one that distillation wrote.
-    """
-    held_out = Manifest.load(folder).held_out
-    if held_out is None:
-        return []
-    file = folder / held_out.file
-    if hash_bytes(read_bytes(file)) != held_out.sha256:
-        raise UserError(corrupted(file))
-    return read_prompts(file) if held_out.prompts else []
+    return Distillation(*given, train_target=train_target or target, writer=writer, states=states,
+                        progress=progress).run()
 
 
 class Distillation:
@@ -113,23 +101,24 @@ class Distillation:
         template: ChatTemplate,
         out: Path,
         *,
+        train_target: Target,
         writer: Writer | None,
         states: Sequence[WantedStates],
         progress: bool,
     ) -> None:
         self.target, self.prompts, self.config, self.template, self.out = target, prompts, config, template, out
+        self.train_target = train_target
         self.own = prompts.origin == "own"
         check_recipe(prompts, config, target.context_length)
+        config.require_format(target, train_target)
         if (writer is None) != (config.draft is None):
             raise ValueError("distill.draft names an artifact and the writer is its draft; give both or neither")
         self.progress, self.states = Progress(shown=progress), ShardStates(target, out, states)
         settings = DecodeSettings(batch_size=config.slots, top_k=config.top_k, top_p=config.top_p, seed=config.seed)
-        self.answerer, self.drafting = (
-            Answerer(target, template, settings, config.max_new_tokens, self._count, chosen)
-            for chosen in (None, writer)
-        )
+        self.answerer = Answerer(train_target, template, settings, config.max_new_tokens, self._count)
+        self.drafting = Answerer(target, template, settings, config.max_new_tokens, self._count, writer)
         self.source: Source = (
-            OwnPrompts(target, template, prompts, seed=config.seed, slots=config.slots)
+            OwnPrompts(train_target, template, prompts, seed=config.seed, slots=config.slots)
             if self.own
             else ReadPrompts(prompts, config.seed)
         )
@@ -146,7 +135,7 @@ class Distillation:
 
     def run(self) -> Manifest:
         """Finish the folder. What pays on this machine decides no byte of it."""
-        with self.target.reproducible():
+        with self.target.reproducible(), self.train_target.reproducible():
             return self._finish()
 
     def _finish(self) -> Manifest:
@@ -241,8 +230,8 @@ class Distillation:
         self._write_held_out(held[:wanted], position)
 
     def _write_held_out(self, held: Sequence[tuple[int, Prompt]], position: int) -> None:
-        """Write validation, answered greedily and once more by drawing, and test, which is only used in the evaluation.
-        """
+        """Write validation, answered greedily and once more by drawing at the temperature by which trees for sampled
+        rows are sized, without filters; and test, which only the evaluation reads."""
         first = self.config.validation_prompts
         if any(prompt.document is not None for _, prompt in held[first:]):
             raise UserError("plain documents are no prompts to be asked in an evaluation; set distill.test_prompts: 0")
@@ -255,17 +244,20 @@ class Distillation:
         )
         if first:
             with self.progress.stage("held-out answers", 2 * first * self.config.max_new_tokens, "tok"):
-                answered = self.answerer.answer(held[:first], (0.0,), taps=self._taps()) + self._drawn(held[:first])
+                settings = self.answerer.settings
+                drawing = replace(settings, top_k=0, top_p=1.0)
+                answered = [*self._answered(held[:first], 0.0, settings),
+                            *self._answered(held[:first], SIZING_TEMPERATURE, drawing)]
             self._write_shard("validation", answered, [prompt.key for _, prompt in held[:first]], position)
         else:
             self.manifest.save(self.out)
 
-    def _drawn(self, prompts: Sequence[tuple[int, Prompt]]) -> list[Conversation]:
-        """The prompts with answers at the temperature by which trees for sampled rows are sized, without filters."""
-        settings = replace(self.answerer.settings, top_k=0, top_p=1.0)
-        drawing = Answerer(self.target, self.template, settings, self.config.max_new_tokens, self._count)
-        answered = drawing.answer(prompts, (SIZING_TEMPERATURE,), taps=self._taps())
-        self.answerer.stats.add(drawing.stats)
+    def _answered(self, prompts: Sequence[tuple[int, Prompt]], temperature: float,
+                  settings: DecodeSettings) -> list[Conversation]:
+        """Held-out prompts, answered by the target in its own number format."""
+        answerer = Answerer(self.target, self.template, settings, self.config.max_new_tokens, self._count)
+        answered = answerer.answer(prompts, (temperature,), taps=self._taps())
+        self.answerer.stats.add(answerer.stats)
         return answered
 
     # Shards ----------------------------------------------------------------------------------------------------------

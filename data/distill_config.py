@@ -4,14 +4,19 @@ import json
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from ..modules import UserError
+import torch
+
+from ..modules import Target, UserError
 from ..modules.config_checks import MOST_ROWS, MOST_TOKENS, check_bounds
 from ..modules.verification.sampling import TEMPERATURES, is_temperature
 from .prompts import PromptConfig, read_prompts
 from .token_store import SOURCES, SourceName, hash_file
 from .writers import Writer, check_shares
+
+TrainFormat = Literal["own", "fastest", "float32", "bfloat16"]
+"""Number formats for train prompts. A target in float16 has another hash of its weights than in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +56,10 @@ class DistillConfig:
     """Folder of the artifact whose draft answers."""
     draft_tokens: int = 4
     """Tokens that the draft writes in a row; one of the target's follows, which gives the draft new states to read."""
+    train_dtype: TrainFormat = "own"
+    """Number format in which the target writes prompts and answers those of the training split: own is that of the
+    target; fastest is bfloat16 where it was measured to decode `slots` rows faster on this processor, which the run's
+    folder keeps. Held-out prompts are always answered in the target's own format."""
     document_tokens: int = 512
     """Longest piece of a plain document, in tokens; each piece is a row of its own."""
 
@@ -68,7 +77,22 @@ class DistillConfig:
             raise UserError(f"distill.top_p must lie in (0, 1], got {self.top_p}")
         if self.answered_by not in (*SOURCES, "mix"):
             raise UserError(f"distill.answered_by must be one of {', '.join(SOURCES)}, mix, got {self.answered_by!r}")
+        if self.train_dtype not in get_args(TrainFormat):
+            raise UserError(f"distill.train_dtype must be one of {', '.join(get_args(TrainFormat))}, got "
+                            f"{self.train_dtype!r}")
         self._check_shares()
+
+    def require_format(self, target: Target, train_target: Target) -> None:
+        """Refuse a train target in another number format than `train_dtype` names, or of another model.
+
+        Raises:
+            ValueError: if it is.
+        """
+        wanted = target.dtype if self.train_dtype == "own" else getattr(torch, self.train_dtype, None)
+        if train_target.dtype is not wanted:
+            raise ValueError(f"train_target is in {train_target.dtype}, and distill.train_dtype is {self.train_dtype}; "
+                             "fastest is measured by draftsmith.recipes")
+        train_target.identity.require_same(target.identity)
 
     def _check_shares(self) -> None:
         if (self.answered_by == "mix") != (self.mix is not None):

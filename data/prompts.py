@@ -1,7 +1,6 @@
 """Prompts from a file or a dataset, in the usual four shapes."""
 
 import hashlib
-import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -167,23 +166,6 @@ def read_prompts(path: str | Path, *, column: str | None = None, skip_malformed:
     if not prompts:
         raise UserError(f'{file} holds no prompt; write one JSON object a line, such as {{"prompt": "..."}}')
     return prompts
-
-
-def prompt_lines(prompts: Sequence[tuple[int, Prompt]]) -> bytes:
-    """JSONL that `read_prompts` reads."""
-    lines = []
-    for number, prompt in prompts:
-        row: dict[str, Any] = {
-            "question_id": prompt.id,
-            "number": number,
-            "category": prompt.category,
-            "system": prompt.system,
-            "turns": list(prompt.turns),
-        }
-        lines.append(
-            json.dumps({key: value for key, value in row.items() if value is not None}, ensure_ascii=False) + "\n"
-        )
-    return "".join(lines).encode()
 
 
 def read_text(file: Path, what: str) -> str:

@@ -75,8 +75,9 @@ def distill_stage(workspace: Workspace, more: Sequence[WantedStates] = ()) -> Se
     workspace.check()
     recipe = workspace.recipe
     require_enough(recipe.prompts, recipe.distill)
-    manifest = distill(workspace.target, recipe.prompts, recipe.distill, workspace.template, workspace.data,
-                       writer=writer_of(workspace), states=[*workspace.wanted_states(), *more])
+    manifest = distill(workspace.target, recipe.prompts, workspace.distill_config, workspace.template, workspace.data,
+                       train_target=workspace.train_target(), writer=writer_of(workspace),
+                       states=[*workspace.wanted_states(), *more])
     held_out = [] if manifest.held_out is None else [manifest.held_out.file]
     files = ["manifest.json", *held_out, *(shard.file for shard in manifest.shards)]
     return [workspace.data / file for file in files]

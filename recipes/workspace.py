@@ -6,9 +6,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
-from ..data import ChatTemplate, Manifest, WantedStates
+from ..data import ChatTemplate, DistillConfig, Manifest, WantedStates
 from ..data.chat import Surroundings
 from ..data.datamodule import learned
 from ..data.label_weights import weigh_labels
@@ -31,8 +32,10 @@ MACHINE = "machine.json"
 class MachineRecord:
     """Measurements of which bytes of a run depend, made once when it started."""
 
-    dtype: Literal["float32", "bfloat16"]
-    """Number format of the target."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Number format of the target; None where it was not measured."""
+    train_dtype: Literal["float32", "bfloat16"] | None = None
+    """Number format in which it answers train prompts; None where it was not measured."""
 
 
 class Workspace:
@@ -65,15 +68,45 @@ class Workspace:
         Raises:
             UserError: if that file is damaged.
         """
-        config, file = self.recipe.target, self.out / MACHINE
-        if config.dtype != FASTEST:
-            return config.dtype
-        if not file.is_file():
-            found = MachineRecord(dtype=fastest_format(config))
-            write_file(file, json.dumps(asdict(found), indent=2) + "\n")
-            say(f"     drafted decoding was measured to be fastest in {found.dtype}; {file} keeps that")
-        return read_record(MachineRecord, file, "delete the folder's data too if you delete it: they may be in another "
-                           "format").dtype
+        chosen = self.recipe.target.dtype
+        return self._measured("dtype", "drafted decoding") if chosen == FASTEST else chosen
+
+    @cached_property
+    def distill_config(self) -> DistillConfig:
+        """The settings of the answers, with the number format of train prompts measured where that is asked for.
+
+        Raises:
+            UserError: as `number_format` does.
+        """
+        config = self.recipe.distill
+        if config.train_dtype != FASTEST:
+            return config
+        if self.target.device.type != "cpu":
+            return replace(config, train_dtype="own")
+        answering = f"answering {config.slots} prompts at once"
+        return replace(config, train_dtype=self._measured("train_dtype", answering, config.slots))
+
+    def train_target(self) -> Target | None:
+        """The target in the number format of train prompts; None where that is its own."""
+        wanted = self.distill_config.train_dtype
+        if wanted == "own" or self.target.dtype is getattr(torch, wanted):
+            return None
+        say(f"     loading it in {wanted} too, to answer train prompts")
+        return load_target(replace(self.recipe.target, dtype=wanted))
+
+    def _measured(self, name: Literal["dtype", "train_dtype"], work: str, rows: int | None = None) -> Any:
+        """The number format that the run's folder keeps under this name, measured where there is none."""
+        file = self.out / MACHINE
+        record = MachineRecord()
+        if file.is_file():
+            record = read_record(MachineRecord, file, "delete the folder's data too if you delete it: they may be in "
+                                 "another format")
+        if getattr(record, name) is None:
+            record = replace(record, **{name: fastest_format(self.recipe.target, rows)})
+            kept = {key: value for key, value in asdict(record).items() if value is not None}
+            write_file(file, json.dumps(kept, indent=2) + "\n")
+            say(f"     {work} was measured to be fastest in {getattr(record, name)}; {file} keeps that")
+        return getattr(record, name)
 
     @cached_property
     def template(self) -> ChatTemplate:

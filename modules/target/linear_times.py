@@ -161,18 +161,19 @@ def _forms(layer: nn.Linear, dtype: torch.dtype) -> tuple[Form, Form]:
     return lambda x: functional.linear(x, weight, bias), packed_linear(weight, bias)
 
 
-def fastest_dtype(model: nn.Module) -> torch.dtype:
-    """The number format, float32 or bfloat16, in which drafted decoding with a model is fastest on this processor.
+def fastest_dtype(model: nn.Module, rows: int | None = None) -> torch.dtype:
+    """The number format, float32 or bfloat16, in which decoding with a model is fastest on this processor.
 
     float32 where bfloat16 has no instructions here, where it gains less than `HALF_GAIN`, or where the model is too
     small to be measured.
 
     Args:
         model: the model, or its shape on torch's meta device.
+        rows: decoded at once without drafts, in packed layers; None is drafted decoding of one row.
     """
     half, full = torch.bfloat16, torch.float32
     if not (has_packed_product(half) and has_packed_product(full) and worth_measuring(model)):
         return full
-    times = measure_linears(model, [full, half])
-    pays = times[half].drafted_speed() > (1 + HALF_GAIN) * times[full].drafted_speed()
-    return half if pays else full
+    times = measure_linears(model, [full, half], tokens=TOKENS if rows is None else (rows,))
+    speeds = {dtype: found.drafted_speed() if rows is None else 1 / found.packed[0] for dtype, found in times.items()}
+    return half if speeds[half] > (1 + HALF_GAIN) * speeds[full] else full

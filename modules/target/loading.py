@@ -1,6 +1,7 @@
 """Loading of a target by name: hub ids, local folders, GGUF files, the embedded default and the tiny random one."""
 
 import importlib.util
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -91,14 +92,18 @@ def sketch_target(config: TargetConfig) -> Target:
         return Target(model, None, name=config.name, pack=0)
 
 
-def fastest_format(config: TargetConfig) -> Literal["float32", "bfloat16"]:
-    """Name of the number format in which drafted decoding with a target is fastest here, measured on its shape.
+def fastest_format(config: TargetConfig, rows: int | None = None) -> Literal["float32", "bfloat16"]:
+    """Name of the number format in which a target decodes fastest here, measured on its shape.
+
+    Args:
+        config: the target.
+        rows: decoded at once without drafts; None is drafted decoding of one row.
 
     Raises:
         UserError: as `load_target` does.
     """
     device = _device(config.device)
-    dtype = fastest_dtype(_sketched(config)) if device.type == "cpu" else _dtype("auto", device)
+    dtype = fastest_dtype(_sketched(config), rows) if device.type == "cpu" else _dtype("auto", device)
     return "bfloat16" if dtype == torch.bfloat16 else "float32"
 
 
@@ -151,6 +156,8 @@ def _read(config: TargetConfig, dtype: torch.dtype) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source, options = _source(config)
+    # Its warning that float32 is faster is about weights that stay quantised, and these are dequantised on reading.
+    logging.getLogger("transformers.quantizers.quantizer_gguf").setLevel(logging.ERROR)
     with _one_sentence(config):
         shape, _ = _shape_and_sketch(config, source, options, dtype)
         tokenizer = AutoTokenizer.from_pretrained(source, **options)

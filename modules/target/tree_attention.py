@@ -75,14 +75,30 @@ def tree_attention(
         mask = mask & near if mask.dtype is torch.bool else mask.masked_fill(~near, -torch.inf)
     if mask is not None and mask.dtype is not torch.bool:
         mask = mask.to(query.dtype)
-    grouped = query.shape[1] != key.shape[1]
-    if softcap is None:
-        out = scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=scaling, is_causal=mask is None and queries > 1, enable_gqa=grouped
-        )
-    else:
+    if softcap is not None:
         out = _soft_capped(query, key, value, mask, scaling, softcap)
+    elif mask is not None and _pays_to_fold(query, key):
+        out = _folded(query, key, value, mask, scaling)
+    else:
+        out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, is_causal=mask is None and
+                                           queries > 1, enable_gqa=query.shape[1] != key.shape[1])
     return out.transpose(1, 2).contiguous(), None
+
+
+def _pays_to_fold(query: Tensor, key: Tensor) -> bool:
+    """True if grouped attention under a mask is slow as torch has it: in half precision on a CPU one query of a row
+    takes four times as long as with `_folded`, and on CUDA no fast kernel takes a mask together with groups."""
+    return query.shape[1] != key.shape[1] and (query.is_cuda or query.dtype.itemsize < 4)
+
+
+def _folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    """Grouped attention with the query heads of a key's group as further queries."""
+    rows, heads, queries, width = query.shape
+    groups = heads // key.shape[1]
+    folded_mask = mask[:, :, None].expand(-1, -1, groups, -1, -1).flatten(2, 3)
+    out = scaled_dot_product_attention(query.reshape(rows, key.shape[1], groups * queries, width), key, value,
+                                       attn_mask=folded_mask, scale=scaling)
+    return out.reshape(rows, heads, queries, width)
 
 
 def _soft_capped(

@@ -56,7 +56,7 @@ def test_no_measurement_changes_a_byte_of_a_run(tmp_path: Path, monkeypatch: pyt
 def test_a_measured_number_format_is_kept_for_the_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                             capsys: pytest.CaptureFixture[str]) -> None:
     formats = iter(("bfloat16", "float32"))
-    monkeypatch.setattr(workspace, "fastest_format", lambda _config: next(formats))
+    monkeypatch.setattr(workspace, "fastest_format", lambda _config, _rows: next(formats))
     loaded = []
     monkeypatch.setattr(workspace, "load_target", lambda config: loaded.append(config.dtype) or load_target(config))
     words = ["--config", str(TINY), "--out", str(tmp_path), "--target.dtype", "fastest"]
@@ -71,3 +71,23 @@ def test_a_measured_number_format_is_kept_for_the_whole_run(tmp_path: Path, monk
     (tmp_path / "stages.json").unlink()
     assert main(["distill", *words]) == 2
     assert "machine.json is damaged: dtype must be one of float32, bfloat16" in capsys.readouterr().err
+
+
+def test_a_measured_format_for_train_prompts_is_kept_and_used_for_them_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    formats = iter(("bfloat16", "float32"))
+    measured, loaded = [], []
+    monkeypatch.setattr(workspace, "fastest_format", lambda _config, rows: measured.append(rows) or next(formats))
+    monkeypatch.setattr(workspace, "load_target", lambda config: loaded.append(config.dtype) or load_target(config))
+    words = ["--config", str(TINY), "--out", str(tmp_path), "--distill.train_dtype", "fastest"]
+    assert main(["distill", *words]) == 0
+    manifest = (tmp_path / "data" / "manifest.json").read_bytes()
+    (tmp_path / "stages.json").unlink()
+    assert main(["distill", *words]) == 0
+    assert measured == [64]
+    assert loaded == ["auto", "bfloat16"] * 2
+    assert (tmp_path / "data" / "manifest.json").read_bytes() == manifest
+    assert json.loads(manifest)["recipe"]["distill"]["train_dtype"] == "bfloat16"
+    assert json.loads((tmp_path / "machine.json").read_text()) == {"train_dtype": "bfloat16"}
+    assert capsys.readouterr().out.count("answering 64 prompts at once was measured to be fastest in bfloat16") == 1

@@ -1,5 +1,7 @@
 """The measured form of linear layers: which one pays, from how many tokens on, and in which number format."""
 
+from typing import Any
+
 import pytest
 import torch
 from draftsmith.modules.target import linear_times
@@ -93,6 +95,18 @@ def test_bfloat16_is_taken_where_it_pays(half: tuple[tuple[float, ...], tuple[fl
     monkeypatch.setattr(linear_times, "worth_measuring", lambda _model: True)
     monkeypatch.setattr(linear_times, "has_packed_product", lambda _dtype: True)
     assert fastest_dtype(nn.Linear(4, 4)) == expected
+
+
+def test_rows_at_once_are_compared_in_packed_layers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_times, "worth_measuring", lambda _model: True)
+    monkeypatch.setattr(linear_times, "has_packed_product", lambda _dtype: True)
+    for seconds, expected in ((0.92, torch.float32), (0.9, torch.bfloat16)):
+        def measured(_model: Any, dtypes: Any, tokens: Any, seconds: float = seconds) -> Any:
+            return {dtype: LinearTimes(dtype=str(dtype), tokens=tokens, plain=(0.1,),
+                                       packed=(seconds if dtype == torch.bfloat16 else 1.0,)) for dtype in dtypes}
+
+        monkeypatch.setattr(linear_times, "measure_linears", measured)
+        assert fastest_dtype(nn.Linear(4, 4), rows=40) == expected
 
 
 def test_without_instructions_for_bfloat16_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
