@@ -215,6 +215,8 @@ class Loop:
                 roots_B=roots_B,
                 verified=verified,
                 ahead=ahead,
+                host_rows=rows,
+                host_counts=counts,
             ),
         )
         return faults_B
@@ -251,7 +253,7 @@ class Loop:
         self.roots_B = accepted.bonus_B
         answers = verified(tree, accepted, output) if self._reads_logits else None
         rows_R = torch.arange(len(emitted), device=self.target.device)
-        self._observe(rows_R, self.slots, counts, observation(sent, accepted, output, answers))
+        self._observe(rows_R, self.slots, counts, observation(sent, accepted, output, counts, answers))
         if self.policy is not None:
             self.policy.learn(tree, accepted)
         self.stats.target_calls += 1
