@@ -1,6 +1,7 @@
 """Loading of a target by name: hub ids, local folders, GGUF files, the embedded default and the tiny random one."""
 
 import importlib.util
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -155,6 +156,8 @@ def _read(config: TargetConfig, dtype: torch.dtype) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source, options = _source(config)
+    # Its warning that float32 is faster is about weights that stay quantised, and these are dequantised on reading.
+    logging.getLogger("transformers.quantizers.quantizer_gguf").setLevel(logging.ERROR)
     with _one_sentence(config):
         shape, _ = _shape_and_sketch(config, source, options, dtype)
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
