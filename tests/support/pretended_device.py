@@ -142,8 +142,9 @@ def pretended_device() -> Iterator[Waits]:
     waits, lifts = Waits(), torch._C._only_lift_cpu_tensors()
     # A tensor made of a list is then made on the CPU and copied by an operation that is seen.
     torch._C._set_only_lift_cpu_tensors(True)
-    # What torch.autocast wants to see of a device.
-    module = SimpleNamespace(get_amp_supported_dtype=lambda: [torch.bfloat16])
+    # What torch.autocast and torch.manual_seed want to see of a device.
+    module = SimpleNamespace(get_amp_supported_dtype=lambda: [torch.bfloat16], _is_in_bad_fork=lambda: False,
+                             manual_seed_all=lambda _seed: None)
     try:
         with patch.object(torch, DEVICE.type, module, create=True), _Methods(waits), _Device(waits):
             yield waits
