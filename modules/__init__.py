@@ -6,7 +6,8 @@ from .baselines.prompt_lookup import Lookup, LookupConfig
 from .baselines.registry import BASELINES, baseline
 from .baselines.self_speculation import LayerDraft, search_layers
 from .baselines.token_recycling import Recycling, recycling_tree
-from .decoding.loop import Loop, decode, stream
+from .decoding.answers import decode, stream
+from .decoding.loop import Loop
 from .decoding.requests import DecodeResult, DecodeSettings, DecodeStats, Generation, Request, repeats_itself
 from .decoding.row_errors import DecodeError
 from .drafters.acceptance_head import AcceptanceHead, AcceptanceHeadConfig

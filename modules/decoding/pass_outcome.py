@@ -23,14 +23,16 @@ def to_host(tree: TokenTree, accepted: Accepted, faults_B: Tensor) -> tuple[list
 
 
 def observation(
-    tree: TokenTree, accepted: Accepted, output: PassOutput, answers: Verified | None = None
+    tree: TokenTree, accepted: Accepted, output: PassOutput, counts: list[int], answers: Verified | None = None
 ) -> Observation:
-    """The drafter's view of a pass: tokens and states of the accepted path, the target's logits if it reads them.
+    """The drafter's view of a pass of the first rows: tokens and states of the accepted path, the target's logits if
+    it reads them.
 
     Args:
         tree: what the target ran, virtual nodes included.
         accepted: the paths.
         output: the states.
+        counts: nodes on each path, on the host.
         answers: the logits.
     """
     path_BK = accepted.path_BK
@@ -47,6 +49,8 @@ def observation(
         roots_B=accepted.bonus_B,
         verified=answers,
         ahead=ahead_states(tree, output, last_B),
+        host_rows=list(range(len(counts))),
+        host_counts=counts,
     )
 
 

@@ -143,10 +143,11 @@ class EagleDrafter(FeatureDrafter):
         padding_RN1 = ~observation.real_BN[..., None]
         final_RND = observation.final_BND.masked_fill(padding_RN1, 0)
         taps = {layer: states.masked_fill(padding_RN1, 0) for layer, states in observation.taps.items()}
-        attention = held.rows.read(rows_R.tolist(), observation.tokens_BN.shape[1])
+        rows, counts = observation.on_host(rows_R)
+        attention = held.rows.read(rows, observation.tokens_BN.shape[1])
         with self._packing.installed():
             own_RND = self.step(self._embed(observation.next_BN), self.fuse(final_RND, taps), attention)
-        held.rows.commit(counts_R, counts_R.tolist())
+        held.rows.commit(counts_R, counts)
         last_R = (counts_R - 1).clamp(min=0)
         newest_RD = own_RND[torch.arange(len(last_R), device=last_R.device), last_R]
         newest_RD = torch.where((counts_R > 0)[:, None], newest_RD, held.own_RD[rows_R])

@@ -200,6 +200,7 @@ class Falcon(FeatureDrafter):
         real_RN = observation.real_BN
         final_RND = observation.final_BND.to(self.dtype).masked_fill(~real_RN[..., None], 0)
         read_RNZ = torch.cat([self._embed(observation.next_BN), final_RND], dim=-1)
+        rows, counts = observation.on_host(rows_R)
         before = held.output_MRD[:, rows_R], held.cell_MRD[:, rows_R]
         with self._packing.installed():
             memory = self.lstm(read_RNZ, before, torch.ones_like(real_RN))
@@ -207,9 +208,9 @@ class Falcon(FeatureDrafter):
             # The queries of the block's positions before the last one run again; a row without new
             # positions has none.
             queries_RJD = columns(states_RND, (counts_R - 1).clamp(min=0), again)
-            attention = held.rows.reread(rows_R.tolist(), width, counts_R, again)
+            attention = held.rows.reread(rows, width, counts_R, again)
             estimates_RND = self._layer()(torch.cat([states_RND[:, again:], queries_RJD], dim=1), attention)
-        held.rows.commit(counts_R, counts_R.tolist())
+        held.rows.commit(counts_R, counts)
         last_R1D = columns(estimates_RND, (counts_R - 1).clamp(min=0), 1)
         held.update(rows_R, counts_R, memory, states_RND, torch.cat([estimates_RND[:, width:], last_R1D], dim=1))
         held.drop_tree()

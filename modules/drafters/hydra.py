@@ -184,10 +184,11 @@ class Hydra(HeadDrafter):
         padding_RN = order_N >= counts_R[:, None]
         states_RND = observation.final_BND.to(self.dtype).masked_fill(padding_RN[..., None], 0)
         if self.prefix is not None and held.rows is not None:
-            attention = held.rows.read(rows_R.tolist(), states_RND.shape[1])
+            rows, counts = observation.on_host(rows_R)
+            attention = held.rows.read(rows, states_RND.shape[1])
             with self._packing.installed():
                 states_RND = self.prefix(states_RND, attention)
-            held.rows.commit(counts_R, counts_R.tolist())
+            held.rows.commit(counts_R, counts)
         last_R = (counts_R - 1).clamp(min=0)
         newest_RD = states_RND[torch.arange(len(last_R), device=last_R.device), last_R]
         newest_RD = torch.where((counts_R > 0)[:, None], newest_RD, held.context_RD[rows_R])

@@ -203,8 +203,8 @@ class Kangaroo(FeatureDrafter):
     @torch.no_grad()
     def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
         """Read the first layers' outputs at the new positions; those of the root are still to be computed."""
-        held, rows = _kangaroo_state(state), rows_R.tolist()
-        counts_R, counts = observation.counts_B, observation.counts_B.tolist()
+        held, counts_R = _kangaroo_state(state), observation.counts_B
+        rows, counts = observation.on_host(rows_R)
         held.early.drop()
         if not held.shared:
             held.early.read(rows, observation.tokens_BN, counts_R, counts)

@@ -138,6 +138,15 @@ class Observation:
     chunk."""
     ahead: AheadStates | None = None
     """States at the virtual nodes of a pass; None for a pass without any."""
+    host_rows: list[int] | None = None
+    """The rows of the state that these are, as known on the host; None where only the device knows them."""
+    host_counts: list[int] | None = None
+    """`counts_B` as known on the host; None where only the device knows them."""
+
+    def on_host(self, rows_R: Tensor) -> tuple[list[int], list[int]]:
+        """(the rows of the state, their numbers of real positions); the host waits for the device if it is not told."""
+        rows = rows_R.tolist() if self.host_rows is None else self.host_rows
+        return rows, self.counts_B.tolist() if self.host_counts is None else self.host_counts
 
     @property
     def real_BN(self) -> Tensor:

@@ -106,7 +106,8 @@ def _drawn(tree: TokenTree, drawn: Drawn, equal_BMN: Tensor) -> Drawn:
 def _without_children(tree: TokenTree, drawn: Drawn) -> Tensor:
     """log q at each node of a tree with its children taken out, [B, N, Q]; nothing is renormalised."""
     log_q_BNQ = _rows(drawn.log_q_BIQ, drawn.inner_BN)
-    rows_B, entries_Q = torch.arange(len(log_q_BNQ)), torch.arange(log_q_BNQ.shape[-1], device=log_q_BNQ.device)
+    device = log_q_BNQ.device
+    rows_B, entries_Q = (torch.arange(size, device=device) for size in (len(log_q_BNQ), log_q_BNQ.shape[-1]))
     ids_Q = entries_Q if drawn.token_ids_Q is None else drawn.token_ids_Q
     for child in range(1, tree.size):
         parent_B = tree.parents_BN[:, child].clamp(min=0)

@@ -4,17 +4,16 @@ Shapes: B rows, N nodes, F nodes of a level, K children of one node, O nodes the
 the draft vocabulary.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ..interfaces.proposer import DraftState, Proposer, spread
+from ..interfaces.proposer import DraftState, Frontier, Proposer, spread
 from ..random_streams import Draws
 from ..token_tree import Drawn, TokenTree, Topology
 from .level_queries import LevelQueries, check_temperature, sample, tempered
-from .static_tree import Level, StaticTree
+from .static_tree import Span, StaticTree, inner_nodes, span_of
 
 
 class SampledTree(StaticTree):
@@ -39,6 +38,10 @@ class SampledTree(StaticTree):
                 raise ValueError(f"the children of node {node} must have the ranks 0, 1, … in order, got {ranks}")
         check_temperature(temperature)
         self.temperature = temperature
+        places = list(zip(topology.depths, topology.ranks, strict=True))
+        self._widths = [1 + max(rank for depth, rank in places if depth == below)
+                        for below in range(1, topology.depth + 1)]
+        """Children of a node, at most, depth by depth."""
 
     @property
     def samples(self) -> bool:
@@ -57,24 +60,18 @@ class SampledTree(StaticTree):
             return super().grow(drafter, state, roots_B)
         growing = _Growing(self.topology, roots_B)
         queries = LevelQueries(drafter, state, least=self.topology.width)
-        above: Level | None = None
-        for level in self._levels:
-            frontier = self._frontier(level, growing.tokens_BN)
-            log_probs_BOQ, origin_BF = queries.ask(frontier, self._columns(above, level, roots_B))
+        for depth, width in enumerate(self._widths):
+            inner = inner_nodes(self.topology, depth, roots_B.device)
+            frontier = inner.frontier(growing.tokens_BN)
+            above_BF = inner.above_F.expand_as(frontier.nodes_BF) if depth else None
+            log_probs_BOQ, origin_BF = queries.ask(frontier, above_BF)
             log_q_BOQ = tempered(log_probs_BOQ, self.temperature, draws)
             log_q_BFQ = spread(log_q_BOQ, origin_BF)
-            drawn_BFK = sample(log_q_BFQ, frontier.nodes_BF, max(level.child_ranks) + 1, draws)
-            growing.fill(level, queries.tokens(drawn_BFK), log_q_BFQ.gather(2, drawn_BFK) > -torch.inf)
-            growing.carry(level, log_q_BOQ, origin_BF, queries.candidates_BOQ)
-            above = level
+            drawn_BFK = sample(log_q_BFQ, frontier.nodes_BF, width, draws)
+            children = span_of(self.topology, depth, depth + 1, roots_B.device)
+            growing.fill(frontier, children, queries.tokens(drawn_BFK), log_q_BFQ.gather(2, drawn_BFK) > -torch.inf)
+            growing.carry(frontier, log_q_BOQ, origin_BF, queries.candidates_BOQ)
         return growing.tree(queries, draws)
-
-    def _columns(self, above: Level | None, level: Level, like_B: Tensor) -> Tensor | None:
-        """Column of each inner node's parent among the inner nodes of the level above."""
-        if above is None:
-            return None
-        columns = [above.parents.index(self.topology.parents[node]) for node in level.parents]
-        return torch.tensor(columns, device=like_B.device).expand(len(like_B), -1)
 
 
 class _Growing:
@@ -88,16 +85,17 @@ class _Growing:
         self.log_q: list[Tensor] = []
         self.candidates: list[Tensor] = []
 
-    def fill(self, level: Level, tokens_BFK: Tensor, possible_BFK: Tensor) -> None:
-        """Set the children of a level; one that could not be drawn, and all below it, is padding."""
-        columns = [level.parents.index(parent) for parent in level.child_parents]
-        ranks: Sequence[int] = list(level.child_ranks)
-        self.tokens_BN[:, level.children] = tokens_BFK[:, columns, ranks]
-        self.real_BN[:, level.children] = possible_BFK[:, columns, ranks] & self.real_BN[:, level.child_parents]
+    def fill(self, frontier: Frontier, children: Span, tokens_BFK: Tensor, possible_BFK: Tensor) -> None:
+        """Set the children of the frontier; one that could not be drawn, and all below it, is padding."""
+        real_BFK = possible_BFK & self.real_BN.gather(1, frontier.nodes_BF)[..., None]
+        self.tokens_BN[:, children.children_C] = children.of(tokens_BFK[:, :, None])
+        self.real_BN[:, children.children_C] = children.of(real_BFK[:, :, None])
 
-    def carry(self, level: Level, log_q_BOQ: Tensor, origin_BF: Tensor, candidates_BOQ: Tensor | None) -> None:
-        """Remember what the children of a level were drawn from."""
-        self.inner_BN[:, level.parents] = origin_BF + sum(part.shape[1] for part in self.log_q)
+    def carry(
+        self, frontier: Frontier, log_q_BOQ: Tensor, origin_BF: Tensor, candidates_BOQ: Tensor | None
+    ) -> None:
+        """Remember what the children of the frontier were drawn from."""
+        self.inner_BN.scatter_(1, frontier.nodes_BF, origin_BF + sum(part.shape[1] for part in self.log_q))
         self.log_q.append(log_q_BOQ)
         if candidates_BOQ is not None:
             self.candidates.append(candidates_BOQ)

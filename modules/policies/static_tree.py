@@ -16,16 +16,6 @@ from ..token_tree import TokenTree, Topology
 from .base import Policy, trimmed
 
 
-@dataclass(frozen=True)
-class Level:
-    """The nodes of one depth of a static tree that have children, and the places of those children."""
-
-    parents: tuple[int, ...]
-    children: tuple[int, ...]
-    child_parents: tuple[int, ...]
-    child_ranks: tuple[int, ...]
-
-
 class StaticTree(Policy):
     """The same tree in every pass; each node takes its parent's proposal of its rank (arXiv:2401.10774, 2.3.3).
 
@@ -34,9 +24,8 @@ class StaticTree(Policy):
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
-        self._levels = [_level(topology, depth) for depth in range(topology.depth)]
         # Derived now: Python 3.11 derives a cached property under a lock, which no compiled graph can take.
-        self._derived = topology.ancestors_NN, topology.most_children
+        self._derived = topology.depth, topology.ancestors_NN, topology.most_children
 
     @property
     def max_size(self) -> int:
@@ -55,10 +44,10 @@ class StaticTree(Policy):
         guessed_BN: Tensor | None = None
         depth = 0
         while depth < self.topology.depth:
-            asked = self._frontier(self._levels[depth], tokens_BN)
+            asked = inner_nodes(self.topology, depth, tokens_BN.device).frontier(tokens_BN)
             answered = drafter.expand(state, asked).best(self.topology.width)
             until = min(depth + answered.tokens_BFHR.shape[2], self.topology.depth)
-            span = _span(self.topology, depth, until, tokens_BN.device)
+            span = span_of(self.topology, depth, until, tokens_BN.device)
             tokens_BN[:, span.children_C] = span.of(answered.tokens_BFHR)
             self.note(span, answered)
             if answered.guessed_BFHR is not None:
@@ -74,11 +63,21 @@ class StaticTree(Policy):
     def note(self, span: "Span", proposals: Proposals) -> None:
         """For trees that keep what was proposed, and how sure the drafter was; nothing by default."""
 
-    def _frontier(self, level: Level, tokens_BN: Tensor) -> Frontier:
-        batch = tokens_BN.shape[0]
-        nodes_F, parents_F = _inner(self.topology, level.parents, tokens_BN.device)
-        nodes_BF = nodes_F.expand(batch, -1)
-        return Frontier(nodes_BF=nodes_BF, parents_BF=parents_F.expand(batch, -1), tokens_BF=tokens_BN[:, nodes_F])
+
+@dataclass(frozen=True)
+class InnerNodes:
+    """The nodes of one depth that have children: the same in every pass."""
+
+    nodes_F: Tensor
+    parents_F: Tensor
+    above_F: Tensor
+    """Column of the parent among the inner nodes of the depth above; 0 for the root."""
+
+    def frontier(self, tokens_BN: Tensor) -> Frontier:
+        """These nodes in every row."""
+        batch = len(tokens_BN)
+        return Frontier(nodes_BF=self.nodes_F.expand(batch, -1), parents_BF=self.parents_F.expand(batch, -1),
+                        tokens_BF=tokens_BN[:, self.nodes_F])
 
 
 @dataclass(frozen=True)
@@ -100,9 +99,9 @@ class Span:
 
 
 @lru_cache(maxsize=256)
-def _span(topology: Topology, depth: int, until: int, device: torch.device) -> Span:
+def span_of(topology: Topology, depth: int, until: int, device: torch.device) -> Span:
     """The nodes more than `depth` and at most `until` deep, when the inner nodes of `depth` were asked about."""
-    asked = _level(topology, depth).parents
+    asked = _inner(topology, depth)
     children = [node for node in range(topology.size) if depth < topology.depths[node] <= until]
     columns = [asked.index(topology.ancestor(node, depth)) for node in children]
     levels = [topology.depths[node] - depth - 1 for node in children]
@@ -111,10 +110,17 @@ def _span(topology: Topology, depth: int, until: int, device: torch.device) -> S
 
 
 @lru_cache(maxsize=256)
-def _inner(topology: Topology, nodes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(nodes, their parents) as tensors."""
-    above = [topology.parents[node] for node in nodes]
-    return torch.tensor(nodes, device=device), torch.tensor(above, device=device)
+def inner_nodes(topology: Topology, depth: int, device: torch.device) -> InnerNodes:
+    """The inner nodes of a depth, on the device."""
+    nodes = _inner(topology, depth)
+    parents = [topology.parents[node] for node in nodes]
+    above = [_inner(topology, depth - 1).index(parent) for parent in parents] if depth else [0]
+    return InnerNodes(*(torch.tensor(numbers, device=device) for numbers in (nodes, parents, above)))
+
+
+def _inner(topology: Topology, depth: int) -> list[int]:
+    """The nodes of a depth that have children."""
+    return sorted({parent for parent in topology.parents[1:] if topology.depths[parent] == depth})
 
 
 class Chain(StaticTree):
@@ -124,14 +130,3 @@ class Chain(StaticTree):
         if length < 1:
             raise ValueError(f"a chain needs at least 1 drafted token, got {length}")
         super().__init__(Topology.chain(length))
-
-
-def _level(topology: Topology, depth: int) -> Level:
-    children = tuple(node for node in range(topology.size) if topology.depths[node] == depth + 1)
-    child_parents = tuple(topology.parents[node] for node in children)
-    return Level(
-        parents=tuple(sorted(set(child_parents))),
-        children=children,
-        child_parents=child_parents,
-        child_ranks=tuple(topology.ranks[node] for node in children),
-    )

@@ -92,7 +92,7 @@ class EarlyLayers:
         """Outputs of the last of these layers at all nodes of a verified tree, [B, N, D], padding excepted.
 
         Afterwards the cache holds these layers' keys and values of node n in the slot lengths[b] + n, and the nodes
-        read so far are discarded. The number of nodes still to be read is taken to the host.
+        read so far are discarded.
 
         Args:
             tree: below the same roots.
@@ -110,7 +110,10 @@ class EarlyLayers:
         # Padding gets the root's states: any finite ones will do.
         columns_BN = torch.where(known_BN, equal_BNM.long().argmax(-1), 0)
         columns_BN = torch.where(missing_BN, read.size + missing_BN.cumsum(-1) - 1, columns_BN)
-        count, moved = torch.stack([missing_BN.sum(-1).max(), (columns_BN != order_N).any()]).tolist()
+        # The root has been read. An accelerator runs as many as may be missing: it would wait to learn how many are.
+        count, moved = tree.size - 1, tree.size > 1
+        if columns_BN.device.type == "cpu":
+            count, moved = torch.stack([missing_BN.sum(-1).max(), (columns_BN != order_N).any()]).tolist()
         states_BCD = self.states_BMD
         if count:
             states_BCD = torch.cat([states_BCD, self._read_missing(read, tree, embedded_BND, columns_BN, count)], 1)
@@ -121,7 +124,7 @@ class EarlyLayers:
     def _read_missing(
         self, read: TokenTree, tree: TokenTree, embedded_BND: Tensor, columns_BN: Tensor, count: int
     ) -> Tensor:
-        """Outputs [B, K, D] at the `count` nodes, or fewer of a row, whose columns come after those read."""
+        """Outputs [B, K, D] at the nodes whose columns come after those read, and padding up to `count` in each row."""
         missing_BN, device = columns_BN >= read.size, columns_BN.device
         places_BK = (~missing_BN).byte().sort(dim=-1, stable=True).indices[:, :count]
         here_BK1 = missing_BN.gather(1, places_BK)[..., None]

@@ -85,6 +85,7 @@ class RowCache(Cache):
         super().__init__(layers=[_Layer(self, index) for index in range(num_layers)])
         self.num_layers, self.rows, self.capacity = num_layers, rows, capacity
         self.lengths_B = torch.zeros(rows, dtype=torch.long, device=device)
+        self._order_B = torch.arange(rows, device=device)
         self.host_lengths = [0] * rows
         self.storage: Tensor | None = None
         self.window: Window | None = None
@@ -111,7 +112,7 @@ class RowCache(Cache):
         if width > self.capacity:
             raise ValueError(f"a row would need {width} cache slots, it has {self.capacity}; ask for a larger capacity")
         device = self.lengths_B.device
-        rows_B = torch.tensor(index, device=device)
+        rows_B = self.row_numbers(index)
         slots_BN = self.lengths_B[rows_B][:, None] + torch.arange(gap, gap + size, device=device)
         level = isinstance(rows, slice) and len({self.host_lengths[row] for row in index}) == 1
         self.window = Window(
@@ -124,6 +125,12 @@ class RowCache(Cache):
             virtual_BN=virtual_BN,
         )
         return self.window
+
+    def row_numbers(self, rows: list[int]) -> Tensor:
+        """These rows on the device, [R]. The first ones in order are there already; the host waits to copy others."""
+        if rows == list(range(len(rows))):
+            return self._order_B[: len(rows)]
+        return torch.tensor(rows, device=self._order_B.device)
 
     def reserve(self, capacity: int) -> None:
         """Make room for at least `capacity` slots in every row; where there are fewer, what is there is copied once."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..decoding.loop import decode
+from ..decoding.answers import decode
 from ..decoding.requests import DecodeSettings, Request
 from ..errors import UserError
 from ..features import Features

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..decoding.loop import decode
+from ..decoding.answers import decode
 from ..decoding.requests import DecodeSettings, Generation
 from ..features import Features
 from ..interfaces.drafter import Drafter

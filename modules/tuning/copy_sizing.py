@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..baselines.joined_policies import LONGEST_COPY, LOOKUP, PolicyName, copying, joined_drafter
-from ..decoding.loop import decode
+from ..decoding.answers import decode
 from ..decoding.requests import DecodeSettings
 from ..features import Features
 from ..interfaces.drafter import Drafter

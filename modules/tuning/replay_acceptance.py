@@ -6,7 +6,7 @@ Shapes: B rows, L positions, D hidden size.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..decoding.loop import decode
+from ..decoding.answers import decode
 from ..decoding.requests import DecodeResult, DecodeSettings
 from ..features import Features
 from ..interfaces.drafter import Drafter

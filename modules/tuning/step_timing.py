@@ -132,6 +132,8 @@ class _Bench:
                 roots_B=self.roots_B,
                 verified=answers if self.drafter.reads_logits else None,
                 ahead=self._ahead(states_BND),
+                host_rows=list(range(self.batch)),
+                host_counts=[self.context] * self.batch,
             ),
         )
 
@@ -160,7 +162,7 @@ class _Bench:
             return passed - drafted, 0.0
         answers = verified(tree, accepted, output) if self.drafter.reads_logits else None
         resumed = _now(self.target.device)
-        self.drafter.observe(self.state, self.rows_B, observation(sent, accepted, output, answers))
+        self.drafter.observe(self.state, self.rows_B, observation(sent, accepted, output, counts, answers))
         return passed - drafted, drafted - started + _now(self.target.device) - resumed
 
     def _grown(self, size: int) -> TokenTree:

@@ -86,8 +86,12 @@ class Sampling:
         if not self.sampling_rows:
             return greedy_BNV
         sampling_B11 = (self.temperature_B > 0)[:, None, None]
-        temperature_B11 = torch.where(sampling_B11, self.temperature_B[:, None, None], 1.0)
-        return torch.where(sampling_B11, self.processed(logits_BNV, temperature_B11), greedy_BNV)
+        return torch.where(sampling_B11, self.processed(logits_BNV, self.divisor_B11), greedy_BNV)
+
+    @property
+    def divisor_B11(self) -> Tensor:
+        """The temperature of rows that sample, 1 in greedy ones, [B, 1, 1]."""
+        return torch.where(self.temperature_B > 0, self.temperature_B, 1.0)[:, None, None]
 
     def processed(self, logits_BNV: Tensor, temperature_B11: Tensor) -> Tensor:
         """The distributions of rows that sample, [B, N, V]."""
@@ -285,9 +289,15 @@ def argmax(logits: Tensor) -> Tensor:
 def choose(logits_BNV: Tensor, uniforms_BN: Tensor, sampling: Sampling) -> Tensor:
     """The target's own next token at every node, [B, N]: the argmax in greedy rows, a draw in the others."""
     chosen_BN = argmax(logits_BNV)
-    together = _ROWS_TOGETHER // logits_BNV.shape[1] if logits_BNV.device.type == "cpu" else len(sampling.sampling_rows)
-    for start in range(0, len(sampling.sampling_rows), max(1, together)):
-        rows_R = list(sampling.sampling_rows[start : start + max(1, together)])
+    if not sampling.sampling_rows:
+        return chosen_BN
+    if logits_BNV.device.type != "cpu":
+        # Greedy rows too: an accelerator would wait for a list of the others.
+        drawn_BN = draw(sampling.processed(logits_BNV, sampling.divisor_B11), uniforms_BN)
+        return torch.where(sampling.temperature_B[:, None] > 0, drawn_BN, chosen_BN)
+    together = max(1, _ROWS_TOGETHER // logits_BNV.shape[1])
+    for start in range(0, len(sampling.sampling_rows), together):
+        rows_R = list(sampling.sampling_rows[start : start + together])
         probs_RNV = sampling.processed(logits_BNV[rows_R], sampling.temperature_B[rows_R][:, None, None])
         chosen_BN[rows_R] = draw(probs_RNV, uniforms_BN[rows_R])
     return chosen_BN

@@ -88,8 +88,8 @@ class CausalDraft(Proposer):
         held = _causal_state(state)
         held.drop_tree()
         held.append(rows_R, observation)
-        rows = rows_R.tolist()
-        for row, count in zip(rows, observation.counts_B.tolist(), strict=True):
+        rows, counts = observation.on_host(rows_R)
+        for row, count in zip(rows, counts, strict=True):
             held.host_lengths[row] += count
         if max(held.host_lengths[row] - held.read.cache.host_lengths[row] for row in rows) > WAITING:
             self._read(held, rows, roots=0)
@@ -125,14 +125,14 @@ class CausalDraft(Proposer):
         Returns:
             The final states [R, N, D], left-aligned, and the counts [R] without mask tokens.
         """
-        device = held.roots_S.device
         counts = [held.host_lengths[row] + roots - held.read.cache.host_lengths[row] for row in rows]
-        rows_R, counts_R = torch.tensor(rows, device=device), torch.tensor(counts, device=device)
+        rows_R = held.read.cache.row_numbers(rows)
+        counts_R = held.roots_S[rows_R] + roots - held.read.cache.lengths_B[rows_R]
         attention = held.read.read(rows, max(counts) + roots * self.slots)
         places_RN = attention.positions_BN.clamp(max=held.tokens_SL.shape[1] - 1)
         tokens_RN = held.tokens_SL[rows_R[:, None], places_RN].clamp(min=0)
         if self.slots and roots:
-            order_N = torch.arange(tokens_RN.shape[1], device=device)
+            order_N = torch.arange(tokens_RN.shape[1], device=tokens_RN.device)
             tokens_RN = torch.where(order_N < counts_R[:, None], tokens_RN, SLOT)
         final_RND = self.run(tokens_RN, attention, held.read.key_positions())
         held.read.commit(counts_R, counts)

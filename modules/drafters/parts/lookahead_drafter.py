@@ -267,14 +267,14 @@ class LookaheadDrafter(BorrowingDrafter):
 
     def _run(self, own: TargetRows, rows_R: Tensor, observation: Observation) -> AheadStates:
         """States at the virtual nodes after each row's last position, from a pass of the drafter's own."""
-        rows, counts_B = rows_R.tolist(), observation.counts_B
+        (rows, counts), counts_B = observation.on_host(rows_R), observation.counts_B
         tree = TokenTree.prompts(observation.tokens_BN, counts_B)
         last_B1 = (counts_B - 1).clamp(min=0)[:, None]
         lookahead = Lookahead.after(tree.tokens_BN, last_B1[:, 0], self.slots.steps)
         sent = self._with_nodes(replace(tree, lookahead=lookahead))
         output = own.run(sent, rows, select_BM=last_B1)
         path_BN = torch.arange(tree.size, device=rows_R.device).expand_as(tree.tokens_BN)
-        own.commit(path_BN, counts_B, counts_B.tolist(), moved=False)
+        own.commit(path_BN, counts_B, counts, moved=False)
         nodes = self.slots.count
         # In the order of the slots: every row has all of them after one node.
         return AheadStates(states_BSD=output.final_BND[:, -nodes:],

@@ -1,5 +1,7 @@
 """Growing trees: EAGLE-2 against brute force, DySpec against what a heap guarantees, sampling, every family."""
 
+import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -29,9 +31,7 @@ from draftsmith.modules import (
 from draftsmith.modules.decoding.row_errors import examine, outside, pruned
 from draftsmith.modules.drafters.hydra import HydraState
 from draftsmith.modules.policies.level_queries import sample
-from draftsmith.modules.policies.static_tree import _inner, _span
 from draftsmith.modules.target.kv_cache import RowCache
-from draftsmith.modules.token_tree import _constants
 from references.dynamic import best_sum, candidates
 from support.goodness_of_fit import chi2_bound, g_statistic
 from support.policy_cases import EVERY, medusa
@@ -229,6 +229,12 @@ def hydra(target: Target) -> Hydra:
     return heads
 
 
+def functions_that_remember() -> list[Any]:
+    """All functions of the room that keep their results."""
+    rooms = [room for name, room in sys.modules.items() if name.startswith("draftsmith.modules")]
+    return [value for room in rooms for value in vars(room).values() if isinstance(value, functools._lru_cache_wrapper)]
+
+
 @pytest.mark.parametrize("policy", EVERY, ids=lambda policy: type(policy).__name__)
 @pytest.mark.parametrize("hot", [False, True])
 @pytest.mark.parametrize("family", [medusa, hydra])
@@ -238,7 +244,7 @@ def test_drafting_accepting_and_committing_read_nothing_on_the_host(
 ) -> None:
     """Under FakeTensorMode a hidden `.item()` raises."""
     # The constants of a topology outlive a test: fake ones must neither be found nor remain.
-    for remembered in (_constants, _inner, _span):
+    for remembered in functions_that_remember():
         remembered.cache_clear()
         request.addfinalizer(remembered.cache_clear)
     drafter = family(tiny_target)
