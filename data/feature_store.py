@@ -193,7 +193,7 @@ class StateStore:
         self._list()
 
     def holds(self, name: str, tokens: str) -> bool:
-        """Whether a file is stored as it was written for data of this hash."""
+        """True if a file is stored as it was written for data of this hash."""
         return _is_written(self.folder / name, tokens, self.files)
 
     def keep(self, name: str, tokens: str, tensors: Mapping[str, Tensor]) -> None:

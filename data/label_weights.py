@@ -103,7 +103,7 @@ class _LabelText:
         elements = CHUNK_ELEMENTS.get(self.target.device.type, CHUNK_ELEMENTS["cuda"])
         with tqdm(total=positions, desc="probabilities of the draft vocabulary", unit="tok") as bar:
             for states_ND in found:
-                for chunk_ND in states_ND.split(max(1, elements // len(sums_V))):
+                for chunk_ND in torch.split(states_ND, max(1, elements // len(sums_V))):
                     logits_NV = self.target.logits(chunk_ND.to(self.target.device, self.target.dtype))
                     sums_V += logits_NV.float().softmax(-1).sum(0, dtype=torch.float64)
                     bar.update(len(chunk_ND))
@@ -149,8 +149,8 @@ def _predicted(shard: TokenShard, learned_T: Tensor) -> Tensor:
 
 
 def _spread(before: int, count: int, total: int, wanted: int) -> Tensor:
-    """Which of the things before to before + count - 1 are taken, counted from `before`, when `wanted` of `total` are
-    taken at equal distances; all where there are no more."""
+    """Those of the things before to before + count - 1 that are taken, counted from `before`, when `wanted` of `total`
+    are taken at equal distances; all where there are no more."""
     numbers = torch.arange(before, before + count)
     if wanted >= total:
         return numbers - before

@@ -1,4 +1,4 @@
-"""What the stages before the evaluation left out: work that did not fit into their minutes, and loops."""
+"""Work that the stages before the evaluation left out for lack of minutes, and loops that training leaves out."""
 
 from ..data import Manifest, TokenShard
 from ..data.distill import STATS

@@ -21,6 +21,7 @@ def workspace(run: Path, *words: str) -> Workspace:
 
 def manifest(tokens: int, origin: str = "own", **distill: Any) -> Any:
     return SimpleNamespace(recipe={"distill": distill, "prompts": {"origin": origin}},
+                           split=lambda _split: [],
                            total=lambda split, count: tokens if (split, count) == ("train", "supervised") else -1)
 
 

@@ -58,9 +58,6 @@ def target() -> Target:
     return cycle_target()
 
 
-@pytest.mark.parametrize(("objective", "shape"), [
-    ("hard", {}), ("soft", {"output": "copy"}), ("hard", {"vocabulary_size": 20}),
-])
 def test_a_run_is_not_resumed_with_another_draft_vocabulary(target: Target, tmp_path: Path) -> None:
     settings = config(drafter=MedusaConfig(num_heads=2, vocabulary_size=30))
     train(target, tmp_path, settings)
@@ -70,6 +67,9 @@ def test_a_run_is_not_resumed_with_another_draft_vocabulary(target: Target, tmp_
         fit(module, CycleData(), tmp_path, progress=False)
 
 
+@pytest.mark.parametrize(("objective", "shape"), [
+    ("hard", {}), ("soft", {"output": "copy"}), ("hard", {"vocabulary_size": 20}),
+])
 def test_an_interrupted_run_ends_in_the_same_bits(
     objective: Any, shape: dict[str, Any], target: Target, tmp_path: Path
 ) -> None:

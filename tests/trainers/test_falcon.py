@@ -28,7 +28,7 @@ def module(target: Target, **changes: Any) -> FalconModule:
 
 
 def reads(made: FalconModule, batch: Features, glanced_BL: Tensor | None) -> Tensor:
-    """What the recurrent network reads, [B, L, 2 D]."""
+    """Inputs of the recurrent network, [B, L, 2 D]."""
     found: list[Tensor] = []
     hook = made.drafter.lstm.register_forward_pre_hook(lambda _module, given: found.append(given[0].detach()))
     made.drafter(batch, glanced_BL)
