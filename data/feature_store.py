@@ -343,7 +343,7 @@ def _known_features(folder: Path, key: Mapping[str, Any]) -> dict[str, dict[str,
 
 
 def _is_written(file: Path, tokens: str, done: Mapping[str, Mapping[str, str]]) -> bool:
-    """Whether a listed file belongs to the tokens with this hash and has not changed since."""
+    """True if a listed file belongs to the tokens with this hash and has not changed since."""
     entry = done.get(file.name)
     return entry is not None and entry["tokens"] == tokens and file.exists() and hash_file(file) == entry["sha256"]
 

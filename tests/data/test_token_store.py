@@ -140,7 +140,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 def test_stored_states_are_those_of_each_conversation_alone(distilled: Path, tiny_target: Target) -> None:
     encode(tiny_target, distilled, (0, 1), progress=False)
     split = Split(distilled, Manifest.load(distilled), "train", BatchConfig(), (0, 1), LearnedTokens())
-    windows = split.windows()
+    windows = split.windows(1024)
     assert len(windows) == 6
     for window in windows:
         piece = split.piece(window)
