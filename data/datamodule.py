@@ -1,6 +1,6 @@
 """Batches for Lightning: micro-batch n is a pure function of the seed, n, the rank and the world size.
 
-Shapes: B packed rows, L tokens of a row, N tokens of a piece, V vocabulary.
+Shapes: B packed rows, L tokens of a row, N tokens of a piece, T tokens of a shard.
 """
 
 import hashlib
@@ -19,8 +19,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..modules import Features, UserError
 from ..modules.config_checks import MOST_ROWS, MOST_TOKENS, check_bounds
+from .chat import Surroundings
 from .collate import Piece, pack, pad, plan_bins
 from .feature_store import GIB, FeatureShard, affordable, open_features, stored_dtype
+from .learned_tokens import LearnedTokens, LoopUse, require_own
+from .loops import loops
 from .token_store import Manifest, ShardRecord, TokenShard
 
 
@@ -41,8 +44,15 @@ class BatchConfig:
     the same order."""
     store_gib: float | None = None
     """GiB on disk for stored states, with `mixed`. Shards are stored in their order, each whole."""
+    loops: LoopUse = "cut"
+    """What becomes of answers that repeat a phrase up to their end. cut: the repetitions are left out of training, and
+    of the validation that chooses checkpoints; drop: training leaves the whole row out; keep: nothing is left out."""
+    own_prompts: bool = False
+    """Learn the tokens of prompts too, where the target has written them (prompts.origin own)."""
 
     def __post_init__(self) -> None:
+        if self.loops not in ("keep", "cut", "drop"):
+            raise UserError(f"batch.loops must be keep, cut or drop, got {self.loops!r}")
         if self.states not in ("stored", "computed", "mixed"):
             raise UserError(f"batch.states must be stored, computed or mixed, got {self.states!r}")
         if self.states == "mixed" and not 0 < (self.store_gib or 0) < math.inf:
@@ -82,47 +92,63 @@ class Split:
         name: train or validation.
         config: says where states come from.
         taps: tapped layers whose stored states are wanted too.
+        learned: choice of the labels in training.
 
     Raises:
         UserError: if a shard or its states are missing or corrupted.
     """
 
-    def __init__(
-        self, folder: Path, manifest: Manifest, name: str, config: BatchConfig, taps: tuple[int, ...]
-    ) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, name: str, config: BatchConfig, taps: tuple[int, ...],
+                 learned: LearnedTokens) -> None:
         records = manifest.split(name)
         self.shards = [TokenShard.read(folder / record.file, record.sha256) for record in records]
+        self.learned = [learned.of(shard) for shard in self.shards]
+        """True at the tokens of each shard that are learned, bool [T]."""
         self.all_stored = config.states == "stored"
         stored = [record for record in _stored(folder, manifest, config, taps) if record.split == name]
         opened = dict(zip(stored, open_features(folder, stored, taps), strict=True))
         self.states: list[FeatureShard | None] = [opened.get(record) for record in records]
 
-    def windows(self, length: int | None = None, temperature: float | None = None) -> list[Window]:
-        """All rows, cut into windows of `length` tokens; windows in which nothing is supervised are left out.
+    def windows(self, length: int) -> list[Window]:
+        """All rows up to their last learned token, cut into windows; those in which nothing is learned are left out.
 
         Unless all states are stored, only the first window of a row can be used: the target would not see the tokens
         before the others.
 
         Args:
-            length: tokens of a window; None for whole rows.
-            temperature: of the rows' answers; None takes all rows.
+            length: tokens of a window.
         """
         found = []
-        for number, shard in enumerate(self.shards):
-            for row in shard.answered_at(temperature):
+        for number, (shard, learned_T) in enumerate(zip(self.shards, self.learned, strict=True)):
+            for row in range(shard.num_rows):
                 start, stop = shard.span(row)
-                step = length or max(1, stop - start)
-                stop = stop if self.all_stored else min(stop, start + step)
-                found += [Window(number, at, min(stop, at + step), at - start) for at in range(start, stop, step)]
-        return [one for one in found if bool(self.shards[one.shard].supervised_T[one.start : one.stop].any())]
+                places = learned_T[start:stop].nonzero()[:, 0].tolist()
+                stop = start + places[-1] + 1 if places else start
+                stop = stop if self.all_stored else min(stop, start + length)
+                cuts = (Window(number, at, min(stop, at + length), at - start) for at in range(start, stop, length))
+                found += [cut for cut in cuts if bool(learned_T[cut.start : cut.stop].any())]
+        return found
+
+    def rows(self, temperature: float) -> list[Window]:
+        """The rows with answers at a temperature, whole; those without an answer are left out."""
+        found = [Window(number, *shard.span(row), 0) for number, shard in enumerate(self.shards)
+                 for row in shard.answered_at(temperature)]
+        return [row for row in found if bool(self.shards[row.shard].supervised_T[row.start : row.stop].any())]
+
+    def whole(self, row: Window) -> Piece:
+        """A row with all its answers as labels."""
+        return self._piece(row, self.shards[row.shard].supervised_T)
 
     def piece(self, window: Window) -> Piece:
-        """Tokens, mask and, where they are stored, states of a window."""
+        """Tokens, labels of the training and, where they are stored, states of a window."""
+        return self._piece(window, self.learned[window.shard])
+
+    def _piece(self, window: Window, labels_T: Tensor) -> Piece:
         shard, place = self.shards[window.shard], slice(window.start, window.stop)
         states = self.states[window.shard]
         return Piece(
             tokens_N=shard.tokens_T[place],
-            supervised_N=shard.supervised_T[place],
+            supervised_N=labels_T[place],
             first=window.first,
             final_ND=None if states is None else states.final(window.start, window.stop),
             taps={} if states is None else states.taps(window.start, window.stop),
@@ -196,24 +222,29 @@ class DraftDataModule(lightning.LightningDataModule):
         folder: of `distill` (and `encode`).
         config: shape and order of the batches.
         taps: layers whose stored outputs the drafter reads.
+        around: tokens around the prompts that the target wrote, needed with `config.own_prompts`.
 
     Raises:
-        UserError: if the folder is not complete, a file is corrupted, or no train token is supervised.
+        UserError: if the folder is not complete, a file is corrupted, no train token is learned, or the target did not
+            write the prompts that are to be learned.
     """
 
-    def __init__(self, folder: str | Path, config: BatchConfig, taps: tuple[int, ...] = ()) -> None:
+    def __init__(self, folder: str | Path, config: BatchConfig, taps: tuple[int, ...] = (),
+                 around: Surroundings | None = None) -> None:
         super().__init__()
         self.folder, self.config, self.taps = Path(folder), config, taps
         self.manifest = Manifest.load(folder)
         if not self.manifest.complete:
             raise UserError(f"the data in {folder} is not complete; finish it with draftsmith distill")
-        self.train = Split(self.folder, self.manifest, "train", config, taps)
-        self.validation = Split(self.folder, self.manifest, "validation", config, taps)
+        self.train = Split(self.folder, self.manifest, "train", config, taps, learned(self.manifest, config, around))
+        # Of held-out rows only the answers are drafted.
+        answered = LearnedTokens(loops="keep" if config.loops == "keep" else "cut")
+        self.validation = Split(self.folder, self.manifest, "validation", config, taps, answered)
         self.windows = self.train.windows(config.row_length)
         if not self.windows:
             raise UserError(
-                f"no token in the train shards of {folder} is supervised within row_length {config.row_length}; raise "
-                "batch.row_length, or distil with answers"
+                f"no token in the train shards of {folder} is learned within row_length {config.row_length} with "
+                f"batch.loops {config.loops}; raise batch.row_length, set batch.loops: keep, or distil with answers"
             )
         self.plan = BatchPlan([window.length for window in self.windows], config)
 
@@ -232,25 +263,39 @@ class DraftDataModule(lightning.LightningDataModule):
         rank, world = trainer.global_rank, trainer.world_size
         return DataLoader(_Stream(lambda number: self.micro_batch(number, rank, world), start), batch_size=None)
 
-    def validation_features(self, temperature: float = 0.0) -> list[Features]:
+    def validation_features(self) -> list[Features]:
+        """The conversations that choose checkpoints: held-out rows with greedy answers, one a batch.
+
+        Answers end where their loops begin, unless `config.loops` keeps them. Empty when none were held out.
+        """
+        pieces = [(row, self.validation.piece(row)) for row in self.validation.rows(0.0)]
+        return [pad([piece]) for _, piece in pieces if bool(piece.supervised_N.any())]
+
+    def held_out_features(self, temperature: float = 0.0) -> list[Features]:
         """The held-out conversations whole, one row a batch, to be replayed. Empty when none were held out.
 
         Args:
             temperature: of their answers: 0 for greedy ones, SIZING_TEMPERATURE for drawn ones.
         """
-        windows = self.validation.windows(temperature=temperature)
-        return [pad([self.validation.piece(window)]) for window in windows]
+        return [pad([self.validation.whole(row)]) for row in self.validation.rows(temperature)]
+
+    def looping_features(self) -> list[Features]:
+        """Those of `held_out_features` whose greedy answers end in loops."""
+        starts = {(number, shard.span(row)[0]) for number, shard in enumerate(self.validation.shards)
+                  for row, *_ in loops(shard)}
+        return [pad([self.validation.whole(row)]) for row in self.validation.rows(0.0)
+                if (row.shard, row.start) in starts]
 
 
-def count_tokens(folder: str | Path) -> Tensor:
-    """Number of times that each token of the vocabulary occurs among the supervised training tokens: int64 [V].
+def learned(manifest: Manifest, config: BatchConfig, around: Surroundings | None) -> LearnedTokens:
+    """The choice of labels in training.
 
     Raises:
-        UserError: if the folder holds no manifest, or a shard is corrupted.
+        UserError: if prompts are to be learned that the target did not write.
     """
-    manifest = Manifest.load(folder)
-    counts_V = torch.zeros(manifest.target.vocab_size, dtype=torch.int64)
-    for record in manifest.split("train"):
-        shard = TokenShard.read(Path(folder) / record.file, record.sha256)
-        counts_V += torch.bincount(shard.tokens_T[shard.supervised_T], minlength=len(counts_V))
-    return counts_V
+    if not config.own_prompts:
+        return LearnedTokens(loops=config.loops)
+    require_own(manifest)
+    if around is None:
+        raise ValueError("prompts are found by the tokens around them; give those of ChatTemplate.user_turn")
+    return LearnedTokens(loops=config.loops, around=around)

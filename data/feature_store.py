@@ -48,7 +48,7 @@ class StoredFile:
     """Hashes of one file of states."""
 
     tokens: str
-    """Of the token shard that they belong to."""
+    """Of the token shard, or of all data, that it belongs to."""
     sha256: str
     """Of the file itself."""
 
@@ -172,7 +172,7 @@ class StateStore:
 
     def lacks(self, record: ShardRecord, names: Sequence[str]) -> list[str]:
         """Those of the named states that are not stored for a shard as they were written."""
-        return [name for name in names if not _is_encoded(self.folder, record, name, self.files)]
+        return [name for name in names if not self.holds(state_file(record, name), record.sha256)]
 
     def write(self, record: ShardRecord, names: Sequence[str], rows: Sequence[Mapping[str, Tensor]]) -> None:
         """Write the named states of a shard, one kind after the other, then the list.
@@ -189,9 +189,27 @@ class StateStore:
             states_TD = torch.empty(record.tokens, self.hidden_size, dtype=self.dtype)
             if rows:
                 torch.cat([row[name] for row in rows], out=states_TD)
-            file = self.folder / state_file(record, name)
-            write_tensors(file, {STATES: states_TD})
-            self.files[file.name] = {"tokens": record.sha256, "sha256": hash_file(file)}
+            self._write(state_file(record, name), record.sha256, {STATES: states_TD})
+        self._list()
+
+    def holds(self, name: str, tokens: str) -> bool:
+        """True if a file is stored as it was written for data of this hash."""
+        return _is_written(self.folder / name, tokens, self.files)
+
+    def keep(self, name: str, tokens: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write another file that the target and the data of this hash decide, then the list.
+
+        Raises:
+            UserError: if the disk is full.
+        """
+        self._write(name, tokens, tensors)
+        self._list()
+
+    def _write(self, name: str, tokens: str, tensors: Mapping[str, Tensor]) -> None:
+        write_tensors(self.folder / name, tensors)
+        self.files[name] = {"tokens": tokens, "sha256": hash_file(self.folder / name)}
+
+    def _list(self) -> None:
         listed = {**self.key, "files": self.files}
         write_bytes(self.folder / FEATURES, json.dumps(listed, indent=2, sort_keys=True).encode())
 
@@ -324,12 +342,10 @@ def _known_features(folder: Path, key: Mapping[str, Any]) -> dict[str, dict[str,
     return files if content == dict(key) else {}
 
 
-def _is_encoded(folder: Path, record: ShardRecord, name: str, done: Mapping[str, Mapping[str, str]]) -> bool:
-    file = folder / state_file(record, name)
+def _is_written(file: Path, tokens: str, done: Mapping[str, Mapping[str, str]]) -> bool:
+    """True if a listed file belongs to the tokens with this hash and has not changed since."""
     entry = done.get(file.name)
-    return (
-        entry is not None and entry["tokens"] == record.sha256 and file.exists() and hash_file(file) == entry["sha256"]
-    )
+    return entry is not None and entry["tokens"] == tokens and file.exists() and hash_file(file) == entry["sha256"]
 
 
 def read_rows(

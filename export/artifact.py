@@ -367,6 +367,7 @@ def model_card(config: Mapping[str, Any], parameters: int) -> str:
         f"| target weights | `{target['weights_hash']}` |",
         f"| tree | {len(config['tree']['parents'])} nodes, best first |",
         *_acceptance_rows(provenance),
+        *_vocabulary_rows(provenance),
         *([f"| training data | manifest `{provenance['data_manifest']}` |"] if "data_manifest" in provenance else []),
         f"| written by | draftsmith {config['versions']['draftsmith']} |", "",
         "```python", "from pathlib import Path", "",
@@ -412,6 +413,14 @@ def _acceptance_rows(provenance: Mapping[str, Any]) -> list[str]:
         shares = ", ".join(f"{share:.0%}" for share in acceptance["by_position"])
         rows.append(f"| accepted by position | {shares} of passes |")
     return rows
+
+
+def _vocabulary_rows(provenance: Mapping[str, Any]) -> list[str]:
+    found = provenance.get("draft_vocabulary")
+    if not found:
+        return []
+    return [f"| draft vocabulary | {found['tokens']:,} tokens, {found['held_out_coverage']:.1%} of those in held-out "
+            "answers |"]
 
 
 def _own_weights(named: Mapping[str, Tensor]) -> dict[str, Tensor]:

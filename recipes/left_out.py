@@ -1,7 +1,8 @@
-"""Work that the stages before the evaluation left out, because their minutes were up."""
+"""Work that the stages before the evaluation left out for lack of minutes, and loops that training leaves out."""
 
-from ..data import Manifest
+from ..data import Manifest, TokenShard
 from ..data.distill import STATS
+from ..data.learned_tokens import count_loops
 from ..modules.json_records import read_json, record_of
 from .training_folder import read_result
 from .workspace import Workspace
@@ -9,7 +10,7 @@ from .workspace import Workspace
 
 def left_out(workspace: Workspace) -> tuple[str, ...]:
     """A sentence for each such stage; empty where every stage did all that was planned."""
-    return (*_answers(workspace), *_training(workspace))
+    return (*_answers(workspace), *_loops(workspace), *_training(workspace))
 
 
 def _answers(workspace: Workspace) -> list[str]:
@@ -22,6 +23,20 @@ def _answers(workspace: Workspace) -> list[str]:
         return []
     return [f"answers: {found:,} of {wanted:,} tokens were distilled; the rest did not fit into distill.budget_minutes "
             f"{minutes:g}"]
+
+
+def _loops(workspace: Workspace) -> list[str]:
+    """The repetitions that training leaves out by choice."""
+    use, manifest = workspace.recipe.batch.loops, workspace.manifest()
+    if use == "keep":
+        return []
+    found = count_loops([TokenShard.read(workspace.data / record.file, record.sha256)
+                         for record in manifest.split("train")])
+    if not found.answers:
+        return []
+    return [f"training text: {found.answers:,} of {manifest.total('train', 'answers'):,} answers end in a loop, whose "
+            f"{found.tokens:,} repeated tokens of {manifest.total('train', 'supervised'):,} in all are not learned "
+            f"(batch.loops {use})"]
 
 
 def _ran_out(workspace: Workspace, manifest: Manifest, minutes: float) -> bool:

@@ -15,6 +15,7 @@ from ..data import DistillConfig, Prompt, WantedStates, distill, read_held_out
 from ..data.datamodule import DraftDataModule
 from ..data.distill_config import require_enough
 from ..data.feature_store import Encoding
+from ..data.label_weights import coverage
 from ..export import (
     Method,
     SampledTuning,
@@ -49,9 +50,13 @@ from ..modules import (
     size_copies,
     try_pass_sizes,
 )
+from ..modules.target.loading import sketch_target
+from ..modules.tuning.replay_acceptance import held_out_acceptance
 from ..trainers import DraftModule, FitResult, TrainConfig, families, fit
+from ..trainers.draft_vocabulary import reduced_vocabulary
 from .chat_settings import handwritten_prompts, prompt_sets
 from .draft_writer import require_teacher, writer_digest, writer_of
+from .dry_run import dry_run
 from .left_out import left_out
 from .parsing import Command, Parsed
 from .recipe import Recipe
@@ -80,13 +85,24 @@ def distill_stage(workspace: Workspace, more: Sequence[WantedStates] = ()) -> Se
 
 def encode_stage(workspace: Workspace) -> Sequence[Path]:
     """The target's states at every token that have not been stored while it decoded are computed and stored, unless the
-    recipe has them computed in the training step."""
+    recipe has them computed in the training step. A reduced draft vocabulary is chosen by them."""
     workspace.check()
     workspace.require_same_origin()
+    files = stored_states(workspace)
+    # Once, before training starts further processes.
+    size, weights_V = workspace.recipe.train.drafter.vocabulary_size, workspace.label_weights
+    if (ids_Q := reduced_vocabulary(size, weights_V, workspace.target)) is not None:
+        say(f"     draft vocabulary of {len(ids_Q):,} tokens: {coverage(workspace.data, ids_Q):.1%} of the tokens of "
+            "held-out answers")
+    return files
+
+
+def stored_states(workspace: Workspace) -> Sequence[Path]:
+    """The files with the states that training reads from disk, complete."""
     if workspace.recipe.batch.states == "computed":
         say("     nothing to store: batch.states is computed")
         return []
-    module = workspace.module()
+    module = dry_run(workspace.recipe, sketch_target(workspace.recipe.target))
     if not module.needs_states:
         say("     nothing to store: training reads tokens alone")
         return []
@@ -115,7 +131,7 @@ def batches_for(workspace: Workspace, module: DraftModule) -> DraftDataModule:
     config = workspace.recipe.batch
     if not module.needs_states:
         config = replace(config, states="computed", store_gib=None)
-    return DraftDataModule(workspace.data, config, module.drafter.taps)
+    return DraftDataModule(workspace.data, config, module.drafter.taps, workspace.around_prompts)
 
 
 def artifact_stage(workspace: Workspace) -> Sequence[Path]:
@@ -124,6 +140,7 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
     module.restore(load_file(result.checkpoint))
     with workspace.target.reproducible(), torch.no_grad():
         target, held_out = module.verifier(validation(workspace, module))
+        looping = loop_acceptance(workspace, module)
         drafter = copy.deepcopy(module.drafter).to(device=target.device, dtype=target.dtype)
         drafter.bind(target)
         drafter.eval()
@@ -134,7 +151,8 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
     topology, expected = search_tree(table_PK, workspace.recipe.tree.searched_nodes, workspace.recipe.tree.max_rank)
     # Saved as trained: what measured above was rounded to the target's number format.
     save_artifact(workspace.artifact, module.drafter, workspace.target.identity,
-                  provenance(workspace, result, expected), topology, module.adapter)
+                  {**provenance(workspace, result, expected), **vocabulary(workspace, module), "loops": looping},
+                  topology, module.adapter)
     # A changed copy of the target was made inside the block: it is measured in the forms that decoding runs.
     target.linears.use(workspace.target.linears.packing)
     tuning = tuned(workspace, target, drafter, held_out, proposed, topology, expected)
@@ -211,9 +229,33 @@ def _copies(tuning: Tuning, temperature: float) -> str:
 
 def validation(workspace: Workspace, module: DraftModule, temperature: float = 0.0) -> list[Features]:
     """Held-out conversations with answers at a temperature and the target's states, on its device."""
-    target = workspace.target
-    moved = [batch.to(target.device) for batch in batches_for(workspace, module).validation_features(temperature)]
-    return [batch if batch.encoded else target.encode(batch, module.drafter.taps) for batch in moved]
+    return encoded(workspace, module, batches_for(workspace, module).held_out_features(temperature))
+
+
+def encoded(workspace: Workspace, module: DraftModule, rows: Sequence[Features]) -> list[Features]:
+    """Rows with the target's states, on its device."""
+    moved = [row.to(workspace.target.device) for row in rows]
+    return [row if row.encoded else workspace.target.encode(row, module.drafter.taps) for row in moved]
+
+
+def loop_acceptance(workspace: Workspace, module: DraftModule) -> dict[str, Any]:
+    """The accepted length on held-out answers that end in loops, apart from that which chose the checkpoint; without
+    such answers their number alone."""
+    rows = batches_for(workspace, module).looping_features()
+    if not rows:
+        return {"answers": 0}
+    _, answers = module.verifier(encoded(workspace, module, rows))
+    found = held_out_acceptance(module.drafter.eval(), answers, workspace.recipe.train.validation_nodes)
+    say(f"     {len(answers)} held-out answers end in a loop: {found.accepted_length:.2f} tokens per pass there")
+    return {"answers": len(answers), "accepted_length": found.accepted_length}
+
+
+def vocabulary(workspace: Workspace, module: DraftModule) -> dict[str, Any]:
+    """A reduced draft vocabulary in figures; empty where it is whole."""
+    ids_Q = module.drafter.token_ids_Q
+    if ids_Q is None:
+        return {}
+    return {"draft_vocabulary": {"tokens": len(ids_Q), "held_out_coverage": coverage(workspace.data, ids_Q)}}
 
 
 def provenance(workspace: Workspace, result: FitResult, expected: tuple[float, ...]) -> dict[str, Any]:

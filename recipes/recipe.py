@@ -74,10 +74,10 @@ class Recipe:
     """Import the class that the recipe or an artifact names outside the package, which runs its code. Given on the
     command line, never in a recipe."""
 
-    def module(self, target: Target, token_counts: Tensor) -> DraftModule:
+    def module(self, target: Target, label_weights: Tensor) -> DraftModule:
         """A new LightningModule of the recipe's family, its drafter not built yet.
 
         Raises:
             UserError: if the family or its settings do not fit the target.
         """
-        return family_module(self.family, trust=self.trust)(target, self.train, token_counts=token_counts)
+        return family_module(self.family, trust=self.trust)(target, self.train, token_counts=label_weights)

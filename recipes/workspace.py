@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from ..data import ChatTemplate, DistillConfig, Manifest, WantedStates
-from ..data.datamodule import count_tokens
+from ..data.chat import Surroundings
+from ..data.datamodule import learned
+from ..data.label_weights import weigh_labels
 from ..modules import Target, UserError, load_target
 from ..modules.atomic_files import write_file
 from ..modules.json_records import read_record
@@ -112,9 +114,18 @@ class Workspace:
         return self.recipe.template.build(self.target)
 
     @cached_property
-    def token_counts(self) -> Tensor:
-        """Number of times that each token of the vocabulary is a label in the data, [V]."""
-        return count_tokens(self.data)
+    def around_prompts(self) -> Surroundings | None:
+        """Tokens around a prompt that the target wrote; None where prompts are not learned."""
+        return self.template.user_turn() if self.recipe.batch.own_prompts else None
+
+    @cached_property
+    def label_weights(self) -> Tensor:
+        """Weight of each token of the vocabulary as a label in training, [V]: counted, and where a draft vocabulary is
+        reduced also expected by the target."""
+        train = self.recipe.train
+        positions = 0 if train.drafter.vocabulary_size is None else train.vocabulary_positions
+        chosen = learned(self.manifest(), self.recipe.batch, self.around_prompts)
+        return weigh_labels(self.target, self.data, chosen, positions)
 
     @cached_property
     def decisive(self) -> dict[str, Any]:
@@ -177,6 +188,6 @@ class Workspace:
 
     def module(self) -> DraftModule:
         """A new LightningModule of the recipe's family, with its drafter."""
-        module = self.recipe.module(self.target, self.token_counts)
+        module = self.recipe.module(self.target, self.label_weights)
         module.configure_model()
         return module

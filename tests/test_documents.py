@@ -36,6 +36,7 @@ RECIPES = {path.stem for path in (ROOT / "recipes").glob("*.yaml")}
 QUICK = {
     "evaluate": ("--limit", "2", "--max_new_tokens", "8", "--speed_prompts", "0"),
     "generate": ("--max_new_tokens", "8"),
+    "specdec": ("--labels.examples", "64", "--labels.measured", "16", "--labels.max_new_tokens", "16"),
 }
 """Options that are added to a command so that it takes a moment with the tiny target."""
 TRAINING = ("run", "distill", "train", "families")
@@ -116,6 +117,8 @@ class Reader:
             self.plan(command, words, run)
         elif words[0] == "plan" and run and find_default_gguf() is not None:
             enter(command, words)
+        elif words[0] == "specdec" and not Path(option(words, "--artifact") or "").is_dir():
+            parsed(command, words)
         elif run and words[0] in QUICK | dict.fromkeys(("run", "distill", "train", "export")):
             enter(command, [*words, *QUICK.get(words[0], ())])
         else:

@@ -7,6 +7,8 @@ just before it is clipped. Padding, packing, accumulation and world size change 
 Shapes: B rows, L positions, D hidden size, K draft steps, C columns of sums, V vocabulary.
 """
 
+import hashlib
+import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 
-from ..modules.config_checks import MOST_STEPS, check_bounds
+from ..modules.config_checks import MOST_STEPS, MOST_TOKENS, check_bounds
 from ..modules.errors import UserError
 from ..modules.features import Features
 from ..modules.interfaces.drafter import Drafter, DrafterConfig, Drafts
@@ -82,6 +84,8 @@ class TrainConfig:
     estimate, for families that estimate them. EAGLE's 1.0 with 0.1 is 10 here (arXiv:2401.15077, section 4.1)."""
     decay: float = 0.8
     """Weight of draft step k in the loss is decay ** k (arXiv:2401.10774, section 2.2.1)."""
+    step_weights: tuple[float, ...] | None = None
+    """Weight of each draft step in the loss, in place of decay ** k; steps after the last one given have its weight."""
     validate_every: int = 50
     """Optimizer steps between two measurements of the accepted length on held-out text."""
     validation_nodes: int = 16
@@ -99,12 +103,16 @@ class TrainConfig:
     """Lightning's name of the distribution strategy: auto, ddp."""
     seed: int = 0
     """Seed of all random numbers of training."""
+    vocabulary_positions: int = 40_000
+    """Labels, spread over the training text, at which the target's probabilities are summed to choose a reduced draft
+    vocabulary, besides the counts of all labels; where no states are stored, the target reads at most 20,000 tokens for
+    it. 0 counts alone."""
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     """Shape of the drafter; each family has its own settings."""
 
     def __post_init__(self) -> None:
         check_bounds(self, max_steps=(1, MOST_STEPS), accumulate=(1, MOST_STEPS), validate_every=(1, MOST_STEPS),
-                     checkpoint_every=(1, MOST_STEPS), devices=(1, MOST_STEPS))
+                     checkpoint_every=(1, MOST_STEPS), devices=(1, MOST_STEPS), vocabulary_positions=(0, MOST_TOKENS))
         if self.max_steps is None and self.max_minutes is None:
             raise UserError("max_steps and max_minutes are both null, and training would never end; set one of them")
         if self.validation_nodes < 2:
@@ -116,6 +124,10 @@ class TrainConfig:
             raise UserError(f"betas must be at least 0 and below 1, got {list(self.betas)}")
         if not 0 < self.decay <= 1:
             raise UserError(f"decay must be above 0 and at most 1, got {self.decay}")
+        if self.step_weights is not None and not (self.step_weights and self.step_weights[0] > 0
+                                                  and min(self.step_weights) >= 0):
+            raise UserError("step_weights must be one or more numbers, the first above 0 and none negative, got "
+                            f"{list(self.step_weights)}")
         if not 0 < self.lr <= MOST_LR:
             raise UserError(f"lr must be above 0 and at most {MOST_LR:g}, got {self.lr}")
         if self.max_minutes is not None and not self.max_minutes > 0:
@@ -157,7 +169,8 @@ class DraftModule(L.LightningModule):
     Args:
         target: the frozen model.
         config: training settings and the drafter's shape; a family's defaults when left out.
-        token_counts: how often each token is a label, [V]; a reduced draft vocabulary is chosen from it.
+        token_counts: how often each token is a label, counted or expected, [V]; a reduced draft vocabulary holds the
+            most frequent ones.
 
     Raises:
         UserError: if a reduced vocabulary is requested without counts or with a size that does not fit.
@@ -224,7 +237,9 @@ class DraftModule(L.LightningModule):
 
     def weights(self, steps: int) -> tuple[float, ...]:
         """Weight of each draft step in the loss; called once per optimizer step, so that its micro-batches agree."""
-        return tuple(self.config.decay**step for step in range(steps))
+        given = self.config.step_weights
+        return tuple(self.config.decay**step if given is None else given[min(step, len(given) - 1)]
+                     for step in range(steps))
 
     def objectives(self, steps: int) -> tuple[Objective, ...]:
         """Objective of each draft step."""
@@ -400,8 +415,10 @@ class DraftModule(L.LightningModule):
 
     def recipe(self) -> dict[str, Any]:
         """Settings that must be equal to resume a run from a checkpoint."""
+        ids_Q = self.drafter.token_ids_Q
+        chosen = None if ids_Q is None else hashlib.sha256(json.dumps(ids_Q.tolist()).encode()).hexdigest()[:16]
         return {"config": asdict(self.config), "family": self.drafter.family, "drafter": self.drafter.describe(),
-                "target": self.target.identity.to_dict()}
+                "draft_vocabulary": chosen, "target": self.target.identity.to_dict()}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the settings that identify the run, and its counters."""

@@ -8,12 +8,12 @@ from torch import Tensor
 from ..modules.drafters.eagle import Eagle, EagleConfig
 from ..modules.errors import UserError
 from ..modules.target.model import Target
-from .eagle_base import FeatureModule, FeatureTrainConfig
+from .eagle_base import UnrolledModule, UnrolledTrainConfig
 from .objectives import Objective
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleTrainConfig(FeatureTrainConfig):
+class EagleTrainConfig(UnrolledTrainConfig):
     """Shape and training of an EAGLE-1 drafter."""
 
     feature_weight: float = 10.0
@@ -40,7 +40,7 @@ class EagleTrainConfig(FeatureTrainConfig):
         return replace(super().objective_settings(), top_weight=self.top_weight, top_k=self.top_k)
 
 
-class EagleModule(FeatureModule):
+class EagleModule(UnrolledModule):
     """An EAGLE-1 drafter in training: at position p it learns the target's state of p + 1 and the token at p + 2."""
 
     drafter_class = Eagle

@@ -6,18 +6,18 @@ from torch import Tensor
 
 from ..modules.drafters.eagle3 import Eagle3, Eagle3Config, chosen_taps, chosen_width
 from ..modules.target.model import Target
-from .eagle_base import FeatureModule, FeatureTrainConfig
+from .eagle_base import UnrolledModule, UnrolledTrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3TrainConfig(FeatureTrainConfig):
+class Eagle3TrainConfig(UnrolledTrainConfig):
     """Shape and training of an EAGLE-3 drafter."""
 
     drafter: Eagle3Config = field(default_factory=Eagle3Config)
     """The drafter."""
 
 
-class Eagle3Module(FeatureModule):
+class Eagle3Module(UnrolledModule):
     """An EAGLE-3 drafter in training: step k at position p learns the token at p + 2 + k from its own states before it.
 
     Tokens are always the true ones: a drafter trained on its own guesses learns less. No loss compares its states with

@@ -165,10 +165,14 @@ class Objective:
     """Weight of the cross entropy over the target's most probable tokens alone, relative to the objective's 1."""
     top_k: int = 10
     """Number of these tokens."""
+    hard_share: float = 0.0
+    """Share of the cross entropy with the next token; the objective has the rest."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.top_weight < math.inf:
             raise UserError(f"top_weight must be a finite number of at least 0, got {self.top_weight}")
+        if not 0 <= self.hard_share <= 1:
+            raise UserError(f"hard_share must lie between 0 and 1, got {self.hard_share}")
         if self.top_k < 1:
             raise UserError(f"top_k must be at least 1, got {self.top_k}")
         if self.name not in ("hard", *self._with_teacher()):
@@ -201,6 +205,8 @@ class Objective:
             raise ValueError(f"the objective {self.name} needs the target's distribution; give a teacher")
         own = self._with_teacher().get(self.name)
         loss_N = hard(logits_NQ, labels_N) if own is None else own(logits_NQ, teacher_output)
+        if self.hard_share and own is not None:
+            loss_N = (1 - self.hard_share) * loss_N + self.hard_share * hard(logits_NQ, labels_N)
         if not self.top_weight:
             return loss_N
         return loss_N + self.top_weight * top_cross_entropy(logits_NQ, teacher_output, k=self.top_k)

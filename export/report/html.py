@@ -290,8 +290,8 @@ def _facts(run: EvaluationRun, artifact: Artifact | None) -> str:
     }
     if artifact is not None:
         facts |= {"target weights": artifact.identity.weights_hash}
-        facts |= {name.replace("_", " "): artifact.provenance[name] for name in ("data_manifest",)
-                  if name in artifact.provenance}
+        named = ("data_manifest", "draft_vocabulary", "loops")
+        facts |= {name.replace("_", " "): artifact.provenance[name] for name in named if name in artifact.provenance}
     items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(_plain(value))}</dd>" for name, value in facts.items())
     return f"<h2>Conditions of the measurement</h2><dl>{items}</dl>"
 

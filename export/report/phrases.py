@@ -96,8 +96,8 @@ def partial_note(run: EvaluationRun) -> str:
             f"{run.header['minutes']['budget']:g} minutes")
 
 
-LEFT_OUT = "What had to be left out"
-"""Heading of what did not fit into the minutes of the stages."""
+LEFT_OUT = "What was left out"
+"""Heading of what the stages left out: what did not fit into their minutes, and loops."""
 
 
 def where_measured(run: EvaluationRun) -> str:

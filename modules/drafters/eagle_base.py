@@ -93,8 +93,11 @@ class EagleDrafter(FeatureDrafter):
         Raises:
             UserError: if the rows are too short for the steps.
         """
-        length, steps = features.tokens_BL.shape[1], self.trained_steps
-        steps = steps if self.training else max(steps, DEPTHS)
+        return self.drafts(features, self.trained_steps if self.training else max(self.trained_steps, DEPTHS))
+
+    def drafts(self, features: Features, steps: int) -> Drafts:
+        """States of the first `steps` draft steps. Raises as `forward` does."""
+        length = features.tokens_BL.shape[1]
         if self.training and length < steps + FIRST_OFFSET:
             raise UserError(f"{steps} draft steps need rows of at least {steps + FIRST_OFFSET} tokens, got {length}; "
                             "lower steps or raise row_length")

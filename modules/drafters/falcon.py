@@ -54,11 +54,16 @@ class FalconConfig(FeatureConfig):
     state on unchanged. The official code has no such addition; its network's output lies between -1 and 1."""
     noise: float = 0.0
     """Uniform noise between -noise and noise on the target's states in training; the paper's is 0.1."""
+    dropout: float = 0.0
+    """Share of the components between the layers of the recurrent network that training drops; the official code's is
+    0.1."""
 
     def __post_init__(self) -> None:
         check_sizes(block_size=self.block_size, blocks=self.blocks, vocabulary_size=self.vocabulary_size)
         if not self.noise >= 0:
             raise UserError(f"noise must not be negative, got {self.noise!r}")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"dropout must be at least 0 and below 1, got {self.dropout!r}")
 
 
 class Falcon(FeatureDrafter):
@@ -89,7 +94,7 @@ class Falcon(FeatureDrafter):
 
     def __init__(self, config: FalconConfig, block: BlockConfig, *, vocab_size: int) -> None:
         super().__init__(config, block, vocab_size=vocab_size)
-        self.lstm = LSTM(2 * block.hidden_size, block.hidden_size, _RECURRENT_LAYERS)
+        self.lstm = LSTM(2 * block.hidden_size, block.hidden_size, _RECURRENT_LAYERS, dropout=config.dropout)
         self.layers = nn.ModuleList([BareBlock(block)])
 
     def initialise(self, target: Target) -> None:
@@ -113,9 +118,14 @@ class Falcon(FeatureDrafter):
 
     # Training --------------------------------------------------------------------------------------------------------
 
-    def forward(self, features: Features) -> Drafts:
+    def forward(self, features: Features, glanced_BL: Tensor | None = None) -> Drafts:
         """Estimates of the trained blocks that end at each position, along the true tokens; outside training at least
         `DEPTHS` of them.
+
+        Args:
+            features: the batch.
+            glanced_BL: True at positions that read the state and the token K positions later, which their query is to
+                estimate (CSGD); None for none.
 
         Raises:
             UserError: if the rows are too short for the blocks.
@@ -125,22 +135,27 @@ class Falcon(FeatureDrafter):
             raise UserError(f"{steps} draft steps need rows of at least {steps + FIRST_OFFSET} tokens, got {length}; "
                             "lower block_size or blocks, or raise row_length")
         blocks = self.config.blocks if self.training else max(self.config.blocks, -(-DEPTHS // size))
-        estimates = self.rollout(features, blocks)
+        estimates = self.rollout(features, blocks, glanced_BL)
         ahead = range(1, 1 + len(estimates))
         return Drafts(hidden_BLKD=torch.stack(estimates, dim=2), estimates=tuple(ahead),
                       offsets=tuple(FIRST_OFFSET - 1 + place for place in ahead))
 
-    def rollout(self, features: Features, blocks: int) -> list[Tensor]:
+    def rollout(self, features: Features, blocks: int, glanced_BL: Tensor | None = None) -> list[Tensor]:
         """Estimates of the given number of blocks after every position, [B, L, D] each, nearest first."""
-        attentions = BlockRollout(features, self.config.block_size)
+        attentions, size = BlockRollout(features, self.config.block_size), self.config.block_size
         final_BLD = self.with_noise(features.final().to(self.dtype), self.config.noise)
-        read_BLZ = torch.cat([self.following(features, 1), final_BLD], dim=-1)
+        following_BLD = self.following(features, 1)
+        if glanced_BL is not None:
+            later_BLD = functional.pad(features.final().to(self.dtype)[:, size:], (0, 0, 0, size))
+            final_BLD = torch.where(glanced_BL[..., None], later_BLD, final_BLD)
+            following_BLD = torch.where(glanced_BL[..., None], self.following(features, 1 + size), following_BLD)
+        read_BLZ = torch.cat([following_BLD, final_BLD], dim=-1)
         memory = self.lstm(read_BLZ, self.lstm.zero_memory(len(final_BLD)), _continues(features))
         states_BLD = self._layer_input(memory, final_BLD)
-        queries = [_before(states_BLD, features, places) for places in reversed(range(self.config.block_size))]
+        queries = [_before(states_BLD, features, places) for places in reversed(range(size))]
         estimates = self._estimates(queries, attentions(0))
         for block in range(1, blocks):
-            newest, first = estimates[-self.config.block_size :], len(estimates) + 1 - len(queries)
+            newest, first = estimates[-size:], len(estimates) + 1 - len(queries)
             memory, queries = self._read(memory, newest, features, first)
             estimates += self._estimates(queries, attentions(block))
         return estimates

@@ -19,7 +19,7 @@ def choose(counts_V: Tensor, size: int, *, always: Sequence[int] = ()) -> Tensor
     """The `size` most frequent token ids in ascending order, [Q] int64; equal counts go to the lower id.
 
     Args:
-        counts_V: how often each token of the target's vocabulary is a label in the training data.
+        counts_V: how often each token of the target's vocabulary is a label in the training data, counted or expected.
         size: number of entries Q of the draft vocabulary.
         always: ids that belong to it whatever their count, such as the end of a turn.
 

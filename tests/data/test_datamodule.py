@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, distill, encode
+from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, TokenShard, distill, encode
 from draftsmith.data.collate import pad
-from draftsmith.data.datamodule import BatchConfig, DraftDataModule, count_tokens
+from draftsmith.data.datamodule import BatchConfig, DraftDataModule
+from draftsmith.data.label_weights import count_labels
+from draftsmith.data.learned_tokens import LearnedTokens
+from draftsmith.data.token_store import Row, ShardRecord, hash_file
 from draftsmith.modules import Features, Target, UserError
 
 lightning = pytest.importorskip("lightning")
@@ -116,7 +119,7 @@ def test_without_stored_states_only_beginnings_are_used(folder: Path) -> None:
 
 def test_validation_rows_are_whole_and_the_same_every_time(folder: Path, tiny_target: Target) -> None:
     data = DraftDataModule(folder, replace(CONFIG, row_length=30))
-    features = data.validation_features()
+    features = data.held_out_features()
     assert len(features) == 3
     assert [batch.tokens_BL.shape[1] for batch in features] == [
         stop - start for start, stop in (data.validation.shards[0].span(row) for row in range(3))
@@ -128,21 +131,88 @@ def test_validation_rows_are_whole_and_the_same_every_time(folder: Path, tiny_ta
         labels, valid = batch.labels(1)
         assert torch.equal(greedy[valid[:, :-1]], labels[:, :-1][valid[:, :-1]]), "validation answers are greedy"
         assert supervised <= 12
-    drawn = data.validation_features(1.0)
+    drawn = data.held_out_features(1.0)
     assert [one.tokens_BL[0, :9].tolist() for one in drawn] == [one.tokens_BL[0, :9].tolist() for one in features]
     assert [one.tokens_BL.tolist() for one in drawn] != [one.tokens_BL.tolist() for one in features]
-    assert data.validation_features(0.5) == []
-    assert same(features[1], data.validation_features()[1])
+    assert data.held_out_features(0.5) == []
+    assert same(features[1], data.held_out_features()[1])
 
 
 def test_supervised_train_tokens_are_counted(folder: Path, tiny_target: Target) -> None:
-    counts = count_tokens(folder)
+    counts = count_labels(folder, LearnedTokens())
     assert counts.shape == (tiny_target.vocab_size,)
     data, expected = DraftDataModule(folder, CONFIG), Counter[int]()
-    for window in data.train.windows():
+    for window in data.windows:
         piece = data.train.piece(window)
         expected.update(piece.tokens_N[piece.supervised_N].tolist())
     assert {token: int(count) for token, count in enumerate(counts) if count} == dict(expected)
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target) -> Path:
+    """Conversations whose prompts the target wrote."""
+    folder = tmp_path_factory.mktemp("own")
+    config = DistillConfig(shard_prompts=4, slots=4, max_new_tokens=24, validation_prompts=2, budget_tokens=150)
+    prompts = PromptConfig(own_max_tokens=96, own_temperature=1.2)
+    distill(tiny_target, prompts, config, ChatTemplate(tiny_target.tokenizer), folder, progress=False)
+    encode(tiny_target, folder, progress=False)
+    return folder
+
+
+TEXT = [(7 * place * place + 3 * place) % 61 + 30 for place in range(20)]
+
+
+def looping(folder: Path, target: Target) -> Path:
+    """Two rows of each split that end in 30 repeated tokens, and one that does not."""
+    records, answers = [], [TEXT + [40, 41, 42] * 11, TEXT, [50] * 31]
+    for split in ("validation", "train"):
+        rows = [Row(tokens=(5, 6, 7, *answer), supervised=(False,) * 3 + (True,) * len(answer), prompt=number)
+                for number, answer in enumerate(answers)]
+        shard = TokenShard.from_rows(rows, [1, 2, 3])
+        (file := folder / f"{split}-00000.safetensors").write_bytes(shard.to_bytes())
+        counts = dict.fromkeys(("candidates", "prompts", "rows", "by_target", "answers"), 3)
+        records.append(ShardRecord(file=file.name, split=split, sha256=hash_file(file),  # type: ignore[arg-type]
+                                   tokens=len(shard.tokens_T), supervised=int(shard.supervised_T.sum()), by_text=0,
+                                   by_draft=0, truncated=0, repetitive=0, **counts))
+    Manifest(target=target.identity, template_hash="", recipe={"prompts": {"origin": "file"}, "distill": {}},
+             versions={}, shards=tuple(records), complete=True).save(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("use", "learned", "lengths", "validated"), [
+    ("keep", 104, [56, 23, 34], [53, 20, 31]),
+    ("cut", 44, [26, 23, 4], [23, 20, 1]),
+    ("drop", 20, [23], [23, 20, 1])])
+def test_loops_are_left_out_of_batches_and_of_validation(
+    use: str, learned: int, lengths: list[int], validated: list[int], tmp_path: Path, tiny_target: Target
+) -> None:
+    config = replace(CONFIG, row_length=256, states="computed", loops=use)
+    data = DraftDataModule(looping(tmp_path, tiny_target), config)
+    pieces = [data.train.piece(window) for window in data.windows]
+    assert sum(int(piece.supervised_N.sum()) for piece in pieces) == learned
+    assert [len(piece.tokens_N) for piece in pieces] == lengths, "what follows the last label need not be read"
+    assert [int(row.supervised_BL.sum()) for row in data.validation_features()] == validated
+    assert [int(row.supervised_BL.sum()) for row in data.held_out_features()] == [53, 20, 31]
+    assert [int(row.supervised_BL.sum()) for row in data.looping_features()] == [53, 31]
+
+
+def test_prompts_that_the_target_wrote_are_learned_on_request(own: Path, folder: Path, tiny_target: Target) -> None:
+    template = ChatTemplate(tiny_target.tokenizer)
+    config = replace(CONFIG, row_length=256, own_prompts=True)
+    module = DraftDataModule(own, config, around=template.user_turn())
+    before, after = (list(part) for part in (template.user_turn().before, template.user_turn().after))
+    for window in module.windows:
+        piece = module.train.piece(window)
+        tokens, flags = piece.tokens_N.tolist(), piece.supervised_N.tolist()
+        first = flags.index(True)
+        assert tokens[:first] == before, "the first label is not the first token after the template's"
+        end = first + flags[first:].index(False)
+        assert tokens[end : end + len(after)] == after
+    answers = [int(row.supervised_BL.sum()) for row in module.validation_features()]
+    assert answers == [int(row.supervised_BL.sum()) for row in DraftDataModule(
+        own, replace(config, own_prompts=False)).validation_features()], "held-out prompts are not drafted"
+    with pytest.raises(UserError, match=r"prompts\.origin file; set batch\.own_prompts: false"):
+        DraftDataModule(folder, config, around=template.user_turn())
 
 
 class Recorder(lightning.LightningModule):  # type: ignore[misc]
@@ -195,7 +265,7 @@ def test_bad_folders_and_settings_are_refused(folder: Path, tmp_path: Path) -> N
         BatchConfig(row_length=1)
     with pytest.raises(UserError, match=r"holds no manifest.json"):
         DraftDataModule(tmp_path, CONFIG)
-    with pytest.raises(UserError, match=r"no token in the train shards .* is supervised within row_length 20"):
+    with pytest.raises(UserError, match=r"no token in the train shards .* is learned within row_length 20"):
         DraftDataModule(folder, replace(CONFIG, row_length=20, states="computed"))
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

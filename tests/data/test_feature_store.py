@@ -142,7 +142,7 @@ def test_held_out_rows_are_whole_whether_stored_or_not(folder: Path, tiny_target
     assert manifest.shards[0].split == "validation"
     config = replace(mixed(folder, tiny_target, 3), row_length=30)
     data = DraftDataModule(folder, config, TAPS)
-    rows = [*data.validation_features(), *data.validation_features(1.0)]
+    rows = [*data.held_out_features(), *data.held_out_features(1.0)]
     assert tokens_of(manifest.split("validation")) == sum(row.tokens_BL.shape[1] for row in rows)
     assert all(row.encoded for row in rows)
 
@@ -212,7 +212,8 @@ def test_a_recipe_stores_what_has_room_and_trains(tmp_path: Path, capsys: pytest
 
 def test_a_limit_that_is_not_set_decides_nothing(tmp_path: Path) -> None:
     """Runs from before there was one are resumed."""
-    known = {"row_length": 128, "rows_per_batch": 4, "seed": 0, "states": "stored"}
+    known = {"row_length": 128, "rows_per_batch": 4, "seed": 0, "states": "stored", "loops": "cut",
+             "own_prompts": False}
     for words, batch in (([], known), (["--batch.states", "mixed", "--batch.store_gib", "2"],
                                        known | {"states": "mixed", "store_gib": 2.0})):
         given = parsed("--out", str(tmp_path), *words)

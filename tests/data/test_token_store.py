@@ -11,6 +11,7 @@ from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig,
 from draftsmith.data.collate import pad
 from draftsmith.data.datamodule import BatchConfig, Split
 from draftsmith.data.feature_store import FEATURES, open_features
+from draftsmith.data.learned_tokens import LearnedTokens
 from draftsmith.data.token_store import HeldOut, Row, ShardRecord, hash_file, write_bytes, write_tensors
 from draftsmith.modules import Target, UserError
 from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
@@ -138,8 +139,8 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 def test_stored_states_are_those_of_each_conversation_alone(distilled: Path, tiny_target: Target) -> None:
     encode(tiny_target, distilled, (0, 1), progress=False)
-    split = Split(distilled, Manifest.load(distilled), "train", BatchConfig(), (0, 1))
-    windows = split.windows()
+    split = Split(distilled, Manifest.load(distilled), "train", BatchConfig(), (0, 1), LearnedTokens())
+    windows = split.windows(1024)
     assert len(windows) == 6
     for window in windows:
         piece = split.piece(window)

@@ -21,6 +21,7 @@ def workspace(run: Path, *words: str) -> Workspace:
 
 def manifest(tokens: int, origin: str = "own", **distill: Any) -> Any:
     return SimpleNamespace(recipe={"distill": distill, "prompts": {"origin": origin}},
+                           split=lambda _split: [],
                            total=lambda split, count: tokens if (split, count) == ("train", "supervised") else -1)
 
 
@@ -63,5 +64,5 @@ def test_a_run_that_is_short_of_time_ends_and_says_what_is_missing(
     printed = capsys.readouterr().out
     assert "about 2 of the prompts fit into evaluate.budget_minutes 1e-05" in printed
     for text in (printed, (out / "report.md").read_text(), (out / "report.html").read_text()):
-        assert "What had to be left out" in text
+        assert "What was left out" in text
         assert "2 of 8 prompts" in text

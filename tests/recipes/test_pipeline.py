@@ -1,16 +1,19 @@
 """The tiny recipe from end to end, as a user runs it."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from draftsmith.data import Manifest
+from draftsmith.data import Manifest, TokenShard
+from draftsmith.data.loops import answers
 from draftsmith.export import Artifact, export_artifact, load_artifact
 from draftsmith.modules import (
     DecodeSettings,
@@ -78,6 +81,56 @@ def test_an_artifacts_draft_writes_rows_for_the_next_one(
     assert manifest.written("draft") > 0 < manifest.written("target")
     assert main(["train", *words]) == 2
     assert "objective is hard and the text is learnt as it stands; choose another objective" in capsys.readouterr().err
+
+
+def test_a_draft_vocabulary_is_chosen_once_and_its_coverage_reported(
+    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = Path(shutil.copytree(tiny_run / "data", tmp_path / "data"))
+    words = ["--config", str(TINY), "--data", str(data), "--drafter.vocabulary_size", "40", "--train.max_steps", "2"]
+    assert main(["run", *words, "--out", str(tmp_path / "one"), "--evaluate.limit", "1"]) == 0
+    said = re.search(r"draft vocabulary of 40 tokens: ([\d.]+)% of the tokens of held-out answers",
+                     capsys.readouterr().out)
+    assert said is not None
+    facts = json.loads((tmp_path / "one" / "artifact" / "config.json").read_text())["provenance"]["draft_vocabulary"]
+    assert facts["tokens"] == 40
+    assert f"{facts['held_out_coverage']:.1%}" == f"{said[1]}%"
+    assert f"| draft vocabulary | 40 tokens, {said[1]}% of those in held-out answers |" in (
+        tmp_path / "one" / "artifact" / "README.md").read_text()
+    assert "draft vocabulary" in (tmp_path / "one" / "report.html").read_text()
+    kept = {file: file.stat().st_mtime_ns for file in data.glob("probabilities-*")}
+    assert len(kept) == 1
+    assert main(["train", *words, "--out", str(tmp_path / "two")]) == 0
+    assert {file: file.stat().st_mtime_ns for file in data.glob("probabilities-*")} == kept, "made twice"
+    one, two = (load_file(tmp_path / name / "artifact" / "model.safetensors") for name in ("one", "two"))
+    assert torch.equal(one["token_ids"], two["token_ids"])
+    counted = ["--out", str(tmp_path / "three"), "--train.vocabulary_positions", "0"]
+    assert main(["train", *words, *counted]) == 0
+    three = load_file(tmp_path / "three" / "artifact" / "model.safetensors")
+    assert not torch.equal(one["token_ids"], three["token_ids"]), "the probabilities decide nothing"
+
+
+def test_loops_are_left_out_by_default_and_reported(
+    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the last five tokens of every longer answer repeated those before them."""
+    def last_five(shard: TokenShard) -> Iterator[tuple[int, int, int]]:
+        return ((row, stop - 5, stop) for row, start, stop in answers(shard) if stop - start > 40)
+
+    for module in ("learned_tokens", "datamodule"):
+        monkeypatch.setattr(f"draftsmith.data.{module}.loops", last_five)
+    words = ["--config", str(TINY), "--data", str(tiny_run / "data"), "--out", str(tmp_path), "--train.max_steps", "2"]
+    assert main(["run", *words, "--evaluate.limit", "1"]) == 0
+    assert re.search(r"\d+ held-out answers end in a loop: [\d.]+ tokens per pass there", capsys.readouterr().out)
+    manifest = Manifest.load(tiny_run / "data")
+    shards = [TokenShard.read(tiny_run / "data" / record.file) for record in manifest.split("train")]
+    found = sum(1 for shard in shards for _ in last_five(shard))
+    assert json.loads((tmp_path / "evaluation.json").read_text())["left_out"] == [
+        f"training text: {found} of {manifest.total('train', 'answers')} answers end in a loop, whose {5 * found} "
+        f"repeated tokens of {manifest.total('train', 'supervised'):,} in all are not learned (batch.loops cut)"]
+    loops = json.loads((tmp_path / "artifact" / "config.json").read_text())["provenance"]["loops"]
+    assert loops["answers"] > 0
+    assert loops["accepted_length"] >= 1
 
 
 def test_a_lost_report_is_made_again_without_training(copied_run: Path, capsys: pytest.CaptureFixture[str]) -> None:

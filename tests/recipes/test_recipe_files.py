@@ -64,15 +64,32 @@ def test_an_empty_recipe_is_an_empty_one(tmp_path: Path) -> None:
     assert read_recipe(str(write(tmp_path, a="# nothing\n"))) == {}
 
 
-def test_what_embedded_recipes_share_stands_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("base", ["embedded", "eight_billion"])
+def test_what_recipes_share_stands_once(base: str, tmp_path: Path) -> None:
     """No recipe repeats a value that it inherits."""
-    shared = read_recipe(recipe_path("embedded"))
-    extending = [file for file in Path(recipe_path("embedded")).parent.glob("*.yaml")
-                 if "\nextends: embedded" in file.read_text()]
+    shared = read_recipe(recipe_path(base))
+    extending = [file for file in Path(recipe_path(base)).parent.glob("*.yaml")
+                 if f"\nextends: {base}" in file.read_text()]
     assert len(extending) > 5
     for file in extending:
         own = "\n".join(line for line in file.read_text().splitlines() if not line.startswith("extends:"))
         assert not repeated(read_recipe(str(write(tmp_path, own=own))), shared), file.name
+
+
+def test_recipes_for_8b_targets_learn_from_many_long_conversations() -> None:
+    """Their steps read the answers, without prompts, two to ten times."""
+    names = [file.stem for file in Path(recipe_path("eight_billion")).parent.glob("*_8b.yaml")]
+    for name in sorted({*names} - {"specdec_8b"}):
+        recipe = COMMANDS["run"].parse(["--config", name]).values
+        batch, train = recipe.batch, recipe.train
+        read = (train.max_steps or 0) * train.accumulate * batch.rows_per_batch * batch.row_length
+        assert 2 <= read / (recipe.distill.budget_tokens or 1) <= 10, name
+        assert recipe.prompts.origin == "dataset", "the target's own prompts have one turn"
+        large = name not in ("prompt_tokens_8b", "hidden_transfer_8b")
+        assert (recipe.distill.budget_tokens or 0) >= (200_000_000 if large else 20_000_000)
+        assert recipe.distill.max_new_tokens == (2048 if large else 512)
+        if recipe.family in ("medusa", "medusa2"):
+            assert train.drafter.output == "one_copy", "vLLM reads one output layer, with its own tokens"
 
 
 def repeated(own: dict[str, object], shared: dict[str, object]) -> list[str]:

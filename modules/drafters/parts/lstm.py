@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 Memory = tuple[Tensor, Tensor]
 """(output, cell) of each layer, [M, ..., D] each."""
@@ -64,11 +65,12 @@ class LSTM(nn.Module):
         input_size: width of the first layer's input.
         size: width of the outputs.
         num_layers: number of layers.
+        dropout: share of the components between two layers that training drops.
     """
 
-    def __init__(self, input_size: int, size: int, num_layers: int) -> None:
+    def __init__(self, input_size: int, size: int, num_layers: int, *, dropout: float = 0.0) -> None:
         super().__init__()
-        self.size = size
+        self.size, self.dropout = size, dropout
         self.layers = nn.ModuleList(LSTMLayer(size if layer else input_size, size) for layer in range(num_layers))
 
     def zero_memory(self, rows: int) -> Memory:
@@ -84,17 +86,22 @@ class LSTM(nn.Module):
             output_BND, cell_BND = layer(read_BNZ, output_BD, cell_BD, continues_BN)
             outputs.append(output_BND)
             cells.append(cell_BND)
-            read_BNZ = output_BND
+            read_BNZ = self._dropped(output_BND)
         return torch.stack(outputs), torch.stack(cells)
 
     def step(self, read: Tensor, before: Memory) -> Memory:
         """(outputs, cells) of the layers after one more position, [M, ..., D] each."""
         outputs, cells = [], []
         for layer, output, cell in zip(self._each(), *before, strict=True):
-            read, cell_after = layer.step(read, output, cell)
-            outputs.append(read)
+            output_after, cell_after = layer.step(read, output, cell)
+            outputs.append(output_after)
             cells.append(cell_after)
+            read = self._dropped(output_after)
         return torch.stack(outputs), torch.stack(cells)
+
+    def _dropped(self, output: Tensor) -> Tensor:
+        """The next layer's input."""
+        return functional.dropout(output, self.dropout, self.training) if self.dropout else output
 
     def zero_output(self) -> None:
         """Initialise the last layer's output to zero."""

@@ -459,7 +459,7 @@ def test_a_part_is_never_reported_as_the_whole(tmp_path: Path) -> None:
     paths = write_report(tmp_path, run, None)
     for written in (paths["html"].read_text(), paths["markdown"].read_text(), terminal_table(run)):
         text = " ".join(written.split())
-        assert "What had to be left out" in text
+        assert "What was left out" in text
         assert "evaluation: 10 of 13 prompts were decoded" in text
         assert "own (5 of 8)" in text
         assert "handwritten (" not in text
