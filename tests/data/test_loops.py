@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from draftsmith.data.chat import Surroundings
 from draftsmith.data.learned_tokens import LearnedTokens, LoopCount, count_loops
 from draftsmith.data.loops import LEAST_REPEATED, LONGEST_PERIOD, answers, loop_start, loops
 from draftsmith.data.token_store import Row, TokenShard
@@ -30,6 +31,7 @@ def brute(answer: list[int]) -> int | None:
     (TEXT + [30, 31, 32] * 7 + [0, 1], None),  # it has got out of the loop
     (list(range(100, 110)) * 3, 10),
     (list(range(100, 110)) * 2 + list(range(100, 109)), None),  # not twice repeated
+    (TEXT + list(range(100, 110)) * 2 + list(range(100, 109)), None),  # nor after other text
     (list(range(64)) * 3, 64),
     (list(range(65)) * 3, None),
     ([5] * 40, 1)])
@@ -79,3 +81,9 @@ def test_the_choice_decides_what_is_learned(use: str, rows: tuple[int, ...]) -> 
     if use == "cut":
         assert learned_T[:5].tolist() == [False, False, False, True, True]
         assert learned_T[30:62].all(), "the second answer has no loop"
+
+
+def test_a_row_that_is_dropped_learns_no_prompt_either() -> None:
+    text = shard()
+    learned_T = LearnedTokens(loops="drop", around=Surroundings(before=(40,), after=(42,))).of(text)
+    assert [int(learned_T[slice(*text.span(row))].sum()) for row in range(3)] == [0, 33, 0]
