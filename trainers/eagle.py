@@ -17,7 +17,7 @@ class EagleTrainConfig(UnrolledTrainConfig):
     """Shape and training of an EAGLE-1 drafter."""
 
     feature_weight: float = 10.0
-    """See TrainConfig; the paper's weights are 1.0 for states and 0.1 for the objective."""
+    """As for all families; the paper's weights are 1.0 for states and 0.1 for the objective."""
     decay: float = 1.0
     """Weight of step k in the loss is decay ** k; HASS weights its passes equally."""
     top_weight: float = 0.0

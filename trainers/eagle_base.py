@@ -20,7 +20,7 @@ class FeatureTrainConfig(TrainConfig):
     """Settings shared by EAGLE and Falcon."""
 
     objective: ObjectiveName = "soft"
-    """See TrainConfig; EAGLE's papers have `soft`, the target as teacher."""
+    """As for all families; EAGLE's papers have `soft`, the target as teacher."""
     positions: PositionConfig = field(default_factory=PositionConfig)
     """Offsets of the position ids in training; none by default."""
     drafter: FeatureConfig = field(default_factory=FeatureConfig)

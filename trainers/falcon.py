@@ -25,11 +25,11 @@ class FalconTrainConfig(FeatureTrainConfig):
     """Shape and training of a Falcon drafter."""
 
     objective: ObjectiveName = "soft"
-    """See TrainConfig. The official code has 0.9 of it, with the target at temperature 0.95, and 0.1 `hard`."""
+    """As for all families. The official code has 0.9 of it, with the target at temperature 0.95, and 0.1 `hard`."""
     hard_share: float = 0.0
     """Share of the cross entropy with the next token in the objective; the official code's is 0.1."""
     feature_weight: float = 10.0
-    """See TrainConfig; the paper's weights are 1.0 for states and 0.1 for the objective."""
+    """As for all families; the paper's weights are 1.0 for states and 0.1 for the objective."""
     decay: float = 1.0
     """Weight of step k in the loss is decay ** k; the paper weights all tokens of a block equally."""
     glancing: bool = False

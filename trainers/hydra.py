@@ -16,7 +16,7 @@ class HydraTrainConfig(TrainConfig):
     """Shape and training of Hydra heads."""
 
     objective: ObjectiveName = "hard"
-    """See TrainConfig; the paper's is `hard` for Hydra and `soft`, the target as teacher, for Hydra++."""
+    """As for all families; the paper's is `hard` for Hydra and `soft`, the target as teacher, for Hydra++."""
     decay: float = 1.0
     """Weight of head k in the loss is decay ** k; the official code weights all heads equally."""
     drafter: HydraConfig = field(default_factory=HydraConfig)

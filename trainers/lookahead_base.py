@@ -24,7 +24,7 @@ class LookaheadTrainConfig(TrainConfig):
     """Settings shared by prompt tokens and Hidden Transfer."""
 
     objective: ObjectiveName = "soft"
-    """See TrainConfig; the papers have `soft`, the target as teacher."""
+    """As for all families; the papers have `soft`, the target as teacher."""
     roll_out: bool = False
     """Whether labels are the target's greedy continuation of each insertion point instead of the text: for training
     data that the target did not write greedily. Takes one more pass of the target over the inserted nodes for each

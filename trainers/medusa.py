@@ -15,7 +15,7 @@ class MedusaTrainConfig(TrainConfig):
     """Shape and training of Medusa heads."""
 
     objective: ObjectiveName = "hard"
-    """See TrainConfig; the paper's is `hard`, the tokens that follow."""
+    """As for all families; the paper's is `hard`, the tokens that follow."""
     drafter: MedusaConfig = field(default_factory=MedusaConfig)
     """The heads."""
 
