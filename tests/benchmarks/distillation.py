@@ -3,10 +3,10 @@
     python tests/benchmarks/distillation.py [--target NAME] [--answers N] [--slots N] [--new-tokens N] [--taps N ...]
                                             [--repeats N]
 
-Each repeat distils the same small folder in three ways that take turns: with a sampler that sorts the whole vocabulary
-and adds up all of it; with the sampling of this package; and with that, while the states are kept. After the first two,
-a second pass computes the states. Medians are printed, and the medians of the ratios within a repeat, which other work
-on the machine affects least.
+Each repeat distils the same small folder in four ways that take turns: with a sampler that sorts the whole vocabulary
+and adds up all of it; with the sampling of this package; with that, while the states are kept; and so again, with
+prompts and answers in bfloat16. After the first two, a second pass computes the states. Medians are printed, and the
+medians of the ratios within a repeat, which other work on the machine affects least.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from unittest.mock import patch
@@ -27,7 +28,7 @@ from draftsmith.modules.decoding import batch_verifier
 from draftsmith.modules.verification import acceptance_rules
 from torch import Tensor
 
-WAYS = ("sorted", "ours", "kept")
+WAYS = ("sorted", "ours", "kept", "half")
 TEMPERATURES = (0.0, 0.0, 0.8)
 """Of the answers, as in the recipes for the embedded target."""
 
@@ -50,12 +51,15 @@ def sorting() -> Iterator[None]:
 
 
 def measured(
-    target: Target, config: DistillConfig, answers: int, folder: Path, taps: tuple[int, ...], *, kept: bool
+    target: Target, config: DistillConfig, answers: int, folder: Path, taps: tuple[int, ...], *, kept: bool,
+    half: Target | None,
 ) -> dict[str, float]:
     """Tokens per second of prompts and answers; seconds of the answers with their states, and of the second pass for a
     thousand tokens."""
     prompts, states = PromptConfig(origin="own", limit=answers), [WantedStates(taps=taps)] if kept else []
-    distill(target, prompts, config, ChatTemplate(target.tokenizer), folder, states=states, progress=False)
+    config = config if half is None else replace(config, train_dtype="bfloat16")
+    distill(target, prompts, config, ChatTemplate(target.tokenizer), folder, train_target=half, states=states,
+            progress=False)
     stats = json.loads((folder / "stats.json").read_text())
     started = time.perf_counter()
     encode(target, folder, taps, progress=False)
@@ -82,7 +86,8 @@ def main() -> None:
     parser.add_argument("--taps", type=int, nargs="*", default=(), help="layers whose states are stored too")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each way")
     options = parser.parse_args()
-    target = load_target(TargetConfig(name=options.target, device="cpu", dtype="float32"))
+    target, half = (load_target(TargetConfig(name=options.target, device="cpu", dtype=dtype))
+                    for dtype in ("float32", "bfloat16"))
     config = DistillConfig(shard_prompts=options.answers, slots=options.slots, max_new_tokens=options.new_tokens,
                            temperatures=TEMPERATURES, validation_prompts=0)
     found: dict[str, list[dict[str, float]]] = defaultdict(list)
@@ -90,7 +95,7 @@ def main() -> None:
         for way in WAYS:
             with tempfile.TemporaryDirectory() as folder, sorting() if way == "sorted" else nullcontext():
                 found[way].append(measured(target, config, options.answers, Path(folder), tuple(options.taps),
-                                           kept=way == "kept"))
+                                           kept=way in ("kept", "half"), half=half if way == "half" else None))
     print(f"{options.target}, {options.slots} slots, {torch.get_num_threads()} threads, torch {torch.__version__}")
     print("| part | whole vocabulary sorted | ours | ratio |\n|---|---|---|---|")
     for part in ("prompts", "answers"):
@@ -100,6 +105,9 @@ def main() -> None:
     print("\n| part | states by a second pass | states kept | ratio |\n|---|---|---|---|")
     print(line("answers, tokens/s", "answers", found, ("ours", "kept"), 0))
     print(line("answers and states, s", "both", found, ("ours", "kept"), 1))
+    print("\n| part | float32 | bfloat16 | ratio |\n|---|---|---|---|")
+    for part in ("prompts", "answers"):
+        print(line(f"{part}, tokens/s", part, found, ("kept", "half"), 0))
 
 
 if __name__ == "__main__":
