@@ -139,7 +139,7 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
     result, module = read_result(workspace.training), workspace.module()
     module.restore(load_file(result.checkpoint))
     with workspace.target.reproducible(), torch.no_grad():
-        target, held_out = module.verifier(validation(workspace, module))
+        target, held_out = module.verifier(without_loops(workspace, module))
         looping = loop_acceptance(workspace, module)
         drafter = copy.deepcopy(module.drafter).to(device=target.device, dtype=target.dtype)
         drafter.bind(target)
@@ -225,6 +225,12 @@ def _copies(tuning: Tuning, temperature: float) -> str:
             f"{sizing.tree_size + best.extra} nodes: {best.accepted_length:.2f} tokens per pass on held-out answers, "
             f"{STATIC} {sizing.alone.accepted_length:.2f}; predicted speed-ups {both:.2f} and {alone:.2f}, so it "
             f"is {'' if pays else 'not '}predicted to be faster")
+
+
+def without_loops(workspace: Workspace, module: DraftModule) -> list[Features]:
+    """Held-out conversations with greedy answers up to their loops: copies and deep trees that pay in a loop alone
+    would be chosen for all text. With `batch.loops: keep` they are whole."""
+    return encoded(workspace, module, batches_for(workspace, module).validation_features())
 
 
 def validation(workspace: Workspace, module: DraftModule, temperature: float = 0.0) -> list[Features]:

@@ -27,6 +27,7 @@ from draftsmith.modules import (
     load_target,
     stream,
 )
+from draftsmith.recipes import pipeline
 from draftsmith.recipes.__main__ import main
 from safetensors.torch import load_file
 
@@ -119,6 +120,10 @@ def test_loops_are_left_out_by_default_and_reported(
 
     for module in ("learned_tokens", "datamodule"):
         monkeypatch.setattr(f"draftsmith.data.{module}.loops", last_five)
+    learned: list[int] = []
+    original = pipeline.proposed_text
+    monkeypatch.setattr(pipeline, "proposed_text", lambda drafter, rows: (
+        learned.append(sum(int(row.supervised_BL.sum()) for row in rows)), original(drafter, rows))[1])
     words = ["--config", str(TINY), "--data", str(tiny_run / "data"), "--out", str(tmp_path), "--train.max_steps", "2"]
     assert main(["run", *words, "--evaluate.limit", "1"]) == 0
     assert re.search(r"\d+ held-out answers end in a loop: [\d.]+ tokens per pass there", capsys.readouterr().out)
@@ -131,6 +136,9 @@ def test_loops_are_left_out_by_default_and_reported(
     loops = json.loads((tmp_path / "artifact" / "config.json").read_text())["provenance"]["loops"]
     assert loops["answers"] > 0
     assert loops["accepted_length"] >= 1
+    [held_out] = [TokenShard.read(tiny_run / "data" / record.file) for record in manifest.split("validation")]
+    greedy = sum(int(held_out.supervised_T[slice(*held_out.span(row))].sum()) for row in held_out.answered_at(0.0))
+    assert learned[0] == greedy - 5 * loops["answers"], "trees and copies are sized by text without loops"
 
 
 def test_a_lost_report_is_made_again_without_training(copied_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
