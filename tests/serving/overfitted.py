@@ -170,6 +170,7 @@ MAKERS: dict[str, Callable[[Target, Tensor], Drafter]] = {
     "draft_lm": draft_model(tied=True),
     "draft_lm, mask tokens": draft_model(depths=STEPS, mask_token_id=MASK, keep_rate=1.0, keep_least=1.0),
     "eagle": lambda target, ids_Q: Eagle.create(EagleConfig(bias=False, steps=STEPS), target),
+    "eagle, bias": lambda target, ids_Q: Eagle.create(EagleConfig(bias=True, steps=STEPS), target),
     "eagle3": third(),
     "eagle3.1": third(fc_norm=True, norm_output=True),
     "eagle3, other norms": third(norm_before_fc=True, norm_before_residual=True),

@@ -2,7 +2,8 @@
 
 Every family and layout is overfitted on a few greedy answers of a tiny random target, exported, and loaded by vLLM in
 another environment: its answers must be its own without drafts, and it must accept every drafted token. Controls, whose
-tapped layers are shifted by one, must be accepted less. Prints a table; `--record` keeps it in export/README.md.
+tapped layers are shifted by one or whose bias vLLM drops, must be accepted less. Prints a table; `--record` keeps it in
+export/README.md.
 """
 
 import argparse
@@ -69,6 +70,7 @@ CASES = (
     Case(name="draft_lm, mask tokens", layout="huggingface", method="draft_model",
          settings=(("parallel_drafting", True),)),
     Case(name="eagle", layout="eagle", method="eagle"),
+    Case(name="eagle, bias", layout="eagle", method="eagle", wrong="vLLM drops the bias"),
     Case(name="eagle3", layout="eagle", method="eagle3"),
     Case(name="eagle3", layout="eagle", method="eagle3", wrong="layers shifted by one", change=shifted),
     Case(name="eagle3.1", layout="eagle", method="eagle3"),
