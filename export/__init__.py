@@ -2,6 +2,7 @@
 
 from .acceptance_heads import HeadMeasurements, StoredHead, save_head
 from .artifact import FASTEST, FORMAT_VERSION, Artifact, Drafting, load_artifact, read_description, save_artifact
+from .engines.trial import Trial, TrialSettings, served, try_export
 from .evaluation.contention import busy_warning
 from .evaluation.evaluate import evaluate
 from .evaluation.measured_heads import MeasuredHead, measured_heads
@@ -39,6 +40,8 @@ __all__ = [
     "Question",
     "SampledTuning",
     "StoredHead",
+    "Trial",
+    "TrialSettings",
     "Tuning",
     "busy_warning",
     "evaluate",
@@ -59,7 +62,9 @@ __all__ = [
     "save_artifact",
     "save_head",
     "save_tuning",
+    "served",
     "terminal_table",
+    "try_export",
     "with_drift",
     "write_report",
 ]

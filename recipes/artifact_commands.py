@@ -8,19 +8,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..data import read_prompts
+from ..data import ChatTemplate, read_prompts
 from ..export import (
     EVERY_FORMAT,
     FASTEST,
     EvaluateConfig,
     Method,
+    TrialSettings,
     evaluate,
     export_adapted,
     export_artifact,
     export_head,
     load_artifact,
     measured_heads,
+    served,
     terminal_table,
+    try_export,
     with_drift,
     write_report,
 )
@@ -229,14 +232,20 @@ class ExportArguments:
     artifact: Path
     """Folder of the artifact."""
     format: str
-    """Name of the layout: eagle, huggingface, hydra, kangaroo, medusa, medusa-vllm or ppd; merged, for an artifact that
-    changes its target: that target as a model; or specdec: an acceptance head of the artifact."""
+    """Name of the layout: eagle, eagle-sglang, huggingface, hydra, kangaroo, medusa, medusa-vllm, ppd or speculators;
+    merged, for an artifact that changes its target: that target as a model; or specdec: an acceptance head of the
+    artifact."""
     out: Path
     """New or empty folder for it."""
+    try_with: Path | None = None
+    """Interpreter of an environment with vLLM, which then answers ten prompts with the export and without: its tokens
+    per second, and its accepted length next to this project's."""
     temperature: float | None = None
     """With specdec, the temperature whose head is written; null takes the only one."""
     target: TargetConfig = field(default_factory=own_target)
     """The target; the one that the artifact names by default."""
+    template: TemplateConfig = field(default_factory=TemplateConfig)
+    """Settings of its chat template, for the prompts of `try_with`."""
     trust: bool = False
     """Import the class that the artifact names where its family is none of this package's, which runs its code."""
 
@@ -253,6 +262,8 @@ def export(parsed: Parsed[ExportArguments]) -> None:
     given = parsed.values
     target = artifact_target(given.artifact, given.target)
     artifact = load_artifact(given.artifact, target, trust=given.trust)
+    if given.try_with is not None:
+        served(artifact, given.format)
     if given.format == SPECDEC_FORMAT:
         folder = export_head(artifact, given.out, given.temperature)
     elif artifact.adapter is None:
@@ -260,6 +271,18 @@ def export(parsed: Parsed[ExportArguments]) -> None:
     else:
         folder = export_adapted(artifact, given.format, given.out)
     say(f"{folder} holds the {'head' if given.format == SPECDEC_FORMAT else 'artifact'} in the layout {given.format}")
+    if given.try_with is not None:
+        prompts = trial_prompts(given.template.build(target))
+        trial = try_export(artifact, given.format, folder, given.try_with, prompts, TrialSettings())
+        say(f"\n{trial.engine}, drafts of {TrialSettings().draft_tokens} tokens\n\n{trial.table()}")
+        if trial.fault:
+            raise UserError(f"{trial.fault}; serve it with another engine or format")
+
+
+def trial_prompts(template: ChatTemplate) -> list[list[int]]:
+    """Ten of the hand-written prompts, of all categories."""
+    prompts = handwritten_prompts()
+    return [template.prompt([{"role": "user", "content": one.turns[0]}]) for one in prompts[:: len(prompts) // 10]]
 
 
 COMMANDS: dict[str, Command[Any]] = {

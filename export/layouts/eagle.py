@@ -5,9 +5,11 @@ EAGLE-1: `fc`, `layers.0` without a norm before its attention, `embed_tokens`. E
 EAGLE-3.1 adds `fc_norm.{i}`, a norm for each tapped state, the speculators library `input_norm`, one over all. At
 position p all predict token p + 2.
 
-A drafter of another width than the target's has the key `target_hidden_size` and an `embed_tokens` of its own. With
-several layers the first is `layers.0` instead of `midlayer`, the others `layers.1` and so on, ordinary Llama layers:
-the names of the speculators library, which vLLM reads; the official code and SGLang read one layer.
+EAGLE-3 stores no embedding, as its official checkpoints: readers take the target's. EAGLE-1 does, since its official
+code asks for it. A drafter of another width than the target's has the key `target_hidden_size` and an `embed_tokens` of
+its own. With several layers the first is `layers.0` instead of `midlayer`, the others `layers.1` and so on, ordinary
+Llama layers: the names of the speculators library. Of these vLLM reads `input_layernorm` as the norm before the
+attention, SGLang and TensorRT-LLM `hidden_norm`: both are written. The official code reads one layer.
 
 Shapes: V target vocabulary, Q entries of the draft vocabulary.
 """
@@ -22,21 +24,24 @@ from torch import Tensor
 from ...modules import Drafter, Eagle, Eagle3, Eagle3Config, EagleConfig, Target, UserError
 from ...modules.drafters.eagle3 import chosen_taps
 from ...modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
-from .layout_folder import layout_readme, stored, write_layout, wrong_family
+from .eagle_folder import (
+    EMBEDDING,
+    FIRST,
+    LAYERS,
+    MIDLAYER,
+    NORMS,
+    TAPS,
+    eagle_config,
+    eagle_readme,
+    first_table,
+    third_table,
+    twin,
+)
+from .layout_folder import stored, write_layout, wrong_family
 from .safetensors_reader import check_embedding, loaded, read_config, read_tensors
 
 EAGLE_FILE = "model.safetensors"
 """Official checkpoints hold the same tensors in pytorch_model.bin or here."""
-_EMBEDDING = "embed_tokens.weight"
-_MIDLAYER, _FIRST = "midlayer.", "layers.0."
-_LAYERS = "eagle_aux_hidden_state_layer_ids"
-"""The tapped layers. At the top level an id counts the layers before a state (vLLM, llama.cpp, speculators):
-that of the output of layer t, from 0, is t + 1. Inside `eagle_config` it is t (SGLang, which reads no other). vLLM
-falls back to `eagle_config` and takes its ids for the other kind, so that a file needs both."""
-_TAPS = "draftsmith_taps"
-"""The tapped layers by their outputs, from 0, whoever reads the file."""
-_NORMS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
-"""Settings of EAGLE-3's norms, under the names that vLLM and the speculators library read."""
 _KNOWN: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",), "rope_scaling": (None,), "attention_bias": (None, False),
     "mlp_bias": (None, False),
@@ -56,37 +61,63 @@ def export_eagle(drafter: Drafter, target: Target, out: Path) -> None:
     """
     if not isinstance(drafter, Eagle | Eagle3):
         raise wrong_family("eagle", "EAGLE drafters", drafter)
-    if isinstance(drafter, Eagle) and (changed := _changes(drafter)):
-        raise UserError(f"this drafter has {' and '.join(changed)}, which the format eagle cannot hold and no "
-                        "serving engine runs; train without it to export")
-    write_layout(out, EAGLE_FILE, eagle_tensors(drafter, target), _config(drafter, target), _readme(drafter, target))
+    if isinstance(drafter, Eagle):
+        _refuse_changes(drafter, "eagle")
+        tensors, table = first_tensors(drafter), first_table(drafter)
+        tensors |= stored({EMBEDDING: target.model.get_input_embeddings().weight})
+    else:
+        tensors, table = third_tensors(drafter, target), third_table(drafter)
+    write_layout(out, EAGLE_FILE, tensors, table, eagle_config(drafter, target), eagle_readme(drafter, target))
 
 
-def _changes(drafter: Eagle) -> list[str]:
-    """Names of FSPAD's settings that the drafter was trained with."""
-    settings = {"feature_sampling": drafter.config.feature_sampling,
-                "partial_alignment": drafter.config.partial_alignment}
-    return [name for name, chosen in settings.items() if chosen]
-
-
-def eagle_tensors(drafter: Eagle | Eagle3, target: Target) -> dict[str, Tensor]:
-    """The drafter under its official names, in float32 on the CPU, each tensor with memory of its own.
+def export_eagle_sglang(drafter: Drafter, target: Target, out: Path) -> None:
+    """Write an EAGLE-1 drafter as SGLang reads it, with a bias of zeros where it has none: SGLang would take random
+    numbers.
 
     Raises:
-        UserError: if EAGLE-3 shares an output layer with a bias, for which the layout has no place.
+        UserError: if the drafter is of another family or has FSPAD's changes.
     """
-    tensors = {_EMBEDDING: target.model.get_input_embeddings().weight, **drafter.state_dict()}
+    if not isinstance(drafter, Eagle):
+        raise wrong_family("eagle-sglang", "EAGLE-1 drafters", drafter)
+    _refuse_changes(drafter, "eagle-sglang")
+    tensors = {"fc.bias": torch.zeros(drafter.block.hidden_size), **first_tensors(drafter)}
+    config = {**eagle_config(drafter, target), "architectures": ["LlamaForCausalLMEagle"]}
+    write_layout(out, EAGLE_FILE, tensors, first_table(drafter, sglang=True), config,
+                 eagle_readme(drafter, target, sglang=True))
+
+
+def _refuse_changes(drafter: Eagle, format_name: str) -> None:
+    """Refuse FSPAD's changes. Raises UserError when the drafter was trained with one."""
+    settings = {"feature_sampling": drafter.config.feature_sampling,
+                "partial_alignment": drafter.config.partial_alignment}
+    if changed := [name for name, chosen in settings.items() if chosen]:
+        raise UserError(f"this drafter has {' and '.join(changed)}, which the format {format_name} cannot hold and no "
+                        "serving engine runs; train without it to export")
+
+
+def first_tensors(drafter: Eagle) -> dict[str, Tensor]:
+    """EAGLE-1's own weights under their official names, in float32 on the CPU, each with memory of its own."""
+    return stored({name: tensor for name, tensor in drafter.state_dict().items() if name != "token_ids"})
+
+
+def third_tensors(drafter: Eagle3, target: Target) -> dict[str, Tensor]:
+    """EAGLE-3's weights under their official names, in float32 on the CPU, each with memory of its own.
+
+    Raises:
+        UserError: if it shares an output layer with a bias, for which the layout has no place.
+    """
+    tensors = drafter.state_dict() | _output(drafter, target)
     ids_Q = tensors.pop("token_ids", None)
-    whole: dict[str, Tensor] = {}
-    if isinstance(drafter, Eagle3):
-        tensors |= _output(drafter, target)
-        whole = {} if ids_Q is None else _vocabulary(ids_Q.cpu(), target.vocab_size)
+    whole = {} if ids_Q is None else _vocabulary(ids_Q.cpu(), target.vocab_size)
     if drafter.num_layers > 1:
-        tensors = {_renamed(name, _MIDLAYER, _FIRST): tensor for name, tensor in tensors.items()}
+        tensors = {renamed(name, MIDLAYER, FIRST): tensor for name, tensor in tensors.items()}
+        tensors |= {twin(layer): tensors[f"layers.{layer}.input_layernorm.weight"]
+                    for layer in range(1, drafter.num_layers)}
     return stored(tensors) | whole
 
 
-def _renamed(name: str, former: str, prefix: str) -> str:
+def renamed(name: str, former: str, prefix: str) -> str:
+    """The name with `prefix` in place of `former`, where it starts so."""
     return prefix + name.removeprefix(former) if name.startswith(former) else name
 
 
@@ -109,7 +140,8 @@ def _vocabulary(ids_Q: Tensor, size: int) -> dict[str, Tensor]:
 def import_eagle(
     folder: Path, target: Target, *, taps: tuple[int, ...] | None = None, rope_base: float | None = None
 ) -> Eagle | Eagle3:
-    """Read an EAGLE-1 or EAGLE-3 drafter in the official layout (safetensors only) and bind it to `target`.
+    """Read an EAGLE-1 or EAGLE-3 drafter in the official layout, or EAGLE-3 in that of the speculators library
+    (safetensors only), and bind it to `target`.
 
     Args:
         folder: holds the weights and config.json.
@@ -125,9 +157,11 @@ def import_eagle(
     tensors, said = read_tensors(folder, EAGLE_FILE), _config_of(folder)
     block = _block(said, target, rope_base)
     if block.hidden_size == target.hidden_size:
-        check_embedding(tensors.pop(_EMBEDDING, None), target, folder)
+        check_embedding(tensors.pop(EMBEDDING, None), target, folder)
     if "norm.weight" in tensors:
-        tensors = {_renamed(name, _FIRST, _MIDLAYER): tensor for name, tensor in tensors.items()}
+        for layer in range(1, said.get("num_hidden_layers") or 1):
+            tensors.pop(twin(layer), None)
+        tensors = {renamed(name, FIRST, MIDLAYER): tensor for name, tensor in tensors.items()}
         drafter: Eagle | Eagle3 = _third(tensors, said, block, target, taps, folder)
     else:
         drafter = _first(tensors, said, block, target, folder)
@@ -164,7 +198,7 @@ def _third(tensors: dict[str, Tensor], said: dict[str, Any], block: BlockConfig,
     if width != wanted:
         raise UserError(f"fc in {folder} reads {width} numbers, but the {len(read)} taps {list(read)} of "
                         f"{target.identity.name} are {wanted}; give the layers that are read as taps")
-    norms: dict[str, Any] = {name: bool(said.get(name)) for name in _NORMS}
+    norms: dict[str, Any] = {name: bool(said.get(name)) for name in NORMS}
     config = Eagle3Config(taps=read, **norms, num_layers=said.get("num_hidden_layers") or 1,
                           hidden_size=said["hidden_size"], target_hidden_size=said.get("target_hidden_size"),
                           vocabulary_size=None if offsets_Q is None else len(offsets_Q))
@@ -173,11 +207,11 @@ def _third(tensors: dict[str, Tensor], said: dict[str, Any], block: BlockConfig,
 
 def _taps(said: dict[str, Any], folder: Path) -> tuple[int, ...] | None:
     """The layers whose outputs are read. Published lists start with 2 and mean inputs, or with 1 and mean outputs."""
-    if _TAPS in said:
-        return tuple(said[_TAPS])
-    if _LAYERS in said:
-        return tuple(layer - 1 for layer in said[_LAYERS])
-    ids = (said.get("eagle_config") or {}).get(_LAYERS)
+    if TAPS in said:
+        return tuple(said[TAPS])
+    if LAYERS in said:
+        return tuple(layer - 1 for layer in said[LAYERS])
+    ids = (said.get("eagle_config") or {}).get(LAYERS)
     if ids is None:
         return None
     if not ids or ids[0] not in (1, 2):
@@ -189,6 +223,9 @@ def _taps(said: dict[str, Any], folder: Path) -> tuple[int, ...] | None:
 def _config_of(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     said = read_config(path)
+    if isinstance(layers := said.get("transformer_layer_config"), dict):
+        # The layout of the speculators library.
+        said = layers | said
     for key, known in _KNOWN.items():
         if key in said and said[key] not in known:
             raise UserError(f"{path} says {key}: {json.dumps(said[key])}; only {json.dumps(known[-1])} can be "
@@ -219,36 +256,3 @@ def _block(said: dict[str, Any], target: Target, rope_base: float | None) -> Blo
         norm_eps=said.get("rms_norm_eps", BlockConfig.norm_eps),
         rope_base=float(rope_base or named or OFFICIAL_ROPE_BASE),
     )
-
-
-def _config(drafter: Eagle | Eagle3, target: Target) -> dict[str, Any]:
-    block = drafter.block
-    said = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-        "num_hidden_layers": drafter.num_layers,
-        "hidden_size": block.hidden_size, "intermediate_size": block.intermediate_size,
-        "num_attention_heads": block.num_heads, "num_key_value_heads": block.num_kv_heads, "head_dim": block.head_dim,
-        "rms_norm_eps": block.norm_eps, "rope_theta": block.rope_base, "vocab_size": drafter.vocab_size,
-        "max_position_embeddings": target.context_length, "tie_word_embeddings": False, "torch_dtype": "float32",
-    }
-    if isinstance(drafter, Eagle):
-        return {**said, "bias": drafter.config.bias}
-    entries = drafter.vocab_size if drafter.token_ids_Q is None else len(drafter.token_ids_Q)
-    layers = {_LAYERS: list(drafter.taps), "use_aux_hidden_state": True}
-    if drafter.hidden_size != block.hidden_size:
-        said["target_hidden_size"] = drafter.hidden_size
-    return {**said, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": entries, "eagle_config": layers,
-            _LAYERS: [tap + 1 for tap in drafter.taps], "num_aux_hidden_states": len(drafter.taps),
-            _TAPS: list(drafter.taps), **{name: getattr(drafter.config, name) for name in _NORMS}}
-
-
-def _readme(drafter: Eagle | Eagle3, target: Target) -> str:
-    layout = "In the layout of SafeAILab/EAGLE, which vLLM and SGLang read too."
-    if isinstance(drafter, Eagle3) and (drafter.config.norm_before_fc or drafter.config.norm_before_residual):
-        layout = ("In the layout of SafeAILab/EAGLE with the norms of the speculators library, which vLLM reads; the "
-                  "official code does not know them, and SGLang no `norm_before_residual`.")
-    if drafter.num_layers > 1:
-        layout = (f"Its {drafter.num_layers} layers are named as the speculators library does, which vLLM reads; "
-                  "SafeAILab/EAGLE and SGLang know one layer.")
-    return layout_readme(f"{'EAGLE-1' if isinstance(drafter, Eagle) else 'EAGLE-3'} drafter", target,
-                         f"{layout} The artifact's tree is not part of it.")

@@ -52,14 +52,6 @@ def equal_outputs(outputs: Mapping[int, Tensor]) -> bool:
     return bool(others) and 0 in outputs and all(torch.equal(outputs[0], outputs[head]) for head in others)
 
 
-def require_shapes(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Check names and shapes of all tensors that an export holds: engines ignore missing and unknown ones silently."""
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if found != expected:
-        wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-        raise ValueError(f"the export would hold wrong tensors: {', '.join(wrong[:5])}")
-
-
 def tied(blocks: Blocks, first: int) -> bool:
     """True if in every head all blocks after block `first` equal it; independent training never leaves them so."""
     pairs = [(blocks.get((head, first, part)), tensor) for (head, block, part), tensor in blocks.items()

@@ -5,14 +5,23 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+
 from ...modules import Drafter, DraftLM, Target
 from ...modules.atomic_files import write_file
 from ...modules.drafters.draft_lm import as_model
 from ...modules.owned_folders import whole_folder
 from .layout_folder import EXPORT, layout_readme, wrong_family
+from .tensor_table import Table, TensorForm, require_forms, with_table
 
+WEIGHTS = "model.safetensors"
+"""The file of weights, by the name that transformers gives it."""
 TRAINED = "draft_token_ids.json"
 """The ids of a reduced vocabulary, ascending."""
+FORMATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+"""Number formats by their names in safetensors."""
 
 
 def export_huggingface(drafter: Drafter, target: Target, out: Path) -> None:
@@ -37,9 +46,28 @@ def export_huggingface(drafter: Drafter, target: Target, out: Path) -> None:
         target.tokenizer.save_pretrained(partial)
         config = json.loads((partial / "config.json").read_text(encoding="utf-8"))
         write_file(partial / "config.json", json.dumps(config | _for_engines(config, drafter), indent=2) + "\n")
-        write_file(partial / "README.md", _readme(drafter, target))
+        table = _table(partial)
+        require_forms(_forms(partial / WEIGHTS), table)
+        write_file(partial / "README.md", with_table(_readme(drafter, target), WEIGHTS, table))
         if drafter.token_ids is not None:
             write_file(partial / TRAINED, json.dumps(drafter.token_ids.tolist()) + "\n")
+
+
+def _forms(file: Path) -> Table:
+    """The tensors of a file, which are not read."""
+    with safe_open(file, "pt") as opened:
+        slices = {name: opened.get_slice(name) for name in [*opened.keys()]}
+        return {name: TensorForm(tuple(one.get_shape()), FORMATS[one.get_dtype()]) for name, one in slices.items()}
+
+
+def _table(folder: Path) -> Table:
+    """The tensors that transformers asks of the folder by its config.json; of tied ones the embedding alone."""
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    tied = set(model._tied_weights_keys or ()) if config.tie_word_embeddings else set()
+    return {name: TensorForm(tuple(tensor.shape), config.dtype or torch.float32)
+            for name, tensor in model.state_dict().items() if name not in tied}
 
 
 def _for_engines(config: dict[str, Any], drafter: DraftLM) -> dict[str, Any]:

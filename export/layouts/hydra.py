@@ -21,6 +21,7 @@ from ..artifact import portable
 from .head_blocks import over_all_tokens, tied
 from .layout_folder import layout_readme, stored, write_layout, wrong_family
 from .safetensors_reader import check_embedding, loaded, read_config, read_tensors
+from .tensor_table import Table, TensorForm, layer_table
 
 HYDRA_FILE = "hydra_lm_head.safetensors"
 """The official code reads the same tensors from hydra_lm_head.pt."""
@@ -46,7 +47,8 @@ def export_hydra(drafter: Drafter, target: Target, out: Path) -> None:
     if not drafter.config.tie_blocks and drafter.config.num_layers > 2:
         raise UserError(f"the layout holds one block after the first, applied repeatedly; these heads have "
                         f"{drafter.config.num_layers - 1}: train with tie_blocks: true")
-    write_layout(out, HYDRA_FILE, hydra_tensors(drafter, target), _config(drafter, target), _readme(drafter, target))
+    write_layout(out, HYDRA_FILE, hydra_tensors(drafter, target), _table(drafter), _config(drafter, target),
+                 _readme(drafter, target))
 
 
 def hydra_tensors(drafter: Hydra, target: Target) -> dict[str, Tensor]:
@@ -67,6 +69,28 @@ def hydra_tensors(drafter: Hydra, target: Target) -> dict[str, Tensor]:
         tensors |= dict(zip(_UNUSED, (embedding_VD, OFFICIAL_ROPE_BASE ** (-2 * half / drafter.block.head_dim)),
                             strict=True))
     return stored(tensors)
+
+
+def _table(drafter: Hydra) -> Table:
+    """The tensors of the heads."""
+    width, tokens, config = drafter.hidden_size, drafter.vocab_size, drafter.config
+    table = {_EMBEDDING: TensorForm((tokens, width))}
+    for head in range(config.num_heads):
+        first = f"hydra_mlp.{head}.{_slot(config, 0)}"
+        forms = {"weight": (width, width * (head + 2)), "bias": (width,)}
+        table |= {f"{first}.{layer}.{part}": TensorForm(form) for layer in ("linear", "res_connection")
+                  for part, form in forms.items()}
+        for layer in range(1, config.num_layers):
+            block = f"hydra_mlp.{head}.{_slot(config, layer)}.linear"
+            table |= {f"{block}.weight": TensorForm((width, width)), f"{block}.bias": TensorForm((width,))}
+        output = f"hydra_lm_head.{head}{'.1' if config.prefix else ''}"
+        table |= {f"{output}.weight": TensorForm((tokens, width)), f"{output}.bias": TensorForm((tokens,))}
+    if drafter.block is not None:
+        table |= layer_table(f"{_PREFIX}.layers.0.", drafter.block,
+                             norms=("input_layernorm", "post_attention_layernorm"))
+        table |= {f"{_PREFIX}.norm.weight": TensorForm((width,)), _UNUSED[0]: TensorForm((tokens, width)),
+                  _UNUSED[1]: TensorForm((drafter.block.head_dim // 2,))}
+    return table
 
 
 def _slot(config: HydraConfig, layer: int) -> int:

@@ -13,6 +13,7 @@ from ...modules.drafters.kangaroo import chosen_exit
 from ...modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
 from .layout_folder import layout_readme, stored, write_layout, wrong_family
 from .safetensors_reader import loaded, read_config, read_tensors
+from .tensor_table import TensorForm, attention_table
 
 KANGAROO_FILE = "model.safetensors"
 """The official code reads the same tensors from pytorch_model.bin."""
@@ -36,7 +37,9 @@ def export_kangaroo(drafter: Drafter, target: Target, out: Path) -> None:
         raise UserError(f"the official code has heads of {block.hidden_size} / {block.num_heads} elements, this "
                         f"adapter of {block.head_dim}; it decodes with draftsmith alone")
     tensors = {name: tensor for name, tensor in drafter.state_dict().items() if name != _IDS}
-    write_layout(out, KANGAROO_FILE, stored(tensors), _config(drafter, target), _readme(drafter, target))
+    table = {**attention_table("layers.0.", block, norms=("input_layernorm",)),
+             "norm.weight": TensorForm((block.hidden_size,))}
+    write_layout(out, KANGAROO_FILE, stored(tensors), table, _config(drafter, target), _readme(drafter, target))
 
 
 def _config(drafter: Kangaroo, target: Target) -> dict[str, Any]:

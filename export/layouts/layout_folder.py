@@ -13,22 +13,34 @@ from ...modules import Drafter, Target, UserError
 from ...modules.atomic_files import write_file
 from ...modules.owned_folders import whole_folder
 from ..artifact import portable
+from .tensor_table import Table, require_table, with_table
 
 EXPORT = "export"
 """The kind of every exported folder: one export replaces another."""
 
 
-def write_layout(out: Path, file: str, tensors: dict[str, Tensor], config: Mapping[str, Any], readme: str, *,
-                 config_file: str = "config.json") -> None:
+def write_layout(out: Path, file: str, tensors: dict[str, Tensor], table: Table, config: Mapping[str, Any],
+                 readme: str, *, config_file: str = "config.json") -> None:
     """Write the weights as `file`, with their configuration and README.md, or nothing at all.
 
+    Args:
+        out: new, empty, or an earlier export.
+        file: name of the file of weights.
+        tensors: the weights.
+        table: names, shapes and number formats that the layout asks for; README.md ends with it.
+        config: content of the configuration.
+        readme: start of README.md.
+        config_file: name of the configuration.
+
     Raises:
+        ValueError: if the weights are not those of the table.
         UserError: if `out` holds other files or cannot be written.
     """
+    require_table(tensors, table)
     with whole_folder(out, EXPORT) as partial:
         save_file(tensors, partial / file, metadata={"format": "pt"})
         write_file(partial / config_file, json.dumps(config, indent=2) + "\n")
-        write_file(partial / "README.md", readme)
+        write_file(partial / "README.md", with_table(readme, file, table))
 
 
 def stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

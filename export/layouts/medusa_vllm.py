@@ -8,7 +8,6 @@ Shapes: D hidden size, V target vocabulary, Q entries of the draft vocabulary.
 """
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,9 @@ from torch import Tensor
 
 from ...modules import Drafter, Medusa, Target, UserError
 from ..artifact import portable
-from .head_blocks import medusa_blocks, require_no_bias, require_shapes
+from .head_blocks import medusa_blocks, require_no_bias
 from .layout_folder import layout_readme, stored, write_layout, wrong_family
+from .tensor_table import Table, TensorForm
 
 VLLM_FILE = "model.safetensors"
 """vLLM takes any name."""
@@ -41,9 +41,8 @@ def export_medusa_vllm(drafter: Drafter, target: Target, out: Path) -> None:
     if drafter.config.output == "copy":
         raise UserError("these heads have an output layer each, the layout has one for all of them: export --format "
                         "medusa, or train with output: one_copy or output: shared")
-    tensors = vllm_tensors(drafter, target)
-    _check(tensors, drafter)
-    write_layout(out, VLLM_FILE, tensors, _config(drafter, target), _readme(drafter, target))
+    write_layout(out, VLLM_FILE, vllm_tensors(drafter, target), _table(drafter), _config(drafter, target),
+                 _readme(drafter, target))
 
 
 def vllm_tensors(drafter: Medusa, target: Target) -> dict[str, Tensor]:
@@ -101,16 +100,17 @@ def _config(drafter: Medusa, target: Target) -> dict[str, Any]:
     return config if reduced is None else {**config, "truncated_vocab_size": reduced}
 
 
-def _check(tensors: Mapping[str, Tensor], drafter: Medusa) -> None:
-    """Check names and shapes of all tensors: vLLM ignores missing and unknown ones silently."""
+def _table(drafter: Medusa) -> Table:
+    """The tensors of the heads."""
     width, reduced = drafter.hidden_size, drafter.config.vocabulary_size
-    expected: dict[str, tuple[int, ...]] = {_OUTPUT: (reduced or drafter.vocab_size, width)}
-    expected |= {} if reduced is None else {_TOKENS: (reduced,)}
+    table = {_OUTPUT: TensorForm((reduced or drafter.vocab_size, width))}
+    if reduced is not None:
+        table[_TOKENS] = TensorForm((reduced,), torch.int64)
     for head in range(drafter.config.num_heads):
         for layer in range(drafter.config.num_layers):
-            expected[f"blocks.{head}.layers.{layer}.weight"] = (width, width)
-            expected[f"blocks.{head}.layers.{layer}.bias"] = (width,)
-    require_shapes(tensors, expected)
+            table[f"blocks.{head}.layers.{layer}.weight"] = TensorForm((width, width))
+            table[f"blocks.{head}.layers.{layer}.bias"] = TensorForm((width,))
+    return table
 
 
 def _readme(drafter: Medusa, target: Target) -> str:

@@ -12,6 +12,7 @@ from ...modules.json_records import read_object
 from ..artifact import portable
 from .layout_folder import layout_readme, stored, write_layout, wrong_family
 from .safetensors_reader import loaded, read_tensors
+from .tensor_table import TensorForm
 
 PPD_FILE, PPD_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PROMPTS = "prompt_embeddings"
@@ -28,7 +29,8 @@ def export_ppd(drafter: Drafter, target: Target, out: Path) -> None:
     """
     if not isinstance(drafter, PromptTokens):
         raise wrong_family("ppd", "prompt tokens", drafter)
-    write_layout(out, PPD_FILE, stored({_PROMPTS: drafter.prompts}), _config(drafter, target),
+    table = {_PROMPTS: TensorForm((drafter.slots.count, drafter.hidden_size))}
+    write_layout(out, PPD_FILE, stored({_PROMPTS: drafter.prompts}), table, _config(drafter, target),
                  _readme(drafter, target), config_file=PPD_CONFIG)
 
 

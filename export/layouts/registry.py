@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ...modules import Drafter, Target, UserError
 from ..artifact import Artifact
-from .eagle import export_eagle
+from .eagle import export_eagle, export_eagle_sglang
 from .huggingface import export_huggingface
 from .hydra import export_hydra
 from .kangaroo import export_kangaroo
@@ -14,6 +14,7 @@ from .medusa_vllm import export_medusa_vllm
 from .merged_target import ADAPTED_FORMATS
 from .ppd import export_ppd
 from .specdec import SPECDEC_FORMAT
+from .speculators import export_speculators
 
 
 def export_artifact(artifact: Artifact, target: Target, format_name: str, out: Path) -> Path:
@@ -37,12 +38,14 @@ def export_artifact(artifact: Artifact, target: Target, format_name: str, out: P
 
 EXPORTERS: dict[str, Callable[[Drafter, Target, Path], None]] = {
     "eagle": export_eagle,
+    "eagle-sglang": export_eagle_sglang,
     "huggingface": export_huggingface,
     "hydra": export_hydra,
     "kangaroo": export_kangaroo,
     "medusa": export_medusa,
     "medusa-vllm": export_medusa_vllm,
     "ppd": export_ppd,
+    "speculators": export_speculators,
 }
 """Writers of the formats, by name."""
 FORMATS: tuple[str, ...] = tuple(EXPORTERS)

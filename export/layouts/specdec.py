@@ -16,6 +16,7 @@ from ..acceptance_heads import StoredHead
 from ..artifact import Artifact
 from .layout_folder import layout_readme, stored, write_layout
 from .safetensors_reader import read_config, read_tensors
+from .tensor_table import Table, TensorForm
 
 SPECDEC_FORMAT = "specdec"
 """Name of the layout."""
@@ -75,8 +76,18 @@ def export_specdec(head: AcceptanceHead, out: Path, readme: str) -> Path:
     tensors: dict[str, Tensor] = {f"model.{layers}.{name}": tensor for name, tensor in head.output.state_dict().items()}
     for layer in range(layers):
         tensors |= {f"model.{layer}.{name}": tensor for name, tensor in head.blocks[0].state_dict().items()}
-    write_layout(out, HEAD_FILE, stored(tensors), {"hidden_size": head.width, "num_layers": layers}, readme)
+    config = {"hidden_size": head.width, "num_layers": layers}
+    write_layout(out, HEAD_FILE, stored(tensors), _table(head.width, layers), config, readme)
     return out
+
+
+def _table(width: int, layers: int) -> Table:
+    """The tensors of a head."""
+    table = {f"model.{layers}.weight": TensorForm((2, width)), f"model.{layers}.bias": TensorForm((2,))}
+    for layer in range(layers):
+        table |= {f"model.{layer}.linear.weight": TensorForm((width, width)),
+                  f"model.{layer}.linear.bias": TensorForm((width,))}
+    return table
 
 
 def import_specdec(folder: Path) -> AcceptanceHead:

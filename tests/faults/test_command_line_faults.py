@@ -51,8 +51,8 @@ FAULTS += [
     Fault("an artifact that is a link to itself", "generate --prompt hi --artifact a", "holds no artifact|remove",
           lambda place: (place.folder / "a").symlink_to("a")),
     Fault("an unknown format names merged too", "export --artifact gone --out o --format gguf",
-          "unknown export format 'gguf'; choose one of eagle, huggingface, hydra, kangaroo, medusa, medusa-vllm, "
-          "merged"),
+          "unknown export format 'gguf'; choose one of eagle, eagle-sglang, huggingface, hydra, kangaroo, medusa, "
+          "medusa-vllm, merged"),
     Fault("an empty format", "export --artifact {artifact} --out o --format=", "unknown export format ''; choose"),
     Fault("merged without an adapter", "export --artifact {artifact} --out o --format merged",
           "unknown export format 'merged'; choose one of .*changes its target"),

@@ -1,9 +1,7 @@
 """EAGLE drafters in the official layout: the official code's outputs, the same names after export, refused mistakes."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -178,18 +176,20 @@ def test_official_drafters_come_back_as_they_were(tmp_path: Path, name: str) -> 
     _, weights, target = official(name, tmp_path / "official")
     drafter = import_eagle(tmp_path / "official", target)
     again = load_file(written(drafter, target, tmp_path / "again") / "model.safetensors")
+    # Official checkpoints of EAGLE-3 hold no embedding: its code takes the target's.
+    stored = {key: value for key, value in weights.items() if name == "eagle1" or key != "embed_tokens.weight"}
     assert {key: (value.shape, value.dtype) for key, value in again.items()} == \
-        {key: (value.shape, value.dtype) for key, value in weights.items()}
+        {key: (value.shape, value.dtype) for key, value in stored.items()}
     assert all(torch.equal(tensor, weights[key]) for key, tensor in again.items())
     before, after = (json.loads((tmp_path / part / "config.json").read_text()) for part in ("official", "again"))
     same = before.keys() & after.keys() - {"architectures", "max_position_embeddings"}
     assert {key: after[key] for key in same} == {key: before[key] for key in same}
 
 
-def written(drafter: EagleDrafter | Medusa, target: Target, out: Path) -> Path:
+def written(drafter: EagleDrafter | Medusa, target: Target, out: Path, layout: str = "eagle") -> Path:
     artifact = Artifact(drafter=drafter, target=target, topology=Topology.chain(1), identity=target.identity,
                         provenance={})
-    return export_artifact(artifact, target, "eagle", out)
+    return export_artifact(artifact, target, layout, out)
 
 
 MADE = {
@@ -241,35 +241,48 @@ def test_the_norms_of_speculators_have_the_names_of_the_engines(tmp_path: Path, 
     assert "the official code does not know them" in (folder / "README.md").read_text()
 
 
-def as_sglang(config: dict[str, Any]) -> list[int]:
-    """The `hidden_states` that SGLang 0.5.23 gives the drafter: `eagle_config` alone, one added to each id."""
-    return [layer + 1 for layer in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
-
-
-def as_vllm(config: dict[str, Any]) -> list[int]:
-    """Those of vLLM 0.33: the ids of the top level, else those of `eagle_config`, unchanged."""
-    ids = config.get("eagle_aux_hidden_state_layer_ids")
-    return list(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] if ids is None else ids)
-
-
-def as_llama_cpp(config: dict[str, Any]) -> list[int]:
-    """Those of llama.cpp's conversion: the ids of the top level."""
-    return list(config["eagle_aux_hidden_state_layer_ids"])
-
-
-@pytest.mark.parametrize("engine", [as_sglang, as_vllm, as_llama_cpp])
-def test_every_engine_reads_the_states_that_the_drafter_was_trained_on(
-    engine: Callable[[dict[str, Any]], list[int]], tmp_path: Path, tiny_target: Target
-) -> None:
+def test_the_taps_come_back_by_the_keys_of_engines_alone(tmp_path: Path, tiny_target: Target) -> None:
     drafter = randomised(MADE["eagle3-reduced"](tiny_target))
     folder = written(drafter, tiny_target, tmp_path / "out")
     config = json.loads((folder / "config.json").read_text())
-    # hidden_states[v] is the output of layer v - 1, of the embedding for v = 0.
-    assert [place - 1 for place in engine(config)] == list(drafter.taps)
     assert config["num_aux_hidden_states"] == len(drafter.taps)
     without = {key: value for key, value in config.items() if key != "draftsmith_taps"}
     (folder / "config.json").write_text(json.dumps(without))
     assert import_eagle(folder, tiny_target).taps == drafter.taps
+
+
+def test_the_embedding_of_the_target_is_stored_where_a_reader_asks_for_it(tmp_path: Path, tiny_target: Target) -> None:
+    def names(name: str, layout: str) -> set[str]:
+        return set(load_file(written(MADE[name](tiny_target), tiny_target, tmp_path / "out", layout)
+                             / "model.safetensors"))
+
+    assert "embed_tokens.weight" in names("eagle", "eagle")
+    for name, layout in (("eagle3", "eagle"), ("eagle3", "speculators"), ("eagle", "eagle-sglang")):
+        assert "embed_tokens.weight" not in names(name, layout)
+    assert "embed_tokens.weight" in names("eagle3-wide", "speculators")
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle-reduced"])
+def test_sglang_gets_a_bias_of_zeros_for_none(tmp_path: Path, tiny_target: Target, name: str) -> None:
+    drafter = randomised(MADE[name](tiny_target))
+    assert isinstance(drafter, Eagle)
+    folder = written(drafter, tiny_target, tmp_path / "out", "eagle-sglang")
+    bias = load_file(folder / "model.safetensors")["fc.bias"]
+    assert torch.equal(bias, drafter.fc.bias.detach() if drafter.config.bias else torch.zeros(32))
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLMEagle"]
+    assert "--speculative-algorithm EAGLE " in (folder / "README.md").read_text()
+    assert import_eagle(folder, tiny_target).block == drafter.block
+
+
+def test_sglang_reads_other_drafters_in_the_format_eagle(tmp_path: Path, tiny_target: Target) -> None:
+    with pytest.raises(UserError, match="the format eagle-sglang holds EAGLE-1 drafters, this artifact is eagle3;"):
+        written(MADE["eagle3"](tiny_target), tiny_target, tmp_path / "out", "eagle-sglang")
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_readme_says_that_vllm_drops_a_bias(tmp_path: Path, tiny_target: Target, bias: bool) -> None:
+    folder = written(Eagle.create(EagleConfig(bias=bias), tiny_target), tiny_target, tmp_path / "out")
+    assert ("vLLM drops `fc.bias`" in (folder / "README.md").read_text()) == bias
 
 
 def test_several_layers_have_the_names_that_engines_read(tmp_path: Path, tiny_target: Target) -> None:
@@ -278,7 +291,12 @@ def test_several_layers_have_the_names_that_engines_read(tmp_path: Path, tiny_ta
     shapes = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
     assert not [name for name in shapes if name.startswith("midlayer")]
     assert [shapes[f"layers.{layer}.self_attn.q_proj.weight"] for layer in range(3)] == [(32, 64), (32, 32), (32, 32)]
-    assert "SafeAILab/EAGLE and SGLang know one layer" in (folder / "README.md").read_text()
+    tensors = load_file(folder / "model.safetensors")
+    for layer in (1, 2):
+        # vLLM reads the one, SGLang and TensorRT-LLM the other.
+        assert torch.equal(tensors[f"layers.{layer}.hidden_norm.weight"],
+                           tensors[f"layers.{layer}.input_layernorm.weight"])
+    assert "SafeAILab/EAGLE and llama.cpp know one layer" in (folder / "README.md").read_text()
 
 
 def test_another_width_is_written_and_checked(tmp_path: Path, tiny_target: Target) -> None:
@@ -346,7 +364,8 @@ def test_damaged_checkpoints_are_named(tmp_path: Path, tiny_target: Target) -> N
     refused("d2t and t2d in .* name different tokens", {"d2t": tensors["d2t"] + 1})
     refused("does not fit its configuration .*Unexpected key.*midlayer.self_attn.q_proj.bias",
             {"midlayer.self_attn.q_proj.bias": torch.zeros(3)})
-    refused("belong to another target", {"embed_tokens.weight": tensors["embed_tokens.weight"].roll(1, 0)})
+    refused("belong to another target",
+            {"embed_tokens.weight": tiny_target.model.get_input_embeddings().weight.detach().roll(1, 0)})
     foreign = {key: value for key, value in config.items()
                if key not in ("draftsmith_taps", "eagle_aux_hidden_state_layer_ids")}
     (folder / "config.json").write_text(json.dumps(foreign | {"eagle_config": {

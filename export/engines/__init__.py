@@ -1,0 +1,1 @@
+"""Serving engines that are started to try an export."""

@@ -1,0 +1,156 @@
+"""The files around an EAGLE drafter's weights: config.json, README.md, and the table of its tensors.
+
+Shapes: V target vocabulary, Q entries of the draft vocabulary.
+"""
+
+from typing import Any
+
+import torch
+
+from ...modules import Eagle, Eagle3, Target
+from .layout_folder import layout_readme
+from .tensor_table import Table, TensorForm, layer_table
+
+LAYERS = "eagle_aux_hidden_state_layer_ids"
+"""The tapped layers. At the top level an id counts the layers before a state (vLLM, llama.cpp, speculators):
+that of the output of layer t, from 0, is t + 1. Inside `eagle_config` it is t (SGLang, which reads no other). vLLM
+falls back to `eagle_config` and takes its ids for the other kind, so that a file needs both."""
+TAPS = "draftsmith_taps"
+"""The tapped layers by their outputs, from 0, whoever reads the file."""
+NORMS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
+"""Settings of EAGLE-3's norms, under the names that vLLM, SGLang and the speculators library read."""
+EMBEDDING = "embed_tokens.weight"
+MIDLAYER, FIRST = "midlayer.", "layers.0."
+"""Prefixes of the first layer's tensors: of the official code with one layer, of the speculators library."""
+
+
+def twin(layer: int) -> str:
+    """The name under which SGLang and TensorRT-LLM read the norm before the attention of a layer after the first."""
+    return f"layers.{layer}.hidden_norm.weight"
+
+
+def first_table(drafter: Eagle, *, sglang: bool = False) -> Table:
+    """The tensors of EAGLE-1 in the official layout.
+
+    Args:
+        sglang: as SGLang reads it: always with a bias, never with an embedding.
+    """
+    width = drafter.block.hidden_size
+    table = {"fc.weight": TensorForm((width, 2 * width)),
+             **layer_table(FIRST, drafter.block, norms=("post_attention_layernorm",))}
+    if sglang or drafter.config.bias:
+        table["fc.bias"] = TensorForm((width,))
+    return table if sglang else {**table, EMBEDDING: TensorForm((drafter.vocab_size, width))}
+
+
+def third_table(drafter: Eagle3) -> Table:
+    """The tensors of EAGLE-3 in the official layout."""
+    block, config, taps = drafter.block, drafter.config, len(drafter.taps)
+    first = MIDLAYER if drafter.num_layers == 1 else FIRST
+    ordinary = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    table = {"fc.weight": TensorForm((block.hidden_size, taps * drafter.hidden_size)),
+             "norm.weight": TensorForm((block.hidden_size,)),
+             **layer_table(first, block, norms=ordinary, read=2 * block.hidden_size)}
+    for layer in range(1, drafter.num_layers):
+        table |= layer_table(f"layers.{layer}.", block, norms=ordinary)
+    if config.fc_norm:
+        table |= {f"fc_norm.{tap}.weight": TensorForm((drafter.hidden_size,)) for tap in range(taps)}
+    if config.norm_before_fc:
+        table["input_norm.weight"] = TensorForm((taps * drafter.hidden_size,))
+    if drafter.hidden_size != block.hidden_size:
+        table[EMBEDDING] = TensorForm((drafter.vocab_size, block.hidden_size))
+    return table | vocabulary_table(drafter)
+
+
+def vocabulary_table(drafter: Eagle3) -> dict[str, TensorForm]:
+    """The output layer of EAGLE-3, and with a reduced vocabulary the offsets and marks of its tokens."""
+    ids_Q = drafter.token_ids_Q
+    if ids_Q is None:
+        return {"lm_head.weight": TensorForm((drafter.vocab_size, drafter.block.hidden_size))}
+    return {"lm_head.weight": TensorForm((len(ids_Q), drafter.block.hidden_size)),
+            "d2t": TensorForm((len(ids_Q),), torch.int64), "t2d": TensorForm((drafter.vocab_size,), torch.bool)}
+
+
+def layer_config(drafter: Eagle | Eagle3, target: Target) -> dict[str, Any]:
+    """A Llama configuration of the drafter's layers, under the names that engines read."""
+    block = drafter.block
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+        "num_hidden_layers": drafter.num_layers,
+        "hidden_size": block.hidden_size, "intermediate_size": block.intermediate_size,
+        "num_attention_heads": block.num_heads, "num_key_value_heads": block.num_kv_heads, "head_dim": block.head_dim,
+        "rms_norm_eps": block.norm_eps, "rope_theta": block.rope_base, "vocab_size": drafter.vocab_size,
+        "max_position_embeddings": target.context_length, "tie_word_embeddings": False, "torch_dtype": "float32",
+        "attention_bias": False, "mlp_bias": False,
+    }
+
+
+def eagle_config(drafter: Eagle | Eagle3, target: Target) -> dict[str, Any]:
+    """config.json of a drafter in the official layout."""
+    said = layer_config(drafter, target)
+    if isinstance(drafter, Eagle):
+        return {**said, "bias": drafter.config.bias}
+    # TensorRT-LLM looks for this norm in eagle_config alone.
+    inside = {LAYERS: list(drafter.taps), "use_aux_hidden_state": True, "norm_before_fc": drafter.config.norm_before_fc}
+    return {**said, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": entries(drafter),
+            "eagle_config": inside, **tapped(drafter), "num_aux_hidden_states": len(drafter.taps),
+            TAPS: list(drafter.taps), **{name: getattr(drafter.config, name) for name in NORMS}}
+
+
+def entries(drafter: Eagle3) -> int:
+    """Number of tokens that the drafter proposes."""
+    return drafter.vocab_size if drafter.token_ids_Q is None else len(drafter.token_ids_Q)
+
+
+def tapped(drafter: Eagle3) -> dict[str, Any]:
+    """The tapped layers as vLLM, llama.cpp and the speculators library count them; the width of their states where it
+    is not the drafter's."""
+    layers: dict[str, Any] = {LAYERS: [tap + 1 for tap in drafter.taps]}
+    wide = drafter.hidden_size
+    return layers if wide == drafter.block.hidden_size else {**layers, "target_hidden_size": wide}
+
+
+def eagle_readme(drafter: Eagle | Eagle3, target: Target, *, sglang: bool = False) -> str:
+    """README.md of a drafter in the official layout: who reads it, and the commands to serve it."""
+    paragraphs = _first_readme(drafter, sglang) if isinstance(drafter, Eagle) else _third_readme(drafter)
+    return layout_readme(f"{'EAGLE-1' if isinstance(drafter, Eagle) else 'EAGLE-3'} drafter", target, *paragraphs,
+                         "The artifact's tree is not part of it.")
+
+
+def _first_readme(drafter: Eagle, sglang: bool) -> list[str]:
+    if sglang:
+        return ["In the layout of SafeAILab/EAGLE with SGLang's name of it. It drafts a tree (EAGLE-2):",
+                "`python -m sglang.launch_server --model-path TARGET --speculative-algorithm EAGLE "
+                "--speculative-draft-model-path THIS_FOLDER --speculative-num-steps 3 --speculative-eagle-topk 4 "
+                "--speculative-num-draft-tokens 16`"]
+    lost = (" vLLM drops `fc.bias`, which this drafter was trained with: fewer of its drafts are accepted there; train "
+            "with `bias: false` for it." if drafter.config.bias else "")
+    return ["In the layout of SafeAILab/EAGLE, which vLLM reads too. It drafts a chain:",
+            "`vllm serve TARGET --speculative-config '{\"method\": \"eagle\", \"model\": \"THIS_FOLDER\", "
+            "\"num_speculative_tokens\": 3}'`",
+            f"For SGLang export with `--format eagle-sglang`.{lost}"]
+
+
+def _third_readme(drafter: Eagle3) -> list[str]:
+    config, outputs = drafter.config, list(drafter.taps)
+    layout = "In the layout of SafeAILab/EAGLE."
+    if config.norm_before_fc or config.norm_before_residual:
+        layout = ("In the layout of SafeAILab/EAGLE with the norms of the speculators library; the official code does "
+                  "not know them.")
+    if drafter.num_layers > 1:
+        layout = (f"Its {drafter.num_layers} layers are named as the speculators library does; SafeAILab/EAGLE and "
+                  "llama.cpp know one layer.")
+    if config.norm_before_residual:
+        layout += " vLLM and llama.cpp know `norm_before_residual`; SGLang and TensorRT-LLM do not, and accept less."
+    if len(outputs) == 1:
+        layout += " SGLang and TensorRT-LLM pass over `fc` where one layer is read: serve it with vLLM."
+    return [layout, "\n".join([
+        "* vLLM: `vllm serve TARGET --speculative-config '{\"method\": \"eagle3\", \"model\": \"THIS_FOLDER\", "
+        "\"num_speculative_tokens\": 3}'`",
+        "* SGLang: `python -m sglang.launch_server --model-path TARGET --speculative-algorithm EAGLE3 "
+        "--speculative-draft-model-path THIS_FOLDER --speculative-num-steps 3 --speculative-eagle-topk 1 "
+        "--speculative-num-draft-tokens 4`",
+        "* TensorRT-LLM (PyTorch backend): `speculative_config: {decoding_type: Eagle3, max_draft_len: 3, "
+        f"speculative_model: THIS_FOLDER, eagle3_layers_to_capture: {outputs}}}`",
+        f"* OpenVINO GenAI, after its own conversion: `hidden_layers_list` is {outputs}",
+    ])]

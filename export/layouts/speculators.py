@@ -1,0 +1,94 @@
+"""EAGLE-3 in the layout of the speculators library (vllm-project/speculators 0.9), which vLLM serves as a model.
+
+The tensors are those of the official layout with `layers.0` in place of `midlayer`. config.json names the target, so
+that vLLM finds it, and holds the shape of the layers as a Llama configuration of its own.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ...modules import Drafter, Eagle3, Target
+from ..artifact import portable
+from .eagle import EAGLE_FILE, renamed, third_tensors
+from .eagle_folder import FIRST, MIDLAYER, NORMS, entries, layer_config, tapped, third_table, twin
+from .layout_folder import layout_readme, write_layout, wrong_family
+from .tensor_table import Table
+
+VERSION = "0.9.0"
+"""The version of the library whose layout this is."""
+_TOKENS = 3
+"""Tokens of a draft where the server is not given a number."""
+
+
+def export_speculators(drafter: Drafter, target: Target, out: Path) -> None:
+    """Write an EAGLE-3 drafter as vLLM and the speculators library read it.
+
+    Raises:
+        UserError: if the drafter is of another family, or shares an output layer with a bias.
+    """
+    if not isinstance(drafter, Eagle3):
+        raise wrong_family("speculators", "EAGLE-3 drafters", drafter)
+    write_layout(out, EAGLE_FILE, _tensors(drafter, target), _table(drafter), _config(drafter, target),
+                 _readme(drafter, target))
+
+
+def _tensors(drafter: Eagle3, target: Target) -> dict[str, Tensor]:
+    """The drafter under the library's names, in float32 on the CPU, each tensor with memory of its own."""
+    return {renamed(name, MIDLAYER, FIRST): tensor for name, tensor in third_tensors(drafter, target).items()
+            if name not in _twins(drafter)}
+
+
+def _table(drafter: Eagle3) -> Table:
+    """The tensors of the layout."""
+    return {renamed(name, MIDLAYER, FIRST): form for name, form in third_table(drafter).items()
+            if name not in _twins(drafter)}
+
+
+def _twins(drafter: Eagle3) -> set[str]:
+    """Names that the official layout has for other engines."""
+    return {twin(layer) for layer in range(1, drafter.num_layers)}
+
+
+def _config(drafter: Eagle3, target: Target) -> dict[str, Any]:
+    # A model_type at the top level would hide the layout from vLLM.
+    rope = {"rope_type": "default", "rope_theta": drafter.block.rope_base}
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": VERSION,
+        "draft_vocab_size": entries(drafter),
+        **{name: getattr(drafter.config, name) for name in NORMS},
+        **tapped(drafter),
+        "embed_requires_grad": drafter.embed_tokens is not None,
+        "tie_word_embeddings": False,
+        # vLLM reads the number of tapped layers from the inner configuration.
+        "transformer_layer_config": {**layer_config(drafter, target), "rope_parameters": rope,
+                                     "num_aux_hidden_states": len(drafter.taps)},
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": _TOKENS, "verifier_accept_k": 1,
+                                  "accept_tolerance": 0.0}],
+            "verifier": {"name_or_path": portable(target.identity.name),
+                         "architectures": list(target.config.architectures or [])},
+        },
+    }
+
+
+def _readme(drafter: Eagle3, target: Target) -> str:
+    name = portable(target.identity.name)
+    width = drafter.block.hidden_size
+    other = "" if width == drafter.hidden_size else (
+        f" The library itself loads drafters of the target's width alone, this one is {width} wide.")
+    return layout_readme(
+        "EAGLE-3 drafter", target,
+        f"In the layout of the speculators library {VERSION}. vLLM serves it as a model and takes the target from "
+        f"`speculators_config.verifier.name_or_path` in config.json, now `{name}`, a name on the Hub or a folder."
+        f"{other}",
+        "`vllm serve THIS_FOLDER`",
+        "With another number of drafted tokens: `vllm serve TARGET --speculative-config '{\"model\": \"THIS_FOLDER\", "
+        "\"num_speculative_tokens\": 5}'`",
+        "The artifact's tree is not part of it.",
+    )

@@ -1,0 +1,205 @@
+"""Drafters that know a few greedy answers of a tiny target by heart: whoever loads one as it was trained accepts every
+draft, and any wrong name, shape, norm, offset or layer shows as a draft that is rejected.
+
+Shapes: B rows, L positions, K draft steps, Q entries of the draft vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from draftsmith.export import Artifact, export_artifact
+from draftsmith.modules import (
+    Drafter,
+    DraftLM,
+    DraftLMConfig,
+    Eagle,
+    Eagle3,
+    Eagle3Config,
+    EagleConfig,
+    Features,
+    Target,
+    Topology,
+)
+from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
+from draftsmith.modules.target.tiny_model import tiny_tokenizer
+from torch import Tensor
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM
+
+STEPS = 3
+"""Tokens of a draft."""
+PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 8, 12, 28
+"""The first token of an answer comes of the prompt's pass, six drafts of three with the target's token after each make
+25, and a seventh draft 28: no draft goes beyond the answer."""
+MASK = 3
+"""Id of the mask token, which no text contains."""
+ENTRIES = 300
+"""Tokens of a reduced vocabulary."""
+_MOST, _ENOUGH = 1500, 0.05
+"""Most optimizer steps; loss of a token at which a drafter knows it for certain."""
+
+
+def tiny_llama() -> Any:
+    """A random Llama of six layers and 1,000 tokens with a rotary base of its own, whose greedy answers vary."""
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(LlamaConfig(
+        vocab_size=1000, hidden_size=128, intermediate_size=256, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        max_position_embeddings=512, rope_parameters={"rope_type": "default", "rope_theta": 20000.0})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3)
+    return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Texts:
+    """Prompts and the target's greedy answers."""
+
+    rows: list[list[int]]
+    """Prompt and answer."""
+    features: Features
+    """The same with the target's states after all its layers; the answers are supervised."""
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """The prompts alone."""
+        return [row[:PROMPT_TOKENS] for row in self.rows]
+
+    @property
+    def answers(self) -> list[list[int]]:
+        """The answers alone."""
+        return [row[PROMPT_TOKENS:] for row in self.rows]
+
+    def token_ids(self) -> Tensor:
+        """A reduced vocabulary with every token of the answers, in an order of its own, [Q]."""
+        used = {token for answer in self.answers for token in answer}
+        order = (torch.randperm(996, generator=torch.Generator().manual_seed(1)) + 4).tolist()
+        rest = [token for token in order if token not in used]
+        return torch.tensor(sorted([*used, *rest[: ENTRIES - len(used)]]))
+
+
+@torch.no_grad()
+def texts_of(target: Target) -> Texts:
+    """Random prompts and their greedy answers, encoded with the outputs of all layers."""
+    prompts_BL = torch.randint(MASK + 1, 1000, (PROMPTS, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
+    with target.native() as model:
+        rows = model.generate(prompts_BL, attention_mask=torch.ones_like(prompts_BL), max_new_tokens=ANSWER_TOKENS,
+                              min_new_tokens=ANSWER_TOKENS, do_sample=False, eos_token_id=None).tolist()
+    if any(MASK in row for row in rows):
+        raise RuntimeError("an answer contains the mask token; choose another seed")
+    supervised = [False] * PROMPT_TOKENS + [True] * ANSWER_TOKENS
+    features = target.encode(Features.from_rows([(row, supervised) for row in rows]), tuple(range(target.num_layers)))
+    return Texts(rows=rows, features=features)
+
+
+def overfit(drafter: Drafter, texts: Texts, frozen: dict[str, float] | None = None) -> int:
+    """Train until every draft step is right at every token of the answers; returns the optimizer steps.
+
+    Args:
+        drafter: bound to the target of the texts.
+        texts: what it learns.
+        frozen: parameters that keep one value.
+
+    Raises:
+        RuntimeError: if it does not learn them.
+    """
+    parameters = dict(drafter.named_parameters())
+    with torch.no_grad():
+        for name, value in (frozen or {}).items():
+            parameters.pop(name).fill_(value).requires_grad_(False)
+    optimizer = torch.optim.AdamW([one for one in parameters.values() if one.requires_grad], lr=2e-3, weight_decay=0.0)
+    drafter.train()
+    for step in range(_MOST):
+        loss, right = _loss(drafter, texts.features)
+        if right and loss.item() < _ENOUGH:
+            drafter.eval()
+            return step
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    raise RuntimeError(f"the {drafter.family} drafter does not know its texts after {_MOST} steps")
+
+
+def _loss(drafter: Drafter, features: Features) -> tuple[Tensor, bool]:
+    """(mean loss over the draft steps, whether every guess is right)."""
+    drafts = drafter(features)
+    ids_Q = drafter.token_ids_Q
+    index_V = torch.arange(1000)
+    if ids_Q is not None:
+        index_V = torch.full((1000,), -1)
+        index_V[ids_Q] = torch.arange(len(ids_Q))
+    losses, right = [], True
+    for step, offset in enumerate(drafts.offsets[:STEPS]):
+        labels_BL, valid_BL = features.labels(offset)
+        if drafts.valid_BLK is not None:
+            valid_BL = valid_BL & drafts.valid_BLK[..., step]
+        logits = drafter.project(drafts.hidden_BLKD[:, :, step][valid_BL], step)
+        wanted = index_V[labels_BL[valid_BL]]
+        losses.append(functional.cross_entropy(logits, wanted))
+        right = right and bool((logits.argmax(-1) == wanted).all())
+    return torch.stack(losses).mean(), right
+
+
+WEAK_TOKENS = {"midlayer.input_layernorm.weight": 0.02}
+"""EAGLE-3's norm of the token, so small that it must listen to the tapped states."""
+
+
+def third(**settings: Any) -> Callable[[Target, Tensor], Drafter]:
+    """Maker of an EAGLE-3 drafter over three layers and a reduced vocabulary."""
+    config = Eagle3Config(taps=(1, 2, 4), steps=STEPS, vocabulary_size=ENTRIES, **settings)
+    return lambda target, ids_Q: Eagle3.create(config, target, ids_Q)
+
+
+def draft_model(**settings: Any) -> Callable[[Target, Tensor], Drafter]:
+    """Maker of a draft language model."""
+    return lambda target, ids_Q: DraftLM.create(DraftLMConfig(num_layers=2, **settings), target)
+
+
+def medusa(target: Target, ids_Q: Tensor) -> Drafter:
+    """Medusa heads with one output layer over a reduced vocabulary."""
+    return Medusa.create(MedusaConfig(num_heads=STEPS, num_layers=2, output="one_copy", vocabulary_size=ENTRIES),
+                         target, ids_Q)
+
+
+MAKERS: dict[str, Callable[[Target, Tensor], Drafter]] = {
+    "draft_lm": draft_model(tied=True),
+    "draft_lm, mask tokens": draft_model(depths=STEPS, mask_token_id=MASK, keep_rate=1.0, keep_least=1.0),
+    "eagle": lambda target, ids_Q: Eagle.create(EagleConfig(bias=False, steps=STEPS), target),
+    "eagle, bias": lambda target, ids_Q: Eagle.create(EagleConfig(bias=True, steps=STEPS), target),
+    "eagle3": third(),
+    "eagle3.1": third(fc_norm=True, norm_output=True),
+    "eagle3, other norms": third(norm_before_fc=True, norm_before_residual=True),
+    "eagle3, two layers": third(num_layers=2),
+    "eagle3, narrow": third(hidden_size=64, target_hidden_size=128),
+    "medusa": medusa,
+}
+"""Drafters by name: the family, and what is special about it."""
+
+
+def write_drafters(folder: Path, wanted: dict[str, list[str]], say: Callable[[str], None]) -> Texts:
+    """Write the target, and overfitted drafters in each wanted format: `folder/target` and `folder/FORMAT/NAME`.
+
+    Args:
+        folder: an empty folder.
+        wanted: formats by name of the drafter.
+        say: prints a line of progress.
+    """
+    model = tiny_llama()
+    model.save_pretrained(folder / "target")
+    target = Target(model, tiny_tokenizer(), name="target", pack=0)
+    texts = texts_of(target)
+    for name, formats in wanted.items():
+        torch.manual_seed(0)
+        drafter = MAKERS[name](target, texts.token_ids())
+        weak = {part: value for part, value in WEAK_TOKENS.items() if part in dict(drafter.named_parameters())}
+        say(f"{name}: knows its texts after {overfit(drafter, texts, weak)} optimizer steps")
+        artifact = Artifact(drafter=drafter, target=target, topology=Topology.chain(STEPS), identity=target.identity,
+                            provenance={})
+        for layout in formats:
+            export_artifact(artifact, target, layout, folder / layout / name)
+    return texts

@@ -1,0 +1,215 @@
+"""Contracts of serving engines: the parameters, keys and layers that their own loaders read of an exported folder.
+
+Each contract names all that an engine would not do as the drafter was trained: a parameter without a tensor, a tensor
+that no parameter reads, a shape, a key. Engines say little of it themselves: they start, and accept fewer drafts.
+Sources: the wheel of SGLang 0.5.23 (`srt/models/llama_eagle3.py`, `llama_eagle.py`,
+`model_runner_components/spec_aux_hidden_state.py`), TensorRT-LLM of 2026 (`_torch/models/modeling_speculative.py`),
+Text Generation Inference 3 (`layers/medusa.py`), the conversions of llama.cpp and of OpenVINO GenAI 2026.4.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+Shapes = dict[str, tuple[int, ...]]
+LAYERS = "eagle_aux_hidden_state_layer_ids"
+
+
+class Folder(NamedTuple):
+    """An exported folder."""
+
+    config: dict[str, Any]
+    shapes: Shapes
+    """Shapes of the tensors by name."""
+    dtypes: dict[str, torch.dtype]
+    files: set[str]
+
+    @classmethod
+    def read(cls, folder: Path) -> "Folder":
+        """Its configuration and tensors."""
+        tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        return cls(json.loads((folder / "config.json").read_text()),
+                   {name: tuple(tensor.shape) for name, tensor in tensors.items()},
+                   {name: tensor.dtype for name, tensor in tensors.items()}, {path.name for path in folder.iterdir()})
+
+
+def compared(found: Shapes, read: Shapes, passed_over: Iterable[str] = ()) -> list[str]:
+    """Differences between the tensors of a folder and the parameters of an engine's model."""
+    faults = [f"no tensor for {name}" for name in sorted(read.keys() - found.keys())]
+    faults += [f"nothing reads {name}" for name in sorted(found.keys() - read.keys() - set(passed_over))]
+    return faults + [f"{name} is {found[name]}, read as {read[name]}" for name in sorted(read.keys() & found.keys())
+                     if found[name] != read[name]]
+
+
+def asked(config: dict[str, Any], **wanted: Any) -> list[str]:
+    """Keys of a configuration with another value than an engine needs."""
+    return [f"{key} is {config.get(key)!r}, not {value!r}" for key, value in wanted.items() if config.get(key) != value]
+
+
+def llama_layer(config: dict[str, Any], prefix: str, norms: Iterable[str], read: int) -> Shapes:
+    """Parameters of a decoder layer whose attention reads `read` numbers."""
+    width, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    shapes: Shapes = {"self_attn.q_proj": (queries, read), "self_attn.k_proj": (keys, read),
+                      "self_attn.v_proj": (keys, read), "self_attn.o_proj": (width, queries),
+                      "mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width), "mlp.down_proj": (width, inner)}
+    shapes |= dict.fromkeys(norms, (width,))
+    return {f"{prefix}{name}.weight": shape for name, shape in shapes.items()}
+
+
+# EAGLE-3 -------------------------------------------------------------------------------------------------------------
+
+
+def third_of(config: dict[str, Any], taps: int, further: tuple[str, ...], norm_before_fc: bool) -> Shapes:
+    """Parameters of EAGLE-3 with `taps` tapped layers; `further` names the norms of the layers after the first."""
+    width, wide = config["hidden_size"], config.get("target_hidden_size", config["hidden_size"])
+    first = "midlayer." if config["num_hidden_layers"] == 1 else "layers.0."
+    ordinary = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    read = {"fc.weight": (width, taps * wide), "norm.weight": (width,),
+            "lm_head.weight": (config["draft_vocab_size"], width), **llama_layer(config, first, ordinary, 2 * width)}
+    for layer in range(1, config["num_hidden_layers"]):
+        read |= llama_layer(config, f"layers.{layer}.", (*further, "post_attention_layernorm"), width)
+    if config.get("fc_norm"):
+        read |= {f"fc_norm.{tap}.weight": (wide,) for tap in range(taps)}
+    if norm_before_fc:
+        read["input_norm.weight"] = (taps * wide,)
+    if config["draft_vocab_size"] != config["vocab_size"]:
+        read["d2t"] = (config["draft_vocab_size"],)
+    if wide != width:
+        read["embed_tokens.weight"] = (config["vocab_size"], width)
+    return read
+
+
+def unread_norms(config: dict[str, Any]) -> set[str]:
+    """Norms of further layers under the name that the engine at hand does not read."""
+    return {f"layers.{layer}.{norm}.weight" for layer in range(1, config["num_hidden_layers"])
+            for norm in ("input_layernorm", "hidden_norm")}
+
+
+def third_for_sglang(folder: Folder) -> list[str]:
+    """SGLang 0.5.23: `LlamaForCausalLMEagle3`. Further layers read `hidden_norm`; t2d is passed over."""
+    config = folder.config
+    inside = config.get("eagle_config") or {}
+    taps = config.get("num_aux_hidden_states") or len(inside.get(LAYERS) or [0] * 3)
+    faults = asked(config, architectures=["LlamaForCausalLMEagle3"], tie_word_embeddings=False)
+    faults += [f"no {key}" for key in ("draft_vocab_size",) if key not in config]
+    faults += asked(config, norm_before_residual=False) if config.get("norm_before_residual") else []
+    if taps == 1 and "target_hidden_size" not in config:
+        faults.append("fc is passed over, since its input is as wide as the embedding")
+    if len(inside.get(LAYERS) or []) != taps:
+        faults.append(f"eagle_config names other than {taps} layers")
+    read = third_of(config, taps, ("hidden_norm",), bool(inside.get("norm_before_fc", config.get("norm_before_fc"))))
+    return faults + compared(folder.shapes, read, {"t2d", *unread_norms(config)})
+
+
+def third_for_tensorrt(folder: Folder) -> list[str]:
+    """TensorRT-LLM: `EAGLE3LlamaForCausalLM`, which it makes of any name with Eagle3 in it. The layers come from the
+    command line; `norm_before_fc` from `eagle_config` alone; d2t is read as it comes."""
+    config = folder.config
+    taps = len(config["draftsmith_taps"])
+    faults = [f"no {key}" for key in ("draft_vocab_size", "attention_bias", "torch_dtype") if key not in config]
+    faults += [] if "Eagle3" in config["architectures"][0] else ["no EAGLE-3 by its architecture"]
+    faults += asked(config, norm_before_residual=False) if config.get("norm_before_residual") else []
+    faults += ["no fc with a single layer"] if taps == 1 else []
+    read = third_of(config, taps, ("hidden_norm",), bool(config["eagle_config"].get("norm_before_fc")))
+    return faults + compared(folder.shapes, read, {"t2d", *unread_norms(config)})
+
+
+def third_for_llama_cpp(folder: Folder) -> list[str]:
+    """llama.cpp's conversion: one layer, exactly three tapped ones, no norm of its own for each."""
+    config = folder.config
+    faults = asked(config, num_hidden_layers=1)
+    faults += [f"{len(config.get(LAYERS) or [])} tapped layers, not 3"] if len(config.get(LAYERS) or []) != 3 else []
+    faults += ["fc_norm is unknown"] if config.get("fc_norm") else []
+    read = third_of(config, 3, (), bool(config.get("norm_before_fc")))
+    return faults + compared(folder.shapes, read, {"t2d"})
+
+
+def third_for_openvino(folder: Folder) -> list[str]:
+    """The conversion of OpenVINO GenAI: `midlayer`, an output layer, exactly three tapped ones, plain norms."""
+    config = folder.config
+    faults = asked(config, num_hidden_layers=1, norm_before_residual=False, norm_before_fc=False, fc_norm=False,
+                   norm_output=False)
+    faults += ["no midlayer"] if not any(name.startswith("midlayer.") for name in folder.shapes) else []
+    return faults + compared(folder.shapes, third_of(config, 3, (), False), {"t2d"})
+
+
+# EAGLE-1, Medusa, draft models ---------------------------------------------------------------------------------------
+
+
+def first_for_sglang(folder: Folder) -> list[str]:
+    """SGLang 0.5.23: `LlamaForCausalLMEagle`, whose fc has a bias that is random where the file has none."""
+    config, width = folder.config, folder.config["hidden_size"]
+    read = {"fc.weight": (width, 2 * width), "fc.bias": (width,),
+            **llama_layer(config, "layers.0.", ("post_attention_layernorm",), width)}
+    return asked(config, architectures=["LlamaForCausalLMEagle"], num_hidden_layers=1, tie_word_embeddings=False) + \
+        compared(folder.shapes, read, {"embed_tokens.weight"})
+
+
+def medusa_for_tgi(folder: Folder) -> list[str]:
+    """Text Generation Inference 3: `MedusaHeadV1`, which it takes for one by the lack of `architectures`."""
+    config, faults = folder.config, []
+    faults += [] if "medusa_lm_head.safetensors" in folder.files else ["no medusa_lm_head.safetensors"]
+    faults += ["architectures is there"] if "architectures" in config else []
+    layers, width = config["medusa_num_layers"], config["hidden_size"]
+    read: Shapes = {}
+    for head in range(config["medusa_num_heads"]):
+        read |= {f"{head}.{layer}.linear.weight": (width, width) for layer in range(layers)}
+        read |= {f"{head}.{layer}.linear.bias": (width,) for layer in range(layers)}
+        read[f"{head}.{layers}.weight"] = (config["vocab_size"], width)
+    return faults + compared(folder.shapes, read)
+
+
+def draft_model(folder: Folder) -> list[str]:
+    """SGLang's STANDALONE and TensorRT-LLM's DraftTarget: an ordinary model, by the names of transformers."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**folder.config))
+    tied = set(model._tied_weights_keys or ()) if folder.config.get("tie_word_embeddings") else set()
+    read = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
+    faults = [f"no {name}" for name in ("tokenizer.json", "tokenizer_config.json") if name not in folder.files]
+    return faults + compared(folder.shapes, read)
+
+
+def mask_drafts(folder: Folder) -> list[str]:
+    """TensorRT-LLM's PARD: the same, with the id of the mask token, for which it would take one past the vocabulary."""
+    token = folder.config.get("pard_token")
+    known = isinstance(token, int) and 0 <= token < folder.config["vocab_size"]
+    return draft_model(folder) + ([] if known else [f"pard_token is {token!r}"])
+
+
+CONTRACTS: dict[tuple[str, str, str], Callable[[Folder], list[str]]] = {
+    ("eagle3", "eagle", "SGLang 0.5.23"): third_for_sglang,
+    ("eagle3", "eagle", "TensorRT-LLM"): third_for_tensorrt,
+    ("eagle3", "eagle", "llama.cpp"): third_for_llama_cpp,
+    ("eagle3", "eagle", "OpenVINO GenAI 2026.4"): third_for_openvino,
+    ("eagle", "eagle-sglang", "SGLang 0.5.23"): first_for_sglang,
+    ("medusa", "medusa", "TGI 3"): medusa_for_tgi,
+    ("draft_lm", "huggingface", "SGLang 0.5.23"): draft_model,
+    ("draft_lm", "huggingface", "TensorRT-LLM"): draft_model,
+    ("draft_lm, mask tokens", "huggingface", "TensorRT-LLM"): mask_drafts,
+}
+"""Contracts by family, format and engine."""
+
+
+# Tapped layers -------------------------------------------------------------------------------------------------------
+
+
+def states_of_sglang(config: dict[str, Any]) -> list[int]:
+    """The `hidden_states` that SGLang gives the drafter: the ids of `eagle_config` alone, one added to each."""
+    return [layer + 1 for layer in config["eagle_config"][LAYERS]]
+
+
+def states_of_vllm(config: dict[str, Any]) -> list[int]:
+    """Those of vLLM 0.32 and 0.33: the ids of the top level, else those of `eagle_config`, unchanged; sorted."""
+    ids = config.get(LAYERS) or config["eagle_config"][LAYERS]
+    return sorted(set(ids))
+
+
+def states_of_llama_cpp(config: dict[str, Any]) -> list[int]:
+    """Those of llama.cpp's conversion: the ids of the top level."""
+    return list(config[LAYERS])
