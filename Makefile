@@ -30,8 +30,8 @@ export PYTHONUNBUFFERED := 1
 export PYTHONSAFEPATH := 1
 PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
-# Environment of vLLM, whose versions the main one must not share; SERVING_VENV=/path names one that exists. Where no index
-# of pip holds torch's CPU builds: SERVING_PIP='--extra-index-url https://download.pytorch.org/whl/cpu'.
+# Environment of vLLM, whose versions the main one must not share; SERVING_VENV=/path names one that exists. SERVING_PIP
+# gives pip more options, such as an index that holds torch's CPU builds.
 SERVING_VENV ?= .venv-serving
 SERVING_STAMP := $(if $(filter .venv-serving,$(SERVING_VENV)),.venv-serving/.installed)
 SERVING_PIP ?=

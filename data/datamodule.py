@@ -46,7 +46,8 @@ class BatchConfig:
     """GiB on disk for stored states, with `mixed`. Shards are stored in their order, each whole."""
     loops: LoopUse = "cut"
     """What becomes of answers that repeat a phrase up to their end. cut: the repetitions are left out of training, and
-    of the validation that chooses checkpoints; drop: training leaves the whole row out; keep: nothing is left out."""
+    of the validation that chooses checkpoints and sizes trees; drop: training leaves the whole row out too; keep:
+    nothing is left out."""
     own_prompts: bool = False
     """Learn the tokens of prompts too, where the target has written them (prompts.origin own)."""
 

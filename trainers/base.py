@@ -103,7 +103,7 @@ class TrainConfig:
     """Lightning's name of the distribution strategy: auto, ddp."""
     seed: int = 0
     """Seed of all random numbers of training."""
-    vocabulary_positions: int = 40_000
+    vocabulary_positions: int = 0
     """Labels, spread over the training text, at which the target's probabilities are summed to choose a reduced draft
     vocabulary, besides the counts of all labels; where no states are stored, the target reads at most 20,000 tokens for
     it. 0 counts alone."""

@@ -88,7 +88,8 @@ def test_a_draft_vocabulary_is_chosen_once_and_its_coverage_reported(
     tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = Path(shutil.copytree(tiny_run / "data", tmp_path / "data"))
-    words = ["--config", str(TINY), "--data", str(data), "--drafter.vocabulary_size", "40", "--train.max_steps", "2"]
+    words = ["--config", str(TINY), "--data", str(data), "--drafter.vocabulary_size", "40", "--train.max_steps", "2",
+             "--train.vocabulary_positions", "40000"]
     assert main(["run", *words, "--out", str(tmp_path / "one"), "--evaluate.limit", "1"]) == 0
     said = re.search(r"draft vocabulary of 40 tokens: ([\d.]+)% of the tokens of held-out answers",
                      capsys.readouterr().out)
