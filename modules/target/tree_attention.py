@@ -77,7 +77,7 @@ def tree_attention(
         mask = mask.to(query.dtype)
     if softcap is not None:
         out = _soft_capped(query, key, value, mask, scaling, softcap)
-    elif mask is not None and _pays_to_fold(query, key):
+    elif mask is not None and mask.shape[1] == 1 and _pays_to_fold(query, key):
         out = _folded(query, key, value, mask, scaling)
     else:
         out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, is_causal=mask is None and

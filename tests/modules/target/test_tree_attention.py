@@ -12,17 +12,21 @@ def by_hand(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scaling:
     heads = []
     for head in range(query.shape[1]):
         scores = query[:, head].double() @ key[:, head // group].double().mT * scaling
-        heads.append(scores.masked_fill(~visible[:, 0], -torch.inf).softmax(-1) @ value[:, head // group].double())
+        scores = scores.masked_fill(~visible[:, head % visible.shape[1]], -torch.inf)
+        heads.append(scores.softmax(-1) @ value[:, head // group].double())
     return torch.stack(heads, dim=2)
 
 
+@pytest.mark.parametrize("masks", [1, 6], ids=["one mask", "a mask for each head"])
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_each_group_of_heads_attends_with_its_own_key_under_its_rows_mask(dtype: torch.dtype, queries: int) -> None:
+def test_each_group_of_heads_attends_with_its_own_key_under_its_rows_mask(
+    dtype: torch.dtype, queries: int, masks: int
+) -> None:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(shape, generator=generator).to(dtype)
                          for shape in ((3, 6, queries, 8), (3, 2, 11, 8), (3, 2, 11, 8)))
-    visible = torch.rand((3, 1, queries, 11), generator=generator) < 0.5
+    visible = torch.rand((3, masks, queries, 11), generator=generator) < 0.5
     visible[..., 0] = True
 
     out, _ = tree_attention(nn.Identity(), query, key, value, additive(visible, dtype), scaling=0.3)
