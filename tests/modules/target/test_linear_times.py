@@ -91,7 +91,7 @@ def test_the_fastest_round_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bfloat16_is_taken_where_it_pays(half: tuple[tuple[float, ...], tuple[float, ...]], expected: torch.dtype,
                                          monkeypatch: pytest.MonkeyPatch) -> None:
     found = {torch.float32: times(*AVX2), torch.bfloat16: times(*half, "bfloat16")}
-    monkeypatch.setattr(linear_times, "measure_linears", lambda _model, _dtypes: found)
+    monkeypatch.setattr(linear_times, "measure_linears", lambda _model, _dtypes, **_given: found)
     monkeypatch.setattr(linear_times, "worth_measuring", lambda _model: True)
     monkeypatch.setattr(linear_times, "has_packed_product", lambda _dtype: True)
     assert fastest_dtype(nn.Linear(4, 4)) == expected
