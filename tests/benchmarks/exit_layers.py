@@ -128,8 +128,16 @@ def main() -> None:
     parser.add_argument("--train-steps", type=int, default=0, help="optimizer steps of a short training; 0 for none")
     parser.add_argument("--best", type=int, default=2, help="exits that are trained")
     options = parser.parse_args()
+    numbers = options.exits.split(",")
+    if not all(number.isdecimal() and int(number) for number in numbers):
+        parser.error(f"--exits must be whole numbers of at least 1 with commas between them, got {options.exits!r}")
+    if min(options.repeats, options.answers - 1, options.tokens) < 1:
+        parser.error("--repeats and --tokens must be at least 1, --answers at least 2, half of which are held out, got "
+                     f"{options.repeats}, {options.tokens} and {options.answers}")
     target = load_target(TargetConfig(name=options.target, device="cpu", dtype="float32"))
-    exits = [int(number) for number in options.exits.split(",") if int(number) < target.num_layers]
+    exits = [int(number) for number in numbers if int(number) < target.num_layers]
+    if not exits:
+        parser.error(f"no exit of {options.exits} lies below the {target.num_layers} layers of {options.target}")
     print(f"{options.target}, context {options.context}, {torch.get_num_threads()} threads, chain of {CHAIN}\n")
     print("| exit layer | drafting ms | pass, all handed over ms | all but one ms | none ms | saved |")
     print("|---|---|---|---|---|---|")
