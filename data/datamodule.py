@@ -45,7 +45,7 @@ class BatchConfig:
     store_gib: float | None = None
     """GiB on disk for stored states, with `mixed`. Shards are stored in their order, each whole."""
     loops: LoopUse = "cut"
-    """What becomes of answers that repeat a phrase up to their end. cut: the repetitions are left out of training, and
+    """Use of answers that repeat a phrase up to their end. cut: the repetitions are left out of training, and
     of the validation that chooses checkpoints and sizes trees; drop: training leaves the whole row out too; keep:
     nothing is left out."""
     own_prompts: bool = False
@@ -123,8 +123,8 @@ class Split:
         for number, (shard, learned_T) in enumerate(zip(self.shards, self.learned, strict=True)):
             for row in range(shard.num_rows):
                 start, stop = shard.span(row)
-                places = learned_T[start:stop].nonzero()[:, 0].tolist()
-                stop = start + places[-1] + 1 if places else start
+                places_N = learned_T[start:stop].nonzero()[:, 0]
+                stop = start + int(places_N[-1]) + 1 if len(places_N) else start
                 stop = stop if self.all_stored else min(stop, start + length)
                 cuts = (Window(number, at, min(stop, at + length), at - start) for at in range(start, stop, length))
                 found += [cut for cut in cuts if bool(learned_T[cut.start : cut.stop].any())]

@@ -21,7 +21,6 @@ from .chat import ChatTemplate
 from .distill_config import DistillConfig, check_recipe, describe_recipe, package_versions
 from .feature_store import WantedStates
 from .held_out import prompt_lines, read_held_out
-from .learned_tokens import LoopCount, count_loops
 from .progress import Progress
 from .prompts import Prompt, PromptConfig, ReadPrompts, Source
 from .self_prompting import OwnPrompts
@@ -130,7 +129,6 @@ class Distillation:
         )
         self.seen: set[int] = set()
         self.before: dict[str, float] = {}
-        self.loops = LoopCount(answers=0, tokens=0)
         self.started = time.monotonic()
 
     def run(self) -> Manifest:
@@ -336,8 +334,6 @@ class Distillation:
             repetitive=sum(one.repetitive for one in conversations),
         )
         write_bytes(self.out / record.file, data)
-        if split == "train":
-            self.loops += count_loops([shard])
         states = [one.states_of(row) for one in conversations for row in one.rows]
         self.states.write(self._tokens(), record, shard, states)
         self.manifest = replace(self.manifest, shards=(*self.manifest.shards, record))
@@ -402,8 +398,6 @@ class Distillation:
             total = sums[f"{part}_total_slots"]
             sums[f"{part}_busy_share"] = sums[f"{part}_busy_slots"] / total if total else 1.0
         states = self.before.get("states_seconds", 0.0) + self.states.seconds
-        for name, count in (("looping_answers", self.loops.answers), ("looping_tokens", self.loops.tokens)):
-            sums[name] = self.before.get(name, 0.0) + count
         return {**sums, "states_seconds": states, "seconds": self._seconds()}
 
     def _write_stats(self) -> None:

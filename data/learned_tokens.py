@@ -15,7 +15,7 @@ from .loops import loops
 from .token_store import Manifest, TokenShard
 
 LoopUse = Literal["keep", "cut", "drop"]
-"""What becomes of answers that end in loops."""
+"""Uses of answers that end in loops."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +74,6 @@ class LoopCount:
     """Answers that end in a loop."""
     tokens: int
     """Their repeated tokens."""
-
-    def __add__(self, other: "LoopCount") -> "LoopCount":
-        """Both together."""
-        return LoopCount(answers=self.answers + other.answers, tokens=self.tokens + other.tokens)
 
 
 def count_loops(shards: Sequence[TokenShard]) -> LoopCount:

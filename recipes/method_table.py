@@ -28,11 +28,20 @@ def with_table(text: str) -> str:
     Raises:
         UserError: if a marker is missing.
     """
-    before, first, rest = text.partition(MARKERS[0])
-    _, last, after = rest.partition(MARKERS[1])
+    return filled(text, MARKERS, method_table(cards()))
+
+
+def filled(text: str, markers: tuple[str, str], content: str) -> str:
+    """A README with generated content between two lines.
+
+    Raises:
+        UserError: if a line is missing.
+    """
+    before, first, rest = text.partition(markers[0])
+    _, last, after = rest.partition(markers[1])
     if not (first and last):
-        raise UserError(f"the table of methods needs the lines {MARKERS[0]} and {MARKERS[1]}; add them")
-    return f"{before}{first}\n{method_table(cards())}\n{last}{after}"
+        raise UserError(f"generated tables need the lines {markers[0]} and {markers[1]}; add them")
+    return f"{before}{first}\n{content}\n{last}{after}"
 
 
 if __name__ == "__main__":

@@ -81,7 +81,8 @@ class Workspace:
         config = self.recipe.distill
         if config.train_dtype != FASTEST:
             return config
-        if self.target.device.type != "cpu":
+        decodes = self.recipe.prompts.origin == "own" or "target" in config.shares
+        if self.target.device.type != "cpu" or not decodes:
             return replace(config, train_dtype="own")
         answering = f"answering {config.slots} prompts at once"
         return replace(config, train_dtype=self._measured("train_dtype", answering, config.slots))

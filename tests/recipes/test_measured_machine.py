@@ -11,6 +11,7 @@ from draftsmith.modules.target import linear_forms, packed_linear, self_check
 from draftsmith.modules.target.linear_times import TOKENS, LinearTimes
 from draftsmith.recipes import workspace
 from draftsmith.recipes.__main__ import main
+from draftsmith.recipes.pipeline import COMMANDS
 
 TINY = Path(__file__).resolve().parents[2] / "recipes" / "tiny.yaml"
 PLAIN_PAYS = LinearTimes(dtype="float32", tokens=TOKENS, plain=(1.0,) * 6, packed=(2.0,) * 6)
@@ -91,3 +92,15 @@ def test_a_measured_format_for_train_prompts_is_kept_and_used_for_them_alone(
     assert json.loads(manifest)["recipe"]["distill"]["train_dtype"] == "bfloat16"
     assert json.loads((tmp_path / "machine.json").read_text()) == {"train_dtype": "bfloat16"}
     assert capsys.readouterr().out.count("answering 64 prompts at once was measured to be fastest in bfloat16") == 1
+
+
+def test_no_format_is_measured_for_given_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workspace, "fastest_format", None)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
+    parsed = COMMANDS["run"].parse([
+        "--config", str(TINY), "--out", str(tmp_path / "run"), "--distill.train_dtype", "fastest",
+        "--distill.answered_by", "text", "--prompts.origin", "file", "--prompts.path", str(file)])
+    here = workspace.Workspace(parsed.values, parsed.settings)
+    assert here.distill_config.train_dtype == "own"
+    assert here.train_target() is None

@@ -31,5 +31,5 @@ def test_only_a_family_without_a_format_refuses_to_be_exported() -> None:
 
 
 def test_a_readme_without_markers_is_refused() -> None:
-    with pytest.raises(UserError, match=f"needs the lines {MARKERS[0]}"):
+    with pytest.raises(UserError, match=f"need the lines {MARKERS[0]}"):
         with_table("# A project\n")

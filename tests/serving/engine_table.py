@@ -8,8 +8,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from draftsmith.modules import DRAFTERS, Drafter, UserError
+from draftsmith.modules import DRAFTERS, Drafter
 from draftsmith.modules.atomic_files import write_file
+from draftsmith.recipes.method_table import filled
 from support.engine_contracts import CONTRACTS
 
 FIGURES = Path(__file__).with_name("figures.json")
@@ -78,11 +79,7 @@ def with_tables(text: str, outcomes: list[dict[str, Any]]) -> str:
     Raises:
         UserError: if a marker is missing.
     """
-    before, first, rest = text.partition(MARKERS[0])
-    _, last, after = rest.partition(MARKERS[1])
-    if not (first and last):
-        raise UserError(f"the tables of engines need the lines {MARKERS[0]} and {MARKERS[1]}; add them")
-    return f"{before}{first}\n{engine_table(outcomes)}\n\n{acceptance_table(outcomes)}\n{last}{after}"
+    return filled(text, MARKERS, f"{engine_table(outcomes)}\n\n{acceptance_table(outcomes)}")
 
 
 def record(outcomes: list[dict[str, Any]]) -> None:
