@@ -17,7 +17,7 @@ from ..modules import Target, UserError, load_target
 from ..modules.atomic_files import write_file
 from ..modules.json_records import read_record
 from ..modules.target.hf_folder import folder_digest
-from ..modules.target.loading import FASTEST, fastest_format, sketch_target
+from ..modules.target.loading import FASTEST, fastest_format, load_in_format, sketch_target
 from ..trainers import DraftModule
 from ..trainers.fitting import require_devices
 from .dry_run import dry_run
@@ -92,8 +92,8 @@ class Workspace:
         wanted = self.distill_config.train_dtype
         if wanted == "own" or self.target.dtype is getattr(torch, wanted):
             return None
-        say(f"     loading it in {wanted} too, to answer train prompts")
-        return load_target(replace(self.recipe.target, dtype=wanted))
+        say(f"     casting it to {wanted}, to answer train prompts")
+        return load_in_format(self.recipe.target, self.target, getattr(torch, wanted))
 
     def _measured(self, name: Literal["dtype", "train_dtype"], work: str, rows: int | None = None) -> Any:
         """The number format that the run's folder keeps under this name, measured where there is none."""

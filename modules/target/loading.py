@@ -4,16 +4,18 @@ import importlib.util
 import logging
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from ..bounded_reading import read_bounded_text
 from ..errors import UserError
 from .claimed_sizes import check_claims, check_layers, check_parameters, stored_bytes
+from .gguf_reading import gguf_config, parsed_once
 from .linear_forms import Pack
 from .linear_times import fastest_dtype
 from .model import Target
@@ -79,6 +81,41 @@ def load_target(config: TargetConfig) -> Target:
     return Target(model.to(device), tokenizer, name=config.name, pack=config.pack)
 
 
+def load_in_format(config: TargetConfig, loaded: Target, dtype: torch.dtype) -> Target:
+    """Load a target once more in another number format: its weights are cast, and read again only where a model keeps
+    some of them in a format of their own.
+
+    Args:
+        config: the settings that `loaded` was loaded with.
+        loaded: the target in its own format, which stays as it is.
+        dtype: the wanted format, no more precise than that of `loaded`.
+
+    Raises:
+        UserError: as `load_target` does.
+    """
+    model = loaded.copy_model()
+    if not _has_one_format(model):
+        return load_target(replace(config, dtype=str(dtype).removeprefix("torch.")))
+    cast: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if weight not in cast:
+                cast[weight] = nn.Parameter(weight.to(dtype), requires_grad=False)
+            setattr(module, name, cast[weight])
+    model.config.dtype = dtype
+    return Target(model, loaded.tokenizer, name=config.name, pack=config.pack)
+
+
+def _has_one_format(model: Any) -> bool:
+    """True for a model whose weights all have one number format, whatever that is, and which saves no other values."""
+    kept = any(getattr(module, name, None) for module in model.modules()
+               for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"))
+    values = [value for value in model.state_dict().values() if value.is_floating_point()]
+    parameters = list(model.parameters())
+    saved = {value.data_ptr() for value in values} <= {weight.data_ptr() for weight in parameters}
+    return saved and not kept and {weight.dtype for weight in parameters} == {model.dtype}
+
+
 def sketch_target(config: TargetConfig) -> Target:
     """The target's shape without its weights, on torch's meta device: for planning, not for running. Reads a config.
 
@@ -131,7 +168,9 @@ def _shape_and_sketch(config: TargetConfig, source: str, options: dict[str, Any]
         revision = {key: value for key, value in options.items() if key == "revision"}
         fields, _ = PreTrainedConfig.get_config_dict(source, **revision)
         check_claims(fields, name)
-    shape = AutoConfig.from_pretrained(source, **options)
+        shape = AutoConfig.from_pretrained(source, **options)
+    else:
+        shape = gguf_config(folder / options["gguf_file"])
     check_claims(shape.to_dict(), name)
     if "gguf_file" in options:
         stored = (folder / options["gguf_file"]).stat().st_size
@@ -158,7 +197,7 @@ def _read(config: TargetConfig, dtype: torch.dtype) -> tuple[Any, Any]:
     source, options = _source(config)
     # Its warning that float32 is faster is about weights that stay quantised, and these are dequantised on reading.
     logging.getLogger("transformers.quantizers.quantizer_gguf").setLevel(logging.ERROR)
-    with _one_sentence(config):
+    with _one_sentence(config), parsed_once() if "gguf_file" in options else nullcontext():
         shape, _ = _shape_and_sketch(config, source, options, dtype)
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         model = AutoModelForCausalLM.from_pretrained(source, config=shape, dtype=dtype, **options)

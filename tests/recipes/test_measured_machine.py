@@ -9,6 +9,7 @@ import torch
 from draftsmith.modules import load_target
 from draftsmith.modules.target import linear_forms, packed_linear, self_check
 from draftsmith.modules.target.linear_times import TOKENS, LinearTimes
+from draftsmith.modules.target.loading import load_in_format
 from draftsmith.recipes import workspace
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.pipeline import COMMANDS
@@ -78,16 +79,19 @@ def test_a_measured_format_for_train_prompts_is_kept_and_used_for_them_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     formats = iter(("bfloat16", "float32"))
-    measured, loaded = [], []
+    measured, loaded, cast = [], [], []
     monkeypatch.setattr(workspace, "fastest_format", lambda _config, rows: measured.append(rows) or next(formats))
     monkeypatch.setattr(workspace, "load_target", lambda config: loaded.append(config.dtype) or load_target(config))
+    monkeypatch.setattr(workspace, "load_in_format",
+                        lambda *given: cast.append(given[2]) or load_in_format(*given))
     words = ["--config", str(TINY), "--out", str(tmp_path), "--distill.train_dtype", "fastest"]
     assert main(["distill", *words]) == 0
     manifest = (tmp_path / "data" / "manifest.json").read_bytes()
     (tmp_path / "stages.json").unlink()
     assert main(["distill", *words]) == 0
     assert measured == [64]
-    assert loaded == ["auto", "bfloat16"] * 2
+    assert loaded == ["auto"] * 2
+    assert cast == [torch.bfloat16] * 2
     assert (tmp_path / "data" / "manifest.json").read_bytes() == manifest
     assert json.loads(manifest)["recipe"]["distill"]["train_dtype"] == "bfloat16"
     assert json.loads((tmp_path / "machine.json").read_text()) == {"train_dtype": "bfloat16"}
