@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 Interval = tuple[float, float]
 """Lower and upper end."""
 Draws = NDArray[np.intp]
+Counts = NDArray[np.int_]
 Floats = NDArray[np.float64]
 RESAMPLES = 1000
 CONFIDENCE = 0.95

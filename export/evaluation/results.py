@@ -1,6 +1,6 @@
 """Results of an evaluation: records of single answers and timings, their summary by group, and the JSON."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from ...modules import NONE, ConfidenceCurve, repeats_itself
 from ...modules.tuning.draft_model_sizing import memory_bound_speedup
-from .bootstrap import Draws, Floats, Interval, interval
+from .bootstrap import Counts, Draws, Floats, Interval, draws, interval
 from .measured_heads import MeasuredHead
 from .sample_records import SampleAnswer
 from .uniformity import Distribution, distribution_of
@@ -66,6 +66,8 @@ class Timing:
     """Tokens per second of this project's loop without drafts."""
     generate: float
     """Tokens per second of transformers' `generate`."""
+    efficiency: float
+    """Tokens per target pass of the drafted run, the prompts' passes included."""
     seconds: float
     """Seconds of the drafted run."""
     draft_seconds: float
@@ -121,9 +123,11 @@ class Measures:
     acceptance_by_position: tuple[float, ...]
     """Share of passes whose k-th drafted token was accepted (with all before it); accepted_length is 1 + their sum."""
     tokens_per_second: float | None
-    """Drafted decoding, median over timed groups of questions; None when none was timed."""
+    """Drafted decoding: the target passes per second, median over timed groups of questions, times `block_efficiency`.
+    Seconds of a pass hardly differ between prompts, tokens of a pass do, and those are known of all prompts: a few
+    timed ones are enough. None when none was timed."""
     tokens_per_second_interval: Interval | None
-    """95 % bootstrap interval over them; None with fewer than two."""
+    """95 % bootstrap interval over timed groups and questions; None with fewer than two timed groups."""
     plain_tokens_per_second: float | None
     """This project's loop without drafts."""
     generate_tokens_per_second: float | None
@@ -131,7 +135,7 @@ class Measures:
     speedup: float | None
     """tokens_per_second over the faster of the two baselines."""
     speedup_interval: Interval | None
-    """95 % bootstrap interval; the three speeds of a group are drawn together."""
+    """95 % bootstrap interval over timed groups, whose three speeds are drawn together, and questions."""
     draft_time_share: float | None
     """Share of the drafted run's seconds spent on drafting."""
     repetition_rate: float
@@ -274,7 +278,7 @@ class EvaluationRun:
 
 def summarise(answers: Sequence[Answer], timings: Sequence[Timing], *, draft_share: float = 0.0,
               seed: int = 0, rounding: float = 0.0) -> Measures:
-    """Reduce records to measures: acceptance as ratios of sums, speeds as medians over timed groups.
+    """Reduce records to measures: acceptance as ratios of sums, speeds by medians over timed groups.
 
     Args:
         draft_share: bytes of weights that drafting reads for each byte of the target.
@@ -295,7 +299,7 @@ def summarise(answers: Sequence[Answer], timings: Sequence[Timing], *, draft_sha
         block_efficiency=efficiency,
         memory_bound_speedup=memory_bound_speedup(efficiency, draft_share),
         acceptance_by_position=acceptance_by_position(emitted),
-        **_speeds(timings, seed),
+        **_speeds(timings, answers, seed),
         draft_time_share=sum(timing.draft_seconds for timing in timings) / seconds if seconds else None,
         repetition_rate=sum(repeats_itself(answer.tokens) for answer in answers) / max(1, len(answers)),
         truncation_rate=sum(answer.truncated for answer in answers) / max(1, len(answers)),
@@ -308,37 +312,57 @@ def summarise(answers: Sequence[Answer], timings: Sequence[Timing], *, draft_sha
 
 def _length_interval(answers: Sequence[Answer], seed: int) -> Interval | None:
     """Interval of the accepted length: questions are drawn, each with all its turns."""
-    emitted: dict[int, int] = {}
-    passes: dict[int, int] = {}
+    emitted_Q, passes_Q = _by_question(answers, lambda one: (sum(one.emitted), len(one.emitted)))
+
+    def length(drawn_RQ: Draws) -> Floats:
+        return np.asarray(emitted_Q[drawn_RQ].sum(1) / np.maximum(1, passes_Q[drawn_RQ].sum(1)))
+
+    return interval(len(emitted_Q), length, seed)
+
+
+def _by_question(answers: Sequence[Answer], counts: Callable[[Answer], tuple[int, int]]) -> tuple[Counts, Counts]:
+    """Two counts of an answer, each summed over the turns of a question, [Q]."""
+    sums: dict[int, tuple[int, int]] = {}
     for answer in answers:
-        emitted[answer.question] = emitted.get(answer.question, 0) + sum(answer.emitted)
-        passes[answer.question] = passes.get(answer.question, 0) + len(answer.emitted)
-    tokens_N, passes_N = np.array(list(emitted.values())), np.array(list(passes.values()))
-    return interval(len(emitted), lambda drawn_RN: tokens_N[drawn_RN].sum(1) / np.maximum(1, passes_N[drawn_RN].sum(1)),
-                    seed)
+        first, second = sums.get(answer.question, (0, 0))
+        more = counts(answer)
+        sums[answer.question] = first + more[0], second + more[1]
+    return np.array([first for first, _ in sums.values()]), np.array([second for _, second in sums.values()])
 
 
-def _speeds(timings: Sequence[Timing], seed: int) -> dict[str, Any]:
-    """Medians of the three speeds, the speed-up over the faster baseline, and their intervals."""
+def _speeds(timings: Sequence[Timing], answers: Sequence[Answer], seed: int) -> dict[str, Any]:
+    """The three speeds, the speed-up over the faster baseline, and their intervals.
+
+    Shapes: N timed groups, Q questions, R draws.
+    """
     if not timings:
         return dict.fromkeys(("tokens_per_second", "tokens_per_second_interval", "plain_tokens_per_second",
                               "generate_tokens_per_second", "speedup", "speedup_interval"))
-    drafted_N, plain_N, generate_N = (np.array([getattr(timing, name) for timing in timings])
-                                      for name in ("drafted", "plain", "generate"))
+    drafted_N, plain_N, generate_N, efficiency_N = (
+        np.array([getattr(timing, name) for timing in timings])
+        for name in ("drafted", "plain", "generate", "efficiency"))
+    passes_per_second_N = drafted_N / efficiency_N
+    tokens_Q, passes_Q = _by_question(answers, lambda one: (len(one.tokens), 1 + len(one.emitted)))
 
-    def gain(drawn_RN: Draws) -> Floats:
-        drafted_R, plain_R, generate_R = (np.median(speeds_N[drawn_RN], axis=1)
-                                          for speeds_N in (drafted_N, plain_N, generate_N))
-        return np.asarray(drafted_R / np.maximum(plain_R, generate_R))
+    def drafted(groups_RN: Draws, questions_RQ: Draws) -> Floats:
+        efficiency_R = tokens_Q[questions_RQ].sum(1) / passes_Q[questions_RQ].sum(1)
+        return np.asarray(np.median(passes_per_second_N[groups_RN], axis=1) * efficiency_R)
 
-    every_1N = np.arange(len(timings))[None]
+    def gain(groups_RN: Draws, questions_RQ: Draws) -> Floats:
+        plain_R, generate_R = (np.median(speeds_N[groups_RN], axis=1) for speeds_N in (plain_N, generate_N))
+        return np.asarray(drafted(groups_RN, questions_RQ) / np.maximum(plain_R, generate_R))
+
+    def spread(figure: Callable[[Draws, Draws], Floats]) -> Interval | None:
+        return interval(len(timings), lambda groups_RN: figure(groups_RN, draws(len(tokens_Q), seed)), seed)
+
+    every = np.arange(len(timings))[None], np.arange(len(tokens_Q))[None]
     return {
-        "tokens_per_second": float(np.median(drafted_N)),
-        "tokens_per_second_interval": interval(len(timings), lambda d_RN: np.median(drafted_N[d_RN], axis=1), seed),
+        "tokens_per_second": float(drafted(*every)[0]),
+        "tokens_per_second_interval": spread(drafted),
         "plain_tokens_per_second": float(np.median(plain_N)),
         "generate_tokens_per_second": float(np.median(generate_N)),
-        "speedup": float(gain(every_1N)[0]),
-        "speedup_interval": interval(len(timings), gain, seed),
+        "speedup": float(gain(*every)[0]),
+        "speedup_interval": spread(gain),
     }
 
 

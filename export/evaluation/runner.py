@@ -211,7 +211,7 @@ class Runner:
             records.timings.append(Timing(
                 prompt_set=group[0].entry.prompt_set, category=min(categories) if len(categories) == 1 else None,
                 drafted=drafted.speed, plain=measured[PLAIN].speed, generate=measured[GENERATE].speed,
-                seconds=drafted.seconds, draft_seconds=drafted.draft_seconds,
+                efficiency=drafted.efficiency, seconds=drafted.seconds, draft_seconds=drafted.draft_seconds,
             ))
 
     def _kind(self, name: str, batch_size: int, temperature: float) -> Kind:
@@ -231,6 +231,7 @@ class Runner:
             method = None if name == PLAIN else self.schedule.methods[int(name)]
             result, seconds = self.decoder.decode(asked, method, batch_size, records=records)
             throughput.tokens += sum(len(generation.tokens) for generation in result.generations)
+            throughput.passes += sum(1 + len(generation.emitted) for generation in result.generations)
             throughput.draft_seconds += result.stats.draft_seconds
         throughput.seconds += seconds
 

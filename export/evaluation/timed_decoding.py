@@ -72,6 +72,8 @@ class Throughput:
 
     tokens: int = 0
     """Tokens of the answers."""
+    passes: int = 0
+    """Target passes of their rows, the prompts' included; counted by this project's loop."""
     seconds: float = 0.0
     """Seconds that decoding took."""
     draft_seconds: float = 0.0
@@ -81,6 +83,11 @@ class Throughput:
     def speed(self) -> float:
         """Tokens per second."""
         return self.tokens / self.seconds
+
+    @property
+    def efficiency(self) -> float:
+        """Tokens per target pass."""
+        return self.tokens / self.passes
 
 
 class TimedDecoder:

@@ -59,7 +59,7 @@ class Standing:
     draft_time_share: float | None
     """Share of the decoding time spent drafting, greedy."""
     tokens_per_second: float | None
-    """Greedy speed, median over timed prompts."""
+    """Greedy speed, see `Measures`."""
     speedup: float | None
     """Greedy speed-up over the faster of plain loop and `generate`."""
     speedup_sampled: float | None

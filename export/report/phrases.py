@@ -115,9 +115,10 @@ INTERVALS_NOTE = (
 )
 """Explanation of the ranges."""
 COLUMNS_NOTE = (
-    "Tokens per pass: tokens that one pass of the target adds to an answer; 1 without drafts. Tokens/s: median over "
-    "the timed prompts; plain is this project's loop without drafts, generate is that of transformers. Speed-up: over "
-    "the faster of these two. Memory-bound speed-up: the speed-up if reading weights were all that takes time "
+    "Tokens per pass: tokens that one pass of the target adds to an answer; 1 without drafts. Tokens/s: passes per "
+    "second, median over the timed prompts, times tokens per pass of all prompts; plain is this project's loop without "
+    "drafts, generate is that of transformers, both medians over the timed prompts. Speed-up: over the faster of these "
+    "two. Memory-bound speed-up: the speed-up if reading weights were all that takes time "
     "(arXiv:2411.11055). Identical: answers equal to the target's own, token by token, of those compared."
 )
 """Explanation of the columns."""
