@@ -95,13 +95,14 @@ def load_in_format(config: TargetConfig, loaded: Target, dtype: torch.dtype) -> 
     """
     model = loaded.copy_model()
     if not _has_one_format(model):
-        return load_target(replace(config, dtype=str(dtype).removeprefix("torch.")))
+        name: Any = str(dtype).removeprefix("torch.")
+        return load_target(replace(config, dtype=name))
     cast: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
-        for name, weight in module.named_parameters(recurse=False):
+        for key, weight in module.named_parameters(recurse=False):
             if weight not in cast:
                 cast[weight] = nn.Parameter(weight.to(dtype), requires_grad=False)
-            setattr(module, name, cast[weight])
+            setattr(module, key, cast[weight])
     model.config.dtype = dtype
     return Target(model, loaded.tokenizer, name=config.name, pack=config.pack)
 
