@@ -16,7 +16,7 @@ from ..errors import UserError
 from ..interfaces.family_card import FamilyCard
 from ..target.model import Target
 from .eagle_base import EagleDrafter
-from .parts.decoder_block import Attention, AttentionContext, BlockConfig, GatedMLP, ResidualLayer
+from .parts.decoder_block import Attention, AttentionContext, BlockConfig, GatedMLP, ResidualLayer, RMSNorm
 from .parts.feature_drafter import FeatureConfig
 
 
@@ -49,7 +49,7 @@ class FeatureSampling(nn.Module):
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
@@ -78,7 +78,7 @@ class BareBlock(ResidualLayer):
         super().__init__()
         width, self.states = config.hidden_size, states
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = nn.RMSNorm(width, eps=config.norm_eps)
+        self.post_attention_layernorm = RMSNorm(width, eps=config.norm_eps)
         self.mlp = GatedMLP(width, config.intermediate_size, output_size=states * width)
 
     def forward(self, hidden_BND: Tensor, attention: AttentionContext) -> Tensor:

@@ -18,7 +18,15 @@ from ..interfaces.family_card import FamilyCard
 from ..target.draft_vocabulary import OwnOutput
 from ..target.model import Target
 from .eagle_base import EagleDrafter
-from .parts.decoder_block import Attention, AttentionContext, BlockConfig, DecoderBlock, GatedMLP, ResidualLayer
+from .parts.decoder_block import (
+    Attention,
+    AttentionContext,
+    BlockConfig,
+    DecoderBlock,
+    GatedMLP,
+    ResidualLayer,
+    RMSNorm,
+)
 from .parts.feature_drafter import FeatureConfig, block_like, last_norm
 
 
@@ -121,10 +129,10 @@ class WideBlock(ResidualLayer):
     def __init__(self, config: BlockConfig, *, normed: bool = False) -> None:
         super().__init__()
         self.normed = normed
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.self_attn = Attention(config, input_size=2 * config.hidden_size)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
 
     def forward(self, embedded_BND: Tensor, read_BND: Tensor, attention: AttentionContext) -> Tensor:
@@ -168,14 +176,14 @@ class Eagle3(EagleDrafter):
         width = block.hidden_size
         self.embed_tokens = None if self.hidden_size == width else OwnEmbedding(vocab_size, width)
         self.fc_norm = nn.ModuleList(
-            nn.RMSNorm(self.hidden_size, eps=block.norm_eps) for _ in (config.taps if config.fc_norm else ())
+            RMSNorm(self.hidden_size, eps=block.norm_eps) for _ in (config.taps if config.fc_norm else ())
         )
         joined = len(config.taps) * self.hidden_size
-        self.input_norm = nn.RMSNorm(joined, eps=block.norm_eps) if config.norm_before_fc else None
+        self.input_norm = RMSNorm(joined, eps=block.norm_eps) if config.norm_before_fc else None
         self.fc = nn.Linear(joined, width, bias=False)
         self.midlayer = WideBlock(block, normed=config.norm_before_residual)
         self.layers = nn.ModuleDict({str(layer): DecoderBlock(block, layer) for layer in range(1, config.num_layers)})
-        self.norm = nn.RMSNorm(width, eps=block.norm_eps)
+        self.norm = RMSNorm(width, eps=block.norm_eps)
         entries = config.vocabulary_size or vocab_size
         self.lm_head = OwnOutput(width, entries) if config.output == "copy" else None
 

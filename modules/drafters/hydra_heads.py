@@ -15,7 +15,7 @@ from ..errors import UserError
 from ..features import Features
 from ..target.model import Target
 from .medusa import ResidualBlock
-from .parts.decoder_block import AttentionContext, BlockConfig, DecoderBlock
+from .parts.decoder_block import AttentionContext, BlockConfig, DecoderBlock, RMSNorm
 from .parts.heads import HeadConfig
 
 _PROBE = 64
@@ -99,7 +99,7 @@ class PrefixLayer(nn.Module):
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         self.block = DecoderBlock(config)
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.block.zero_output()
 
     def forward(self, final_BND: Tensor, attention: AttentionContext) -> Tensor:

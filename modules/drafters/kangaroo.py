@@ -22,7 +22,7 @@ from ..interfaces.proposer import ChainLimits, DraftState, Frontier, Observation
 from ..target.early_layers import EarlyLayers
 from ..target.model import Target
 from .parts.block_cache import BlockRows
-from .parts.decoder_block import OFFICIAL_ROPE_BASE, Attention, AttentionContext, BlockConfig
+from .parts.decoder_block import OFFICIAL_ROPE_BASE, Attention, AttentionContext, BlockConfig, RMSNorm
 from .parts.feature_drafter import FeatureConfig, FeatureDrafter, block_like, last_norm
 
 
@@ -70,7 +70,7 @@ class AttentionLayer(nn.Module):
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.self_attn = Attention(config)
 
     def forward(self, hidden_BND: Tensor, attention: AttentionContext) -> Tensor:
@@ -122,7 +122,7 @@ class Kangaroo(FeatureDrafter):
             raise UserError("exit_layer of a Kangaroo drafter must be set; use Kangaroo.create, which chooses it")
         self.exit_layer = config.exit_layer
         self.layers = nn.ModuleList([AttentionLayer(block)])
-        self.norm = nn.RMSNorm(block.hidden_size, eps=block.norm_eps)
+        self.norm = RMSNorm(block.hidden_size, eps=block.norm_eps)
 
     @classmethod
     def fitted(cls, config: KangarooConfig, target: Target) -> tuple[KangarooConfig, BlockConfig]:

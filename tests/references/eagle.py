@@ -3,7 +3,7 @@ changes at one index."""
 
 import torch
 from draftsmith.modules import Eagle, Features
-from draftsmith.modules.drafters.parts.decoder_block import AttentionContext, rotate
+from draftsmith.modules.drafters.parts.decoder_block import AttentionContext, rotate, rotation
 from torch import Tensor
 
 
@@ -45,9 +45,10 @@ def harmonised(drafter: Eagle, final_LD: Tensor, embedded_LD: Tensor, passes: in
         inputs = [drafter.fc(torch.cat([embedded_LD, stream], dim=-1)) for stream in streams]
         heads = [[layer(part).view(1, length, -1, config.head_dim).transpose(1, 2) for part in inputs]
                  for layer in (attention.q_proj, attention.k_proj, attention.v_proj)]
-        query = rotate(heads[0][k], positions, config.rope_base)
+        turns = rotation(positions, config.rope_base, config.head_dim)
+        query = rotate(heads[0][k], turns)
         group = config.num_heads // config.num_kv_heads
-        keys = [rotate(key, positions, config.rope_base).repeat_interleave(group, 1) for key in heads[1]]
+        keys = [rotate(key, turns).repeat_interleave(group, 1) for key in heads[1]]
         source = (k - distance).clamp(min=0)
         scores = sum((query @ key.mT) * (source == number) for number, key in enumerate(keys)) / config.head_dim**0.5
         shares = scores.masked_fill(distance < 0, -torch.inf).softmax(-1)

@@ -1,16 +1,18 @@
 """Decoder blocks that a drafter trains: normalisation, rotary embedding, grouped-query attention and a gated MLP.
 
 They are Llama's, with Llama's parameter names, so that official checkpoints map one to one. Every pass has an explicit
-boolean mask; training rows, chunks of a prompt and tree nodes differ in their masks alone (`block_cache.py`).
+boolean mask; training rows, chunks of a prompt and tree nodes differ in their masks alone (`block_cache.py`). Training
+on a CPU uses the segments of the rows in place of the mask (`segment_attention.py`).
 
 Shapes: B rows, N tokens of a pass, W keys they may see, D hidden size, H heads, G key-value heads, E head dimension.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ...config_checks import check_sizes
@@ -19,7 +21,10 @@ from ...features import Features
 from ...json_records import MistypedError, typed_fields
 from ...target.kv_cache import RowCache
 from ...target.model import Target
+from .segment_attention import Span, attend_segments, segment_spans
 
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and signed sines of a rotary embedding, [B, 1, N, E] each."""
 OFFICIAL_ROPE_BASE = 10_000.0
 """Base of the rotary embedding in the official Hydra, EAGLE-1 and Kangaroo code, whatever the target's base."""
 
@@ -89,14 +94,27 @@ class AttentionContext:
     """True where a token sees a key. Every token must see at least one, such as itself."""
     cache: RowCache | None = None
     """The cache of keys and values; None when the tokens see each other alone."""
+    spans: tuple[Span, ...] | None = None
+    """The segments that the mask stands for, where attention computes them one by one."""
+    tables: dict[tuple[float, int], Rotation] = field(default_factory=dict, compare=False)
+    """Rotations of the positions by base and width of a head, computed once for queries, keys and all layers."""
 
     @classmethod
     def training(cls, features: Features) -> "AttentionContext":
         """The context of training rows: each token of a packed row sees its own segment up to itself."""
-        return cls(positions_BN=features.positions_BL, visible_BNW=features.visible())
+        return cls(positions_BN=features.positions_BL, visible_BNW=features.visible(),
+                   spans=segment_spans(features.segments_BL))
+
+    def rotation(self, base: float, size: int) -> Rotation:
+        """Cosines and signed sines by which heads of width `size` rotate at these positions."""
+        if (base, size) not in self.tables:
+            self.tables[base, size] = rotation(self.positions_BN, base, size)
+        return self.tables[base, size]
 
     def attend(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:
         """Attention output of a layer's heads, [B, H, N, E]; the new keys and values are added to the cache."""
+        if self.spans is not None:
+            return attend_segments(self.spans, query_BHNE, key_BGNE, value_BGNE)
         if self.cache is not None:
             key_BGNE, value_BGNE = self.cache.write(layer, key_BGNE, value_BGNE)
         grouped = query_BHNE.shape[1] != key_BGNE.shape[1]
@@ -105,13 +123,80 @@ class AttentionContext:
         )
 
 
-def rotate(heads_BHNE: Tensor, positions_BN: Tensor, base: float) -> Tensor:
-    """Rotary position embedding (arXiv:2104.09864, eq. 34): element j rotates with j + E/2, angles in float32."""
-    half = heads_BHNE.shape[-1] // 2
-    order = torch.arange(half, device=positions_BN.device, dtype=torch.float32)
-    angles_B1NE = (positions_BN[:, None, :, None].float() * base ** (-order / half)).repeat(1, 1, 1, 2)
-    turned = torch.cat([-heads_BHNE[..., half:], heads_BHNE[..., :half]], dim=-1)
-    return (heads_BHNE * angles_B1NE.cos() + turned * angles_B1NE.sin()).to(heads_BHNE.dtype)
+def rotation(positions_BN: Tensor, base: float, size: int) -> Rotation:
+    """The rotary position embedding of these positions (arXiv:2104.09864, eq. 34), angles in float32.
+
+    Args:
+        positions_BN: position ids.
+        base: of the frequencies.
+        size: head dimension E; element j rotates with j + E/2.
+    """
+    order = torch.arange(size // 2, device=positions_BN.device, dtype=torch.float32)
+    angles_B1NJ = positions_BN[:, None, :, None].float() * base ** (-order / (size // 2))
+    cosine, sine = angles_B1NJ.cos(), angles_B1NJ.sin()
+    return torch.cat([cosine, cosine], dim=-1), torch.cat([-sine, sine], dim=-1)
+
+
+def rotate(heads_BHNE: Tensor, turns: Rotation) -> Tensor:
+    """Heads rotated by their positions, in their own number format."""
+    rotated: Tensor = _Rotated.apply(heads_BHNE, *turns)  # type: ignore[no-untyped-call]
+    return rotated
+
+
+class _Rotated(torch.autograd.Function):
+    """A rotation, whose backward pass is the rotation back: autograd would keep and add up four products."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        ctx.save_for_backward(cosine, sine)
+        return (heads * cosine + _halves_swapped(heads) * sine).to(heads.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (cosine, sine) = outer, ctx.saved_tensors
+        return (grad * cosine + _halves_swapped(grad * sine)).to(grad.dtype), None, None
+
+
+def _halves_swapped(states: Tensor) -> Tensor:
+    return states.roll(states.shape[-1] // 2, -1)
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's RMSNorm over the last dimension, in training with a backward pass of its own.
+
+    torch has a fused one on GPUs alone, and only where states and weight have one number format; elsewhere autograd
+    keeps every intermediate result.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The normalised states, in their own number format."""
+        if not torch.is_grad_enabled() or (x.device.type == "cuda" and x.dtype == self.weight.dtype):
+            return super().forward(x)
+        normed: Tensor = _Normed.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        return normed
+
+
+class _Normed(torch.autograd.Function):
+    """x / sqrt(mean(x^2) + eps) * weight, computed in float32 or wider."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        shrink = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight_D, shrink)
+        return (wide * shrink).mul_(weight_D).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (x, weight_D, shrink) = outer, ctx.saved_tensors
+        normed = x * shrink
+        pulled = grad * normed
+        weight_grad_D = pulled.flatten(0, -2).sum(0).to(weight_D.dtype)
+        along = (pulled @ weight_D.to(pulled.dtype))[..., None].div_(x.shape[-1])
+        x_grad = (grad * weight_D).sub_(normed.mul_(along)).mul_(shrink)
+        return x_grad.to(x.dtype), weight_grad_D, None
 
 
 class Attention(nn.Module):
@@ -134,9 +219,8 @@ class Attention(nn.Module):
 
     def forward(self, hidden_BND: Tensor, attention: AttentionContext) -> Tensor:
         """The attention output, [B, N, D]."""
-        base = self.config.rope_base
-        query = rotate(self._heads(self.q_proj(hidden_BND)), attention.positions_BN, base)
-        key = rotate(self._heads(self.k_proj(hidden_BND)), attention.positions_BN, base)
+        turns = attention.rotation(self.config.rope_base, self.config.head_dim)
+        query, key = (rotate(self._heads(layer(hidden_BND)), turns) for layer in (self.q_proj, self.k_proj))
         mixed_BHNE = attention.attend(self.layer, query, key, self._heads(self.v_proj(hidden_BND)))
         mixed_BND: Tensor = self.o_proj(mixed_BHNE.transpose(1, 2).flatten(2))
         return mixed_BND
@@ -184,9 +268,9 @@ class DecoderBlock(ResidualLayer):
 
     def __init__(self, config: BlockConfig, layer: int = 0) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
 
     def forward(self, hidden_BND: Tensor, attention: AttentionContext) -> Tensor:

@@ -26,6 +26,7 @@ from torch.nn import functional
 from ...features import Features
 from ...target.tree_attention import additive
 from .decoder_block import AttentionContext
+from .segment_attention import attend_segments
 
 _ROOM = 8
 """Components added to a head; two are used, but fused kernels need a multiple of eight."""
@@ -33,10 +34,11 @@ _ROOM = 8
 
 @dataclass
 class _Keys:
-    """Keys and values of one layer: step 0 with room for the diagonal, and the steps after it."""
+    """Keys and values of one layer: step 0, where a mask stands next to them with room for the diagonal, and the steps
+    after it."""
 
     past_BGLX: tuple[Tensor, Tensor]
-    mask_B1LL: Tensor
+    mask_B1LL: Tensor | None = None
     own: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
@@ -51,6 +53,11 @@ class StepAttention(AttentionContext):
 
     def attend(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:
         """Attention output over step 0 and the heads' own positions, [B, H, L, E]."""
+        if self.spans is not None:
+            held = self.keys.setdefault(layer, _Keys((key_BGNE, value_BGNE)))
+            if self.step:
+                held.own.append((key_BGNE, value_BGNE))
+            return attend_segments(self.spans, query_BHNE, *held.past_BGLX, held.own)
         if self.step == 0:
             below = next(iter(self.keys.values()), None)
             mask = self._additive(key_BGNE.dtype) if below is None else below.mask_B1LL
@@ -76,7 +83,8 @@ class Rollout:
     def __call__(self, step: int) -> AttentionContext:
         """Attention context of step `step`; call it for the steps in order."""
         return StepAttention(
-            positions_BN=self.first.positions_BN + step, visible_BNW=self.first.visible_BNW, step=step, keys=self.keys
+            positions_BN=self.first.positions_BN + step, visible_BNW=self.first.visible_BNW, spans=self.first.spans,
+            step=step, keys=self.keys,
         )
 
 

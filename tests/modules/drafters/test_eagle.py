@@ -55,6 +55,13 @@ def packed(target: Target, drafter: EagleDrafter, length: int = 14) -> Features:
     ), drafter.taps)
 
 
+def masked(features: Features) -> Rollout:
+    """The rollout with a mask in place of segments, as on a GPU."""
+    rollout = Rollout(features)
+    rollout.first = dataclasses.replace(rollout.first, spans=None)
+    return rollout
+
+
 def text(target: Target, drafter: EagleDrafter, tokens: list[int]) -> Features:
     return target.encode(Features.from_rows([(tokens, [True] * len(tokens))]), drafter.taps)
 
@@ -94,16 +101,17 @@ def test_steps_and_gradients_equal_one_softmax_over_all_keys(
     features = packed(tiny_target_f64, drafter)
     inside = features.segments_BL >= 0
     found = []
-    for attentions in (Rollout, PlainRollout):
+    for attentions in (Rollout, masked, PlainRollout):
         drafter.zero_grad()
         states = torch.stack(drafter.rollout(features, 5, attentions(features)), dim=2)[inside]
         (states * torch.linspace(-1, 1, states.numel()).view_as(states)).sum().backward()
         found.append((states.detach(), [p.grad.clone() for p in drafter.parameters() if p.grad is not None]))
-    (states, grads), (plain_states, plain_grads) = found
-    torch.testing.assert_close(states, plain_states, atol=1e-10, rtol=1e-10)
-    assert len(grads) == len(plain_grads) > 0
-    for one, other in zip(grads, plain_grads, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
+    plain_states, plain_grads = found.pop()
+    for states, grads in found:
+        torch.testing.assert_close(states, plain_states, atol=1e-10, rtol=1e-10)
+        assert len(grads) == len(plain_grads) > 0
+        for one, other in zip(grads, plain_grads, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.parametrize("size", [1.0, 40.0])
@@ -115,9 +123,12 @@ def test_scores_of_any_size_are_combined_exactly(size: float, tiny_target: Targe
         for parameter in (drafter.get_parameter("layers.0.self_attn.q_proj.weight"),
                           drafter.get_parameter("layers.0.self_attn.k_proj.weight")):
             parameter *= size
-        joined, plain = (drafter.rollout(features, 4, attentions(features)) for attentions in (Rollout, PlainRollout))
-    for one, other in zip(joined, plain, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+        joined, with_mask, plain = (drafter.rollout(features, 4, attentions(features))
+                                    for attentions in (Rollout, masked, PlainRollout))
+    inside = features.segments_BL >= 0
+    for one, other, twin in zip(joined, with_mask, plain, strict=True):
+        torch.testing.assert_close(one[inside], twin[inside], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(other[inside], twin[inside], atol=1e-4, rtol=1e-4)
 
 
 def test_memory_for_backward_grows_with_the_steps_alone(tiny_target: Target) -> None:

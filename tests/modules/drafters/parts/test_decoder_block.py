@@ -4,7 +4,14 @@ import pytest
 import torch
 from draftsmith.modules import Features, Frontier, Target, UserError
 from draftsmith.modules.drafters.parts.block_cache import BlockRows
-from draftsmith.modules.drafters.parts.decoder_block import AttentionContext, BlockConfig, DecoderBlock
+from draftsmith.modules.drafters.parts.decoder_block import (
+    AttentionContext,
+    BlockConfig,
+    DecoderBlock,
+    RMSNorm,
+    rotate,
+    rotation,
+)
 from references.decoder_block import block as plain_block
 from torch import Tensor
 from transformers import LlamaConfig
@@ -55,6 +62,41 @@ def test_a_block_equals_transformers_layer_with_the_same_names(base: float, dtyp
     expected = theirs(hidden, attention_mask=mask[:, None], position_ids=positions, position_embeddings=turned)
     found = block(hidden, AttentionContext(positions_BN=positions, visible_BNW=mask))
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
+
+
+def test_a_norm_has_the_gradients_of_torchs() -> None:
+    own, torchs = RMSNorm(16, eps=1e-3), torch.nn.RMSNorm(16, eps=1e-3)
+    for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
+        found, state = [], torch.randn(2, 5, 16, dtype=dtype, requires_grad=True)
+        for norm in (own, torchs):
+            norm.to(dtype).weight.data = torch.linspace(-1, 2, 16, dtype=dtype)
+            normed = norm(state)
+            found.append([normed, *torch.autograd.grad((normed * normed.detach().roll(1)).sum(), (state, norm.weight))])
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=10 * bound, rtol=bound)
+
+
+def test_a_norm_of_bfloat16_states_keeps_a_float32_weight_exact() -> None:
+    norm, state = RMSNorm(16, eps=1e-6), torch.randn(3, 16).bfloat16().requires_grad_()
+    norm.weight.data = torch.linspace(1, 1.01, 16)
+    normed = norm(state)
+    assert normed.dtype == torch.bfloat16
+    torch.testing.assert_close(normed, torch.nn.functional.rms_norm(state.float(), (16,), norm.weight, 1e-6).bfloat16())
+    grads = torch.autograd.grad(normed.sum(), (state, norm.weight))
+    assert [grad.dtype for grad in grads] == [torch.bfloat16, torch.float32]
+
+
+def test_rotated_heads_have_the_gradient_of_the_rotation() -> None:
+    turns = rotation(torch.tensor([[3, 0, 7]]), 100.0, 6)
+    heads = torch.randn(1, 2, 3, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda states: rotate(states, turns), heads)
+    torch.testing.assert_close(rotate(heads, turns).norm(dim=-1), heads.norm(dim=-1), atol=1e-6, rtol=1e-6)
+
+
+def test_positions_are_turned_into_angles_once() -> None:
+    context = attention([3, 4], chain(2))
+    assert context.rotation(500.0, 6) is context.rotation(500.0, 6)
+    assert context.rotation(500.0, 6) is not context.rotation(100.0, 6)
 
 
 def test_packed_segments_do_not_see_each_other() -> None:
