@@ -19,6 +19,8 @@ from ...features import Features
 from ...json_records import MistypedError, typed_fields
 from ...target.kv_cache import RowCache
 from ...target.model import Target
+from ...target.segment_attention import Segments, attend_inside, visible_text
+from .rotary import SCALINGS, rotate
 
 OFFICIAL_ROPE_BASE = 10_000.0
 """Base of the rotary embedding in the official Hydra, EAGLE-1 and Kangaroo code, whatever the target's base."""
@@ -42,6 +44,8 @@ class BlockConfig:
     """Added to the mean square inside RMSNorm."""
     rope_base: float = OFFICIAL_ROPE_BASE
     """Base of the rotary embedding's frequencies."""
+    rope_scaling: dict[str, Any] | None = None
+    """Scaling of these frequencies as transformers writes it, see `carried_scaling`; None for none."""
 
     def __post_init__(self) -> None:
         check_sizes(hidden_size=self.hidden_size, intermediate_size=self.intermediate_size, num_heads=self.num_heads,
@@ -52,6 +56,9 @@ class BlockConfig:
             raise UserError(f"head_dim must be even for the rotary embedding, got {self.head_dim}")
         if not (self.norm_eps > 0 and self.rope_base > 0):
             raise UserError(f"norm_eps and rope_base must be above 0, got {self.norm_eps} and {self.rope_base}")
+        if self.rope_scaling is not None and self.rope_scaling.get("rope_type") not in SCALINGS:
+            raise UserError(f"rope_type of rope_scaling must be one of {', '.join(SCALINGS)}, got "
+                            f"{self.rope_scaling.get('rope_type')!r}")
 
     @classmethod
     def like(cls, target: Target, *, rope_base: float = OFFICIAL_ROPE_BASE) -> "BlockConfig":
@@ -73,7 +80,9 @@ class BlockConfig:
         """The inverse of `dataclasses.asdict`. Raises UserError if a field is missing, unknown or of the wrong kind."""
         try:
             kinds = get_type_hints(cls)
-            return cls(**typed_fields(description, {name: kinds[name] for name in sorted(kinds)}))
+            # A description that says nothing about scaling is that of a block without it.
+            return cls(**typed_fields({"rope_scaling": None, **description},
+                                      {name: kinds[name] for name in sorted(kinds)}))
         except MistypedError as error:
             raise UserError(f"the description of a decoder block is damaged: {error}; copy or train the artifact "
                             "again") from error
@@ -85,33 +94,27 @@ class AttentionContext:
 
     positions_BN: Tensor
     """Position id of each token, int64."""
-    visible_BNW: Tensor
-    """True where a token sees a key. Every token must see at least one, such as itself."""
+    visible_BNW: Tensor | Segments
+    """True where a token sees a key. Every token must see at least one, such as itself. For long training rows the
+    segments that see themselves causally."""
     cache: RowCache | None = None
     """The cache of keys and values; None when the tokens see each other alone."""
 
     @classmethod
     def training(cls, features: Features) -> "AttentionContext":
         """The context of training rows: each token of a packed row sees its own segment up to itself."""
-        return cls(positions_BN=features.positions_BL, visible_BNW=features.visible())
+        return cls(positions_BN=features.positions_BL, visible_BNW=visible_text(features))
 
     def attend(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:
         """Attention output of a layer's heads, [B, H, N, E]; the new keys and values are added to the cache."""
         if self.cache is not None:
             key_BGNE, value_BGNE = self.cache.write(layer, key_BGNE, value_BGNE)
+        if isinstance(self.visible_BNW, Segments):
+            return attend_inside(query_BHNE, key_BGNE, value_BGNE, self.visible_BNW)
         grouped = query_BHNE.shape[1] != key_BGNE.shape[1]
         return functional.scaled_dot_product_attention(
             query_BHNE, key_BGNE, value_BGNE, attn_mask=self.visible_BNW[:, None], enable_gqa=grouped
         )
-
-
-def rotate(heads_BHNE: Tensor, positions_BN: Tensor, base: float) -> Tensor:
-    """Rotary position embedding (arXiv:2104.09864, eq. 34): element j rotates with j + E/2, angles in float32."""
-    half = heads_BHNE.shape[-1] // 2
-    order = torch.arange(half, device=positions_BN.device, dtype=torch.float32)
-    angles_B1NE = (positions_BN[:, None, :, None].float() * base ** (-order / half)).repeat(1, 1, 1, 2)
-    turned = torch.cat([-heads_BHNE[..., half:], heads_BHNE[..., :half]], dim=-1)
-    return (heads_BHNE * angles_B1NE.cos() + turned * angles_B1NE.sin()).to(heads_BHNE.dtype)
 
 
 class Attention(nn.Module):
@@ -134,9 +137,9 @@ class Attention(nn.Module):
 
     def forward(self, hidden_BND: Tensor, attention: AttentionContext) -> Tensor:
         """The attention output, [B, N, D]."""
-        base = self.config.rope_base
-        query = rotate(self._heads(self.q_proj(hidden_BND)), attention.positions_BN, base)
-        key = rotate(self._heads(self.k_proj(hidden_BND)), attention.positions_BN, base)
+        rope = self.config.rope_base, self.config.rope_scaling
+        query = rotate(self._heads(self.q_proj(hidden_BND)), attention.positions_BN, *rope)
+        key = rotate(self._heads(self.k_proj(hidden_BND)), attention.positions_BN, *rope)
         mixed_BHNE = attention.attend(self.layer, query, key, self._heads(self.v_proj(hidden_BND)))
         mixed_BND: Tensor = self.o_proj(mixed_BHNE.transpose(1, 2).flatten(2))
         return mixed_BND
