@@ -24,6 +24,7 @@ from torch import Tensor
 from ...modules import Drafter, Eagle, Eagle3, Eagle3Config, EagleConfig, Target, UserError
 from ...modules.drafters.eagle3 import chosen_taps
 from ...modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
+from ...modules.drafters.parts.rotary import SCALINGS, carried_scaling
 from .eagle_folder import (
     EMBEDDING,
     FIRST,
@@ -43,7 +44,7 @@ from .safetensors_reader import check_embedding, loaded, read_config, read_tenso
 EAGLE_FILE = "model.safetensors"
 """Official checkpoints hold the same tensors in pytorch_model.bin or here."""
 _KNOWN: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",), "rope_scaling": (None,), "attention_bias": (None, False),
+    "hidden_act": ("silu",), "attention_bias": (None, False),
     "mlp_bias": (None, False),
 }
 """Settings that are fixed in this implementation, with the values that a configuration may give them."""
@@ -255,4 +256,20 @@ def _block(said: dict[str, Any], target: Target, rope_base: float | None) -> Blo
         head_dim=said.get("head_dim") or said["hidden_size"] // heads,
         norm_eps=said.get("rms_norm_eps", BlockConfig.norm_eps),
         rope_base=float(rope_base or named or OFFICIAL_ROPE_BASE),
+        rope_scaling=_scaling(said, target) if rope_base is None else None,
     )
+
+
+def _scaling(said: dict[str, Any], target: Target) -> dict[str, Any] | None:
+    """The scaling of the rotary embedding. Raises UserError for one that is not implemented."""
+    rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind == "default" or set(rope) <= {"rope_theta"}:
+        return None
+    named = {name: value for name, value in rope.items() if name != "type"} | {"rope_type": kind}
+    head_dim = said.get("head_dim") or said["hidden_size"] // said["num_attention_heads"]
+    scaling = carried_scaling(named, head_dim, said.get("max_position_embeddings", target.context_length))
+    if scaling is None:
+        raise UserError(f"config.json says rope_scaling: {json.dumps(rope)}; only the rope_type {', '.join(SCALINGS)} "
+                        "can be imported, choose such a checkpoint")
+    return scaling

@@ -74,6 +74,7 @@ def vocabulary_table(drafter: Eagle3) -> dict[str, TensorForm]:
 def layer_config(drafter: Eagle | Eagle3, target: Target) -> dict[str, Any]:
     """A Llama configuration of the drafter's layers, under the names that engines read."""
     block = drafter.block
+    scaled = {} if block.rope_scaling is None else {"rope_scaling": block.rope_scaling}
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
         "num_hidden_layers": drafter.num_layers,
@@ -81,7 +82,7 @@ def layer_config(drafter: Eagle | Eagle3, target: Target) -> dict[str, Any]:
         "num_attention_heads": block.num_heads, "num_key_value_heads": block.num_kv_heads, "head_dim": block.head_dim,
         "rms_norm_eps": block.norm_eps, "rope_theta": block.rope_base, "vocab_size": drafter.vocab_size,
         "max_position_embeddings": target.context_length, "tie_word_embeddings": False, "torch_dtype": "float32",
-        "attention_bias": False, "mlp_bias": False,
+        "attention_bias": False, "mlp_bias": False, **scaled,
     }
 
 

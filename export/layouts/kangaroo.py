@@ -30,9 +30,10 @@ def export_kangaroo(drafter: Drafter, target: Target, out: Path) -> None:
     if not isinstance(drafter, Kangaroo):
         raise wrong_family("kangaroo", "Kangaroo adapters", drafter)
     block = drafter.block
-    if block.rope_base != OFFICIAL_ROPE_BASE:
+    if block.rope_base != OFFICIAL_ROPE_BASE or block.rope_scaling is not None:
+        scaled = "" if block.rope_scaling is None else f" and {block.rope_scaling['rope_type']} scaling"
         raise UserError(f"the official code rotates with the base {OFFICIAL_ROPE_BASE:g}, this adapter with "
-                        f"{block.rope_base:g}; train with rope_base: {OFFICIAL_ROPE_BASE:g} to export")
+                        f"{block.rope_base:g}{scaled}; train with rope_base: {OFFICIAL_ROPE_BASE:g} to export")
     if block.num_heads * block.head_dim != block.hidden_size:
         raise UserError(f"the official code has heads of {block.hidden_size} / {block.num_heads} elements, this "
                         f"adapter of {block.head_dim}; it decodes with draftsmith alone")

@@ -53,7 +53,7 @@ def _twins(drafter: Eagle3) -> set[str]:
 
 def _config(drafter: Eagle3, target: Target) -> dict[str, Any]:
     # A model_type at the top level would hide the layout from vLLM.
-    rope = {"rope_type": "default", "rope_theta": drafter.block.rope_base}
+    rope = {"rope_type": "default", **(drafter.block.rope_scaling or {}), "rope_theta": drafter.block.rope_base}
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",

@@ -31,6 +31,7 @@ from ..target.kv_cache import RowCache
 from ..target.layer_skipping import skipping
 from ..target.linear_forms import LinearForms
 from ..target.model import Target, post_process
+from ..target.segment_attention import Segments, mask_arguments, visible_text
 from ..target.submodel import config_of, fields_of, new_model
 from .draft_lm_config import DraftLMConfig, check_fit, initial_model
 from .parts.causal_drafter import SLOT, CausalDraft, CausalState
@@ -208,7 +209,7 @@ class DraftLM(CausalDraft, Drafter):
             return self._forward_depths(features)
         positions_BL = features.positions_BL
         with self._exit_states() as states:
-            final_BLD = self._states(self.embed(features.tokens_BL), features.visible(), positions_BL, positions_BL)
+            final_BLD = self._states(self.embed(features.tokens_BL), visible_text(features), positions_BL, positions_BL)
         norm = _last_norm(self.decoder) if states else None
         exits = [norm(state) for state in states] if norm is not None else []
         return Drafts(hidden_BLKD=torch.stack([*exits, final_BLD], dim=2), offsets=self.offsets)
@@ -267,14 +268,14 @@ class DraftLM(CausalDraft, Drafter):
         found = self._embedding()(tokens.clamp(min=0))
         return torch.where((tokens == SLOT)[..., None], self.mask_embedding.to(found.dtype), found)
 
-    def _states(self, embedded_BFD: Tensor, mask_BFW: Tensor, positions_BF: Tensor, key_positions_BW: Tensor,
+    def _states(self, embedded_BFD: Tensor, visible: Tensor | Segments, positions_BF: Tensor, key_positions_BW: Tensor,
                 cache: RowCache | None = None) -> Tensor:
         """Final states of one pass, [B, F, D]."""
         if self._linears is None:
             raise RuntimeError("this draft language model is not bound to a target; call bind(target) first")
         return cast(Tensor, self.decoder(
-            inputs_embeds=embedded_BFD, attention_mask=mask_BFW[:, None], position_ids=positions_BF,
-            past_key_values=cache, use_cache=cache is not None, key_positions=key_positions_BW,
+            inputs_embeds=embedded_BFD, position_ids=positions_BF, past_key_values=cache, use_cache=cache is not None,
+            key_positions=key_positions_BW, **mask_arguments(visible, embedded_BFD.device),
         ).last_hidden_state)
 
     @property

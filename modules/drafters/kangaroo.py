@@ -31,7 +31,8 @@ class KangarooConfig(FeatureConfig):
     """The shape of a Kangaroo drafter, and where its chains end."""
 
     rope_base: float | None = OFFICIAL_ROPE_BASE
-    """Base of the rotary embedding; the official code's, which its layout assumes. None takes the target's."""
+    """Base of the rotary embedding; the official code's, which its layout assumes. None takes the target's, with its
+    scaling."""
     exit_layer: int | None = None
     """Number of the target's first layers that draft; None takes a sixteenth of all, at least 1: 2 of 32 as in the
     paper."""

@@ -26,6 +26,7 @@ from .kv_cache import RowCache
 from .layer_skipping import injected, later_layers
 from .linear_forms import LinearForms, Pack, Packing
 from .pass_layout import PassLayout
+from .segment_attention import mask_arguments, visible_text
 from .tree_attention import NAME, additive, recording, register
 
 
@@ -290,10 +291,10 @@ class Target:
         with self.tapping(self._checked(taps)) as states:
             final_BLD = self.decoder(
                 inputs_embeds=self.embed(batch.tokens_BL),
-                attention_mask=batch.visible()[:, None],
                 position_ids=positions_BL,
                 key_positions=positions_BL,
                 use_cache=False,
+                **mask_arguments(visible_text(batch), self.device),
             ).last_hidden_state
         return replace(batch, final_BLD=final_BLD, taps=dict(states))
 

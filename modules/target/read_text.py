@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from ..features import Features
 from .layer_skipping import later_layers
 from .pass_layout import PassLayout
+from .segment_attention import mask_arguments, visible_text
 
 if TYPE_CHECKING:
     from .model import Target
@@ -32,10 +33,13 @@ class ReadText:
         self.target, self.features = target, features.to(target.device)
         # Without a configuration: no layer of this cache drops what lies outside a window.
         self.cache = DynamicCache()
-        text, visible_BLL = self.features, self.features.visible()
-        layout = PassLayout(positions_BN=text.positions_BL, visible_BNW=visible_BLL, key_positions_BW=text.positions_BL)
+        text = self.features
         with torch.no_grad(), torch.autocast(target.device.type, enabled=False):
-            self.final_BLD = target.read_nodes(target.embed_guesses(text.tokens_BL), layout, self.cache)
+            self.final_BLD: Tensor = target.decoder(
+                inputs_embeds=target.embed_guesses(text.tokens_BL), position_ids=text.positions_BL,
+                key_positions=text.positions_BL, past_key_values=self.cache, use_cache=True,
+                **mask_arguments(visible_text(text), target.device),
+            ).last_hidden_state
         self._layers = [layer for layer in self.cache.layers if isinstance(layer, DynamicLayer)]
         self._read = [(layer.keys, layer.values) for layer in self._layers]
 

@@ -20,6 +20,8 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ..errors import UserError
+from .segment_attention import DENSE_LENGTH, SegmentForm, Segments, attend_inside
+from .soft_capping import soft_capped
 
 NAME = "draftsmith"
 """Name of the attention implementation in transformers' registry."""
@@ -53,20 +55,27 @@ def tree_attention(
     position_ids: Tensor | None = None,
     key_positions: Tensor | None = None,
     s_aux: Tensor | None = None,
+    segments: Segments | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attend with a mask [B, 1, N, W]; `key_positions` [B, W] lets a sliding window follow positions, not slots.
 
     The mask is boolean or `additive`: a boolean one is made additive by every layer anew. The signature is the one
-    transformers' attention modules call.
+    transformers' attention modules call. With `segments` the mask is not read: whole rows attend inside them.
 
     Raises:
-        UserError: for attention sinks, which this function would silently leave out, and for a window under a mask
-            without the positions to apply it by.
+        UserError: for attention sinks, which this function would silently leave out, for a window under a mask
+            without the positions to apply it by, and for a long row whose segments the model did not hand over.
     """
     if s_aux is not None:
         raise UserError("this target has attention sinks, which would be left out in silence; choose another target")
+    if segments is not None:
+        form = SegmentForm(scaling=scaling, window=sliding_window, softcap=softcap)
+        return attend_inside(query, key, value, segments, form).transpose(1, 2).contiguous(), None
     mask, queries = attention_mask, query.shape[2]
+    if mask is not None and mask.shape[-1] != key.shape[2]:
+        raise UserError(f"{type(module).__name__} does not hand on the segments of a row of {key.shape[2]} tokens; "
+                        f"set row_length to at most {DENSE_LENGTH}, or choose another target")
     if sliding_window is not None and mask is not None:
         if key_positions is None or position_ids is None:
             raise UserError(f"{type(module).__name__} has a sliding window of {sliding_window} tokens and is not given "
@@ -76,7 +85,7 @@ def tree_attention(
     if mask is not None and mask.dtype is not torch.bool:
         mask = mask.to(query.dtype)
     if softcap is not None:
-        out = _soft_capped(query, key, value, mask, scaling, softcap)
+        out = soft_capped(query, key, value, mask, scaling, softcap)
     elif mask is not None and mask.shape[1] == 1 and _pays_to_fold(query, key):
         out = _folded(query, key, value, mask, scaling)
     else:
@@ -99,21 +108,6 @@ def _folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: fl
     out = scaled_dot_product_attention(query.reshape(rows, key.shape[1], groups * queries, width), key, value,
                                        attn_mask=folded_mask, scale=scaling)
     return out.reshape(rows, heads, queries, width)
-
-
-def _soft_capped(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, softcap: float
-) -> Tensor:
-    """Attention whose scores are squashed to (-softcap, softcap) before the mask, as Gemma 2 does."""
-    if query.shape[1] != key.shape[1]:
-        repeats = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = torch.tanh(scores / softcap) * softcap
-    if mask is None:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(key.shape[2] - query.shape[2])
-    hidden = ~mask if mask.dtype is torch.bool else mask == -torch.inf
-    return scores.masked_fill(hidden, torch.finfo(scores.dtype).min).softmax(-1) @ value
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

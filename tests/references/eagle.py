@@ -3,7 +3,8 @@ changes at one index."""
 
 import torch
 from draftsmith.modules import Eagle, Features
-from draftsmith.modules.drafters.parts.decoder_block import AttentionContext, rotate, rotation
+from draftsmith.modules.drafters.parts.decoder_block import AttentionContext
+from draftsmith.modules.drafters.parts.rotary import rotate, rotation
 from torch import Tensor
 
 
@@ -11,10 +12,11 @@ class PlainRollout:
     """The attentions of successive steps: T x (T J) scores, step 0 causal, all later steps on the diagonal alone."""
 
     def __init__(self, features: Features) -> None:
-        self.first, self.held = AttentionContext.training(features), dict[int, list[tuple[Tensor, Tensor]]]()
+        self.positions_BL, self.visible_BLL = features.positions_BL, features.visible()
+        self.held = dict[int, list[tuple[Tensor, Tensor]]]()
 
     def __call__(self, step: int) -> AttentionContext:
-        attention = PlainSight(positions_BN=self.first.positions_BN + step, visible_BNW=self.first.visible_BNW)
+        attention = PlainSight(positions_BN=self.positions_BL + step, visible_BNW=self.visible_BLL)
         object.__setattr__(attention, "rollout", self)
         return attention
 

@@ -2,7 +2,7 @@
 
 They are Llama's, with Llama's parameter names, so that official checkpoints map one to one. Every pass has an explicit
 boolean mask; training rows, chunks of a prompt and tree nodes differ in their masks alone (`block_cache.py`). Training
-on a CPU uses the segments of the rows in place of the mask (`segment_attention.py`).
+on a CPU uses the segments of the rows in place of the mask (`fused_segments.py`).
 
 Shapes: B rows, N tokens of a pass, W keys they may see, D hidden size, H heads, G key-value heads, E head dimension.
 """
@@ -21,10 +21,10 @@ from ...features import Features
 from ...json_records import MistypedError, typed_fields
 from ...target.kv_cache import RowCache
 from ...target.model import Target
-from .segment_attention import Span, attend_segments, segment_spans
+from ...target.segment_attention import Segments, attend_inside
+from .fused_segments import attend_segments, visible_rows
+from .rotary import SCALINGS, Rotation, rotate, rotation
 
-Rotation = tuple[Tensor, Tensor]
-"""Cosines and signed sines of a rotary embedding, [B, 1, N, E] each."""
 OFFICIAL_ROPE_BASE = 10_000.0
 """Base of the rotary embedding in the official Hydra, EAGLE-1 and Kangaroo code, whatever the target's base."""
 
@@ -47,6 +47,8 @@ class BlockConfig:
     """Added to the mean square inside RMSNorm."""
     rope_base: float = OFFICIAL_ROPE_BASE
     """Base of the rotary embedding's frequencies."""
+    rope_scaling: dict[str, Any] | None = None
+    """Scaling of these frequencies as transformers writes it, see `carried_scaling`; None for none."""
 
     def __post_init__(self) -> None:
         check_sizes(hidden_size=self.hidden_size, intermediate_size=self.intermediate_size, num_heads=self.num_heads,
@@ -57,6 +59,9 @@ class BlockConfig:
             raise UserError(f"head_dim must be even for the rotary embedding, got {self.head_dim}")
         if not (self.norm_eps > 0 and self.rope_base > 0):
             raise UserError(f"norm_eps and rope_base must be above 0, got {self.norm_eps} and {self.rope_base}")
+        if self.rope_scaling is not None and self.rope_scaling.get("rope_type") not in SCALINGS:
+            raise UserError(f"rope_type of rope_scaling must be one of {', '.join(SCALINGS)}, got "
+                            f"{self.rope_scaling.get('rope_type')!r}")
 
     @classmethod
     def like(cls, target: Target, *, rope_base: float = OFFICIAL_ROPE_BASE) -> "BlockConfig":
@@ -78,7 +83,9 @@ class BlockConfig:
         """The inverse of `dataclasses.asdict`. Raises UserError if a field is missing, unknown or of the wrong kind."""
         try:
             kinds = get_type_hints(cls)
-            return cls(**typed_fields(description, {name: kinds[name] for name in sorted(kinds)}))
+            # A description that says nothing about scaling is that of a block without it.
+            return cls(**typed_fields({"rope_scaling": None, **description},
+                                      {name: kinds[name] for name in sorted(kinds)}))
         except MistypedError as error:
             raise UserError(f"the description of a decoder block is damaged: {error}; copy or train the artifact "
                             "again") from error
@@ -90,76 +97,37 @@ class AttentionContext:
 
     positions_BN: Tensor
     """Position id of each token, int64."""
-    visible_BNW: Tensor
-    """True where a token sees a key. Every token must see at least one, such as itself."""
+    visible_BNW: Tensor | Segments
+    """True where a token sees a key. Every token must see at least one, such as itself. For training rows on a CPU, and
+    for long ones elsewhere, the segments that see themselves causally."""
     cache: RowCache | None = None
     """The cache of keys and values; None when the tokens see each other alone."""
-    spans: tuple[Span, ...] | None = None
-    """The segments that the mask stands for, where attention computes them one by one."""
-    tables: dict[tuple[float, int], Rotation] = field(default_factory=dict, compare=False)
-    """Rotations of the positions by base and width of a head, computed once for queries, keys and all layers."""
+    tables: dict[str, Rotation] = field(default_factory=dict, compare=False)
+    """Rotations of the positions by kind, computed once for queries, keys and all layers."""
 
     @classmethod
     def training(cls, features: Features) -> "AttentionContext":
         """The context of training rows: each token of a packed row sees its own segment up to itself."""
-        return cls(positions_BN=features.positions_BL, visible_BNW=features.visible(),
-                   spans=segment_spans(features.segments_BL))
+        return cls(positions_BN=features.positions_BL, visible_BNW=visible_rows(features))
 
-    def rotation(self, base: float, size: int) -> Rotation:
-        """Cosines and signed sines by which heads of width `size` rotate at these positions."""
-        if (base, size) not in self.tables:
-            self.tables[base, size] = rotation(self.positions_BN, base, size)
-        return self.tables[base, size]
+    def rotation(self, config: BlockConfig) -> Rotation:
+        """Cosines and signed sines by which the heads of such a block rotate at these positions."""
+        kind = str((config.rope_base, config.head_dim, config.rope_scaling))
+        if kind not in self.tables:
+            self.tables[kind] = rotation(self.positions_BN, config.rope_base, config.head_dim, config.rope_scaling)
+        return self.tables[kind]
 
     def attend(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:
         """Attention output of a layer's heads, [B, H, N, E]; the new keys and values are added to the cache."""
-        if self.spans is not None:
-            return attend_segments(self.spans, query_BHNE, key_BGNE, value_BGNE)
         if self.cache is not None:
             key_BGNE, value_BGNE = self.cache.write(layer, key_BGNE, value_BGNE)
+        if isinstance(self.visible_BNW, Segments):
+            attend = attend_segments if query_BHNE.device.type == "cpu" else attend_inside
+            return attend(query_BHNE, key_BGNE, value_BGNE, self.visible_BNW)
         grouped = query_BHNE.shape[1] != key_BGNE.shape[1]
         return functional.scaled_dot_product_attention(
             query_BHNE, key_BGNE, value_BGNE, attn_mask=self.visible_BNW[:, None], enable_gqa=grouped
         )
-
-
-def rotation(positions_BN: Tensor, base: float, size: int) -> Rotation:
-    """The rotary position embedding of these positions (arXiv:2104.09864, eq. 34), angles in float32.
-
-    Args:
-        positions_BN: position ids.
-        base: of the frequencies.
-        size: head dimension E; element j rotates with j + E/2.
-    """
-    order = torch.arange(size // 2, device=positions_BN.device, dtype=torch.float32)
-    angles_B1NJ = positions_BN[:, None, :, None].float() * base ** (-order / (size // 2))
-    cosine, sine = angles_B1NJ.cos(), angles_B1NJ.sin()
-    return torch.cat([cosine, cosine], dim=-1), torch.cat([-sine, sine], dim=-1)
-
-
-def rotate(heads_BHNE: Tensor, turns: Rotation) -> Tensor:
-    """Heads rotated by their positions, in their own number format."""
-    rotated: Tensor = _Rotated.apply(heads_BHNE, *turns)  # type: ignore[no-untyped-call]
-    return rotated
-
-
-class _Rotated(torch.autograd.Function):
-    """A rotation, whose backward pass is the rotation back: autograd would keep and add up four products."""
-
-    @staticmethod
-    def forward(ctx: Any, heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        ctx.save_for_backward(cosine, sine)
-        return (heads * cosine + _halves_swapped(heads) * sine).to(heads.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), (cosine, sine) = outer, ctx.saved_tensors
-        return (grad * cosine + _halves_swapped(grad * sine)).to(grad.dtype), None, None
-
-
-def _halves_swapped(states: Tensor) -> Tensor:
-    return states.roll(states.shape[-1] // 2, -1)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -219,7 +187,7 @@ class Attention(nn.Module):
 
     def forward(self, hidden_BND: Tensor, attention: AttentionContext) -> Tensor:
         """The attention output, [B, N, D]."""
-        turns = attention.rotation(self.config.rope_base, self.config.head_dim)
+        turns = attention.rotation(self.config)
         query, key = (rotate(self._heads(layer(hidden_BND)), turns) for layer in (self.q_proj, self.k_proj))
         mixed_BHNE = attention.attend(self.layer, query, key, self._heads(self.v_proj(hidden_BND)))
         mixed_BND: Tensor = self.o_proj(mixed_BHNE.transpose(1, 2).flatten(2))

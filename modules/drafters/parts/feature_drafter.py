@@ -4,7 +4,7 @@ Shapes: B rows, N positions, D hidden size.
 """
 
 from abc import abstractmethod
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -17,6 +17,7 @@ from ...interfaces.drafter import DrafterConfig
 from ...target.identity import TargetIdentity
 from ...target.model import Target
 from .decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
+from .rotary import carried_scaling
 from .shared_embeddings import BorrowingDrafter
 
 DEPTHS = 6
@@ -32,7 +33,8 @@ class FeatureConfig(DrafterConfig):
     """Settings that all feature drafters share."""
 
     rope_base: float | None = None
-    """Base of the rotary embedding; None takes the target's. The official code's is always 10000."""
+    """Base of the rotary embedding, without scaling; None takes the target's, with its scaling (linear, dynamic, yarn,
+    longrope, llama3). The official code's is always 10000."""
 
 
 class FeatureDrafter(BorrowingDrafter):
@@ -111,15 +113,21 @@ class FeatureDrafter(BorrowingDrafter):
 
 
 def block_like(target: Target, rope_base: float | None = None) -> BlockConfig:
-    """The shape of the target's own layers.
+    """The shape of the target's own layers, its scaling of the rotary embedding included.
 
     Args:
-        rope_base: base of the rotary embedding; None takes the target's, or the official code's when the target's
-            configuration has none.
+        rope_base: base of the rotary embedding, without scaling; None takes the target's, or the official code's when
+            the target's configuration has none.
     """
     given: dict[str, Any] = target.config.to_dict()
-    own = (given.get("rope_parameters") or {}).get("rope_theta") or given.get("rope_theta")
-    return BlockConfig.like(target, rope_base=float(rope_base or own or OFFICIAL_ROPE_BASE))
+    rope: dict[str, Any] = given.get("rope_parameters") or {}
+    # Targets whose layers differ have one set of parameters for each kind of layer.
+    rope = rope.get("full_attention", rope)
+    own = rope.get("rope_theta") or given.get("rope_theta")
+    block = BlockConfig.like(target, rope_base=float(rope_base or own or OFFICIAL_ROPE_BASE))
+    if rope_base is not None:
+        return block
+    return replace(block, rope_scaling=carried_scaling(rope, block.head_dim, target.context_length))
 
 
 @torch.no_grad()

@@ -24,9 +24,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...features import Features
+from ...target.segment_attention import SegmentForm, Segments, attend_inside, visible_text
 from ...target.tree_attention import additive
 from .decoder_block import AttentionContext
-from .segment_attention import attend_segments
+from .fused_segments import attend_segments
 
 _ROOM = 8
 """Components added to a head; two are used, but fused kernels need a multiple of eight."""
@@ -34,11 +35,12 @@ _ROOM = 8
 
 @dataclass
 class _Keys:
-    """Keys and values of one layer: step 0, where a mask stands next to them with room for the diagonal, and the steps
-    after it."""
+    """Keys and values of one layer: step 0, with room for the diagonal where the kernel needs it, and the steps after
+    it."""
 
     past_BGLX: tuple[Tensor, Tensor]
-    mask_B1LL: Tensor | None = None
+    visible: Tensor | Segments
+    """What the positions see of step 0: a mask [B, 1, L, L + 1] as numbers to be added, or the segments."""
     own: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
@@ -53,24 +55,19 @@ class StepAttention(AttentionContext):
 
     def attend(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:
         """Attention output over step 0 and the heads' own positions, [B, H, L, E]."""
-        if self.spans is not None:
-            held = self.keys.setdefault(layer, _Keys((key_BGNE, value_BGNE)))
+        if isinstance(self.visible_BNW, Segments) and query_BHNE.device.type == "cpu":
+            held = self.keys.setdefault(layer, _Keys((key_BGNE, value_BGNE), self.visible_BNW))
             if self.step:
                 held.own.append((key_BGNE, value_BGNE))
-            return attend_segments(self.spans, query_BHNE, *held.past_BGLX, held.own)
+            return attend_segments(query_BHNE, *held.past_BGLX, self.visible_BNW, held.own)
         if self.step == 0:
             below = next(iter(self.keys.values()), None)
-            mask = self._additive(key_BGNE.dtype) if below is None else below.mask_B1LL
-            self.keys[layer] = _Keys(_with_room(key_BGNE, value_BGNE), mask)
+            visible = _with_column(self.visible_BNW, key_BGNE.dtype) if below is None else below.visible
+            self.keys[layer] = _Keys(_with_room(key_BGNE, value_BGNE), visible)
             return super().attend(layer, query_BHNE, key_BGNE, value_BGNE)
         held = self.keys[layer]
         held.own.append((key_BGNE, value_BGNE))
         return _joined(query_BHNE, held)
-
-    def _additive(self, dtype: torch.dtype) -> Tensor:
-        """The mask, with one more key for every position, as numbers to add to the scores; all layers share it. Each
-        step would convert a boolean mask to such numbers and keep its own copy for backward."""
-        return additive(functional.pad(self.visible_BNW, (0, 1), value=True)[:, None], dtype)
 
 
 class Rollout:
@@ -83,8 +80,8 @@ class Rollout:
     def __call__(self, step: int) -> AttentionContext:
         """Attention context of step `step`; call it for the steps in order."""
         return StepAttention(
-            positions_BN=self.first.positions_BN + step, visible_BNW=self.first.visible_BNW, spans=self.first.spans,
-            step=step, keys=self.keys,
+            positions_BN=self.first.positions_BN + step, visible_BNW=self.first.visible_BNW, step=step,
+            keys=self.keys,
         )
 
 
@@ -107,10 +104,12 @@ class BlockAttention(AttentionContext):
         if self.block == 0:
             # The last query of a block is at the position itself; the others are repeated, and their keys are known.
             self.written[layer] = keys[-1], values[-1]
-            return super().attend(layer, query_BHNE, keys[-1], values[-1])
+            read = [super(BlockAttention, self).attend(layer, query_BHLE, keys[-1], values[-1])
+                    for query_BHLE in query_BHNE.chunk(self.size, dim=2)]
+            return torch.cat(read, dim=2)
         if layer not in self.keys:
-            visible_BLX = functional.pad(self.visible_BNW, (0, 1), value=True)
-            self.keys[layer] = _Keys(_with_room(*self.written[layer]), additive(visible_BLX[:, None], key_BGNE.dtype))
+            visible = _with_column(self.visible_BNW, key_BGNE.dtype)
+            self.keys[layer] = _Keys(_with_room(*self.written[layer]), visible)
         held = self.keys[layer]
         held.own += zip(keys, values, strict=True)
         return torch.cat([_joined(query_BHLE, held) for query_BHLE in query_BHNE.chunk(self.size, dim=2)], dim=2)
@@ -125,19 +124,27 @@ class BlockRollout:
     """
 
     def __init__(self, features: Features, size: int) -> None:
-        self.first, self.size = AttentionContext.training(features), size
+        self.size = size
+        self.first = AttentionContext(positions_BN=features.positions_BL, visible_BNW=visible_text(features))
         self.written: dict[int, tuple[Tensor, Tensor]] = {}
         self.keys: dict[int, _Keys] = {}
 
     def __call__(self, block: int) -> AttentionContext:
         """Attention context of block `block`; call it in order. Block b ends b K positions after the position."""
-        first, visible_BLL = self.size * (block - 1) + 1, self.first.visible_BNW
+        first = self.size * (block - 1) + 1
         positions = [self.first.positions_BN + first + place for place in range(self.size)]
         return BlockAttention(
-            positions_BN=torch.cat(positions, dim=1),
-            visible_BNW=visible_BLL if block else visible_BLL.repeat(1, self.size, 1),
+            positions_BN=torch.cat(positions, dim=1), visible_BNW=self.first.visible_BNW,
             block=block, size=self.size, written=self.written, keys=self.keys,
         )
+
+
+def _with_column(visible_BLL: Tensor | Segments, dtype: torch.dtype) -> Tensor | Segments:
+    """A mask with one more key for every position, as numbers to add to the scores; all layers share it. Each step
+    would convert a boolean mask to such numbers and keep its own copy for backward. Segments stay as they are."""
+    if isinstance(visible_BLL, Segments):
+        return visible_BLL
+    return additive(functional.pad(visible_BLL, (0, 1), value=True)[:, None], dtype)
 
 
 def _with_room(key_BGLE: Tensor, value_BGLE: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,23 +168,31 @@ def _joined(query_BHLE: Tensor, held: _Keys) -> Tensor:
     With d the log-sum-exp of the diagonal scores, softmax over [step 0, d] gives the final weights of step 0 and the
     total weight of the diagonal, which the diagonal's own softmax distributes.
     """
-    (keys, values), size = held.past_BGLX, query_BHLE.shape[-1]
+    size = query_BHLE.shape[-1]
     scale = size**-0.5
-    rows, heads, length, _ = query_BHLE.shape
-    query_BGRLE = query_BHLE.view(rows, keys.shape[1], -1, length, size)
+    rows, _, length, _ = query_BHLE.shape
+    query_BGRLE = query_BHLE.view(rows, held.past_BGLX[0].shape[1], -1, length, size)
     scores = [(query_BGRLE * key_BGLE[:, :, None]).sum(-1) for key_BGLE, _ in held.own]
     scores_BHLJ = torch.stack(scores, dim=-1).flatten(1, 2)
     scores_BHLJ = scores_BHLJ.to(torch.promote_types(scores_BHLJ.dtype, torch.float32)) * scale
     total_BHL1 = scores_BHLJ.logsumexp(-1, keepdim=True)
-    mixed_BHLX = functional.scaled_dot_product_attention(
-        torch.cat([query_BHLE, _split(total_BHL1 / scale, query_BHLE)], dim=-1), keys, values,
-        attn_mask=held.mask_B1LL, scale=scale, enable_gqa=heads != keys.shape[1],
-    )
+    mixed_BHLX = _past(torch.cat([query_BHLE, _split(total_BHL1 / scale, query_BHLE)], dim=-1), held, scale)
     shares_BGRLJ = (scores_BHLJ - total_BHL1).exp().to(query_BHLE.dtype).view(*query_BGRLE.shape[:4], -1)
     own_BGRLE = torch.zeros_like(query_BGRLE)
     for step, (_, value_BGLE) in enumerate(held.own):
         own_BGRLE = own_BGRLE + shares_BGRLJ[..., step, None] * value_BGLE[:, :, None]
     return mixed_BHLX[..., :size] + mixed_BHLX[..., size : size + 1] * own_BGRLE.flatten(1, 2)
+
+
+def _past(query_BHLX: Tensor, held: _Keys, scale: float) -> Tensor:
+    """Attention over step 0 and the diagonal's key, [B, H, L, X]."""
+    keys, values = held.past_BGLX
+    if isinstance(held.visible, Segments):
+        first = keys[:, :, -1:], values[:, :, -1:]
+        return attend_inside(query_BHLX, keys[:, :, :-1], values[:, :, :-1], held.visible,
+                             SegmentForm(scaling=scale, first=first))
+    return functional.scaled_dot_product_attention(query_BHLX, keys, values, attn_mask=held.visible, scale=scale,
+                                                   enable_gqa=query_BHLX.shape[1] != keys.shape[1])
 
 
 def _split(total_BHL1: Tensor, like: Tensor) -> Tensor:

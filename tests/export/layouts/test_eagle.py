@@ -356,7 +356,8 @@ def test_damaged_checkpoints_are_named(tmp_path: Path, tiny_target: Target) -> N
         with pytest.raises(UserError, match=match):
             import_eagle(folder, tiny_target)
 
-    refused(r"says rope_scaling: \{\"factor\": 8\}; only null can be imported", rope_scaling={"factor": 8})
+    refused(r"says rope_scaling: \{\"factor\": 8\}; only the rope_type linear, .* can be imported",
+            rope_scaling={"factor": 8})
     refused(r"does not fit its configuration .*Missing key.*layers\.1\.self_attn", num_hidden_layers=2)
     refused("fc in .* reads 32 numbers, but the 2 taps .* are 64; give the layers that are", draftsmith_taps=[0, 1])
     refused("tap 2 would be the state after the last norm of tiny-random", draftsmith_taps=[2])

@@ -58,7 +58,7 @@ def packed(target: Target, drafter: EagleDrafter, length: int = 14) -> Features:
 def masked(features: Features) -> Rollout:
     """The rollout with a mask in place of segments, as on a GPU."""
     rollout = Rollout(features)
-    rollout.first = dataclasses.replace(rollout.first, spans=None)
+    rollout.first = dataclasses.replace(rollout.first, visible_BNW=features.visible())
     return rollout
 
 

@@ -1,5 +1,7 @@
 """Decoder blocks against a plain twin and transformers' own; their cache: chunks, trees, moved and failed rows."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from draftsmith.modules import Features, Frontier, Target, UserError
@@ -9,9 +11,8 @@ from draftsmith.modules.drafters.parts.decoder_block import (
     BlockConfig,
     DecoderBlock,
     RMSNorm,
-    rotate,
-    rotation,
 )
+from draftsmith.modules.drafters.parts.rotary import rotate, rotation
 from references.decoder_block import block as plain_block
 from torch import Tensor
 from transformers import LlamaConfig
@@ -95,8 +96,8 @@ def test_rotated_heads_have_the_gradient_of_the_rotation() -> None:
 
 def test_positions_are_turned_into_angles_once() -> None:
     context = attention([3, 4], chain(2))
-    assert context.rotation(500.0, 6) is context.rotation(500.0, 6)
-    assert context.rotation(500.0, 6) is not context.rotation(100.0, 6)
+    assert context.rotation(CONFIG) is context.rotation(replace(CONFIG, norm_eps=1e-3))
+    assert context.rotation(CONFIG) is not context.rotation(replace(CONFIG, rope_base=100.0))
 
 
 def test_packed_segments_do_not_see_each_other() -> None:

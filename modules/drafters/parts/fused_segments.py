@@ -12,50 +12,38 @@ J keys at a token's own position.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-Span = tuple[int, slice]
-"""A row, and the places of one of its segments."""
+from ...features import Features
+from ...target.segment_attention import Segments, Span, visible_text
 
 
-def segment_spans(segments_BL: Tensor) -> tuple[Span, ...] | None:
-    """The segments of packed rows, padding left out; None on other devices than a CPU, and where a segment is
-    interrupted."""
-    if segments_BL.device.type != "cpu":
-        # One launch for each segment, and the wait for their borders, cost a GPU more than a mask.
-        return None
-    spans, seen = [], set[tuple[int, int]]()
-    for row, segments in enumerate(segments_BL.tolist()):
-        start = 0
-        for segment, tokens in groupby(segments):
-            stop = start + len(list(tokens))
-            if segment >= 0:
-                if (row, segment) in seen:
-                    return None
-                seen.add((row, segment))
-                spans.append((row, slice(start, stop)))
-            start = stop
-    return tuple(spans)
+def visible_rows(features: Features) -> Tensor | Segments:
+    """What the tokens of training rows see in a layer that a drafter trains: their segments on a CPU, and elsewhere as
+    `visible_text` has it: one launch for each segment, and the wait for their borders, cost a GPU more than a mask."""
+    if features.tokens_BL.device.type != "cpu":
+        return visible_text(features)
+    return Segments.of(features)
 
 
-def attend_segments(spans: Sequence[Span], query_BHLE: Tensor, key_BGLE: Tensor, value_BGLE: Tensor,
+def attend_segments(query_BHLE: Tensor, key_BGLE: Tensor, value_BGLE: Tensor, segments: Segments,
                     own: Sequence[tuple[Tensor, Tensor]] = ()) -> Tensor:
-    """Attention output [B, H, L, E] of tokens that see their own segment up to themselves; on padding it is arbitrary.
+    """Attention output [B, H, L, E] of tokens that see their own segment up to themselves; zero at padding where there
+    are no other keys.
 
     Args:
-        spans: the segments.
         query_BHLE: the queries.
         key_BGLE: the keys.
         value_BGLE: the values.
+        segments: the segments.
         own: further (keys, values) [B, G, L, E], of which a token sees those at its own position.
     """
     mixed_BHLE: Tensor = _SegmentAttention.apply(  # type: ignore[no-untyped-call]
-        spans, query_BHLE, key_BGLE, value_BGLE, *(part for pair in own for part in pair))
+        segments.spans, query_BHLE, key_BGLE, value_BGLE, *(part for pair in own for part in pair))
     return mixed_BHLE
 
 

@@ -2,11 +2,18 @@
 
 import pytest
 import torch
-from draftsmith.modules.drafters.parts.segment_attention import attend_segments, segment_spans
+from draftsmith.modules import Features
+from draftsmith.modules.drafters.parts.fused_segments import attend_segments, visible_rows
+from draftsmith.modules.target.segment_attention import Segments
 from torch import Tensor
 
 SEGMENTS = torch.tensor([[0, 0, 0, 0, 1, 1, -1, -1], [0, 1, 1, 1, 1, 1, 1, 1], [-1] * 8])
 REAL = SEGMENTS >= 0
+
+
+def rows(segments: Tensor) -> Features:
+    zeros = torch.zeros_like(segments)
+    return Features(tokens_BL=zeros, supervised_BL=zeros.bool(), segments_BL=segments, positions_BL=zeros)
 
 
 def heads(count: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -29,10 +36,9 @@ def plain(query: Tensor, key: Tensor, value: Tensor, own: list[tuple[Tensor, Ten
 def test_output_and_gradients_equal_one_softmax(steps: int, dtype: torch.dtype, bound: float) -> None:
     states = [heads(6, dtype, 0), *(heads(2, dtype, 1 + number) for number in range(2 + 2 * steps))]
     query, key, value, *own = states
-    pairs, spans = list(zip(own[::2], own[1::2], strict=True)), segment_spans(SEGMENTS)
-    assert spans is not None
+    pairs, segments = list(zip(own[::2], own[1::2], strict=True)), Segments.of(rows(SEGMENTS))
     found = []
-    for mixed in (attend_segments(spans, query, key, value, pairs), plain(query, key, value, pairs)):
+    for mixed in (attend_segments(query, key, value, segments, pairs), plain(query, key, value, pairs)):
         real = mixed.transpose(1, 2)[REAL]
         # Gradients of order 1, so that one bound fits outputs and gradients.
         found.append([real, *torch.autograd.grad((real * real.detach().roll(1, 0)).sum(), states)])
@@ -41,28 +47,23 @@ def test_output_and_gradients_equal_one_softmax(steps: int, dtype: torch.dtype, 
 
 
 def test_spans_are_the_segments_without_padding() -> None:
-    assert segment_spans(SEGMENTS) == ((0, slice(0, 4)), (0, slice(4, 6)), (1, slice(0, 1)), (1, slice(1, 8)))
-
-
-def test_an_interrupted_segment_needs_a_mask() -> None:
-    assert segment_spans(torch.tensor([[0, 0, 1, 0]])) is None
-    assert segment_spans(torch.tensor([[0, 0, -1, 0]])) is None
+    found = visible_rows(rows(SEGMENTS))
+    assert isinstance(found, Segments)
+    assert found.spans == ((0, slice(0, 4)), (0, slice(4, 6)), (1, slice(0, 1)), (1, slice(1, 8)))
 
 
 def test_padding_has_finite_states() -> None:
-    spans, (query, key) = segment_spans(SEGMENTS), (heads(2, torch.float32, seed) for seed in (0, 1))
-    assert spans is not None
-    assert bool(attend_segments(spans, query, key, key, [(key, key)]).isfinite().all())
+    query, key = (heads(2, torch.float32, seed) for seed in (0, 1))
+    assert bool(attend_segments(query, key, key, Segments.of(rows(SEGMENTS)), [(key, key)]).isfinite().all())
 
 
 def test_bfloat16_stays_near_float32() -> None:
-    spans = segment_spans(SEGMENTS)
+    segments = Segments.of(rows(SEGMENTS))
     states = [heads(6, torch.float32, 0), *(heads(2, torch.float32, seed) for seed in (1, 2, 3, 4))]
-    assert spans is not None
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         query, key, value, *own = (state.detach().to(dtype).requires_grad_() for state in states)
-        mixed = attend_segments(spans, query, key, value, [(own[0], own[1])])
+        mixed = attend_segments(query, key, value, segments, [(own[0], own[1])])
         found.append([mixed, *torch.autograd.grad(mixed.float().square().sum(), (query, key, value, *own))])
     for full, half in zip(*found, strict=True):
         torch.testing.assert_close(half.float(), full, atol=0.06, rtol=0.06)

@@ -1,0 +1,48 @@
+"""Rows of many thousand tokens: no mask of all positions, the same losses and gradients, and memory by the token."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from draftsmith.data.collate import Piece, pack
+from draftsmith.modules import Features, Target
+from support.families import CASES
+from support.summed_gradients import gradients, module_of
+
+DENSE = "draftsmith.modules.target.segment_attention.DENSE_LENGTH"
+SCRIPT = Path(__file__).resolve().parents[1] / "references" / "long_row.py"
+
+
+def two_rows(target: Target) -> Features:
+    """A row of three conversations, and one of a window that starts amid its conversation, padded."""
+    def piece(length: int, first: int = 0) -> Piece:
+        tokens_N = torch.randint(4, target.vocab_size, (length,), generator=torch.Generator().manual_seed(length))
+        return Piece(tokens_N=tokens_N, supervised_N=torch.arange(length) % 5 > 1, first=first)
+
+    return pack([[piece(9), piece(14), piece(7)], [piece(19, first=6), piece(6)]], 33)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "draft-lm-depths"])
+def test_long_rows_learn_as_short_ones_do(name: str, tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mask tokens of draft models are left out: their rows keep the mask of all positions."""
+    module, batch = module_of(name, tiny_target_f64), two_rows(tiny_target_f64)
+    expected, dense = gradients(module, [batch])
+    monkeypatch.setattr(DENSE, 0)
+    monkeypatch.setattr(Features, "visible", None)
+    found, inside = gradients(module, [batch])
+    torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-9)
+    assert inside.keys() == dense.keys()
+    for weight, gradient in dense.items():
+        torch.testing.assert_close(inside[weight], gradient, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize(("family", "bound"), [("eagle3", 900), ("kangaroo", 500)])
+def test_a_step_on_32768_tokens_takes_memory_by_the_token(family: str, bound: int) -> None:
+    """One boolean mask of all positions takes 1,024 MiB; the step of either family, all of it, stays below."""
+    answer = subprocess.run([sys.executable, str(SCRIPT), family, "32768"], capture_output=True, text=True, check=False,
+                            timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+    assert answer.returncode == 0, answer.stderr[-3000:]
+    assert float(answer.stdout) < bound
