@@ -171,18 +171,23 @@ class ChatTemplate:
         start = len(tokens) - len(bare)
         return tokens, [place >= start for place in range(len(tokens))]
 
-    def user_turn(self) -> Surroundings:
-        """Tokens around a user's first message: a target that continues `before` writes one."""
+    def user_turn(self, history: Sequence[Message] = ()) -> Surroundings:
+        """Tokens around a user's next message after `history`, all before it included: a target that continues `before`
+        writes one.
+
+        Raises:
+            UserError: if the template refuses the messages.
+        """
         if self.source is None:
-            return Surroundings(before=tuple(self._plain([]) or self._start()), after=())
-        before, after = self._around_user(generation_prompt=False)
+            return Surroundings(before=tuple(self._plain(history) or self._start()), after=())
+        before, after = self._around_user(history, generation_prompt=False)
         if not after:
-            _, after = self._around_user(generation_prompt=True)
+            _, after = self._around_user(history, generation_prompt=True)
         return Surroundings(before=tuple(before or self._start()), after=tuple(after))
 
-    def _around_user(self, *, generation_prompt: bool) -> tuple[list[int], list[int]]:
+    def _around_user(self, history: Sequence[Message], *, generation_prompt: bool) -> tuple[list[int], list[int]]:
         """Tokens that renderings of different user texts share before and after the text."""
-        messages = [[{"role": "user", "content": probe}] for probe in self._probes()]
+        messages = [[*history, {"role": "user", "content": probe}] for probe in self._probes()]
         rendered = [self._encode(self._text(one, generation_prompt=generation_prompt)) for one in messages]
         before = common_prefix(rendered)
         return before, common_prefix([tokens[len(before) :][::-1] for tokens in rendered])[::-1]

@@ -117,7 +117,8 @@ class Distillation:
         self.answerer = Answerer(train_target, template, settings, config.max_new_tokens, self._count)
         self.drafting = Answerer(target, template, settings, config.max_new_tokens, self._count, writer)
         self.source: Source = (
-            OwnPrompts(train_target, template, prompts, seed=config.seed, slots=config.slots)
+            OwnPrompts(train_target, template, prompts, seed=config.seed, slots=config.slots,
+                       answer_tokens=config.max_new_tokens)
             if self.own
             else ReadPrompts(prompts, config.seed)
         )

@@ -64,6 +64,10 @@ def require_own(manifest: Manifest) -> None:
     if origin != "own":
         raise UserError(f"batch.own_prompts learns the prompts that the target wrote, but those of this data are of "
                         f"prompts.origin {origin}; set batch.own_prompts: false")
+    for key in ("own_kinds", "own_turns"):
+        if (value := manifest.recipe["prompts"].get(key)) is not None:
+            raise UserError("batch.own_prompts learns prompts that were written after the chat template alone, and "
+                            f"those of this data were not (prompts.{key} is {value!r}); set batch.own_prompts: false")
 
 
 @dataclass(frozen=True, kw_only=True)

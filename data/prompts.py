@@ -13,6 +13,7 @@ from ..modules import UserError
 from ..modules.bounded_reading import PROMPT_BYTES, bounded_json, read_bounded_text, require_ordinary
 from ..modules.json_records import problem
 from ..modules.verification.sampling import GREATEST_TEMPERATURE, LEAST_TEMPERATURE
+from .prompt_kinds import named_kinds
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 """Roles by their names in OpenAI-like `messages` and in ShareGPT `conversations`."""
@@ -55,6 +56,13 @@ class PromptConfig:
     """Temperature at which the target writes prompts (origin own)."""
     own_top_p: float = 0.95
     """Nucleus from which the target draws when it writes prompts (origin own)."""
+    own_kinds: tuple[str, ...] | None = None
+    """Kinds of prompts that the target writes (origin own), drawn for each prompt with equal chance: a system prompt
+    that is not kept asks for coding, dialogue, extraction, humanities, math, reasoning, retrieval, rewriting, roleplay,
+    stem, summary, translation or writing, and none for `any`; `all` is all of them. None asks for nothing."""
+    own_turns: int | None = None
+    """Most user turns of a conversation that the target writes (origin own); each has 1 to this many. The target
+    answers greedily before it writes the next one. None writes one turn."""
 
     def __post_init__(self) -> None:
         needed = {"file": self.path, "dataset": self.name, "own": "nothing"}
@@ -67,7 +75,13 @@ class PromptConfig:
                                 f"it; set prompts.origin to {origin}, or leave prompts.{key} out")
         if self.origin == "file":
             require_ordinary(Path(self.path or ""))
-        for key in ("limit", "max_prompt_tokens", "own_max_tokens"):
+        for key in ("own_kinds", "own_turns"):
+            if getattr(self, key) is not None and self.origin != "own":
+                raise UserError(f"prompts.{key} is {getattr(self, key)!r}, but prompts.origin is {self.origin}, whose "
+                                f"prompts the target does not write; leave prompts.{key} out")
+        if self.own_kinds is not None:
+            named_kinds(self.own_kinds)
+        for key in ("limit", "max_prompt_tokens", "own_max_tokens", "own_turns"):
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise UserError(f"prompts.{key} must be at least 1, got {value}")

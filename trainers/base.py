@@ -277,8 +277,14 @@ class DraftModule(L.LightningModule):
         weights = self.weights(len(drafts.offsets)) if self._pending is None else self._pending.weights
         ids_Q = self.drafter.token_ids_Q
         index_V = None if ids_Q is None else draft_index(ids_Q, self.target.vocab_size)
-        total, sums_KC = self._vocabulary_loss(weights, ids_Q)(drafts, features, index_V)
+        deciding_BL = self.deciding_tokens(features)
+        total, sums_KC = self._vocabulary_loss(weights, ids_Q)(drafts, features, index_V, deciding_BL)
         return BatchLoss(total, sums_KC, weights, drafts.offsets)
+
+    def deciding_tokens(self, features: Features) -> Tensor | None:
+        """Tokens [B, L] that must lie in the draft vocabulary for the label in their place to be learned; None for the
+        labels themselves."""
+        return None
 
     def _vocabulary_loss(self, weights: tuple[float, ...], ids_Q: Tensor | None) -> VocabularyLoss:
         steps, objectives = range(len(weights)), self.objectives(len(weights))

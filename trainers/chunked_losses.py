@@ -19,6 +19,7 @@ from torch.nn import functional
 from ..modules.errors import UserError
 from ..modules.features import Features
 from ..modules.interfaces.drafter import Drafts
+from ..modules.target.model import Target
 from .metrics import COLUMNS, rank_hits, weighted_mean_loss
 from .objectives import Objective, TeacherOutput, wide
 
@@ -41,7 +42,7 @@ class Supervision:
     valid_NK: Tensor
     """True where draft step k predicts the token and learns from it."""
     labels_N: Tensor
-    """The token's entry in the draft vocabulary."""
+    """The token's entry in the draft vocabulary; -1 where it has none and the target's most probable token has one."""
     teachers_N: Tensor
     """Position of the final state from which the target predicts the token."""
     missed_K: Tensor
@@ -54,7 +55,8 @@ class Supervision:
 
 
 def supervise(
-    features: Features, offsets: Sequence[int], index_V: Tensor | None = None, valid_BLK: Tensor | None = None
+    features: Features, offsets: Sequence[int], index_V: Tensor | None = None, valid_BLK: Tensor | None = None,
+    deciding_BL: Tensor | None = None,
 ) -> Supervision:
     """The labels of a batch and the draft steps that predict them, by `Features.labels` alone.
 
@@ -63,10 +65,11 @@ def supervise(
         offsets: how far ahead each draft step predicts.
         index_V: entry of the draft vocabulary for each target token, -1 for none; None for the whole vocabulary.
         valid_BLK: True where a draft step has a state at a position; None for all positions.
+        deciding_BL: tokens that must have an entry for the label in their place to be learned; None for the labels.
     """
     tokens_BL = features.tokens_BL
     entries_BL = tokens_BL if index_V is None else index_V[tokens_BL]
-    known_BL = entries_BL >= 0
+    known_BL = (entries_BL if deciding_BL is None or index_V is None else index_V[deciding_BL]) >= 0
     predicts = [features.labels(offset)[1] for offset in offsets]
     if valid_BLK is not None:
         predicts = [labelled_BL & valid_BLK[:, :, step] for step, labelled_BL in enumerate(predicts)]
@@ -114,14 +117,16 @@ class VocabularyLoss:
     chunk_elements: int | None = None
     """Logits in memory at once; None takes the device's CHUNK_ELEMENTS."""
 
-    def __call__(self, drafts: Drafts, features: Features, index_V: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def __call__(self, drafts: Drafts, features: Features, index_V: Tensor | None = None,
+                 deciding_BL: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (total, sums_KC): the weighted sum of losses, differentiable, and the sums of `metrics.COLUMNS`.
 
         The total is to be divided by `metrics.weighted_mean_loss(sums_KC, weights)[1]` once both are complete over all
         micro-batches and ranks. A label outside the draft vocabulary is not learned with any objective: the right token
-        cannot be drafted there, and the target's renormalised distribution prefers a wrong one.
+        cannot be drafted there, and the target's renormalised distribution prefers a wrong one. With `deciding_BL` (see
+        `supervise`) these tokens must lie inside instead.
         """
-        supervision = supervise(features, drafts.offsets, index_V, drafts.valid_BLK)
+        supervision = supervise(features, drafts.offsets, index_V, drafts.valid_BLK, deciding_BL)
         hidden_NKD = supervision.sources(drafts.hidden_BLKD)
         states_ND = None if self.teacher is None else features.final().flatten(0, 1)[supervision.teachers_N]
         total, sums_KC = self._vocabulary(_Rows(self, supervision, states_ND), hidden_NKD)
@@ -143,6 +148,17 @@ class VocabularyLoss:
         added_KC[:, COLUMNS.index("feature")] = feature_K.detach()
         added_KC[:, COLUMNS.index("loss")] = self.feature_weight * feature_K.detach()
         return total + self.feature_weight * (weights_K * feature_K).sum(), sums_KC + added_KC
+
+
+@torch.no_grad()
+def greedy_tokens(target: Target, features: Features) -> Tensor:
+    """The token that the target finds most probable in the place of each possible label, [B, L]; the text's own token
+    elsewhere."""
+    tokens_BL, (rows_M, places_M) = features.tokens_BL.clone(), features.labels(1)[1].nonzero(as_tuple=True)
+    usual = CHUNK_ELEMENTS.get(tokens_BL.device.type, CHUNK_ELEMENTS["cuda"])
+    parts = features.final()[rows_M, places_M].split(max(1, usual // target.vocab_size))
+    tokens_BL[rows_M, places_M + 1] = torch.cat([target.logits(part).argmax(-1) for part in parts])
+    return tokens_BL
 
 
 def feature_loss(estimated_NKD: Tensor, supervision: Supervision, drafts: Drafts, features: Features) -> Tensor:

@@ -19,14 +19,14 @@ rank."""
 
 
 def rank_hits(logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor) -> Tensor:
-    """Number of valid labels among the r best entries, for each r of RANKS; float32.
+    """Number of valid labels among the r best entries, for each r of RANKS; float32. A label of -1 is no entry.
 
     A label's rank is the number of strictly greater logits: one comparison in place of sorting the vocabulary. Counting
     in int32 is five times as fast as in int64, the default of `sum`, to which it would copy the mask.
     """
-    better_N = (logits_NQ > logits_NQ.gather(1, labels_N[:, None])).sum(1, dtype=torch.int32)
+    better_N = (logits_NQ > logits_NQ.gather(1, labels_N.clamp(min=0)[:, None])).sum(1, dtype=torch.int32)
     ranks_R = torch.tensor(RANKS, device=logits_NQ.device)
-    return ((better_N[:, None] < ranks_R) & valid_N[:, None]).sum(0).to(torch.float32)
+    return ((better_N[:, None] < ranks_R) & (valid_N & (labels_N >= 0))[:, None]).sum(0).to(torch.float32)
 
 
 def weighted_mean_loss(sums_KC: Tensor, weights_K: Sequence[float]) -> tuple[Tensor, Tensor]:

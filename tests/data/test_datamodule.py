@@ -12,7 +12,7 @@ from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig,
 from draftsmith.data.collate import pad
 from draftsmith.data.datamodule import BatchConfig, DraftDataModule
 from draftsmith.data.label_weights import count_labels
-from draftsmith.data.learned_tokens import LearnedTokens
+from draftsmith.data.learned_tokens import LearnedTokens, require_own
 from draftsmith.data.token_store import Row, ShardRecord, hash_file
 from draftsmith.modules import Features, Target, UserError
 
@@ -213,6 +213,14 @@ def test_prompts_that_the_target_wrote_are_learned_on_request(own: Path, folder:
         own, replace(config, own_prompts=False)).validation_features()], "held-out prompts are not drafted"
     with pytest.raises(UserError, match=r"prompts\.origin file; set batch\.own_prompts: false"):
         DraftDataModule(folder, config, around=template.user_turn())
+
+
+def test_prompts_written_after_other_tokens_are_not_learned(own: Path) -> None:
+    manifest = Manifest.load(own)
+    prompts = {**manifest.recipe["prompts"], "own_kinds": ["math"]}
+    with pytest.raises(UserError, match=r"after the chat template alone, .* \(prompts\.own_kinds is \['math'\]\); set"):
+        require_own(replace(manifest, recipe={**manifest.recipe, "prompts": prompts}))
+    require_own(manifest)
 
 
 class Recorder(lightning.LightningModule):  # type: ignore[misc]

@@ -219,12 +219,13 @@ class Killed(BaseException):
     """Stands for a process that ends here."""
 
 
-@pytest.mark.parametrize("source", ["file", "own"])
+@pytest.mark.parametrize("source", ["file", "own", "kinds"])
 def test_a_run_killed_at_any_write_ends_in_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
     target = base_target() if source == "own" else Target(tiny_model(), tiny_tokenizer(), name="tiny-random")
-    prompts = write_prompts(tmp_path, many(12)) if source == "file" else PromptConfig()
+    kinds = PromptConfig(own_kinds=("math", "any"), own_turns=2, own_max_tokens=100, own_top_p=1.0)
+    prompts = {"file": write_prompts(tmp_path, many(12)), "own": PromptConfig(), "kinds": kinds}[source]
     config = replace(SMALL, budget_tokens=50 if source == "file" else 24)
     run(target, prompts, config, tmp_path / "whole")
     expected = contents(tmp_path / "whole")

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.data import ChatTemplate, Prompt, PromptConfig, load_prompts, read_prompts
+from draftsmith.data import ChatTemplate, Prompt, PromptConfig, load_prompts, read_prompts, self_prompting
+from draftsmith.data.prompt_kinds import SYSTEM_PROMPTS, drawn_kind, drawn_turns
 from draftsmith.data.prompts import ReadPrompts
-from draftsmith.data.self_prompting import OwnPrompts
-from draftsmith.modules import Generation, Request, Target, UserError
+from draftsmith.data.self_prompting import OwnPrompts, prompt_seed
+from draftsmith.modules import Generation, Request, Target, UserError, decode
+from draftsmith.modules.target.tiny_model import CHATML, tiny_model, tiny_tokenizer
 from support.chats import MISTRAL, merging_tokenizer
 
 
@@ -161,7 +163,8 @@ def test_a_broken_dataset_is_one_sentence(tmp_path: Path, streaming: bool) -> No
 
 def own(target: Target, **fields: Any) -> OwnPrompts:
     config = PromptConfig(own_max_tokens=200, own_top_p=1.0, **fields)
-    return OwnPrompts(target, ChatTemplate(target.tokenizer), config, seed=0, slots=8)
+    return OwnPrompts(target, ChatTemplate(target.tokenizer), config, seed=0, slots=8,
+                      answer_tokens=12)
 
 
 def test_the_target_writes_prompts_that_depend_on_their_number_alone(tiny_target_f64: Target) -> None:
@@ -171,6 +174,103 @@ def test_the_target_writes_prompts_that_depend_on_their_number_alone(tiny_target
     again = own(tiny_target_f64).take(8, 8)
     assert again.prompts == [(number, prompt) for number, prompt in written.prompts if number >= 8]
     assert all(prompt.turns[0] == prompt.turns[0].strip() for _, prompt in written.prompts)
+
+
+def test_kinds_and_turns_depend_on_the_number_alone(tiny_target_f64: Target) -> None:
+    fields = {"own_kinds": ("math", "any"), "own_turns": 2}
+    written = dict(short(tiny_target_f64, **fields).take(0, 96).prompts)
+    assert {len(prompt.turns) for prompt in written.values()} == {1, 2}
+    again = dict(short(tiny_target_f64, **fields).take(48, 48).prompts)
+    assert {number: prompt.key for number, prompt in again.items()} == {
+        number: prompt.key for number, prompt in written.items() if number >= 48}
+
+
+def short(target: Target, **fields: Any) -> OwnPrompts:
+    config = PromptConfig(own_max_tokens=100, own_top_p=1.0, **fields)
+    return OwnPrompts(target, ChatTemplate(target.tokenizer), config, seed=0, slots=8, answer_tokens=12)
+
+
+def test_each_prompt_is_written_after_the_system_prompt_of_its_kind(
+    tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, kinds = dict[int, str](), ("coding", "any", "summary")
+
+    def watched(target: Target, requests: list[Request], settings: Any) -> Any:
+        asked.update({request.index: target.tokenizer.decode(list(request.tokens)) for request in requests})
+        return decode(target, requests, settings)
+
+    monkeypatch.setattr(self_prompting, "decode", watched)
+    written = short(tiny_target_f64, own_kinds=kinds).take(0, 12)
+    assert len(asked) == 12
+    for number, before in asked.items():
+        kind = drawn_kind(kinds, 0, number)
+        system = "" if kind == "any" else f"<|im_start|>system\n{SYSTEM_PROMPTS[kind]}<|im_end|>\n"
+        assert before == f"{system}<|im_start|>user\n"
+    assert written.prompts
+    assert all(prompt.system is None for _, prompt in written.prompts), "it is answered as if it came by itself"
+
+
+def test_a_second_turn_follows_the_targets_greedy_answer(
+    tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def watched(target: Target, requests: list[Request], settings: Any) -> Any:
+        result = decode(target, requests, settings)
+        asked.append({one.request.index: one for one in result.generations})
+        return result
+
+    monkeypatch.setattr(self_prompting, "decode", watched)
+    template = ChatTemplate(tiny_target_f64.tokenizer)
+    found = dict(short(tiny_target_f64, own_turns=2).take(0, 96).prompts)
+    first, answers, second = asked
+    longer = {number: prompt for number, prompt in found.items() if len(prompt.turns) == 2}
+    assert longer
+    assert set(answers) == set(second) == {number for number in found if drawn_turns(2, 0, number) == 2}
+    for number, prompt in longer.items():
+        answer = answers[number]
+        assert answer.request.temperature == 0
+        assert list(answer.request.tokens) == template.prompt(prompt.opening())
+        said = [*prompt.opening(), {"role": "assistant", "content": tiny_target_f64.tokenizer.decode(
+            answer.tokens, skip_special_tokens=True)}]
+        assert second[number].request.tokens == template.user_turn(said).before
+        assert first[number].tokens != second[number].tokens
+
+
+def test_the_seed_of_a_first_turn_is_that_of_prompts_of_one_turn() -> None:
+    assert prompt_seed(7) == prompt_seed(7, 0) != prompt_seed(7, 1) != prompt_seed(8, 1)
+
+
+NO_SYSTEM = CHATML.replace("{% for message", "{% if messages[0]['role'] == 'system' %}"
+                           "{{ raise_exception('no system') }}{% endif %}{% for message")
+SILENT = CHATML.replace("{% for message in messages %}", "{% for message in messages if message['role'] != 'system' %}")
+
+
+@pytest.mark.parametrize(("template", "fields", "told"), [
+    (NO_SYSTEM, {"own_kinds": ("math",)}, r"own_kinds asks for math by a system prompt, .* refuses \(.*no system"),
+    (SILENT, {"own_kinds": ("any", "math")}, r"own_kinds asks for math by a system prompt, .* does not show; leave"),
+    (None, {"own_kinds": ("any",)}, r"own_kinds and prompts\.own_turns need a chat template, .* leave them out"),
+    (None, {"own_turns": 2}, r"own_kinds and prompts\.own_turns need a chat template, .* leave them out"),
+])
+def test_a_template_that_cannot_show_kinds_or_turns_is_refused(
+    template: str | None, fields: dict[str, Any], told: str
+) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match=told):
+        short(Target(tiny_model(), tokenizer, name="tiny"), **fields)
+
+
+@pytest.mark.parametrize(("fields", "told"), [
+    ({"own_kinds": ("poems",)}, r"own_kinds must be one or more different names among"),
+    ({"own_turns": 0}, r"prompts\.own_turns must be at least 1, got 0"),
+    ({"origin": "file", "path": "p.jsonl", "own_kinds": ("math",)},
+     r"own_kinds is \('math',\), but prompts\.origin is file, whose prompts the target does not write"),
+    ({"origin": "file", "path": "p.jsonl", "own_turns": 2}, r"own_turns is 2, but prompts\.origin is file"),
+])
+def test_wrong_kinds_and_turns_are_refused(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        PromptConfig(**fields)
 
 
 def test_a_limit_ends_the_writing(tiny_target: Target) -> None:
