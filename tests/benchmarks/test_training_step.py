@@ -1,0 +1,100 @@
+"""The benchmark of training steps: the textbook has the gradient of the packed step, and every part is there."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from benchmarks import training_step
+from benchmarks.training_step import Bench, Clock, Taken, Way, measure
+from draftsmith.modules import Target
+from support.model_shapes import shaped_target
+from support.shaped_modules import RECIPES, shaped_module, shaped_recipe
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return shaped_target("tiny")
+
+
+def bench(target: Target, recipe: str, *words: str) -> Bench:
+    return Bench(target, shaped_module(shaped_recipe(recipe, "tiny", *words), target, "tiny"), 64, 2)
+
+
+@pytest.mark.parametrize(("recipe", "words"), [
+    ("medusa_8b", ()), ("eagle_8b", ("--drafter.noise", "0")), ("eagle3_8b", ("--drafter.steps", "2")),
+    ("fastdraft_8b", ()),
+])
+def test_the_textbook_has_the_same_gradient(target: Target, recipe: str, words: tuple[str, ...]) -> None:
+    made = bench(target, recipe, *words)
+    pieces, clock, found = made.conversations(1), Clock(target.device), []
+    assert len(pieces) > 2
+    for plain in (False, True):
+        count = made.gradient(Way(plain, "32-true"), made.batch(pieces, plain), clock)
+        found.append([count, *(weight.grad for weight in made.trained if weight.grad is not None)])
+        made.optimizer.zero_grad()
+    assert float(found[0][0]) > 10
+    assert len(found[0]) == len(found[1]) > 1
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_makes_steps(target: Target, recipe: str) -> None:
+    words = ("--drafter.steps", "2") if recipe == "eagle3_8b" else ()
+    ways = [Way(False, "32-true"), Way(True, "32-true")] if recipe == "medusa_8b" else [Way(False, "32-true")]
+    found = measure(bench(target, recipe, *words), ways, steps=1)
+    for taken in found.values():
+        assert isinstance(taken, Taken)
+        figures = taken.to_dict()
+        assert figures["tokens_per_second"] > 0
+        assert taken.peak_bytes > 1000
+        assert sum(figures[f"{part} share"] for part in training_step.PARTS) == pytest.approx(1.0)
+        assert all(figures[f"{part} share"] > 0 for part in training_step.PARTS if part != "target")
+    if recipe == "medusa_8b":
+        ours, theirs = found.values()
+        assert isinstance(ours, Taken)
+        assert isinstance(theirs, Taken)
+        assert ours.tokens == theirs.tokens
+
+
+def test_a_part_inside_another_counts_for_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = SimpleNamespace(seconds=0.0)
+    clock = Clock(torch.device("cpu"))
+    monkeypatch.setattr(clock, "_now", lambda: now.seconds)
+
+    def work(seconds: float) -> None:
+        now.seconds += seconds
+
+    with clock.part("drafter"):
+        work(1)
+        clock.timed("target", work)(2)
+        with clock.part("vocabulary loss"):
+            work(4)
+        work(8)
+    assert clock.seconds == {"target": 2, "vocabulary loss": 4, "drafter": 9, "optimizer": 0, "data": 0}
+
+
+def test_a_way_without_memory_says_so(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = bench(target, "medusa_8b")
+
+    def step(way: Way, _pieces: Any) -> dict[str, float]:
+        if way.plain:
+            raise torch.OutOfMemoryError
+        return dict.fromkeys(training_step.PARTS, 1.0)
+
+    monkeypatch.setattr(made, "step", step)
+    monkeypatch.setattr(training_step, "Tally", lambda: nullcontext(SimpleNamespace(peak=7)))
+    found = measure(made, [Way(False, "32-true"), Way(True, "32-true")], steps=2)
+    assert found["textbook, 32-true"] == "out of memory"
+    lines = training_step.table({"medusa_8b": found})
+    assert lines[-1].startswith("| medusa_8b | textbook, 32-true | out of memory |")
+    assert len({line.count("|") for line in lines}) == 1
+    assert "| 20 | 20 | 20 | 20 | 20 |" in lines[-2]
+
+
+def test_a_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        training_step.main(["--steps", "0"])
+    assert "must be at least 1 and --row-length at least 32, got 0, 4 and 512" in capsys.readouterr().err

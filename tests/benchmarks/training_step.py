@@ -1,0 +1,260 @@
+"""Training steps by recipe: tokens per second, peak memory, and the share of time in target, vocabulary loss, drafter,
+optimizer and data; with `--against plain` next to the textbook's in the same run.
+
+    python tests/benchmarks/training_step.py [--shape NAME] [--recipes NAME ...] [--precisions 32-true bf16-mixed]
+        [--against plain] [--steps N] [--row-length N] [--rows N] [--device cpu|cuda]
+
+The target has random weights of a stated shape, so that nothing is loaded; the cost of a step does not depend on them.
+Its states are computed in the step. Each step reads the same new conversations in every way: packed into rows by this
+package, and by the textbook one in each row, padded to the longest, with the logits of all positions and of all draft
+steps at once and none in chunks. All ways take turns; the first step of each is not counted. Of families whose guesses
+the target makes, its passes over their nodes are part of the drafter. Peak memory is what a step holds above the
+weights: allocated on a GPU, and elsewhere the storages of torch's tensors, counted in a step that is not timed.
+"""
+
+import argparse
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.memory import Tally
+from draftsmith.data.collate import Piece, pack, pad, plan_bins
+from draftsmith.modules import Features, Target
+from draftsmith.trainers import DraftModule
+from draftsmith.trainers.chunked_losses import VocabularyLoss
+from draftsmith.trainers.metrics import weighted_mean_loss
+from references.textbook_step import textbook_gradient
+from support.model_shapes import SHAPES, shaped_target
+from support.shaped_modules import RECIPES, shaped_module, shaped_recipe
+
+PARTS = ("target", "vocabulary loss", "drafter", "optimizer", "data")
+PRECISIONS = ("32-true", "bf16-mixed")
+WARM_UP = 1
+"""Steps of each way that are not counted."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One implementation in one precision."""
+
+    plain: bool
+    """Whether it is the textbook's."""
+    precision: str
+
+    def __str__(self) -> str:
+        return f"{'textbook' if self.plain else 'ours'}, {self.precision}"
+
+
+@dataclass
+class Taken:
+    """Seconds of each part by step, tokens of each step, and the peak memory of one."""
+
+    parts: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    tokens: list[int] = field(default_factory=list)
+    peak_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Median seconds of a step."""
+        return median(map(sum, zip(*self.parts.values(), strict=True)))
+
+    def to_dict(self) -> dict[str, float]:
+        """Tokens per second, peak memory in MiB and the share of each part."""
+        whole = sum(map(sum, self.parts.values()))
+        shares = {f"{part} share": sum(seconds) / whole for part, seconds in self.parts.items()}
+        return {"tokens_per_second": sum(self.tokens) / whole, "step_seconds": self.seconds,
+                "peak_mib": self.peak_bytes / 2**20, **shares}
+
+
+class Clock:
+    """Adds the seconds of pieces of a step to its parts; a piece inside another one counts for itself alone."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.seconds = device, dict.fromkeys(PARTS, 0.0)
+        self._inside: list[float] = []
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Measure the block, once the device has finished its work."""
+        started = self._now()
+        self._inside.append(0.0)
+        yield
+        taken = self._now() - started
+        self.seconds[name] += taken - self._inside.pop()
+        if self._inside:
+            self._inside[-1] += taken
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that counts for a part."""
+
+        def run(*args: Any, **options: Any) -> Any:
+            with self.part(name):
+                return function(*args, **options)
+
+        return run
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+class Bench:
+    """A recipe's module with its optimizer, and steps of it."""
+
+    def __init__(self, target: Target, module: DraftModule, row_length: int, rows: int) -> None:
+        self.target, self.module, self.row_length, self.rows = target, module, row_length, rows
+        module.train()
+        self.optimizer = module.configure_optimizers()["optimizer"]
+        self.trained = [weight for weight in module.parameters() if weight.requires_grad]
+
+    def conversations(self, number: int) -> list[Piece]:
+        """As many conversations of step `number` as fill the packed rows about once; the last two thirds of each are
+        answers. Half of them have less than a third of a row."""
+        generator = torch.Generator().manual_seed(number)
+        room, found = self.row_length * self.rows, list[Piece]()
+        while room >= 16:
+            share = torch.rand((), generator=generator).item() ** 1.6
+            length = min(room, 16 + int(share * (self.row_length - 16)))
+            tokens_N = torch.randint(self.target.vocab_size, (length,), generator=generator)
+            found.append(Piece(tokens_N=tokens_N, supervised_N=torch.arange(length) >= length // 3))
+            room -= length
+        return found
+
+    def batch(self, pieces: Sequence[Piece], plain: bool) -> Features:
+        """The conversations as one batch on the device."""
+        if plain:
+            return pad(pieces).to(self.target.device)
+        bins = plan_bins([len(piece.tokens_N) for piece in pieces], self.row_length)
+        return pack([[pieces[index] for index in row] for row in bins], self.row_length).to(self.target.device)
+
+    def step(self, way: Way, pieces: Sequence[Piece]) -> dict[str, float]:
+        """Seconds of the parts of one optimizer step."""
+        clock = Clock(self.target.device)
+        encode = clock.timed("target", self.module.encoded)
+        vocabulary = clock.timed("vocabulary loss", VocabularyLoss.__call__)
+        with clock.part("data"):
+            batch = self.batch(pieces, way.plain)
+        with (patch.object(self.module, "encoded", encode), patch.object(VocabularyLoss, "__call__", vocabulary),
+              clock.part("drafter")):
+            count = self.gradient(way, batch, clock)
+        with clock.part("optimizer"):
+            for weight in self.trained:
+                if weight.grad is not None:
+                    weight.grad.div_(max(float(count), 1.0))
+            torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return clock.seconds
+
+    def gradient(self, way: Way, batch: Features, clock: Clock) -> Tensor:
+        """Back-propagate the summed loss; returns its weighted count."""
+        mixed = torch.autocast(self.target.device.type, torch.bfloat16, enabled=way.precision == "bf16-mixed")
+        if way.plain:
+            return textbook_gradient(self.module, batch, mixed, clock.part)
+        with mixed:
+            learned = self.module.loss(batch)
+        learned.total.backward()
+        return weighted_mean_loss(learned.sums_KC, learned.weights)[1]
+
+    def peak(self, way: Way, pieces: Sequence[Piece]) -> int:
+        """Bytes of memory that a step holds at its peak above what was held before."""
+        if self.target.device.type == "cuda":
+            before = torch.cuda.memory_allocated(self.target.device)
+            torch.cuda.reset_peak_memory_stats(self.target.device)
+            self.step(way, pieces)
+            return torch.cuda.max_memory_allocated(self.target.device) - before
+        with Tally() as tally:
+            self.step(way, pieces)
+        return tally.peak
+
+
+def measure(bench: Bench, ways: Sequence[Way], steps: int, deadline: float = float("inf")) -> dict[str, Taken | str]:
+    """Steps of all ways in turn; a way that needs more memory than there is has the reason in place of its figures.
+
+    Args:
+        bench: the recipe.
+        ways: what takes turns.
+        steps: of each way.
+        deadline: value of `time.monotonic()` after which no further step is started; one of each way is always made.
+    """
+    found: dict[str, Taken | str] = {str(way): Taken() for way in ways}
+    for number in range(WARM_UP + steps):
+        pieces = bench.conversations(number)
+        for way in ways:
+            taken = found[str(way)]
+            if isinstance(taken, str) or (taken.tokens and time.monotonic() > deadline):
+                continue
+            try:
+                if number == 0:
+                    taken.peak_bytes = bench.peak(way, pieces)
+                    continue
+                for part, seconds in bench.step(way, pieces).items():
+                    taken.parts[part].append(seconds)
+                taken.tokens.append(sum(len(piece.tokens_N) for piece in pieces))
+            except torch.OutOfMemoryError:
+                bench.optimizer.zero_grad()
+                torch.cuda.empty_cache()
+                found[str(way)] = "out of memory"
+    return found
+
+
+def table(found: dict[str, dict[str, Taken | str]]) -> list[str]:
+    """The lines of the table, one row for each recipe and way."""
+    lines = [f"| recipe | way | tokens/s | step, s | peak, MiB | {', % | '.join(PARTS)}, % |",
+             "|---|---|" + "--:|" * (3 + len(PARTS))]
+    for recipe, ways in found.items():
+        for way, taken in ways.items():
+            if isinstance(taken, str):
+                lines.append(f"| {recipe} | {way} | {taken} |" + " |" * (2 + len(PARTS)))
+                continue
+            figures = taken.to_dict()
+            shares = " | ".join(f"{100 * figures[f'{part} share']:.0f}" for part in PARTS)
+            lines.append(f"| {recipe} | {way} | {figures['tokens_per_second']:.0f} | {figures['step_seconds']:.3f} | "
+                         f"{figures['peak_mib']:.0f} | {shares} |")
+    return lines
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--shape", choices=list(SHAPES), default="smollm2-135m", help="the target")
+    parser.add_argument("--recipes", nargs="+", default=["medusa_8b", "eagle3_8b", "fastdraft_8b"],
+                        help=f"shipped recipes, of which the drafters are trained: {', '.join(RECIPES)}")
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=[PRECISIONS[0]], help="of the drafter")
+    parser.add_argument("--against", choices=["plain"], help="measure the textbook's steps too")
+    parser.add_argument("--steps", type=int, default=5, help="counted steps of each way")
+    parser.add_argument("--row-length", type=int, default=512, help="tokens of a packed row")
+    parser.add_argument("--rows", type=int, default=4, help="packed rows of a batch")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    options = parser.parse_args(words)
+    if min(options.steps, options.rows) < 1 or options.row_length < 32:
+        parser.error("--steps and --rows must be at least 1 and --row-length at least 32, got "
+                     f"{options.steps}, {options.rows} and {options.row_length}")
+    target = shaped_target(options.shape, options.device)
+    ways = [Way(plain, precision) for precision, plain in product(options.precisions, [False, True])
+            if options.against or not plain]
+    found = {}
+    for name in options.recipes:
+        module = shaped_module(shaped_recipe(name, options.shape), target, options.shape)
+        found[name] = measure(Bench(target, module, options.row_length, options.rows), ways, options.steps)
+    print(f"{options.shape}, {target.device}, {torch.get_num_threads()} threads, torch {torch.__version__}; about "
+          f"{options.rows * options.row_length} tokens a step\n")
+    print("\n".join(table(found)))
+
+
+if __name__ == "__main__":
+    main()

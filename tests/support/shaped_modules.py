@@ -1,0 +1,42 @@
+"""Drafters of the shipped recipes for 8B models, for a target of any shape."""
+
+import torch
+from draftsmith.modules import Target
+from draftsmith.recipes.pipeline import COMMANDS
+from draftsmith.recipes.recipe import Recipe
+from draftsmith.trainers import DraftModule
+from support.model_shapes import SHAPES
+
+RECIPES = ("medusa_8b", "hydra_8b", "eagle_8b", "eagle3_8b", "falcon_8b", "kangaroo_8b", "prompt_tokens_8b",
+           "hidden_transfer_8b", "fastdraft_8b")
+"""One recipe for each family of drafters that leaves the target as it is."""
+
+
+def shaped_recipe(name: str, shape: str, *words: str) -> Recipe:
+    """A shipped recipe whose drafter fits the shape: draft vocabulary, layers and insertion points of the text.
+
+    Args:
+        name: of the recipe.
+        shape: of the target.
+        words: further options of the command line.
+    """
+    layers, written = SHAPES[shape].config().num_hidden_layers, SHAPES[shape].written
+    given = COMMANDS["run"].parse(["--config", name, "--out", "runs/shaped"]).values.train.drafter
+    fitting = {
+        "vocabulary_size": min(given.vocabulary_size or written, written) if given.vocabulary_size else None,
+        "layers": f"[0,1,{layers - 2},{layers - 1}]" if getattr(given, "layers", None) else None,
+        "layer": 3 * layers // 4 if hasattr(given, "layer") else None,
+        "insertions": min(given.insertions, written // 16) if hasattr(given, "insertions") else None,
+    }
+    options = [word for key, value in fitting.items() if value is not None for word in (f"--drafter.{key}", str(value))]
+    recipe: Recipe = COMMANDS["run"].parse(["--config", name, "--out", "runs/shaped", *options, *words]).values
+    return recipe
+
+
+def shaped_module(recipe: Recipe, target: Target, shape: str) -> DraftModule:
+    """The training module of a recipe with its drafter, whose reduced vocabulary are the tokens the target writes."""
+    counts = torch.zeros(target.vocab_size)
+    counts[: SHAPES[shape].written] = 1.0
+    module = recipe.module(target, counts)
+    module.configure_model()
+    return module
