@@ -3,6 +3,7 @@
 # make families     set up, then train and compare every family (hours): runs/families/families.md; FAMILY=hydra does one
 # make test         set up, then run every test that this machine can run; PYTEST='-k eagle' selects some
 # make test-serving vLLM, in an environment of its own, loads overfitted drafters; ARTIFACT=DIR: a draft of the embedded model
+# make gpu          measure everything on a CUDA device, part by part: runs/gpu/gpu.md; ARGS='--device cpu --small' tries it
 # make faults       set up, then kill, signal and damage every family's tiny run (an hour); STATE=FILE keeps finished cases
 # make check        set up, then run ruff and mypy --strict
 
@@ -18,6 +19,7 @@ STAMP := $(VENV)/.installed
 RECIPE ?= recipes/quickstart.yaml
 PYTEST ?=
 STATE ?= faults.jsonl
+ARGS ?=
 
 # More threads than cores make every pass several times slower; beyond eight a small model gains nothing.
 CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
@@ -37,7 +39,10 @@ SERVING_STAMP := $(if $(filter .venv-serving,$(SERVING_VENV)),.venv-serving/.ins
 SERVING_PIP ?=
 SERVING ?=
 
-.PHONY: help setup quickstart families test test-serving faults check
+# A machine that is lent without a network has no .venv: its own interpreter is taken then.
+GPU_PYTHON ?= $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,$(PYTHON))
+
+.PHONY: help setup quickstart families test test-serving gpu faults check
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -87,6 +92,11 @@ test-serving: export OMP_WAIT_POLICY ?= PASSIVE
 test-serving: export PYTHONPATH := tests
 test-serving: $(STAMP) $(SERVING_STAMP)
 	@$(VENV)/bin/python -m serving.$(if $(ARTIFACT),measure --artifact $(ARTIFACT),prove) --python $(SERVING_VENV)/bin/python $(SERVING)
+
+gpu: export HF_HUB_OFFLINE := 1
+gpu: export OMP_WAIT_POLICY ?= PASSIVE
+gpu:
+	@$(GPU_PYTHON) tests/benchmarks/gpu.py $(ARGS)
 
 faults: $(STAMP)
 	@$(VENV)/bin/python tests/benchmarks/fault_campaign.py --state $(STATE)

@@ -47,7 +47,9 @@ from .random_streams import Draws
 from .target.adapter import Adapter
 from .target.identity import TargetIdentity
 from .target.loading import DEFAULT_NAME, TargetConfig, load_target
-from .target.model import PassOutput, Target, TargetRows
+from .target.model import Target
+from .target.pass_output import PassOutput
+from .target.target_rows import TargetRows
 from .token_tree import Drawn, TokenTree, Topology
 from .tuning.acceptance_examples import Examples, Rollouts, chain_for, mixed_examples, rollouts
 from .tuning.confidence_calibration import Confidence, ConfidenceBin, ConfidenceCurve, replay_noting

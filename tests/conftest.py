@@ -21,6 +21,19 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests whose tensors are on the device of the fixture: `-m device` runs them alone."""
+    for item in items:
+        if "device" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.device)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """CUDA where there is such a device, else the CPU: for tests that make tensors."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 @pytest.fixture(scope="session")
 def tiny_target() -> Target:
     """A random Llama in float32; read-only."""

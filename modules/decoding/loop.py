@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import TreeError, UserError
 from ..interfaces.proposer import AheadStates, DraftState, Observation, Proposer, Verified
 from ..policies.base import Policy
-from ..target.model import PassOutput
+from ..target.pass_output import PassOutput
 from ..token_tree import Lookahead, TokenTree, Topology
 from ..verification.tree_walk import Accepted
 from .batch_verifier import Referee
@@ -99,6 +99,8 @@ class Loop:
         self.rows = target.start(count, longest + nodes, _taps(drafter, recorder), prefix)
         if recorder is not None and self.rows.shared is not None:
             recorder.add_prefix(prefix, self.rows.shared)
+        if settings.graphs and count:
+            self.rows.use_graphs(size)
         self.state: DraftState | None = drafter.join(self.rows, count, longest + nodes) if drafter is not None else None
         self._reads_logits = drafter is not None and drafter.reads_logits
         self.roots_B = torch.zeros(count, dtype=torch.long, device=target.device)
@@ -131,6 +133,7 @@ class Loop:
             free = [row for row in range(len(self.slots)) if self._free(row)]
         self.stats.draft_seconds += self._drafting.read()
         self.stats.seconds += time.perf_counter() - started_at
+        self.stats.graph_refusal = self.rows.graph_refusal
 
     def _assign(self, row: int) -> bool:
         """Put the next request into a row; False when none waits."""

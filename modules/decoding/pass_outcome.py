@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..interfaces.proposer import AheadStates, Observation, Verified
-from ..target.model import PassOutput
+from ..target.pass_output import PassOutput
 from ..token_tree import TokenTree
 from ..verification.tree_walk import Accepted
 

@@ -83,6 +83,10 @@ class DecodeSettings:
     transformers does; 1.0 changes nothing."""
     lossy: Rule | None = None
     """Accept by this rule, which changes the distribution of sampled answers; None verifies exactly."""
+    graphs: bool = False
+    """Replay the target's passes as CUDA graphs, one for each of a few numbers of rows, nodes and cache slots, which
+    spares the host the launch of each kernel. What cannot be replayed is computed as without graphs, and
+    `DecodeStats.graph_refusal` says why."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "prefill_chunk"):
@@ -162,16 +166,20 @@ class DecodeStats:
     """Passes times the batch size."""
     lossless: bool = True
     """Whether every pass was verified exactly; False under a `lossy` setting."""
+    graph_refusal: str = ""
+    """Why some passes were not replayed as CUDA graphs although `DecodeSettings.graphs` asks for it; empty where all
+    were, or none was to be."""
 
     def amounts(self) -> dict[str, float]:
         """All counts and times by name."""
-        return {name: value for name, value in vars(self).items() if name != "lossless"}
+        return {name: value for name, value in vars(self).items() if name not in ("lossless", "graph_refusal")}
 
     def add(self, more: "DecodeStats") -> None:
         """Take in another run: counts and times add up, and both must have been lossless for the sum to be."""
         for name, value in more.amounts().items():
             setattr(self, name, getattr(self, name) + value)
         self.lossless = self.lossless and more.lossless
+        self.graph_refusal = self.graph_refusal or more.graph_refusal
 
     @property
     def busy_share(self) -> float:

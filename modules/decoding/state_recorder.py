@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..interfaces.proposer import Observation
-from ..target.model import PassOutput
+from ..target.pass_output import PassOutput
 from .requests import Generation
 
 

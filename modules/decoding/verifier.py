@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..interfaces.proposer import VerifiedRows
-from ..target.model import PassOutput
+from ..target.pass_output import PassOutput
 from ..token_tree import TokenTree
 
 
@@ -21,6 +21,13 @@ class Rows(VerifiedRows, Protocol):
     def shared(self) -> PassOutput | None:
         """The pass over the prefix that all rows start with; None where no such pass was run."""
         ...
+
+    @property
+    def graph_refusal(self) -> str:
+        """The reason that passes are not replayed as CUDA graphs although they were to be; empty where they are."""
+        ...
+
+    def use_graphs(self, nodes: int) -> None: ...
 
     def run(self, tree: TokenTree, rows: list[int] | None = None, select_BM: Tensor | None = None) -> PassOutput: ...
 

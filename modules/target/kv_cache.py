@@ -14,6 +14,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..errors import UserError
 
+FIRST_SLOTS = 256
+"""Slots of a row that are allocated at once; rows that need more grow."""
+
 
 @dataclass
 class Window:
@@ -74,10 +77,12 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 class RowCache(Cache):
     """Keys and values of a batch of rows that grow and finish at their own pace.
 
+    Memory is taken as the rows grow: answers seldom reach the length that they may have.
+
     Args:
         num_layers: layers of the target.
         rows: how many sequences it holds.
-        capacity: slots of a row: the longest sequence plus the largest tree, in tokens.
+        capacity: most slots of a row: the longest sequence plus the largest tree, in tokens.
         device: where the lengths live; the storage follows the first keys written.
     """
 
@@ -89,6 +94,7 @@ class RowCache(Cache):
         self.host_lengths = [0] * rows
         self.storage: Tensor | None = None
         self.window: Window | None = None
+        self._grows = True
 
     @property
     def width(self) -> int:
@@ -126,6 +132,21 @@ class RowCache(Cache):
         )
         return self.window
 
+    def open_whole(self, rows: int, size: int, width: int) -> Window:
+        """Announce a pass of `size` tokens in the first `rows` rows that reads the first `width` slots of each, in
+        terms of nothing that the host knows of their lengths."""
+        first_B = self._order_B[:rows]
+        self.window = Window(
+            rows=slice(0, rows),
+            rows_B1=first_B[:, None],
+            host_rows=list(range(rows)),
+            slots_BN=self.lengths_B[:rows, None] + torch.arange(size, device=first_B.device),
+            width=width,
+            start=None,
+            virtual_BN=None,
+        )
+        return self.window
+
     def row_numbers(self, rows: list[int]) -> Tensor:
         """These rows on the device, [R]. The first ones in order are there already; the host waits to copy others."""
         if rows == list(range(len(rows))):
@@ -137,10 +158,16 @@ class RowCache(Cache):
         if capacity <= self.capacity:
             return
         # A quarter more than asked for: a draft that outgrows the rows does so level by level.
-        capacity += capacity // 4
+        self.capacity = capacity + capacity // 4
+
+    def take_all(self) -> None:
+        """Take the memory of all slots, now or at the first pass, after which nothing is moved."""
+        self._grows = False
         if self.storage is not None:
-            self.storage = torch.nn.functional.pad(self.storage, (0, 0, 0, capacity - self.capacity))
-        self.capacity = capacity
+            self.storage = self._widened(self.storage, self.capacity)
+
+    def _widened(self, storage: Tensor, slots: int) -> Tensor:
+        return torch.nn.functional.pad(storage, (0, 0, 0, slots - storage.shape[3]))
 
     def write(self, layer: int, keys_BHNE: Tensor, values_BHNE: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new keys and values of a layer and return all those in use, [B, H, W, E] each."""
@@ -170,17 +197,30 @@ class RowCache(Cache):
                 2 * self.num_layers,
                 self.rows,
                 heads,
-                self.capacity,
+                self._slots(0, self.width),
                 dim,
                 dtype=keys_BHNE.dtype,
                 device=keys_BHNE.device,
             )
+        self.storage = self._with_room(self.storage, self.width)
         if self.storage.shape[2] != heads or self.storage.shape[4] != dim:
             raise UserError(
                 f"all layers must have keys of one shape; got {heads} heads of {dim} after "
                 f"{self.storage.shape[2]} heads of {self.storage.shape[4]}; choose another target"
             )
         return self.storage
+
+    def _with_room(self, storage: Tensor, width: int) -> Tensor:
+        """The storage with at least `width` slots of a row."""
+        held = storage.shape[3]
+        return storage if width <= held else self._widened(storage, self._slots(held, width))
+
+    def _slots(self, held: int, width: int) -> int:
+        """Slots to have where there are `held` and `width` are needed: half as many again, so that few moves are made,
+        and at least FIRST_SLOTS."""
+        if not self._grows:
+            return self.capacity
+        return min(self.capacity, max(width, held + held // 2, FIRST_SLOTS))
 
     def arrange(self, layers: int, columns_BN: Tensor) -> None:
         """Let slot lengths[b] + n of the first `layers` layers hold what is in slot lengths[b] + columns_BN[b, n].
@@ -190,6 +230,8 @@ class RowCache(Cache):
         """
         if self.storage is None:
             raise ValueError("there are no keys to arrange")
+        # A verified tree may have more nodes than were read while it grew.
+        self.storage = self._with_room(self.storage, max(self.host_lengths[: len(columns_BN)]) + columns_BN.shape[1])
         rows_B1 = torch.arange(len(columns_BN), device=columns_BN.device)[:, None]
         base_B1 = self.lengths_B[: len(columns_BN), None]
         target_BN = base_B1 + torch.arange(columns_BN.shape[1], device=columns_BN.device)

@@ -5,7 +5,7 @@ Shapes: B rows, N tokens of a pass, L positions, D hidden size, V vocabulary, W 
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,32 +14,17 @@ from transformers.cache_utils import Cache
 
 from ..errors import UserError
 from ..features import Features
-from ..token_tree import TokenTree
 from . import self_check
 from .adapter import Adapter
-from .broken_embeddings import blank_broken, readable_tokens, tokens_without_embedding
-from .early_layers import EarlyLayers
+from .broken_embeddings import readable_tokens, tokens_without_embedding
 from .excerpt import copy_modules, excerpt, layer_list
 from .generation_defaults import GenerationDefaults, read_defaults
 from .identity import TargetIdentity, hash_weights
-from .kv_cache import RowCache
-from .layer_skipping import injected, later_layers
 from .linear_forms import LinearForms, Pack, Packing
 from .pass_layout import PassLayout
 from .segment_attention import mask_arguments, visible_text
+from .target_rows import TargetRows
 from .tree_attention import NAME, additive, recording, register
-
-
-@dataclass(frozen=True, kw_only=True)
-class PassOutput:
-    """Logits and hidden states of one pass of the target."""
-
-    logits_BMV: Tensor
-    """Next-token logits at the selected nodes (all of them unless the caller chose)."""
-    final_BND: Tensor
-    """Final hidden states, after the last norm, at every node."""
-    taps: dict[int, Tensor] = field(default_factory=dict)
-    """Outputs of the tapped layers at every node, each [B, N, D]."""
 
 
 class Target:
@@ -245,7 +230,7 @@ class Target:
 
     # Passes ----------------------------------------------------------------------------------------------------------
 
-    def start(self, rows: int, capacity: int, taps: Sequence[int] = (), prefix: Sequence[int] = ()) -> "TargetRows":
+    def start(self, rows: int, capacity: int, taps: Sequence[int] = (), prefix: Sequence[int] = ()) -> TargetRows:
         """Open an empty batch of rows.
 
         Args:
@@ -270,6 +255,7 @@ class Target:
             past_key_values=cache,
             use_cache=True,
             key_positions=layout.key_positions_BW,
+            window_masks={},
         ).last_hidden_state
         return final_BND
 
@@ -293,6 +279,7 @@ class Target:
                 inputs_embeds=self.embed(batch.tokens_BL),
                 position_ids=positions_BL,
                 key_positions=positions_BL,
+                window_masks={},
                 use_cache=False,
                 **mask_arguments(visible_text(batch), self.device),
             ).last_hidden_state
@@ -323,115 +310,6 @@ class Target:
                     f"tap {layer} is not a layer of {self.identity.name}; choose from 0 to {self.num_layers - 1}"
                 )
         return tuple(taps)
-
-
-class TargetRows:
-    """A batch of sequences inside the target: their cache, and the passes that extend it.
-
-    Rows `[0, active)` are in use. A pass writes its nodes after each row; `commit` keeps a path of them.
-    """
-
-    def __init__(
-        self, target: Target, rows: int, capacity: int, taps: tuple[int, ...], prefix: Sequence[int] = ()
-    ) -> None:
-        self.target, self.taps, self.active = target, taps, rows
-        self.cache = RowCache(target.num_layers, rows + bool(prefix), capacity, target.device)
-        self.calls = 0
-        self.drafted: EarlyLayers | None = None
-        self.shared = self._read_prefix(prefix) if prefix else None
-
-    @property
-    def reads_virtual(self) -> bool:
-        """True: virtual nodes are nodes of the pass."""
-        return True
-
-    @torch.no_grad()
-    def run(self, tree: TokenTree, rows: list[int] | None = None, select_BM: Tensor | None = None) -> PassOutput:
-        """Send a tree through the target after the committed tokens of each row.
-
-        Args:
-            tree: one tree a row.
-            rows: which rows; the active ones by default.
-            select_BM: the nodes whose logits are wanted; all by default.
-        """
-        target = self.target
-        embedded = target.embed(tree.tokens_BN)
-        lost_BN = None if target.broken_V is None else blank_broken(tree, embedded, target.broken_V)
-        if tree.virtual is not None:
-            embedded[:, -tree.virtual.embedded_BMD.shape[1] :] = tree.virtual.embedded_BMD
-        early, first = self._handed_over(tree, embedded, rows)
-        window = self.cache.open(slice(0, self.active) if rows is None else rows, tree.size,
-                                 virtual_BN=tree.virtual_BN)
-        layout = PassLayout.of(tree, window.slots_BN[:, :1], window.width, target.context_length)
-        later = later_layers(target.layers, first, early)
-        with target.tapping(self.taps) as states, later, injected(target.layers, tree.virtual):
-            final_BND = target.read_nodes(embedded, layout, self.cache)
-        self.calls += 1
-        wanted = (
-            final_BND
-            if select_BM is None
-            else final_BND.gather(1, select_BM[..., None].expand(-1, -1, final_BND.shape[-1]))
-        )
-        logits_BMV = target.logits(wanted)
-        if lost_BN is not None:
-            lost_BM = lost_BN if select_BM is None else lost_BN.gather(1, select_BM)
-            logits_BMV = logits_BMV.masked_fill(lost_BM[..., None], torch.nan)
-        return PassOutput(logits_BMV=logits_BMV, final_BND=final_BND, taps=dict(states))
-
-    def _handed_over(self, tree: TokenTree, embedded_BND: Tensor, rows: list[int] | None) -> tuple[Tensor | None, int]:
-        """(outputs of the first layers that ran while the tree of the active rows was drafted, their number)."""
-        if self.drafted is None or self.drafted.tree is None or rows is not None:
-            return None, 0
-        return self.drafted.hand_over(tree, embedded_BND), self.drafted.num_layers
-
-    def early(self, num_layers: int) -> EarlyLayers:
-        """The first layers for a drafter that runs them on the active rows; the next pass of these takes them over.
-
-        Raises:
-            ValueError: if a layer is tapped whose output they do not keep.
-        """
-        if any(layer < num_layers - 1 for layer in self.taps):
-            raise ValueError(f"of the first {num_layers} layers only the last one's output is kept, got the taps "
-                             f"{self.taps}")
-        self.drafted = EarlyLayers(self.target, self.cache, num_layers)
-        return self.drafted
-
-    @torch.no_grad()
-    def commit(self, path_BK: Tensor, counts_B: Tensor, host_counts: list[int], *, moved: bool = True) -> None:
-        """Keep a path of the last pass in each of its rows; see `RowCache.commit`."""
-        self.cache.commit(path_BK, counts_B, host_counts, moved=moved)
-
-    @torch.no_grad()
-    def open(self, row: int, index: int) -> int:
-        """Empty a row for the request numbered `index`; it starts with the shared prefix, whose length is returned."""
-        self.cache.clear(row)
-        if self.shared is None:
-            return 0
-        spare = self.cache.rows - 1
-        length = self.cache.host_lengths[spare]
-        self.cache.copy(spare, row, length)
-        return length
-
-    def _read_prefix(self, prefix: Sequence[int]) -> PassOutput:
-        """Read the common prefix once, into a spare row after the others."""
-        device, count, spare = self.target.device, len(prefix), self.active
-        counts_B = torch.tensor([count], device=device)
-        tree = TokenTree.prompts(torch.tensor([list(prefix)], device=device), counts_B)
-        output = self.run(tree, [spare], counts_B[:, None] - 1)
-        self.commit(torch.arange(count, device=device)[None], counts_B, [count], moved=False)
-        return output
-
-    def wipe(self, row: int) -> None:
-        """Zero what a row that went wrong left in the cache."""
-        self.cache.wipe(row)
-
-    def keep(self, order: list[int]) -> None:
-        """Make row order[r] the row r and drop the rest; an order may only pull later rows forward."""
-        with torch.no_grad():
-            for destination, source in enumerate(order):
-                if source != destination:
-                    self.cache.move(source, destination)
-        self.active = len(order)
 
 
 def post_process(logits: Tensor, model: Any, config: Any) -> Tensor:

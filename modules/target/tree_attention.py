@@ -56,12 +56,15 @@ def tree_attention(
     key_positions: Tensor | None = None,
     s_aux: Tensor | None = None,
     segments: Segments | None = None,
+    window_masks: dict[int, Tensor] | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attend with a mask [B, 1, N, W]; `key_positions` [B, W] lets a sliding window follow positions, not slots.
 
-    The mask is boolean or `additive`: a boolean one is made additive by every layer anew. The signature is the one
-    transformers' attention modules call. With `segments` the mask is not read: whole rows attend inside them.
+    The mask is boolean or `additive`: a boolean one is made additive by every layer anew. With `segments` it is not
+    read: whole rows attend inside them. `window_masks` is an empty dictionary that the layers of a pass share: the
+    first one with a window puts the mask in it for the others. The signature is the one transformers' attention
+    modules call.
 
     Raises:
         UserError: for attention sinks, which this function would silently leave out, for a window under a mask
@@ -80,8 +83,11 @@ def tree_attention(
         if key_positions is None or position_ids is None:
             raise UserError(f"{type(module).__name__} has a sliding window of {sliding_window} tokens and is not given "
                             "the positions to apply it by; choose another target")
-        near = position_ids[:, None, :, None] - key_positions[:, None, None, :] < sliding_window
-        mask = mask & near if mask.dtype is torch.bool else mask.masked_fill(~near, -torch.inf)
+        shared = {} if window_masks is None else window_masks
+        if sliding_window not in shared:
+            near = position_ids[:, None, :, None] - key_positions[:, None, None, :] < sliding_window
+            shared[sliding_window] = mask & near if mask.dtype is torch.bool else mask.masked_fill(~near, -torch.inf)
+        mask = shared[sliding_window]
     if mask is not None and mask.dtype is not torch.bool:
         mask = mask.to(query.dtype)
     if softcap is not None:

@@ -20,7 +20,8 @@ from torch import Tensor
 from ..decoding.requests import Request
 from ..features import Features
 from ..interfaces.drafter import Drafter
-from ..target.model import PassOutput, Target
+from ..target.model import Target
+from ..target.pass_output import PassOutput
 from ..token_tree import TokenTree
 
 
@@ -118,7 +119,12 @@ class ReplayRows:
         self.shared: PassOutput | None = None
         self.stored: list[StoredRow | None] = [None] * rows
         self.lengths = [0] * rows
+        self.graph_refusal = ""
         self._running: list[int] = []
+
+    def use_graphs(self, nodes: int) -> None:
+        """Nothing to replay: no pass is computed."""
+        self.graph_refusal = "stored text is read in place of a target"
 
     def run(self, tree: TokenTree, rows: list[int] | None = None, select_BM: Tensor | None = None) -> PassOutput:
         """Stored output at each node's position: right for accepted nodes, irrelevant for the others."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..token_tree import TokenTree
-from .sampling import Sampling, choose, draw
+from .sampling import Sampling, choose, choose_at, draw, node_groups
 from .tree_walk import Accepted, down_to, follow
 
 
@@ -149,37 +149,42 @@ class ChainRejection(Rule):
     """
 
     def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
-        p_BNV = sampling.distribution(logits_BNV).double()
-        q_BMV = self._proposals(tree, logits_BNV.shape[-1])
-        passed_BM = tree.real_BN[:, 1:] & (chances.tests_BN[:, 1:] < _ratios(tree, p_BNV, q_BMV))
+        passed_BM = tree.real_BN[:, 1:] & (chances.tests_BN[:, 1:] < self._ratios(tree, logits_BNV, sampling))
         deepest_B = passed_BM.long().cumprod(-1).sum(-1)
         rows_B = torch.arange(deepest_B.shape[0], device=deepest_B.device)
-        last_BV = p_BNV[rows_B, deepest_B]
+        last_BV = sampling.distribution(logits_BNV[rows_B, deepest_B, None])[:, 0].double()
         next_B = (deepest_B + 1).clamp(max=tree.size - 1)
         rejected_B1 = ((next_B > deepest_B) & tree.real_BN[rows_B, next_B])[:, None]
-        q_BV = q_BMV[rows_B, next_B - 1]
-        rest_BV = torch.where(rejected_B1, normalised((last_BV - q_BV).clamp(min=0), last_BV), last_BV)
+        rest_BV = last_BV
+        if tree.size > 1:
+            q_BV = self._proposals(tree, next_B[:, None], logits_BNV.shape[-1])[:, 0]
+            rest_BV = torch.where(rejected_B1, normalised((last_BV - q_BV).clamp(min=0), last_BV), last_BV)
         return down_to(tree, deepest_B, draw(rest_BV, chances.choices_BN[rows_B, deepest_B]))
 
     def chances(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling) -> Tensor:
         """The probability that each node below the root is accepted if those before it are, [B, N - 1], float64."""
-        p_BNV = sampling.distribution(logits_BNV).double()
-        return _ratios(tree, p_BNV, self._proposals(tree, logits_BNV.shape[-1])).clamp(max=1.0)
+        return self._ratios(tree, logits_BNV, sampling).clamp(max=1.0)
 
-    def _proposals(self, tree: TokenTree, vocab_size: int) -> Tensor:
-        """The distribution each node below the root was drawn from, [B, N - 1, V]."""
-        nodes_BM = torch.arange(tree.size - 1, device=tree.tokens_BN.device).expand(tree.tokens_BN.shape[0], -1)
-        draft_BMV = renormalised(tree.draft_at(nodes_BM, vocab_size))
+    def _ratios(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling) -> Tensor:
+        """p(x) / q(x) of each token of a chain below the root, [B, N - 1], float64; few distributions are held at a
+        time."""
+        rows, size, entries = logits_BNV.shape
+        ratios = [logits_BNV[:, :0, 0].double()]
+        for group in node_groups(rows, size - 1, entries):
+            nodes_BM = torch.arange(group.start + 1, group.stop + 1, device=logits_BNV.device).expand(rows, -1)
+            tokens_BM1 = tree.tokens_BN.gather(1, nodes_BM)[..., None]
+            p_BMV = sampling.distribution(logits_BNV[:, group]).double()
+            q_BMV = self._proposals(tree, nodes_BM, entries)
+            ratios.append((p_BMV.gather(2, tokens_BM1) / q_BMV.gather(2, tokens_BM1))[..., 0])
+        return torch.cat(ratios, dim=1)
+
+    def _proposals(self, tree: TokenTree, nodes_BM: Tensor, vocab_size: int) -> Tensor:
+        """The distribution that some nodes below the root of a chain were drawn from, [B, M, V]."""
+        draft_BMV = renormalised(tree.draft_at(nodes_BM - 1, vocab_size))
+        certain_BMV = torch.zeros_like(draft_BMV).scatter(2, tree.tokens_BN.gather(1, nodes_BM)[..., None], 1.0)
         if tree.drawn is None:
-            return draft_BMV.scatter(2, tree.tokens_BN[:, 1:, None], 1.0)
-        certain_BMV = torch.zeros_like(draft_BMV).scatter(2, tree.tokens_BN[:, 1:, None], 1.0)
-        return torch.where(tree.drawn.sampled_BN[:, 1:, None], draft_BMV, certain_BMV)
-
-
-def _ratios(tree: TokenTree, p_BNV: Tensor, q_BMV: Tensor) -> Tensor:
-    """p(x) / q(x) of each token of a chain below the root, [B, N - 1]."""
-    tokens_BM1 = tree.tokens_BN[:, 1:, None]
-    return (p_BNV[:, :-1].gather(2, tokens_BM1) / q_BMV.gather(2, tokens_BM1))[..., 0]
+            return certain_BMV
+        return torch.where(tree.drawn.sampled_BN.gather(1, nodes_BM)[..., None], draft_BMV, certain_BMV)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,19 +220,28 @@ class Typical(Rule):
         return enough.clamp(max=self.epsilon)
 
     def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
-        p_BNV = sampling.distribution(logits_BNV).double()
-        above_BN = tree.parents_BN.clamp(min=0)
-        own_BN = p_BNV.flatten(1).gather(1, above_BN * p_BNV.shape[-1] + tree.tokens_BN)
-        typical_BN = tree.real_BN & (own_BN > self.bound(p_BNV).gather(1, above_BN))
+        own_BN, bound_BN = self._own(tree, logits_BNV, sampling)
+        typical_BN = tree.real_BN & (own_BN > bound_BN)
         typical_BN = typical_BN | (torch.arange(tree.size, device=typical_BN.device) == 0)
         accepted_BN = ~(tree.ancestors_BNN & ~typical_BN[:, None, :]).any(-1)
-        log_BN = torch.where(typical_BN, own_BN, 1.0).log().index_fill(1, torch.zeros_like(above_BN[0, :1]), 0.0)
+        log_BN = torch.where(typical_BN, own_BN, 1.0).log().index_fill(1, torch.zeros_like(tree.parents_BN[0, :1]), 0.0)
         path_BN = (tree.ancestors_BNN * log_BN[:, None, :]).sum(-1)
         depths_BN = torch.where(accepted_BN, tree.depths_BN, -1)
         longest_BN = depths_BN == depths_BN.amax(-1, keepdim=True)
         deepest_B = torch.where(longest_BN, path_BN, -torch.inf).argmax(-1)
-        choices_BN = choose(logits_BNV, chances.choices_BN, sampling)
-        return down_to(tree, deepest_B, choices_BN.gather(1, deepest_B[:, None])[:, 0])
+        return down_to(tree, deepest_B, choose_at(logits_BNV, chances.choices_BN, sampling, deepest_B))
+
+    def _own(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """(p(x) of the token of each node after its parent, the bound there), [B, N] each, float64; few distributions
+        are held at a time."""
+        own, bounds = [], []
+        for group in node_groups(*logits_BNV.shape):
+            above_BM1 = tree.parents_BN[:, group].clamp(min=0)[..., None]
+            logits_BMV = logits_BNV.gather(1, above_BM1.expand(-1, -1, logits_BNV.shape[-1]))
+            p_BMV = sampling.distribution(logits_BMV).double()
+            own.append(p_BMV.gather(2, tree.tokens_BN[:, group, None])[..., 0])
+            bounds.append(self.bound(p_BMV))
+        return torch.cat(own, dim=1), torch.cat(bounds, dim=1)
 
 
 class AcceptAll(Rule):
@@ -246,8 +260,7 @@ class AcceptAll(Rule):
         if (most := tree.most_children) is None or most > 1:
             raise ValueError(f"only a chain is taken as it is, here a node has {most or 'any number of'} children")
         deepest_B = torch.where(tree.real_BN, tree.depths_BN, -1).argmax(-1)
-        choices_BN = choose(logits_BNV, chances.choices_BN, sampling)
-        return down_to(tree, deepest_B, choices_BN.gather(1, deepest_B[:, None])[:, 0])
+        return down_to(tree, deepest_B, choose_at(logits_BNV, chances.choices_BN, sampling, deepest_B))
 
 
 _EQUALITY, _REJECTION, _CHAIN_REJECTION = Equality(), Rejection(), ChainRejection()

@@ -26,6 +26,9 @@ writes, one nucleus of 0.95 in five is larger than the first number, one in eigh
 _ROWS_TOGETHER = 8
 """Distributions that a CPU forms at a time, so that they stay in its cache: next to another program that needs the
 memory, those of 40 rows took two to six times as long at once."""
+_ENTRIES_TOGETHER = 1 << 26
+"""Entries of the distributions that an accelerator forms at a time: 256 MiB of float32. Those of 32 rows with 64 nodes
+and a vocabulary of 152,000 would take 1.2 GB for each of the ten or so that are needed at once."""
 _STRIPES = 16
 """Entries of a stripe, of which all are looked at for the largest ones or none."""
 _BLOCK = 128
@@ -286,6 +289,18 @@ def argmax(logits: Tensor) -> Tensor:
     return found
 
 
+def node_groups(rows: int, nodes: int, entries: int) -> list[slice]:
+    """Consecutive groups of nodes such that the distributions of one group fit into _ENTRIES_TOGETHER in all rows."""
+    size = max(1, _ENTRIES_TOGETHER // (rows * entries))
+    return [slice(start, min(start + size, nodes)) for start in range(0, nodes, size)]
+
+
+def choose_at(logits_BNV: Tensor, uniforms_BN: Tensor, sampling: Sampling, nodes_B: Tensor) -> Tensor:
+    """`choose` at one node of each row, [B]."""
+    rows_B = torch.arange(len(nodes_B), device=nodes_B.device)
+    return choose(logits_BNV[rows_B, nodes_B, None], uniforms_BN[rows_B, nodes_B, None], sampling)[:, 0]
+
+
 def choose(logits_BNV: Tensor, uniforms_BN: Tensor, sampling: Sampling) -> Tensor:
     """The target's own next token at every node, [B, N]: the argmax in greedy rows, a draw in the others."""
     chosen_BN = argmax(logits_BNV)
@@ -293,7 +308,9 @@ def choose(logits_BNV: Tensor, uniforms_BN: Tensor, sampling: Sampling) -> Tenso
         return chosen_BN
     if logits_BNV.device.type != "cpu":
         # Greedy rows too: an accelerator would wait for a list of the others.
-        drawn_BN = draw(sampling.processed(logits_BNV, sampling.divisor_B11), uniforms_BN)
+        drawn_BN = torch.cat([
+            draw(sampling.processed(logits_BNV[:, nodes], sampling.divisor_B11), uniforms_BN[:, nodes])
+            for nodes in node_groups(*logits_BNV.shape)], dim=1)
         return torch.where(sampling.temperature_B[:, None] > 0, drawn_BN, chosen_BN)
     together = max(1, _ROWS_TOGETHER // logits_BNV.shape[1])
     for start in range(0, len(sampling.sampling_rows), together):

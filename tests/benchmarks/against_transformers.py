@@ -135,17 +135,29 @@ def peer(target: Target, new_tokens: int, **options: Any) -> Way:
     """Decode with transformers' `generate`."""
 
     def run(prompt: tuple[int, ...]) -> Answer:
-        tokens = torch.tensor([prompt], device=target.device)
-        with target.native() as model, counted(target.layers[-1]) as calls, torch.no_grad():
-            started = now(target)
-            found = model.generate(
-                tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new_tokens, do_sample=False,
-                eos_token_id=None, pad_token_id=0, use_cache=True, **options,
-            )
-            seconds = now(target) - started
-        return Answer(found[0, len(prompt) :].tolist(), calls[0], seconds)
+        (tokens,), passes, seconds = generated(target, [prompt], new_tokens, **options)
+        return Answer(tokens, passes, seconds)
 
     return run
+
+
+def generated(
+    target: Target, prompts: Sequence[tuple[int, ...]], new_tokens: int, **options: Any
+) -> tuple[list[list[int]], int, float]:
+    """(answers of a batch, passes of the target, seconds) of transformers' `generate`, prompts padded on the left."""
+    width = max(map(len, prompts))
+    tokens, mask = (torch.tensor([[fill] * (width - len(prompt)) + list(values) for prompt, values in rows],
+                                 device=target.device)
+                    for fill, rows in ((0, [(prompt, prompt) for prompt in prompts]),
+                                       (0, [(prompt, [1] * len(prompt)) for prompt in prompts])))
+    with target.native() as model, counted(target.layers[-1]) as calls, torch.no_grad():
+        started = now(target)
+        found = model.generate(
+            tokens, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, eos_token_id=None,
+            pad_token_id=0, use_cache=True, **options,
+        )
+        seconds = now(target) - started
+    return found[:, width:].tolist(), calls[0], seconds
 
 
 def own(target: Target, new_tokens: int, drafter: Proposer | None = None, policy: Policy | None = None) -> Way:

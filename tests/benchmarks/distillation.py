@@ -51,12 +51,12 @@ def sorting() -> Iterator[None]:
 
 
 def measured(
-    target: Target, config: DistillConfig, answers: int, folder: Path, taps: tuple[int, ...], *, kept: bool,
-    half: Target | None,
+    target: Target, config: DistillConfig, prompts: PromptConfig, folder: Path, taps: tuple[int, ...], *, kept: bool,
+    half: Target | None = None,
 ) -> dict[str, float]:
-    """Tokens per second of prompts and answers; seconds of the answers with their states, and of the second pass for a
-    thousand tokens."""
-    prompts, states = PromptConfig(origin="own", limit=answers), [WantedStates(taps=taps)] if kept else []
+    """Tokens per second of answers, and of prompts that the target writes; seconds of the answers with their states,
+    and of the second pass for a thousand tokens."""
+    states = [WantedStates(taps=taps)] if kept else []
     config = config if half is None else replace(config, train_dtype="bfloat16")
     distill(target, prompts, config, ChatTemplate(target.tokenizer), folder, train_target=half, states=states,
             progress=False)
@@ -64,7 +64,8 @@ def measured(
     started = time.perf_counter()
     encode(target, folder, taps, progress=False)
     seconds = time.perf_counter() - started
-    speeds = {part: stats[f"{part}_busy_slots"] / stats[f"{part}_seconds"] for part in ("prompts", "answers")}
+    speeds = {part: stats[f"{part}_busy_slots"] / stats[f"{part}_seconds"] for part in ("prompts", "answers")
+              if stats.get(f"{part}_seconds")}
     return {**speeds, "both": stats["answers_seconds"] + stats["states_seconds"] + seconds,
             "states": 1000 * seconds / sum(record.tokens for record in Manifest.load(folder).shards)}
 
@@ -90,11 +91,12 @@ def main() -> None:
                     for dtype in ("float32", "bfloat16"))
     config = DistillConfig(shard_prompts=options.answers, slots=options.slots, max_new_tokens=options.new_tokens,
                            temperatures=TEMPERATURES, validation_prompts=0)
+    prompts = PromptConfig(origin="own", limit=options.answers)
     found: dict[str, list[dict[str, float]]] = defaultdict(list)
     for _ in range(options.repeats):
         for way in WAYS:
             with tempfile.TemporaryDirectory() as folder, sorting() if way == "sorted" else nullcontext():
-                found[way].append(measured(target, config, options.answers, Path(folder), tuple(options.taps),
+                found[way].append(measured(target, config, prompts, Path(folder), tuple(options.taps),
                                            kept=way in ("kept", "half"), half=half if way == "half" else None))
     print(f"{options.target}, {options.slots} slots, {torch.get_num_threads()} threads, torch {torch.__version__}")
     print("| part | whole vocabulary sorted | ours | ratio |\n|---|---|---|---|")

@@ -20,27 +20,30 @@ FORMS = ("packed", "plain", "chosen")
 
 
 class Bench:
-    """A target with a row that has read its context, and its passes.
+    """A target with rows that have read their context, and its passes.
 
     Args:
         target: the target; its linear layers are changed.
-        context: tokens that the row has read.
+        context: tokens that each row has read.
+        batch: number of rows.
+        largest: tokens of the largest pass.
     """
 
-    def __init__(self, target: Target, context: int) -> None:
-        self.target = target
+    def __init__(self, target: Target, context: int, batch: int = 1, largest: int = max(SIZES)) -> None:
+        self.target, self.batch = target, batch
         self.packing = {"packed": Packing(packed_from=1), "plain": Packing(packed_from=0),
                         "chosen": target.linears.packing}
-        self.rows = target.start(1, context + max(SIZES))
-        prompt = TokenTree.prompts(torch.arange(context)[None] % target.vocab_size, torch.tensor([context]))
-        self.rows.run(prompt, select_BM=torch.zeros(1, 1, dtype=torch.long))
-        self.rows.commit(torch.arange(context)[None], torch.tensor([context]), [context], moved=False)
+        self.rows = target.start(batch, context + largest)
+        places_BK = torch.arange(context, device=target.device).expand(batch, -1)
+        counts_B = torch.full((batch,), context, device=target.device)
+        self.rows.run(TokenTree.prompts(places_BK % target.vocab_size, counts_B), select_BM=counts_B[:, None] - 1)
+        self.rows.commit(places_BK, counts_B, [context] * batch, moved=False)
 
     @torch.no_grad()
     def seconds(self, size: int) -> float:
-        """Seconds of the second of two passes of a chain of `size` tokens; none is committed."""
-        tree = Topology.chain(size - 1).plant(torch.full((1, size), 7))
-        self.rows.run(tree)
+        """Seconds of the second of two passes of chains of `size` tokens; none is committed."""
+        tree = Topology.chain(size - 1).plant(torch.full((self.batch, size), 7, device=self.target.device))
+        self.rows.run(tree).logits_BMV.argmax(-1).tolist()
         started = time.perf_counter()
         self.rows.run(tree).logits_BMV.argmax(-1).tolist()
         return time.perf_counter() - started

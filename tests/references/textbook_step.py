@@ -15,7 +15,7 @@ def textbook_gradient(module, batch, mixed, part):
     """
     with mixed:
         drafts, features = module.training_drafts(module.encoded(batch) if module.needs_states else batch)
-    # The loss's own graph ends at the draft states, so that its time can be told from the drafter's.
+    # The loss's own graph ends at the draft states, so that its time is known apart from the drafter's.
     apart = {name: None if (states := getattr(drafts, name)) is None else states.detach().requires_grad_()
              for name in ("hidden_BLKD", "estimated_BLKD")}
     with part("vocabulary loss"):

@@ -10,6 +10,8 @@ from draftsmith.trainers.objectives import Objective, Teacher, log_alpha, teache
 from references import objectives as plain
 from torch import Tensor
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 NAMES = ("hard", "soft", "reverse_kl", "jsd", "tvd", "lk_alpha", "lk_hybrid")
 IDS = torch.arange(3, 90, 4)
 

@@ -20,8 +20,9 @@ from ...features import Features
 from ...interfaces.drafter import DrafterConfig, Drafts
 from ...interfaces.proposer import AheadStates, DraftState, Frontier, Observation, Scores, VerifiedRows
 from ...target.identity import TargetIdentity
-from ...target.model import Target, TargetRows
+from ...target.model import Target
 from ...target.read_text import ReadText
+from ...target.target_rows import TargetRows
 from ...token_tree import Injection, Lookahead, TokenTree
 from .shared_embeddings import BorrowingDrafter
 from .virtual_nodes import Slots, extended, sees_group

@@ -35,6 +35,8 @@ from support.tables import TableDrafter
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 NAN = float("nan")
 BROKEN, VOCABULARY = 8, 9
 """The token, which the target never chooses, and the tokens of the target."""

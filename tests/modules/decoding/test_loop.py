@@ -12,6 +12,8 @@ from draftsmith.modules.decoding.stop_texts import first_stop
 from draftsmith.modules.target.tiny_model import tiny_tokenizer
 from support.drafters import ScriptedDrafter
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 def some_requests(count: int, new_tokens: int = 12) -> list[Request]:
     return [Request((5, 20 + index % 60, 7, 30), index, new_tokens + index % 5) for index in range(count)]

@@ -47,6 +47,8 @@ from support.tables import DepthDrafter, TableDrafter, random_log_probs
 from torch import Tensor
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 def random_topology(rng: random.Random, size: int) -> Topology:
     parents, ranks, used = [-1], [0], {}

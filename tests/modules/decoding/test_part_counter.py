@@ -7,6 +7,8 @@ from draftsmith.modules.decoding.pass_recorder import PassRecorder
 from support.drafters import ScriptedDrafter
 from support.native_answers import native_greedy
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_every_accepted_guess_counts_for_one_drafter(tiny_target_f64: Target, batch_size: int) -> None:

@@ -19,6 +19,8 @@ from draftsmith.modules.verification.tree_walk import follow
 from support.drafters import ScriptedDrafter
 from support.policy_cases import EVERY, medusa
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 PROMPTS = [(5, 20 + place, 7, 30) for place in range(5)]
 
 

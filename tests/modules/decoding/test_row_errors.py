@@ -36,6 +36,8 @@ from support.drafters import ScriptedDrafter
 from support.tables import TableDrafter, random_log_probs
 from torch import Tensor
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 SETTINGS = DecodeSettings(batch_size=3, ignore_eos=True)
 
 

@@ -23,6 +23,8 @@ from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
 from support.drafters import ScriptedDrafter
 from support.families import CASES, randomised
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 TREE = Topology((-1, 0, 0, 1, 1), (0, 0, 1, 0, 1))
 
 

@@ -38,6 +38,8 @@ from support.policy_cases import EVERY, medusa
 from support.tables import CandidateDrafter, DepthDrafter, TableDrafter, draws_for, random_log_probs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 SIZE = 12
 
 

@@ -33,6 +33,8 @@ from support.observations import ROOT, observe
 from support.virtual_nodes import unplaced
 from torch import Tensor
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 CPU = torch.device("cpu")
 
 

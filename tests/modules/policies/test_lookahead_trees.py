@@ -13,6 +13,8 @@ from draftsmith.modules.token_tree import Topology
 from support.families import randomised
 from support.native_answers import native_greedy
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 CHANCES = ((0.5, 0.2, 0.1), (0.35, 0.15, 0.05), (0.2, 0.1, 0.05))
 
 

@@ -30,6 +30,8 @@ from draftsmith.modules import (
 )
 from support.families import CASES, randomised
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 TREE = Topology((-1, 0, 0, 1, 1, 3), (0, 0, 1, 0, 1, 0))
 
 

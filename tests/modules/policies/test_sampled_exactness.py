@@ -23,6 +23,8 @@ from support.goodness_of_fit import chi2_bound, pass_statistic
 from support.tables import CandidateDrafter, DepthDrafter, TableDrafter, random_log_probs
 from torch import Tensor
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 SIZE, ROWS = 5, 20_000
 CHANCE = 1e-5
 """Probability of a false alarm of one of the two hundred tests below."""

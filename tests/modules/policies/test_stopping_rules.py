@@ -26,6 +26,8 @@ from support.goodness_of_fit import chi2_bound, g_statistic
 from support.tables import DepthDrafter, TableDrafter, draws_for, random_log_probs
 from torch import Tensor
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 def first_component(state_BD: Tensor) -> Tensor:
     return state_BD[:, 0]

@@ -15,6 +15,8 @@ from support.campaign_targets import ARCHITECTURES, target_of
 from support.virtual_nodes import unplaced
 from torch import Tensor
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 TEXTS = ([5, 9, 33, 71, 8, 20, 11], [40, 41, 60], [7, 90, 12, 13, 55])
 """Prompts of different lengths, so that the rows of a batch are ragged."""
 GROWN = (-1, 0, 0, 1, 1, 2, 3, 3)

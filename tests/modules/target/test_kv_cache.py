@@ -2,7 +2,11 @@
 
 import pytest
 import torch
-from draftsmith.modules import Target, TokenTree
+from draftsmith.modules import DecodeSettings, Eagle2Tree, Request, Target, TokenTree, Topology, decode
+from draftsmith.modules.target import kv_cache
+from support.families import CASES, randomised
+
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 def test_commits_moves_and_clears_leave_a_fresh_prefill(tiny_target_f64: Target) -> None:
@@ -43,7 +47,7 @@ def test_commits_moves_and_clears_leave_a_fresh_prefill(tiny_target_f64: Target)
         )
 
 
-def test_the_cache_is_never_copied_or_grown(tiny_target: Target) -> None:
+def test_the_cache_stays_in_its_place_while_there_is_room(tiny_target: Target) -> None:
     rows = tiny_target.start(2, 32)
     tree = TokenTree.prompts(torch.full((2, 3), 7), torch.tensor([3, 2]))
     rows.run(tree)
@@ -81,3 +85,49 @@ def test_level_rows_are_written_as_ragged_ones_are(tiny_target_f64: Target) -> N
     assert level.cache.storage is not None
     assert ragged.cache.storage is not None
     torch.testing.assert_close(level.cache.storage[:, :, :, :4], ragged.cache.storage[:, :2, :, :4])
+
+
+def test_rows_take_memory_as_they_grow(tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "FIRST_SLOTS", 6)
+    growing, whole = tiny_target_f64.start(2, 40), tiny_target_f64.start(2, 40)
+    whole.cache.take_all()
+    slots, outputs = [], []
+    for rows in (growing, whole):
+        for step in range(9):
+            tokens_BN = torch.tensor([[7 + step, 9, 11, 13], [50 - step, 20, 30, 40]])
+            outputs.append(rows.run(Topology.chain(3).plant(tokens_BN)).logits_BMV)
+            rows.commit(torch.arange(4).expand(2, -1), torch.tensor([4, 3]), [4, 3], moved=False)
+            assert rows.cache.storage is not None
+            slots.append(rows.cache.storage.shape[3])
+    assert slots[9:] == [40] * 9
+    assert slots[:9] == sorted(slots[:9])
+    assert slots[0] == 6
+    assert slots[8] == 40
+    assert sorted(set(slots[:9])) == [6, 9, 13, 19, 28, 40]
+    for found, expected in zip(outputs[:9], outputs[9:], strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+
+
+def test_memory_that_was_taken_later_keeps_what_was_written(tiny_target_f64: Target) -> None:
+    rows = tiny_target_f64.start(1, 700)
+    rows.run(Topology.chain(2).plant(torch.tensor([[7, 9, 11]])))
+    assert rows.cache.storage is not None
+    before = rows.cache.storage[..., :3, :].clone()
+    assert rows.cache.storage.shape[3] == kv_cache.FIRST_SLOTS
+    rows.cache.take_all()
+    assert rows.cache.storage.shape[3] == 700
+    assert torch.equal(rows.cache.storage[..., :3, :], before)
+    assert not rows.cache.storage[..., 3:, :].any()
+
+
+@pytest.mark.parametrize("name", ["kangaroo", "kangaroo-reduced", "eagle3", "draft-lm", "prompt-tokens"])
+def test_every_cache_grows_while_drafting(tiny_target_f64: Target, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = randomised(CASES[name].make(tiny_target_f64))
+    requests = [Request((5, 9, 11 + row), row, 24) for row in range(2)]
+    answers = []
+    for slots in (256, 1):
+        monkeypatch.setattr(kv_cache, "FIRST_SLOTS", slots)
+        found = decode(tiny_target_f64, requests, DecodeSettings(batch_size=2, ignore_eos=True), drafter=drafter,
+                       policy=Eagle2Tree(9, 3, 3))
+        answers.append([one.tokens for one in found.generations])
+    assert answers[0] == answers[1]

@@ -19,6 +19,8 @@ from draftsmith.modules import (
 from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
 from support.virtual_nodes import unplaced
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 COMMON = {
     "vocab_size": 100,
     "hidden_size": 32,

@@ -2,8 +2,14 @@
 
 import pytest
 import torch
+from draftsmith.modules import Target, Topology
+from draftsmith.modules.target import tree_attention as attention
+from draftsmith.modules.target.tiny_model import tiny_tokenizer
 from draftsmith.modules.target.tree_attention import additive, tree_attention
 from torch import Tensor, nn
+from transformers import MistralConfig, MistralForCausalLM
+
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 def by_hand(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scaling: float) -> Tensor:
@@ -36,3 +42,25 @@ def test_each_group_of_heads_attends_with_its_own_key_under_its_rows_mask(
     assert out.dtype is dtype
     assert out.is_contiguous()
     assert (out.double() - expected).abs().max() < bound
+
+
+def test_layers_with_a_window_share_the_mask_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = MistralConfig(vocab_size=len(tiny_tokenizer()), hidden_size=32, intermediate_size=64, num_hidden_layers=3,
+                           num_attention_heads=4, num_key_value_heads=2, sliding_window=4, pad_token_id=0,
+                           bos_token_id=1, eos_token_id=2)
+    target = Target(MistralForCausalLM(config).eval(), tiny_tokenizer(), name="windowed")
+    masks: list[Tensor] = []
+    attend = attention.scaled_dot_product_attention
+
+    def noting(*args: Tensor, attn_mask: Tensor, **options: object) -> Tensor:
+        masks.append(attn_mask)
+        return attend(*args, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", noting)
+    rows = target.start(1, 20)
+    for _ in range(2):
+        rows.run(Topology.chain(5).plant(torch.full((1, 6), 7)))
+    assert len(masks) == 6
+    assert [mask is masks[0] for mask in masks] == [True] * 3 + [False] * 3
+    first = torch.arange(6)[:, None] - torch.arange(6)
+    assert torch.equal(masks[0][0, 0] == 0, (first >= 0) & (first < 4))

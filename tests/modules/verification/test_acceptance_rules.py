@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from benchmarks.memory import Tally
 from draftsmith.modules import (
     ChainRejection,
     Chances,
     Drawn,
     Equality,
     Rejection,
+    Rule,
     SampledTree,
     Sampling,
     TokenTree,
@@ -20,13 +22,16 @@ from draftsmith.modules import (
     UserError,
     exact_rule,
 )
-from draftsmith.modules.verification.acceptance_rules import reject_siblings
+from draftsmith.modules.verification import sampling as sampling_module
+from draftsmith.modules.verification.acceptance_rules import AcceptAll, reject_siblings
 from draftsmith.modules.verification.sampling import draw, penalise
 from references import wrong_rules
 from references.rejection import pair_law, walk
 from support.goodness_of_fit import chi2_bound, g_statistic
 from support.tables import TableDrafter, draws_for, random_log_probs
 from torch import Tensor
+
+pytestmark = pytest.mark.usefixtures("on_device")
 
 SIZE = 5
 PROMPT = (1, 4)
@@ -266,3 +271,37 @@ def test_the_penalty_equals_transformers_at_every_node(penalty: float) -> None:
         path = tokens[row, topology.ancestors_NN[node]]
         expected = processor(torch.cat([prompts[row], path])[None], logits[row, node][None].clone())
         assert torch.equal(found[row, node], expected[0])
+
+
+@pytest.mark.parametrize("name", ["chain", "typical", "all", "equality"])
+def test_few_distributions_are_held_at_a_time_and_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, nodes, vocab_size = 3, 17, 640
+    rule: Rule = {"chain": ChainRejection(), "typical": Typical(), "all": AcceptAll(), "equality": Equality()}[name]
+    generator = torch.Generator().manual_seed(0)
+    log_q_BIQ = torch.randn(rows, nodes - 1, vocab_size, generator=generator).log_softmax(-1)
+    tree = replace(
+        Topology.chain(nodes - 1).plant(torch.randint(vocab_size, (rows, nodes), generator=generator)),
+        drawn=Drawn(log_q_BIQ=log_q_BIQ, inner_BN=torch.arange(nodes).clamp(max=nodes - 2).expand(rows, -1),
+                    sampled_BN=torch.rand(rows, nodes, generator=generator) < 0.7))
+    logits_BNV = 3 * torch.randn(rows, nodes, vocab_size, generator=generator)
+    chances = Chances(choices_BN=torch.rand(rows, nodes, generator=generator, dtype=torch.float64),
+                      tests_BN=0.3 * torch.rand(rows, nodes, generator=generator, dtype=torch.float64))
+    sampling = Sampling(temperature_B=torch.tensor([0.0, 1.0, 1.7]), top_p=0.9, sampling_rows=(1, 2))
+    whole = rule.accept(tree, logits_BNV, sampling, chances)
+    monkeypatch.setattr(sampling_module, "_ENTRIES_TOGETHER", 2 * rows * vocab_size)
+    with Tally() as tally:
+        pieces = rule.accept(tree, logits_BNV, sampling, chances)
+    for field in ("path_BK", "counts_B", "bonus_B"):
+        assert torch.equal(getattr(pieces, field), getattr(whole, field))
+    # Float64 probabilities of two nodes, not of all.
+    assert tally.largest <= 8 * 2 * rows * vocab_size if name != "equality" else tally.largest < logits_BNV.nbytes
+
+
+def test_the_chances_of_a_chain_are_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits_BNV = torch.randn(2, 4, 50, generator=torch.Generator().manual_seed(0))
+    tree = Topology.chain(3).plant(logits_BNV.argmax(-1))
+    sampling = Sampling(temperature_B=torch.tensor([1.0, 0.6]), sampling_rows=(0, 1))
+    whole = ChainRejection().chances(tree, logits_BNV, sampling)
+    monkeypatch.setattr(sampling_module, "_ENTRIES_TOGETHER", 1)
+    assert torch.equal(ChainRejection().chances(tree, logits_BNV, sampling), whole)
+    assert float(whole.min()) > 0

@@ -7,6 +7,7 @@ import pytest
 import torch
 from draftsmith.modules import Sampling, TokenTree, Topology, choose, follow
 from draftsmith.modules.target.tiny_model import tiny_model
+from draftsmith.modules.verification import sampling as sampling_module
 from draftsmith.modules.verification.sampling import (
     _NUCLEUS_CANDIDATES,
     GREATEST_TEMPERATURE,
@@ -18,8 +19,12 @@ from draftsmith.modules.verification.sampling import (
 )
 from references import sampling as plain
 from references.walk import walk
+from support.pretended_device import DEVICE, pretended_device
+from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import LogitsProcessorList
+
+pytestmark = pytest.mark.usefixtures("on_device")
 
 P = torch.tensor([0.4, 0.25, 0.2, 0.1, 0.05], dtype=torch.float64)
 
@@ -285,3 +290,25 @@ def test_the_quick_argmax_is_torchs(entries: int) -> None:
     logits[0, :20, entries // 2] = float("nan")
     logits[1, 3] = -torch.inf
     assert torch.equal(argmax(logits), logits.argmax(-1))
+
+
+def test_an_accelerator_forms_few_distributions_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits_BNV = 3 * torch.randn(3, 9, 640, generator=generator)
+    uniforms_BN = torch.rand(3, 9, generator=generator, dtype=torch.float64)
+    temperature_B = torch.tensor([0.0, 1.0, 1.7])
+    expected_BN = choose(logits_BNV, uniforms_BN, Sampling(temperature_B=temperature_B, sampling_rows=(1, 2)))
+    formed: list[int] = []
+    form = sampling_module.probabilities
+
+    def noting(logits: Tensor, *given: object) -> Tensor:
+        formed.append(logits.shape[1])
+        return form(logits, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sampling_module, "probabilities", noting)
+    monkeypatch.setattr(sampling_module, "_ENTRIES_TOGETHER", 4 * 3 * 640 + 1)
+    with pretended_device():
+        there = Sampling(temperature_B=temperature_B.to(DEVICE), sampling_rows=(1, 2))
+        found_BN = choose(logits_BNV.to(DEVICE), uniforms_BN.to(DEVICE), there).to("cpu")
+    assert formed == [4, 4, 1]
+    assert torch.equal(found_BN, expected_BN)

@@ -1,0 +1,179 @@
+"""A batch of sequences inside the target: their cache, and the passes that extend it.
+
+Shapes: B rows, N nodes of a tree, M selected nodes, K nodes of a path, D hidden size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..token_tree import TokenTree
+from .broken_embeddings import blank_broken
+from .early_layers import EarlyLayers
+from .kv_cache import RowCache
+from .layer_skipping import injected, later_layers
+from .pass_layout import PassLayout
+from .pass_output import PassOutput
+from .recorded_passes import RecordedPasses, recorder_for
+
+if TYPE_CHECKING:
+    from .model import Target
+
+
+class TargetRows:
+    """A batch of sequences inside the target: their cache, and the passes that extend it.
+
+    Rows `[0, active)` are in use. A pass writes its nodes after each row; `commit` keeps a path of them.
+    """
+
+    def __init__(
+        self, target: "Target", rows: int, capacity: int, taps: tuple[int, ...], prefix: Sequence[int] = ()
+    ) -> None:
+        self.target, self.taps, self.active = target, taps, rows
+        self.cache = RowCache(target.num_layers, rows + bool(prefix), capacity, target.device)
+        self.calls = 0
+        self.drafted: EarlyLayers | None = None
+        self.recorded: RecordedPasses | None = None
+        self.graph_refusal = ""
+        self.shared = self._read_prefix(prefix) if prefix else None
+
+    @property
+    def reads_virtual(self) -> bool:
+        """True: virtual nodes are nodes of the pass."""
+        return True
+
+    @torch.no_grad()
+    def run(self, tree: TokenTree, rows: list[int] | None = None, select_BM: Tensor | None = None) -> PassOutput:
+        """Send a tree through the target after the committed tokens of each row.
+
+        Args:
+            tree: one tree a row.
+            rows: which rows; the active ones by default.
+            select_BM: the nodes whose logits are wanted; all by default.
+        """
+        target = self.target
+        embedded = target.embed(tree.tokens_BN)
+        lost_BN = None if target.broken_V is None else blank_broken(tree, embedded, target.broken_V)
+        if tree.virtual is not None:
+            embedded[:, -tree.virtual.embedded_BMD.shape[1] :] = tree.virtual.embedded_BMD
+        if (output := self._replayed(tree, embedded, rows, select_BM)) is None:
+            output = self._computed(tree, embedded, rows, select_BM)
+        self.calls += 1
+        if lost_BN is None:
+            return output
+        lost_BM = lost_BN if select_BM is None else lost_BN.gather(1, select_BM)
+        return replace(output, logits_BMV=output.logits_BMV.masked_fill(lost_BM[..., None], torch.nan))
+
+    def _computed(
+        self, tree: TokenTree, embedded: Tensor, rows: list[int] | None, select_BM: Tensor | None
+    ) -> PassOutput:
+        """A pass over embedded nodes."""
+        target = self.target
+        early, first = self._handed_over(tree, embedded, rows)
+        window = self.cache.open(slice(0, self.active) if rows is None else rows, tree.size,
+                                 virtual_BN=tree.virtual_BN)
+        layout = PassLayout.of(tree, window.slots_BN[:, :1], window.width, target.context_length)
+        later = later_layers(target.layers, first, early)
+        with target.tapping(self.taps) as states, later, injected(target.layers, tree.virtual):
+            final_BND = target.read_nodes(embedded, layout, self.cache)
+        wanted = (
+            final_BND
+            if select_BM is None
+            else final_BND.gather(1, select_BM[..., None].expand(-1, -1, final_BND.shape[-1]))
+        )
+        return PassOutput(logits_BMV=target.logits(wanted), final_BND=final_BND, taps=dict(states))
+
+    # Recorded passes -------------------------------------------------------------------------------------------------
+
+    def use_graphs(self, nodes: int) -> None:
+        """Replay the passes of the active rows as CUDA graphs from now on, trees of at most `nodes` nodes.
+
+        What cannot be replayed is computed as without graphs, and `graph_refusal` says why. The cache takes all its
+        memory at once.
+        """
+        record = recorder_for(self.target.device)
+        if isinstance(record, str):
+            self.graph_refusal = record
+            return
+        self.cache.take_all()
+        self.recorded = RecordedPasses(self.target, self.cache, self.taps, self.active, nodes, record)
+
+    def _replayed(
+        self, tree: TokenTree, embedded: Tensor, rows: list[int] | None, select_BM: Tensor | None
+    ) -> PassOutput | None:
+        """The pass by a record; None where there are no records, or none can be made of it."""
+        if self.recorded is None or rows is not None:
+            return None
+        if self.drafted is not None and self.drafted.tree is not None:
+            self.graph_refusal = "the drafter ran the target's first layers, and each pass takes over what they found"
+        elif refusal := self.recorded.refusal(self.active, tree, select_BM):
+            self.graph_refusal = refusal
+        else:
+            try:
+                return self.recorded.run(self.active, tree, embedded)
+            except RuntimeError as error:
+                # Whatever of the model cannot be captured, the passes themselves can be computed.
+                self.recorded = None
+                self.graph_refusal = f"a pass of this target cannot be captured ({str(error).splitlines()[0][:200]})"
+        return None
+
+    def _handed_over(self, tree: TokenTree, embedded_BND: Tensor, rows: list[int] | None) -> tuple[Tensor | None, int]:
+        """(outputs of the first layers that ran while the tree of the active rows was drafted, their number)."""
+        if self.drafted is None or self.drafted.tree is None or rows is not None:
+            return None, 0
+        return self.drafted.hand_over(tree, embedded_BND), self.drafted.num_layers
+
+    def early(self, num_layers: int) -> EarlyLayers:
+        """The first layers for a drafter that runs them on the active rows; the next pass of these takes them over.
+
+        Raises:
+            ValueError: if a layer is tapped whose output they do not keep.
+        """
+        if any(layer < num_layers - 1 for layer in self.taps):
+            raise ValueError(f"of the first {num_layers} layers only the last one's output is kept, got the taps "
+                             f"{self.taps}")
+        self.drafted = EarlyLayers(self.target, self.cache, num_layers)
+        return self.drafted
+
+    @torch.no_grad()
+    def commit(self, path_BK: Tensor, counts_B: Tensor, host_counts: list[int], *, moved: bool = True) -> None:
+        """Keep a path of the last pass in each of its rows; see `RowCache.commit`."""
+        self.cache.commit(path_BK, counts_B, host_counts, moved=moved)
+
+    @torch.no_grad()
+    def open(self, row: int, index: int) -> int:
+        """Empty a row for the request numbered `index`; it starts with the shared prefix, whose length is returned."""
+        self.cache.clear(row)
+        if self.shared is None:
+            return 0
+        spare = self.cache.rows - 1
+        length = self.cache.host_lengths[spare]
+        self.cache.copy(spare, row, length)
+        return length
+
+    def _read_prefix(self, prefix: Sequence[int]) -> PassOutput:
+        """Read the common prefix once, into a spare row after the others."""
+        device, count, spare = self.target.device, len(prefix), self.active
+        counts_B = torch.tensor([count], device=device)
+        tree = TokenTree.prompts(torch.tensor([list(prefix)], device=device), counts_B)
+        output = self.run(tree, [spare], counts_B[:, None] - 1)
+        self.commit(torch.arange(count, device=device)[None], counts_B, [count], moved=False)
+        return output
+
+    def wipe(self, row: int) -> None:
+        """Zero what a row that went wrong left in the cache."""
+        self.cache.wipe(row)
+
+    def keep(self, order: list[int]) -> None:
+        """Make row order[r] the row r and drop the rest; an order may only pull later rows forward."""
+        with torch.no_grad():
+            for destination, source in enumerate(order):
+                if source != destination:
+                    self.cache.move(source, destination)
+            for row in range(len(order), self.active):
+                # A recorded pass reads the rows that have left too: their slots must stay within the cache.
+                self.cache.clear(row)
+        self.active = len(order)

@@ -1,0 +1,267 @@
+"""Tokens per second of decoding by method and batch, with drafters of stated acceptance, on random weights of a shape.
+
+    python tests/benchmarks/decode_speed.py [--shape NAME] [--acceptance 0.7] [--batches 1 4 16 64] [--new-tokens N]
+        [--context N] [--recipes NAME ...] [--minutes N] [--device cpu|cuda]
+
+Compared are the plain loop, `generate` of transformers with its growing and its static cache, its assisted generation
+with the target's first layers, and every family of drafters with a chain and a tree. The drafters have random weights
+and do all their work, but their guesses are replaced: the guess of rank r after a node is right with chance
+a (1 - a)^r, by the target's answers, which are computed once (`tests/support/oracle.py`). So a figure is the speed that
+a drafter of this acceptance would have. Each method decodes twice; the second time counts, prompts included. What no
+time is left for is named.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.against_transformers import generated, truncated_model
+from draftsmith.modules import (
+    Chain,
+    DecodeSettings,
+    LayerDraft,
+    Policy,
+    Proposer,
+    Request,
+    StaticTree,
+    Target,
+    Topology,
+    decode,
+)
+from draftsmith.modules.baselines.token_recycling import recycling_tree
+from support.model_shapes import SHAPES, shaped_prompt, shaped_target
+from support.oracle import Oracle
+from support.shaped_modules import RECIPES, shaped_module, shaped_recipe
+
+CHAIN, TREE, WIDEST = 3, 32, 4
+"""Tokens of the drafted chains; nodes of the drafted trees, and the most guesses after a node."""
+TEMPERATURE = 0.8
+"""Temperature of the method that samples."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Figures of one method with one batch."""
+
+    method: str
+    batch: int
+    tokens_per_second: float = 0.0
+    accepted_length: float = 0.0
+    """New tokens of a row per pass of the target."""
+    draft_share: float = 0.0
+    """Share of the seconds that the drafter took."""
+    equal: int = 0
+    """Answers that are those of the plain loop."""
+    of: int = 0
+    """Answers that were compared."""
+    left_out: str = ""
+    """Why nothing was measured; empty where it was."""
+    graph_refusal: str = ""
+    """Why passes were not replayed as CUDA graphs where they were to be."""
+
+
+@dataclass
+class Outcome:
+    """Answers of a batch, with passes and seconds."""
+
+    answers: list[list[int]]
+    passes: int
+    seconds: float
+    draft_seconds: float = 0.0
+    graph_refusal: str = ""
+
+
+Method = Callable[[Sequence[tuple[int, ...]]], Outcome]
+
+
+def own(target: Target, new_tokens: int, drafter: Proposer | None = None, policy: Policy | None = None,
+        temperature: float = 0.0, **settings: Any) -> Method:
+    """Decode with this project's loop."""
+
+    def run(prompts: Sequence[tuple[int, ...]]) -> Outcome:
+        requests = [Request(prompt, row, new_tokens, temperature) for row, prompt in enumerate(prompts)]
+        given = DecodeSettings(batch_size=len(prompts), ignore_eos=True, **settings)
+        result = decode(target, requests, given, drafter=drafter, policy=policy)
+        stats = result.stats
+        return Outcome([generation.tokens for generation in result.generations],
+                       stats.target_calls + stats.prefill_calls, stats.seconds, stats.draft_seconds,
+                       stats.graph_refusal)
+
+    return run
+
+
+def peer(target: Target, new_tokens: int, **options: Any) -> Method:
+    """Decode with transformers."""
+    return lambda prompts: Outcome(*generated(target, prompts, new_tokens, **options))
+
+
+def assisted(target: Target, new_tokens: int) -> Method:
+    """Decode with transformers and the target's first quarter of layers as a draft model."""
+    assistant = truncated_model(target, max(1, target.num_layers // 4))
+    assistant.generation_config.num_assistant_tokens = CHAIN
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    return peer(target, new_tokens, assistant_model=assistant)
+
+
+def without_drafter(target: Target, new_tokens: int) -> Iterator[tuple[str, Method, int | None]]:
+    """(name, method, its only batch) of each method that drafts nothing or with the target's layers."""
+    yield "plain loop", own(target, new_tokens), None
+    yield "plain loop, graphs", own(target, new_tokens, graphs=True), None
+    yield "plain loop, sampled", own(target, new_tokens, temperature=TEMPERATURE), None
+    yield "generate", peer(target, new_tokens), None
+    yield "generate, static cache", peer(target, new_tokens, cache_implementation="static", disable_compile=True), None
+    if target.device.type == "cuda":
+        yield "generate, static cache, compiled", peer(target, new_tokens, cache_implementation="static"), None
+    first = max(1, target.num_layers // 4)
+    yield "first layers, chain", own(target, new_tokens, LayerDraft(target, range(first)), Chain(CHAIN)), None
+    yield "generate, assisted by the first layers", assisted(target, new_tokens), 1
+
+
+def shapes(drafter: Proposer) -> dict[str, Policy]:
+    """A chain and a tree no deeper than the drafter reaches."""
+    deepest = drafter.reach or CHAIN + 1
+    tree = recycling_tree(TREE, WIDEST)
+    kept = Topology.from_paths(path for path in tree.paths if 0 < len(path) <= deepest)
+    return {"chain": Chain(min(CHAIN, deepest)), "tree": StaticTree(kept)}
+
+
+@dataclass
+class Bench:
+    """A target of a shape with its prompts and reference answers.
+
+    Args:
+        shape: of the target.
+        target: with random weights.
+        context: tokens of each prompt.
+        new_tokens: length of each answer.
+        acceptance: of the drafters.
+    """
+
+    shape: str
+    target: Target
+    context: int
+    new_tokens: int
+    acceptance: float
+    texts: dict[int, Tensor] = field(default_factory=dict)
+    """Prompts and answers by number of rows."""
+
+    def prompts(self, batch: int) -> list[tuple[int, ...]]:
+        """The prompts of a batch."""
+        return [shaped_prompt(self.shape, row, self.context) for row in range(batch)]
+
+    def texts_ST(self, batch: int) -> Tensor:
+        """Prompts with the answers of the plain loop, computed once."""
+        if batch not in self.texts:
+            prompts = self.prompts(batch)
+            answers = own(self.target, self.new_tokens)(prompts).answers
+            rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+            self.texts[batch] = torch.tensor(rows, device=self.target.device)
+        return self.texts[batch]
+
+    def timed(self, name: str, batch: int, method: Method, deadline: float) -> Speed:
+        """The second of two runs of a method."""
+        if time.monotonic() > deadline:
+            return Speed(name, batch, left_out="no time was left")
+        prompts = self.prompts(batch)
+        reference = self.texts_ST(batch)[:, self.context :].tolist()
+        try:
+            method(prompts)
+            found = method(prompts)
+        except RuntimeError as error:
+            # Too little memory, or what torch cannot compile here: the other methods are measured nevertheless.
+            torch.cuda.empty_cache()
+            return Speed(name, batch, left_out=f"failed: {str(error).splitlines()[0][:100]}")
+        count = sum(map(len, found.answers))
+        return Speed(name, batch, count / found.seconds, count / batch / found.passes,
+                     found.draft_seconds / found.seconds,
+                     sum(answer == wanted for answer, wanted in zip(found.answers, reference, strict=True)), batch,
+                     graph_refusal=found.graph_refusal)
+
+    def drafted(self, recipe: str, batches: Sequence[int], deadline: float) -> Iterator[Speed]:
+        """The speeds of a family with chain and tree."""
+        module = shaped_module(shaped_recipe(recipe, self.shape), self.target, self.shape)
+        drafter = module.drafter.to(device=self.target.device, dtype=self.target.dtype).eval()
+        for batch in batches:
+            oracle = Oracle(drafter, self.texts_ST(batch), self.target.vocab_size, self.acceptance)
+            for form, policy in shapes(drafter).items():
+                for graphs in (False, True) if self.target.device.type == "cuda" else (False,):
+                    name = f"{recipe.removesuffix('_8b')}, {form}{', graphs' if graphs else ''}"
+                    method = own(self.target, self.new_tokens, oracle, policy, graphs=graphs)
+                    yield self.timed(name, batch, method, deadline)
+
+
+def measure(bench: Bench, batches: Sequence[int], recipes: Sequence[str], deadline: float) -> list[Speed]:
+    """The speeds of all methods, those without drafters first.
+
+    Args:
+        bench: the target.
+        batches: rows decoded at once.
+        recipes: drafters.
+        deadline: value of `time.monotonic()` after which nothing further is measured.
+    """
+    found = []
+    for name, method, only in without_drafter(bench.target, bench.new_tokens):
+        found += [bench.timed(name, batch, method, deadline) for batch in batches if only in (None, batch)]
+    for recipe in recipes:
+        found += bench.drafted(recipe, batches, deadline)
+    return found
+
+
+def table(speeds: Sequence[Speed]) -> list[str]:
+    """The lines of the table, ratios to the plain loop of the same batch."""
+    plain = {speed.batch: speed.tokens_per_second for speed in speeds if speed.method == "plain loop"}
+    lines = ["| method | batch | tokens/s | over the plain loop | tokens per pass | drafting, % | equal answers |",
+             "|---|--:|--:|--:|--:|--:|--:|"]
+    for speed in speeds:
+        if speed.left_out:
+            lines.append(f"| {speed.method} | {speed.batch} | {speed.left_out} | | | | |")
+            continue
+        ratio = speed.tokens_per_second / plain[speed.batch] if plain.get(speed.batch) else 0.0
+        refused = f" (not replayed: {speed.graph_refusal})" if speed.graph_refusal else ""
+        lines.append(f"| {speed.method}{refused} | {speed.batch} | {speed.tokens_per_second:.1f} | {ratio:.2f} | "
+                     f"{speed.accepted_length:.2f} | {100 * speed.draft_share:.0f} | {speed.equal} of {speed.of} |")
+    return lines
+
+
+def figures(speeds: Sequence[Speed]) -> list[dict[str, Any]]:
+    """The speeds, ready for JSON."""
+    return [asdict(speed) for speed in speeds]
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--shape", choices=list(SHAPES), default="smollm2-135m", help="the target")
+    parser.add_argument("--acceptance", type=float, default=0.7, help="chance that a guess is right")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4], help="rows decoded at once")
+    parser.add_argument("--new-tokens", type=int, default=64, help="length of each answer")
+    parser.add_argument("--context", type=int, default=64, help="tokens of each prompt")
+    parser.add_argument("--recipes", nargs="*", default=list(RECIPES), help="drafters by their recipes")
+    parser.add_argument("--minutes", type=float, default=9, help="measure nothing further after this time")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    options = parser.parse_args(words)
+    if not 0 < options.acceptance < 1 or min(options.batches) < 1:
+        parser.error("--acceptance must lie between 0 and 1 and --batches be at least 1, got "
+                     f"{options.acceptance} and {options.batches}")
+    transformers.logging.set_verbosity_error()
+    bench = Bench(options.shape, shaped_target(options.shape, options.device), options.context, options.new_tokens,
+                  options.acceptance)
+    print(f"{options.shape}, {bench.target.device}, {torch.get_num_threads()} threads, torch {torch.__version__}; "
+          f"acceptance {options.acceptance}, context {options.context}, {options.new_tokens} new tokens\n")
+    deadline = time.monotonic() + 60 * options.minutes
+    print("\n".join(table(measure(bench, options.batches, options.recipes, deadline))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""The benchmark of decoding: drafters accept exactly what is stated, and all answers are those of the plain loop."""
+
+import pytest
+import torch
+from benchmarks import decode_speed
+from benchmarks.decode_speed import Bench, Speed
+from draftsmith.modules import Chain, DecodeSettings, Medusa, MedusaConfig, Request, StaticTree, Target, decode
+from draftsmith.modules.baselines.token_recycling import recycling_tree
+from support.model_shapes import STRIDE, shaped_prompt, shaped_target
+from support.oracle import RANKS, Oracle
+
+A = 0.6
+ROWS, PROMPT, LENGTH = 3, 10, 60
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return shaped_target("tiny")
+
+
+@pytest.fixture(scope="module")
+def oracle(target: Target) -> Oracle:
+    texts_ST = Bench("tiny", target, PROMPT, LENGTH, A).texts_ST(ROWS)
+    drafter = Medusa.create(MedusaConfig(num_heads=3, vocabulary_size=128), target, torch.arange(128)).eval()
+    return Oracle(drafter, texts_ST, target.vocab_size, A)
+
+
+def emitted(target: Target, oracle: Oracle, policy: StaticTree) -> list[list[int]]:
+    requests = [Request(shaped_prompt("tiny", row, PROMPT), row, LENGTH) for row in range(ROWS)]
+    found = decode(target, requests, DecodeSettings(batch_size=ROWS, ignore_eos=True), drafter=oracle, policy=policy)
+    for row, generation in enumerate(found.generations):
+        assert generation.tokens == oracle.texts_ST[row, PROMPT:].tolist()
+    return [generation.emitted for generation in found.generations]
+
+
+def expected(ranks: list[int], widths: tuple[int, ...]) -> list[int]:
+    """Tokens of each pass where the guess at depth d has the ranks below widths[d], by the ranks of the right ones."""
+    lengths, place = [], PROMPT
+    while place < PROMPT + LENGTH - 1:
+        deeper = 0
+        while deeper < len(widths) and ranks[min(place + 1 + deeper, len(ranks) - 1)] < widths[deeper]:
+            deeper += 1
+        lengths.append(min(deeper + 1, PROMPT + LENGTH - 1 - place))
+        place += deeper + 1
+    return lengths
+
+
+def test_the_text_of_a_shape_is_known(target: Target) -> None:
+    texts_ST = Bench("tiny", target, PROMPT, LENGTH, A).texts_ST(ROWS)
+    assert torch.equal(texts_ST[:, 1:], (texts_ST[:, :-1] + STRIDE) % 128)
+
+
+@pytest.mark.parametrize(("policy", "widths"), [
+    (Chain(3), (1, 1, 1)),
+    (StaticTree(decode_speed.Topology.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)])), (2, 2)),
+])
+def test_an_oracle_accepts_what_is_stated(
+    target: Target, oracle: Oracle, policy: StaticTree, widths: tuple[int, ...]
+) -> None:
+    assert emitted(target, oracle, policy) == [expected(row, widths) for row in oracle.ranks_ST.tolist()]
+
+
+def test_the_ranks_of_an_oracle_are_geometric(target: Target, oracle: Oracle) -> None:
+    drawn = Oracle(oracle.inner, torch.zeros(50, 400, dtype=torch.long), target.vocab_size, A).ranks_ST
+    for rank in range(3):
+        assert float((drawn == rank).double().mean()) == pytest.approx(A * (1 - A) ** rank, abs=0.01)
+    assert int(drawn.max()) <= RANKS
+
+
+def test_an_oracle_keeps_the_places_of_rows(target: Target, oracle: Oracle) -> None:
+    """Rows that end early leave, and the others move into their places."""
+    requests = [Request(shaped_prompt("tiny", row, PROMPT), row, 10 + 20 * row) for row in range(ROWS)]
+    found = decode(target, requests, DecodeSettings(batch_size=ROWS, ignore_eos=True), drafter=oracle, policy=Chain(3))
+    assert found.accepted_length > 1.5
+
+
+def test_the_table_has_every_method(capsys: pytest.CaptureFixture[str]) -> None:
+    decode_speed.main(["--shape", "tiny", "--new-tokens", "8", "--context", "8", "--batches", "1", "2",
+                       "--recipes", "medusa_8b", "eagle3_8b"])
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
+    names = [row[0] for row in rows]
+    assert {"plain loop", "generate, static cache", "generate, assisted by the first layers", "medusa, tree",
+            "eagle3, chain"} < set(names)
+    assert names.count("eagle3, tree") == 2
+    for row in rows:
+        assert float(row[2]) > 0
+        assert row[6] == f"{row[1]} of {row[1]}" or "sampled" in row[0]
+
+
+def test_what_has_no_time_is_named(target: Target) -> None:
+    speed = Bench("tiny", target, PROMPT, LENGTH, A).timed("generate", 1, decode_speed.peer(target, 4), deadline=0.0)
+    lines = decode_speed.table([Speed("plain loop", 1, 10.0), speed])
+    assert lines[-1] == "| generate | 1 | no time was left | | | | |"
+
+
+def test_what_fails_is_named(target: Target) -> None:
+    def fail(_prompts: object) -> decode_speed.Outcome:
+        raise RuntimeError("no memory\nfor this")
+
+    speed = Bench("tiny", target, PROMPT, LENGTH, A).timed("generate", 1, fail, deadline=float("inf"))
+    assert speed.left_out == "failed: no memory"
+
+
+def test_a_tree_is_no_deeper_than_the_drafter_reaches(target: Target) -> None:
+    drafter = Medusa.create(MedusaConfig(num_heads=2), target)
+    policies = decode_speed.shapes(drafter)
+    assert policies["chain"].max_size == 3
+    assert policies["tree"].topology.depth <= 2 < recycling_tree(decode_speed.TREE, decode_speed.WIDEST).depth
+
+
+def test_a_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        decode_speed.main(["--acceptance", "1.5"])
+    assert "--acceptance must lie between 0 and 1 and --batches be at least 1, got 1.5" in capsys.readouterr().err

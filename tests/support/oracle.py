@@ -1,0 +1,150 @@
+"""A proposer of stated acceptance: it knows the answers, and a drafter's own work is done all the same.
+
+With it the speed of decoding is measured at any acceptance, without training.
+
+Shapes: B rows, F nodes, H depths, Q entries of the draft vocabulary, S texts, T places of a text, R ranks.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from draftsmith.modules import DraftState, Frontier, Observation, Proposer, Scores
+from draftsmith.modules.interfaces.proposer import ChainLimits, VerifiedRows
+from draftsmith.modules.target.draft_vocabulary import draft_index
+from draftsmith.modules.token_tree import TokenTree
+from torch import Tensor
+
+RANKS = 8
+"""Guesses after a node of which one may be right."""
+_NO_GUESS = -40.0
+"""Log-probability of all others."""
+
+
+@dataclass
+class OracleState(DraftState):
+    """The drafter's own state, and the place of each row in its text."""
+
+    inner: DraftState
+    texts_R: Tensor
+    """Number of each row's text."""
+    places_R: Tensor
+    """Tokens of the text that the target has read."""
+    asked: int = 0
+    """Depths of the growing tree that were scored."""
+
+
+class Oracle(Proposer):
+    """A drafter's work with guesses of stated acceptance: the guess of rank r is right with chance a (1 - a)^r.
+
+    Row r decodes text r: give as many requests as rows, in the order of the texts. Trees must grow level by level.
+
+    Args:
+        inner: the drafter that works, and whose guesses are not used.
+        texts_ST: prompts with their answers, each at least as long as its row will be.
+        vocab_size: tokens of the target.
+        acceptance: a, above 0 and below 1.
+    """
+
+    family: ClassVar[str] = "oracle"
+
+    def __init__(self, inner: Proposer, texts_ST: Tensor, vocab_size: int, acceptance: float) -> None:
+        self.inner, self.texts_ST, self.vocab_size = inner, texts_ST, vocab_size
+        self._index_V: Tensor | None = None
+        ranks_R = torch.arange(RANKS, device=texts_ST.device)
+        self.chances_R = acceptance * (1 - acceptance) ** ranks_R
+        generator = torch.Generator().manual_seed(0)
+        drawn_ST = torch.rand(texts_ST.shape, generator=generator).to(texts_ST.device)
+        self.ranks_ST = torch.searchsorted(self.chances_R.cumsum(0), drawn_ST)
+        """Rank of the right token among the guesses at each place; RANKS where it is not among them."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.inner.taps
+
+    @property
+    def reach(self) -> int | None:
+        return self.inner.reach
+
+    @property
+    def reads_logits(self) -> bool:
+        return self.inner.reads_logits
+
+    @property
+    def virtual_nodes(self) -> int:
+        return self.inner.virtual_nodes
+
+    @property
+    def chain_limits(self) -> ChainLimits:
+        return self.inner.chain_limits
+
+    @property
+    def rank_chances(self) -> tuple[tuple[float, ...], ...] | None:
+        return self.inner.rank_chances
+
+    def _state(self, inner: DraftState, rows: int) -> OracleState:
+        texts_R = torch.arange(rows, device=self.texts_ST.device)
+        return OracleState(inner, texts_R, torch.zeros_like(texts_R))
+
+    def start(self, rows: int, capacity: int) -> OracleState:
+        return self._state(self.inner.start(rows, capacity), rows)
+
+    def join(self, rows: VerifiedRows, count: int, capacity: int) -> OracleState:
+        return self._state(self.inner.join(rows, count, capacity), count)
+
+    def extended(self, state: DraftState, tree: TokenTree) -> TokenTree:
+        return self.inner.extended(_oracle_state(state).inner, tree)
+
+    def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
+        held = _oracle_state(state)
+        self.inner.observe(held.inner, rows_R, observation)
+        held.places_R[rows_R] += observation.counts_B
+        held.asked = 0
+
+    def expand(self, state: DraftState, frontier: Frontier) -> Scores:
+        held = _oracle_state(state)
+        scores = self.inner.expand(held.inner, frontier)
+        depths = scores.log_probs_BFHQ.shape[2]
+        held.asked += depths
+        rows = len(frontier.nodes_BF)
+        ahead_H = torch.arange(held.asked - depths + 1, held.asked + 1, device=self.texts_ST.device)
+        places_BH = (held.places_R[:rows, None] + ahead_H).clamp(max=self.texts_ST.shape[1] - 1)
+        texts_B1 = held.texts_R[:rows, None]
+        right_BH, ranks_BH = self.texts_ST[texts_B1, places_BH], self.ranks_ST[texts_B1, places_BH]
+        return self._replaced(scores, right_BH, ranks_BH)
+
+    def _replaced(self, scores: Scores, right_BH: Tensor, ranks_BH: Tensor) -> Scores:
+        """The scores with the right token in its rank, and tokens after it in the others."""
+        log_BFHQ = torch.full_like(scores.log_probs_BFHQ, _NO_GUESS)
+        size, ids_Q = log_BFHQ.shape[-1], scores.token_ids_Q
+        if ids_Q is not None:
+            if self._index_V is None:
+                self._index_V = draft_index(ids_Q, self.vocab_size)
+            right_BH = self._index_V[right_BH]
+        # A right token without an entry is in no rank.
+        ranks_BH = torch.where(right_BH < 0, RANKS, ranks_BH)
+        order_R = torch.arange(RANKS, device=right_BH.device)
+        wrong_BHR = (right_BH.clamp(min=0)[..., None] + 1 + order_R) % size
+        entries_BHR = torch.where(order_R == ranks_BH[..., None], right_BH[..., None], wrong_BHR)
+        entries_BFHR = entries_BHR[:, None].expand(-1, log_BFHQ.shape[1], -1, -1)
+        log_BFHQ.scatter_(3, entries_BFHR, self.chances_R.log().to(log_BFHQ.dtype).expand_as(entries_BFHR))
+        return Scores(log_probs_BFHQ=log_BFHQ, token_ids_Q=ids_Q, states_BFHD=scores.states_BFHD)
+
+    def clear(self, state: DraftState, rows_R: Tensor) -> None:
+        held = _oracle_state(state)
+        self.inner.clear(held.inner, rows_R)
+        held.places_R[rows_R] = 0
+
+    def keep(self, state: DraftState, rows_R: Tensor) -> None:
+        held = _oracle_state(state)
+        self.inner.keep(held.inner, rows_R)
+        held.texts_R, held.places_R = held.texts_R[rows_R], held.places_R[rows_R]
+
+    def forget(self) -> None:
+        self.inner.forget()
+
+
+def _oracle_state(state: DraftState) -> OracleState:
+    if not isinstance(state, OracleState):
+        raise TypeError(f"an oracle needs the state that its own start() made, got {type(state).__name__}")
+    return state
