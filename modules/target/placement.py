@@ -10,6 +10,7 @@ Shapes: B rows, L positions.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import import_module
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -165,7 +166,7 @@ class TensorParallel(_Shared):
     @contextmanager
     def reading(self, sketch: Any, device: torch.device, world: int) -> Iterator[dict[str, Any]]:
         """Each process reads its share of every layer, and all of the rest."""
-        from transformers.distributed import DistributedConfig
+        from transformers.distributed.configuration_utils import DistributedConfig
 
         self.require_accelerator(device)
         size, inside = self.size(world), f"{_layers_name(sketch)}."
@@ -208,7 +209,7 @@ class FullySharded(_Shared):
     @contextmanager
     def reading(self, sketch: Any, device: torch.device, world: int) -> Iterator[dict[str, Any]]:
         """Each process reads its part of every weight."""
-        from transformers.distributed import DistributedConfig
+        from transformers.distributed.configuration_utils import DistributedConfig
 
         self.require_accelerator(device)
         size = self.size(world)
@@ -306,7 +307,8 @@ def _told(features: Features, source: int, shape: list[int], group: Any) -> Feat
 def _layers_name(model: Any) -> str:
     """Path of the decoder's list of layers inside a model."""
     layers = layer_list(model.get_decoder(), model.config.get_text_config().num_hidden_layers)
-    return next(name for name, module in model.named_modules() if module is layers)
+    found: str = next(name for name, module in model.named_modules() if module is layers)
+    return found
 
 
 def _quantised(model: Any) -> str | None:
@@ -330,7 +332,10 @@ def _groups(count: int) -> Iterator[None]:
     Of several groups it knows only replicas whose weights are fully sharded too: those copy every layer in each pass.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from transformers.distributed import mixin, utils
+    from transformers.distributed import utils
+
+    # What is replaced is no public name: loading calls it by this one.
+    mixin: Any = import_module("transformers.distributed.mixin")
 
     def mesh_of(config: Any) -> tuple[torch.device, Any]:
         kind = torch._C._get_accelerator().type
