@@ -26,6 +26,8 @@ COMMANDS = {
 }
 """Each command: the file whose COMMANDS defines it, and its line in `draftsmith --help`."""
 
+TOGETHER = ("run", "train")
+"""Commands that several processes of torchrun may run; each says what it needs."""
 USER_MISTAKE = 2
 REMEDIES = {
     errno.ENOSPC: "free some space or choose another --out",
@@ -67,6 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if arguments[0] not in COMMANDS:
         return complain(unknown_command(arguments[0]))
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE") != "1" and arguments[0] not in TOGETHER:
+        return complain(f"torchrun has started {os.environ.get('WORLD_SIZE')} processes, but draftsmith {arguments[0]} "
+                        "works in one; start it without torchrun")
     try:
         with stopped_by_signals():
             return run_command(arguments[0], arguments[1:])

@@ -4,6 +4,7 @@ import torch
 
 from ..export import FASTEST
 from ..modules import Target, Topology, UserError, parse_joined, policy_named
+from ..modules.target.loading import is_gguf
 from ..trainers import DraftModule
 from .recipe import Recipe
 
@@ -17,8 +18,11 @@ def dry_run(recipe: Recipe, target: Target) -> DraftModule:
 
     Raises:
         UserError: if the family or its settings do not fit the target, rows or the tree have no room for its guesses,
-            a policy asks for more than the family answers, or states are to be stored that training changes.
+            a policy asks for more than the family answers, states are to be stored that training changes, or the target
+            cannot be placed as the recipe says.
     """
+    world = recipe.train.devices * recipe.train.num_nodes
+    target.placement.require_fit(target.model, world, gguf=is_gguf(recipe.target))
     module = recipe.module(target, torch.ones(target.vocab_size))
     module.configure_model()
     check_states(recipe, module)
@@ -37,6 +41,9 @@ def check_states(recipe: Recipe, module: DraftModule) -> None:
     if module.changes_target and recipe.batch.states != "computed":
         raise UserError(f"batch.states is {recipe.batch.states!r}, but {type(module).__name__} trains the target, "
                         "whose states change with every step; set batch.states: computed")
+    if module.target.placement.shared and recipe.batch.states == "mixed":
+        raise UserError(f"batch.states is 'mixed', but with target.placement {module.target.placement.name} all "
+                        "processes must compute states in the same steps; set batch.states: computed or stored")
 
 
 def check_room(recipe: Recipe, module: DraftModule) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from ..modules import Drafter, Target
 from ..modules.target.loading import sketch_target
 from ..trainers import families
@@ -29,7 +31,7 @@ class Plan:
     target_parameters: int
     """Parameters of the frozen target."""
     target: int
-    """Weights of the target, in bytes on its device; packed for oneDNN they take as much again on a CPU."""
+    """Weights of the target that one process holds, in bytes; packed for oneDNN they take as much again on a CPU."""
     drafter_parameters: int
     """Trained parameters."""
     drafter: int
@@ -66,10 +68,13 @@ def plan_recipe(recipe: Recipe, target: Target) -> Plan:
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     tokens, states = batch.rows_per_batch * batch.row_length, 1 + len(drafter.taps)
     width = target.hidden_size * target.dtype.itemsize
+    target_parameters, layers = parameters_of(target.model), parameters_of(target.layers)
+    processes = target.placement.size(recipe.train.devices * recipe.train.num_nodes)
+    held = target_parameters - layers + -(-layers // processes)
     shard, keeps = recipe.distill.shard_prompts, batch.states != "computed" and module.needs_states
     return Plan(
-        target_parameters=sum(parameter.numel() for parameter in target.model.parameters()),
-        target=sum(parameter.numel() for parameter in target.model.parameters()) * target.dtype.itemsize,
+        target_parameters=target_parameters,
+        target=held * target.dtype.itemsize,
         drafter_parameters=trained,
         drafter=trained * ADAM_BYTES,
         batch_states=tokens * states * width,
@@ -78,6 +83,11 @@ def plan_recipe(recipe: Recipe, target: Target) -> Plan:
         kept_states=shard * recipe.distill.max_new_tokens * states * width if keeps else 0,
         stored_states=_stored(recipe, states * width),
     )
+
+
+def parameters_of(module: nn.Module) -> int:
+    """Number of a module's parameters."""
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _stored(recipe: Recipe, width: int) -> int:
@@ -105,7 +115,8 @@ def cache_bytes(target: Target) -> int:
 def lines(plan: Plan, recipe: Recipe) -> Iterator[str]:
     """The plan for people."""
     disk = "none stored" if not plan.stored_states else size(plan.stored_states)
-    yield f"target    {recipe.target.name}: {plan.target_parameters:,} parameters, {size(plan.target)}"
+    place = "" if recipe.target.placement == "replicated" else f" a process ({recipe.target.placement})"
+    yield f"target    {recipe.target.name}: {plan.target_parameters:,} parameters, {size(plan.target)}{place}"
     yield f"drafter   {plan.drafter_parameters:,} trained parameters, {size(plan.drafter)} with gradients and AdamW"
     yield f"step      {recipe.batch.rows_per_batch} rows of {recipe.batch.row_length} tokens: target states "\
           f"{size(plan.batch_states)}, draft states and logits {size(plan.batch_drafts)}"

@@ -50,6 +50,7 @@ from ..modules import (
     size_copies,
     try_pass_sizes,
 )
+from ..modules.processes import Processes
 from ..modules.target.loading import sketch_target
 from ..modules.tuning.replay_acceptance import held_out_acceptance
 from ..trainers import DraftModule, FitResult, TrainConfig, families, fit
@@ -115,13 +116,14 @@ def stored_states(workspace: Workspace) -> Sequence[Path]:
 
 def train_stage(workspace: Workspace) -> Sequence[Path]:
     """The drafter is trained; the checkpoint with the greatest decoded accepted length is kept."""
+    workspace.check()
     check_settings(workspace)
     module = workspace.module()
     if workspace.manifest().written("draft"):
         require_teacher(module)
     result = fit(module, batches_for(workspace, module), workspace.training)
     if module.global_rank != 0:
-        # Lightning started this process for the training alone: the first one goes on.
+        # This process was started for the training alone: the first one goes on.
         raise SystemExit(0)
     return write_result(workspace.training, result)
 
@@ -306,7 +308,7 @@ def stages(workspace: Workspace, more: Sequence[WantedStates] = ()) -> tuple[Sta
               sections=("target", "template", "prompts", "distill")),
         Stage(name="encode", title="the target's states are stored", work=partial(encode_stage, workspace),
               sections=("batch", *trained_by)),
-        Stage(name="train", title="the drafter is trained", work=partial(train_stage, workspace),
+        Stage(name="train", title="the drafter is trained", work=partial(train_stage, workspace), together=True,
               sections=("batch", *trained_by)),
         Stage(name="artifact", title="the draft tree is searched, the artifact written", sections=("tree",),
               work=partial(artifact_stage, workspace)),
@@ -318,13 +320,28 @@ def stages(workspace: Workspace, more: Sequence[WantedStates] = ()) -> tuple[Sta
 def perform_stages(
     workspace: Workspace, chosen: Sequence[str] | None = None, more: Sequence[WantedStates] = ()
 ) -> None:
-    """Run stages of a recipe, all by default; the first is left out where the recipe names finished data."""
+    """Run stages of a recipe, all by default; the first is left out where the recipe names finished data.
+
+    Several processes that torchrun has started train together. The stages before that must be complete; those after it
+    are done by the first one, unless its part of the target is of no use without the others.
+    """
     every = stages(workspace, more)
     if workspace.recipe.data is None:
         before = writer_digest(workspace)
     else:
         every, before = every[1:], workspace.data_identity()
-    run_stages(workspace.out, workspace.decisive, every, chosen or [stage.name for stage in every], before=before)
+    names, processes = list(chosen or [stage.name for stage in every]), Processes.launched()
+    workspace.trains = "train" in names
+    alone = names.index("train") + 1 if processes.world > 1 and "train" in names else len(names)
+    run_stages(workspace.out, workspace.decisive, every, names[:alone], before, processes)
+    if processes.rank or alone == len(names):
+        return
+    if workspace.placement.shared:
+        # The others have ended, and with them their parts of the target.
+        say(f"     trained; for the stages {' and '.join(names[alone:])} start draftsmith run with this recipe again, "
+            "without torchrun, a large target with --target.placement layers")
+        return
+    run_stages(workspace.out, workspace.decisive, every, names[alone:], before)
 
 
 def run(parsed: Parsed[Recipe]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from ..modules import UserError
 from ..modules.atomic_files import file_sha256, remove_leftovers, write_file
 from ..modules.json_records import read_json, record_of
+from ..modules.processes import ALONE, Processes
 from .terminal_text import say
 
 STAGES_FILE = "stages.json"
@@ -29,6 +30,8 @@ class Stage:
     """Recipe sections that decide its output, besides the stages before it."""
     work: Callable[[], Sequence[Path]]
     """Does it, resuming what an interrupted run left; returns the files that stand for its whole output."""
+    together: bool = False
+    """Whether several processes do it together: the first one returns from it, the others end there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +45,8 @@ class StageRecord:
 
 
 def run_stages(
-    out: Path, settings: Mapping[str, Any], stages: Sequence[Stage], chosen: Sequence[str], before: str = ""
+    out: Path, settings: Mapping[str, Any], stages: Sequence[Stage], chosen: Sequence[str], before: str = "",
+    processes: Processes = ALONE,
 ) -> None:
     """Run the chosen stages in order, skipping those whose output is complete.
 
@@ -55,11 +59,15 @@ def run_stages(
         stages: all stages of the run.
         chosen: names of those to run.
         before: identity of anything that was done elsewhere before the first stage.
+        processes: those that run the stages together, each calling this; only the last chosen stage may be one for
+            several, and the earlier ones must be complete.
 
     Raises:
-        UserError: if a file that a chosen stage builds on has changed since an earlier stage wrote it.
+        UserError: if a file that a chosen stage builds on has changed since an earlier stage wrote it, or a stage for
+            one process is not complete and there are several.
     """
-    remove_leftovers(out)
+    if not processes.rank:
+        remove_leftovers(out)
     finished = read_finished(out)
     for number, stage in enumerate(stages, 1):
         key = stage_key(stage, settings, before)
@@ -73,10 +81,19 @@ def run_stages(
         elif changed == []:
             say(f"{label}: already complete, skipped")
         else:
+            require_process(stage, processes)
             record = perform(stage, out, label, key)
             finished = {**finished, stage.name: record}
             write_file(out / STAGES_FILE, json.dumps(finished, indent=2, sort_keys=True) + "\n")
         before = json.dumps(record["files"], sort_keys=True) if record else ""
+
+
+def require_process(stage: Stage, processes: Processes) -> None:
+    """Refuse a stage for one process in one of several, unless the others have ended. Raises UserError."""
+    if processes.world > 1 and not stage.together:
+        raise UserError(f"before {processes.world} processes can train, one must have finished the stage "
+                        f"{stage.name!r} ({stage.title}); run draftsmith distill with this recipe without torchrun, a "
+                        "large target with --target.placement layers")
 
 
 def perform(stage: Stage, out: Path, label: str, key: str) -> dict[str, Any]:

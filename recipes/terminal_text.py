@@ -3,6 +3,7 @@
 Everything that the commands print passes here, since names of models, files and prompts come from others.
 """
 
+import os
 import re
 import sys
 from typing import TextIO
@@ -50,5 +51,10 @@ def stage_line(text: str) -> None:
 
 
 def say(text: str, *, end: str = "\n", file: TextIO | None = None) -> None:
-    """Print at once; line breaks and tabs stay, other control characters are written as their codes."""
+    """Print at once; line breaks and tabs stay, other control characters are written as their codes.
+
+    Of the processes that torchrun has started the first one speaks for all; each reports its own errors.
+    """
+    if file is None and "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0":
+        return
     print(printable(text, keep="\n\t"), end=end, file=sys.stdout if file is None else file, flush=True)

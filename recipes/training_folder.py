@@ -8,6 +8,7 @@ from typing import get_type_hints
 from ..modules import UserError
 from ..modules.atomic_files import write_file
 from ..modules.json_records import MistypedError, read_object, typed_fields
+from ..modules.processes import Processes
 from ..trainers import FitResult
 from .workspace import Workspace
 
@@ -17,7 +18,8 @@ DECISIVE = ("family", "drafter", "train", "batch")
 
 
 def check_settings(workspace: Workspace) -> None:
-    """Write the settings of a training into its folder, so that another recipe or other data do not resume in it.
+    """Write the settings of a training into its folder, so that another recipe or other data do not resume in it. Of
+    several processes the first one writes.
 
     Raises:
         UserError: if the folder was started with other settings or data.
@@ -26,7 +28,8 @@ def check_settings(workspace: Workspace) -> None:
     sections = {name: workspace.decisive[name] for name in DECISIVE}
     content = json.dumps({**sections, "data": workspace.manifest().hash}, indent=2, sort_keys=True) + "\n"
     if not file.is_file():
-        write_file(file, content)
+        if not Processes.launched().rank:
+            write_file(file, content)
     elif file.read_text(encoding="utf-8") != content:
         raise UserError(f"{workspace.training} was started with {difference(file, content)}; delete it to train anew, "
                         "or choose another --out")

@@ -18,8 +18,9 @@ from ..modules.atomic_files import write_file
 from ..modules.json_records import read_record
 from ..modules.target.hf_folder import folder_digest
 from ..modules.target.loading import FASTEST, fastest_format, load_in_format, sketch_target
+from ..modules.target.placement import Placement, placement_named
 from ..trainers import DraftModule
-from ..trainers.fitting import require_devices
+from ..trainers.fitting import require_devices, require_processes
 from .dry_run import dry_run
 from .recipe import Recipe
 from .terminal_text import say
@@ -50,6 +51,8 @@ class Workspace:
         self.recipe, self.settings, self.out = recipe, settings, recipe.out
         self.data = recipe.data or self.out / "data"
         self.training, self.artifact = self.out / "train", self.out / "artifact"
+        self.trains = False
+        """Whether this command trains too; others need not have been started in the processes that train."""
 
     @cached_property
     def target(self) -> Target:
@@ -132,14 +135,19 @@ class Workspace:
     def decisive(self) -> dict[str, Any]:
         """The settings that decide what stages leave.
 
-        A limit of the batches that is not set decides nothing. Where a draft starts from the model in a folder, that
-        model decides: another one may have been put there since.
+        A limit of the batches that is not set decides nothing, nor does the place of the target's weights. Where a
+        draft starts from the model in a folder, that model decides: another one may have been put there since.
         """
         batch = {name: value for name, value in self.settings["batch"].items() if value is not None}
         drafter, folder = self.settings["drafter"], self.settings["drafter"].get("folder")
         if folder is not None:
             drafter = {**drafter, "model_in_folder": folder_digest(Path(folder))}
-        return {**self.settings, "batch": batch, "drafter": drafter}
+        return {**self.settings, "target": self._read_target, "batch": batch, "drafter": drafter}
+
+    @property
+    def _read_target(self) -> dict[str, Any]:
+        """The settings of the target, wherever its weights are."""
+        return {name: value for name, value in self.settings["target"].items() if name not in ("placement", "degree")}
 
     def manifest(self) -> Manifest:
         """The manifest of finished data.
@@ -160,8 +168,7 @@ class Workspace:
         Raises:
             UserError: if the data is not complete.
         """
-        read_with = [self.settings[name] for name in ("target", "template")]
-        return json.dumps([self.manifest().hash, *read_with], sort_keys=True)
+        return json.dumps([self.manifest().hash, self._read_target, self.settings["template"]], sort_keys=True)
 
     def require_same_origin(self) -> None:
         """Refuse data of another target or another chat template. Raises UserError."""
@@ -173,8 +180,17 @@ class Workspace:
 
     def check(self) -> None:
         """Try the recipe's devices, and the recipe on the target's shape, before any work. Raises UserError."""
+        if self.trains:
+            processes = self.recipe.train.devices * self.recipe.train.num_nodes
+            self.placement.require_processes(processes)
+            require_processes(self.recipe.train)
         require_devices(self.recipe.train)
         dry_run(self.recipe, sketch_target(self.recipe.target))
+
+    @property
+    def placement(self) -> Placement:
+        """The devices and processes that hold the target. Raises UserError if there is no such placement."""
+        return placement_named(self.recipe.target.placement, self.recipe.target.degree)
 
     def wanted_states(self) -> tuple[WantedStates, ...]:
         """The target's states that training reads from disk; none where it reads none, or has them computed.

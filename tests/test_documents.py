@@ -185,6 +185,13 @@ class Reader:
         else:
             assert words[1] == "venv" or not run, f"{command.place}: python -m {words[1]} is not tested"
 
+    def torchrun(self, command: Command, words: list[str], run: bool) -> None:
+        """A command of this package in several processes: its own words are parsed."""
+        place = words.index("-m")
+        assert words[place + 1] == "draftsmith.recipes", f"{command.place}: torchrun {words[place + 1]} is not tested"
+        assert words[place + 2] in ("run", "train"), f"{command.place}: draftsmith {words[place + 2]} works in one"
+        parsed(command, words[place + 2 :])
+
     def pytest(self, command: Command, words: list[str]) -> None:
         """Options and files of a call of pytest."""
         words = list(words)
@@ -202,7 +209,7 @@ class Reader:
 Program = Callable[[Reader, Command, list[str], bool], None]
 PROGRAMS: dict[str, Program] = {
     "draftsmith": Reader.draftsmith, "make": Reader.make, "pip": Reader.pip, "python": Reader.interpreter,
-    "python3": Reader.interpreter,
+    "python3": Reader.interpreter, "torchrun": Reader.torchrun,
 }
 """Programs whose commands are run in this process or checked."""
 
@@ -312,6 +319,8 @@ def example(language: str, text: str) -> Block:
     ("draftsmith run --config quickstart --target.nam x", "was refused with 2"),
     ("draftsmith generate --prompt hello", "ended with 2"),
     ("python tests/benchmarks/nothing.py", "there is no tests/benchmarks/nothing.py"),
+    ("torchrun --nproc-per-node 2 -m draftsmith.recipes distill", "draftsmith distill works in one"),
+    ("torchrun --nproc-per-node 2 -m draftsmith.recipes train --config nothing", "was refused with 2"),
 ])
 def test_a_wrong_command_is_found(text: str, found: str, reader: Reader) -> None:
     with pytest.raises(AssertionError, match=found):

@@ -99,8 +99,11 @@ class TrainConfig:
     """Lightning's name of the device kind: auto, cpu, gpu."""
     devices: int = 1
     """Devices (processes) on each machine."""
+    num_nodes: int = 1
+    """Machines that train together; more than one are started with torchrun."""
     strategy: str = "auto"
-    """Lightning's name of the distribution strategy: auto, ddp."""
+    """Lightning's name of the distribution strategy: auto, ddp. Others split the drafter's gradients among processes,
+    which are divided by their labels here before that."""
     seed: int = 0
     """Seed of all random numbers of training."""
     vocabulary_positions: int = 0
@@ -112,7 +115,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self, max_steps=(1, MOST_STEPS), accumulate=(1, MOST_STEPS), validate_every=(1, MOST_STEPS),
-                     checkpoint_every=(1, MOST_STEPS), devices=(1, MOST_STEPS), vocabulary_positions=(0, MOST_TOKENS))
+                     checkpoint_every=(1, MOST_STEPS), devices=(1, MOST_STEPS), num_nodes=(1, MOST_STEPS),
+                     vocabulary_positions=(0, MOST_TOKENS))
         if self.max_steps is None and self.max_minutes is None:
             raise UserError("max_steps and max_minutes are both null, and training would never end; set one of them")
         if self.validation_nodes < 2:
@@ -183,9 +187,18 @@ class DraftModule(L.LightningModule):
     drafter: Drafter
     changes_target: ClassVar[bool] = False
     """Whether the target is trained too; its states then cannot be stored beforehand."""
+    needs_whole_target: ClassVar[bool] = False
+    """Whether training reads the target's layers other than by `Target.encode`: with gradients, or as copies. They must
+    then be whole on one device of each process."""
+    validation_rows: int | None = None
+    """Held-out conversations that are measured; None for all."""
 
     def __init__(self, target: Target, config: TrainConfig, *, token_counts: Tensor | None = None) -> None:
         super().__init__()
+        if self.needs_whole_target and target.placement.spread:
+            raise UserError(f"{type(self).__name__} trains through the target's layers, which target.placement "
+                            f"{target.placement.name} does not keep whole on one device; set target.placement: "
+                            "replicated, or choose another family")
         self.target, self.config, self.token_counts = target, config, token_counts
         self.figures: dict[str, float] = {}
         self.clock = Clock()
@@ -261,11 +274,14 @@ class DraftModule(L.LightningModule):
         return self.drafter.reads_states or self.needs_teacher or self.config.feature_weight > 0
 
     def encoded(self, features: Features) -> Features:
-        """The batch with the target's states, stored ones or computed now in the target's own precision."""
+        """The batch with the target's states, stored ones or computed now in the target's own precision.
+
+        Processes that share a target must call it together, with as many batches each.
+        """
         if features.encoded:
             return features
         with torch.autocast(self.target.device.type, enabled=False):
-            return self.target.encode(features, self.drafter.taps)
+            return self.target.encode_own(features, self.drafter.taps)
 
     def training_drafts(self, features: Features) -> tuple[Drafts, Features]:
         """(the drafter's states, the batch that holds their labels and the target's states there)."""

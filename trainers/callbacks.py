@@ -98,13 +98,13 @@ class DecodedAcceptance(EveryStep):
         super().on_train_start(trainer, module)
         if self.untrained is None:
             with self.module.clock.paused():
-                self.untrained = self._measure(trainer)["accepted_length"]
+                self.untrained = self._measured(trainer)["accepted_length"]
 
     def after_step(self, trainer: L.Trainer, step: int) -> None:
         """Measure at every `validate_every`-th step and save the weights if they are the best."""
         if step % self.every and not self.module.finished:
             return
-        found = self._measure(trainer)
+        found = self._measured(trainer)
         self.latest = found["accepted_length"]
         if trainer.logger is not None:
             trainer.logger.log_metrics({"accepted_length": self.latest}, step=step)
@@ -112,12 +112,7 @@ class DecodedAcceptance(EveryStep):
             saved = save_weights(self.out / BEST, self.module.trained()) if trainer.is_global_zero else ""
             self.best = {**found, "step": step, "sha256": trainer.strategy.broadcast(saved)}
 
-    def _measure(self, trainer: L.Trainer) -> dict[str, Any]:
-        """The first process's measurement, in all processes."""
-        found: dict[str, Any] = trainer.strategy.broadcast(self._measured() if trainer.is_global_zero else {})
-        return found
-
-    def _measured(self) -> dict[str, Any]:
+    def _measured(self, trainer: L.Trainer) -> dict[str, Any]:
         if self.rows is None:
             self.rows = self.held_out()
         drafter = self.module.drafter
@@ -125,7 +120,7 @@ class DecodedAcceptance(EveryStep):
         with torch.no_grad():
             found = self.measure(drafter, self.module.verifier(self.rows)[1])
         drafter.train()
-        if found.tokens < FEWEST_TOKENS and self.untrained is None:
+        if found.tokens < FEWEST_TOKENS and self.untrained is None and trainer.is_global_zero:
             warnings.warn(f"validation decodes only {found.tokens} tokens; distil more held-out text to reach "
                           f"{FEWEST_TOKENS}, or the choice of the checkpoint is mostly noise", stacklevel=2)
         return {"accepted_length": float(found.accepted_length), "tokens": int(found.tokens),

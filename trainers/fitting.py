@@ -18,12 +18,15 @@ from ..modules.atomic_files import make_folder
 from ..modules.errors import UserError
 from ..modules.features import Features
 from ..modules.interfaces.drafter import Drafter
+from ..modules.processes import Processes
 from ..modules.tuning.replay_acceptance import held_out_acceptance
 from .base import DraftModule, TrainConfig
 from .callbacks import BEST, LAST, DecodedAcceptance, LastCheckpoint, ProgressLine, nothing_held_out
 from .checkpoints import AtomicCheckpointIO, load_weights
 from .interruption import StopAtSignal
 
+SPLITTING = ("deepspeed", "fsdp", "model_parallel")
+"""First letters of Lightning's strategies that split gradients among processes."""
 BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")
 """Instruction sets of x86 CPUs that multiply bfloat16 matrices faster than float32 ones."""
 
@@ -98,10 +101,32 @@ def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, pr
 
 def require_devices(config: TrainConfig) -> None:
     """Refuse an accelerator, a number of devices or a strategy that is not here, before any work. Raises UserError."""
+    _require_strategy(config)
     with explained_devices(config):
-        L.Trainer(accelerator=config.accelerator, devices=config.devices, strategy=config.strategy, logger=False,
-                  precision=_precision(config), enable_checkpointing=False, enable_progress_bar=False,
-                  enable_model_summary=False)
+        L.Trainer(accelerator=config.accelerator, devices=config.devices, num_nodes=config.num_nodes,
+                  strategy=config.strategy, logger=False, precision=_precision(config), enable_checkpointing=False,
+                  enable_progress_bar=False, enable_model_summary=False)
+
+
+def require_processes(config: TrainConfig) -> None:
+    """Refuse other processes than those that were started. Raises UserError."""
+    launched, wanted = Processes.launched().world, config.devices * config.num_nodes
+    if launched > 1 and wanted != launched:
+        raise UserError(f"torchrun has started {launched} processes, but train.devices {config.devices} times "
+                        f"train.num_nodes {config.num_nodes} is {wanted}; set train.devices to --nproc-per-node and "
+                        "train.num_nodes to --nnodes")
+    if config.num_nodes > 1 and launched == 1:
+        raise UserError(f"train.num_nodes is {config.num_nodes}, but this process was started alone; start draftsmith "
+                        "train on each machine with torchrun --nnodes, or set train.num_nodes: 1")
+
+
+def _require_strategy(config: TrainConfig) -> None:
+    """Refuse strategies under which a training would run and learn something else. Raises UserError."""
+    if config.strategy.startswith(SPLITTING):
+        cpu = "; Lightning's DeepSpeed strategies refuse a CPU besides" if config.strategy.startswith("deep") else ""
+        raise UserError(f"train.strategy {config.strategy!r} splits the drafter's gradients among processes, which are "
+                        f"divided by their labels and clipped whole here{cpu}; set train.strategy: ddp, and for a "
+                        "large target target.placement: fully_sharded")
 
 
 @contextmanager
@@ -118,14 +143,20 @@ def explained_devices(config: TrainConfig) -> Iterator[None]:
 
 
 def _measure(drafter: Drafter, rows: list[Features], nodes: int) -> Any:
-    return held_out_acceptance(drafter, rows, nodes)
+    return held_out_acceptance(drafter, rows, nodes, Processes.joined())
 
 
 def _held_out(module: DraftModule, datamodule: Any) -> list[Features]:
-    rows = [module.encoded(row.to(module.target.device)) for row in datamodule.validation_features()]
+    """This process's share of the held-out rows, with target states, in pairs for `held_out_acceptance`."""
+    rows = datamodule.validation_features()[: module.validation_rows]
     if not rows:
         raise nothing_held_out()
-    return rows
+    processes = Processes.joined()
+    own = processes.share(rows, together=2)
+    # Processes that share a target read equally often: those with fewer rows read the first one in vain.
+    missing = processes.largest_share(len(rows), together=2) - len(own)
+    read = [module.encoded(row.to(module.target.device)) for row in [*own, *[rows[0]] * missing]]
+    return read[: len(own)]
 
 
 def _trainer(module: DraftModule, out: Path, first: list[L.Callback], last: list[L.Callback]) -> L.Trainer:
@@ -133,7 +164,8 @@ def _trainer(module: DraftModule, out: Path, first: list[L.Callback], last: list
     return L.Trainer(
         max_steps=config.max_steps or -1, max_epochs=-1, accumulate_grad_batches=config.accumulate,
         gradient_clip_val=config.clip or None, precision=_precision(config), accelerator=config.accelerator,
-        devices=config.devices, strategy=config.strategy, logger=_logger(out), plugins=[AtomicCheckpointIO()],
+        devices=config.devices, num_nodes=config.num_nodes, strategy=config.strategy, logger=_logger(out),
+        plugins=[AtomicCheckpointIO()],
         # The order matters: a checkpoint contains the measurement before it, and is written before an early end.
         callbacks=[*first, LastCheckpoint(module, out=out), *last],
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,

@@ -7,6 +7,7 @@ Shapes: B rows, L positions, G anchors of a row, K steps, T tokens of a roll-out
 """
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ class LookaheadModule(DraftModule):
 
     config: LookaheadTrainConfig
     drafter: LookaheadDrafter
+    needs_whole_target: ClassVar[bool] = True
 
     @property
     def learns_text(self) -> bool:

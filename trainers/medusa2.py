@@ -110,11 +110,13 @@ class Medusa2Module(MedusaModule):
     )
     config: Medusa2TrainConfig
     changes_target: ClassVar[bool] = True
+    needs_whole_target: ClassVar[bool] = True
 
     def __init__(
         self, target: Target, config: Medusa2TrainConfig | None = None, *, token_counts: Tensor | None = None
     ) -> None:
         super().__init__(target, config or Medusa2TrainConfig(), token_counts=token_counts)
+        self.validation_rows = self.config.validation_answers
         chosen = choose_layers(target.model, self.config.lora.modules, without=target.head)
         if self.config.drafter.output == "shared" and any(target.model.get_submodule(name) is target.head
                                                           for name in chosen):

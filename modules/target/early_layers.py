@@ -49,7 +49,7 @@ class EarlyLayers:
     @classmethod
     def alone(cls, target: "Target", rows: int, capacity: int, num_layers: int) -> "EarlyLayers":
         """The layers with a cache of their own, for sequences of `capacity` tokens that they read themselves."""
-        return cls(target, RowCache(num_layers, rows, capacity, target.device), num_layers)
+        return cls(target, RowCache(num_layers, rows, capacity, target.device, target.layer_devices), num_layers)
 
     # While drafting --------------------------------------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class EarlyLayers:
         layout = PassLayout.of(tree, lengths_B1, window.width, self.target.context_length)
         with first_layers(self.target.layers, self.num_layers) as outputs:
             self.target.read_nodes(embedded_BFD, layout.of_last(count), self.cache)
-        return outputs[0]
+        return outputs[0].to(self.target.device)
 
 
 def _rooted(tokens_B1: Tensor) -> TokenTree:

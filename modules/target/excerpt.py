@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UserError
+from .split_weights import plain_class, whole
 
 SHORT_WINDOW = 4
 """Sliding window of an excerpt, in tokens: shorter than the text of the check at load."""
@@ -21,7 +22,7 @@ def copy_modules(model: nn.Module) -> Any:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
-def excerpt(model: Any, *, short_windows: bool) -> Any:
+def excerpt(model: Any, *, short_windows: bool, spread: bool = False) -> Any:
     """The first layers of a model, at least one of each kind, in float32 or wider.
 
     It computes what the model computes, with fewer layers and token ids, so whatever is wrong with masks, positions
@@ -30,8 +31,10 @@ def excerpt(model: Any, *, short_windows: bool) -> Any:
 
     Args:
         short_windows: cut sliding windows to `SHORT_WINDOW` tokens, so that a short text leaves them.
+        spread: the model's layers are split among processes or on several devices; those of the excerpt are gathered
+            on the device of the embeddings. All processes that share the model must call it.
     """
-    small = copy_modules(model)
+    small = unfilled(model) if spread else copy_modules(model)
     small.generation_config = None
     config, decoder = small.config.get_text_config(), small.get_decoder()
     layers = layer_list(decoder, config.num_hidden_layers)
@@ -40,11 +43,30 @@ def excerpt(model: Any, *, short_windows: bool) -> Any:
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:count]
     config.num_hidden_layers = count
+    if spread:
+        fill(small, model)
     _cut_vocabulary(small)
     if short_windows:
         _shorten_windows(small, config)
     _widen(small)
     return small
+
+
+def unfilled(model: Any) -> Any:
+    """A model of the same class and configuration, whole in this process, without values."""
+    with torch.device("meta"):
+        return plain_class(model)(copy.deepcopy(model.config)).eval()
+
+
+def fill(small: nn.Module, model: Any) -> None:
+    """Give a model, on the device of another's embeddings, the weights and buffers of the same names there."""
+    device = model.get_input_embeddings().weight.device
+    for path, module in small.named_modules():
+        source = model.get_submodule(path)
+        for name in [name for name, parameter in module._parameters.items() if parameter is not None]:
+            module._parameters[name] = _frozen(whole(source._parameters[name].detach()).to(device))
+        for name in [name for name, buffer in module._buffers.items() if buffer is not None]:
+            module._buffers[name] = source._buffers[name].to(device)
 
 
 def layer_list(decoder: nn.Module, num_layers: int) -> nn.ModuleList:

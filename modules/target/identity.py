@@ -9,6 +9,7 @@ from torch import nn
 
 from ..errors import UserError
 from ..json_records import record_of
+from .split_weights import whole
 
 SAMPLES_PER_TENSOR = 4096
 """Evenly spaced elements of each tensor that enter the hash."""
@@ -68,11 +69,12 @@ def hash_weights(model: nn.Module) -> str:
     """SHA-256 over names, shapes and evenly spaced elements of all parameters, each rounded to bfloat16.
 
     The rounding makes a model loaded in float32 and in bfloat16 the same; the spacing keeps it to a moment for models
-    of any size, and training of any kind moves elements in every tensor it touches.
+    of any size, and training of any kind moves elements in every tensor it touches. Weights that are split among
+    processes have the hash of the whole ones; all of these processes must call it.
     """
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
-        flat = parameter.detach().reshape(-1)
+        flat = whole(parameter.detach()).reshape(-1)
         step = max(1, -(-flat.numel() // SAMPLES_PER_TENSOR))
         sample = flat[::step].to(torch.bfloat16).contiguous().cpu()
         digest.update(f"{name} {tuple(parameter.shape)}".encode())

@@ -1,11 +1,13 @@
-"""The key-value cache of the target: one storage, a length per row, commit in place.
+"""The key-value cache of the target: one storage for each device, a length per row, commit in place.
 
 Shapes: B rows, H key-value heads, S slots of a row, W slots in use, N new tokens, K nodes of a path, E head dimension.
 A tree pass writes node n of row b at slot lengths[b] + n; `commit` moves the accepted ones to the front of the free
 part. Slots and position ids are different things: a node's position is its row's length plus its depth.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -37,6 +39,19 @@ class Window:
     block, in half the time."""
     virtual_BN: Tensor | None
     """True at new tokens that are virtual nodes; None where none is."""
+
+    _elsewhere: dict[torch.device, "Window"] = field(default_factory=dict)
+
+    def on(self, device: torch.device) -> "Window":
+        """The same with its indices on another device, copied there once a pass."""
+        if self.slots_BN.device == device:
+            return self
+        if device not in self._elsewhere:
+            rows = self.rows if isinstance(self.rows, slice) else self.rows.to(device)
+            virtual_BN = None if self.virtual_BN is None else self.virtual_BN.to(device)
+            self._elsewhere[device] = replace(self, rows=rows, rows_B1=self.rows_B1.to(device),
+                                              slots_BN=self.slots_BN.to(device), virtual_BN=virtual_BN)
+        return self._elsewhere[device]
 
     def readable(self, states_BHNE: Tensor) -> Tensor:
         """The keys or values, those of virtual nodes without NaN and infinity: through a mask, either would reach every
@@ -74,6 +89,34 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self.owner.width, 0
 
 
+@dataclass
+class Block:
+    """Neighbouring layers on one device, whose keys and values are one tensor."""
+
+    first: int
+    """The first of these layers."""
+    layers: int
+    """How many there are."""
+    storage: Tensor | None = None
+    """Keys and values of layer `first` + n in entries 2n and 2n + 1, [2 * layers, B, H, S, E]; None before the first
+    keys are written."""
+
+    def made(self, keys_BHNE: Tensor, rows: int, slots: int) -> Tensor:
+        """The storage, made at the first keys, on their device, with so many slots of a row. Raises UserError if keys
+        of another shape come."""
+        heads, dim = keys_BHNE.shape[1], keys_BHNE.shape[3]
+        if self.storage is None:
+            # Zeros, not empty: a NaN in a masked slot leaks through the attention kernel.
+            self.storage = torch.zeros(
+                2 * self.layers, rows, heads, slots, dim, dtype=keys_BHNE.dtype, device=keys_BHNE.device)
+        if self.storage.shape[2] != heads or self.storage.shape[4] != dim:
+            raise UserError(
+                f"all layers must have keys of one shape; got {heads} heads of {dim} after "
+                f"{self.storage.shape[2]} heads of {self.storage.shape[4]}; choose another target"
+            )
+        return self.storage
+
+
 class RowCache(Cache):
     """Keys and values of a batch of rows that grow and finish at their own pace.
 
@@ -83,18 +126,31 @@ class RowCache(Cache):
         num_layers: layers of the target.
         rows: how many sequences it holds.
         capacity: most slots of a row: the longest sequence plus the largest tree, in tokens.
-        device: where the lengths live; the storage follows the first keys written.
+        device: where the lengths live.
+        layer_devices: device of each layer; only where they differ does it matter. Each layer's keys and values are
+            kept where the first ones are written.
     """
 
-    def __init__(self, num_layers: int, rows: int, capacity: int, device: torch.device) -> None:
+    def __init__(self, num_layers: int, rows: int, capacity: int, device: torch.device,
+                 layer_devices: Sequence[torch.device] = ()) -> None:
         super().__init__(layers=[_Layer(self, index) for index in range(num_layers)])
         self.num_layers, self.rows, self.capacity = num_layers, rows, capacity
+        self.blocks = _blocks(num_layers, layer_devices)
         self.lengths_B = torch.zeros(rows, dtype=torch.long, device=device)
         self._order_B = torch.arange(rows, device=device)
         self.host_lengths = [0] * rows
-        self.storage: Tensor | None = None
         self.window: Window | None = None
         self._grows = True
+
+    @property
+    def storage(self) -> Tensor | None:
+        """The keys and values of the layers on the first device; None before the first are written."""
+        return self.blocks[0].storage
+
+    @property
+    def _written(self) -> list[tuple[Block, Tensor]]:
+        """The blocks that hold something, and what they hold."""
+        return [(block, block.storage) for block in self.blocks if block.storage is not None]
 
     @property
     def width(self) -> int:
@@ -163,11 +219,8 @@ class RowCache(Cache):
     def take_all(self) -> None:
         """Take the memory of all slots, now or at the first pass, after which nothing is moved."""
         self._grows = False
-        if self.storage is not None:
-            self.storage = self._widened(self.storage, self.capacity)
-
-    def _widened(self, storage: Tensor, slots: int) -> Tensor:
-        return torch.nn.functional.pad(storage, (0, 0, 0, slots - storage.shape[3]))
+        for block, storage in self._written:
+            block.storage = _widened(storage, self.capacity)
 
     def write(self, layer: int, keys_BHNE: Tensor, values_BHNE: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new keys and values of a layer and return all those in use, [B, H, W, E] each."""
@@ -178,9 +231,11 @@ class RowCache(Cache):
                 f"this target has values of shape {tuple(values_BHNE.shape[1:])} and keys of "
                 f"{tuple(keys_BHNE.shape[1:])}; choose a target with keys and values of one shape"
             )
-        storage, window = self._storage(keys_BHNE), self.window
-        answer = []
-        for place, states_BHNE in ((2 * layer, keys_BHNE), (2 * layer + 1, values_BHNE)):
+        block, window = self._block(layer), self.window.on(keys_BHNE.device)
+        storage = block.made(keys_BHNE, self.rows, self._slots(0, self.width))
+        block.storage = storage = self._with_room(storage, self.width)
+        answer, first = [], 2 * (layer - block.first)
+        for place, states_BHNE in ((first, keys_BHNE), (first + 1, values_BHNE)):
             held, new = storage[place], window.readable(states_BHNE)
             if window.start is None:
                 held[window.rows_B1, :, window.slots_BN] = new.transpose(1, 2)
@@ -189,31 +244,13 @@ class RowCache(Cache):
             answer.append(held[window.rows, :, : window.width])
         return answer[0], answer[1]
 
-    def _storage(self, keys_BHNE: Tensor) -> Tensor:
-        heads, dim = keys_BHNE.shape[1], keys_BHNE.shape[3]
-        if self.storage is None:
-            # Zeros, not empty: a NaN in a masked slot leaks through the attention kernel.
-            self.storage = torch.zeros(
-                2 * self.num_layers,
-                self.rows,
-                heads,
-                self._slots(0, self.width),
-                dim,
-                dtype=keys_BHNE.dtype,
-                device=keys_BHNE.device,
-            )
-        self.storage = self._with_room(self.storage, self.width)
-        if self.storage.shape[2] != heads or self.storage.shape[4] != dim:
-            raise UserError(
-                f"all layers must have keys of one shape; got {heads} heads of {dim} after "
-                f"{self.storage.shape[2]} heads of {self.storage.shape[4]}; choose another target"
-            )
-        return self.storage
+    def _block(self, layer: int) -> Block:
+        return next(block for block in self.blocks if layer < block.first + block.layers)
 
     def _with_room(self, storage: Tensor, width: int) -> Tensor:
         """The storage with at least `width` slots of a row."""
         held = storage.shape[3]
-        return storage if width <= held else self._widened(storage, self._slots(held, width))
+        return storage if width <= held else _widened(storage, self._slots(held, width))
 
     def _slots(self, held: int, width: int) -> int:
         """Slots to have where there are `held` and `width` are needed: half as many again, so that few moves are made,
@@ -228,16 +265,17 @@ class RowCache(Cache):
         Raises:
             ValueError: if nothing has been written.
         """
-        if self.storage is None:
+        if not self._written:
             raise ValueError("there are no keys to arrange")
         # A verified tree may have more nodes than were read while it grew.
-        self.storage = self._with_room(self.storage, max(self.host_lengths[: len(columns_BN)]) + columns_BN.shape[1])
+        width = max(self.host_lengths[: len(columns_BN)]) + columns_BN.shape[1]
+        for block, storage in self._written:
+            block.storage = self._with_room(storage, width)
         rows_B1 = torch.arange(len(columns_BN), device=columns_BN.device)[:, None]
         base_B1 = self.lengths_B[: len(columns_BN), None]
         target_BN = base_B1 + torch.arange(columns_BN.shape[1], device=columns_BN.device)
-        first = self.storage[: 2 * layers]
-        # As in `commit`: the gather completes before the scatter.
-        first[:, rows_B1, :, target_BN] = first[:, rows_B1, :, base_B1 + columns_BN]
+        for block, storage in self._written:
+            _move(storage[: 2 * max(0, layers - block.first)], rows_B1, target_BN, base_B1 + columns_BN)
 
     def commit(self, path_BK: Tensor, counts_B: Tensor, host_counts: list[int], *, moved: bool = True) -> None:
         """Keep the path of each row of the last pass: its nodes become the row's next tokens, the rest is forgotten.
@@ -249,13 +287,13 @@ class RowCache(Cache):
             moved: False when every path is the first nodes in order, so that nothing has to be copied.
         """
         window = self.window
-        if window is None or self.storage is None:
+        if window is None or not self._written:
             raise ValueError("there is no pass to commit")
         if moved:
             base_B1 = self.lengths_B[window.rows_B1]
             target_BK = base_B1 + torch.arange(path_BK.shape[1], device=path_BK.device)
-            # The gather on the right completes before the scatter on the left, so overlapping moves are safe.
-            self.storage[:, window.rows_B1, :, target_BK] = self.storage[:, window.rows_B1, :, base_B1 + path_BK]
+            for _, storage in self._written:
+                _move(storage, window.rows_B1, target_BK, base_B1 + path_BK)
         self.lengths_B[window.rows_B1[:, 0]] += counts_B
         for row, count in zip(window.host_rows, host_counts, strict=True):
             self.host_lengths[row] += count
@@ -281,13 +319,13 @@ class RowCache(Cache):
     def wipe(self, row: int) -> None:
         """Forget a row and zero its slots: a NaN in a masked slot leaks through the attention kernel."""
         self.clear(row)
-        if self.storage is not None:
-            self.storage[:, row] = 0
+        for _, storage in self._written:
+            storage[:, row] = 0
 
     def copy(self, source: int, destination: int, length: int) -> None:
         """Let a row start with the first `length` tokens of another."""
-        if self.storage is not None:
-            self.storage[:, destination, :, :length] = self.storage[:, source, :, :length]
+        for _, storage in self._written:
+            storage[:, destination, :, :length] = storage[:, source, :, :length]
         self.lengths_B[destination] = length
         self.host_lengths[destination] = length
 
@@ -295,3 +333,23 @@ class RowCache(Cache):
         """Copy the used slots of one row over another; the source is then cleared."""
         self.copy(source, destination, self.host_lengths[source])
         self.clear(source)
+
+
+def _blocks(num_layers: int, devices: Sequence[torch.device]) -> list[Block]:
+    """The layers in blocks of neighbours on one device."""
+    blocks: list[Block] = []
+    for _, places in groupby(range(num_layers), key=lambda layer: devices[layer] if devices else None):
+        layers = list(places)
+        blocks.append(Block(first=layers[0], layers=len(layers)))
+    return blocks
+
+
+def _widened(storage: Tensor, slots: int) -> Tensor:
+    return torch.nn.functional.pad(storage, (0, 0, 0, slots - storage.shape[3]))
+
+
+def _move(storage: Tensor, rows_B1: Tensor, to_BK: Tensor, from_BK: Tensor) -> None:
+    """Copy slots of some rows to others in all layers of a block, wherever the indices are."""
+    rows_B1, to_BK, from_BK = (index.to(storage.device) for index in (rows_B1, to_BK, from_BK))
+    # The gather on the right completes before the scatter on the left, so overlapping moves are safe.
+    storage[:, rows_B1, :, to_BK] = storage[:, rows_B1, :, from_BK]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -14,11 +15,13 @@ from torch import nn
 
 from ..bounded_reading import read_bounded_text
 from ..errors import UserError
+from ..processes import Processes, local_rank
 from .claimed_sizes import check_claims, check_layers, check_parameters, stored_bytes
 from .gguf_reading import gguf_config, parsed_once
 from .linear_forms import Pack
 from .linear_times import fastest_dtype
 from .model import Target
+from .placement import Placement, PlacementName, placement_named
 from .self_check import LIBRARY_ERRORS
 from .tiny_model import TINY_NAME, tiny_model, tiny_tokenizer
 
@@ -42,7 +45,15 @@ class TargetConfig:
     """Floating-point type; auto is float32 on a CPU and bfloat16 on CUDA. fastest measures on a CPU whether drafted
     decoding is faster in bfloat16; a run keeps the outcome in machine.json of its folder."""
     device: str = "auto"
-    """Torch device; auto is CUDA when there is one."""
+    """Torch device; auto is CUDA when there is one. Of several processes on a machine each takes its own."""
+    placement: PlacementName = "replicated"
+    """Where the target's layers are. replicated: whole on one device of each process; tensor_parallel: the heads and
+    channels of each layer divided among the processes of a group, which read the same rows; fully_sharded: the weights
+    of each layer divided among them, and gathered while it runs; layers: whole layers on the devices of one process. To
+    divide them, start `draftsmith train` with torchrun."""
+    degree: int | None = None
+    """Processes that share one target, with tensor_parallel and fully_sharded: neighbours, which divide all processes
+    into groups. None shares it among all."""
     pack: Pack = "auto"
     """Fewest tokens of a pass whose linear layers run packed for oneDNN, on a CPU in float32 or bfloat16: 1 packs for
     all passes, 0 for none; packed layers take as much memory again. auto measures in about a second what is faster;
@@ -67,18 +78,18 @@ def load_target(config: TargetConfig) -> Target:
     """Load a target, frozen and checked.
 
     Raises:
-        UserError: if the name leads nowhere, the device does not exist, or the architecture cannot be verified.
+        UserError: if the name leads nowhere, the device does not exist, the architecture cannot be verified, or the
+            placement does not fit the target or the processes.
     """
     device = _device(config.device)
     dtype = _dtype(fastest_format(config) if config.dtype == FASTEST else config.dtype, device)
     _check_pack(config.pack)
-    if config.name == TINY_NAME:
-        model, tokenizer = tiny_model(dtype=dtype), tiny_tokenizer()
-    else:
-        model, tokenizer = _read(config, dtype)
+    placement = placement_named(config.placement, config.degree)
+    pack = placement.pack(config.pack)
+    model, tokenizer = _read(config, dtype, device, placement)
     if config.chat_template is not None:
         tokenizer.chat_template = _template(config.chat_template)
-    return Target(model.to(device), tokenizer, name=config.name, pack=config.pack)
+    return Target(placement.settled(model, device), tokenizer, name=config.name, pack=pack, placement=placement)
 
 
 def load_in_format(config: TargetConfig, loaded: Target, dtype: torch.dtype) -> Target:
@@ -93,8 +104,7 @@ def load_in_format(config: TargetConfig, loaded: Target, dtype: torch.dtype) -> 
     Raises:
         UserError: as `load_target` does.
     """
-    model = loaded.copy_model()
-    if not _has_one_format(model):
+    if loaded.placement.spread or not _has_one_format(model := loaded.copy_model()):
         name: Any = str(dtype).removeprefix("torch.")
         return load_target(replace(config, dtype=name))
     cast: dict[nn.Parameter, nn.Parameter] = {}
@@ -125,9 +135,11 @@ def sketch_target(config: TargetConfig) -> Target:
     Raises:
         UserError: as `load_target` does.
     """
+    placement = placement_named(config.placement, config.degree)
+    placement.pack(config.pack)
     model = _sketched(config)
     with _one_sentence(config):
-        return Target(model, None, name=config.name, pack=0)
+        return Target(model, None, name=config.name, pack=0, placement=placement)
 
 
 def fastest_format(config: TargetConfig, rows: int | None = None) -> Literal["float32", "bfloat16"]:
@@ -192,16 +204,36 @@ def _sketch(shape: Any, dtype: torch.dtype, *, trust: bool = False) -> Any:
             shape, dtype=dtype, trust_remote_code=trust)
 
 
-def _read(config: TargetConfig, dtype: torch.dtype) -> tuple[Any, Any]:
+def is_gguf(config: TargetConfig) -> bool:
+    """True for a target that is read from a GGUF file."""
+    return config.name != TINY_NAME and "gguf_file" in _source(config)[1]
+
+
+def _read(config: TargetConfig, dtype: torch.dtype, device: torch.device, placement: Placement) -> tuple[Any, Any]:
+    """(model, tokenizer), the model's weights where the placement has them."""
+    if config.name != TINY_NAME:
+        return _read_stored(config, *_source(config), dtype, device, placement)
+    if not placement.spread:
+        return tiny_model(dtype=dtype), tiny_tokenizer()
+    with TemporaryDirectory() as folder:
+        tiny_model(dtype=dtype).save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
+        return _read_stored(config, folder, {}, dtype, device, placement)
+
+
+def _read_stored(config: TargetConfig, source: str, options: dict[str, Any], dtype: torch.dtype, device: torch.device,
+                 placement: Placement) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source, options = _source(config)
+    world = Processes.launched().world
     # Its warning that float32 is faster is about weights that stay quantised, and these are dequantised on reading.
     logging.getLogger("transformers.quantizers.quantizer_gguf").setLevel(logging.ERROR)
     with _one_sentence(config), parsed_once() if "gguf_file" in options else nullcontext():
-        shape, _ = _shape_and_sketch(config, source, options, dtype)
+        shape, sketch = _shape_and_sketch(config, source, options, dtype)
+        placement.require_fit(sketch, world, gguf="gguf_file" in options)
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        model = AutoModelForCausalLM.from_pretrained(source, config=shape, dtype=dtype, **options)
+        with placement.reading(sketch, device, world) as places:
+            model = AutoModelForCausalLM.from_pretrained(source, config=shape, dtype=dtype, **options, **places)
     if "gguf_file" in options:
         _forget_quantization(model)
     return model, tokenizer
@@ -276,7 +308,7 @@ def _template(path: str) -> str:
 
 def _device(name: str) -> torch.device:
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -285,6 +317,8 @@ def _device(name: str) -> torch.device:
         raise UserError(f"the device {name!r} was asked for, but no CUDA device is available; use cpu or auto")
     if device.type == "meta":
         raise UserError("the device 'meta' holds shapes without values and cannot decode; use auto, cpu or cuda")
+    if device.type == "cuda" and device.index is None and local_rank():
+        device = torch.device("cuda", local_rank())
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, ImportError) as error:

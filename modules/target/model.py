@@ -22,7 +22,9 @@ from .generation_defaults import GenerationDefaults, read_defaults
 from .identity import TargetIdentity, hash_weights
 from .linear_forms import LinearForms, Pack, Packing
 from .pass_layout import PassLayout
+from .placement import Placement
 from .segment_attention import mask_arguments, visible_text
+from .split_weights import plain_class
 from .target_rows import TargetRows
 from .tree_attention import NAME, additive, recording, register
 
@@ -38,6 +40,7 @@ class Target:
         name: for reports. A model on torch's meta device has a shape and no values: it is not checked.
         pack: forms of the linear layers on a CPU, see `linear_forms`; packed ones double their memory.
         shared_with: a target of which this model is a copy; packed layers with the very same weight are shared.
+        placement: where the model's weights are. Processes that share them must run every pass together.
 
     Raises:
         UserError: if the architecture cannot be verified, the check of `self_check` finds that the passes of this class
@@ -45,12 +48,13 @@ class Target:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, *, name: str, pack: Pack | Packing = 1, shared_with: "Target | None" = None
+        self, model: Any, tokenizer: Any, *, name: str, pack: Pack | Packing = 1, shared_with: "Target | None" = None,
+        placement: Placement | None = None,
     ) -> None:
         self_check.refuse_unverifiable(model)
         register()
         model.eval().requires_grad_(False)
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer, self.placement = model, tokenizer, placement or Placement()
         self.config = model.config.get_text_config()
         self.decoder: nn.Module = model.get_decoder()
         self.head: nn.Module = model.get_output_embeddings()
@@ -59,7 +63,7 @@ class Target:
         sketched = self.device.type == "meta"
         self.identity = TargetIdentity(
             name=name,
-            architecture=type(model).__name__,
+            architecture=plain_class(model).__name__,
             vocab_size=int(model.get_output_embeddings().weight.shape[0]),
             hidden_size=int(self.config.hidden_size),
             num_layers=int(self.config.num_hidden_layers),
@@ -82,7 +86,8 @@ class Target:
         windows = self_check.layer_windows(self.config, self.context_length)
         # Copied while the model still has its own attention, which the excerpt is compared with.
         beyond, half = self_check.ends_inside(windows), self_check.is_half(self.dtype)
-        small = excerpt(self.model, short_windows=beyond) if beyond or half else None
+        spread = self.placement.spread
+        small = excerpt(self.model, short_windows=beyond, spread=spread) if beyond or half else None
         text_1L = self.readable_tokens(self_check.TEXT_LENGTH)[None]
         name = self.identity.architecture
         with self_check.explained(name), torch.no_grad():
@@ -108,6 +113,11 @@ class Target:
     def device(self) -> torch.device:
         """Device of the embeddings: inputs go there."""
         return self.model.get_input_embeddings().weight.device  # type: ignore[no-any-return]
+
+    @property
+    def layer_devices(self) -> list[torch.device]:
+        """Device of each layer: its keys and values stay there."""
+        return [next(layer.parameters()).device for layer in self.layers]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -145,7 +155,9 @@ class Target:
         return self.defaults.eos_ids
 
     def to(self, device: torch.device | str) -> "Target":
-        """Move the model; packed layers exist on the CPU only."""
+        """Move the model; packed layers exist on the CPU only. One that is not whole on one device stays in place."""
+        if self.placement.spread:
+            return self
         if torch.device(device).type != "cpu":
             self.linears.use(Packing(packed_from=0))
         self.model.to(device)
@@ -176,7 +188,13 @@ class Target:
         """The model once more, as transformers made it, around the very same weights: only its modules are copies.
 
         A layer of the copy can be replaced or given another weight without this target noticing.
+
+        Raises:
+            UserError: if its layers are not whole on one device.
         """
+        if self.placement.spread:
+            raise UserError(f"a changed copy of the target needs its layers whole on one device, and target.placement "
+                            f"is {self.placement.name}; set target.placement: replicated")
         with self.native() as model:
             return copy_modules(model)
 
@@ -270,6 +288,13 @@ class Target:
         batch = features.to(self.device)
         return batch.completed(self.trace(batch.unread(), taps))
 
+    def encode_own(self, features: Features, taps: Sequence[int] = ()) -> Features:
+        """`encode` for the rows of this process, where each process that shares the target has rows of its own.
+
+        All of these processes must call it equally often; with a target of one's own it is the same as `encode`.
+        """
+        return self.placement.own_states(lambda batch: self.encode(batch, taps), features)
+
     def trace(self, features: Features, taps: Sequence[int] = ()) -> Features:
         """`encode` with a graph for gradients, for a target of which something is trained."""
         batch = features.to(self.device)
@@ -292,7 +317,7 @@ class Target:
 
         def keep(layer: int) -> Any:
             def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-                states[layer] = output[0] if isinstance(output, tuple) else output
+                states[layer] = (output[0] if isinstance(output, tuple) else output).to(self.device)
 
             return hook
 

@@ -13,6 +13,7 @@ from ..errors import UserError
 from .claimed_sizes import check_claims
 from .excerpt import layer_list
 from .model import Target
+from .split_weights import whole
 from .tree_attention import NAME, register
 
 _FALLBACK_FIELDS = ("rms_norm_eps", "initializer_range", "rope_parameters", "bos_token_id", "eos_token_id",
@@ -129,7 +130,10 @@ def new_model(config: Any) -> Any:
 
 @torch.no_grad()
 def copy_layers(model: Any, target: Target, layers: Sequence[int]) -> None:
-    """Give a model of `chosen`'s configuration the target's layers, embedding, last norm and output layer."""
+    """Give a model of `chosen`'s configuration the target's layers, embedding, last norm and output layer.
+
+    Processes that share the target must call it together.
+    """
     own = layer_list(model.get_decoder(), len(layers))
     numbers = {id(layer): place for place, layer in enumerate(own)}
     sources = dict(target.decoder.named_parameters())
@@ -139,7 +143,7 @@ def copy_layers(model: Any, target: Target, layers: Sequence[int]) -> None:
         if name.startswith(f"{prefix}."):
             place, rest = name.removeprefix(f"{prefix}.").split(".", 1)
             name = f"{prefix}.{layers[int(place)]}.{rest}"
-        parameter.copy_(sources[name])
+        parameter.copy_(whole(sources[name]))
     head = model.get_output_embeddings()
     if head.weight is not model.get_input_embeddings().weight:
         for name, parameter in target.head.named_parameters():

@@ -33,7 +33,7 @@ class TargetRows:
         self, target: "Target", rows: int, capacity: int, taps: tuple[int, ...], prefix: Sequence[int] = ()
     ) -> None:
         self.target, self.taps, self.active = target, taps, rows
-        self.cache = RowCache(target.num_layers, rows + bool(prefix), capacity, target.device)
+        self.cache = RowCache(target.num_layers, rows + bool(prefix), capacity, target.device, target.layer_devices)
         self.calls = 0
         self.drafted: EarlyLayers | None = None
         self.recorded: RecordedPasses | None = None
@@ -94,6 +94,9 @@ class TargetRows:
         What cannot be replayed is computed as without graphs, and `graph_refusal` says why. The cache takes all its
         memory at once.
         """
+        if self.target.placement.spread:
+            self.graph_refusal = "the target's layers are not whole on one device"
+            return
         record = recorder_for(self.target.device)
         if isinstance(record, str):
             self.graph_refusal = record

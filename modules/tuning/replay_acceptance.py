@@ -6,11 +6,14 @@ Shapes: B rows, L positions, D hidden size.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from ..decoding.answers import decode
 from ..decoding.requests import DecodeResult, DecodeSettings
 from ..features import Features
 from ..interfaces.drafter import Drafter
 from ..policies.static_tree import StaticTree
+from ..processes import ALONE, Processes
 from ..target.model import Target
 from ..token_tree import Topology
 from .held_out_ranks import proposed_text, rank_table
@@ -64,15 +67,18 @@ def acceptance_of(result: DecodeResult, depth: int) -> Acceptance:
     return _acceptance([count for generation in result.generations for count in generation.emitted], depth)
 
 
-def walked(drafter: Drafter, features: Sequence[Features], topology: Topology) -> Acceptance:
+def walked(drafter: Drafter, features: Sequence[Features], topology: Topology,
+           processes: Processes = ALONE) -> Acceptance:
     """The acceptance that `replay` counts, from the ranks of the answers' own tokens: far faster, and equal.
 
     Args:
         drafter: bound to the target, on the features' device.
         features: encoded rows with greedy answers.
         topology: the static tree, no deeper than the draft steps of `rank_table`.
+        processes: those that share the rows; all must call it, and all get the acceptance on all rows.
     """
-    return _acceptance(walk(proposed_text(drafter, features).ranked, topology), topology.depth)
+    emitted = walk(proposed_text(drafter, features).ranked, topology) if features else []
+    return _acceptance([count for part in processes.gather(emitted) for count in part], topology.depth)
 
 
 def _acceptance(emitted: Sequence[int], depth: int) -> Acceptance:
@@ -88,18 +94,28 @@ def _acceptance(emitted: Sequence[int], depth: int) -> Acceptance:
     )
 
 
-def held_out_acceptance(drafter: Drafter, features: Sequence[Features], nodes: int) -> Acceptance:
+def held_out_acceptance(drafter: Drafter, features: Sequence[Features], nodes: int,
+                        processes: Processes = ALONE) -> Acceptance:
     """Accepted length of the best static tree of `nodes` nodes on held-out greedy answers.
 
     The tree is searched on every second row and measured on the others (with a single row, on the same), so that it
     is not measured on the text it was fitted to. What decoding accepts of it follows from the ranks, see `walk`.
+
+    Args:
+        drafter: bound to the target, on the features' device; the same in all processes.
+        features: this process's share of the rows, dealt in pairs of neighbours: one to search on, one to measure on.
+        nodes: largest number of nodes, root included.
+        processes: those that share the rows; all must call it, and all get the same counts, those of all rows.
     """
     rows = [row for batch in features for row in _unbatch(batch)]
-    fitted, measured = (rows[0::2], rows[1::2]) if len(rows) > 1 else (rows, rows)
-    topology, _ = search_tree(rank_table(drafter, fitted), nodes)
+    fitted, measured = rows[0::2], rows[1::2]
+    if sum(processes.gather(len(rows))) == 1:
+        measured = fitted
+    tables = processes.gather(rank_table(drafter, fitted) if fitted else None)
+    topology, _ = search_tree(torch.cat([table_PK for table_PK in tables if table_PK is not None]), nodes)
     if topology.size == 1:
         topology = Topology.chain(1)
-    return walked(drafter, measured, topology)
+    return walked(drafter, measured, topology, processes)
 
 
 def _unbatch(batch: Features) -> list[Features]:

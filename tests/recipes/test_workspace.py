@@ -6,6 +6,7 @@ import pytest
 from draftsmith.recipes.__main__ import main
 
 TINY = str(Path(__file__).resolve().parents[2] / "recipes" / "tiny.yaml")
+TWO = ("--train.devices", "2", "--train.accelerator", "cpu")
 
 
 @pytest.mark.parametrize(("words", "message"), [
@@ -33,6 +34,24 @@ TINY = str(Path(__file__).resolve().parents[2] / "recipes" / "tiny.yaml")
      "hidden_size is 24, but the states of tiny-random are 32 wide; set target_hidden_size to 32"),
     (["--family", "eagle3", "--train.positions.offset", "600"],
      "positions.offset is 600, but the context of tiny-random ends at 512 tokens; lower it, or set it to max"),
+    (["--target.placement", "tensor_parallel"], "shares one target among several processes, but this is one; start"),
+    (["--target.placement", "tensor_parallel", "--train.devices", "4", "--train.accelerator", "cpu"],
+     "target.degree 4 does not divide num_key_value_heads 2 of the target; set it to a divisor of both"),
+    (["--target.placement", "fully_sharded", *TWO],
+     "but this is one; start draftsmith train with torchrun --nproc-per-node, or with --target.placement layers"),
+    (["--target.placement", "fully_sharded", "--target.degree", "3", "--train.devices", "4", "--train.accelerator",
+      "cpu"], "target.degree 3 does not divide the 4 processes of this run into groups"),
+    (["--target.placement", "fully_sharded", *TWO, "--target.pack", "1"],
+     "target.pack 1 packs whole linear layers for oneDNN, but target.placement fully_sharded does not keep them whole"),
+    (["--target.placement", "fully_sharded", *TWO, "--family", "medusa2", "--batch.states", "computed"],
+     "Medusa2Module trains through the target's layers, which target.placement fully"),
+    (["--target.placement", "fully_sharded", *TWO, "--batch.states", "mixed", "--batch.store_gib", "1"],
+     "batch.states is 'mixed', but with target.placement fully_sharded all proces"),
+    (["--target.placement", "layers"], "spreads the target over the devices of one process, but there are 0 here"),
+    (["--train.strategy", "deepspeed_stage_3"],
+     "Lightning's DeepSpeed strategies refuse a CPU besides; set train.strategy: ddp, and for a large target"),
+    (["--train.strategy", "fsdp"], "train.strategy 'fsdp' splits the drafter's gradients among processes, which are"),
+    (["--train.num_nodes", "2"], "train.num_nodes is 2, but this process was started alone; start draftsmith train on"),
 ])
 def test_a_run_that_cannot_work_leaves_nothing(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -41,3 +60,19 @@ def test_a_run_that_cannot_work_leaves_nothing(
     assert main(["run", "--config", TINY, "--out", str(out), *words]) == 2
     assert message in capsys.readouterr().err
     assert not (out / "data").exists()
+
+
+def test_a_command_for_one_process_is_refused_in_several(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "run", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    words = ["--config", TINY, "--out", str(tmp_path / "out"), "--train.accelerator", "cpu"]
+    for command, message in (
+        ("distill", "torchrun has started 2 processes, but draftsmith distill works in one; start it without torchrun"),
+        ("train", "holds no complete data; run draftsmith distill with this recipe first"),
+        ("run", "before 2 processes can train, one must have finished the stage 'distill'"),
+    ):
+        assert main([command, *words]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

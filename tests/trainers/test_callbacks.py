@@ -37,7 +37,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, lengths: list[float], **changes: A
     """Replace validation by these lengths in order; the validated weights are collected."""
     seen: list[dict[str, torch.Tensor]] = []
 
-    def held_out_acceptance(drafter: Any, rows: Any, nodes: int) -> Told:
+    def held_out_acceptance(drafter: Any, rows: Any, nodes: int, _processes: Any) -> Told:
         assert nodes == SETTINGS.validation_nodes
         assert all(row.final_BLD is not None for row in rows)
         seen.append({name: tensor.clone() for name, tensor in drafter.state_dict().items()})

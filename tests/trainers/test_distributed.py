@@ -1,27 +1,19 @@
 """Two processes on gloo train the same weights as one."""
 
-import os
 import re
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.torchrun import start, torchrun
 
 SCRIPT = Path(__file__).resolve().parents[1] / "references" / "distributed_fit.py"
 
 
 def run(out: Path, accumulate: int, processes: int, *more: str) -> list[str]:
     """Output of each process."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", f"--master-port={port}"]
-    command = [sys.executable, *(launcher if processes > 1 else []), str(SCRIPT), str(out), str(accumulate), *more]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240,
-                            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+    command = [str(SCRIPT), str(out), str(accumulate), *more]
+    answer = torchrun(processes, *command) if processes > 1 else start(*command)
     assert answer.returncode == 0, answer.stderr[-3000:]
     # Two processes write to one pipe: their lines may be joined.
     return re.findall(r"step \d+, accepted length \d+\.\d{6}, \d+ steps", answer.stdout)

@@ -1,0 +1,59 @@
+"""The processes of one training: which of them this is, and how they divide work and join their results."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processes:
+    """A process among those that work together."""
+
+    rank: int = 0
+    """Number of this process, from 0."""
+    world: int = 1
+    """How many there are."""
+
+    @classmethod
+    def launched(cls) -> "Processes":
+        """Those that torchrun has started, before they are joined; this one alone where it has started none."""
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            return cls()
+        return cls(rank=int(os.environ["RANK"]), world=int(os.environ["WORLD_SIZE"]))
+
+    @classmethod
+    def joined(cls) -> "Processes":
+        """Those that can talk to each other now, whoever started them."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls()
+        return cls(rank=dist.get_rank(), world=dist.get_world_size())
+
+    def share(self, items: Sequence[T], together: int = 1) -> list[T]:
+        """The items that fall to this process, dealt in groups of `together` neighbours."""
+        return [item for place, item in enumerate(items) if place // together % self.world == self.rank]
+
+    def largest_share(self, count: int, together: int = 1) -> int:
+        """The most items of `count` that `share` gives to any process: to the first, of whole groups."""
+        return len(Processes(world=self.world).share(range(count), together))
+
+    def gather(self, value: T) -> list[T]:
+        """The value of each process in their order, in all of them; all must call it, with values of any size."""
+        if self.world == 1:
+            return [value]
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, value)
+        return found
+
+
+ALONE = Processes()
+"""This process, which works with no other."""
+
+
+def local_rank() -> int:
+    """Number of this process on its machine, by which it takes its device; 0 where no launcher has given one."""
+    return int(os.environ.get("LOCAL_RANK", "0"))

@@ -1,0 +1,25 @@
+"""Weights of which each of several processes holds a part."""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a weight of which this process holds a part; its processes must call it together. Others as they are."""
+    if dist.is_available():
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(tensor, DTensor):
+            return tensor.full_tensor()
+    return tensor
+
+
+def plain_class(model: nn.Module) -> type[Any]:
+    """The class of a model as transformers has it: splitting its weights makes another class of it."""
+    if dist.is_available():
+        from torch.distributed.fsdp import FSDPModule
+
+        return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    return type(model)

@@ -1,0 +1,23 @@
+"""Scripts started in several processes of this machine."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+
+def torchrun(processes: int, *command: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """What a script or module (`-m`, its name) with its arguments leaves when torchrun starts it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", f"--master-port={port}"]
+    return start(*launcher, *command, timeout=timeout)
+
+
+def start(*command: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """What Python leaves with these arguments, on one thread and without a network."""
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, timeout=timeout,
+                          cwd=Path(__file__).resolve().parents[2],
+                          env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
