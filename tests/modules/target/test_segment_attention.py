@@ -64,7 +64,7 @@ def test_values_and_gradients_equal_those_of_a_mask(
 
 
 def test_a_target_with_windows_and_capped_scores_reads_long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = random_target(4, sliding_window=4, attn_logit_softcapping=5, head_dim=8, query_pre_attn_scalar=8)
+    target = random_target(4, sliding_window=4, attn_logit_softcapping=5.0, head_dim=8, query_pre_attn_scalar=8)
     features = rows()
     expected = target.encode(features, (1,))
     monkeypatch.setattr("draftsmith.modules.target.segment_attention.DENSE_LENGTH", 0)
