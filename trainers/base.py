@@ -317,8 +317,9 @@ class DraftModule(L.LightningModule):
         )
 
     def on_train_batch_start(self, batch: Features, batch_idx: int) -> None:
-        """Seed the micro-batch by the run's seed and its number, so that a resumed run repeats it."""
-        torch.manual_seed((self.config.seed * 1_000_003 + batch_idx) * self.trainer.world_size + self.global_rank)
+        """Seed the micro-batch by the run's seed and its number among those of all processes, so that a resumed run
+        repeats it, and as many processes as one likes draw the same numbers for it."""
+        torch.manual_seed(self.config.seed * 1_000_003 + batch_idx * self.trainer.world_size + self.global_rank)
 
     def training_step(self, batch: Features, batch_idx: int) -> Tensor:
         """Back-propagate the sum of the losses of one micro-batch.

@@ -10,7 +10,7 @@ W keys of a block of queries, E head dimension.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -107,16 +107,17 @@ def attend_inside(
         # Split, not sliced: the gradient of a slice has the size of the whole row.
         parts = zip(*(states[row].split(sizes, dim=1) for states in (query_BHLE, key_BGLE, value_BGLE)),
                     segments.padding[row], strict=True)
-        attend = partial(_text, form=form if form.first is None else _of_row(form, row))
+        attend = partial(_text, form=_of_row(form, row))
         rows.append(torch.cat([torch.zeros_like(query) if blank else attend(query, key, value)
                                for query, key, value, blank in parts], dim=1))
     return torch.stack(rows)
 
 
 def _of_row(form: SegmentForm, row: int) -> SegmentForm:
-    assert form.first is not None
-    key_BG1E, value_BG1E = form.first
-    return SegmentForm(scaling=form.scaling, first=(key_BG1E[row], value_BG1E[row]))
+    """The form for one row, whose key in front has no row any more."""
+    if form.first is None:
+        return form
+    return replace(form, first=(form.first[0][row], form.first[1][row]))
 
 
 def _text(query_HNE: Tensor, key_GNE: Tensor, value_GNE: Tensor, form: SegmentForm) -> Tensor:

@@ -12,7 +12,7 @@ from draftsmith.modules.target.tiny_model import tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
-def random_target(layers: int, **gemma: int) -> Target:
+def random_target(layers: int, **gemma: float) -> Target:
     """A random model with more layers than the shared one: a Llama, or a Gemma 2 with these settings."""
     from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 

@@ -39,9 +39,9 @@ def test_long_rows_learn_as_short_ones_do(name: str, tiny_target_f64: Target, mo
         torch.testing.assert_close(inside[weight], gradient, atol=1e-9, rtol=1e-9)
 
 
-@pytest.mark.parametrize(("family", "bound"), [("eagle3", 900), ("kangaroo", 500)])
+@pytest.mark.parametrize(("family", "bound"), [("eagle3", 400), ("kangaroo", 200)])
 def test_a_step_on_32768_tokens_takes_memory_by_the_token(family: str, bound: int) -> None:
-    """One boolean mask of all positions takes 1,024 MiB; the step of either family, all of it, stays below."""
+    """One boolean mask of all positions takes 1,024 MiB; the whole step took 275 MiB (EAGLE-3) and 129 (Kangaroo)."""
     answer = subprocess.run([sys.executable, str(SCRIPT), family, "32768"], capture_output=True, text=True, check=False,
                             timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
     assert answer.returncode == 0, answer.stderr[-3000:]

@@ -1,0 +1,69 @@
+"""The loss and the gradient of an optimizer step do not depend on how its conversations are divided: over rows, packed
+or padded, over micro-batches, and over processes. One process stands for several; `test_distributed.py` starts two."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.data.collate import Piece, pack, pad
+from draftsmith.modules import Features, Target, UserError
+from draftsmith.trainers import DraftModule, MedusaModule, MedusaTrainConfig
+from support.families import CASES
+from support.summed_gradients import gradients, module_of
+from torch import Tensor
+
+LENGTHS = (16, 9, 12, 21, 8, 10)
+Step = tuple[Tensor, dict[str, Tensor]]
+
+
+def conversations(target: Target) -> list[Piece]:
+    """Conversations of other lengths and other shares of labels; one is a window that starts amid its conversation."""
+    made = torch.Generator().manual_seed(2)
+    return [Piece(tokens_N=torch.randint(4, target.vocab_size, (length,), generator=made),
+                  supervised_N=torch.arange(length) % (3 + place) > 1, first=5 if place == 1 else 0)
+            for place, length in enumerate(LENGTHS)]
+
+
+def equal(found: Step, expected: Step) -> None:
+    """Both to nine digits; gradients relative to the largest of all, as what clipping sees."""
+    torch.testing.assert_close(found[0], expected[0], atol=1e-9, rtol=1e-9)
+    assert found[1].keys() == expected[1].keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected[1].values())
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(found[1][name], gradient, atol=1e-9 * max(1.0, largest), rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_and_micro_batches_change_nothing(name: str, tiny_target_f64: Target) -> None:
+    module, pieces = module_of(name, tiny_target_f64, training=False), conversations(tiny_target_f64)
+    a, b, c, d, e, f = pieces
+    expected = gradients(module, [pad(pieces)])
+    equal(gradients(module, [pad([piece]) for piece in pieces]), expected)
+    equal(gradients(module, [pack([[f, b, d], [e, a, c]], 48)]), expected)
+    equal(gradients(module, [pack([[a, b, c, d, e, f]])]), expected)
+    equal(gradients(module, [pack([[d], [a, e]], 40), pack([[c, f, b]], 32)]), expected)
+
+
+def test_random_numbers_of_a_micro_batch_do_not_depend_on_the_processes() -> None:
+    """Dropout and noise of global micro-batch 12 are the same whether one, two or three processes train."""
+    drawn = []
+    for world in (1, 2, 3):
+        module = SimpleNamespace(config=SimpleNamespace(seed=7), trainer=SimpleNamespace(world_size=world),
+                                 global_rank=12 % world)
+        DraftModule.on_train_batch_start(module, Features.from_rows([([1], [True])]), 12 // world)
+        drawn.append(torch.rand(3).tolist())
+    assert drawn[0] == drawn[1] == drawn[2]
+
+
+def test_a_run_is_not_resumed_by_another_number_of_processes(tiny_target: Target) -> None:
+    """Its steps would hold other conversations: a checkpoint says how many optimizer steps there were, of how many
+    micro-batches each."""
+    began = MedusaModule(tiny_target, MedusaTrainConfig(devices=2, strategy="ddp", accumulate=2))
+    began.configure_model()
+    checkpoint: dict[str, Any] = {}
+    began.on_save_checkpoint(checkpoint)
+    resumed = MedusaModule(tiny_target, MedusaTrainConfig(devices=4, strategy="ddp", accumulate=2))
+    resumed.configure_model()
+    with pytest.raises(UserError, match=r"other settings \(config.devices is 4, was 2\); choose another --out folder"):
+        resumed.on_load_checkpoint(checkpoint)
