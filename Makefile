@@ -3,6 +3,7 @@
 # make families     set up, then train and compare every family (hours): runs/families/families.md; FAMILY=hydra does one
 # make test         set up, then run every test that this machine can run; PYTEST='-k eagle' selects some
 # make test-serving vLLM, in an environment of its own, loads overfitted drafters; ARTIFACT=DIR: a draft of the embedded model
+# make test-llamacpp llama.cpp, in an environment of its own, loads overfitted drafters
 # make faults       set up, then kill, signal and damage every family's tiny run (an hour); STATE=FILE keeps finished cases
 # make check        set up, then run ruff and mypy --strict
 
@@ -36,8 +37,11 @@ SERVING_VENV ?= .venv-serving
 SERVING_STAMP := $(if $(filter .venv-serving,$(SERVING_VENV)),.venv-serving/.installed)
 SERVING_PIP ?=
 SERVING ?=
+# Environment of llama.cpp; LLAMACPP_VENV=/path names one that exists.
+LLAMACPP_VENV ?= .venv-llamacpp
+LLAMACPP_STAMP := $(if $(filter .venv-llamacpp,$(LLAMACPP_VENV)),.venv-llamacpp/.installed)
 
-.PHONY: help setup quickstart families test test-serving faults check
+.PHONY: help setup quickstart families test test-serving test-llamacpp faults check
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -82,11 +86,20 @@ test: $(STAMP)
 	@.venv-serving/bin/python -m pip uninstall --disable-pip-version-check -y torchvision torchaudio torchcodec triton
 	@touch $@
 
-test-serving: export HF_HUB_OFFLINE := 1
-test-serving: export OMP_WAIT_POLICY ?= PASSIVE
-test-serving: export PYTHONPATH := tests
+.venv-llamacpp/.installed:
+	@echo "== Setting up .venv-llamacpp with llama.cpp for CPUs: a minute and 150 MB, once"
+	@[ -x .venv-llamacpp/bin/python ] || $(PYTHON) -m venv .venv-llamacpp
+	@.venv-llamacpp/bin/python -m pip install --disable-pip-version-check 'xllamacpp==2026.10.11549'
+	@touch $@
+
+test-serving test-llamacpp: export HF_HUB_OFFLINE := 1
+test-serving test-llamacpp: export OMP_WAIT_POLICY ?= PASSIVE
+test-serving test-llamacpp: export PYTHONPATH := tests
 test-serving: $(STAMP) $(SERVING_STAMP)
 	@$(VENV)/bin/python -m serving.$(if $(ARTIFACT),measure --artifact $(ARTIFACT),prove) --python $(SERVING_VENV)/bin/python $(SERVING)
+
+test-llamacpp: $(STAMP) $(LLAMACPP_STAMP)
+	@$(VENV)/bin/python -m serving.prove --engine llama.cpp --python $(LLAMACPP_VENV)/bin/python $(SERVING)
 
 faults: $(STAMP)
 	@$(VENV)/bin/python tests/benchmarks/fault_campaign.py --state $(STATE)
