@@ -3,6 +3,7 @@
 # make families     set up, then train and compare every family (hours): runs/families/families.md; FAMILY=hydra does one
 # make test         set up, then run every test that this machine can run; PYTEST='-k eagle' selects some
 # make test-serving vLLM, in an environment of its own, loads overfitted drafters; ARTIFACT=DIR: a draft of the embedded model
+# make test-llamacpp llama.cpp, in an environment of its own, loads overfitted drafters
 # make gpu          measure everything on a CUDA device, part by part: runs/gpu/gpu.md; ARGS='--device cpu --small' tries it
 # make faults       set up, then kill, signal and damage every family's tiny run (an hour); STATE=FILE keeps finished cases
 # make check        set up, then run ruff and mypy --strict
@@ -38,11 +39,14 @@ SERVING_VENV ?= .venv-serving
 SERVING_STAMP := $(if $(filter .venv-serving,$(SERVING_VENV)),.venv-serving/.installed)
 SERVING_PIP ?=
 SERVING ?=
+# Environment of llama.cpp; LLAMACPP_VENV=/path names one that exists.
+LLAMACPP_VENV ?= .venv-llamacpp
+LLAMACPP_STAMP := $(if $(filter .venv-llamacpp,$(LLAMACPP_VENV)),.venv-llamacpp/.installed)
 
 # A machine that is lent without a network has no .venv: its own interpreter is taken then.
 GPU_PYTHON ?= $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,$(PYTHON))
 
-.PHONY: help setup quickstart families test test-serving gpu faults check
+.PHONY: help setup quickstart families test test-serving test-llamacpp gpu faults check
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -87,9 +91,15 @@ test: $(STAMP)
 	@.venv-serving/bin/python -m pip uninstall --disable-pip-version-check -y torchvision torchaudio torchcodec triton
 	@touch $@
 
-test-serving: export HF_HUB_OFFLINE := 1
-test-serving: export OMP_WAIT_POLICY ?= PASSIVE
-test-serving: export PYTHONPATH := tests
+.venv-llamacpp/.installed:
+	@echo "== Setting up .venv-llamacpp with llama.cpp for CPUs: a minute and 150 MB, once"
+	@[ -x .venv-llamacpp/bin/python ] || $(PYTHON) -m venv .venv-llamacpp
+	@.venv-llamacpp/bin/python -m pip install --disable-pip-version-check 'xllamacpp==2026.10.11549'
+	@touch $@
+
+test-serving test-llamacpp: export HF_HUB_OFFLINE := 1
+test-serving test-llamacpp: export OMP_WAIT_POLICY ?= PASSIVE
+test-serving test-llamacpp: export PYTHONPATH := tests
 test-serving: $(STAMP) $(SERVING_STAMP)
 	@$(VENV)/bin/python -m serving.$(if $(ARTIFACT),measure --artifact $(ARTIFACT),prove) --python $(SERVING_VENV)/bin/python $(SERVING)
 
@@ -97,6 +107,9 @@ gpu: export HF_HUB_OFFLINE := 1
 gpu: export OMP_WAIT_POLICY ?= PASSIVE
 gpu:
 	@$(GPU_PYTHON) tests/benchmarks/gpu.py $(ARGS)
+
+test-llamacpp: $(STAMP) $(LLAMACPP_STAMP)
+	@$(VENV)/bin/python -m serving.prove --engine llama.cpp --python $(LLAMACPP_VENV)/bin/python $(SERVING)
 
 faults: $(STAMP)
 	@$(VENV)/bin/python tests/benchmarks/fault_campaign.py --state $(STATE)

@@ -7,7 +7,7 @@ in the marker and unchanged; a folder that holds anything else is refused.
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -84,6 +84,29 @@ def _refuse_foreign(folder: Path, kind: str, changing: frozenset[str], inside: s
                         "draftsmith and would be replaced as a whole; choose another folder, or move them away")
     if folder.samefile(Path.cwd()):
         raise UserError(f"{folder} is the current folder, which cannot be replaced; choose another one")
+
+
+def own_files(folder: Path, kinds: Sequence[str], *, changing: frozenset[str] = frozenset(),
+              inside: str | None = None) -> tuple[str, list[str]]:
+    """(kind, names of the files) of a folder that was written here and holds nothing else.
+
+    Args:
+        folder: the folder.
+        kinds: what it may be.
+        changing: names of files that may have been added or changed later.
+        inside: kind of the folders written here that may have been put into it later.
+
+    Raises:
+        UserError: if it is none of the kinds, or holds another or a changed file.
+    """
+    kind = next((one for one in kinds if _written(folder, one) is not None), None)
+    if kind is None:
+        raise UserError(f"{folder} is no {' or '.join(kinds)} of draftsmith; give the folder of one")
+    if foreign := list(islice(_foreign(folder, kind, changing, inside), NAMED + 1)):
+        more = ", ..." if len(foreign) > NAMED else ""
+        raise UserError(f"{folder} holds other or changed files ({', '.join(foreign[:NAMED])}{more}) than draftsmith "
+                        f"wrote as an {kind}; move them away, or write the {kind} again")
+    return kind, [str(path.relative_to(folder)) for path in _files(folder)]
 
 
 def _foreign(folder: Path, kind: str, changing: frozenset[str], inside: str | None) -> Iterator[str]:

@@ -22,6 +22,7 @@ COMMANDS = {
     "plan": ("memory_plan", "recipe -> its parameters and memory, without running anything"),
     "evaluate": ("artifact_commands", "artifact and prompts -> acceptance, speed, losslessness: JSON, Markdown, HTML"),
     "export": ("artifact_commands", "artifact -> files in the layout of another project or a serving engine"),
+    "push": ("publishing", "artifact or exported folder -> a model on the Hugging Face Hub, with its card"),
     "generate": ("artifact_commands", "prompt -> answer, drafted and verified, printed as it grows"),
 }
 """Each command: the file whose COMMANDS defines it, and its line in `draftsmith --help`."""

@@ -12,7 +12,9 @@ from ..data import ChatTemplate, read_prompts
 from ..export import (
     EVERY_FORMAT,
     FASTEST,
+    Artifact,
     EvaluateConfig,
+    ExportSettings,
     Method,
     TrialSettings,
     evaluate,
@@ -27,6 +29,10 @@ from ..export import (
     with_drift,
     write_report,
 )
+from ..export.engines.rounding import rounding_loss
+from ..export.layouts.gguf_file import FLOAT32
+from ..export.layouts.llama_cpp import GGUF_FILE, GGUF_FORMAT
+from ..export.layouts.registry import export_warning
 from ..export.layouts.specdec import SPECDEC_FORMAT
 from ..modules import (
     NONE,
@@ -41,12 +47,14 @@ from ..modules import (
 )
 from ..modules.decoding.pass_recorder import PassRecorder
 from ..modules.decoding.token_text import TokenText, visible
+from ..modules.target.loading import gguf_of
 from ..modules.verification.sampling import TEMPERATURES, is_temperature
 from .chat_settings import (
     ARTIFACT_TARGET,
     TemplateConfig,
     artifact_target,
     handwritten_prompts,
+    named_target,
     prompt_sets,
     require_prompts,
 )
@@ -232,9 +240,9 @@ class ExportArguments:
     artifact: Path
     """Folder of the artifact."""
     format: str
-    """Name of the layout: eagle, eagle-sglang, huggingface, hydra, kangaroo, medusa, medusa-vllm, ppd or speculators;
-    merged, for an artifact that changes its target: that target as a model; or specdec: an acceptance head of the
-    artifact."""
+    """Name of the layout: eagle, eagle-sglang, gguf, huggingface, hydra, kangaroo, medusa, medusa-vllm, ppd or
+    speculators; merged, for an artifact that changes its target: that target as a model; or specdec: an acceptance
+    head of the artifact."""
     out: Path
     """New or empty folder for it."""
     try_with: Path | None = None
@@ -242,6 +250,14 @@ class ExportArguments:
     per second, and its accepted length next to this project's."""
     temperature: float | None = None
     """With specdec, the temperature whose head is written; null takes the only one."""
+    target_gguf: Path | None = None
+    """With gguf, the target's GGUF file, from which llama.cpp serves it: its tokenizer is copied; null is the file that
+    the target itself is read from."""
+    weights: str = FLOAT32
+    """With gguf, the number format of the matrices: float32, bfloat16 or int8 (llama.cpp's Q8_0)."""
+    measure: bool = False
+    """With gguf, decode ten prompts with the weights as trained and as exported, and show what fewer bits cost next to
+    the size."""
     target: TargetConfig = field(default_factory=own_target)
     """The target; the one that the artifact names by default."""
     template: TemplateConfig = field(default_factory=TemplateConfig)
@@ -255,6 +271,12 @@ class ExportArguments:
         if self.temperature is not None and self.format != SPECDEC_FORMAT:
             raise UserError(f"temperature {self.temperature:g} chooses an acceptance head, of which the format "
                             f"{self.format} holds none; leave it out, or choose --format {SPECDEC_FORMAT}")
+        for name, given, layout in (("target_gguf", self.target_gguf, GGUF_FORMAT),
+                                    ("weights", None if self.weights == FLOAT32 else self.weights, GGUF_FORMAT),
+                                    ("measure", True if self.measure else None, GGUF_FORMAT)):
+            if given is not None and self.format != layout:
+                raise UserError(f"{name} {given} is for the format {layout} alone; leave it out, or choose --format "
+                                f"{layout}")
 
 
 def export(parsed: Parsed[ExportArguments]) -> None:
@@ -267,16 +289,31 @@ def export(parsed: Parsed[ExportArguments]) -> None:
     if given.format == SPECDEC_FORMAT:
         folder = export_head(artifact, given.out, given.temperature)
     elif artifact.adapter is None:
-        folder = export_artifact(artifact, target, given.format, given.out)
+        gguf = given.target_gguf or gguf_of(named_target(given.artifact, given.target))
+        settings = ExportSettings(target_gguf=gguf, weights=given.weights)
+        folder = export_artifact(artifact, target, given.format, given.out, settings)
     else:
         folder = export_adapted(artifact, given.format, given.out)
     say(f"{folder} holds the {'head' if given.format == SPECDEC_FORMAT else 'artifact'} in the layout {given.format}")
+    if warning := export_warning(artifact.drafter, given.format):
+        say(warning)
+    if given.measure:
+        say(rounding_line(artifact, given.weights, folder / GGUF_FILE, trial_prompts(given.template.build(target))))
     if given.try_with is not None:
         prompts = trial_prompts(given.template.build(target))
         trial = try_export(artifact, given.format, folder, given.try_with, prompts, TrialSettings())
         say(f"\n{trial.engine}, drafts of {TrialSettings().draft_tokens} tokens\n\n{trial.table()}")
         if trial.fault:
             raise UserError(f"{trial.fault}; serve it with another engine or format")
+
+
+def rounding_line(artifact: Artifact, weights: str, file: Path, prompts: Sequence[Sequence[int]]) -> str:
+    """Size of a file of weights, and accepted lengths with these weights and as trained."""
+    settings = TrialSettings()
+    trained, exported = rounding_loss(artifact, weights, prompts, settings)
+    return (f"{file.stat().st_size:,} bytes; with its weights this project accepts {exported:.3f} tokens per pass, "
+            f"with those trained {trained:.3f} (chains of {settings.draft_tokens} tokens, {len(prompts)} prompts, "
+            f"{settings.max_new_tokens} tokens each)")
 
 
 def trial_prompts(template: ChatTemplate) -> list[list[int]]:

@@ -47,23 +47,28 @@ class TemplateConfig:
 
 
 def artifact_target(folder: Path, config: TargetConfig) -> Target:
-    """The target to decode an artifact with: the one its config.json names unless `config` names another.
+    """The target to decode an artifact with. Raises UserError as `named_target` does, or if it cannot be loaded."""
+    return load_target(named_target(folder, config))
+
+
+def named_target(folder: Path, config: TargetConfig) -> TargetConfig:
+    """The configuration of an artifact's target: the one its config.json names unless `config` names another.
 
     An artifact names no folder to be loaded, and nobody whose code is run: it may come from anybody.
 
     Raises:
-        UserError: if the folder holds no artifact, the target cannot be loaded, or the user has to name it.
+        UserError: if the folder holds no artifact, or the user has to name the target.
     """
     name = TargetIdentity.from_dict(read_description(folder)["target"]).name
     if config.name != ARTIFACT_TARGET:
-        return load_target(config)
+        return config
     if is_local(name):
         raise UserError(f"{folder} was made for the model in the folder or file {name}, which is loaded only if you "
                         "name it; give --target.name FOLDER")
     if config.trust_remote_code:
         raise UserError(f"target.trust_remote_code runs the code of a target that you name, and {folder} names {name}; "
                         f"add --target.name {name}, or leave target.trust_remote_code out")
-    return load_target(replace(config, name=name))
+    return replace(config, name=name)
 
 
 def handwritten_prompts() -> list[Prompt]:

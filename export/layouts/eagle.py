@@ -31,6 +31,7 @@ from .eagle_folder import (
     LAYERS,
     MIDLAYER,
     NORMS,
+    OUTPUT,
     TAPS,
     eagle_config,
     eagle_readme,
@@ -122,13 +123,18 @@ def renamed(name: str, former: str, prefix: str) -> str:
     return prefix + name.removeprefix(former) if name.startswith(former) else name
 
 
+def borrows_output(drafter: Eagle3) -> bool:
+    """True if its output layer is the target's whole one, which some engines take from the target."""
+    return not drafter.output_parameters(0) and drafter.token_ids_Q is None
+
+
 def _output(drafter: Eagle3, target: Target) -> dict[str, Tensor]:
     if isinstance(target.head.bias, Tensor):
         raise UserError(f"the output layer of {target.identity.name} has a bias, for which the layout has no place; "
                         "decode the artifact with draftsmith")
     weight_VD, ids_Q = target.output_weight(), drafter.token_ids_Q
     own = drafter.output_parameters(0)
-    return {"lm_head.weight": own[0] if own else weight_VD if ids_Q is None else weight_VD[ids_Q]}
+    return {OUTPUT: own[0] if own else weight_VD if ids_Q is None else weight_VD[ids_Q]}
 
 
 def _vocabulary(ids_Q: Tensor, size: int) -> dict[str, Tensor]:
@@ -202,7 +208,8 @@ def _third(tensors: dict[str, Tensor], said: dict[str, Any], block: BlockConfig,
     norms: dict[str, Any] = {name: bool(said.get(name)) for name in NORMS}
     config = Eagle3Config(taps=read, **norms, num_layers=said.get("num_hidden_layers") or 1,
                           hidden_size=said["hidden_size"], target_hidden_size=said.get("target_hidden_size"),
-                          vocabulary_size=None if offsets_Q is None else len(offsets_Q))
+                          vocabulary_size=None if offsets_Q is None else len(offsets_Q),
+                          output="shared" if offsets_Q is None and OUTPUT not in tensors else "copy")
     return Eagle3(config, block, vocab_size=target.vocab_size)
 
 

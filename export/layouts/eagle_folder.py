@@ -19,7 +19,10 @@ TAPS = "draftsmith_taps"
 """The tapped layers by their outputs, from 0, whoever reads the file."""
 NORMS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 """Settings of EAGLE-3's norms, under the names that vLLM, SGLang and the speculators library read."""
-EMBEDDING = "embed_tokens.weight"
+EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
+LOST_BIAS = ("vLLM drops `fc.bias`, which this drafter was trained with, and then accepts hardly a draft; train with "
+             "`bias: false` for it.")
+"""What is lost of EAGLE-1 in an engine that reads the official layout."""
 MIDLAYER, FIRST = "midlayer.", "layers.0."
 """Prefixes of the first layer's tensors: of the official code with one layer, of the speculators library."""
 
@@ -66,8 +69,8 @@ def vocabulary_table(drafter: Eagle3) -> dict[str, TensorForm]:
     """The output layer of EAGLE-3, and with a reduced vocabulary the offsets and marks of its tokens."""
     ids_Q = drafter.token_ids_Q
     if ids_Q is None:
-        return {"lm_head.weight": TensorForm((drafter.vocab_size, drafter.block.hidden_size))}
-    return {"lm_head.weight": TensorForm((len(ids_Q), drafter.block.hidden_size)),
+        return {OUTPUT: TensorForm((drafter.vocab_size, drafter.block.hidden_size))}
+    return {OUTPUT: TensorForm((len(ids_Q), drafter.block.hidden_size)),
             "d2t": TensorForm((len(ids_Q),), torch.int64), "t2d": TensorForm((drafter.vocab_size,), torch.bool)}
 
 
@@ -124,8 +127,7 @@ def _first_readme(drafter: Eagle, sglang: bool) -> list[str]:
                 "`python -m sglang.launch_server --model-path TARGET --speculative-algorithm EAGLE "
                 "--speculative-draft-model-path THIS_FOLDER --speculative-num-steps 3 --speculative-eagle-topk 4 "
                 "--speculative-num-draft-tokens 16`"]
-    lost = (" vLLM drops `fc.bias`, which this drafter was trained with: fewer of its drafts are accepted there; train "
-            "with `bias: false` for it." if drafter.config.bias else "")
+    lost = f" {LOST_BIAS}" if drafter.config.bias else ""
     return ["In the layout of SafeAILab/EAGLE, which vLLM reads too. It drafts a chain:",
             "`vllm serve TARGET --speculative-config '{\"method\": \"eagle\", \"model\": \"THIS_FOLDER\", "
             "\"num_speculative_tokens\": 3}'`",

@@ -1,6 +1,7 @@
 """EAGLE-3 in the layout of the speculators library (vllm-project/speculators 0.9), which vLLM serves as a model.
 
-The tensors are those of the official layout with `layers.0` in place of `midlayer`. config.json names the target, so
+The tensors are those of the official layout with `layers.0` in place of `midlayer`, without the target's output layer:
+where the file has none, vLLM and the library take it from the target. config.json names the target, so
 that vLLM finds it, and holds the shape of the layers as a Llama configuration of its own.
 """
 
@@ -11,8 +12,8 @@ from torch import Tensor
 
 from ...modules import Drafter, Eagle3, Target
 from ..artifact import portable
-from .eagle import EAGLE_FILE, renamed, third_tensors
-from .eagle_folder import FIRST, MIDLAYER, NORMS, entries, layer_config, tapped, third_table, twin
+from .eagle import EAGLE_FILE, borrows_output, renamed, third_tensors
+from .eagle_folder import FIRST, MIDLAYER, NORMS, OUTPUT, entries, layer_config, tapped, third_table, twin
 from .layout_folder import layout_readme, write_layout, wrong_family
 from .tensor_table import Table
 
@@ -37,18 +38,18 @@ def export_speculators(drafter: Drafter, target: Target, out: Path) -> None:
 def _tensors(drafter: Eagle3, target: Target) -> dict[str, Tensor]:
     """The drafter under the library's names, in float32 on the CPU, each tensor with memory of its own."""
     return {renamed(name, MIDLAYER, FIRST): tensor for name, tensor in third_tensors(drafter, target).items()
-            if name not in _twins(drafter)}
+            if name not in _left_out(drafter)}
 
 
 def _table(drafter: Eagle3) -> Table:
     """The tensors of the layout."""
     return {renamed(name, MIDLAYER, FIRST): form for name, form in third_table(drafter).items()
-            if name not in _twins(drafter)}
+            if name not in _left_out(drafter)}
 
 
-def _twins(drafter: Eagle3) -> set[str]:
-    """Names that the official layout has for other engines."""
-    return {twin(layer) for layer in range(1, drafter.num_layers)}
+def _left_out(drafter: Eagle3) -> set[str]:
+    """Names that the official layout has for other engines, and the target's output layer."""
+    return {*(twin(layer) for layer in range(1, drafter.num_layers)), *([OUTPUT] if borrows_output(drafter) else [])}
 
 
 def _config(drafter: Eagle3, target: Target) -> dict[str, Any]:

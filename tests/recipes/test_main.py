@@ -345,6 +345,20 @@ def test_an_unknown_export_format(tiny_run: Path, capsys: pytest.CaptureFixture[
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize(("words", "said"), [
+    (["--target_gguf", "x.gguf"], "target_gguf x.gguf is for the format gguf alone"),
+    (["--weights", "int8"], "weights int8 is for the format gguf alone"),
+    (["--measure", "true"], "measure True is for the format gguf alone"),
+])
+def test_options_of_another_format(
+    tiny_run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str], said: str
+) -> None:
+    refusal = refused(capsys, "export", "--artifact", tiny_run / "artifact", "--format", "medusa", "--out",
+                      tmp_path / "x", *words)
+    assert said in refusal
+    assert not (tmp_path / "x").exists()
+
+
 def test_a_prompt_longer_than_the_context(tiny_run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "context" in refused(capsys, "generate", "--artifact", tiny_run / "artifact", "--prompt", "long " * 300)
     (tmp_path / "mine.jsonl").write_text(json.dumps({"prompt": "long " * 300}) + "\n")

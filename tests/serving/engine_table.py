@@ -1,10 +1,12 @@
-"""The tables of families and engines in export/README.md, written by `make test-serving SERVING=--record`.
+"""The tables of families and engines in export/README.md, written by `make test-serving SERVING=--record` and
+`make test-llamacpp SERVING=--record`.
 
-They are made from the families' own cards, the figures of that command (figures.json) and the contracts of
+They are made from the families' own cards, the figures of those commands (figures.json) and the contracts of
 `support/engine_contracts.py`.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,16 @@ README = ROOT / "export" / "README.md"
 MARKERS = ("<!-- engines -->", "<!-- /engines -->")
 """Lines of the README before and after the tables."""
 RUNS, CHECKED, NOBODY = "runs", "checked", ""
-ENGINES = tuple(dict.fromkeys(engine for _, _, engine in CONTRACTS))
-"""Engines whose contracts are checked."""
+_VERSION = re.compile(r" b?\d[\w.]*$")
+
+
+def product(engine: str) -> str:
+    """The name of an engine without its version."""
+    return _VERSION.sub("", engine)
 
 
 def figures() -> list[dict[str, Any]]:
-    """The cases of the last `make test-serving` that was recorded."""
+    """The cases of each engine's last proof that was recorded."""
     found: list[dict[str, Any]] = json.loads(FIGURES.read_text())
     return found
 
@@ -34,16 +40,34 @@ def family_of(name: str) -> str:
     return name.split(",")[0].split(".")[0]
 
 
+def engines(outcomes: list[dict[str, Any]]) -> list[str]:
+    """Engines that were run and those whose contracts are checked, each once, with their versions."""
+    named = [one["engine"] for one in outcomes] + [engine for _, _, engine in CONTRACTS]
+    found: dict[str, str] = {}
+    for engine in named:
+        found.setdefault(product(engine), engine)
+    return sorted(found.values(), key=str.lower)
+
+
 def proven(family: str, layout: str, outcomes: list[dict[str, Any]]) -> bool:
-    """True if vLLM accepted every draft of every case of this family and format."""
+    """True if every draft of every case of this family and format was accepted."""
     cases = [one for one in outcomes if (family_of(one["name"]), one["layout"]) == (family, layout)]
     return any(not one["wrong"] for one in cases) and all(one["holds"] for one in cases)
 
 
+def cell(family: str, layout: str, engine: str, outcomes: list[dict[str, Any]]) -> str:
+    """What is known of an engine and a family's format."""
+    own = [one for one in outcomes if one["engine"] == engine]
+    if proven(family, layout, own):
+        lost = {one["loses"]: None for one in own if family_of(one["name"]) == family and one["layout"] == layout}
+        return "; ".join([RUNS, *filter(None, lost)])
+    contracts = {(name, of, product(checked)) for name, of, checked in CONTRACTS}
+    return CHECKED if (family, layout, product(engine)) in contracts else NOBODY
+
+
 def row(family: type[Drafter], layout: str, outcomes: list[dict[str, Any]]) -> list[str]:
     """Cells of a family's format."""
-    cells = [RUNS if proven(family.family, layout, outcomes) else NOBODY]
-    cells += [CHECKED if (family.family, layout, engine) in CONTRACTS else NOBODY for engine in ENGINES]
+    cells = [cell(family.family, layout, engine, outcomes) for engine in engines(outcomes)]
     # `make test` decodes with it as assistant_model.
     return [family.card.name, f"`{layout}`", *cells, RUNS if layout == "huggingface" else NOBODY]
 
@@ -56,7 +80,7 @@ def assistant() -> str:
 
 def engine_table(outcomes: list[dict[str, Any]]) -> str:
     """Families and formats by engine."""
-    head = ["family", "format", *sorted({one["engine"] for one in outcomes}), *ENGINES, assistant()]
+    head = ["family", "format", *engines(outcomes), assistant()]
     body = [row(family, layout, outcomes) for family in DRAFTERS for layout in family.card.exports]
     body += [[family.card.name, "", *[NOBODY] * (len(head) - 2)] for family in DRAFTERS if not family.card.exports]
     return "\n".join(f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |")
@@ -65,11 +89,12 @@ def engine_table(outcomes: list[dict[str, Any]]) -> str:
 
 def acceptance_table(outcomes: list[dict[str, Any]]) -> str:
     """The recorded cases."""
-    lines = ["| drafter | format | equal answers | drafts | drafted tokens accepted |", "|---|---|---|---|---|"]
+    lines = ["| engine | drafter | format | equal answers | drafts | drafted tokens accepted |",
+             "|---|---|---|---|---|---|"]
     for one in outcomes:
         name = one["name"] + (f", control: {one['wrong']}" if one["wrong"] else "")
-        lines.append(f"| {name} | `{one['layout']}` | {one['equal']} of {one['answers']} | {one['drafts']} | "
-                     f"{one['accepted']} of {one['drafted']} |")
+        lines.append(f"| {one['engine']} | {name} | `{one['layout']}` | {one['equal']} of {one['answers']} | "
+                     f"{one['drafts']} | {one['accepted']} of {one['drafted']} |")
     return "\n".join(lines)
 
 
@@ -83,6 +108,9 @@ def with_tables(text: str, outcomes: list[dict[str, Any]]) -> str:
 
 
 def record(outcomes: list[dict[str, Any]]) -> None:
-    """Write the figures and the tables made from them."""
-    FIGURES.write_text(json.dumps(outcomes, indent=1) + "\n")
-    write_file(README, with_tables(README.read_text(encoding="utf-8"), outcomes))
+    """Write the figures of an engine in place of its former ones, and the tables made from all."""
+    run = {product(one["engine"]) for one in outcomes}
+    others = [one for one in figures() if product(one["engine"]) not in run]
+    kept = sorted([*others, *outcomes], key=lambda one: str(one["engine"]).lower())
+    FIGURES.write_text(json.dumps(kept, indent=1) + "\n")
+    write_file(README, with_tables(README.read_text(encoding="utf-8"), kept))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from draftsmith.export import Artifact, export_artifact
+from draftsmith.export import Artifact, ExportSettings, export_artifact
 from draftsmith.modules import (
     Drafter,
     DraftLM,
@@ -25,6 +25,7 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
 from draftsmith.modules.target.tiny_model import tiny_tokenizer
+from support.gguf_vocabulary import write_vocabulary
 from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -36,6 +37,8 @@ PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 8, 12, 28
 25, and a seventh draft 28: no draft goes beyond the answer."""
 MASK = 3
 """Id of the mask token, which no text contains."""
+VOCABULARY = "vocabulary.gguf"
+"""The target's tokens in GGUF."""
 ENTRIES = 300
 """Tokens of a reduced vocabulary."""
 _MOST, _ENOUGH = 1500, 0.05
@@ -191,6 +194,7 @@ def write_drafters(folder: Path, wanted: dict[str, list[str]], say: Callable[[st
     """
     model = tiny_llama()
     model.save_pretrained(folder / "target")
+    settings = ExportSettings(target_gguf=write_vocabulary(folder / VOCABULARY, model.config.vocab_size))
     target = Target(model, tiny_tokenizer(), name="target", pack=0)
     texts = texts_of(target)
     for name, formats in wanted.items():
@@ -201,5 +205,5 @@ def write_drafters(folder: Path, wanted: dict[str, list[str]], say: Callable[[st
         artifact = Artifact(drafter=drafter, target=target, topology=Topology.chain(STEPS), identity=target.identity,
                             provenance={})
         for layout in formats:
-            export_artifact(artifact, target, layout, folder / layout / name)
+            export_artifact(artifact, target, layout, folder / layout / name, settings)
     return texts

@@ -121,11 +121,11 @@ def third_for_tensorrt(folder: Folder) -> list[str]:
 
 
 def third_for_llama_cpp(folder: Folder) -> list[str]:
-    """llama.cpp's conversion: one layer, exactly three tapped ones, no norm of its own for each."""
+    """llama.cpp's conversion: one layer, exactly three tapped ones, no norm of its own for each, none fed back."""
     config = folder.config
     faults = asked(config, num_hidden_layers=1)
     faults += [f"{len(config.get(LAYERS) or [])} tapped layers, not 3"] if len(config.get(LAYERS) or []) != 3 else []
-    faults += ["fc_norm is unknown"] if config.get("fc_norm") else []
+    faults += [f"{norm} is unknown" for norm in ("fc_norm", "norm_output") if config.get(norm)]
     read = third_of(config, 3, (), bool(config.get("norm_before_fc")))
     return faults + compared(folder.shapes, read, {"t2d"})
 

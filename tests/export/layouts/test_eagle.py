@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from draftsmith.export import Artifact, export_artifact, import_eagle
+from draftsmith.export.layouts.registry import export_warning
 from draftsmith.modules import (
     Eagle,
     Eagle2Tree,
@@ -206,6 +207,7 @@ MADE = {
     "eagle3-reduced": lambda target: Eagle3.create(Eagle3Config(taps=(1,), vocabulary_size=len(IDS)), target, IDS),
     "eagle3-shared": lambda target: Eagle3.create(
         Eagle3Config(taps=(0,), vocabulary_size=len(IDS), output="shared"), target, IDS),
+    "eagle3-borrowed": lambda target: Eagle3.create(Eagle3Config(taps=(0,), output="shared"), target),
 }
 
 
@@ -283,6 +285,9 @@ def test_sglang_reads_other_drafters_in_the_format_eagle(tmp_path: Path, tiny_ta
 def test_the_readme_says_that_vllm_drops_a_bias(tmp_path: Path, tiny_target: Target, bias: bool) -> None:
     folder = written(Eagle.create(EagleConfig(bias=bias), tiny_target), tiny_target, tmp_path / "out")
     assert ("vLLM drops `fc.bias`" in (folder / "README.md").read_text()) == bias
+    drafter = Eagle.create(EagleConfig(bias=bias), tiny_target)
+    assert export_warning(drafter, "eagle").startswith("vLLM drops `fc.bias`") == bias
+    assert export_warning(drafter, "eagle-sglang") == export_warning(MADE["eagle3"](tiny_target), "eagle") == ""
 
 
 def test_several_layers_have_the_names_that_engines_read(tmp_path: Path, tiny_target: Target) -> None:

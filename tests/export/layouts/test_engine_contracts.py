@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.export import Artifact, export_artifact
+from draftsmith.export import Artifact, ExportSettings, export_artifact
 from draftsmith.modules import Drafter, DraftLM, DraftLMConfig, Eagle, Eagle3, Eagle3Config, EagleConfig, Target
 from safetensors.torch import load_file, save_file
 from support.artifacts import TREE, edit, heads
@@ -67,9 +67,11 @@ def of_family(family: str) -> list[str]:
 CASES = [(family, layout, engine, name) for family, layout, engine in CONTRACTS for name in of_family(family)]
 
 
-def written(drafter: Drafter, target: Target, layout: str, out: Path) -> Path:
+def written(
+    drafter: Drafter, target: Target, layout: str, out: Path, settings: ExportSettings | None = None
+) -> Path:
     artifact = Artifact(drafter=drafter, target=target, topology=TREE, identity=target.identity, provenance={})
-    return export_artifact(artifact, target, layout, out)
+    return export_artifact(artifact, target, layout, out, settings or ExportSettings())
 
 
 @pytest.mark.parametrize(("family", "layout", "engine", "name"), CASES)

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 from draftsmith.modules import UserError
-from serving.engine_table import README, engine_table, figures, with_tables
-from serving.prove import CASES
+from serving.engine_table import README, engine_table, figures, product, with_tables
+from serving.prove import ENGINES
 
 
 def test_the_readme_holds_the_generated_tables() -> None:
@@ -17,24 +17,32 @@ def test_the_readme_holds_the_generated_tables() -> None:
 
 
 def test_every_case_is_recorded_and_holds() -> None:
-    recorded = {(one["name"], one["layout"], one["wrong"]): one for one in figures()}
-    assert recorded.keys() == {(case.name, case.layout, case.wrong) for case in CASES}
+    recorded = {(product(one["engine"]).lower(), one["name"], one["layout"], one["wrong"]): one for one in figures()}
+    assert recorded.keys() == {(engine, case.name, case.layout, case.wrong) for engine, (_, cases) in ENGINES.items()
+                               for case in cases}
     for one in recorded.values():
         assert one["holds"]
         assert one["equal"] == one["answers"] > 0
         assert (one["accepted"] == one["drafted"]) != bool(one["wrong"])
 
 
-def line(outcomes: list[dict[str, Any]], family: str, layout: str) -> list[str]:
+def cells(outcomes: list[dict[str, Any]], family: str, layout: str) -> dict[str, str]:
+    """The cells of a family's format that are not empty, by engine."""
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in engine_table(outcomes).splitlines()]
-    return next(cells[2:] for cells in rows if cells[0].startswith(family) and cells[1] == f"`{layout}`")
+    found = next(row for row in rows if row[0].startswith(family) and row[1] == f"`{layout}`")
+    return {product(engine): cell for engine, cell in zip(rows[0][2:], found[2:], strict=True) if cell}
 
 
 def test_an_engine_runs_what_was_proven_alone() -> None:
-    assert line(figures(), "EAGLE-3", "eagle") == ["runs", *["checked"] * 4, "", ""]
-    assert line(figures(), "EAGLE-1", "eagle-sglang") == ["", "checked", "", "", "", "", ""]
-    assert line(figures(), "Hydra", "hydra") == [""] * 7
+    assert cells(figures(), "EAGLE-3", "eagle") == {
+        "vLLM": "runs", **dict.fromkeys(("SGLang", "TensorRT-LLM", "llama.cpp", "OpenVINO GenAI"), "checked")}
+    assert cells(figures(), "EAGLE-3", "gguf") == {"llama.cpp": "runs"}
+    assert cells(figures(), "EAGLE-1", "eagle") == {"vLLM": "runs; vLLM drops the bias"}
+    assert cells(figures(), "EAGLE-1", "eagle-sglang") == {"SGLang": "checked"}
+    assert cells(figures(), "Hydra", "hydra") == {}
     failed = [{**one, "holds": one["name"] != "eagle3, two layers"} for one in figures()]
-    assert line(failed, "EAGLE-3", "eagle")[0] == ""
+    assert "vLLM" not in cells(failed, "EAGLE-3", "eagle")
     controls = [one for one in figures() if one["wrong"]]
-    assert line(controls, "EAGLE-3", "eagle")[0] == ""
+    assert "vLLM" not in cells(controls, "EAGLE-3", "eagle")
+    assert product("llama.cpp b11549") == product("llama.cpp") == "llama.cpp"
+    assert product("OpenVINO GenAI 2026.4") == "OpenVINO GenAI"

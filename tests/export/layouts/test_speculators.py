@@ -58,6 +58,13 @@ def test_names_and_keys_are_those_of_the_library(tmp_path: Path, tiny_target: Ta
     assert "`vllm serve THIS_FOLDER`" in (folder / "README.md").read_text()
 
 
+def test_the_output_layer_of_the_target_is_left_out(tmp_path: Path, tiny_target: Target) -> None:
+    # A reduced vocabulary has rows of its own, even where they are copies.
+    for name, held in (("eagle3-borrowed", False), ("eagle3-shared", True), ("eagle3", True)):
+        _, folder = speculators(name, tiny_target, tmp_path / name)
+        assert ("lm_head.weight" in load_file(folder / "model.safetensors")) == held
+
+
 def test_other_families_are_refused(tmp_path: Path, tiny_target: Target) -> None:
     with pytest.raises(UserError, match="the format speculators holds EAGLE-3 drafters, this artifact is eagle;"):
         speculators("eagle", tiny_target, tmp_path / "out")

@@ -1,0 +1,256 @@
+"""Drafters that llama.cpp reads, each in one GGUF file: draft language models and EAGLE-3.
+
+The names of the tensors are those of llama.cpp's own conversion. Its Llama rotates neighbouring numbers of a head where
+transformers rotates number i with number i + half: rows of queries and keys are put into that order. EAGLE-3's `d2t`
+holds the tokens themselves, not offsets, and its layers are numbered by the states before them.
+
+Shapes: Q entries of the draft vocabulary.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...modules import Drafter, DraftLM, Eagle3, Target, UserError
+from ...modules.atomic_files import write_file
+from ...modules.drafters.draft_lm import as_model
+from ...modules.owned_folders import whole_folder
+from .eagle import borrows_output, third_tensors
+from .eagle_folder import MIDLAYER, OUTPUT, third_table
+from .gguf_file import FLOAT32, gguf_forms, held, require_tokens, write_gguf
+from .layout_folder import EXPORT, layout_readme, stored, wrong_family
+from .tensor_table import Table, TensorForm, require_forms, with_table
+
+GGUF_FORMAT = "gguf"
+"""Name of the layout."""
+GGUF_FILE = "draft.gguf"
+"""The one file with settings, tokenizer and weights."""
+EAGLE3 = "eagle3"
+"""llama.cpp's name of the architecture."""
+NEIGHBOURS = ("llama", EAGLE3)
+"""Architectures whose rotary embedding rotates neighbouring numbers."""
+MODELS = ("llama", "qwen2", "qwen3")
+"""Architectures of draft language models, which transformers and llama.cpp call the same."""
+ROPES = ("default", "linear", "llama3")
+"""Kinds of rotary embeddings that are the same at every context length."""
+_TARGET_LAYERS = 3
+"""Tapped layers that llama.cpp reads."""
+_THIRD = {"fc.weight": "fc.weight", "d2t": "d2t", "input_norm.weight": "enc.output_norm.weight",
+          "midlayer.hidden_norm.weight": "blk.0.attn_norm_2.weight"}
+"""Names of EAGLE-3's tensors that a Llama has not."""
+
+
+def export_gguf(drafter: Drafter, target: Target, out: Path, vocabulary: Path | None, weights: str = FLOAT32) -> None:
+    """Write a draft language model or an EAGLE-3 drafter as llama.cpp reads it.
+
+    Args:
+        drafter: bound to `target`.
+        target: the model it drafts for.
+        out: new, empty, or an earlier export.
+        vocabulary: GGUF file of the target, whose tokenizer is copied.
+        weights: number format of the matrices, one of `WEIGHTS`.
+
+    Raises:
+        UserError: if the drafter is of another family or llama.cpp does not run it, `vocabulary` is not the target's,
+            or `out` cannot be written.
+    """
+    if not isinstance(drafter, DraftLM | Eagle3):
+        raise wrong_family(GGUF_FORMAT, "draft language models and EAGLE-3 drafters", drafter)
+    if isinstance(drafter, Eagle3):
+        _require_known(drafter)
+    tokens = require_tokens(vocabulary, target.vocab_size, target.identity.name)
+    with whole_folder(out, EXPORT) as partial:
+        file = partial / GGUF_FILE
+        if isinstance(drafter, DraftLM):
+            readme = _draft_readme(drafter, target)
+            table = write_model(file, as_model(drafter, target), tokens, weights)
+        else:
+            readme = _third_readme(drafter, target)
+            table = _write_third(file, drafter, target, tokens, weights)
+        write_file(partial / "README.md", with_table(readme, GGUF_FILE, table))
+
+
+# Draft language models -----------------------------------------------------------------------------------------------
+
+
+def write_model(file: Path, model: Any, vocabulary: Path, weights: str = FLOAT32) -> Table:
+    """Write a causal language model of transformers as GGUF; returns the table of its tensors.
+
+    Args:
+        file: its path.
+        model: of one of `MODELS`.
+        vocabulary: GGUF file whose tokenizer is copied.
+        weights: number format of the matrices, one of `WEIGHTS`.
+
+    Raises:
+        UserError: if llama.cpp does not run the model, or only after its own conversion.
+    """
+    config = model.config
+    _require_model(config)
+    factors = _rope_factors(model)
+    tensors = {name: tensor for name, tensor in model.state_dict().items()
+               if not (config.tie_word_embeddings and name == "lm_head.weight")}
+    kind, heads = config.model_type, (config.num_attention_heads, config.num_key_value_heads)
+    named = {_model_name(name, config): _in_order(name, tensor, kind, heads)
+             for name, tensor in stored(tensors).items()} | factors
+    write_gguf(file, kind, _model_settings(config), named, vocabulary, weights)
+    factor_table = {name: TensorForm(tuple(tensor.shape)) for name, tensor in factors.items()}
+    table = held(_model_table(config) | factor_table, weights)
+    require_forms(gguf_forms(file), table)
+    return table
+
+
+def _require_model(config: Any) -> None:
+    own = "; export it with --format huggingface and convert that folder with llama.cpp's convert_hf_to_gguf.py"
+    rope = config.rope_parameters or {}
+    wrong = {
+        f"of the architecture {config.model_type}, not one of {', '.join(MODELS)}": config.model_type not in MODELS,
+        f"activated by {config.hidden_act}, not by silu": config.hidden_act != "silu",
+        f"rotated by {rope.get('rope_type')}, not one of {', '.join(ROPES)}": rope.get("rope_type") not in ROPES,
+        "rotated in part": rope.get("partial_rotary_factor", 1.0) != 1.0,
+        "attending within a window": any(kind != "full_attention" for kind in getattr(config, "layer_types", []) or []),
+    }
+    if found := [reason for reason, is_wrong in wrong.items() if is_wrong]:
+        raise UserError(f"the format gguf holds no draft language model {found[0]}{own}")
+
+
+def _model_settings(config: Any) -> dict[str, Any]:
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return _settings(hidden=config.hidden_size, inner=config.intermediate_size, layers=config.num_hidden_layers,
+                     heads=config.num_attention_heads, kv_heads=config.num_key_value_heads, head=head,
+                     eps=config.rms_norm_eps, base=config.rope_parameters["rope_theta"], vocab=config.vocab_size,
+                     context=config.max_position_embeddings)
+
+
+def _settings(*, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, head: int, eps: float, base: float,
+              vocab: int, context: int) -> dict[str, Any]:
+    """Shape of Llama's layers under llama.cpp's keys."""
+    return {"vocab_size": vocab, "context_length": context, "embedding_length": hidden, "block_count": layers,
+            "feed_forward_length": inner, "attention.head_count": heads, "attention.head_count_kv": kv_heads,
+            "attention.key_length": head, "attention.value_length": head,
+            "attention.layer_norm_rms_epsilon": float(eps), "rope.dimension_count": head,
+            "rope.freq_base": float(base)}
+
+
+def _model_name(name: str, config: Any) -> str:
+    """llama.cpp's name of a tensor of transformers."""
+    import gguf
+
+    kind = {gguf.MODEL_ARCH_NAMES[one]: one for one in gguf.MODEL_ARCH}[config.model_type]
+    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    # A tensor that llama.cpp has no name for fails the comparison with the table.
+    return names.get_name(name, try_suffixes=(".weight", ".bias")) or name
+
+
+def _model_table(config: Any) -> Table:
+    """The tensors that transformers asks of a model, under llama.cpp's names."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    return {_model_name(name, config): TensorForm(tuple(tensor.shape))
+            for name, tensor in model.state_dict().items() if name not in tied}
+
+
+def _rope_factors(model: Any) -> dict[str, Tensor]:
+    """Factors by which a scaled rotary embedding slows its frequencies down; none where it is not scaled."""
+    rope, config = model.get_decoder().rotary_emb, model.config
+    slowed = rope.inv_freq.detach().cpu().double()
+    plain = config.rope_parameters["rope_theta"] ** (-torch.arange(len(slowed)).double() / len(slowed))
+    factors = (plain / slowed).float()
+    return {} if torch.allclose(factors, torch.ones_like(factors)) else {"rope_freqs.weight": factors}
+
+
+def _in_order(name: str, tensor: Tensor, kind: str, heads: tuple[int, int]) -> Tensor:
+    """A weight with the rows of queries and keys in llama.cpp's order.
+
+    Args:
+        name: transformers' name.
+        tensor: the weight.
+        kind: the architecture.
+        heads: number of heads of queries, of keys.
+    """
+    part = name.split(".")[-2:][0]
+    if kind not in NEIGHBOURS or part not in ("q_proj", "k_proj"):
+        return tensor
+    count = heads[part == "k_proj"]
+    halves = tensor.reshape(count, 2, tensor.shape[0] // count // 2, *tensor.shape[1:])
+    return halves.transpose(1, 2).reshape(tensor.shape).contiguous()
+
+
+def _draft_readme(drafter: DraftLM, target: Target) -> str:
+    paragraphs = [f"{drafter.depth} layers with the vocabulary of the target.", _serve("draft-simple")]
+    if drafter.config.depths > 1:
+        paragraphs.append("It was trained to answer several tokens in one pass through mask tokens, which llama.cpp "
+                          "does not do with a draft model: here it drafts one by one.")
+    return layout_readme("A draft language model in GGUF", target, *paragraphs)
+
+
+def _serve(kind: str) -> str:
+    return f"`llama-server -m TARGET.gguf -md THIS_FOLDER/{GGUF_FILE} --spec-type {kind} --spec-draft-n-max 3`"
+
+
+# EAGLE-3 -------------------------------------------------------------------------------------------------------------
+
+
+def _require_known(drafter: Eagle3) -> None:
+    config = drafter.config
+    wrong = {f"{drafter.num_layers} layers": drafter.num_layers != 1,
+             f"{len(drafter.taps)} tapped layers": len(drafter.taps) != _TARGET_LAYERS,
+             "fc_norm": config.fc_norm, "norm_output": config.norm_output}
+    if found := [setting for setting, is_wrong in wrong.items() if is_wrong]:
+        raise UserError(f"llama.cpp runs EAGLE-3 with one layer, {_TARGET_LAYERS} tapped layers and neither fc_norm "
+                        f"nor norm_output, this drafter has {' and '.join(found)}; export it with --format eagle, or "
+                        "train another")
+
+
+def _write_third(file: Path, drafter: Eagle3, target: Target, vocabulary: Path, weights: str) -> Table:
+    """Write EAGLE-3; returns the table of its tensors. Raises UserError as `third_tensors` does."""
+    named = _third_named(drafter, third_tensors(drafter, target))
+    write_gguf(file, EAGLE3, _third_settings(drafter, target), named, vocabulary, weights)
+    table = held({_third_name(name): form for name, form in third_table(drafter).items()
+                  if name not in _left_out(drafter)}, weights)
+    require_forms(gguf_forms(file), table)
+    return table
+
+
+def _third_named(drafter: Eagle3, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """EAGLE-3's weights under llama.cpp's names; `d2t` holds tokens."""
+    heads = (drafter.block.num_heads, drafter.block.num_kv_heads)
+    named = {_third_name(name): _in_order(name, tensor, EAGLE3, heads) for name, tensor in tensors.items()
+             if name not in _left_out(drafter)}
+    if drafter.token_ids_Q is not None:
+        named["d2t"] = drafter.token_ids_Q.cpu().long()
+    return named
+
+
+def _third_name(name: str) -> str:
+    import gguf
+
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 1)
+    as_llama = name.replace(MIDLAYER, "model.layers.0.")
+    return _THIRD.get(name) or names.get_name(as_llama, try_suffixes=(".weight",)) or name
+
+
+def _left_out(drafter: Eagle3) -> tuple[str, ...]:
+    """Tensors that llama.cpp does not read, or takes from the target."""
+    return ("t2d", OUTPUT) if borrows_output(drafter) else ("t2d",)
+
+
+def _third_settings(drafter: Eagle3, target: Target) -> dict[str, Any]:
+    block, config = drafter.block, drafter.config
+    return {**_settings(hidden=block.hidden_size, inner=block.intermediate_size, layers=1, heads=block.num_heads,
+                        kv_heads=block.num_kv_heads, head=block.head_dim, eps=block.norm_eps, base=block.rope_base,
+                        vocab=drafter.vocab_size, context=target.context_length),
+            "target_layers": [tap + 1 for tap in drafter.taps], "target_hidden_size": drafter.hidden_size,
+            "norm_before_residual": config.norm_before_residual, "norm_before_fc": config.norm_before_fc}
+
+
+def _third_readme(drafter: Eagle3, target: Target) -> str:
+    return layout_readme("EAGLE-3 drafter in GGUF", target, f"Its layers are numbered by the states before them: "
+                         f"{[tap + 1 for tap in drafter.taps]}.", _serve("draft-eagle3"),
+                         "The artifact's tree is not part of it.")

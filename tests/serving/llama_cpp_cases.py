@@ -1,0 +1,73 @@
+"""What llama.cpp must load: `make test-llamacpp`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.export.engines.engine_process import EngineProcess
+from draftsmith.export.engines.llama_cpp_run import SCRIPT
+from draftsmith.export.layouts.llama_cpp import GGUF_FILE, write_model
+from gguf import GGUFReader
+from serving.overfitted import ANSWER_TOKENS, PROMPT_TOKENS, STEPS, VOCABULARY, Texts, tiny_llama
+from serving.proof import Case
+
+TARGET = "target.gguf"
+
+
+def changed(folder: Path, key: str, values: list[float]) -> None:
+    """Overwrite a number or a list of numbers in place."""
+    field = GGUFReader(folder / GGUF_FILE, "r+").fields[key]
+    for place, value in zip(field.data, values, strict=True):
+        field.parts[place][0] = value
+
+
+def shifted(folder: Path) -> None:
+    """Name the layer before each tapped one, as if the numbers counted outputs."""
+    key = "eagle3.target_layers"
+    changed(folder, key, [layer - 1 for layer in GGUFReader(folder / GGUF_FILE).fields[key].contents()])
+
+
+def slower(folder: Path) -> None:
+    """Name the rotary base that a file without the key would have."""
+    changed(folder, "llama.rope.freq_base", [10000.0])
+
+
+SIMPLE, THIRD = (("method", "draft-simple"),), (("method", "draft-eagle3"),)
+LLAMA_CPP_CASES = (
+    Case(name="draft_lm", layout="gguf", asked=SIMPLE),
+    Case(name="draft_lm", layout="gguf", asked=SIMPLE, wrong="another rotary base", change=slower),
+    Case(name="eagle3", layout="gguf", asked=THIRD),
+    Case(name="eagle3", layout="gguf", asked=THIRD, wrong="layers shifted by one", change=shifted),
+    Case(name="eagle3, other norms", layout="gguf", asked=THIRD),
+    Case(name="eagle3, narrow", layout="gguf", asked=THIRD),
+)
+
+
+@dataclass(frozen=True)
+class LlamaCpp:
+    """llama.cpp's server in an environment of its own."""
+
+    python: Path
+    work: Path
+
+    def prepare(self, texts: Texts) -> None:
+        """Write the target as GGUF."""
+        write_model(self.work / TARGET, tiny_llama(), self.work / VOCABULARY)
+
+    def plain(self, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """Answers without drafts."""
+        return self._run({"draft": None}, prompts)
+
+    def drafted(self, case: Case, folder: Path, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """The same with drafts. The server counts no drafts: it emits their accepted tokens, one more for each, and one
+        before the first."""
+        found = self._run({"draft": str(folder / GGUF_FILE), **dict(case.asked)}, prompts)
+        emitted = sum(map(len, found["answers"])) - len(prompts)
+        return {**found, "drafts": emitted - found["accepted"]}
+
+    def _run(self, job: dict[str, Any], prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        process = EngineProcess(engine="llama.cpp", python=self.python, script=SCRIPT, folder=self.work)
+        return process.run({"model": TARGET, "prompts": [list(prompt) for prompt in prompts], "draft_tokens": STEPS,
+                            "max_tokens": ANSWER_TOKENS, "context": PROMPT_TOKENS + ANSWER_TOKENS + 24, **job},
+                           f"draft {job['draft']}")

@@ -1,0 +1,115 @@
+"""Proof that a serving engine loads what is exported here: its cases, how they are run, and what must come out."""
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from serving.overfitted import STEPS, Texts, write_drafters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A folder that an engine loads."""
+
+    name: str
+    """The drafter."""
+    layout: str
+    """The format of its export."""
+    asked: tuple[tuple[str, Any], ...] = ()
+    """What the engine is asked for, by its own names."""
+    wrong: str = ""
+    """Reason why fewer drafts must be accepted; empty where all of them must be."""
+    change: Callable[[Path], None] | None = None
+    """The change of the folder that makes it wrong."""
+
+
+class Engine(Protocol):
+    """A serving engine in an environment of its own, with the files of a proof in one folder."""
+
+    def prepare(self, texts: Texts) -> None:
+        """Write what it needs beyond the folders of target and drafters."""
+
+    def plain(self, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """Answers without drafts, and the engine's name and version."""
+
+    def drafted(self, case: Case, folder: Path, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """The same with drafts, with the numbers of drafts, drafted and accepted tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A case as an engine ran it."""
+
+    engine: str
+    name: str
+    layout: str
+    wrong: str
+    loses: str
+    """The same where the folder is right and the engine leaves a part of it out."""
+    equal: int
+    """Answers that are those of the engine without drafts."""
+    answers: int
+    drafts: int
+    drafted: int
+    accepted: int
+    holds: bool
+    """Whether it is as expected."""
+
+
+def outcome(case: Case, engine: Engine, work: Path, texts: Texts, plain: list[list[int]]) -> Outcome:
+    """Run a case; its folder is named from `work`."""
+    folder = Path(case.layout) / case.name
+    if case.change is not None:
+        changed = Path("changed") / folder
+        shutil.copytree(work / folder, work / changed)
+        case.change(work / changed)
+        folder = changed
+    run = engine.drafted(case, folder, texts.prompts)
+    equal = sum(map(list.__eq__, run["answers"], plain))
+    every = run["drafted"] == run["accepted"] > 0
+    return Outcome(engine=run["engine"], name=case.name, layout=case.layout, wrong=case.wrong,
+                   loses="" if case.change else case.wrong, equal=equal, answers=len(plain), drafts=run["drafts"],
+                   drafted=run["drafted"], accepted=run["accepted"],
+                   holds=equal == len(plain) and run["drafts"] > 0 and every != bool(case.wrong))
+
+
+def line(found: Outcome) -> str:
+    """A row of the table."""
+    name = found.name + (f", {found.wrong}" if found.wrong else "")
+    return (f"| {name} | {found.layout} | {found.equal} of {found.answers} | {found.drafts} | {found.accepted} of "
+            f"{found.drafted} | {'as it must be' if found.holds else 'WRONG'} |")
+
+
+def prove(engine: Engine, cases: Sequence[Case], work: Path) -> list[Outcome]:
+    """Run cases in a folder, one process after the other.
+
+    Args:
+        engine: the engine.
+        cases: what it must load.
+        work: an empty folder.
+
+    Raises:
+        RuntimeError: if the engine's answers without drafts are not those of transformers: it reads the target wrongly.
+    """
+    wanted: dict[str, list[str]] = {}
+    for case in cases:
+        formats = wanted.setdefault(case.name, [])
+        formats += [] if case.layout in formats else [case.layout]
+    texts = write_drafters(work, wanted, partial(print, flush=True))
+    engine.prepare(texts)
+    found = engine.plain(texts.prompts)
+    plain = found["answers"]
+    if plain != texts.answers:
+        raise RuntimeError(f"{found['engine']} without drafts gives "
+                           f"{len(plain) - sum(map(list.__eq__, plain, texts.answers))} of {len(plain)} other answers "
+                           "than transformers")
+    print(f"\n{found['engine']}, drafts of {STEPS} tokens; without drafts its answers are those of transformers\n\n"
+          "| drafter | format | equal answers | drafts | accepted | |\n|---|---|---|---|---|---|", flush=True)
+    outcomes = []
+    for case in cases:
+        outcomes.append(outcome(case, engine, work, texts, plain))
+        print(line(outcomes[-1]), flush=True)
+    return outcomes

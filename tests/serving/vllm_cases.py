@@ -1,0 +1,76 @@
+"""What vLLM must load: `make test-serving`."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.export.engines.vllm_process import VllmProcess
+from serving.overfitted import ANSWER_TOKENS, PROMPT_TOKENS, STEPS, Texts
+from serving.proof import Case
+
+LAYERS = "eagle_aux_hidden_state_layer_ids"
+LOADER = "loader"
+"""Not a key of vLLM's configuration of drafts but its extra settings for loading."""
+
+
+def shifted(folder: Path) -> None:
+    """Name the layer before each tapped one, as if the ids counted outputs."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config[LAYERS] = [layer - 1 for layer in config[LAYERS]]
+    path.write_text(json.dumps(config))
+
+
+SHIFTED = "layers shifted by one"
+DRAFT, FIRST, THIRD = (("method", "draft_model"),), (("method", "eagle"),), (("method", "eagle3"),)
+MEDUSA = (("method", "medusa"),)
+VLLM_CASES = (
+    Case(name="draft_lm", layout="huggingface", asked=DRAFT),
+    Case(name="draft_lm, mask tokens", layout="huggingface", asked=(*DRAFT, ("parallel_drafting", True))),
+    Case(name="eagle", layout="eagle", asked=FIRST),
+    Case(name="eagle, bias", layout="eagle", asked=FIRST, wrong="vLLM drops the bias"),
+    Case(name="eagle3", layout="eagle", asked=THIRD),
+    Case(name="eagle3", layout="eagle", asked=THIRD, wrong=SHIFTED, change=shifted),
+    Case(name="eagle3.1", layout="eagle", asked=THIRD),
+    Case(name="eagle3, other norms", layout="eagle", asked=THIRD),
+    Case(name="eagle3, two layers", layout="eagle", asked=THIRD),
+    Case(name="eagle3, narrow", layout="eagle", asked=THIRD),
+    Case(name="eagle3", layout="speculators"),
+    Case(name="eagle3", layout="speculators", wrong=SHIFTED, change=shifted),
+    Case(name="eagle3.1", layout="speculators"),
+    Case(name="eagle3, two layers", layout="speculators"),
+    Case(name="medusa", layout="medusa", asked=MEDUSA),
+    Case(name="medusa", layout="medusa-vllm", asked=(*MEDUSA, (LOADER, {"enable_weights_track": False}))),
+)
+"""A case without a method is served as the model itself."""
+
+
+@dataclass(frozen=True)
+class Vllm:
+    """vLLM in an environment of its own."""
+
+    python: Path
+    work: Path
+
+    def prepare(self, texts: Texts) -> None:
+        """Nothing: it reads the folders."""
+
+    def plain(self, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """Answers without drafts."""
+        return self._run("target", None, prompts, {})
+
+    def drafted(self, case: Case, folder: Path, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """The same with drafts."""
+        asked = dict(case.asked)
+        loader = asked.pop(LOADER, {})
+        if not asked:
+            return self._run(str(folder), None, prompts, loader)
+        return self._run("target", {**asked, "model": str(folder), "num_speculative_tokens": STEPS}, prompts, loader)
+
+    def _run(self, model: str, speculative: dict[str, Any] | None, prompts: Sequence[Sequence[int]],
+             loader: dict[str, Any]) -> dict[str, Any]:
+        process = VllmProcess(self.python, self.work, context=PROMPT_TOKENS + ANSWER_TOKENS + 24)
+        found = process.run(model, speculative, prompts, max_tokens=ANSWER_TOKENS, loader=loader)
+        return {"engine": found["engine"], **found["runs"][0]}
