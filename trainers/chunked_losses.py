@@ -156,7 +156,7 @@ def greedy_tokens(target: Target, features: Features) -> Tensor:
     elsewhere."""
     tokens_BL, (rows_M, places_M) = features.tokens_BL.clone(), features.labels(1)[1].nonzero(as_tuple=True)
     usual = CHUNK_ELEMENTS.get(tokens_BL.device.type, CHUNK_ELEMENTS["cuda"])
-    parts = features.final()[rows_M, places_M].split(max(1, usual // target.vocab_size))
+    parts = torch.split(features.final()[rows_M, places_M], max(1, usual // target.vocab_size))
     tokens_BL[rows_M, places_M + 1] = torch.cat([target.logits(part).argmax(-1) for part in parts])
     return tokens_BL
 

@@ -17,6 +17,7 @@ from ..features import Features
 from ..interfaces.proposer import Scores
 from ..target.layer_skipping import skipping
 from ..target.model import Target
+from ..target.segment_attention import mask_arguments
 
 
 class LayerDraft(CausalDraft):
@@ -65,11 +66,11 @@ class LayerDraft(CausalDraft):
         with skipping(self.target.layers, self.kept):
             return self.target.decoder(  # type: ignore[no-any-return]
                 inputs_embeds=self.target.embed_guesses(tokens_BF),
-                attention_mask=attention.visible_BNW[:, None],
                 position_ids=attention.positions_BN.clamp(max=self.target.context_length - 1),
                 past_key_values=attention.cache,
                 use_cache=True,
                 key_positions=key_positions_BW,
+                **mask_arguments(attention.visible_BNW, tokens_BF.device),
             ).last_hidden_state
 
     def read_out(self, final: Tensor) -> Scores:

@@ -105,7 +105,7 @@ def attend_inside(
     form, rows = form or SegmentForm(), []
     for row, sizes in enumerate(segments.lengths):
         # Split, not sliced: the gradient of a slice has the size of the whole row.
-        parts = zip(*(states[row].split(sizes, dim=1) for states in (query_BHLE, key_BGLE, value_BGLE)),
+        parts = zip(*(torch.split(states[row], list(sizes), dim=1) for states in (query_BHLE, key_BGLE, value_BGLE)),
                     segments.padding[row], strict=True)
         attend = partial(_text, form=_of_row(form, row))
         rows.append(torch.cat([torch.zeros_like(query) if blank else attend(query, key, value)
@@ -140,9 +140,9 @@ def _causal(query_HNE: Tensor, key_GNE: Tensor, value_GNE: Tensor, scaling: floa
 
 def _grouped(query_HNE: Tensor, key_GWE: Tensor, value_GWE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [R, G, N, E] with keys and values [R, G, W, E]: views."""
-    query_RGNE = query_HNE.unflatten(0, (len(key_GWE), -1)).transpose(0, 1)
-    shared = (states_GWE.expand(len(query_RGNE), -1, -1, -1) for states_GWE in (key_GWE, value_GWE))
-    return query_RGNE, *shared
+    query_RGNE = torch.unflatten(query_HNE, 0, (len(key_GWE), -1)).transpose(0, 1)
+    key, value = (states_GWE.expand(len(query_RGNE), -1, -1, -1) for states_GWE in (key_GWE, value_GWE))
+    return query_RGNE, key, value
 
 
 def _in_blocks(query_HNE: Tensor, key_GNE: Tensor, value_GNE: Tensor, form: SegmentForm) -> Tensor:

@@ -153,7 +153,8 @@ class _Normed(torch.autograd.Function):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         shrink = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight_D, shrink)
-        return (wide * shrink).mul_(weight_D).to(x.dtype)
+        normed: Tensor = (wide * shrink).mul_(weight_D).to(x.dtype)
+        return normed
 
     @staticmethod
     @once_differentiable

@@ -86,7 +86,7 @@ class _SegmentAttention(torch.autograd.Function):
                 given, *read, made, total_BHL[row : row + 1, :, places], 0.0, True)
             grads[0][row, :, places] = found[0][0]
             for whole, part in zip(grads[1:], found[1:], strict=True):
-                whole[row, :, places] = part[0].unflatten(0, (key.shape[1], -1)).sum(1)
+                whole[row, :, places] = torch.unflatten(part[0], 0, (key.shape[1], -1)).sum(1)
         for scores_BHL, own_key, own_value in zip(scores_JBHL, own[::2], own[1::2], strict=True):
             share_BHL = (scores_BHL - total_BHL).exp_()
             change_BHL = _dotted(grad, own_value).sub_(_dotted(grad, mixed)).mul_(share_BHL).mul_(query.shape[-1]**-0.5)
@@ -106,7 +106,7 @@ def _cut(spans: Sequence[Span], *states: Tensor) -> Iterator[list[Tensor]]:
 
 def _grouped(states_BHLX: Tensor, like: Tensor) -> Tensor:
     """Query heads by the key-value head that they read, a view [B, G, R, L, X]."""
-    return states_BHLX.unflatten(1, (like.shape[1], -1))
+    return torch.unflatten(states_BHLX, 1, (like.shape[1], -1))
 
 
 def _dotted(states_BHLE: Tensor, own: Tensor) -> Tensor:
