@@ -174,23 +174,36 @@ class StateStore:
         """Those of the named states that are not stored for a shard as they were written."""
         return [name for name in names if not self.holds(state_file(record, name), record.sha256)]
 
-    def write(self, record: ShardRecord, names: Sequence[str], rows: Sequence[Mapping[str, Tensor]]) -> None:
-        """Write the named states of a shard, one kind after the other, then the list.
+    def write(
+        self, record: ShardRecord, names: Sequence[str], rows: Sequence[Mapping[str, Tensor]]
+    ) -> dict[str, StoredFile]:
+        """Write the named states of a shard, one kind after the other; `add` lists the files.
 
         Args:
             record: the shard.
             names: of the states.
             rows: those of each row by name, each [N, D].
 
+        Returns:
+            The hashes of the files by their names.
+
         Raises:
             UserError: if the disk is full.
         """
+        written = {}
         for name in names:
             states_TD = torch.empty(record.tokens, self.hidden_size, dtype=self.dtype)
             if rows:
                 torch.cat([row[name] for row in rows], out=states_TD)
-            self._write(state_file(record, name), record.sha256, {STATES: states_TD})
-        self._list()
+            file = state_file(record, name)
+            written[file] = self._write(file, record.sha256, {STATES: states_TD})
+        return written
+
+    def add(self, files: Mapping[str, StoredFile]) -> None:
+        """List finished files. Raises UserError if the disk is full."""
+        self.files |= {name: asdict(file) for name, file in files.items()}
+        listed = {**self.key, "files": self.files}
+        write_bytes(self.folder / FEATURES, json.dumps(listed, indent=2, sort_keys=True).encode())
 
     def holds(self, name: str, tokens: str) -> bool:
         """True if a file is stored as it was written for data of this hash."""
@@ -202,16 +215,11 @@ class StateStore:
         Raises:
             UserError: if the disk is full.
         """
-        self._write(name, tokens, tensors)
-        self._list()
+        self.add({name: self._write(name, tokens, tensors)})
 
-    def _write(self, name: str, tokens: str, tensors: Mapping[str, Tensor]) -> None:
+    def _write(self, name: str, tokens: str, tensors: Mapping[str, Tensor]) -> StoredFile:
         write_tensors(self.folder / name, tensors)
-        self.files[name] = {"tokens": tokens, "sha256": hash_file(self.folder / name)}
-
-    def _list(self) -> None:
-        listed = {**self.key, "files": self.files}
-        write_bytes(self.folder / FEATURES, json.dumps(listed, indent=2, sort_keys=True).encode())
+        return StoredFile(tokens=tokens, sha256=hash_file(self.folder / name))
 
 
 class Encoding:
@@ -261,7 +269,7 @@ class Encoding:
             for record, names in self.missing.items():
                 shard = TokenShard.read(self.folder / record.file, record.sha256)
                 read = read_rows(self.target, shard, range(shard.num_rows), names, self.store.dtype, bar.update)
-                self.store.write(record, names, [read[row] for row in range(shard.num_rows)])
+                self.store.add(self.store.write(record, names, [read[row] for row in range(shard.num_rows)]))
         return [self.folder / state_file(record, name) for record in self.records for name in self.names]
 
 

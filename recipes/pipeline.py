@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from ..data import DistillConfig, Prompt, WantedStates, distill, read_held_out
+from ..data import DistillConfig, Prompt, WantedStates, read_held_out
 from ..data.datamodule import DraftDataModule
 from ..data.distill_config import require_enough
 from ..data.feature_store import Encoding
@@ -54,8 +54,9 @@ from ..modules.target.loading import sketch_target
 from ..modules.tuning.replay_acceptance import held_out_acceptance
 from ..trainers import DraftModule, FitResult, TrainConfig, families, fit
 from ..trainers.draft_vocabulary import reduced_vocabulary
+from .answer_workers import answers, help_to_answer, is_answered, is_shared, leading, on_own_device
 from .chat_settings import handwritten_prompts, prompt_sets
-from .draft_writer import require_teacher, writer_digest, writer_of
+from .draft_writer import require_teacher, writer_digest
 from .dry_run import dry_run
 from .left_out import left_out
 from .parsing import Command, Parsed
@@ -65,6 +66,8 @@ from .terminal_text import say, stage_line
 from .training_folder import check_settings, read_result, write_result
 from .workspace import Workspace
 
+ALL = ("distill", "encode", "train", "artifact", "evaluate")
+"""Names of the stages, in order."""
 PLACES = ("out", "data", "references", "evaluate")
 """Recipe keys that say nothing about how an artifact was made."""
 
@@ -75,9 +78,7 @@ def distill_stage(workspace: Workspace, more: Sequence[WantedStates] = ()) -> Se
     workspace.check()
     recipe = workspace.recipe
     require_enough(recipe.prompts, recipe.distill)
-    manifest = distill(workspace.target, recipe.prompts, workspace.distill_config, workspace.template, workspace.data,
-                       train_target=workspace.train_target(), writer=writer_of(workspace),
-                       states=[*workspace.wanted_states(), *more])
+    manifest = answers(workspace, [*workspace.wanted_states(), *more])
     held_out = [] if manifest.held_out is None else [manifest.held_out.file]
     files = ["manifest.json", *held_out, *(shard.file for shard in manifest.shards)]
     return [workspace.data / file for file in files]
@@ -267,7 +268,8 @@ def vocabulary(workspace: Workspace, module: DraftModule) -> dict[str, Any]:
 def provenance(workspace: Workspace, result: FitResult, expected: tuple[float, ...]) -> dict[str, Any]:
     """Origin of the artifact: nothing in it depends on the machine."""
     return {
-        "recipe": {name: workspace.settings[name] for name in workspace.settings if name not in PLACES},
+        "recipe": {**{name: workspace.settings[name] for name in workspace.settings if name not in PLACES},
+                   "distill": workspace.answered, "train": workspace.trained},
         "data_manifest": workspace.manifest().hash,
         "acceptance": {"accepted_length": result.accepted_length, "by_position": list(result.by_position)},
         "training": {"best_step": result.step, "steps": result.steps},
@@ -317,14 +319,37 @@ def stages(workspace: Workspace, more: Sequence[WantedStates] = ()) -> tuple[Sta
 
 def perform_stages(
     workspace: Workspace, chosen: Sequence[str] | None = None, more: Sequence[WantedStates] = ()
-) -> None:
-    """Run stages of a recipe, all by default; the first is left out where the recipe names finished data."""
+) -> bool:
+    """Run stages of a recipe, all by default; the first is left out where the recipe names finished data.
+
+    Of several processes that answer together, all but the first end after that.
+
+    Returns:
+        Whether this process leads, and goes on.
+    """
+    names = chosen or ALL
+    # Lightning starts this command again for other devices: these join the training.
+    trains = "train" in names and is_answered(workspace)
+    if "distill" not in names or not is_shared(workspace.recipe) or trains:
+        _perform(workspace, names, more)
+        return True
+    workspace = on_own_device(workspace)
+    with leading(workspace.out) as leads:
+        if leads:
+            _perform(workspace, names, more)
+        else:
+            help_to_answer(workspace, [*workspace.wanted_states(), *more])
+    return leads
+
+
+def _perform(workspace: Workspace, chosen: Sequence[str], more: Sequence[WantedStates]) -> None:
     every = stages(workspace, more)
     if workspace.recipe.data is None:
         before = writer_digest(workspace)
     else:
         every, before = every[1:], workspace.data_identity()
-    run_stages(workspace.out, workspace.decisive, every, chosen or [stage.name for stage in every], before=before)
+    run_stages(workspace.out, workspace.decisive, every, chosen, before=before,
+               shared=workspace.data if is_shared(workspace.recipe) else None)
 
 
 def run(parsed: Parsed[Recipe]) -> None:

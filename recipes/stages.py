@@ -42,7 +42,8 @@ class StageRecord:
 
 
 def run_stages(
-    out: Path, settings: Mapping[str, Any], stages: Sequence[Stage], chosen: Sequence[str], before: str = ""
+    out: Path, settings: Mapping[str, Any], stages: Sequence[Stage], chosen: Sequence[str], before: str = "",
+    shared: Path | None = None,
 ) -> None:
     """Run the chosen stages in order, skipping those whose output is complete.
 
@@ -55,11 +56,12 @@ def run_stages(
         stages: all stages of the run.
         chosen: names of those to run.
         before: identity of anything that was done elsewhere before the first stage.
+        shared: folder in which other processes may be writing; what they left is not removed.
 
     Raises:
         UserError: if a file that a chosen stage builds on has changed since an earlier stage wrote it.
     """
-    remove_leftovers(out)
+    remove_leftovers(out, shared)
     finished = read_finished(out)
     for number, stage in enumerate(stages, 1):
         key = stage_key(stage, settings, before)
