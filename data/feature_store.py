@@ -23,6 +23,7 @@ from tqdm import tqdm
 from ..modules import Target, UserError
 from ..modules.json_records import read_record
 from .collate import Piece, pad
+from .disk_room import require_room
 from .token_store import (
     FORMAT_VERSION,
     Manifest,
@@ -142,6 +143,11 @@ class WantedStates:
     room: int | None = None
     """Bytes that they may take; None for no limit."""
 
+    def bytes(self, tokens: int, width: int) -> int:
+        """Bytes of the states of so many tokens, of `width` bytes each."""
+        every = tokens * width * len(state_names(self.taps))
+        return every if self.room is None else min(every, self.room)
+
     def fitting(self, tokens: int, width: int) -> tuple[str, ...]:
         """Names of the states of the first `tokens` tokens of the data, of `width` bytes each; none where there is no
         room for them."""
@@ -258,12 +264,19 @@ class Encoding:
         """Number of tokens that have to be read."""
         return sum(record.tokens for record in self.missing)
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of the states that will be written."""
+        width = self.target.hidden_size * self.store.dtype.itemsize
+        return sum(record.tokens * width * len(names) for record, names in self.missing.items())
+
     def run(self, *, progress: bool = True) -> list[Path]:
         """Read them and store their states; returns the files that hold the states of all shards.
 
         Raises:
-            UserError: if a shard is corrupted or the disk is full.
+            UserError: if a shard is corrupted, or the disk has no room.
         """
+        require_room(self.folder, self.bytes, f"the states of {self.tokens:,} tokens")
         bar = tqdm(total=self.tokens, desc="target states", unit="tok", disable=not (progress and self.missing))
         with self.target.reproducible(), bar:
             for record, names in self.missing.items():

@@ -13,9 +13,11 @@ from safetensors.torch import load_file
 
 from ..data import DistillConfig, Prompt, WantedStates, read_held_out
 from ..data.datamodule import DraftDataModule
+from ..data.disk_room import require_room
 from ..data.distill_config import require_enough
 from ..data.feature_store import Encoding
 from ..data.label_weights import coverage
+from ..data.token_store import MANIFEST
 from ..export import (
     Method,
     SampledTuning,
@@ -78,10 +80,27 @@ def distill_stage(workspace: Workspace, more: Sequence[WantedStates] = ()) -> Se
     workspace.check()
     recipe = workspace.recipe
     require_enough(recipe.prompts, recipe.distill)
-    manifest = answers(workspace, [*workspace.wanted_states(), *more])
+    wanted = [*workspace.wanted_states(), *more]
+    predict_states(workspace, wanted)
+    manifest = answers(workspace, wanted)
     held_out = [] if manifest.held_out is None else [manifest.held_out.file]
     files = ["manifest.json", *held_out, *(shard.file for shard in manifest.shards)]
     return [workspace.data / file for file in files]
+
+
+def predict_states(workspace: Workspace, wanted: Sequence[WantedStates]) -> None:
+    """Say what the states of the answers will take on disk, where a token budget tells.
+
+    Those of the prompts come on top; what several trainings share is counted once, for the one that reads most.
+
+    Raises:
+        UserError: if the disk has no room for them.
+    """
+    tokens, target = workspace.recipe.distill.budget_tokens, workspace.target
+    if tokens is None or not wanted or (workspace.data / MANIFEST).is_file():
+        return
+    needed = max(one.bytes(tokens, target.hidden_size * target.dtype.itemsize) for one in wanted)
+    say(f"     {require_room(workspace.data, needed, f'the states of {tokens:,} answer tokens')}")
 
 
 def encode_stage(workspace: Workspace) -> Sequence[Path]:
@@ -109,7 +128,9 @@ def stored_states(workspace: Workspace) -> Sequence[Path]:
         return []
     encoding = Encoding(workspace.target, workspace.data, module.drafter.taps,
                         room=workspace.recipe.batch.store_bytes)
-    if not encoding.tokens:
+    if encoding.tokens:
+        say(f"     {require_room(workspace.data, encoding.bytes, f'the states of {encoding.tokens:,} tokens')}")
+    else:
         say("     nothing to compute: all of them were stored before, while the answers were decoded or by another run")
     return encoding.run()
 
