@@ -6,6 +6,7 @@ from .distill_config import DistillConfig
 from .feature_store import WantedStates, encode
 from .held_out import read_held_out
 from .prompts import Prompt, PromptConfig, load_prompts, read_prompts
+from .queued_distillation import distill_from_queue
 from .token_store import Manifest, ShardRecord, TokenShard
 from .writers import Writer
 
@@ -20,6 +21,7 @@ __all__ = [
     "WantedStates",
     "Writer",
     "distill",
+    "distill_from_queue",
     "encode",
     "load_prompts",
     "read_held_out",

@@ -4,7 +4,18 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..modules import DecodeSettings, DecodeStats, Generation, Request, Target, UserError, decode, repeats_itself
+from ..modules import (
+    DecodeResult,
+    DecodeSettings,
+    DecodeStats,
+    Generation,
+    Request,
+    Target,
+    UserError,
+    decode,
+    repeats_itself,
+)
+from ..modules.decoding.loop import Observer
 from ..modules.decoding.state_recorder import RecordedStates, StateRecorder
 from .chat import ChatTemplate, Turn, join_turns
 from .prompts import Prompt
@@ -83,8 +94,9 @@ class Answerer:
         template: of its tokenizer.
         settings: slots, sampling filters and seed.
         max_new_tokens: longest answer.
-        on_tokens: called with the number of tokens of each pass.
+        on_tokens: called with the number of new tokens of each answer in a pass.
         writer: answers instead of the target; None lets the target answer.
+        on_slots: called with the number of slots that hold an unfinished answer in a pass, and that of all slots.
     """
 
     def __init__(
@@ -95,9 +107,10 @@ class Answerer:
         max_new_tokens: int,
         on_tokens: Callable[[int], None],
         writer: Writer | None = None,
+        on_slots: Callable[[int, int], None] | None = None,
     ) -> None:
         self.target, self.template, self.settings, self.limit = target, template, settings, max_new_tokens
-        self.on_tokens, self.writer = on_tokens, writer
+        self.on_tokens, self.on_slots, self.writer = on_tokens, on_slots, writer
         self.source: SourceName = "target" if writer is None else "draft"
         self.stats = DecodeStats()
 
@@ -155,13 +168,24 @@ class Answerer:
                 index = one.number * TURNS + len(one.turns)
                 asked[index] = one
                 requests.append(Request(tuple(tokens), index, room, one.temperature))
+        result = self._decode(requests, deadline, recorder)
+        self.stats.add(result.stats)
+        states = {} if recorder is None else recorder.states(result.generations)
+        for generation in result.generations:
+            request = generation.request
+            text = self._text(generation.tokens)
+            asked[request.index].take(list(request.tokens), generation, text, states.get(request.index))
+
+    def _decode(self, requests: Sequence[Request], deadline: float | None,
+                recorder: StateRecorder | None) -> DecodeResult:
+        """The answers to requests, as `decode` gives them."""
         # The cache has room for a whole chunk in every slot, so a chunk is no longer than the longest prompt.
         longest = max((len(request.tokens) for request in requests), default=1)
         settings = replace(self.settings, prefill_chunk=min(self.settings.prefill_chunk, longest))
         drafter, policy = None, None
         if self.writer is not None:
             drafter, policy, settings = self.writer.drafter, self.writer.policy, self.writer.settings(settings)
-        result = decode(
+        return decode(
             self.target,
             requests,
             settings,
@@ -169,14 +193,16 @@ class Answerer:
             policy=policy,
             on_tokens=self._count,
             deadline=deadline,
+            observer=self._observer(min(settings.batch_size, len(requests))),
             recorder=recorder,
         )
-        self.stats.add(result.stats)
-        states = {} if recorder is None else recorder.states(result.generations)
-        for generation in result.generations:
-            request = generation.request
-            text = self._text(generation.tokens)
-            asked[request.index].take(list(request.tokens), generation, text, states.get(request.index))
+
+    def _observer(self, slots: int) -> Observer | None:
+        """Counts the busy slots of every pass for whoever asked for them."""
+        on_slots = self.on_slots
+        if on_slots is None:
+            return None
+        return lambda _tree, _accepted, rows: on_slots(sum(not row.complete for row in rows), slots)
 
     def _before(self, one: Conversation) -> list[int]:
         """Tokens before the next answer."""

@@ -102,6 +102,8 @@ class Split:
     def __init__(self, folder: Path, manifest: Manifest, name: str, config: BatchConfig, taps: tuple[int, ...],
                  learned: LearnedTokens) -> None:
         records = manifest.split(name)
+        self.files = [record.file for record in records]
+        """Names of the shards."""
         self.shards = [TokenShard.read(folder / record.file, record.sha256) for record in records]
         self.learned = [learned.of(shard) for shard in self.shards]
         """True at the tokens of each shard that are learned, bool [T]."""
@@ -135,6 +137,10 @@ class Split:
         found = [Window(number, *shard.span(row), 0) for number, shard in enumerate(self.shards)
                  for row in shard.answered_at(temperature)]
         return [row for row in found if bool(self.shards[row.shard].supervised_T[row.start : row.stop].any())]
+
+    def row(self, window: Window) -> int:
+        """Number of the row in its shard that a window is cut from."""
+        return bisect_right(self.shards[window.shard].starts_S.tolist(), window.start) - 1
 
     def whole(self, row: Window) -> Piece:
         """A row with all its answers as labels."""
@@ -254,6 +260,11 @@ class DraftDataModule(lightning.LightningDataModule):
         rows = self.plan.batch(number * world + rank)
         pieces = [[self.train.piece(self.windows[piece]) for piece in row] for row in rows]
         return pack(pieces, self.config.row_length)
+
+    def rows_of(self, number: int, rank: int = 0, world: int = 1) -> list[str]:
+        """Names of the rows in a micro-batch, as file:row, counted from 0."""
+        pieces = [self.windows[piece] for row in self.plan.batch(number * world + rank) for piece in row]
+        return [f"{self.train.files[one.shard]}:{self.train.row(one)}" for one in pieces]
 
     def train_dataloader(self) -> DataLoader[Features]:
         """Endless micro-batches of this rank, from the trainer's step on."""

@@ -6,7 +6,6 @@ shard again and ends with the same bytes. Where a training will read the target'
 (`shard_states`).
 """
 
-import json
 import logging
 import math
 import time
@@ -15,22 +14,24 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..modules import SIZING_TEMPERATURE, DecodeSettings, Target, UserError
-from ..modules.json_records import read_json, record_of
+from .answer_server import AnswerServer
+from .answered_shards import shard_of, states_of
 from .answering import Answerer, Conversation, take_given
 from .chat import ChatTemplate
 from .distill_config import DistillConfig, check_recipe, describe_recipe, package_versions
+from .distill_stats import added, read_stats, write_stats
 from .feature_store import WantedStates
 from .held_out import prompt_lines, read_held_out
 from .progress import Progress
 from .prompts import Prompt, PromptConfig, ReadPrompts, Source
 from .self_prompting import OwnPrompts
+from .server_answering import ServerAnswerer
 from .shard_states import ShardStates
 from .token_store import (
     MANIFEST,
     SOURCES,
     HeldOut,
     Manifest,
-    ShardRecord,
     SourceName,
     SplitName,
     TokenShard,
@@ -39,7 +40,6 @@ from .token_store import (
 )
 from .writers import Writer, source_of
 
-STATS = "stats.json"
 TEST = "test.jsonl"
 HELD_OUT_ROUNDS = 20
 """Largest number of rounds in which candidates for held-out prompts are read."""
@@ -84,6 +84,8 @@ def distill(
         UserError: if the recipe does not fit the source, the target or what `out` holds; a finished shard is corrupted;
             the disk is full; or no token would be supervised.
     """
+    if config.workers is not None:
+        raise ValueError(f"distill.workers is {config.workers}, which is a queue: call distill_from_queue")
     given = target, prompts, config, template, Path(out)
     return Distillation(*given, train_target=train_target or target, writer=writer, states=states,
                         progress=progress).run()
@@ -114,8 +116,9 @@ class Distillation:
             raise ValueError("distill.draft names an artifact and the writer is its draft; give both or neither")
         self.progress, self.states = Progress(shown=progress), ShardStates(target, out, states)
         settings = DecodeSettings(batch_size=config.slots, top_k=config.top_k, top_p=config.top_p, seed=config.seed)
-        self.answerer = Answerer(train_target, template, settings, config.max_new_tokens, self._count)
-        self.drafting = Answerer(target, template, settings, config.max_new_tokens, self._count, writer)
+        self.answerer = self._answerer(train_target, settings)
+        self.drafting = Answerer(target, template, settings, config.max_new_tokens, self._count, writer,
+                                 on_slots=self.progress.count_slots)
         self.source: Source = (
             OwnPrompts(train_target, template, prompts, seed=config.seed, slots=config.slots,
                        answer_tokens=config.max_new_tokens)
@@ -132,6 +135,13 @@ class Distillation:
         self.before: dict[str, float] = {}
         self.started = time.monotonic()
 
+    def _answerer(self, train_target: Target, settings: DecodeSettings) -> Answerer:
+        """Of train prompts."""
+        given = train_target, self.template, settings, self.config.max_new_tokens, self._count
+        if self.config.server is None:
+            return Answerer(*given, on_slots=self.progress.count_slots)
+        return ServerAnswerer(AnswerServer(self.config.server), *given)
+
     def run(self) -> Manifest:
         """Finish the folder. What pays on this machine decides no byte of it."""
         with self.target.reproducible(), self.train_target.reproducible():
@@ -144,12 +154,19 @@ class Distillation:
             return self.manifest
         # A folder that cannot be written to is reported now, not after the first shard.
         self._write_stats()
+        self._check_server()
         if self.manifest.held_out is None:
             self._hold_out()
         with self.progress.stage(*self._goal()):
             self._train()
         self._report()
         return self.manifest
+
+    def _check_server(self) -> None:
+        """Compare the server's answers with the target's, where a server answers. Raises UserError."""
+        if isinstance(self.answerer, ServerAnswerer):
+            with self.progress.stage("trial of the server", None, "tok"):
+                self.answerer.check()
 
     # Earlier runs --------------------------------------------------------------------------------
 
@@ -169,7 +186,7 @@ class Distillation:
             self.seen.update(TokenShard.read(self.out / shard.file, shard.sha256).keys_P.tolist())
         if found.held_out is not None:
             self.seen.update(prompt.key for prompt in read_held_out(self.out))
-        self.before = _read_stats(self.out)
+        self.before = read_stats(self.out)
         self.manifest = found
 
     def _require_same(self, what: str, found: object, wanted: object) -> None:
@@ -254,7 +271,8 @@ class Distillation:
     def _answered(self, prompts: Sequence[tuple[int, Prompt]], temperature: float,
                   settings: DecodeSettings) -> list[Conversation]:
         """Held-out prompts, answered by the target in its own number format."""
-        answerer = Answerer(self.target, self.template, settings, self.config.max_new_tokens, self._count)
+        answerer = Answerer(self.target, self.template, settings, self.config.max_new_tokens, self._count,
+                            on_slots=self.progress.count_slots)
         answered = answerer.answer(prompts, (temperature,), taps=self._taps())
         self.answerer.stats.add(answerer.stats)
         return answered
@@ -270,23 +288,18 @@ class Distillation:
             self.manifest = replace(self.manifest, candidates=start + read)
             barren = 0 if fresh else barren + read
             conversations = self._converse(fresh)
+            self.progress.advance("prompt", read)
             if conversations:
                 self._write_shard("train", conversations, [prompt.key for _, prompt in fresh], read)
             elif fresh:
                 # The time ran out before the first answer.
                 break
             elif self.own and barren >= BARREN_CANDIDATES:
-                raise UserError(
-                    f"none of {barren} prompts that the target wrote can be used; raise prompts.own_max_tokens "
-                    f"({self.prompts.own_max_tokens}), or give prompts in a file (prompts.origin: file)"
-                )
+                raise barren_error(barren, self.prompts)
             if read < size:
                 break
         if self.manifest.total("train", "supervised") == 0:
-            raise UserError(
-                f"no train token would be supervised in {self.out}: after {self.manifest.candidates} prompts, "
-                "held-out ones included, there is no answer with a token; give more prompts or a larger budget"
-            )
+            raise nothing_supervised(self.out, self.manifest.candidates)
         self.manifest = replace(self.manifest, complete=True)
         self.manifest.save(self.out)
 
@@ -316,27 +329,9 @@ class Distillation:
         self, split: SplitName, conversations: Sequence[Conversation], keys: Sequence[int], candidates: int
     ) -> None:
         """Write one shard and its states, then the manifest with its hash."""
-        shard = TokenShard.from_rows([row for one in conversations for row in one.rows], keys)
-        data = shard.to_bytes()
-        record = ShardRecord(
-            file=f"{split}-{len(self.manifest.split(split)):05d}.safetensors",
-            split=split,
-            sha256=hash_bytes(data),
-            candidates=candidates,
-            prompts=len({one.number for one in conversations}),
-            rows=shard.num_rows,
-            by_target=shard.written("target"),
-            by_text=shard.written("text"),
-            by_draft=shard.written("draft"),
-            tokens=len(shard.tokens_T),
-            supervised=int(shard.supervised_T.sum()),
-            answers=sum(len(one.turns) for one in conversations),
-            truncated=sum(one.truncated for one in conversations),
-            repetitive=sum(one.repetitive for one in conversations),
-        )
-        write_bytes(self.out / record.file, data)
-        states = [one.states_of(row) for one in conversations for row in one.rows]
-        self.states.write(self._tokens(), record, shard, states)
+        shard, record = shard_of(split, len(self.manifest.split(split)), conversations, keys, candidates)
+        write_bytes(self.out / record.file, shard.to_bytes())
+        self.states.add(self.states.write(self._tokens(), record, shard, states_of(conversations)))
         self.manifest = replace(self.manifest, shards=(*self.manifest.shards, record))
         self.manifest.save(self.out)
         self._write_stats()
@@ -386,23 +381,19 @@ class Distillation:
             return "answers", 60 * self.config.budget_minutes, "s", self._seconds()
         return "answers", self.source.total, "prompt", self.manifest.candidates
 
-    def _stats(self) -> dict[str, float]:
-        """Measurements on this machine: sums over the runs that worked on the folder, and shares of busy slots."""
+    def _amounts(self) -> dict[str, float]:
+        """Sums of this run, by part of the work."""
         parts = {"answers": self.answerer.stats}
         if self.config.draft is not None:
             parts["drafts"] = self.drafting.stats
         if isinstance(self.source, OwnPrompts):
             parts["prompts"] = self.source.stats
         sums = {f"{part}_{name}": value for part, stats in parts.items() for name, value in stats.amounts().items()}
-        sums = {name: value + self.before.get(name, 0.0) for name, value in sums.items()}
-        for part in parts:
-            total = sums[f"{part}_total_slots"]
-            sums[f"{part}_busy_share"] = sums[f"{part}_busy_slots"] / total if total else 1.0
-        states = self.before.get("states_seconds", 0.0) + self.states.seconds
-        return {**sums, "states_seconds": states, "seconds": self._seconds()}
+        return {**sums, "states_seconds": self.states.seconds}
 
     def _write_stats(self) -> None:
-        write_bytes(self.out / STATS, json.dumps(self._stats(), indent=2, sort_keys=True).encode())
+        """Write measurements on this machine, summed over the runs that worked on the folder."""
+        write_stats(self.out, added(self.before, self._amounts()), self._seconds())
 
     def _report(self) -> None:
         """Warn when many answers were cut."""
@@ -416,8 +407,17 @@ class Distillation:
             )
 
 
-def _read_stats(folder: Path) -> dict[str, float]:
-    file = folder / STATS
-    if not file.exists():
-        return {}
-    return record_of(dict[str, float], read_json(file, remedy := "delete it, only times are lost"), str(file), remedy)
+def barren_error(candidates: int, prompts: PromptConfig) -> UserError:
+    """The error of a target whose last prompts are all unusable."""
+    return UserError(
+        f"none of {candidates} prompts that the target wrote can be used; raise prompts.own_max_tokens "
+        f"({prompts.own_max_tokens}), or give prompts in a file (prompts.origin: file)"
+    )
+
+
+def nothing_supervised(out: Path, candidates: int) -> UserError:
+    """The error of data without an answer."""
+    return UserError(
+        f"no train token would be supervised in {out}: after {candidates} prompts, held-out ones included, there is no "
+        "answer with a token; give more prompts or a larger budget"
+    )

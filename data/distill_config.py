@@ -11,10 +11,15 @@ import torch
 from ..modules import Target, UserError
 from ..modules.config_checks import MOST_ROWS, MOST_TOKENS, check_bounds
 from ..modules.verification.sampling import TEMPERATURES, is_temperature
+from .answer_server import check_address
 from .prompts import PromptConfig, read_prompts
 from .token_store import SOURCES, SourceName, hash_file
 from .writers import Writer, check_shares
 
+MOST_WORKERS = 1024
+"""Most processes that one command starts."""
+ONE_QUEUE = "one queue"
+"""Record of any number of workers."""
 TrainFormat = Literal["own", "fastest", "float32", "bfloat16"]
 """Number formats for train prompts. A target in float16 has another hash of its weights than in float32."""
 
@@ -62,10 +67,23 @@ class DistillConfig:
     folder keeps. Held-out prompts are always answered in the target's own format."""
     document_tokens: int = 512
     """Longest piece of a plain document, in tokens; each piece is a row of its own."""
+    engine: Literal["own", "server"] = "own"
+    """Writer of the target's answers to train prompts. own: this project's decoding loop; server: an inference server
+    of the same model, which must return token ids and is compared with the target first. Its answers may differ from
+    one run to the next, finished shards do not. Held-out prompts and drafts' rows are always decoded here."""
+    server: str | None = None
+    """Address of that server: http://host:port/v1 of vLLM or another OpenAI-style server with `return_token_ids`, or
+    http://host:port/generate of SGLang. Its key, where it asks for one, is the environment's DRAFTSMITH_SERVER_KEY."""
+    workers: int | None = None
+    """Processes that are started here to answer train prompts from one queue, each on a GPU of its own where there are
+    several; the same command on another machine with the same disk joins in. Their number and their ends change no byte
+    of the data. All shards then have `shard_prompts` prompts, where null, one process without a queue, makes the last
+    ones smaller."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "distill.", shard_prompts=(1, MOST_ROWS), slots=(1, MOST_ROWS),
                      max_new_tokens=(1, MOST_TOKENS), validation_prompts=(0, MOST_ROWS), test_prompts=(0, MOST_ROWS),
+                     workers=(1, MOST_WORKERS),
                      top_k=(0, MOST_TOKENS), draft_tokens=(1, MOST_ROWS), document_tokens=(2, MOST_TOKENS))
         if not self.temperatures or not all(map(is_temperature, self.temperatures)):
             raise UserError(f"distill.temperatures must be one or more numbers, each {TEMPERATURES}, got "
@@ -80,7 +98,11 @@ class DistillConfig:
         if self.train_dtype not in get_args(TrainFormat):
             raise UserError(f"distill.train_dtype must be one of {', '.join(get_args(TrainFormat))}, got "
                             f"{self.train_dtype!r}")
+        if self.workers is not None and self.train_dtype == "fastest":
+            raise UserError(f"distill.train_dtype is fastest, which may differ between the machines of distill.workers "
+                            f"{self.workers}; name one of own, float32, bfloat16")
         self._check_shares()
+        self._check_engine()
 
     def require_format(self, target: Target, train_target: Target) -> None:
         """Refuse a train target in another number format than `train_dtype` names, or of another model.
@@ -93,6 +115,20 @@ class DistillConfig:
             raise ValueError(f"train_target is in {train_target.dtype}, and distill.train_dtype is {self.train_dtype}; "
                              "fastest is measured by draftsmith.recipes")
         train_target.identity.require_same(target.identity)
+
+    def _check_engine(self) -> None:
+        if self.engine not in ("own", "server"):
+            raise UserError(f"distill.engine must be own or server, got {self.engine!r}")
+        if (self.engine == "server") != (self.server is not None):
+            raise UserError(f"distill.engine is {self.engine} and distill.server is {self.server}; give an address "
+                            "with engine server, and only with it")
+        if self.server is None:
+            return
+        check_address(self.server)
+        if self.train_dtype != "own" or "target" not in self.shares:
+            raise UserError(f"a server answers for the target in its own number format, but distill.train_dtype is "
+                            f"{self.train_dtype} and distill.answered_by {self.answered_by}; set train_dtype: own and "
+                            "a share of the target, or distill.engine: own")
 
     def _check_shares(self) -> None:
         if (self.answered_by == "mix") != (self.mix is not None):
@@ -164,6 +200,11 @@ def describe_recipe(prompts: PromptConfig, config: DistillConfig, writer: Writer
     if prompts.origin == "file":
         source["sha256"] = hash_file(Path(str(prompts.path)))
     answers = {**asdict(config), "draft": None if writer is None else writer.digest}
+    if answers.pop("server") is None:
+        del answers["engine"]
+    if answers.pop("workers") is not None:
+        # Their number decides nothing, the sizes of a queue's shards do.
+        answers["workers"] = ONE_QUEUE
     recipe: dict[str, Any] = json.loads(json.dumps({"prompts": source, "distill": answers}))
     return recipe
 

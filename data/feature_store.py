@@ -23,6 +23,7 @@ from tqdm import tqdm
 from ..modules import Target, UserError
 from ..modules.json_records import read_record
 from .collate import Piece, pad
+from .disk_room import require_room
 from .token_store import (
     FORMAT_VERSION,
     Manifest,
@@ -142,6 +143,11 @@ class WantedStates:
     room: int | None = None
     """Bytes that they may take; None for no limit."""
 
+    def bytes(self, tokens: int, width: int) -> int:
+        """Bytes of the states of so many tokens, of `width` bytes each."""
+        every = tokens * width * len(state_names(self.taps))
+        return every if self.room is None else min(every, self.room)
+
     def fitting(self, tokens: int, width: int) -> tuple[str, ...]:
         """Names of the states of the first `tokens` tokens of the data, of `width` bytes each; none where there is no
         room for them."""
@@ -174,23 +180,36 @@ class StateStore:
         """Those of the named states that are not stored for a shard as they were written."""
         return [name for name in names if not self.holds(state_file(record, name), record.sha256)]
 
-    def write(self, record: ShardRecord, names: Sequence[str], rows: Sequence[Mapping[str, Tensor]]) -> None:
-        """Write the named states of a shard, one kind after the other, then the list.
+    def write(
+        self, record: ShardRecord, names: Sequence[str], rows: Sequence[Mapping[str, Tensor]]
+    ) -> dict[str, StoredFile]:
+        """Write the named states of a shard, one kind after the other; `add` lists the files.
 
         Args:
             record: the shard.
             names: of the states.
             rows: those of each row by name, each [N, D].
 
+        Returns:
+            The hashes of the files by their names.
+
         Raises:
             UserError: if the disk is full.
         """
+        written = {}
         for name in names:
             states_TD = torch.empty(record.tokens, self.hidden_size, dtype=self.dtype)
             if rows:
                 torch.cat([row[name] for row in rows], out=states_TD)
-            self._write(state_file(record, name), record.sha256, {STATES: states_TD})
-        self._list()
+            file = state_file(record, name)
+            written[file] = self._write(file, record.sha256, {STATES: states_TD})
+        return written
+
+    def add(self, files: Mapping[str, StoredFile]) -> None:
+        """List finished files. Raises UserError if the disk is full."""
+        self.files |= {name: asdict(file) for name, file in files.items()}
+        listed = {**self.key, "files": self.files}
+        write_bytes(self.folder / FEATURES, json.dumps(listed, indent=2, sort_keys=True).encode())
 
     def holds(self, name: str, tokens: str) -> bool:
         """True if a file is stored as it was written for data of this hash."""
@@ -202,16 +221,11 @@ class StateStore:
         Raises:
             UserError: if the disk is full.
         """
-        self._write(name, tokens, tensors)
-        self._list()
+        self.add({name: self._write(name, tokens, tensors)})
 
-    def _write(self, name: str, tokens: str, tensors: Mapping[str, Tensor]) -> None:
+    def _write(self, name: str, tokens: str, tensors: Mapping[str, Tensor]) -> StoredFile:
         write_tensors(self.folder / name, tensors)
-        self.files[name] = {"tokens": tokens, "sha256": hash_file(self.folder / name)}
-
-    def _list(self) -> None:
-        listed = {**self.key, "files": self.files}
-        write_bytes(self.folder / FEATURES, json.dumps(listed, indent=2, sort_keys=True).encode())
+        return StoredFile(tokens=tokens, sha256=hash_file(self.folder / name))
 
 
 class Encoding:
@@ -250,18 +264,25 @@ class Encoding:
         """Number of tokens that have to be read."""
         return sum(record.tokens for record in self.missing)
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of the states that will be written."""
+        width = self.target.hidden_size * self.store.dtype.itemsize
+        return sum(record.tokens * width * len(names) for record, names in self.missing.items())
+
     def run(self, *, progress: bool = True) -> list[Path]:
         """Read them and store their states; returns the files that hold the states of all shards.
 
         Raises:
-            UserError: if a shard is corrupted or the disk is full.
+            UserError: if a shard is corrupted, or the disk has no room.
         """
+        require_room(self.folder, self.bytes, f"the states of {self.tokens:,} tokens")
         bar = tqdm(total=self.tokens, desc="target states", unit="tok", disable=not (progress and self.missing))
         with self.target.reproducible(), bar:
             for record, names in self.missing.items():
                 shard = TokenShard.read(self.folder / record.file, record.sha256)
                 read = read_rows(self.target, shard, range(shard.num_rows), names, self.store.dtype, bar.update)
-                self.store.write(record, names, [read[row] for row in range(shard.num_rows)])
+                self.store.add(self.store.write(record, names, [read[row] for row in range(shard.num_rows)]))
         return [self.folder / state_file(record, name) for record in self.records for name in self.names]
 
 

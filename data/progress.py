@@ -1,4 +1,7 @@
-"""One progress bar at a time, with rate and time left, that any stage can advance in its own unit."""
+"""One progress bar at a time, with rate and time left, that any stage can advance in its own unit.
+
+Next to it stand the tokens per second and the share of slots without an answer.
+"""
 
 import time
 from collections.abc import Iterator
@@ -16,17 +19,19 @@ class Progress:
         self.bar: Any = None
         self.unit = ""
         self.started = 0.0
-        self.tokens = 0
+        self.tokens = self.busy = self.slots = 0
 
     @contextmanager
     def stage(self, title: str, total: float | None, unit: str, done: float = 0) -> Iterator[None]:
         """Show a bar for the block. The unit "s" counts time itself; `done` counts work of an earlier run."""
         self.unit, self.started, self.tokens = unit, time.monotonic(), 0
+        self.busy = self.slots = 0
         self.bar = tqdm(desc=title, total=total, unit=unit, initial=done, disable=not self.shown, smoothing=0.05)
         self.base = done
         try:
             yield
         finally:
+            self.bar.set_postfix_str(self._rates(), refresh=False)
             self.bar.close()
             self.bar = None
 
@@ -40,7 +45,16 @@ class Progress:
             self.bar.update(round(self.base + time.monotonic() - self.started - self.bar.n, 1))
         elif unit == self.unit:
             self.bar.update(amount)
-        if self.unit != "tok" and self.shown:
-            self.bar.set_postfix_str(
-                f"{self.tokens / max(time.monotonic() - self.started, 1e-9):.0f} tok/s", refresh=False
-            )
+        if self.shown:
+            self.bar.set_postfix_str(self._rates(), refresh=False)
+
+    def count_slots(self, busy: int, slots: int) -> None:
+        """Count a pass with answers in `busy` of its slots."""
+        self.busy, self.slots = self.busy + busy, self.slots + slots
+
+    def _rates(self) -> str:
+        """Tokens per second, unless they are the bar's own unit, and the idle share of the slots, as text."""
+        seconds = max(time.monotonic() - self.started, 1e-9)
+        rate = [f"{self.tokens / seconds:.0f} tok/s"] if self.unit != "tok" and self.tokens else []
+        idle = [f"{1 - self.busy / self.slots:.0%} of slots idle"] if self.slots else []
+        return ", ".join(rate + idle)

@@ -5,14 +5,14 @@ decoding as its tokens: a killed run makes shard and states again, with the same
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
 
 from ..modules import Target
 from ..modules.decoding.state_recorder import RecordedStates
-from .feature_store import FINAL, StateStore, WantedStates, read_rows, tap
+from .feature_store import FINAL, StateStore, StoredFile, WantedStates, read_rows, tap
 from .token_store import ShardRecord, TokenShard
 
 
@@ -42,8 +42,9 @@ class ShardStates:
         chosen = [one for one in self.wanted if self._fitting(one, tokens + 1)]
         return tuple(sorted({layer for one in chosen for layer in one.taps})) if chosen else None
 
-    def write(self, tokens: int, record: ShardRecord, shard: TokenShard, rows: Sequence[RecordedStates | None]) -> None:
-        """Store the states of a shard that have room.
+    def write(self, tokens: int, record: ShardRecord, shard: TokenShard,
+              rows: Sequence[RecordedStates | None]) -> dict[str, StoredFile]:
+        """Write the states of a shard that have room; `add` lists the files.
 
         Rows without recorded states are read by the target; a shard without any is left to `encode`.
 
@@ -53,17 +54,31 @@ class ShardStates:
             shard: its tokens.
             rows: recorded states of each row.
 
+        Returns:
+            The hashes of the files by their names.
+
         Raises:
             UserError: if the disk is full.
         """
-        names = tuple(sorted({name for one in self.wanted for name in self._fitting(one, tokens + record.tokens)}))
+        names = self.fitting(tokens + record.tokens)
         if self.store is None or not names or all(one is None for one in rows):
-            return
+            return {}
         started = time.monotonic()
         missing = [row for row, one in enumerate(rows) if one is None]
         read = read_rows(self.target, shard, missing, names, self.store.dtype)
-        self.store.write(record, names, [read[row] if one is None else _named(one) for row, one in enumerate(rows)])
+        named = [read[row] if one is None else _named(one) for row, one in enumerate(rows)]
+        files = self.store.write(record, names, named)
         self.seconds += time.monotonic() - started
+        return files
+
+    def add(self, files: Mapping[str, StoredFile]) -> None:
+        """List files that `write` has written. Raises UserError if the disk is full."""
+        if self.store is not None and files:
+            self.store.add(files)
+
+    def fitting(self, tokens: int) -> tuple[str, ...]:
+        """Names of the states of the last shard of so many tokens, as far as they have room."""
+        return tuple(sorted({name for one in self.wanted for name in self._fitting(one, tokens)}))
 
     def _fitting(self, one: WantedStates, tokens: int) -> tuple[str, ...]:
         return one.fitting(tokens, self.target.hidden_size * self.target.dtype.itemsize)

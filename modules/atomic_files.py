@@ -49,9 +49,10 @@ def is_leftover(path: Path) -> bool:
     return path.match(".?*.partial")
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove everything half-written in a folder and below it. No other process may be writing there."""
-    for path in [path for path in folder.rglob(".*.partial") if is_leftover(path)]:
+def remove_leftovers(folder: Path, shared: Path | None = None) -> None:
+    """Remove everything half-written in a folder and below it. No other process may be writing there, but in the folder
+    `shared`, which is left as it is."""
+    for path in [path for path in folder.rglob(".*.partial") if is_leftover(path) and shared not in path.parents]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:

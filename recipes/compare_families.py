@@ -100,7 +100,9 @@ def families(parsed: Parsed[FamiliesArguments]) -> None:
         workspace.check()
     # Any row's recipe will do: the sections that decide the data are the same for all rows.
     source = next(iter(files.values()), None) or next((compose(*row, parsed) for row in recipes.items()), None)
-    distil_once(source, given.out, trust, [one for workspace in workspaces for one in workspace.wanted_states()])
+    states = [one for workspace in workspaces for one in workspace.wanted_states()]
+    if not distil_once(source, given.out, trust, states):
+        return
     for number, name in enumerate(wanted, 1):
         say(f"\n== row {number}/{len(wanted)}: {name}")
         if name in files:
@@ -136,11 +138,15 @@ def trusting(given: FamiliesArguments) -> list[str]:
             f"--target.trust_remote_code={str(given.target.trust_remote_code).lower()}"]
 
 
-def distil_once(file: Path | None, out: Path, trust: Sequence[str], states: Sequence[WantedStates]) -> None:
-    """The data that all rows train on, by the recipe of one of them, with the states that their trainings read."""
+def distil_once(file: Path | None, out: Path, trust: Sequence[str], states: Sequence[WantedStates]) -> bool:
+    """The data that all rows train on, by the recipe of one of them, with the states that their trainings read.
+
+    Returns:
+        Whether this process goes on; one that only helped another to answer does not.
+    """
     if file is None:
-        return
-    perform_stages(workspace_of(file, "--out", str(out), "--data", "null", *trust), ["distill"], states)
+        return True
+    return perform_stages(workspace_of(file, "--out", str(out), "--data", "null", *trust), ["distill"], states)
 
 
 def workspace_of(file: Path, *words: str) -> Workspace:

@@ -1,4 +1,4 @@
-"""Signals that end a command: Ctrl-C, a kill, a closed terminal. Nothing but the standard library is imported."""
+"""Signals that end a command: Ctrl-C, a kill, a closed terminal, a job's end. Only the standard library is imported."""
 
 import os
 import signal
@@ -11,7 +11,8 @@ from types import FrameType
 from typing import NoReturn
 
 ENDING = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "a request to end (SIGTERM)",
-          signal.SIGHUP: "the end of its terminal (SIGHUP)"}
+          signal.SIGHUP: "the end of its terminal (SIGHUP)",
+          signal.SIGUSR1: "the announced end of its job (SIGUSR1)"}
 """The signals, in words."""
 RESUMED = frozenset({"run", "distill", "train", "families"})
 """Commands that go on where they were stopped."""
@@ -28,7 +29,7 @@ class Stopped(BaseException):
 
     @property
     def code(self) -> int:
-        """The exit code by the convention of shells: 130, 143 or 129."""
+        """The exit code by the convention of shells: 130, 143, 129 or 138."""
         return 128 + self.number
 
     def sentence(self, command: str) -> str:

@@ -1,7 +1,7 @@
 """Work that the stages before the evaluation left out for lack of minutes, and loops that training leaves out."""
 
 from ..data import Manifest, TokenShard
-from ..data.distill import STATS
+from ..data.distill_stats import STATS
 from ..data.learned_tokens import count_loops
 from ..modules.json_records import read_json, record_of
 from .training_folder import read_result

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ..data.disk_room import in_words
 from ..modules import Drafter, Target
 from ..modules.target.loading import sketch_target
 from ..trainers import families
@@ -114,24 +115,16 @@ def cache_bytes(target: Target) -> int:
 
 def lines(plan: Plan, recipe: Recipe) -> Iterator[str]:
     """The plan for people."""
-    disk = "none stored" if not plan.stored_states else size(plan.stored_states)
+    disk = "none stored" if not plan.stored_states else in_words(plan.stored_states)
     place = "" if recipe.target.placement == "replicated" else f" a process ({recipe.target.placement})"
-    yield f"target    {recipe.target.name}: {plan.target_parameters:,} parameters, {size(plan.target)}{place}"
-    yield f"drafter   {plan.drafter_parameters:,} trained parameters, {size(plan.drafter)} with gradients and AdamW"
+    yield f"target    {recipe.target.name}: {plan.target_parameters:,} parameters, {in_words(plan.target)}{place}"
+    yield f"drafter   {plan.drafter_parameters:,} trained parameters, {in_words(plan.drafter)} with gradients and AdamW"
     yield f"step      {recipe.batch.rows_per_batch} rows of {recipe.batch.row_length} tokens: target states "\
-          f"{size(plan.batch_states)}, draft states and logits {size(plan.batch_drafts)}"
-    yield f"training  {size(plan.training)} a device, activations of the drafter's own layers not counted"
-    kept = f"; states of a shard: {size(plan.kept_states)}" if plan.kept_states else ""
-    yield f"distill   {recipe.distill.slots} answers at once: {size(plan.distill_cache)} of keys and values{kept}"
+          f"{in_words(plan.batch_states)}, draft states and logits {in_words(plan.batch_drafts)}"
+    yield f"training  {in_words(plan.training)} a device, activations of the drafter's own layers not counted"
+    kept = f"; states of a shard: {in_words(plan.kept_states)}" if plan.kept_states else ""
+    yield f"distill   {recipe.distill.slots} answers at once: {in_words(plan.distill_cache)} of keys and values{kept}"
     yield f"disk      target states: {disk}"
-
-
-def size(count: int) -> str:
-    """Bytes for people."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return f"{count / 2**10:.1f} KiB"
 
 
 def plan(parsed: Parsed[Recipe]) -> None:

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from ..data import DistillConfig, Prompt, WantedStates, distill, read_held_out
+from ..data import DistillConfig, Prompt, WantedStates, read_held_out
 from ..data.datamodule import DraftDataModule
+from ..data.disk_room import require_room
 from ..data.distill_config import require_enough
 from ..data.feature_store import Encoding
 from ..data.label_weights import coverage
+from ..data.token_store import MANIFEST
 from ..export import (
     Method,
     SampledTuning,
@@ -55,17 +57,20 @@ from ..modules.target.loading import sketch_target
 from ..modules.tuning.replay_acceptance import held_out_acceptance
 from ..trainers import DraftModule, FitResult, TrainConfig, families, fit
 from ..trainers.draft_vocabulary import reduced_vocabulary
+from .answer_workers import answers, help_to_answer, is_answered, is_shared, leading, on_own_device
 from .chat_settings import handwritten_prompts, prompt_sets
-from .draft_writer import require_teacher, writer_digest, writer_of
+from .draft_writer import require_teacher, writer_digest
 from .dry_run import dry_run
 from .left_out import left_out
 from .parsing import Command, Parsed
 from .recipe import Recipe
-from .stages import Stage, run_stages
+from .stages import ALONE, Stage, run_stages
 from .terminal_text import say, stage_line
 from .training_folder import check_settings, read_result, write_result
 from .workspace import Workspace
 
+ALL = ("distill", "encode", "train", "artifact", "evaluate")
+"""Names of the stages, in order."""
 PLACES = ("out", "data", "references", "evaluate")
 """Recipe keys that say nothing about how an artifact was made."""
 
@@ -76,12 +81,27 @@ def distill_stage(workspace: Workspace, more: Sequence[WantedStates] = ()) -> Se
     workspace.check()
     recipe = workspace.recipe
     require_enough(recipe.prompts, recipe.distill)
-    manifest = distill(workspace.target, recipe.prompts, workspace.distill_config, workspace.template, workspace.data,
-                       train_target=workspace.train_target(), writer=writer_of(workspace),
-                       states=[*workspace.wanted_states(), *more])
+    wanted = [*workspace.wanted_states(), *more]
+    predict_states(workspace, wanted)
+    manifest = answers(workspace, wanted)
     held_out = [] if manifest.held_out is None else [manifest.held_out.file]
     files = ["manifest.json", *held_out, *(shard.file for shard in manifest.shards)]
     return [workspace.data / file for file in files]
+
+
+def predict_states(workspace: Workspace, wanted: Sequence[WantedStates]) -> None:
+    """Say what the states of the answers will take on disk, where a token budget tells.
+
+    Those of the prompts come on top; what several trainings share is counted once, for the one that reads most.
+
+    Raises:
+        UserError: if the disk has no room for them.
+    """
+    tokens, target = workspace.recipe.distill.budget_tokens, workspace.target
+    if tokens is None or not wanted or (workspace.data / MANIFEST).is_file():
+        return
+    needed = max(one.bytes(tokens, target.hidden_size * target.dtype.itemsize) for one in wanted)
+    say(f"     {require_room(workspace.data, needed, f'the states of {tokens:,} answer tokens')}")
 
 
 def encode_stage(workspace: Workspace) -> Sequence[Path]:
@@ -109,7 +129,9 @@ def stored_states(workspace: Workspace) -> Sequence[Path]:
         return []
     encoding = Encoding(workspace.target, workspace.data, module.drafter.taps,
                         room=workspace.recipe.batch.store_bytes)
-    if not encoding.tokens:
+    if encoding.tokens:
+        say(f"     {require_room(workspace.data, encoding.bytes, f'the states of {encoding.tokens:,} tokens')}")
+    else:
         say("     nothing to compute: all of them were stored before, while the answers were decoded or by another run")
     return encoding.run()
 
@@ -269,7 +291,8 @@ def vocabulary(workspace: Workspace, module: DraftModule) -> dict[str, Any]:
 def provenance(workspace: Workspace, result: FitResult, expected: tuple[float, ...]) -> dict[str, Any]:
     """Origin of the artifact: nothing in it depends on the machine."""
     return {
-        "recipe": {name: workspace.settings[name] for name in workspace.settings if name not in PLACES},
+        "recipe": {**{name: workspace.settings[name] for name in workspace.settings if name not in PLACES},
+                   "distill": workspace.answered, "train": workspace.trained},
         "data_manifest": workspace.manifest().hash,
         "acceptance": {"accepted_length": result.accepted_length, "by_position": list(result.by_position)},
         "training": {"best_step": result.step, "steps": result.steps},
@@ -319,21 +342,46 @@ def stages(workspace: Workspace, more: Sequence[WantedStates] = ()) -> tuple[Sta
 
 def perform_stages(
     workspace: Workspace, chosen: Sequence[str] | None = None, more: Sequence[WantedStates] = ()
-) -> None:
+) -> bool:
     """Run stages of a recipe, all by default; the first is left out where the recipe names finished data.
 
-    Several processes that torchrun has started train together. The stages before that must be complete; those after it
-    are done by the first one, unless its part of the target is of no use without the others.
+    Of several processes that answer together, all but the first end after that. Several processes that torchrun has
+    started train together: the stages before that must be complete; those after it are done by the first one, unless
+    its part of the target is of no use without the others.
+
+    Returns:
+        Whether this process leads, and goes on.
     """
+    names = list(chosen or (ALL if workspace.recipe.data is None else ALL[1:]))
+    # Lightning starts this command again for other devices: these join the training.
+    trains = "train" in names and is_answered(workspace)
+    if "distill" not in names or not is_shared(workspace.recipe) or trains:
+        _perform(workspace, names, more)
+        return True
+    workspace = on_own_device(workspace)
+    with leading(workspace.out) as leads:
+        if leads:
+            _perform(workspace, names, more)
+        else:
+            help_to_answer(workspace, [*workspace.wanted_states(), *more])
+    return leads
+
+
+def _perform(workspace: Workspace, names: list[str], more: Sequence[WantedStates]) -> None:
+    """Run stages in this process, the leading one of those that answer together."""
     every = stages(workspace, more)
     if workspace.recipe.data is None:
         before = writer_digest(workspace)
     else:
         every, before = every[1:], workspace.data_identity()
-    names, processes = list(chosen or [stage.name for stage in every]), Processes.launched()
+    processes = Processes.launched()
+    answered_together = workspace.data if is_shared(workspace.recipe) else None
     workspace.trains = "train" in names
-    alone = names.index("train") + 1 if processes.world > 1 and "train" in names else len(names)
-    run_stages(workspace.out, workspace.decisive, every, names[:alone], before, processes)
+    if answered_together is not None and not workspace.trains:
+        # Those that answer together have a queue, and end when it is empty.
+        processes = ALONE
+    alone = names.index("train") + 1 if processes.world > 1 and workspace.trains else len(names)
+    run_stages(workspace.out, workspace.decisive, every, names[:alone], before, processes, answered_together)
     if processes.rank or alone == len(names):
         return
     if workspace.placement.shared:

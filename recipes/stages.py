@@ -47,6 +47,7 @@ class StageRecord:
 def run_stages(
     out: Path, settings: Mapping[str, Any], stages: Sequence[Stage], chosen: Sequence[str], before: str = "",
     processes: Processes = ALONE,
+    shared: Path | None = None,
 ) -> None:
     """Run the chosen stages in order, skipping those whose output is complete.
 
@@ -61,13 +62,14 @@ def run_stages(
         before: identity of anything that was done elsewhere before the first stage.
         processes: those that run the stages together, each calling this; only the last chosen stage may be one for
             several, and the earlier ones must be complete.
+        shared: folder in which other processes may be writing; what they left is not removed.
 
     Raises:
         UserError: if a file that a chosen stage builds on has changed since an earlier stage wrote it, or a stage for
             one process is not complete and there are several.
     """
     if not processes.rank:
-        remove_leftovers(out)
+        remove_leftovers(out, shared)
     finished = read_finished(out)
     for number, stage in enumerate(stages, 1):
         key = stage_key(stage, settings, before)

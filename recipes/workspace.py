@@ -12,6 +12,7 @@ from torch import Tensor
 from ..data import ChatTemplate, DistillConfig, Manifest, WantedStates
 from ..data.chat import Surroundings
 from ..data.datamodule import learned
+from ..data.distill_config import ONE_QUEUE
 from ..data.label_weights import weigh_labels
 from ..modules import Target, UserError, load_target
 from ..modules.atomic_files import write_file
@@ -20,6 +21,7 @@ from ..modules.target.hf_folder import folder_digest
 from ..modules.target.loading import FASTEST, fastest_format, load_in_format, sketch_target
 from ..modules.target.placement import Placement, placement_named
 from ..trainers import DraftModule
+from ..trainers.base import UNDECISIVE
 from ..trainers.fitting import require_devices, require_processes
 from .dry_run import dry_run
 from .recipe import Recipe
@@ -135,19 +137,32 @@ class Workspace:
     def decisive(self) -> dict[str, Any]:
         """The settings that decide what stages leave.
 
-        A limit of the batches that is not set decides nothing, nor does the place of the target's weights. Where a
-        draft starts from the model in a folder, that model decides: another one may have been put there since.
+        A limit of the batches that is not set decides nothing, nor does the place of the target's weights or the number
+        of processes that answer. Where a draft starts from the model in a folder, that model decides: another one may
+        have been put there since.
         """
         batch = {name: value for name, value in self.settings["batch"].items() if value is not None}
         drafter, folder = self.settings["drafter"], self.settings["drafter"].get("folder")
         if folder is not None:
             drafter = {**drafter, "model_in_folder": folder_digest(Path(folder))}
-        return {**self.settings, "target": self._read_target, "batch": batch, "drafter": drafter}
+        return {**self.settings, "target": self._read_target, "distill": self.answered, "train": self.trained,
+                "batch": batch, "drafter": drafter}
 
     @property
     def _read_target(self) -> dict[str, Any]:
         """The settings of the target, wherever its weights are."""
         return {name: value for name, value in self.settings["target"].items() if name not in ("placement", "degree")}
+
+    @property
+    def answered(self) -> dict[str, Any]:
+        """The settings of the answers, without the number of processes and a server's address, which decide nothing."""
+        found = {name: value for name, value in self.settings["distill"].items() if name not in ("workers", "server")}
+        return found if self.recipe.distill.workers is None else {**found, "workers": ONE_QUEUE}
+
+    @property
+    def trained(self) -> dict[str, Any]:
+        """The settings of training, without those that decide no weight."""
+        return {name: value for name, value in self.settings["train"].items() if name not in UNDECISIVE}
 
     def manifest(self) -> Manifest:
         """The manifest of finished data.

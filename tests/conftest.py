@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -32,6 +33,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> torch.device:
     """CUDA where there is such a device, else the CPU: for tests that make tensors."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One thread in the test's own process, as in those forked from it: more may add up in another order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

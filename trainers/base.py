@@ -9,7 +9,6 @@ Shapes: B rows, L positions, D hidden size, K draft steps, C columns of sums, V 
 
 import hashlib
 import json
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -28,12 +27,14 @@ from ..modules.interfaces.family_card import FamilyCard
 from ..modules.target.adapter import Adapter
 from ..modules.target.draft_vocabulary import draft_index
 from ..modules.target.model import Target
+from .checkpoints import require_same_settings
 from .chunked_losses import VocabularyLoss
 from .draft_vocabulary import reduced_vocabulary
 from .metrics import describe, weighted_mean_loss
 from .objectives import Objective, ObjectiveName, Teacher
 from .optimizers import OptimizerName, optimizer_for
 from .schedules import time_leads, warmup_cosine
+from .step_guard import StepGuard
 from .training_clock import Clock, peak_memory_bytes
 
 Precision = Literal["auto", "32-true", "bf16-mixed"]
@@ -42,6 +43,8 @@ ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
 """Lightning's names of the device kinds that train here."""
 PATIENCE = 8
 """Optimizer steps without a supervised token after which a run stops: long prompts may fill one step, but not eight."""
+UNDECISIVE = ("checkpoint_minutes", "spike")
+"""Settings of training that decide no weight: a run may be resumed with others."""
 MOST_LR = 100.0
 """Largest learning rate: beyond it no optimizer here learns, and float32 overflows."""
 
@@ -92,6 +95,11 @@ class TrainConfig:
     """Largest number of nodes, root included, of the draft tree in validation."""
     checkpoint_every: int = 25
     """Optimizer steps between two checkpoints: the most that an interrupted run loses."""
+    checkpoint_minutes: float | None = None
+    """Minutes after which a checkpoint is also saved, however few steps they were; None for no limit but that."""
+    spike: float | None = None
+    """Stop at an optimizer step whose loss is above this many times the median of the last 50, name its rows and save
+    them; None never does. A loss that is not finite always stops."""
     precision: Precision = "auto"
     """Precision of the drafter's arithmetic in training; its weights stay float32. `auto` is bf16-mixed on CUDA and on
     CPUs with instructions for it (AVX512-BF16, AMX), 32-true elsewhere."""
@@ -136,6 +144,11 @@ class TrainConfig:
             raise UserError(f"lr must be above 0 and at most {MOST_LR:g}, got {self.lr}")
         if self.max_minutes is not None and not self.max_minutes > 0:
             raise UserError(f"max_minutes must be above 0, got {self.max_minutes}; leave it out to end by max_steps")
+        if self.checkpoint_minutes is not None and not self.checkpoint_minutes > 0:
+            raise UserError(f"checkpoint_minutes must be above 0, got {self.checkpoint_minutes}; leave it out to count "
+                            "steps alone")
+        if self.spike is not None and not self.spike > 1:
+            raise UserError(f"spike must be above 1, the median itself, got {self.spike}; try 4, or leave it out")
         if self.accelerator not in ACCELERATORS:
             raise UserError(f"accelerator must be one of {', '.join(ACCELERATORS)}, got {self.accelerator!r}")
         self.objective_settings()
@@ -207,6 +220,7 @@ class DraftModule(L.LightningModule):
         self.stopped = False
         """Whether the run ends after this optimizer step although it is not finished."""
         self.peak_memory_bytes = 0
+        self.guard = StepGuard(config.spike)
         self._pending: BatchLoss | None = None
         self._learned = 0.0
         self._token_ids_Q = reduced_vocabulary(config.drafter.vocabulary_size, token_counts, target)
@@ -326,13 +340,14 @@ class DraftModule(L.LightningModule):
 
         Lightning divides by the number of micro-batches and DDP by the number of ranks; both are undone here.
         """
+        self.guard.add(batch_idx, batch)
         learned, before = self.loss(batch), self._pending
         sums_KC = learned.sums_KC if before is None else before.sums_KC + learned.sums_KC
         self._pending = learned._replace(total=learned.total.detach(), sums_KC=sums_KC)
         return learned.total * (self.config.accumulate * self.trainer.world_size)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the summed gradient by the count, before clipping. Raises UserError when the loss is not finite."""
+        """Divide the summed gradient by the count, before clipping. Raises UserError at a wrong loss."""
         if self._pending is None:
             raise RuntimeError("an optimizer step came before any micro-batch")
         pending, self._pending = self._pending, None
@@ -361,9 +376,10 @@ class DraftModule(L.LightningModule):
 
     def _check(self, total: float, count: float, missed: float) -> None:
         step = self.global_step + 1
-        if not math.isfinite(total):
-            raise UserError(f"the loss became {total} at optimizer step {step}; lower lr (now {self.config.lr}) or "
-                            f"clip (now {self.config.clip}), and train again into an empty --out folder")
+        if self.guard.is_wrong(loss := total / max(count, 1.0)):
+            raise self.guard.error(loss, step, self.trainer,
+                                   f"lower lr (now {self.config.lr}) or clip (now {self.config.clip})")
+        self.guard.pass_step(loss)
         self._learned += count
         if not self._learned and step >= min(PATIENCE, self.config.max_steps or PATIENCE):
             reason = "no token is supervised; check the chat template and the data"
@@ -440,29 +456,18 @@ class DraftModule(L.LightningModule):
         """Settings that must be equal to resume a run from a checkpoint."""
         ids_Q = self.drafter.token_ids_Q
         chosen = None if ids_Q is None else hashlib.sha256(json.dumps(ids_Q.tolist()).encode()).hexdigest()[:16]
-        return {"config": asdict(self.config), "family": self.drafter.family, "drafter": self.drafter.describe(),
+        config = {name: value for name, value in asdict(self.config).items() if name not in UNDECISIVE}
+        return {"config": config, "family": self.drafter.family, "drafter": self.drafter.describe(),
                 "draft_vocabulary": chosen, "target": self.target.identity.to_dict()}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the settings that identify the run, and its counters."""
         checkpoint["draftsmith"] = {"recipe": self.recipe(), "learned": self._learned, "seconds": self.seconds,
-                                    "peak_memory_bytes": self.peak_memory_bytes}
+                                    "peak_memory_bytes": self.peak_memory_bytes, "losses": list(self.guard.losses)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse the checkpoint of another run."""
-        stored, own = checkpoint["draftsmith"]["recipe"], self.recipe()
-        changed = [name for name in _flat(own) if _flat(own)[name] != _flat(stored).get(name)]
-        if changed:
-            listed = ", ".join(f"{name} is {_flat(own)[name]!r}, was {_flat(stored).get(name)!r}" for name in changed)
-            raise UserError(f"the run in this folder was started with other settings ({listed}); choose another --out "
-                            "folder, or go back to those settings")
-        stored = checkpoint["draftsmith"]
+        require_same_settings((stored := checkpoint["draftsmith"])["recipe"], self.recipe())
         self._learned, self.peak_memory_bytes = stored["learned"], stored["peak_memory_bytes"]
         self.seconds = self.clock.before = stored["seconds"]
-
-
-def _flat(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in nested.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat
+        self.guard.losses.extend(stored["losses"])

@@ -67,3 +67,19 @@ def load_weights(path: Path, sha256: str) -> dict[str, Tensor]:
     except (OSError, SafetensorError) as error:
         raise UserError(f"the trained weights {path} cannot be read ({error}); delete that folder to train "
                         "again") from error
+
+
+def require_same_settings(stored: dict[str, Any], own: dict[str, Any]) -> None:
+    """Refuse a checkpoint of a run with other settings. Raises UserError, which names each difference."""
+    former, wanted = _flat(stored), _flat(own)
+    if changed := [name for name in wanted if wanted[name] != former.get(name)]:
+        listed = ", ".join(f"{name} is {wanted[name]!r}, was {former.get(name)!r}" for name in changed)
+        raise UserError(f"the run in this folder was started with other settings ({listed}); choose another --out "
+                        "folder, or go back to those settings")
+
+
+def _flat(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in nested.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat

@@ -61,8 +61,8 @@ class FitResult:
 def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, progress: bool = True) -> FitResult:
     """Train a drafter, resuming from `out/last.ckpt` if it exists, and load the best weights into `module.drafter`.
 
-    A signal (SIGINT, SIGTERM, SIGHUP) takes effect after the running step, whose checkpoint is saved; a second one at
-    once.
+    A signal (SIGINT, SIGTERM, SIGHUP, SIGUSR1) takes effect after the running step, whose checkpoint is saved; a second
+    one at once.
 
     Args:
         module: a family's module; `module.config` holds the training settings.

@@ -11,7 +11,8 @@ import torch
 from .base import DraftModule
 from .callbacks import EveryStep
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Ctrl-C, an end that is asked for, a closed terminal, and the signal by which Slurm announces the end of a job."""
 
 
 class StopAtSignal(EveryStep):

@@ -150,8 +150,7 @@ class Loop:
         return True
 
     def _done(self, row: int) -> bool:
-        generation = self.slots[row]
-        return generation.finish != "length" or len(generation.tokens) >= generation.request.max_new_tokens
+        return self.slots[row].complete
 
     def _free(self, row: int) -> bool:
         """True for a finished row that nothing more is recorded of."""

@@ -138,6 +138,11 @@ class Generation:
     """The error, in a sentence that names the request; empty unless `finish` is "error"."""
 
     @property
+    def complete(self) -> bool:
+        """Whether it has ended; one that is still growing has not."""
+        return self.finish != "length" or len(self.tokens) >= self.request.max_new_tokens
+
+    @property
     def passes(self) -> int:
         """Target passes after the prompt's."""
         return len(self.emitted)

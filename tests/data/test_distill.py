@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -422,12 +423,33 @@ def test_bad_settings_are_refused(fields: dict[str, Any], message: str) -> None:
         DistillConfig(**fields)
 
 
-def test_the_progress_bar_shows_tokens(tmp_path: Path, tiny_target: Target, capsys: pytest.CaptureFixture[str]) -> None:
-    config = replace(SMALL, budget_tokens=40)
-    distill(
-        tiny_target, write_prompts(tmp_path, many(20)), config, ChatTemplate(tiny_target.tokenizer), tmp_path / "out"
-    )
+def test_the_progress_bar_shows_tokens_and_idle_slots(
+    tmp_path: Path, tiny_target: Target, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, template = write_prompts(tmp_path, many(20)), ChatTemplate(tiny_target.tokenizer)
+    distill(tiny_target, prompts, replace(SMALL, budget_tokens=40), template, tmp_path / "out")
     shown = capsys.readouterr().err
     assert "held-out prompts" in shown
     assert "/40 [" in shown
-    assert "tok/s" in shown
+    assert re.search(r"tok/s, \d+% of slots idle\]", shown)
+    distill(tiny_target, prompts, replace(SMALL, max_new_tokens=24), template, tmp_path / "all")
+    shown = capsys.readouterr().err.split("answers:")[-1]
+    assert "20/20" in shown, "the prompts are counted"
+    [(rate, idle)] = re.findall(r"(?:prompt/s|s/prompt), (\d+) tok/s, (\d+)% of slots idle\]", shown)
+    stats = json.loads((tmp_path / "all" / "stats.json").read_text())
+    assert int(rate) > 0
+    assert 0 < int(idle) < 100
+    # Of all stages; the bar's are those of the train shards.
+    assert abs(1 - stats["answers_busy_share"] - int(idle) / 100) < 0.2
+
+
+def test_idle_slots_are_those_without_an_unfinished_answer(tiny_target: Target) -> None:
+    passes: list[tuple[int, int]] = []
+    answerer = Answerer(tiny_target, ChatTemplate(tiny_target.tokenizer), DecodeSettings(batch_size=3), 12,
+                        lambda _: None, on_slots=lambda busy, slots: passes.append((busy, slots)))
+    prompts = [(n, Prompt(turns=(word,), id=str(n))) for n, word in enumerate(WORDS)]
+    answerer.answer(prompts, (1.0,), taps=())
+    assert (sum(busy for busy, _ in passes), sum(slots for _, slots in passes)) == (
+        answerer.stats.busy_slots, answerer.stats.total_slots)
+    assert {slots for _, slots in passes} == {3}
+    assert min(busy for busy, _ in passes) < 3

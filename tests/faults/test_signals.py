@@ -21,7 +21,7 @@ from draftsmith.trainers import MedusaModule
 from safetensors.torch import load_file
 
 TINY = Path(__file__).resolve().parents[2] / "recipes" / "tiny.yaml"
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @pytest.fixture(autouse=True)
@@ -70,9 +70,11 @@ def left_by(run: Path, *gone: str) -> None:
     (signal.SIGTERM, MedusaModule, "training_step", 13, ("train", "artifact")),
     (signal.SIGINT, MedusaModule, "training_step", 8, ("train", "artifact")),
     (signal.SIGHUP, MedusaModule, "training_step", 1, ("train", "artifact")),
+    (signal.SIGUSR1, MedusaModule, "training_step", 9, ("train", "artifact")),
     (signal.SIGTERM, pipeline, "measure_cost", 1, ("artifact",)),
     (signal.SIGHUP, pipeline, "write_report", 1, ("report.html",)),
-], ids=["distillation", "states", "training", "training-ctrl-c", "training-hangup", "artifact", "evaluation"])
+], ids=["distillation", "states", "training", "training-ctrl-c", "training-hangup", "training-slurm", "artifact",
+        "evaluation"])
 def test_a_signal_ends_a_run_that_the_same_command_finishes(
     number: signal.Signals, owner: Any, name: str, at: int, gone: tuple[str, ...], tiny_run: Path, copied_run: Path,
     unhandled: list[int], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,

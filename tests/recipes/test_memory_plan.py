@@ -8,7 +8,7 @@ import torch
 from draftsmith.modules import TargetConfig, TokenTree, UserError, load_target
 from draftsmith.modules.target.loading import sketch_target
 from draftsmith.recipes.__main__ import main
-from draftsmith.recipes.memory_plan import cache_bytes, plan_recipe, size
+from draftsmith.recipes.memory_plan import cache_bytes, plan_recipe
 from draftsmith.recipes.pipeline import COMMANDS
 from transformers import LlamaConfig
 
@@ -71,7 +71,3 @@ def test_the_figures_are_those_of_the_real_drafter() -> None:
     rows.run(TokenTree.prompts(torch.tensor([[5]]), torch.tensor([1])))
     assert rows.cache.storage is not None
     assert rows.cache.storage.nbytes == 10 * cache_bytes(target)
-
-
-def test_bytes_for_people() -> None:
-    assert [size(count) for count in (1024, 3 * 2**20, 5 * 2**30 + 2**29)] == ["1.0 KiB", "3.0 MiB", "5.5 GiB"]

@@ -1,0 +1,94 @@
+"""Prompts of the shards of a queue: those of each are found without the answers of any other."""
+
+import json
+from collections.abc import Set
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..modules.json_records import read_record
+from .folder_locks import FolderLocks
+from .prompts import Prompt, Source, Taken
+from .self_prompting import OwnPrompts
+from .shard_queue import QUEUE, prompts_lock
+from .token_store import write_bytes
+
+REMEDY = "delete it, the prompts are then written again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenPrompts:
+    """Usable prompts that the target wrote for one shard, as a file of the queue."""
+
+    read: int
+    """Number of candidates."""
+    texts: dict[str, str]
+    """Text of each usable one by its number."""
+
+    def taken(self) -> Taken:
+        """The same as candidates."""
+        prompts = [(int(number), Prompt(turns=(text,), id=number, category="own"))
+                   for number, text in self.texts.items()]
+        return Taken(prompts=sorted(prompts, key=lambda one: one[0]), read=self.read)
+
+
+class QueuedPrompts:
+    """Candidates start + number * size and following, without repetitions.
+
+    A prompt belongs to the first shard in which it occurs. Prompts of a file are read by each process; those that the
+    target writes become files of the queue, each written by the first process that needs it.
+
+    Args:
+        source: of candidates.
+        folder: of the data.
+        locks: of that folder.
+        start: number of the first candidate that was not tried for the held-out prompts.
+        size: candidates of a shard.
+        held: keys of the held-out prompts.
+    """
+
+    def __init__(self, source: Source, folder: Path, locks: FolderLocks, *, start: int, size: int,
+                 held: Set[int]) -> None:
+        self.source, self.folder, self.locks = source, folder / QUEUE, locks
+        self.start, self.size, self.held = start, size, held
+        self._keys: dict[int, list[int]] = {}
+
+    def fresh(self, number: int) -> Taken:
+        """Candidates of a shard that neither an earlier shard nor the held-out prompts have.
+
+        Raises:
+            UserError: if the source cannot be read, a file of the queue is damaged, or the disk is full.
+        """
+        if isinstance(self.source, OwnPrompts):
+            # Its own first: while it waits for those of earlier shards, it would write nothing.
+            self._candidates(number)
+        seen = set(self.held)
+        for earlier in range(number):
+            if earlier not in self._keys:
+                self._candidates(earlier)
+            seen.update(self._keys[earlier])
+        taken, found = self._candidates(number), []
+        for place, prompt in taken.prompts:
+            if prompt.key not in seen:
+                seen.add(prompt.key)
+                found.append((place, prompt))
+        return Taken(prompts=found, read=taken.read)
+
+    def _candidates(self, number: int) -> Taken:
+        taken = self._written(number) if isinstance(self.source, OwnPrompts) else self._take(number)
+        self._keys[number] = [prompt.key for _, prompt in taken.prompts]
+        return taken
+
+    def _take(self, number: int) -> Taken:
+        return self.source.take(self.start + number * self.size, self.size)
+
+    def _written(self, number: int) -> Taken:
+        """Candidates that the target writes, from their file."""
+        file = self.folder / f"prompts-{number:05d}.json"
+        if not file.is_file():
+            with self.locks.holding(prompts_lock(number)):
+                if not file.is_file():
+                    taken = self._take(number)
+                    texts = {str(place): prompt.turns[0] for place, prompt in taken.prompts}
+                    content = json.dumps(asdict(WrittenPrompts(read=taken.read, texts=texts)), ensure_ascii=False)
+                    write_bytes(file, content.encode())
+        return read_record(WrittenPrompts, file, REMEDY).taken()

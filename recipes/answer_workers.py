@@ -1,0 +1,142 @@
+"""Processes that answer the prompts of one run together: the first leads the command, the others help it to answer."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+import torch
+import yaml
+
+from ..data import Manifest, WantedStates, distill, distill_from_queue
+from ..data.folder_locks import FolderLocks
+from ..data.shard_queue import clear_queue
+from ..data.token_store import MANIFEST
+from ..modules import UserError
+from ..modules.target.loading import FASTEST
+from .draft_writer import writer_of
+from .parsing import TRUST
+from .recipe import Recipe
+from .terminal_text import say
+from .workspace import Workspace
+
+LOCK = "workers.lock"
+"""File in a run's folder whose lock the leading process holds."""
+RANK = "LOCAL_RANK"
+"""Variable of the environment that numbers the processes of a machine, as torchrun sets it."""
+HELPS = "DRAFTSMITH_HELPS"
+"""Variable of the environment of a process that was started to help."""
+
+
+def is_shared(recipe: Recipe) -> bool:
+    """True if several processes may answer the prompts of a recipe.
+
+    Raises:
+        UserError: if it leaves a number format to each machine.
+    """
+    if recipe.distill.workers is None or recipe.data is not None:
+        return False
+    if recipe.target.dtype == FASTEST:
+        raise UserError(f"target.dtype is fastest, which may differ between the machines of distill.workers "
+                        f"{recipe.distill.workers}; name one, such as float32")
+    return True
+
+
+def is_answered(workspace: Workspace) -> bool:
+    """True if the data of a run are complete. Raises UserError if their manifest is damaged."""
+    return (workspace.data / MANIFEST).is_file() and Manifest.load(workspace.data).complete
+
+
+@contextmanager
+def leading(out: Path) -> Iterator[bool]:
+    """Context that says whether this process leads the run in a folder: the first that asks, as long as it lives.
+
+    Raises:
+        UserError: if the folder cannot be written, or its file system has no locks.
+    """
+    if HELPS in os.environ:
+        yield False
+        return
+    locks = FolderLocks(out / LOCK)
+    try:
+        yield locks.take(0)
+    finally:
+        locks.close()
+
+
+def answers(workspace: Workspace, states: Sequence[WantedStates]) -> Manifest:
+    """The answers of the run, complete: by this process alone, or together with others where the recipe says so.
+
+    Args:
+        workspace: of the run.
+        states: the target's states that trainings will read.
+    """
+    recipe = workspace.recipe
+    work = distill if recipe.distill.workers is None else distill_from_queue
+    with helpers(workspace):
+        manifest = work(workspace.target, recipe.prompts, workspace.distill_config, workspace.template, workspace.data,
+                        train_target=workspace.train_target(), writer=writer_of(workspace), states=states,
+                        progress=HELPS not in os.environ)
+    clear_queue(workspace.data, manifest)
+    return manifest
+
+
+def help_to_answer(workspace: Workspace, states: Sequence[WantedStates]) -> None:
+    """Answer prompts of a run that another process leads, until its answers are complete."""
+    if is_answered(workspace):
+        say("     another process leads this run, and its answers are complete")
+        return
+    say("     another process leads this run; this one helps to answer its prompts")
+    workspace.check()
+    answers(workspace, states)
+    say("     the answers are complete; the leading process goes on")
+
+
+def on_own_device(workspace: Workspace) -> Workspace:
+    """The workspace with the target on the GPU of this process's number, where the machine has several."""
+    target, count = workspace.recipe.target, torch.cuda.device_count()
+    if RANK not in os.environ or target.device not in ("auto", "cuda") or count < 2:
+        return workspace
+    device = f"cuda:{int(os.environ[RANK]) % count}"
+    return Workspace(replace(workspace.recipe, target=replace(target, device=device)), workspace.settings)
+
+
+@contextmanager
+def helpers(workspace: Workspace) -> Iterator[None]:
+    """Context in which other processes of this machine help to answer, as many as the recipe asks for with this one;
+    none where this process is one of several already.
+
+    They are killed at its end: that costs nothing but the shards that they were answering.
+    """
+    workers, processes = workspace.recipe.distill.workers or 1, list[subprocess.Popen[bytes]]()
+    if workers == 1 or RANK in os.environ:
+        yield
+        return
+    with NamedTemporaryFile("w", suffix=".yaml") as file:
+        yaml.safe_dump(workspace.settings, file, sort_keys=False)
+        file.flush()
+        try:
+            processes += [_started(helper_words(workspace.recipe, file.name), rank) for rank in range(1, workers)]
+            yield
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.wait()
+
+
+def helper_words(recipe: Recipe, file: str) -> list[str]:
+    """The command line of a helper, with its recipe in a file, which can hold no trust."""
+    return [sys.executable, "-P", "-m", "draftsmith.recipes", "distill", "--config", file,
+            f"--{TRUST}={str(recipe.trust).lower()}",
+            f"--target.trust_remote_code={str(recipe.target.trust_remote_code).lower()}"]
+
+
+def _started(words: Sequence[str], rank: int) -> "subprocess.Popen[bytes]":
+    # A group of its own, so that Ctrl-C reaches the leading process alone; that says what a helper would say.
+    return subprocess.Popen(words, process_group=0, stdout=subprocess.DEVNULL,
+                            env={**os.environ, RANK: str(rank), HELPS: "1"})

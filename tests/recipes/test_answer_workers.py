@@ -1,0 +1,153 @@
+"""Processes of one command, and of several, that answer together: one leads, the others help and end."""
+
+import json
+import os
+import subprocess
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from draftsmith.data import Manifest
+from draftsmith.data.folder_locks import FolderLocks
+from draftsmith.recipes import answer_workers, compare_families
+from draftsmith.recipes.__main__ import main
+from draftsmith.recipes.answer_workers import HELPS, LOCK, RANK, helper_words, on_own_device
+from draftsmith.recipes.pipeline import COMMANDS
+from draftsmith.recipes.workspace import Workspace
+from support.forked_workers import ended, kill, start
+from support.prompt_files import contents
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TINY = ("distill", "--config", "tiny", "--distill.validation_prompts", "2", "--distill.test_prompts", "1",
+        "--distill.max_new_tokens", "32", "--distill.budget_tokens", "250", "--distill.workers")
+
+
+def call(out: Path, workers: int, **variables: str) -> None:
+    """The command in a process with more variables of the environment."""
+    os.environ.update(variables)
+    assert main([*TINY, str(workers), "--out", str(out)]) == 0
+
+
+def workspace(*words: str) -> Workspace:
+    parsed = COMMANDS["distill"].parse(["--config", "tiny", *words])
+    return Workspace(parsed.values, parsed.settings)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> dict[str, bytes]:
+    """The data of one worker."""
+    call(tmp_path / "alone", 1)
+    return contents(tmp_path / "alone" / "data")
+
+
+def test_a_command_and_its_helpers_leave_the_data_of_one_process(tmp_path: Path, alone: dict[str, bytes]) -> None:
+    out = tmp_path / "out"
+    helping = [start(partial(call, out, 3, **{RANK: str(rank), HELPS: "1"})) for rank in (1, 2)]
+    # Its own helpers are these: a rank keeps it from starting others.
+    leading = start(partial(call, out, 3, **{RANK: "0"}))
+    assert [ended(process) for process in (leading, *helping)] == [0, 0, 0]
+    assert contents(out / "data") == alone
+    assert set(json.loads((out / "stages.json").read_text())) == {"distill", "encode"}
+    assert sorted(path.name for path in out.iterdir()) == ["data", "stages.json", "workers.lock"]
+
+
+def test_a_second_command_helps_the_one_that_leads(
+    tmp_path: Path, alone: dict[str, bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, held = tmp_path / "out", tmp_path / "held"
+
+    def lead() -> None:
+        assert FolderLocks(out / LOCK).take(0)
+        held.touch()
+        time.sleep(120)
+
+    leading = start(lead)
+    while not held.exists():
+        time.sleep(0.01)
+    call(out, 1)
+    said = capsys.readouterr().out
+    assert "another process leads this run; this one helps to answer its prompts" in said
+    assert "the answers are complete; the leading process goes on" in said
+    assert Manifest.load(out / "data").complete
+    assert not (out / "stages.json").exists(), "stages are the leading process's"
+    call(out, 1)
+    assert "another process leads this run, and its answers are complete" in capsys.readouterr().out
+    kill(leading)
+    call(out, 1)
+    assert contents(out / "data") == alone
+
+
+class Started:
+    """Stands for a process that was started."""
+
+    all: ClassVar[list["Started"]] = []
+
+    def __init__(self, words: list[str], **options: Any) -> None:
+        self.words, self.options, self.killed = words, options, False
+        self.parsed = COMMANDS["distill"].parse(words[words.index("distill") + 1 :])
+        self.all.append(self)
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def wait(self) -> int:
+        return 0
+
+
+def test_a_command_starts_the_others_with_its_recipe_and_ends_them(
+    tmp_path: Path, alone: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answer_workers.subprocess, "Popen", Started)
+    Started.all.clear()
+    call(tmp_path / "out", 3)
+    assert [one.options["env"][RANK] for one in Started.all] == ["1", "2"]
+    assert all(one.killed and one.options["env"][HELPS] for one in Started.all)
+    settings = COMMANDS["distill"].parse([*TINY[1:], "3", "--out", str(tmp_path / "out")]).settings
+    assert all(one.parsed.settings == settings for one in Started.all)
+    assert contents(tmp_path / "out" / "data") == alone
+
+
+@pytest.mark.slow
+def test_a_helper_that_was_started_answers(tmp_path: Path, alone: dict[str, bytes]) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    found = workspace(*TINY[3:], "2", "--out", str(tmp_path / "out"))
+    recipe.write_text(json.dumps(found.settings))
+    environment = {**os.environ, RANK: "1", HELPS: "1"}
+    said = subprocess.run(helper_words(found.recipe, str(recipe)), env=environment, check=True, text=True,
+                          capture_output=True)
+    assert "the answers are complete; the leading process goes on" in said.stdout
+    assert contents(tmp_path / "out" / "data") == alone
+
+
+def test_each_process_has_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = workspace("--distill.workers", "4")
+    assert on_own_device(given).recipe.target.device == "auto"
+    monkeypatch.setenv(RANK, "5")
+    assert on_own_device(given).recipe.target.device == "auto", "no GPU here"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert on_own_device(given).recipe.target.device == "cuda:1"
+    assert on_own_device(given).settings == given.settings
+    assert on_own_device(workspace("--target.device", "cpu")).recipe.target.device == "cpu"
+
+
+def test_the_number_of_workers_is_in_no_record() -> None:
+    two, three, none = (workspace("--distill.workers", number) for number in ("2", "3", "null"))
+    assert two.decisive == three.decisive
+    assert two.decisive != none.decisive
+    assert "workers" not in none.decisive["distill"]
+
+
+def test_a_measured_number_format_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "2", "--out", str(tmp_path), "--target.dtype", "fastest"]) == 2
+    assert "target.dtype is fastest, which may differ between the machines of distill.workers 2; name" in (
+        capsys.readouterr().err)
+
+
+def test_a_process_that_helped_a_comparison_trains_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare_families, "perform_stages", lambda *_: False)
+    monkeypatch.setattr(compare_families, "run_row", lambda *_: pytest.fail("a row was trained"))
+    words = ["families", "--config", "tiny", "--rows", "[tiny]", "--distill.workers", "2", "--out", str(tmp_path)]
+    assert main(words) == 0

@@ -1,0 +1,104 @@
+"""Inference servers in a thread, answered by a target of the test, in vLLM's and SGLang's layouts."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from draftsmith.modules import DecodeSettings, Request, Target, decode
+
+Change = Callable[[dict[str, Any]], dict[str, Any] | None]
+"""What a wrong server makes of a right response; None closes the connection without one."""
+
+
+@dataclass
+class Server:
+    """A running server."""
+
+    target: Target
+    """Answers."""
+    change: Change = dict
+    """Of every response to a prompt."""
+    failures: int = 0
+    """So many requests are answered with the status `status` first."""
+    status: int = 500
+    """Of these."""
+    seconds: float = 0.0
+    """Wait before each response."""
+    address: str = ""
+    """http://host:port, without a path."""
+    received: list[dict[str, Any]] = field(default_factory=list)
+    """All prompts' requests, with the header of the key as `authorization`."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def respond(self, path: str, sent: dict[str, Any]) -> tuple[int, dict[str, Any] | None]:
+        """(status, response) to a prompt; a response of None closes the connection."""
+        time.sleep(self.seconds)
+        with self.lock:
+            self.received.append(sent)
+            if self.failures:
+                self.failures -= 1
+                return self.status, {"error": "out of order"}
+            if path == "/v1/completions":
+                return 200, self.change(self._completion(sent))
+            return 200, self.change(self._generated(sent)) if path == "/generate" else {}
+
+    def _tokens(self, prompt: list[int], limit: int, temperature: float, seed: int) -> list[int]:
+        return decode(self.target, [Request(tuple(prompt), 0, limit, temperature)],
+                      DecodeSettings(seed=seed)).generations[0].tokens
+
+    def _completion(self, sent: dict[str, Any]) -> dict[str, Any]:
+        tokens = self._tokens(sent["prompt"], sent["max_tokens"], sent["temperature"], sent["seed"])
+        ended = tokens[-1] in sent["stop_token_ids"]
+        return {"choices": [{"text": "...", "token_ids": tokens, "prompt_token_ids": sent["prompt"],
+                             "finish_reason": "stop" if ended else "length", "stop_reason": None}]}
+
+    def _generated(self, sent: dict[str, Any]) -> dict[str, Any]:
+        given = sent["sampling_params"]
+        tokens = self._tokens(sent["input_ids"], given["max_new_tokens"], given["temperature"], given["sampling_seed"])
+        ended = tokens[-1] in given["stop_token_ids"]
+        reason = {"type": "stop", "matched": tokens[-1]} if ended else {"type": "length", "length": len(tokens)}
+        return {"text": "...", "output_ids": tokens, "meta_info": {"finish_reason": reason}}
+
+
+@contextmanager
+def serving(server: Server) -> Iterator[Server]:
+    """Context in which a server answers at its `address`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._send(200, {"data": [{"id": "the-target"}]})
+
+        def do_POST(self) -> None:
+            sent = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            status, content = server.respond(self.path, {**sent, "authorization": self.headers["Authorization"]})
+            if content is None:
+                self.close_connection = True
+            else:
+                self._send(status, content)
+
+        def _send(self, status: int, content: dict[str, Any]) -> None:
+            body = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    http.daemon_threads = True
+    server.address = f"http://127.0.0.1:{http.server_port}"
+    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        http.shutdown()
+        http.server_close()
+        thread.join()
