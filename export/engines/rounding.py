@@ -1,4 +1,4 @@
-"""What a draft loses by weights of fewer bits: the accepted length of this project's own chain, before and after."""
+"""The cost of weights of fewer bits: the accepted length of this project's own chain, before and after."""
 
 from collections.abc import Sequence
 from dataclasses import replace

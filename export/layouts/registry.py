@@ -23,7 +23,7 @@ from .speculators import export_speculators
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSettings:
-    """What single formats need beyond the artifact and its target."""
+    """Settings of single formats, beyond the artifact and its target."""
 
     target_gguf: Path | None = None
     """With gguf, the target's GGUF file, whose tokenizer is copied."""
@@ -66,7 +66,7 @@ def export_artifact(artifact: Artifact, target: Target, format_name: str, out: P
 
 
 def export_warning(drafter: Drafter, format_name: str) -> str:
-    """What an engine that reads the format leaves out of the drafter, in a sentence; empty where there is nothing."""
+    """A sentence on the part of the drafter that an engine leaves out of the format; empty where there is none."""
     return LOST_BIAS if isinstance(drafter, Eagle) and drafter.config.bias and format_name == "eagle" else ""
 
 

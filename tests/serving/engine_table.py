@@ -56,7 +56,7 @@ def proven(family: str, layout: str, outcomes: list[dict[str, Any]]) -> bool:
 
 
 def cell(family: str, layout: str, engine: str, outcomes: list[dict[str, Any]]) -> str:
-    """What is known of an engine and a family's format."""
+    """The cell of an engine in the row of a family's format."""
     own = [one for one in outcomes if one["engine"] == engine]
     if proven(family, layout, own):
         lost = {one["loses"]: None for one in own if family_of(one["name"]) == family and one["layout"] == layout}

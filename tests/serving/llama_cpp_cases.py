@@ -1,4 +1,4 @@
-"""What llama.cpp must load: `make test-llamacpp`."""
+"""Cases of llama.cpp: `make test-llamacpp`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

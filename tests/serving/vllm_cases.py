@@ -1,4 +1,4 @@
-"""What vLLM must load: `make test-serving`."""
+"""Cases of vLLM: `make test-serving`."""
 
 import json
 from collections.abc import Sequence
