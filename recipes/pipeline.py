@@ -52,7 +52,7 @@ from ..modules import (
     size_copies,
     try_pass_sizes,
 )
-from ..modules.processes import Processes
+from ..modules.processes import ALONE, Processes
 from ..modules.target.loading import sketch_target
 from ..modules.tuning.replay_acceptance import held_out_acceptance
 from ..trainers import DraftModule, FitResult, TrainConfig, families, fit
@@ -64,7 +64,7 @@ from .dry_run import dry_run
 from .left_out import left_out
 from .parsing import Command, Parsed
 from .recipe import Recipe
-from .stages import ALONE, Stage, run_stages
+from .stages import Stage, run_stages
 from .terminal_text import say, stage_line
 from .training_folder import check_settings, read_result, write_result
 from .workspace import Workspace

@@ -98,7 +98,7 @@ def upload(hub: Hub, given: PushArguments, files: Mapping[str, Path | bytes]) ->
         UserError: if the Hub refuses or cannot be reached.
     """
     from huggingface_hub import CommitOperationAdd
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError  # type: ignore[attr-defined]
 
     operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=one) for name, one in files.items()]
     try:

@@ -98,7 +98,7 @@ def write_model(file: Path, model: Any, vocabulary: Path, weights: str = FLOAT32
              for name, tensor in stored(tensors).items()} | factors
     write_gguf(file, kind, _model_settings(config), named, vocabulary, weights)
     factor_table = {name: TensorForm(tuple(tensor.shape)) for name, tensor in factors.items()}
-    table = held(_model_table(config) | factor_table, weights)
+    table = held({**_model_table(config), **factor_table}, weights)
     require_forms(gguf_forms(file), table)
     return table
 
