@@ -124,7 +124,7 @@ class OwnPrompts:
 
     def _decoded(self, asked: Sequence[tuple[_Draft, tuple[int, ...]]], longest: int, temperature: float,
                  settings: DecodeSettings) -> list[tuple[_Draft, Generation]]:
-        """What the target writes after these tokens; conversations that fill its context are left out."""
+        """The text that the target writes after these tokens; conversations that fill its context are left out."""
         fitting = {draft.number: (draft, tokens) for draft, tokens in asked
                    if len(tokens) + longest <= self.target.context_length}
         requests = [Request(tokens, number, longest, temperature) for number, (_, tokens) in fitting.items()]

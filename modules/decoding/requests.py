@@ -139,7 +139,7 @@ class Generation:
 
     @property
     def complete(self) -> bool:
-        """Whether it has ended; one that is still growing has not."""
+        """True once it has ended; one that is still growing has not."""
         return self.finish != "length" or len(self.tokens) >= self.request.max_new_tokens
 
     @property

@@ -73,7 +73,7 @@ class Segments:
 
 
 def visible_text(features: Features) -> Tensor | Segments:
-    """What the tokens of training rows see: a mask [B, L, L], or beyond `DENSE_LENGTH` tokens the segments."""
+    """Sight of the tokens of training rows: a mask [B, L, L], or beyond `DENSE_LENGTH` tokens the segments."""
     return features.visible() if features.tokens_BL.shape[1] <= DENSE_LENGTH else Segments.of(features)
 
 
@@ -86,7 +86,7 @@ def mask_arguments(visible: Tensor | Segments, device: torch.device) -> dict[str
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentForm:
-    """What distinguishes the attention of one layer from plain causal attention."""
+    """Differences of one layer's attention from plain causal attention."""
 
     scaling: float | None = None
     """Factor of the scores; None takes one over the root of the head dimension."""

@@ -27,7 +27,7 @@ BATCHES = 4
 
 @dataclass(frozen=True)
 class Found:
-    """What a target shows of itself."""
+    """Everything that a target shows of itself."""
 
     states: dict[int, list[torch.Tensor]]
     """Final state and taps of batches by number."""

@@ -23,7 +23,7 @@ from ...target.segment_attention import Segments, Span, visible_text
 
 
 def visible_rows(features: Features) -> Tensor | Segments:
-    """What the tokens of training rows see in a layer that a drafter trains: their segments on a CPU, and elsewhere as
+    """Sight of the tokens of training rows in a layer that a drafter trains: their segments on a CPU, and elsewhere as
     `visible_text` has it: one launch for each segment, and the wait for their borders, cost a GPU more than a mask."""
     if features.tokens_BL.device.type != "cpu":
         return visible_text(features)
