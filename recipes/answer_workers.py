@@ -112,10 +112,11 @@ def helpers(workspace: Workspace) -> Iterator[None]:
 
     They are killed at its end: that costs nothing but the shards that they were answering.
     """
-    workers, processes = workspace.recipe.distill.workers or 1, list[subprocess.Popen[bytes]]()
+    workers = workspace.recipe.distill.workers or 1
     if workers == 1 or RANK in os.environ:
         yield
         return
+    processes: list[subprocess.Popen[bytes]] = []
     with NamedTemporaryFile("w", suffix=".yaml") as file:
         yaml.safe_dump(workspace.settings, file, sort_keys=False)
         file.flush()

@@ -137,7 +137,8 @@ def test_a_free_process_takes_over_while_another_holds_its_shard(tmp_path: Path,
     out = tmp_path / "out"
 
     def hold() -> None:
-        FolderLocks(out / LOCKS).take(answers_lock(1))
+        locks = FolderLocks(out / LOCKS)
+        assert locks.take(answers_lock(1))
         time.sleep(60)
 
     holding = start(hold)

@@ -6,6 +6,7 @@ import subprocess
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -60,7 +61,8 @@ def test_a_second_command_helps_the_one_that_leads(
     out, held = tmp_path / "out", tmp_path / "held"
 
     def lead() -> None:
-        assert FolderLocks(out / LOCK).take(0)
+        locks = FolderLocks(out / LOCK)
+        assert locks.take(0)
         held.touch()
         time.sleep(120)
 
@@ -100,7 +102,7 @@ class Started:
 def test_a_command_starts_the_others_with_its_recipe_and_ends_them(
     tmp_path: Path, alone: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answer_workers.subprocess, "Popen", Started)
+    monkeypatch.setattr(answer_workers, "subprocess", SimpleNamespace(Popen=Started))
     Started.all.clear()
     call(tmp_path / "out", 3)
     assert [one.options["env"][RANK] for one in Started.all] == ["1", "2"]
