@@ -3,7 +3,8 @@ changes at one index."""
 
 import torch
 from draftsmith.modules import Eagle, Features
-from draftsmith.modules.drafters.parts.decoder_block import AttentionContext, rotate
+from draftsmith.modules.drafters.parts.decoder_block import AttentionContext
+from draftsmith.modules.drafters.parts.rotary import rotate
 from torch import Tensor
 
 
@@ -11,7 +12,8 @@ class PlainRollout:
     """The attentions of successive steps: T x (T J) scores, step 0 causal, all later steps on the diagonal alone."""
 
     def __init__(self, features: Features) -> None:
-        self.first, self.held = AttentionContext.training(features), dict[int, list[tuple[Tensor, Tensor]]]()
+        self.first = AttentionContext(positions_BN=features.positions_BL, visible_BNW=features.visible())
+        self.held = dict[int, list[tuple[Tensor, Tensor]]]()
 
     def __call__(self, step: int) -> AttentionContext:
         attention = PlainSight(positions_BN=self.first.positions_BN + step, visible_BNW=self.first.visible_BNW)
