@@ -1,4 +1,4 @@
-"""Where the weights of a target are: whole on one device of each process, split among processes, or spread over the
+"""Placements of a target's weights: whole on one device of each process, split among processes, or spread over the
 devices of one process.
 
 Only the decoder's layers are split or spread. Embedding, last norm and output layer stay whole on the device where a
@@ -227,6 +227,8 @@ class FullySharded(_Shared):
             if isinstance(module, FSDPModule) and not name.startswith(inside):
                 module.set_reshard_after_forward(False, recurse=False)
                 module.unshard()
+        # An output layer that is the embedding was gathered for itself.
+        model.tie_weights()
         return super().settled(model, device)
 
 
@@ -312,7 +314,7 @@ def _layers_name(model: Any) -> str:
 
 
 def _quantised(model: Any) -> str | None:
-    """How a model's stored weights are quantised; None where they are not."""
+    """Name of the quantisation of a model's stored weights; None where there is none."""
     settings = getattr(model.config, "quantization_config", None)
     if settings is None:
         return None

@@ -27,7 +27,7 @@ BATCHES = 4
 
 @dataclass(frozen=True)
 class Found:
-    """Everything that a target shows of itself."""
+    """States, losses and answers of a target, and the weights that this process holds of it."""
 
     states: dict[int, list[torch.Tensor]]
     """Final state and taps of batches by number."""

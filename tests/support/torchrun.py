@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def torchrun(processes: int, *command: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    """Output and exit code of a script or module (`-m`, its name) with its arguments that torchrun starts."""
+    """Output of a script, or of a module (`-m`, its name), with its arguments when torchrun has started it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -17,7 +17,7 @@ def torchrun(processes: int, *command: str, timeout: float = 240) -> subprocess.
 
 
 def start(*command: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    """Output and exit code of Python with these arguments, on one thread and without a network."""
+    """Output of Python with these arguments, on one thread and without a network."""
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, timeout=timeout,
                           cwd=Path(__file__).resolve().parents[2],
                           env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
