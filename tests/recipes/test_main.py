@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from draftsmith.modules import BASELINES
-from draftsmith.recipes import acceptance_head, artifact_commands, compare_families, memory_plan, pipeline
+from draftsmith.recipes import acceptance_head, artifact_commands, compare_families, memory_plan, pipeline, publishing
 from draftsmith.recipes.__main__ import COMMANDS, main
 from draftsmith.recipes.parsing import SECTIONS, TRUST, Command, CommandLine
 from draftsmith.recipes.recipe import Recipe
@@ -26,7 +26,7 @@ FAMILIES = next(path for path in SHIPPED if path.stem == "families")
 RECIPES = [path for path in SHIPPED if "\nfamily:" in path.read_text()]
 TINY = next(path for path in RECIPES if path.stem == "tiny")
 FILES = {"pipeline": pipeline, "compare_families": compare_families, "memory_plan": memory_plan,
-         "artifact_commands": artifact_commands, "acceptance_head": acceptance_head}
+         "artifact_commands": artifact_commands, "acceptance_head": acceptance_head, "publishing": publishing}
 EVERY: dict[str, Command[Any]] = {name: command for file in FILES.values() for name, command in file.COMMANDS.items()}
 
 
