@@ -20,8 +20,10 @@ def require_room(folder: Path, needed: int, what: str) -> str:
     here = folder.absolute()
     while not here.exists():
         here = here.parent
-    free = shutil.disk_usage(here).free
-    if needed > free:
+    disk = shutil.disk_usage(here)
+    free = disk.free
+    # A file system without a size is none to write files to, which the first of them says better.
+    if disk.total and needed > free:
         raise UserError(f"{what} take {in_words(needed)}, and the disk of {folder} has {in_words(free)} free; make "
                         "room, choose another --out, or set batch.states to computed, or to mixed with batch.store_gib")
     return f"{what} take {in_words(needed)}, {in_words(free)} are free"

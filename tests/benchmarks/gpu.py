@@ -24,10 +24,10 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.gpu_parts import PARTS, ROOT, Settings
 from draftsmith.export.evaluation.contention import processor
 from draftsmith.modules.target.loading import find_default_gguf
 from packaging.requirements import Requirement
+from support.gpu_parts import PARTS, ROOT, Settings
 
 MINUTES = 9.0
 """Most minutes of a part."""

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks import gpu, gpu_parts
+from benchmarks import gpu
+from support import gpu_parts
 
 WORDS = ["--device", "cpu", "--small"]
 

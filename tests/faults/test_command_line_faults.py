@@ -50,9 +50,9 @@ FAULTS += [
           lambda place: place.write("a", "")),
     Fault("an artifact that is a link to itself", "generate --prompt hi --artifact a", "holds no artifact|remove",
           lambda place: (place.folder / "a").symlink_to("a")),
-    Fault("an unknown format names merged too", "export --artifact gone --out o --format gguf",
-          "unknown export format 'gguf'; choose one of eagle, eagle-sglang, huggingface, hydra, kangaroo, medusa, "
-          "medusa-vllm, merged"),
+    Fault("an unknown format names merged too", "export --artifact gone --out o --format onnx",
+          "unknown export format 'onnx'; choose one of eagle, eagle-sglang, gguf, huggingface, hydra, kangaroo, "
+          "medusa, medusa-vllm, merged"),
     Fault("an empty format", "export --artifact {artifact} --out o --format=", "unknown export format ''; choose"),
     Fault("merged without an adapter", "export --artifact {artifact} --out o --format merged",
           "unknown export format 'merged'; choose one of .*changes its target"),

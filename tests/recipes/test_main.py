@@ -15,7 +15,15 @@ from typing import Any
 
 import pytest
 from draftsmith.modules import BASELINES
-from draftsmith.recipes import acceptance_head, artifact_commands, compare_families, memory_plan, pipeline, publishing
+from draftsmith.recipes import (
+    acceptance_head,
+    answer_workers,
+    artifact_commands,
+    compare_families,
+    memory_plan,
+    pipeline,
+    publishing,
+)
 from draftsmith.recipes.__main__ import COMMANDS, main
 from draftsmith.recipes.parsing import SECTIONS, TRUST, Command, CommandLine
 from draftsmith.recipes.recipe import Recipe
@@ -305,7 +313,7 @@ def test_a_full_disk_is_one_sentence(code: int, message: str, capsys: pytest.Cap
     def fail(*_: object, **__: object) -> None:
         raise OSError(code, os.strerror(code), str(tmp_path / "shard"))
 
-    monkeypatch.setattr(pipeline, "distill", fail)
+    monkeypatch.setattr(answer_workers, "distill", fail)
     assert message in refused(capsys, "run", "--config", TINY, "--out", tmp_path / "run")
 
 
@@ -313,7 +321,7 @@ def test_our_own_mistakes_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, 
     def fail(*_: object, **__: object) -> None:
         raise IndexError("a bug")
 
-    monkeypatch.setattr(pipeline, "distill", fail)
+    monkeypatch.setattr(answer_workers, "distill", fail)
     with pytest.raises(IndexError):
         main(["run", "--config", str(TINY), "--out", str(tmp_path / "run")])
 
