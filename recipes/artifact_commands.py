@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from ..export import (
     write_report,
 )
 from ..export.engines.rounding import rounding_loss
-from ..export.layouts.gguf_file import FLOAT32
+from ..export.layouts.gguf_file import FLOAT32, rounded
 from ..export.layouts.llama_cpp import GGUF_FILE, GGUF_FORMAT
 from ..export.layouts.registry import export_warning
 from ..export.layouts.specdec import SPECDEC_FORMAT
@@ -310,7 +311,7 @@ def export(parsed: Parsed[ExportArguments]) -> None:
 def rounding_line(artifact: Artifact, weights: str, file: Path, prompts: Sequence[Sequence[int]]) -> str:
     """Size of a file of weights, and accepted lengths with these weights and as trained."""
     settings = TrialSettings()
-    trained, exported = rounding_loss(artifact, weights, prompts, settings)
+    trained, exported = rounding_loss(artifact, partial(rounded, weights=weights), prompts, settings)
     return (f"{file.stat().st_size:,} bytes; with its weights this project accepts {exported:.3f} tokens per pass, "
             f"with those trained {trained:.3f} (chains of {settings.draft_tokens} tokens, {len(prompts)} prompts, "
             f"{settings.max_new_tokens} tokens each)")

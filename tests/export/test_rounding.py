@@ -1,5 +1,6 @@
 """Weights of fewer bits: what an engine reads from the file, and what the drafter loses by it."""
 
+from functools import partial
 from pathlib import Path
 
 import gguf
@@ -51,8 +52,8 @@ def test_the_loss_is_measured_on_a_copy(artifact: Artifact) -> None:
     before = {name: tensor.clone() for name, tensor in artifact.drafter.state_dict().items()}
     prompts, settings = [[5, 9, 11], [7, 8]], TrialSettings(draft_tokens=2, max_new_tokens=6)
     # A draft that is the target itself: every guess is accepted.
-    assert rounding_loss(artifact, "float32", prompts, settings) == (3.0, 3.0)
-    noisy = rounded_artifact(artifact, "int8").drafter.state_dict()
+    assert rounding_loss(artifact, partial(rounded, weights="float32"), prompts, settings) == (3.0, 3.0)
+    noisy = rounded_artifact(artifact, partial(rounded, weights="int8")).drafter.state_dict()
     changed = {name for name in before if not torch.equal(noisy[name], before[name])}
     assert {before[name].ndim for name in changed} == {2}
     assert all(torch.equal(tensor, before[name]) for name, tensor in artifact.drafter.state_dict().items())
