@@ -28,7 +28,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("",), ("target", "verification"), ("interfaces",), ("drafters.parts", "policies"), ("drafters",),
         ("baselines", "decoding"), ("tuning",),
     ),
-    "export": (("",), ("layouts", "evaluation"), ("engines",), ("report",)),
+    "export": (("",), ("engines", "layouts", "evaluation"), ("report",)),
 }
 """The boxes of each room from the ground up; a file imports its own box and lower floors. "" is the room itself."""
 
