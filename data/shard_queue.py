@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 
 from ..modules import UserError
+from ..modules.atomic_files import remove_leftovers
 from ..modules.json_records import read_record
 from .feature_store import StoredFile
 from .folder_locks import FolderLocks
@@ -162,7 +163,8 @@ def remove_shards(folder: Path, unwanted: Callable[[str], bool], kept: Set[str] 
 
 
 def clear_queue(folder: Path, manifest: Manifest) -> None:
-    """Remove the queue of complete data, and shards that do not belong to them, unless a process still works there."""
+    """Remove the queue of complete data, shards that do not belong to them, and what killed processes left
+    half-written, unless a process still works there."""
     if not (folder / LOCKS).exists():
         return
     with closing(FolderLocks(folder / LOCKS)) as locks:
@@ -170,4 +172,5 @@ def clear_queue(folder: Path, manifest: Manifest) -> None:
             shutil.rmtree(folder / QUEUE, ignore_errors=True)
             known = {record.file for record in manifest.shards}
             remove_shards(folder, lambda name: name not in known)
+            remove_leftovers(folder)
             locks.path.unlink(missing_ok=True)

@@ -1,10 +1,12 @@
 """Files that appear whole or not at all: written next to their place, forced to disk, then renamed into it.
 
-What a killed process was writing is a leftover: a hidden file or folder `.NAME.partial` next to NAME.
+What a killed process was writing is a leftover: a hidden file or folder `.NAME.partial` next to NAME, or `.tmp` and six
+letters or digits, by which safetensors names a file that it is writing.
 """
 
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +15,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from .errors import UserError
+
+_SAFETENSORS = re.compile(r"\.tmp[0-9A-Za-z]{6}")
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> Path:
@@ -46,13 +50,13 @@ def partial_of(path: Path) -> Path:
 
 def is_leftover(path: Path) -> bool:
     """True for the name of a file or folder that a killed process left half-written."""
-    return path.match(".?*.partial")
+    return path.match(".?*.partial") or _SAFETENSORS.fullmatch(path.name) is not None
 
 
 def remove_leftovers(folder: Path, shared: Path | None = None) -> None:
     """Remove everything half-written in a folder and below it. No other process may be writing there, but in the folder
     `shared`, which is left as it is."""
-    for path in [path for path in folder.rglob(".*.partial") if is_leftover(path) and shared not in path.parents]:
+    for path in [path for path in folder.rglob(".*") if is_leftover(path) and shared not in path.parents]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:

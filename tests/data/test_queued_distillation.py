@@ -31,6 +31,7 @@ from draftsmith.data.folder_locks import FolderLocks
 from draftsmith.data.self_prompting import OwnPrompts
 from draftsmith.data.shard_queue import FIRST, LOCKS, FinishedShard, ShardQueue, answers_lock
 from draftsmith.modules import Target, UserError
+from draftsmith.modules.atomic_files import remove_leftovers
 from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
 from support.forked_workers import ended, kill, start
 from support.prompt_files import contents, many, rows, shards, write_prompts
@@ -101,6 +102,7 @@ def test_kills_at_random_moments_cost_no_byte(make_from: Make, tmp_path: Path, s
         kill(working.pop(0))
         working.append(start(partial(make_from, out)))
     assert [ended(process) for process in working] == [0, 0, 0]
+    remove_leftovers(out)
     assert contents(out) == contents(tmp_path / "calm")
 
 

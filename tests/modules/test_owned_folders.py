@@ -83,12 +83,13 @@ def test_a_replacement_killed_between_its_renamings_is_undone(
 
 def test_leftovers_are_removed_at_any_depth_and_nothing_else(tmp_path: Path) -> None:
     folder = write(tmp_path / "new")
-    for name in (".file.partial", ".tree.partial/a/b", "deep/.x.partial", "kept.partial", ".partial", ".other"):
+    for name in (".file.partial", ".tree.partial/a/b", "deep/.x.partial", "kept.partial", ".partial", ".other",
+                 "deep/.tmpzARN0g", ".tmpfile", "tmpzARN0g"):
         write_file(folder / name, "half")
     (tmp_path / ".link.partial").symlink_to(folder)
     remove_leftovers(tmp_path)
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    assert found == {MARKER, "file", "deep/file", "kept.partial", ".partial", ".other"}
+    assert found == {MARKER, "file", "deep/file", "kept.partial", ".partial", ".other", ".tmpfile", "tmpzARN0g"}
     assert os.listdir(tmp_path) == ["new"]
 
 

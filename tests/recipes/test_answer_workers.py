@@ -102,7 +102,7 @@ class Started:
 def test_a_command_starts_the_others_with_its_recipe_and_ends_them(
     tmp_path: Path, alone: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answer_workers, "subprocess", SimpleNamespace(Popen=Started))
+    monkeypatch.setattr(answer_workers, "subprocess", SimpleNamespace(Popen=Started, DEVNULL=subprocess.DEVNULL))
     Started.all.clear()
     call(tmp_path / "out", 3)
     assert [one.options["env"][RANK] for one in Started.all] == ["1", "2"]
