@@ -9,8 +9,8 @@ from .token_store import ShardRecord, SplitName, TokenShard, hash_bytes
 
 def shard_of(
     split: SplitName, number: int, conversations: Sequence[Conversation], keys: Sequence[int], candidates: int
-) -> tuple[TokenShard, ShardRecord]:
-    """(the shard of some conversations, its entry in the manifest).
+) -> tuple[TokenShard, ShardRecord, bytes]:
+    """(the shard of some conversations, its entry in the manifest, the content of its file).
 
     Args:
         split: the part of the data that it belongs to.
@@ -20,10 +20,11 @@ def shard_of(
         candidates: prompts read or written for it.
     """
     shard = TokenShard.from_rows([row for one in conversations for row in one.rows], keys)
+    data = shard.to_bytes()
     record = ShardRecord(
         file=shard_file(split, number),
         split=split,
-        sha256=hash_bytes(shard.to_bytes()),
+        sha256=hash_bytes(data),
         candidates=candidates,
         prompts=len({one.number for one in conversations}),
         rows=shard.num_rows,
@@ -36,7 +37,7 @@ def shard_of(
         truncated=sum(one.truncated for one in conversations),
         repetitive=sum(one.repetitive for one in conversations),
     )
-    return shard, record
+    return shard, record, data
 
 
 def shard_file(split: SplitName, number: int) -> str:

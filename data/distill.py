@@ -329,8 +329,8 @@ class Distillation:
         self, split: SplitName, conversations: Sequence[Conversation], keys: Sequence[int], candidates: int
     ) -> None:
         """Write one shard and its states, then the manifest with its hash."""
-        shard, record = shard_of(split, len(self.manifest.split(split)), conversations, keys, candidates)
-        write_bytes(self.out / record.file, shard.to_bytes())
+        shard, record, data = shard_of(split, len(self.manifest.split(split)), conversations, keys, candidates)
+        write_bytes(self.out / record.file, data)
         self.states.add(self.states.write(self._tokens(), record, shard, states_of(conversations)))
         self.manifest = replace(self.manifest, shards=(*self.manifest.shards, record))
         self.manifest.save(self.out)

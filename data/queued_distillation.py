@@ -182,8 +182,9 @@ class QueuedDistillation(Distillation):
             return
         finished, written = FinishedShard(read=taken.read, fresh=len(fresh), record=None, states={}), set[str]()
         if conversations:
-            shard, record = shard_of("train", number, conversations, [prompt.key for _, prompt in fresh], taken.read)
-            write_bytes(self.out / record.file, shard.to_bytes())
+            keys = [prompt.key for _, prompt in fresh]
+            shard, record, data = shard_of("train", number, conversations, keys, taken.read)
+            write_bytes(self.out / record.file, data)
             files = self.states.write(self._tokens(), record, shard, states_of(conversations))
             finished, written = replace(finished, record=record, states=files), {record.file, *files}
         with self.locks.holding(MERGE):

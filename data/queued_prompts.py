@@ -21,13 +21,13 @@ class WrittenPrompts:
 
     read: int
     """Number of candidates."""
-    texts: dict[str, str]
-    """Text of each usable one by its number."""
+    texts: dict[str, tuple[str, ...]]
+    """User turns of each usable one by its number."""
 
     def taken(self) -> Taken:
         """The same as candidates."""
-        prompts = [(int(number), Prompt(turns=(text,), id=number, category="own"))
-                   for number, text in self.texts.items()]
+        prompts = [(int(number), Prompt(turns=turns, id=number, category="own"))
+                   for number, turns in self.texts.items()]
         return Taken(prompts=sorted(prompts, key=lambda one: one[0]), read=self.read)
 
 
@@ -88,7 +88,7 @@ class QueuedPrompts:
             with self.locks.holding(prompts_lock(number)):
                 if not file.is_file():
                     taken = self._take(number)
-                    texts = {str(place): prompt.turns[0] for place, prompt in taken.prompts}
+                    texts = {str(place): prompt.turns for place, prompt in taken.prompts}
                     content = json.dumps(asdict(WrittenPrompts(read=taken.read, texts=texts)), ensure_ascii=False)
                     write_bytes(file, content.encode())
         return read_record(WrittenPrompts, file, REMEDY).taken()

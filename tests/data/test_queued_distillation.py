@@ -28,8 +28,10 @@ from draftsmith.data.answering import Answerer
 from draftsmith.data.distill import BARREN_CANDIDATES
 from draftsmith.data.feature_store import affordable, state_file
 from draftsmith.data.folder_locks import FolderLocks
+from draftsmith.data.prompts import Prompt, Taken
+from draftsmith.data.queued_prompts import QueuedPrompts
 from draftsmith.data.self_prompting import OwnPrompts
-from draftsmith.data.shard_queue import FIRST, LOCKS, FinishedShard, ShardQueue, answers_lock
+from draftsmith.data.shard_queue import FIRST, LOCKS, QUEUE, FinishedShard, ShardQueue, answers_lock
 from draftsmith.modules import Target, UserError
 from draftsmith.modules.atomic_files import remove_leftovers
 from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
@@ -104,6 +106,22 @@ def test_kills_at_random_moments_cost_no_byte(make_from: Make, tmp_path: Path, s
     assert [ended(process) for process in working] == [0, 0, 0]
     remove_leftovers(out)
     assert contents(out) == contents(tmp_path / "calm")
+
+
+def test_prompts_of_several_turns_come_back_from_their_file_as_they_were_written(tmp_path: Path) -> None:
+    class Written(OwnPrompts):
+        def __init__(self) -> None:
+            pass
+
+        def take(self, start: int, count: int) -> Taken:
+            return Taken(prompts=[(start, Prompt(turns=("one", "two"), id=str(start), category="own"))], read=count)
+
+    locks = FolderLocks(tmp_path / "locks")
+    (tmp_path / QUEUE).mkdir()
+    queued = QueuedPrompts(Written(), tmp_path, locks, start=5, size=4, held=set())
+    first, again = queued.fresh(0), queued.fresh(0)
+    locks.close()
+    assert first.prompts == again.prompts == Written().take(5, 4).prompts
 
 
 def test_when_all_are_killed_the_next_one_makes_the_open_shards_alone(
