@@ -17,7 +17,7 @@ class Processes:
     rank: int = 0
     """Number of this process, from 0."""
     world: int = 1
-    """How many there are."""
+    """Their number."""
 
     @classmethod
     def launched(cls) -> "Processes":

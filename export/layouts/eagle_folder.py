@@ -22,7 +22,7 @@ NORMS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 LOST_BIAS = ("vLLM drops `fc.bias`, which this drafter was trained with, and then accepts hardly a draft; train with "
              "`bias: false` for it.")
-"""What is lost of EAGLE-1 in an engine that reads the official layout."""
+"""The part of EAGLE-1 that is lost in an engine which reads the official layout."""
 MIDLAYER, FIRST = "midlayer.", "layers.0."
 """Prefixes of the first layer's tensors: of the official code with one layer, of the speculators library."""
 

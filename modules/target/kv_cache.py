@@ -96,7 +96,7 @@ class Block:
     first: int
     """The first of these layers."""
     layers: int
-    """How many there are."""
+    """Their number."""
     storage: Tensor | None = None
     """Keys and values of layer `first` + n in entries 2n and 2n + 1, [2 * layers, B, H, S, E]; None before the first
     keys are written."""

@@ -47,7 +47,7 @@ class TargetConfig:
     device: str = "auto"
     """Torch device; auto is CUDA when there is one. Of several processes on a machine each takes its own."""
     placement: PlacementName = "replicated"
-    """Where the target's layers are. replicated: whole on one device of each process; tensor_parallel: the heads and
+    """Place of the target's layers. replicated: whole on one device of each process; tensor_parallel: the heads and
     channels of each layer divided among the processes of a group, which read the same rows; fully_sharded: the weights
     of each layer divided among them, and gathered while it runs; layers: whole layers on the devices of one process. To
     divide them, start `draftsmith train` with torchrun."""

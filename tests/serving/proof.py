@@ -19,7 +19,7 @@ class Case:
     layout: str
     """The format of its export."""
     asked: tuple[tuple[str, Any], ...] = ()
-    """What the engine is asked for, by its own names."""
+    """The settings for the engine, by its own names."""
     wrong: str = ""
     """Reason why fewer drafts must be accepted; empty where all of them must be."""
     change: Callable[[Path], None] | None = None

@@ -12,7 +12,7 @@ from typing import Any
 from draftsmith.modules import DecodeSettings, Request, Target, decode
 
 Change = Callable[[dict[str, Any]], dict[str, Any] | None]
-"""What a wrong server makes of a right response; None closes the connection without one."""
+"""A wrong server's changes to a right response; None closes the connection without one."""
 
 
 @dataclass

@@ -40,7 +40,7 @@ class _Keys:
 
     past_BGLX: tuple[Tensor, Tensor]
     visible: Tensor | Segments
-    """What the positions see of step 0: a mask [B, 1, L, L + 1] as numbers to be added, or the segments."""
+    """Sight of step 0 at each position: a mask [B, 1, L, L + 1] as numbers to be added, or the segments."""
     own: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
