@@ -21,8 +21,8 @@ from ..modules.target.hf_folder import folder_digest
 from ..modules.target.loading import FASTEST, fastest_format, load_in_format, sketch_target
 from ..modules.target.placement import Placement, placement_named
 from ..trainers import DraftModule
-from ..trainers.base import UNDECISIVE
 from ..trainers.fitting import require_devices, require_processes
+from ..trainers.train_config import UNDECISIVE
 from .dry_run import dry_run
 from .recipe import Recipe
 from .terminal_text import say

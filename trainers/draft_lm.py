@@ -16,7 +16,8 @@ from ..modules.errors import UserError
 from ..modules.features import Features
 from ..modules.target.hf_folder import folder_digest
 from ..modules.target.model import Target
-from .base import BatchLoss, DraftModule, TrainConfig
+from .base import BatchLoss, DraftModule
+from .train_config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,10 @@ from ..modules.errors import UserError
 from ..modules.features import Features
 from ..modules.interfaces.drafter import Drafts
 from ..modules.target.model import Target
-from .base import DraftModule, TrainConfig
+from .base import DraftModule
 from .objectives import ObjectiveName
 from .position_offsets import PositionConfig, with_offsets
+from .train_config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,10 +20,11 @@ from ..modules.features import Features
 from ..modules.interfaces.drafter import Drafter
 from ..modules.processes import Processes
 from ..modules.tuning.replay_acceptance import held_out_acceptance
-from .base import DraftModule, TrainConfig
+from .base import DraftModule
 from .callbacks import BEST, LAST, DecodedAcceptance, LastCheckpoint, ProgressLine, nothing_held_out
 from .checkpoints import AtomicCheckpointIO, load_weights
 from .interruption import StopAtSignal
+from .train_config import TrainConfig
 
 SPLITTING = ("deepspeed", "fsdp", "model_parallel")
 """First letters of Lightning's strategies that split gradients among processes."""

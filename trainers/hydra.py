@@ -7,8 +7,9 @@ from torch import Tensor
 from ..modules.drafters.hydra import Hydra
 from ..modules.drafters.hydra_heads import HydraConfig
 from ..modules.target.model import Target
-from .base import DraftModule, TrainConfig
+from .base import DraftModule
 from .objectives import ObjectiveName
+from .train_config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)

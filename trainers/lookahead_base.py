@@ -16,8 +16,9 @@ from ..modules.drafters.parts.lookahead_drafter import LookaheadConfig, Lookahea
 from ..modules.features import Features
 from ..modules.interfaces.drafter import Drafts
 from ..modules.target.read_text import ReadText
-from .base import DraftModule, TrainConfig
+from .base import DraftModule
 from .objectives import ObjectiveName
+from .train_config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)

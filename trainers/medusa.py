@@ -6,8 +6,9 @@ from torch import Tensor
 
 from ..modules.drafters.medusa import Medusa, MedusaConfig
 from ..modules.target.model import Target
-from .base import DraftModule, TrainConfig
+from .base import DraftModule
 from .objectives import ObjectiveName
+from .train_config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)

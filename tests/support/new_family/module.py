@@ -6,7 +6,8 @@ from torch import Tensor
 
 from ..modules.drafters.bigram import Bigram, BigramConfig
 from ..modules.target.model import Target
-from .base import DraftModule, TrainConfig
+from .base import DraftModule
+from .train_config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
