@@ -318,9 +318,11 @@ def test_greedy_answers_equal_those_of_generate(
     name: str, policy: str, batch_size: int, tiny_target_f64: Target
 ) -> None:
     drafter, target = made(name, tiny_target_f64)
-    result = decode(target, requests(target), DecodeSettings(batch_size=batch_size, ignore_eos=True, prefill_chunk=4),
+    # In a batch rows end and others take their places; a row alone knows nothing of the others.
+    asked = requests(target) if batch_size > 1 else requests(target)[:2]
+    result = decode(target, asked, DecodeSettings(batch_size=batch_size, ignore_eos=True, prefill_chunk=4),
                     drafter=drafter, policy=POLICIES[policy])
-    assert [generation.tokens for generation in result.generations] == reference(target)
+    assert [generation.tokens for generation in result.generations] == reference(target)[: len(asked)]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -10,7 +10,7 @@ from support.cases import IDS, Case, case
 
 def _kangaroo(config: KangarooConfig, ids: torch.Tensor | None = None) -> Case:
     # The cycle is not the target's own text: its distributions do not help. The adapter has no MLP and learns slowly.
-    return replace(case(KangarooModule, KangarooTrainConfig, config, ids, objective="hard"), steps=400)
+    return replace(case(KangarooModule, KangarooTrainConfig, config, ids, objective="hard"), steps=280)
 
 
 CASES = {
