@@ -60,6 +60,9 @@ class PromptConfig:
     """Kinds of prompts that the target writes (origin own), drawn for each prompt with equal chance: a system prompt
     that is not kept asks for coding, dialogue, extraction, humanities, math, reasoning, retrieval, rewriting, roleplay,
     stem, summary, translation or writing, and none for `any`; `all` is all of them. None asks for nothing."""
+    own_openings: bool = False
+    """Begin each prompt with a few words of its kind, drawn from a list, for the target to go on from: a small target
+    often writes nothing like what a system prompt asks for (needs own_kinds)."""
     own_turns: int | None = None
     """Most user turns of a conversation that the target writes (origin own); each has 1 to this many. The target
     answers greedily before it writes the next one. None writes one turn."""
@@ -81,6 +84,9 @@ class PromptConfig:
                                 f"prompts the target does not write; leave prompts.{key} out")
         if self.own_kinds is not None:
             named_kinds(self.own_kinds)
+        elif self.own_openings:
+            raise UserError("prompts.own_openings is true, but prompts.own_kinds is null, and an opening is that of a "
+                            "kind; set prompts.own_kinds: [all], or leave prompts.own_openings out")
         for key in ("limit", "max_prompt_tokens", "own_max_tokens", "own_turns"):
             value = getattr(self, key)
             if value is not None and value < 1:

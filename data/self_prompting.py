@@ -1,8 +1,8 @@
 """Prompts written by the target itself (Magpie, arXiv:2406.08464).
 
 An instruct model that continues the tokens before a user's turn writes a message like a user's. Its text up to the end
-of that turn is a prompt; no prompt set is needed. A system prompt before the turn can ask for a kind of message
-(`prompt_kinds`), and after an answer the target writes the user's next message in the same way.
+of that turn is a prompt; no prompt set is needed. A system prompt before the turn can ask for a kind of message, whose
+first words can be given (`prompt_kinds`). After an answer the target writes the user's next message.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from ..modules import DecodeSettings, DecodeStats, Generation, Request, Target, UserError, decode, repeats_itself
 from .chat import ChatTemplate, Message, Surroundings
-from .prompt_kinds import SYSTEM_PROMPTS, UNSTEERED, drawn_kind, drawn_turns, named_kinds
+from .prompt_kinds import SYSTEM_PROMPTS, UNSTEERED, drawn_kind, drawn_opening, drawn_turns, named_kinds
 from .prompts import Prompt, PromptConfig, Taken
 
 OPENING_TOKENS = 16
@@ -25,6 +25,8 @@ class _Draft:
     number: int
     system: tuple[Message, ...]
     """The system message that asks for its kind; none where nothing is asked for."""
+    opening: str
+    """First words of its first message, which the target goes on from; may be empty."""
     wanted: int
     """User turns that it is to have."""
     said: list[Message] = field(default_factory=list)
@@ -103,17 +105,26 @@ class OwnPrompts:
 
     def _draft(self, number: int) -> _Draft:
         """An empty conversation of the kind and length drawn for its number."""
-        return _Draft(number=number, system=_system(drawn_kind(self.kinds, self.seed, number)),
+        kind = drawn_kind(self.kinds, self.seed, number)
+        opening = drawn_opening(kind, self.seed, number) if self.config.own_openings else ""
+        return _Draft(number=number, system=_system(kind), opening=opening,
                       wanted=drawn_turns(self.most_turns, self.seed, number))
 
     def _write_turn(self, drafts: Sequence[_Draft], turn: int) -> None:
         """Add the next user turn to each conversation where it is usable, with random streams of its own."""
         longest = min(OPENING_TOKENS, self.config.own_max_tokens) if self.plain else self.config.own_max_tokens
-        asked = [(draft, self.template.user_turn([*draft.system, *draft.said]).before) for draft in drafts]
+        asked = [(draft, self._before(draft)) for draft in drafts]
         settings = replace(self.settings, seed=prompt_seed(self.seed, turn))
         for draft, generation in self._decoded(asked, longest, self.config.own_temperature, settings):
             if text := self._text(generation):
-                draft.said.append({"role": "user", "content": text})
+                opening = "" if draft.said else draft.opening
+                draft.said.append({"role": "user", "content": f"{opening}{text}".strip()})
+
+    def _before(self, draft: _Draft) -> tuple[int, ...]:
+        """The tokens after which the next user turn is written."""
+        before = self.template.user_turn([*draft.system, *draft.said]).before
+        opening = "" if draft.said else draft.opening
+        return (*before, *self.target.tokenizer(opening, add_special_tokens=False)["input_ids"])
 
     def _answer(self, drafts: Sequence[_Draft]) -> None:
         """Answer the newest turn of each conversation greedily, without the system prompt that asked for its kind."""
@@ -136,7 +147,7 @@ class OwnPrompts:
         return [(fitting[generation.request.index][0], generation) for generation in result.generations]
 
     def _text(self, generation: Generation) -> str:
-        """The prompt's text, empty where it is not usable: cut off, repetitive, or with special tokens inside."""
+        """The text of a turn, empty where it is not usable: cut off, repetitive, or with special tokens inside."""
         tokens = generation.tokens
         if not self.plain:
             if generation.finish == "length":
@@ -145,7 +156,7 @@ class OwnPrompts:
         special = set(self.target.tokenizer.all_special_ids)
         if special & set(tokens) or repeats_itself(tokens):
             return ""
-        text: str = self.target.tokenizer.decode(tokens).strip()
+        text: str = self.target.tokenizer.decode(tokens)
         return text if any(character.isalpha() for character in text) else ""
 
     def _before_end(self, tokens: Sequence[int]) -> list[int]:

@@ -3,7 +3,16 @@
 from collections import Counter
 
 import pytest
-from draftsmith.data.prompt_kinds import ALL_KINDS, SYSTEM_PROMPTS, UNSTEERED, drawn_kind, drawn_turns, named_kinds
+from draftsmith.data.prompt_kinds import (
+    ALL_KINDS,
+    OPENINGS,
+    SYSTEM_PROMPTS,
+    UNSTEERED,
+    drawn_kind,
+    drawn_opening,
+    drawn_turns,
+    named_kinds,
+)
 from draftsmith.modules import UserError
 from draftsmith.recipes.chat_settings import handwritten_prompts
 
@@ -31,6 +40,22 @@ def test_the_kinds_of_the_hand_written_prompts_are_known() -> None:
     asked = handwritten_prompts()
     assert {prompt.category for prompt in asked} <= set(SYSTEM_PROMPTS)
     assert not any(turn in text for prompt in asked for turn in prompt.turns for text in SYSTEM_PROMPTS.values())
+
+
+def test_every_kind_has_openings_and_each_is_drawn() -> None:
+    assert set(OPENINGS) == set(SYSTEM_PROMPTS)
+    for kind, openings in OPENINGS.items():
+        assert len(openings) == len(set(openings)) >= 5
+        assert all(opening == opening.strip() for opening in openings), kind
+        assert {drawn_opening(kind, 3, number) for number in range(300)} == set(openings)
+    assert drawn_opening(UNSTEERED, 3, 0) == ""
+
+
+def test_no_opening_is_that_of_a_hand_written_prompt() -> None:
+    """Drafts are judged by those prompts: two common words in a row is all that training may share with their start."""
+    asked = [turn.lower() for prompt in handwritten_prompts() for turn in prompt.turns]
+    longer = [opening.lower() for openings in OPENINGS.values() for opening in openings if len(opening.split()) > 2]
+    assert not [(opening, turn) for opening in longer for turn in asked if turn.startswith(opening)]
 
 
 @pytest.mark.parametrize("names", [[], ["poems"], ["math", "math"], ["all", "math"]])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from draftsmith.data import ChatTemplate, Prompt, PromptConfig, load_prompts, read_prompts, self_prompting
-from draftsmith.data.prompt_kinds import SYSTEM_PROMPTS, drawn_kind, drawn_turns
+from draftsmith.data.prompt_kinds import OPENINGS, SYSTEM_PROMPTS, drawn_kind, drawn_opening, drawn_turns
 from draftsmith.data.prompts import ReadPrompts
 from draftsmith.data.self_prompting import OwnPrompts, prompt_seed
 from draftsmith.modules import Generation, Request, Target, UserError, decode
@@ -177,7 +177,7 @@ def test_the_target_writes_prompts_that_depend_on_their_number_alone(tiny_target
 
 
 def test_kinds_and_turns_depend_on_the_number_alone(tiny_target_f64: Target) -> None:
-    fields = {"own_kinds": ("math", "any"), "own_turns": 2}
+    fields = {"own_kinds": ("math", "any"), "own_openings": True, "own_turns": 2}
     written = dict(short(tiny_target_f64, **fields).take(0, 96).prompts)
     assert {len(prompt.turns) for prompt in written.values()} == {1, 2}
     again = dict(short(tiny_target_f64, **fields).take(48, 48).prompts)
@@ -208,6 +208,31 @@ def test_each_prompt_is_written_after_the_system_prompt_of_its_kind(
         assert before == f"{system}<|im_start|>user\n"
     assert written.prompts
     assert all(prompt.system is None for _, prompt in written.prompts), "it is answered as if it came by itself"
+
+
+def test_the_target_goes_on_from_the_opening_of_a_kind(
+    tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, kinds = dict[int, tuple[str, str]](), ("coding", "any", "summary")
+
+    def watched(target: Target, requests: list[Request], settings: Any) -> Any:
+        result = decode(target, requests, settings)
+        for one in result.generations:
+            asked, text = (target.tokenizer.decode(list(tokens)) for tokens in (one.request.tokens, one.tokens))
+            written.setdefault(one.request.index, (asked, text.replace("<|im_end|>", "")))
+        return result
+
+    monkeypatch.setattr(self_prompting, "decode", watched)
+    prompts = dict(short(tiny_target_f64, own_kinds=kinds, own_openings=True, own_turns=2).take(0, 160).prompts)
+    for number, (asked, text) in written.items():
+        opening = drawn_opening(drawn_kind(kinds, 0, number), 0, number)
+        assert asked.endswith(f"<|im_start|>user\n{opening}")
+        if number in prompts:
+            assert prompts[number].turns[0] == f"{opening}{text}".strip()
+    longer = [prompt for prompt in prompts.values() if len(prompt.turns) == 2]
+    openings = tuple(opening for kind in kinds[::2] for opening in OPENINGS[kind])
+    assert longer
+    assert not any(prompt.turns[1].startswith(openings) for prompt in longer)
 
 
 def test_a_second_turn_follows_the_targets_greedy_answer(
@@ -263,6 +288,7 @@ def test_a_template_that_cannot_show_kinds_or_turns_is_refused(
 
 @pytest.mark.parametrize(("fields", "told"), [
     ({"own_kinds": ("poems",)}, r"own_kinds must be one or more different names among"),
+    ({"own_openings": True}, r"own_openings is true, but prompts\.own_kinds is null, .* set prompts\.own_kinds: \[al"),
     ({"own_turns": 0}, r"prompts\.own_turns must be at least 1, got 0"),
     ({"origin": "file", "path": "p.jsonl", "own_kinds": ("math",)},
      r"own_kinds is \('math',\), but prompts\.origin is file, whose prompts the target does not write"),
@@ -285,7 +311,7 @@ def test_unfit_prompts_are_dropped(tiny_target: Target) -> None:
         tokens = encode(words + ("<|im_end|>" if finish == "eos" else ""), add_special_tokens=False)["input_ids"]
         return source._text(Generation(Request((1,), 0, 8), tokens=tokens, finish=finish))  # type: ignore[arg-type]
 
-    assert text(" How far? ") == "How far?"
+    assert text(" How far? ") == " How far? "
     assert text("How far", finish="length") == ""
     assert text("12 + 3?") == ""
     assert text("one<|im_start|>two") == ""
