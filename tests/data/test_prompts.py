@@ -177,7 +177,7 @@ def test_the_target_writes_prompts_that_depend_on_their_number_alone(tiny_target
 
 
 def test_kinds_and_turns_depend_on_the_number_alone(tiny_target_f64: Target) -> None:
-    fields = {"own_kinds": ("math", "any"), "own_openings": True, "own_turns": 2}
+    fields = {"own_kinds": ("coding", "any", "summary"), "own_openings": True, "own_turns": 2}
     written = dict(short(tiny_target_f64, **fields).take(0, 160).prompts)
     assert {len(prompt.turns) for prompt in written.values()} == {1, 2}
     again = dict(short(tiny_target_f64, **fields).take(80, 80).prompts)
