@@ -70,9 +70,11 @@ class OwnPrompts:
 
     def _check_template(self) -> None:
         """Refuse a template that has no system prompts or no turns where the config needs them."""
-        if self.plain and (self.config.own_kinds is not None or self.most_turns > 1):
-            raise UserError("prompts.own_kinds and prompts.own_turns need a chat template, and this target has none; "
-                            "leave them out")
+        steered = self.config.own_kinds is not None and not self.config.own_openings
+        if self.plain and (steered or self.most_turns > 1):
+            raise UserError("prompts.own_kinds without prompts.own_openings, and prompts.own_turns, need a chat "
+                            "template, and this target has none; set prompts.own_openings: true, and leave "
+                            "prompts.own_turns out")
         for kind in self.asked_kinds:
             if self._shown(kind) == self.around:
                 raise UserError(f"prompts.own_kinds asks for {kind} by a system prompt, which the chat template of "

@@ -274,8 +274,8 @@ SILENT = CHATML.replace("{% for message in messages %}", "{% for message in mess
 @pytest.mark.parametrize(("template", "fields", "told"), [
     (NO_SYSTEM, {"own_kinds": ("math",)}, r"own_kinds asks for math by a system prompt, .* refuses \(.*no system"),
     (SILENT, {"own_kinds": ("any", "math")}, r"own_kinds asks for math by a system prompt, .* does not show; leave"),
-    (None, {"own_kinds": ("any",)}, r"own_kinds and prompts\.own_turns need a chat template, .* leave them out"),
-    (None, {"own_turns": 2}, r"own_kinds and prompts\.own_turns need a chat template, .* leave them out"),
+    (None, {"own_kinds": ("any",)}, r"own_kinds without .*own_openings, .* chat template, .* set prompts\.own_open"),
+    (None, {"own_turns": 2}, r"and prompts\.own_turns, need a chat template, .* leave prompts\.own_turns out"),
 ])
 def test_a_template_that_cannot_show_kinds_or_turns_is_refused(
     template: str | None, fields: dict[str, Any], told: str
@@ -292,6 +292,18 @@ def test_openings_need_no_system_prompts(template: str) -> None:
     tokenizer.chat_template = template
     source = short(Target(tiny_model(), tokenizer, name="tiny"), own_kinds=("math",), own_openings=True)
     assert source.asked_kinds == ()
+
+
+def test_a_target_without_a_template_goes_on_from_openings(tiny_target_f64: Target) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    target = Target(tiny_target_f64.model, tokenizer, name="tiny")
+    prompts = short(target, own_kinds=("math", "writing"), own_openings=True).take(0, 8).prompts
+    assert prompts
+    for number, prompt in prompts:
+        opening = drawn_opening(drawn_kind(("math", "writing"), 0, number), 0, number)
+        assert prompt.turns[0].startswith(opening)
+        assert len(prompt.turns[0]) > len(opening)
 
 
 @pytest.mark.parametrize(("fields", "told"), [
