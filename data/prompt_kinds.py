@@ -3,8 +3,8 @@
 A target that writes prompts after nothing but its chat template writes those that are commonest in its training data. A
 system prompt before the user's turn steers it (Magpie, arXiv:2406.08464, section 2.2): the system prompts here say what
 the assistant is for, and the message that a user sends to such an assistant is written next. They do not stay in the
-training data: the prompt is answered as if it had come by itself. A target too small to follow them can go on from the
-first words of such a message, which stay.
+training data: the prompt is answered as if it had come by itself. A target too small to follow them goes on from the
+first words of such a message instead, which stay.
 """
 
 import hashlib

@@ -61,8 +61,8 @@ class PromptConfig:
     that is not kept asks for coding, dialogue, extraction, humanities, math, reasoning, retrieval, rewriting, roleplay,
     stem, summary, translation or writing, and none for `any`; `all` is all of them. None asks for nothing."""
     own_openings: bool = False
-    """Begin each prompt with a few words of its kind, drawn from a list, for the target to go on from: a small target
-    often writes nothing like what a system prompt asks for (needs own_kinds)."""
+    """Give the first words of each prompt of a kind (own_kinds), drawn from a list, for the target to go on from, in
+    place of a system prompt, which a small target hardly follows."""
     own_turns: int | None = None
     """Most user turns of a conversation that the target writes (origin own); each has 1 to this many. The target
     answers greedily before it writes the next one. None writes one turn."""

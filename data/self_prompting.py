@@ -1,8 +1,8 @@
 """Prompts written by the target itself (Magpie, arXiv:2406.08464).
 
 An instruct model that continues the tokens before a user's turn writes a message like a user's. Its text up to the end
-of that turn is a prompt; no prompt set is needed. A system prompt before the turn can ask for a kind of message, whose
-first words can be given (`prompt_kinds`). After an answer the target writes the user's next message.
+of that turn is a prompt; no prompt set is needed. A system prompt before the turn can ask for a kind of message, or the
+message's first words can be given (`prompt_kinds`). After an answer the target writes the user's next message.
 """
 
 import hashlib
@@ -60,6 +60,7 @@ class OwnPrompts:
         self.around = template.user_turn()
         self.plain = template.source is None
         self.kinds = (UNSTEERED,) if config.own_kinds is None else named_kinds(config.own_kinds)
+        self.asked_kinds = () if config.own_openings else tuple(kind for kind in self.kinds if kind != UNSTEERED)
         self.most_turns = config.own_turns or 1
         self._check_template()
         self.stats = DecodeStats()
@@ -69,11 +70,13 @@ class OwnPrompts:
 
     def _check_template(self) -> None:
         """Refuse a template that has no system prompts or no turns where the config needs them."""
-        if self.plain and (self.config.own_kinds is not None or self.most_turns > 1):
-            raise UserError("prompts.own_kinds and prompts.own_turns need a chat template, and this target has none; "
-                            "leave them out")
-        for kind in self.kinds:
-            if kind != UNSTEERED and self._shown(kind) == self.around:
+        steered = self.config.own_kinds is not None and not self.config.own_openings
+        if self.plain and (steered or self.most_turns > 1):
+            raise UserError("prompts.own_kinds without prompts.own_openings, and prompts.own_turns, need a chat "
+                            "template, and this target has none; set prompts.own_openings: true, and leave "
+                            "prompts.own_turns out")
+        for kind in self.asked_kinds:
+            if self._shown(kind) == self.around:
                 raise UserError(f"prompts.own_kinds asks for {kind} by a system prompt, which the chat template of "
                                 "this target does not show; leave prompts.own_kinds out")
 
@@ -107,7 +110,7 @@ class OwnPrompts:
         """An empty conversation of the kind and length drawn for its number."""
         kind = drawn_kind(self.kinds, self.seed, number)
         opening = drawn_opening(kind, self.seed, number) if self.config.own_openings else ""
-        return _Draft(number=number, system=_system(kind), opening=opening,
+        return _Draft(number=number, system=_system(kind) if kind in self.asked_kinds else (), opening=opening,
                       wanted=drawn_turns(self.most_turns, self.seed, number))
 
     def _write_turn(self, drafts: Sequence[_Draft], turn: int) -> None:
@@ -168,8 +171,8 @@ class OwnPrompts:
 
 
 def _system(kind: str) -> tuple[Message, ...]:
-    """The system message that asks for a kind; none for the unsteered one."""
-    return () if kind == UNSTEERED else ({"role": "system", "content": SYSTEM_PROMPTS[kind]},)
+    """The system message that asks for a kind."""
+    return ({"role": "system", "content": SYSTEM_PROMPTS[kind]},)
 
 
 def prompt_seed(seed: int, turn: int = 0) -> int:

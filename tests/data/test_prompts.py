@@ -177,12 +177,12 @@ def test_the_target_writes_prompts_that_depend_on_their_number_alone(tiny_target
 
 
 def test_kinds_and_turns_depend_on_the_number_alone(tiny_target_f64: Target) -> None:
-    fields = {"own_kinds": ("math", "any"), "own_openings": True, "own_turns": 2}
-    written = dict(short(tiny_target_f64, **fields).take(0, 96).prompts)
+    fields = {"own_kinds": ("coding", "any", "summary"), "own_openings": True, "own_turns": 2}
+    written = dict(short(tiny_target_f64, **fields).take(0, 160).prompts)
     assert {len(prompt.turns) for prompt in written.values()} == {1, 2}
-    again = dict(short(tiny_target_f64, **fields).take(48, 48).prompts)
+    again = dict(short(tiny_target_f64, **fields).take(80, 80).prompts)
     assert {number: prompt.key for number, prompt in again.items()} == {
-        number: prompt.key for number, prompt in written.items() if number >= 48}
+        number: prompt.key for number, prompt in written.items() if number >= 80}
 
 
 def short(target: Target, **fields: Any) -> OwnPrompts:
@@ -226,7 +226,7 @@ def test_the_target_goes_on_from_the_opening_of_a_kind(
     prompts = dict(short(tiny_target_f64, own_kinds=kinds, own_openings=True, own_turns=2).take(0, 160).prompts)
     for number, (asked, text) in written.items():
         opening = drawn_opening(drawn_kind(kinds, 0, number), 0, number)
-        assert asked.endswith(f"<|im_start|>user\n{opening}")
+        assert asked == f"<|im_start|>user\n{opening}", "no system prompt"
         if number in prompts:
             assert prompts[number].turns[0] == f"{opening}{text}".strip()
     longer = [prompt for prompt in prompts.values() if len(prompt.turns) == 2]
@@ -274,8 +274,8 @@ SILENT = CHATML.replace("{% for message in messages %}", "{% for message in mess
 @pytest.mark.parametrize(("template", "fields", "told"), [
     (NO_SYSTEM, {"own_kinds": ("math",)}, r"own_kinds asks for math by a system prompt, .* refuses \(.*no system"),
     (SILENT, {"own_kinds": ("any", "math")}, r"own_kinds asks for math by a system prompt, .* does not show; leave"),
-    (None, {"own_kinds": ("any",)}, r"own_kinds and prompts\.own_turns need a chat template, .* leave them out"),
-    (None, {"own_turns": 2}, r"own_kinds and prompts\.own_turns need a chat template, .* leave them out"),
+    (None, {"own_kinds": ("any",)}, r"own_kinds without .*own_openings, .* chat template, .* set prompts\.own_open"),
+    (None, {"own_turns": 2}, r"and prompts\.own_turns, need a chat template, .* leave prompts\.own_turns out"),
 ])
 def test_a_template_that_cannot_show_kinds_or_turns_is_refused(
     template: str | None, fields: dict[str, Any], told: str
@@ -284,6 +284,26 @@ def test_a_template_that_cannot_show_kinds_or_turns_is_refused(
     tokenizer.chat_template = template
     with pytest.raises(UserError, match=told):
         short(Target(tiny_model(), tokenizer, name="tiny"), **fields)
+
+
+@pytest.mark.parametrize("template", [NO_SYSTEM, SILENT])
+def test_openings_need_no_system_prompts(template: str) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    source = short(Target(tiny_model(), tokenizer, name="tiny"), own_kinds=("math",), own_openings=True)
+    assert source.asked_kinds == ()
+
+
+def test_a_target_without_a_template_goes_on_from_openings(tiny_target_f64: Target) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    target = Target(tiny_target_f64.model, tokenizer, name="tiny")
+    prompts = short(target, own_kinds=("math", "writing"), own_openings=True).take(0, 8).prompts
+    assert prompts
+    for number, prompt in prompts:
+        opening = drawn_opening(drawn_kind(("math", "writing"), 0, number), 0, number)
+        assert prompt.turns[0].startswith(opening)
+        assert len(prompt.turns[0]) > len(opening)
 
 
 @pytest.mark.parametrize(("fields", "told"), [
