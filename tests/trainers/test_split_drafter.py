@@ -22,7 +22,7 @@ order have changed none of a size of 1 by more."""
 
 
 def run(out: Path, strategy: str, accumulate: int, processes: int, *more: str) -> str:
-    """What a training, or several, printed."""
+    """Output of a training, or of several."""
     command = [str(SCRIPT), str(out), strategy, str(accumulate), *more]
     answer = torchrun(processes, *command) if processes > 1 else start(*command)
     assert answer.returncode == 0, answer.stderr[-4000:]
