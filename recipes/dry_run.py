@@ -21,8 +21,7 @@ def dry_run(recipe: Recipe, target: Target) -> DraftModule:
             a policy asks for more than the family answers, states are to be stored that training changes, or the target
             cannot be placed as the recipe says.
     """
-    world = recipe.train.devices * recipe.train.num_nodes
-    target.placement.require_fit(target.model, world, gguf=is_gguf(recipe.target))
+    target.placement.require_fit(target.model, recipe.train.world, gguf=is_gguf(recipe.target))
     module = recipe.module(target, torch.ones(target.vocab_size))
     module.configure_model()
     check_states(recipe, module)

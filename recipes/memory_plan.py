@@ -12,8 +12,9 @@ from torch import nn
 from ..data.disk_room import in_words
 from ..modules import Drafter, Target
 from ..modules.target.loading import sketch_target
-from ..trainers import families
+from ..trainers import DraftModule, families
 from ..trainers.chunked_losses import CHUNK_ELEMENTS
+from ..trainers.strategies import FSDP2
 from .dry_run import dry_run
 from .parsing import Command, Parsed
 from .recipe import Recipe
@@ -36,7 +37,7 @@ class Plan:
     drafter_parameters: int
     """Trained parameters."""
     drafter: int
-    """Weights, gradients and AdamW's moments, in bytes on every device."""
+    """Weights, gradients and AdamW's moments that one process holds while a step runs, in bytes."""
     batch_states: int
     """The target's states of one micro-batch, in bytes on every device."""
     batch_drafts: int
@@ -70,20 +71,30 @@ def plan_recipe(recipe: Recipe, target: Target) -> Plan:
     tokens, states = batch.rows_per_batch * batch.row_length, 1 + len(drafter.taps)
     width = target.hidden_size * target.dtype.itemsize
     target_parameters, layers = parameters_of(target.model), parameters_of(target.layers)
-    processes = target.placement.size(recipe.train.devices * recipe.train.num_nodes)
+    processes = target.placement.size(recipe.train.world)
     held = target_parameters - layers + -(-layers // processes)
     shard, keeps = recipe.distill.shard_prompts, batch.states != "computed" and module.needs_states
     return Plan(
         target_parameters=target_parameters,
         target=held * target.dtype.itemsize,
         drafter_parameters=trained,
-        drafter=trained * ADAM_BYTES,
+        drafter=drafter_bytes(module),
         batch_states=tokens * states * width,
         batch_drafts=(2 * tokens * drafter.trained_steps * drafter.state_size + 4 * _logits(target, drafter)) * WIDE,
         distill_cache=recipe.distill.slots * recipe.distill.max_new_tokens * cache_bytes(target),
         kept_states=shard * recipe.distill.max_new_tokens * states * width if keeps else 0,
         stored_states=_stored(recipe, states * width),
     )
+
+
+def drafter_bytes(module: DraftModule) -> int:
+    """Bytes of the drafter in one process: its part of everything, and what a step gathers with its gradient."""
+    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    if module.config.strategy != FSDP2:
+        return trained * ADAM_BYTES
+    apart = [parameters_of(part) for part in module.drafter.gathered_apart()]
+    gathered = parameters_of(module) - sum(apart) + max(apart, default=0)
+    return -(-trained * ADAM_BYTES // module.config.world) + 2 * WIDE * gathered
 
 
 def parameters_of(module: nn.Module) -> int:

@@ -22,7 +22,7 @@ from ..modules.target.loading import FASTEST, fastest_format, load_in_format, sk
 from ..modules.target.placement import Placement, placement_named
 from ..trainers import DraftModule
 from ..trainers.fitting import require_devices, require_processes
-from ..trainers.train_config import UNDECISIVE
+from ..trainers.train_config import UNDECISIVE, decisive_settings
 from .dry_run import dry_run
 from .recipe import Recipe
 from .terminal_text import say
@@ -137,16 +137,16 @@ class Workspace:
     def decisive(self) -> dict[str, Any]:
         """The settings that decide what stages leave.
 
-        A limit of the batches that is not set decides nothing, nor does the place of the target's weights or the number
-        of processes that answer. Where a draft starts from the model in a folder, that model decides: another one may
-        have been put there since.
+        A limit of the batches that is not set decides nothing, nor does the place of the target's and the drafter's
+        weights or the number of processes that answer or, as long as they read as many micro-batches together, train.
+        Where a draft starts from the model in a folder, that model decides: another one may have been put there since.
         """
         batch = {name: value for name, value in self.settings["batch"].items() if value is not None}
         drafter, folder = self.settings["drafter"], self.settings["drafter"].get("folder")
         if folder is not None:
             drafter = {**drafter, "model_in_folder": folder_digest(Path(folder))}
-        return {**self.settings, "target": self._read_target, "distill": self.answered, "train": self.trained,
-                "batch": batch, "drafter": drafter}
+        return {**self.settings, "target": self._read_target, "distill": self.answered,
+                "train": decisive_settings(self.settings["train"]), "batch": batch, "drafter": drafter}
 
     @property
     def _read_target(self) -> dict[str, Any]:
@@ -196,8 +196,7 @@ class Workspace:
     def check(self) -> None:
         """Try the recipe's devices, and the recipe on the target's shape, before any work. Raises UserError."""
         if self.trains:
-            processes = self.recipe.train.devices * self.recipe.train.num_nodes
-            self.placement.require_processes(processes)
+            self.placement.require_processes(self.recipe.train.world)
             require_processes(self.recipe.train)
         require_devices(self.recipe.train)
         dry_run(self.recipe, sketch_target(self.recipe.target))

@@ -33,8 +33,10 @@ from .metrics import describe, weighted_mean_loss
 from .objectives import Objective, Teacher
 from .optimizers import optimizer_for
 from .schedules import time_leads, warmup_cosine
+from .split_drafter import SplitDrafter, whole_state
 from .step_guard import StepGuard
-from .train_config import UNDECISIVE, TrainConfig
+from .strategies import FSDP2
+from .train_config import TrainConfig, decisive_settings
 from .training_clock import Clock, peak_memory_bytes
 
 PATIENCE = 8
@@ -91,6 +93,9 @@ class DraftModule(L.LightningModule):
             raise UserError(f"{type(self).__name__} trains through the target's layers, which target.placement "
                             f"{target.placement.name} does not keep whole on one device; set target.placement: "
                             "replicated, or choose another family")
+        if self.changes_target and config.strategy == FSDP2:
+            raise UserError(f"train.strategy {FSDP2} splits the drafter's weights, and {type(self).__name__} trains "
+                            "weights of the target too; set train.strategy: ddp")
         self.target, self.config, self.token_counts = target, config, token_counts
         self.figures: dict[str, float] = {}
         self.clock = Clock()
@@ -100,6 +105,8 @@ class DraftModule(L.LightningModule):
         """Whether the run ends after this optimizer step although it is not finished."""
         self.peak_memory_bytes = 0
         self.guard = StepGuard(config.spike)
+        self.split: SplitDrafter | None = None
+        """Keeper of the drafter where its weights are split among processes."""
         self._pending: BatchLoss | None = None
         self._learned = 0.0
         self._token_ids_Q = reduced_vocabulary(config.drafter.vocabulary_size, token_counts, target)
@@ -115,10 +122,13 @@ class DraftModule(L.LightningModule):
             self.drafter.bind(self.target)
 
     def configure_model(self) -> None:
-        """Build the drafter once; called for loading a checkpoint and for fitting."""
+        """Build the drafter once, and split it if processes share it; called for loading a checkpoint and for
+        fitting."""
         if "drafter" not in self._modules:
             with self.seeded():
                 self.drafter = self.build_drafter()
+        if self.device_mesh is not None and self.split is None:
+            self.split = SplitDrafter(self, self.drafter, self.device_mesh["data_parallel"])
 
     @contextmanager
     def seeded(self) -> Iterator[None]:
@@ -217,7 +227,7 @@ class DraftModule(L.LightningModule):
     def training_step(self, batch: Features, batch_idx: int) -> Tensor:
         """Back-propagate the sum of the losses of one micro-batch.
 
-        Lightning divides by the number of micro-batches and DDP by the number of ranks; both are undone here.
+        Lightning divides by the number of micro-batches, DDP and FSDP2 by that of ranks; both are undone here.
         """
         self.guard.add(batch_idx, batch)
         learned, before = self.loss(batch), self._pending
@@ -321,9 +331,25 @@ class DraftModule(L.LightningModule):
         """
         return self.target, rows
 
+    @contextmanager
+    def decoding(self) -> Iterator[Drafter]:
+        """A block with the whole drafter in evaluation mode. All processes must enter it."""
+        if self.split is not None:
+            with self.split.decoding(self.target) as drafter:
+                yield drafter
+            return
+        self.drafter.eval()
+        yield self.drafter
+        self.drafter.train()
+
     def trained(self) -> dict[str, Tensor]:
-        """All trained weights by name, those of an artifact."""
-        return self.drafter.state_dict()
+        """All trained weights by name, those of an artifact. All processes must call it."""
+        return whole_state(self.drafter)
+
+    def join(self) -> None:
+        """Take the whole copy in place of a split drafter after training; `restore` sets its weights."""
+        if self.split is not None:
+            self.drafter, self.split = self.split.copy, None
 
     def restore(self, weights: dict[str, Tensor]) -> None:
         """Load the weights that `trained` returned."""
@@ -335,9 +361,9 @@ class DraftModule(L.LightningModule):
         """Settings that must be equal to resume a run from a checkpoint."""
         ids_Q = self.drafter.token_ids_Q
         chosen = None if ids_Q is None else hashlib.sha256(json.dumps(ids_Q.tolist()).encode()).hexdigest()[:16]
-        config = {name: value for name, value in asdict(self.config).items() if name not in UNDECISIVE}
-        return {"config": config, "family": self.drafter.family, "drafter": self.drafter.describe(),
-                "draft_vocabulary": chosen, "target": self.target.identity.to_dict()}
+        return {"config": decisive_settings(asdict(self.config)), "family": self.drafter.family,
+                "drafter": self.drafter.describe(), "draft_vocabulary": chosen,
+                "target": self.target.identity.to_dict()}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the settings that identify the run, and its counters."""
@@ -345,8 +371,12 @@ class DraftModule(L.LightningModule):
                                     "peak_memory_bytes": self.peak_memory_bytes, "losses": list(self.guard.losses)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another run."""
+        """Refuse the checkpoint of another run, and count its micro-batches as so many processes read them."""
         require_same_settings((stored := checkpoint["draftsmith"])["recipe"], self.recipe())
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        for counts in (progress["total"], progress["current"]):
+            read = checkpoint["global_step"] * self.config.accumulate - counts["ready"]
+            counts.update({name: count + read for name, count in counts.items()})
         self._learned, self.peak_memory_bytes = stored["learned"], stored["peak_memory_bytes"]
         self.seconds = self.clock.before = stored["seconds"]
         self.guard.losses.extend(stored["losses"])

@@ -110,17 +110,15 @@ class DecodedAcceptance(EveryStep):
         if trainer.logger is not None:
             trainer.logger.log_metrics({"accepted_length": self.latest}, step=step)
         if not self.best or self.latest > self.best["accepted_length"]:
-            saved = save_weights(self.out / BEST, self.module.trained()) if trainer.is_global_zero else ""
+            weights = self.module.trained()
+            saved = save_weights(self.out / BEST, weights) if trainer.is_global_zero else ""
             self.best = {**found, "step": step, "sha256": trainer.strategy.broadcast(saved)}
 
     def _measured(self, trainer: L.Trainer) -> dict[str, Any]:
         if self.rows is None:
             self.rows = self.held_out()
-        drafter = self.module.drafter
-        drafter.eval()
-        with torch.no_grad():
+        with self.module.decoding() as drafter, torch.no_grad():
             found = self.measure(drafter, self.module.verifier(self.rows)[1])
-        drafter.train()
         if found.tokens < FEWEST_TOKENS and self.untrained is None and trainer.is_global_zero:
             warnings.warn(f"validation decodes only {found.tokens} tokens; distil more held-out text to reach "
                           f"{FEWEST_TOKENS}, or the choice of the checkpoint is mostly noise", stacklevel=2)

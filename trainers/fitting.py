@@ -24,10 +24,9 @@ from .base import DraftModule
 from .callbacks import BEST, LAST, DecodedAcceptance, LastCheckpoint, ProgressLine, nothing_held_out
 from .checkpoints import AtomicCheckpointIO, load_weights
 from .interruption import StopAtSignal
+from .strategies import strategy_for
 from .train_config import TrainConfig
 
-SPLITTING = ("deepspeed", "fsdp", "model_parallel")
-"""First letters of Lightning's strategies that split gradients among processes."""
 BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")
 """Instruction sets of x86 CPUs that multiply bfloat16 matrices faster than float32 ones."""
 
@@ -88,6 +87,7 @@ def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, pr
         trainer.fit(module, datamodule=datamodule, ckpt_path=str(last) if last.exists() else None, weights_only=True)
     if signals.asked:
         signals.raise_again()
+    module.join()
     best = acceptance.best
     # Lightning leaves the module on the CPU; the borrowed weights are on the target's device.
     module.restore(load_weights(out / BEST, best.get("sha256", "")))
@@ -102,16 +102,15 @@ def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, pr
 
 def require_devices(config: TrainConfig) -> None:
     """Refuse an accelerator, a number of devices or a strategy that is not here, before any work. Raises UserError."""
-    _require_strategy(config)
     with explained_devices(config):
         L.Trainer(accelerator=config.accelerator, devices=config.devices, num_nodes=config.num_nodes,
-                  strategy=config.strategy, logger=False, precision=_precision(config), enable_checkpointing=False,
+                  strategy=strategy_for(config), logger=False, precision=_precision(config), enable_checkpointing=False,
                   enable_progress_bar=False, enable_model_summary=False)
 
 
 def require_processes(config: TrainConfig) -> None:
     """Refuse other processes than those that were started. Raises UserError."""
-    launched, wanted = Processes.launched().world, config.devices * config.num_nodes
+    launched, wanted = Processes.launched().world, config.world
     if launched > 1 and wanted != launched:
         raise UserError(f"torchrun has started {launched} processes, but train.devices {config.devices} times "
                         f"train.num_nodes {config.num_nodes} is {wanted}; set train.devices to --nproc-per-node and "
@@ -119,15 +118,6 @@ def require_processes(config: TrainConfig) -> None:
     if config.num_nodes > 1 and launched == 1:
         raise UserError(f"train.num_nodes is {config.num_nodes}, but this process was started alone; start draftsmith "
                         "train on each machine with torchrun --nnodes, or set train.num_nodes: 1")
-
-
-def _require_strategy(config: TrainConfig) -> None:
-    """Refuse strategies under which a training would run and learn something else. Raises UserError."""
-    if config.strategy.startswith(SPLITTING):
-        cpu = "; Lightning's DeepSpeed strategies refuse a CPU besides" if config.strategy.startswith("deep") else ""
-        raise UserError(f"train.strategy {config.strategy!r} splits the drafter's gradients among processes, which are "
-                        f"divided by their labels and clipped whole here{cpu}; set train.strategy: ddp, and for a "
-                        "large target target.placement: fully_sharded")
 
 
 @contextmanager
@@ -165,7 +155,7 @@ def _trainer(module: DraftModule, out: Path, first: list[L.Callback], last: list
     return L.Trainer(
         max_steps=config.max_steps or -1, max_epochs=-1, accumulate_grad_batches=config.accumulate,
         gradient_clip_val=config.clip or None, precision=_precision(config), accelerator=config.accelerator,
-        devices=config.devices, num_nodes=config.num_nodes, strategy=config.strategy, logger=_logger(out),
+        devices=config.devices, num_nodes=config.num_nodes, strategy=strategy_for(config), logger=_logger(out),
         plugins=[AtomicCheckpointIO()],
         # The order matters: a checkpoint contains the measurement before it, and is written before an early end.
         callbacks=[*first, LastCheckpoint(module, out=out), *last],

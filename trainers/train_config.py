@@ -1,7 +1,8 @@
 """Settings of training that all families share, with their bounds."""
 
+import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from ..modules.config_checks import MOST_STEPS, MOST_TOKENS, check_bounds
 from ..modules.errors import UserError
@@ -15,6 +16,8 @@ ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
 """Lightning's names of the device kinds that train here."""
 UNDECISIVE = ("checkpoint_minutes", "spike")
 """Settings of training that decide no weight: a run may be resumed with others."""
+DIVISION = ("accumulate", "devices", "num_nodes")
+"""Settings whose product is the number of micro-batches of an optimizer step: it alone decides, up to rounding."""
 MOST_LR = 100.0
 """Largest learning rate: beyond it no optimizer here learns, and float32 overflows."""
 
@@ -80,8 +83,8 @@ class TrainConfig:
     num_nodes: int = 1
     """Machines that train together; more than one are started with torchrun."""
     strategy: str = "auto"
-    """Lightning's name of the distribution strategy: auto, ddp. Others split the drafter's gradients among processes,
-    which are divided by their labels here before that."""
+    """Distribution of the drafter. auto: whole in every process; ddp: the same, by Lightning's name; fsdp2: its
+    weights, gradients and optimizer states split among the processes. Wherever the target is."""
     seed: int = 0
     """Seed of all random numbers of training."""
     vocabulary_positions: int = 0
@@ -123,6 +126,11 @@ class TrainConfig:
             raise UserError(f"accelerator must be one of {', '.join(ACCELERATORS)}, got {self.accelerator!r}")
         self.objective_settings()
 
+    @property
+    def world(self) -> int:
+        """Number of processes that train together."""
+        return self.devices * self.num_nodes
+
     def share_of_steps(self, step: int) -> float:
         """Share of `max_steps` that is done after `step` optimizer steps; 0 without a limit."""
         return 0.0 if self.max_steps is None else step / self.max_steps
@@ -130,3 +138,11 @@ class TrainConfig:
     def objective_settings(self) -> Objective:
         """The objective with its parameters. Raises UserError when they are out of range."""
         return Objective(name=self.objective, jsd_beta=self.jsd_beta, lk_eta=self.lk_eta)
+
+
+def decisive_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of training that must be equal to resume a run, from all of them by name: neither the strategy nor
+    the number of processes, but the number of micro-batches of a step."""
+    apart = (*UNDECISIVE, *DIVISION, "strategy")
+    found = {name: value for name, value in settings.items() if name not in apart}
+    return {**found, " * ".join(DIVISION): math.prod(settings[name] for name in DIVISION)}

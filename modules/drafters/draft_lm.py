@@ -161,6 +161,10 @@ class DraftLM(CausalDraft, Drafter):
             setattr(self.decoder.get_submodule(owner), last, buffer.to(self.device))
         return self
 
+    def gathered_apart(self) -> list[nn.Module]:
+        """Its layers, one after the other."""
+        return list(self._layers())
+
     # The contract's properties ---------------------------------------------------------------------------------------
 
     @property

@@ -7,6 +7,7 @@ Q entries of the draft vocabulary or candidates of a node, R ranks used, M nodes
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -152,6 +153,11 @@ class Drafter(nn.Module, Proposer):
 
     def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
         """The trained weights that `project` reads for draft step `step`; empty when it borrows them."""
+        return ()
+
+    def gathered_apart(self) -> Sequence[nn.Module]:
+        """Parts whose weights are gathered only while they run where several processes hold a part of each weight:
+        modules that are called whole in every training step. Empty where all are gathered for the step."""
         return ()
 
     def count_ranks(self, table_PK: Tensor) -> None:

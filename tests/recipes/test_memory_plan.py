@@ -71,3 +71,20 @@ def test_the_figures_are_those_of_the_real_drafter() -> None:
     rows.run(TokenTree.prompts(torch.tensor([[5]]), torch.tensor([1])))
     assert rows.cache.storage is not None
     assert rows.cache.storage.nbytes == 10 * cache_bytes(target)
+
+
+def test_split_drafters_take_less_in_each_process() -> None:
+    """Heads are gathered together, the layers of a language model one after the other."""
+    def planned(family: str, *words: str) -> tuple[int, int]:
+        given = COMMANDS["run"].parse(["--config", "tiny", "--family", family, *words]).values
+        plan = plan_recipe(given, sketch_target(given.target))
+        return plan.drafter_parameters, plan.drafter
+
+    split = ("--train.devices", "4", "--train.strategy", "fsdp2")
+    trained, whole = planned("medusa", "--train.devices", "4")
+    assert whole == 16 * trained
+    assert planned("medusa", *split) == (trained, 4 * trained + 8 * trained)
+    layers = ("--drafter.num_layers", "3")
+    trained, held = planned("draft_lm", *split, *layers)
+    one = (trained - planned("draft_lm", *split, "--drafter.num_layers", "2")[0])
+    assert held == 4 * trained + 8 * (trained - 2 * one)

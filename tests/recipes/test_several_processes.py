@@ -1,4 +1,4 @@
-"""A run whose training several processes do, with a target that they share."""
+"""A run whose training several processes do, with a target and a drafter that they share."""
 
 import json
 import os
@@ -26,8 +26,9 @@ def words(out: Path) -> list[str]:
 
 
 def training(out: Path) -> list[str]:
-    """Arguments of Python for the stages that two processes do, which share the target."""
-    return ["-m", "draftsmith.recipes", "run", *words(out), "--target.placement", "tensor_parallel"]
+    """Arguments of Python for the stages that two processes do, which share the target and the drafter."""
+    return ["-m", "draftsmith.recipes", "run", *words(out), "--target.placement", "tensor_parallel",
+            "--train.strategy", "fsdp2"]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def test_one_process_distils_two_train_and_one_evaluates(
     assert not (out / "artifact").exists()
     assert main(["run", *words(out)]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("already complete, skipped") == 3, "wherever the target is, the same stages are complete"
+    assert printed.count("already complete, skipped") == 3, "wherever target and drafter are, they are complete"
     assert (out / "report.html").is_file()
 
 

@@ -49,8 +49,10 @@ TWO = ("--train.devices", "2", "--train.accelerator", "cpu")
      "batch.states is 'mixed', but with target.placement fully_sharded all proces"),
     (["--target.placement", "layers"], "spreads the target over the devices of one process, but there are 0 here"),
     (["--train.strategy", "deepspeed_stage_3"],
-     "Lightning's DeepSpeed strategies refuse a CPU besides; set train.strategy: ddp, and for a large target"),
-    (["--train.strategy", "fsdp"], "train.strategy 'fsdp' splits the drafter's gradients among processes, which are"),
+     "train.strategy 'deepspeed_stage_3' is not supported: DeepSpeed divides and clips gradients in its own engine"),
+    (["--train.strategy", "fsdp"], "train.strategy 'fsdp' is FSDP of another kind than the one here; set train.strate"),
+    (["--family", "medusa2", "--batch.states", "computed", "--train.strategy", "fsdp2"],
+     "train.strategy fsdp2 splits the drafter's weights, and Medusa2Module trains weights of the target too; set"),
     (["--train.num_nodes", "2"], "train.num_nodes is 2, but this process was started alone; start draftsmith train on"),
 ])
 def test_a_run_that_cannot_work_leaves_nothing(

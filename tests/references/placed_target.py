@@ -1,6 +1,7 @@
 """Read, decode and train with a target that several processes hold; started by torch.distributed.run, or imported.
 
-Arguments: folder of the target, its placement, its degree, folder for the results of each process.
+Arguments: folder of the target, its placement, its degree, the strategy of the drafter, folder for the results of each
+process.
 """
 
 import os
@@ -50,11 +51,11 @@ def batch(number: int) -> Features:
                        for name in ("tokens_BL", "supervised_BL", "segments_BL", "positions_BL")})
 
 
-def module_for(target: Target, *, world: int) -> Eagle3Module:
+def module_for(target: Target, *, world: int, strategy: str = "auto") -> Eagle3Module:
     """A drafter in training, whose step reads the same rows whatever the number of processes."""
     config = Eagle3TrainConfig(
         max_steps=4, lr=1e-2, warmup_steps=1, validate_every=2, validation_nodes=4, checkpoint_every=4,
-        accumulate=BATCHES // world, devices=world, strategy="ddp" if world > 1 else "auto", accelerator="cpu",
+        accumulate=BATCHES // world, devices=world, strategy=strategy, accelerator="cpu",
         precision="32-true", objective="soft", drafter=Eagle3Config(steps=2, taps=TAPS),
     )
     module = Eagle3Module(target, config)
@@ -78,9 +79,9 @@ def show(target: Target, numbers: list[int]) -> Found:
     )
 
 
-def train(target: Target, out: Path, *, world: int) -> FitResult:
+def train(target: Target, out: Path, *, world: int, strategy: str = "auto") -> FitResult:
     """A short training, with held-out rows that do not divide among processes."""
-    return fit(module_for(target, world=world), CycleData(held_out=7), out, progress=False)
+    return fit(module_for(target, world=world, strategy=strategy), CycleData(held_out=7), out, progress=False)
 
 
 def _held(tensor: Any) -> torch.Tensor:
@@ -91,11 +92,11 @@ def _held(tensor: Any) -> torch.Tensor:
 
 def main() -> None:
     torch.set_num_threads(1)
-    folder, placement, degree, out = sys.argv[1:]
+    folder, placement, degree, strategy, out = sys.argv[1:]
     rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     target = load_target(TargetConfig(name=folder, placement=placement, degree=int(degree), device="cpu"))
     found = show(target, [rank])
-    result = train(target, Path(out), world=world)
+    result = train(target, Path(out), world=world, strategy=strategy)
     torch.save({**vars(found), "step": result.step, "accepted_length": result.accepted_length,
                 "by_position": result.by_position}, Path(out) / f"process{rank}.pt")
 

@@ -56,14 +56,24 @@ def test_random_numbers_of_a_micro_batch_do_not_depend_on_the_processes() -> Non
     assert drawn[0] == drawn[1] == drawn[2]
 
 
-def test_a_run_is_not_resumed_by_another_number_of_processes(tiny_target: Target) -> None:
-    """Its steps would hold other conversations: a checkpoint says how many optimizer steps there were, of how many
-    micro-batches each."""
-    began = MedusaModule(tiny_target, MedusaTrainConfig(devices=2, strategy="ddp", accumulate=2))
-    began.configure_model()
-    checkpoint: dict[str, Any] = {}
-    began.on_save_checkpoint(checkpoint)
-    resumed = MedusaModule(tiny_target, MedusaTrainConfig(devices=4, strategy="ddp", accumulate=2))
-    resumed.configure_model()
-    with pytest.raises(UserError, match=r"other settings \(config.devices is 4, was 2\); choose another --out folder"):
-        resumed.on_load_checkpoint(checkpoint)
+def test_a_run_is_resumed_by_any_processes_that_read_as_many_micro_batches(tiny_target: Target) -> None:
+    """With as many the steps hold the same conversations, and the next micro-batch is counted as these processes read
+    them; with others they would not."""
+    def module(devices: int, accumulate: int, strategy: str = "ddp") -> MedusaModule:
+        made = MedusaModule(tiny_target, MedusaTrainConfig(devices=devices, strategy=strategy, accumulate=accumulate))
+        made.configure_model()
+        return made
+
+    read = {"ready": 24, "started": 24, "processed": 24, "completed": 23}
+    loops = {"fit_loop": {"epoch_loop.batch_progress": {"total": dict(read), "current": dict(read)}}}
+    checkpoint: dict[str, Any] = {"global_step": 12, "loops": loops}
+    module(2, 2).on_save_checkpoint(checkpoint)
+    with pytest.raises(UserError, match=r"other settings \(config.accumulate \* devices \* num_nodes is 8, was 4\); "
+                                        "choose another --out folder"):
+        module(4, 2).on_load_checkpoint(checkpoint)
+    assert loops["fit_loop"]["epoch_loop.batch_progress"]["total"] == read
+    module(1, 4, "auto").on_load_checkpoint(checkpoint)
+    expected = {"ready": 48, "started": 48, "processed": 48, "completed": 47}
+    assert loops["fit_loop"]["epoch_loop.batch_progress"] == {"total": expected, "current": expected}
+    module(4, 1, "fsdp2").on_load_checkpoint(checkpoint)
+    assert loops["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"] == 12

@@ -24,6 +24,7 @@ class Case:
     """A divided target, and what the same target computes and trains in one process."""
 
     placement: str
+    strategy: str
     processes: int
     folder: Path
     found: Found
@@ -31,12 +32,12 @@ class Case:
     checkpoint: dict[str, Any]
 
 
-@pytest.fixture(scope="module", params=[("tensor_parallel", 4, False), ("fully_sharded", 2, True)],
-                ids=lambda given: str(given[0]))
+@pytest.fixture(scope="module", params=[("tensor_parallel", "ddp", 4, False), ("tensor_parallel", "fsdp2", 4, False),
+                                        ("fully_sharded", "fsdp2", 2, True)], ids=lambda given: "-".join(given[:2]))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     """A random model, its output layer tied to the embedding or not, with a sliding window: the check at load then
     reads an excerpt of it."""
-    placement, processes, tied = request.param
+    placement, strategy, processes, tied = request.param
     folder, out = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("alone")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -48,7 +49,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     tiny_tokenizer().save_pretrained(folder)
     target = load_target(TargetConfig(name=str(folder), device="cpu", pack=0))
     result = train(target, out, world=1)
-    return Case(placement, processes, folder, show(target, list(range(processes))), result, checkpoint(out))
+    return Case(placement, strategy, processes, folder, show(target, list(range(processes))), result, checkpoint(out))
 
 
 def checkpoint(out: Path) -> dict[str, Any]:
@@ -60,7 +61,8 @@ def checkpoint(out: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_a_divided_target_is_the_whole_one(case: Case, tmp_path: Path) -> None:
     """Each process reads rows of its own, of other shapes. Two processes hold a target: four of them hold two."""
-    answer = torchrun(case.processes, str(SCRIPT), str(case.folder), case.placement, "2", str(tmp_path))
+    answer = torchrun(case.processes, str(SCRIPT), str(case.folder), case.placement, "2", case.strategy,
+                      str(tmp_path))
     assert answer.returncode == 0, answer.stderr[-4000:]
     alone = case.found
     assert max(max(passes) for passes in alone.emitted) > 1, "no draft is accepted: nothing would be compared"

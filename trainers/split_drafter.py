@@ -1,0 +1,102 @@
+"""A drafter in training whose weights are split among processes (FSDP2), and the whole one that decodes.
+
+Each process holds a part of every weight, of its gradient and of its optimizer state. A training step gathers the
+weights, those of `Drafter.gathered_apart` for the moment in which each of these parts runs; the gradients are summed
+over the processes and split. What decodes in validation is a whole copy that holds the same weights.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..modules.interfaces.drafter import Drafter
+from ..modules.target.model import Target
+from ..modules.target.split_weights import whole
+from .optimizers import Together
+
+
+class SplitDrafter:
+    """Keeper of a drafter whose weights are split.
+
+    Args:
+        module: the training module, a child of which is the drafter; it is the root whose `training_step` gathers.
+        drafter: whole, and bound; its weights are split in place.
+        mesh: the processes, of one dimension.
+    """
+
+    def __init__(self, module: nn.Module, drafter: Drafter, mesh: Any) -> None:
+        from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+
+        self.drafter = drafter
+        self.copy = copy.deepcopy(drafter).to("cpu")
+        """Whole; on the CPU while it is not used."""
+        for part in drafter.gathered_apart():
+            fully_shard(part, mesh=mesh)
+        fully_shard(module, mesh=mesh)
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                # Gloo knows sums alone; the mean that follows is undone by the training step.
+                part.set_force_sum_reduction_for_comms(True)
+        register_fsdp_forward_method(module, "training_step")
+
+    @contextmanager
+    def decoding(self, target: Target) -> Iterator[Drafter]:
+        """A block with the whole copy, its weights those of now, on the target's device and in evaluation mode. All
+        processes must enter it."""
+        self.copy.load_state_dict(whole_state(self.drafter))
+        self.copy.to(target.device).bind(target)
+        yield self.copy.eval()
+        self.copy.train().to("cpu")
+
+
+def whole_state(module: nn.Module) -> dict[str, Tensor]:
+    """The weights and buffers of a module, each whole; the processes that split them must call it together."""
+    return {name: whole(tensor) for name, tensor in module.state_dict().items()}
+
+
+def whole_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
+    """The state of an optimizer with whole tensors; the processes that split them must call it together."""
+    found: dict[str, Any] = _mapped(optimizer.state_dict())
+    return found
+
+
+def load_whole_state(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Load whole weights into a module that may hold parts of them."""
+    own = module.state_dict()
+    module.load_state_dict({name: like(tensor, own[name]) if name in own else tensor
+                            for name, tensor in weights.items()})
+
+
+def load_whole_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load a state of whole tensors into an optimizer whose weights may be split."""
+    optimizer.load_state_dict(state)
+    for part in optimizer.parts if isinstance(optimizer, Together) else (optimizer,):
+        for weight, held in part.state.items():
+            for name, value in held.items():
+                if isinstance(value, Tensor) and value.shape == weight.shape:
+                    held[name] = like(value, weight)
+
+
+def like(tensor: Tensor, held: Tensor) -> Tensor:
+    """This process's part of a whole tensor, split as the one that it holds; the tensor itself where that is whole."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(held, DTensor):
+        return tensor
+    # Every process has the whole tensor: none sends its own.
+    return distribute_tensor(tensor.to(held.device), held.device_mesh, held.placements, src_data_rank=None)
+
+
+def _mapped(value: Any) -> Any:
+    """A nested state with whole tensors on the CPU."""
+    if isinstance(value, Tensor):
+        return whole(value).cpu()
+    if isinstance(value, dict):
+        return {name: _mapped(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_mapped(one) for one in value)
+    return value

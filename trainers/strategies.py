@@ -1,0 +1,79 @@
+"""Distribution strategies of the drafter by name: whole in every process, or its weights split among them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from torch.optim import Optimizer
+
+from ..modules.errors import UserError
+from .split_drafter import load_whole_optimizer_state, load_whole_state, whole_optimizer_state, whole_state
+from .train_config import TrainConfig
+
+FSDP2 = "fsdp2"
+"""Name of the strategy that splits the drafter's weights, gradients and optimizer states."""
+
+
+class FullyShardedDrafter(ModelParallelStrategy):
+    """FSDP2 over all processes.
+
+    A checkpoint holds whole weights and optimizer states under the names that one process gives them, so that any
+    other strategy and number of processes resumes it. Lightning's own saves ids in the order of the module's weights
+    and reads those of one process in that order too, which is not the order of the optimizer's groups.
+
+    Args:
+        world: number of processes.
+    """
+
+    strategy_name = FSDP2
+
+    def __init__(self, world: int) -> None:
+        super().__init__(data_parallel_size=world, tensor_parallel_size=1, save_distributed_checkpoint=False)
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """True: optimizer states are read from the checkpoint as those of one process are."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole weights; all processes must call it."""
+        return {name: tensor.cpu() for name, tensor in whole_state(self._module).items()}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole state of the optimizer; all processes must call it."""
+        return whole_optimizer_state(optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """The content of a checkpoint, read whole by every process."""
+        found: dict[str, Any] = self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+        return found
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Keep this process's part of each weight."""
+        load_whole_state(self._module, checkpoint["state_dict"])
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Keep this process's part of each state."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            load_whole_optimizer_state(optimizer, state)
+
+    @property
+    def _module(self) -> Any:
+        if self.lightning_module is None:
+            raise RuntimeError("the strategy is not connected to a module")
+        return self.lightning_module
+
+
+def strategy_for(config: TrainConfig) -> str | Strategy:
+    """Lightning's strategy, or its name. Raises UserError for one under which a training would learn something else."""
+    if config.strategy == FSDP2:
+        return FullyShardedDrafter(config.world)
+    if config.strategy.startswith(("fsdp", "model_parallel")):
+        raise UserError(f"train.strategy {config.strategy!r} is FSDP of another kind than the one here; set "
+                        f"train.strategy: {FSDP2}")
+    if config.strategy.startswith("deepspeed"):
+        raise UserError(f"train.strategy {config.strategy!r} is not supported: DeepSpeed divides and clips gradients "
+                        "in its own engine, not by all labels, and Lightning's strategy refuses a CPU; set "
+                        f"train.strategy: {FSDP2}, which splits what ZeRO-3 splits")
+    return config.strategy
