@@ -4,6 +4,7 @@
 # make test         set up, then run every test that this machine can run; PYTEST='-k eagle' selects some
 # make test-serving vLLM, in an environment of its own, loads overfitted drafters; ARTIFACT=DIR: a draft of the embedded model
 # make test-llamacpp llama.cpp, in an environment of its own, loads overfitted drafters
+# make test-openvino OpenVINO GenAI, in an environment of its own, loads overfitted drafters
 # make gpu          measure everything on a CUDA device, part by part: runs/gpu/gpu.md; ARGS='--device cpu --small' tries it
 # make faults       set up, then kill, signal and damage every family's tiny run (an hour); STATE=FILE keeps finished cases
 # make check        set up, then run ruff and mypy --strict
@@ -42,11 +43,14 @@ SERVING ?=
 # Environment of llama.cpp; LLAMACPP_VENV=/path names one that exists.
 LLAMACPP_VENV ?= .venv-llamacpp
 LLAMACPP_STAMP := $(if $(filter .venv-llamacpp,$(LLAMACPP_VENV)),.venv-llamacpp/.installed)
+# Environment of OpenVINO GenAI and of optimum-intel, which converts for it; OPENVINO_VENV=/path names one that exists.
+OPENVINO_VENV ?= .venv-openvino
+OPENVINO_STAMP := $(if $(filter .venv-openvino,$(OPENVINO_VENV)),.venv-openvino/.installed)
 
 # A machine that is lent without a network has no .venv: its own interpreter is taken then.
 GPU_PYTHON ?= $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,$(PYTHON))
 
-.PHONY: help setup quickstart families test test-serving test-llamacpp gpu faults check
+.PHONY: help setup quickstart families test test-serving test-llamacpp test-openvino gpu faults check
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -97,9 +101,19 @@ test: $(STAMP)
 	@.venv-llamacpp/bin/python -m pip install --disable-pip-version-check 'xllamacpp==2026.10.11549'
 	@touch $@
 
-test-serving test-llamacpp: export HF_HUB_OFFLINE := 1
-test-serving test-llamacpp: export OMP_WAIT_POLICY ?= PASSIVE
-test-serving test-llamacpp: export PYTHONPATH := tests
+.venv-openvino/.installed:
+	@echo "== Setting up .venv-openvino with OpenVINO GenAI and optimum-intel: two minutes and 1.7 GB, once"
+	@[ -x .venv-openvino/bin/python ] || $(PYTHON) -m venv .venv-openvino
+	@.venv-openvino/bin/python -m pip install --disable-pip-version-check $(SERVING_PIP) 'torch==2.13.0+cpu' \
+		'openvino-genai==2026.4.1.0' 'optimum-intel==2.2.0' 'transformers==5.5.4' 'huggingface-hub==1.21.0' \
+		'diffusers==0.37.0' 'einops==0.8.2'
+	@echo "== The CUDA build of torchvision that comes with it breaks the import of transformers"
+	@.venv-openvino/bin/python -m pip uninstall --disable-pip-version-check -y torchvision
+	@touch $@
+
+test-serving test-llamacpp test-openvino: export HF_HUB_OFFLINE := 1
+test-serving test-llamacpp test-openvino: export OMP_WAIT_POLICY ?= PASSIVE
+test-serving test-llamacpp test-openvino: export PYTHONPATH := tests
 test-serving: $(STAMP) $(SERVING_STAMP)
 	@$(VENV)/bin/python -m serving.$(if $(ARTIFACT),measure --artifact $(ARTIFACT),prove) --python $(SERVING_VENV)/bin/python $(SERVING)
 
@@ -110,6 +124,9 @@ gpu:
 
 test-llamacpp: $(STAMP) $(LLAMACPP_STAMP)
 	@$(VENV)/bin/python -m serving.prove --engine llama.cpp --python $(LLAMACPP_VENV)/bin/python $(SERVING)
+
+test-openvino: $(STAMP) $(OPENVINO_STAMP)
+	@$(VENV)/bin/python -m serving.prove --engine 'openvino genai' --python $(OPENVINO_VENV)/bin/python $(SERVING)
 
 faults: $(STAMP)
 	@$(VENV)/bin/python tests/benchmarks/fault_campaign.py --state $(STATE)

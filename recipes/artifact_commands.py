@@ -33,6 +33,7 @@ from ..export import (
 from ..export.engines.rounding import rounding_loss
 from ..export.layouts.gguf_file import FLOAT32, rounded
 from ..export.layouts.llama_cpp import GGUF_FILE, GGUF_FORMAT
+from ..export.layouts.openvino import OPENVINO_FORMAT
 from ..export.layouts.registry import export_warning
 from ..export.layouts.specdec import SPECDEC_FORMAT
 from ..modules import (
@@ -241,9 +242,9 @@ class ExportArguments:
     artifact: Path
     """Folder of the artifact."""
     format: str
-    """Name of the layout: eagle, eagle-sglang, gguf, huggingface, hydra, kangaroo, medusa, medusa-vllm, ppd or
-    speculators; merged, for an artifact that changes its target: that target as a model; or specdec: an acceptance
-    head of the artifact."""
+    """Name of the layout: eagle, eagle-sglang, gguf, huggingface, hydra, kangaroo, medusa, medusa-vllm, openvino,
+    ppd or speculators; merged, for an artifact that changes its target: that target as a model; or specdec: an
+    acceptance head of the artifact."""
     out: Path
     """New or empty folder for it."""
     try_with: Path | None = None
@@ -254,6 +255,8 @@ class ExportArguments:
     target_gguf: Path | None = None
     """With gguf, the target's GGUF file, from which llama.cpp serves it: its tokenizer is copied; null is the file that
     the target itself is read from."""
+    convert_with: Path | None = None
+    """With openvino, the interpreter of an environment with optimum-intel, which converts the drafter."""
     weights: str = FLOAT32
     """With gguf, the number format of the matrices: float32, bfloat16 or int8 (llama.cpp's Q8_0)."""
     measure: bool = False
@@ -273,6 +276,7 @@ class ExportArguments:
             raise UserError(f"temperature {self.temperature:g} chooses an acceptance head, of which the format "
                             f"{self.format} holds none; leave it out, or choose --format {SPECDEC_FORMAT}")
         for name, given, layout in (("target_gguf", self.target_gguf, GGUF_FORMAT),
+                                    ("convert_with", self.convert_with, OPENVINO_FORMAT),
                                     ("weights", None if self.weights == FLOAT32 else self.weights, GGUF_FORMAT),
                                     ("measure", True if self.measure else None, GGUF_FORMAT)):
             if given is not None and self.format != layout:
@@ -291,7 +295,7 @@ def export(parsed: Parsed[ExportArguments]) -> None:
         folder = export_head(artifact, given.out, given.temperature)
     elif artifact.adapter is None:
         gguf = given.target_gguf or gguf_of(named_target(given.artifact, given.target))
-        settings = ExportSettings(target_gguf=gguf, weights=given.weights)
+        settings = ExportSettings(target_gguf=gguf, convert_with=given.convert_with, weights=given.weights)
         folder = export_artifact(artifact, target, given.format, given.out, settings)
     else:
         folder = export_adapted(artifact, given.format, given.out)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .engine_process import EngineProcess
+from ..engine_process import EngineProcess
 
 SCRIPT = Path(__file__).with_name("vllm_run.py")
 

@@ -155,5 +155,5 @@ def _third_readme(drafter: Eagle3) -> list[str]:
         "--speculative-num-draft-tokens 4`",
         "* TensorRT-LLM (PyTorch backend): `speculative_config: {decoding_type: Eagle3, max_draft_len: 3, "
         f"speculative_model: THIS_FOLDER, eagle3_layers_to_capture: {outputs}}}`",
-        f"* OpenVINO GenAI, after its own conversion: `hidden_layers_list` is {outputs}",
+        "* OpenVINO GenAI: export with `--format openvino`",
     ])]

@@ -16,6 +16,7 @@ from .llama_cpp import GGUF_FORMAT, export_gguf
 from .medusa import export_medusa
 from .medusa_vllm import export_medusa_vllm
 from .merged_target import ADAPTED_FORMATS
+from .openvino import OPENVINO_FORMAT, export_openvino
 from .ppd import export_ppd
 from .specdec import SPECDEC_FORMAT
 from .speculators import export_speculators
@@ -27,6 +28,8 @@ class ExportSettings:
 
     target_gguf: Path | None = None
     """With gguf, the target's GGUF file, whose tokenizer is copied."""
+    convert_with: Path | None = None
+    """With openvino, the interpreter of an environment with optimum-intel."""
     weights: str = FLOAT32
     """With gguf, the number format of the matrices: float32, bfloat16 or int8."""
 
@@ -60,6 +63,8 @@ def export_artifact(artifact: Artifact, target: Target, format_name: str, out: P
         raise UserError(artifact.drafter.export_refusal)
     if format_name == GGUF_FORMAT:
         export_gguf(artifact.drafter, target, out, settings.target_gguf, settings.weights)
+    elif format_name == OPENVINO_FORMAT:
+        export_openvino(artifact.drafter, target, out, settings.convert_with)
     else:
         EXPORTERS[format_name](artifact.drafter, target, out)
     return out
@@ -82,7 +87,7 @@ EXPORTERS: dict[str, Callable[[Drafter, Target, Path], None]] = {
     "speculators": export_speculators,
 }
 """Writers of the formats that need no settings, by name."""
-FORMATS: tuple[str, ...] = (*EXPORTERS, GGUF_FORMAT)
+FORMATS: tuple[str, ...] = (*EXPORTERS, GGUF_FORMAT, OPENVINO_FORMAT)
 """Names of formats that `export_artifact` accepts."""
 EVERY_FORMAT: tuple[str, ...] = tuple(sorted({*FORMATS, *ADAPTED_FORMATS, SPECDEC_FORMAT}))
 """The same, with those of artifacts that change their target and of acceptance heads."""

@@ -355,6 +355,7 @@ def test_an_unknown_export_format(tiny_run: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize(("words", "said"), [
     (["--target_gguf", "x.gguf"], "target_gguf x.gguf is for the format gguf alone"),
+    (["--convert_with", "python"], "convert_with python is for the format openvino alone"),
     (["--weights", "int8"], "weights int8 is for the format gguf alone"),
     (["--measure", "true"], "measure True is for the format gguf alone"),
 ])

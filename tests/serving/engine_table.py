@@ -1,5 +1,5 @@
-"""The tables of families and engines in export/README.md, written by `make test-serving SERVING=--record` and
-`make test-llamacpp SERVING=--record`.
+"""The tables of families and engines in export/README.md, written by `make test-serving SERVING=--record`,
+`make test-llamacpp SERVING=--record` and `make test-openvino SERVING=--record`.
 
 They are made from the families' own cards, the figures of those commands (figures.json) and the contracts of
 `support/engine_contracts.py`.

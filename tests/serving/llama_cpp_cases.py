@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.export.engines.engine_process import EngineProcess
+from draftsmith.export.engine_process import EngineProcess
 from draftsmith.export.engines.llama_cpp_run import SCRIPT
 from draftsmith.export.layouts.llama_cpp import GGUF_FILE, write_model
 from gguf import GGUFReader
@@ -37,10 +37,13 @@ SIMPLE, THIRD = (("method", "draft-simple"),), (("method", "draft-eagle3"),)
 LLAMA_CPP_CASES = (
     Case(name="draft_lm", layout="gguf", asked=SIMPLE),
     Case(name="draft_lm", layout="gguf", asked=SIMPLE, wrong="another rotary base", change=slower),
+    Case(name="draft_lm, Qwen 2", layout="gguf", asked=SIMPLE),
+    Case(name="draft_lm, Qwen 3", layout="gguf", asked=SIMPLE),
     Case(name="eagle3", layout="gguf", asked=THIRD),
     Case(name="eagle3", layout="gguf", asked=THIRD, wrong="layers shifted by one", change=shifted),
     Case(name="eagle3, other norms", layout="gguf", asked=THIRD),
     Case(name="eagle3, narrow", layout="gguf", asked=THIRD),
+    Case(name="eagle3, borrowed output", layout="gguf", asked=THIRD),
 )
 
 

@@ -4,6 +4,7 @@ draft, and any wrong name, shape, norm, offset or layer shows as a draft that is
 Shapes: B rows, L positions, K draft steps, Q entries of the draft vocabulary.
 """
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from draftsmith.modules.target.tiny_model import tiny_tokenizer
 from support.gguf_vocabulary import write_vocabulary
 from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen3Config
 
 STEPS = 3
 """Tokens of a draft."""
@@ -37,6 +38,8 @@ PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 8, 12, 28
 25, and a seventh draft 28: no draft goes beyond the answer."""
 MASK = 3
 """Id of the mask token, which no text contains."""
+HEAD_DIM, ROPE_BASE = 32, 20000.0
+"""Width of a head, and rotary base."""
 VOCABULARY = "vocabulary.gguf"
 """The target's tokens in GGUF."""
 ENTRIES = 300
@@ -50,8 +53,9 @@ def tiny_llama() -> Any:
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(LlamaConfig(
         vocab_size=1000, hidden_size=128, intermediate_size=256, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        max_position_embeddings=512, rope_parameters={"rope_type": "default", "rope_theta": 20000.0})).eval()
+        num_key_value_heads=2, head_dim=HEAD_DIM, tie_word_embeddings=False, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_BASE})).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -158,9 +162,26 @@ def third(**settings: Any) -> Callable[[Target, Tensor], Drafter]:
     return lambda target, ids_Q: Eagle3.create(config, target, ids_Q)
 
 
+def borrowing(target: Target, ids_Q: Tensor) -> Drafter:
+    """An EAGLE-3 drafter with the target's output layer, over the whole vocabulary."""
+    return Eagle3.create(Eagle3Config(taps=(1, 2, 4), steps=STEPS, output="shared"), target)
+
+
 def draft_model(**settings: Any) -> Callable[[Target, Tensor], Drafter]:
     """Maker of a draft language model."""
     return lambda target, ids_Q: DraftLM.create(DraftLMConfig(num_layers=2, **settings), target)
+
+
+def qwen(config: type[Any]) -> Callable[[Target, Tensor], Drafter]:
+    """Maker of a draft language model of another architecture, whose first weights come from a folder."""
+    def made(target: Target, ids_Q: Tensor) -> Drafter:
+        with tempfile.TemporaryDirectory() as folder:
+            AutoModelForCausalLM.from_config(config(
+                vocab_size=1000, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+                num_key_value_heads=2, head_dim=32, tie_word_embeddings=True, max_position_embeddings=512,
+                pad_token_id=0, bos_token_id=1, eos_token_id=2)).save_pretrained(folder)
+            return DraftLM.create(DraftLMConfig(folder=folder), target)
+    return made
 
 
 def medusa(target: Target, ids_Q: Tensor) -> Drafter:
@@ -172,29 +193,34 @@ def medusa(target: Target, ids_Q: Tensor) -> Drafter:
 MAKERS: dict[str, Callable[[Target, Tensor], Drafter]] = {
     "draft_lm": draft_model(tied=True),
     "draft_lm, mask tokens": draft_model(depths=STEPS, mask_token_id=MASK, keep_rate=1.0, keep_least=1.0),
+    "draft_lm, Qwen 2": qwen(Qwen2Config),
+    "draft_lm, Qwen 3": qwen(Qwen3Config),
     "eagle": lambda target, ids_Q: Eagle.create(EagleConfig(bias=False, steps=STEPS), target),
     "eagle, bias": lambda target, ids_Q: Eagle.create(EagleConfig(bias=True, steps=STEPS), target),
     "eagle3": third(),
     "eagle3.1": third(fc_norm=True, norm_output=True),
     "eagle3, other norms": third(norm_before_fc=True, norm_before_residual=True),
     "eagle3, two layers": third(num_layers=2),
+    "eagle3, borrowed output": borrowing,
     "eagle3, narrow": third(hidden_size=64, target_hidden_size=128),
     "medusa": medusa,
 }
 """Drafters by name: the family, and what is special about it."""
 
 
-def write_drafters(folder: Path, wanted: dict[str, list[str]], say: Callable[[str], None]) -> Texts:
+def write_drafters(folder: Path, wanted: dict[str, list[str]], python: Path, say: Callable[[str], None]) -> Texts:
     """Write the target, and overfitted drafters in each wanted format: `folder/target` and `folder/FORMAT/NAME`.
 
     Args:
         folder: an empty folder.
         wanted: formats by name of the drafter.
+        python: interpreter of the engine's environment, which converts where a format asks for it.
         say: prints a line of progress.
     """
     model = tiny_llama()
     model.save_pretrained(folder / "target")
-    settings = ExportSettings(target_gguf=write_vocabulary(folder / VOCABULARY, model.config.vocab_size))
+    settings = ExportSettings(target_gguf=write_vocabulary(folder / VOCABULARY, model.config.vocab_size),
+                              convert_with=python)
     target = Target(model, tiny_tokenizer(), name="target", pack=0)
     texts = texts_of(target)
     for name, formats in wanted.items():

@@ -29,6 +29,10 @@ class Case:
 class Engine(Protocol):
     """A serving engine in an environment of its own, with the files of a proof in one folder."""
 
+    @property
+    def python(self) -> Path:
+        """Interpreter of that environment."""
+
     def prepare(self, texts: Texts) -> None:
         """Write what it needs beyond the folders of target and drafters."""
 
@@ -98,7 +102,7 @@ def prove(engine: Engine, cases: Sequence[Case], work: Path) -> list[Outcome]:
     for case in cases:
         formats = wanted.setdefault(case.name, [])
         formats += [] if case.layout in formats else [case.layout]
-    texts = write_drafters(work, wanted, partial(print, flush=True))
+    texts = write_drafters(work, wanted, engine.python, partial(print, flush=True))
     engine.prepare(texts)
     found = engine.plain(texts.prompts)
     plain = found["answers"]

@@ -1,5 +1,5 @@
-"""Proof that serving engines load what is exported here: `make test-serving` (vLLM) and
-`make test-llamacpp`.
+"""Proof that serving engines load what is exported here: `make test-serving` (vLLM),
+`make test-llamacpp` and `make test-openvino`.
 
 Every family and layout is overfitted on a few greedy answers of a tiny random target, exported, and loaded by the
 engine in another environment: its answers must be its own without drafts, and it must accept every drafted token.
@@ -16,12 +16,14 @@ from pathlib import Path
 
 from serving.engine_table import record
 from serving.llama_cpp_cases import LLAMA_CPP_CASES, LlamaCpp
+from serving.openvino_cases import OPENVINO_CASES, OpenVino
 from serving.proof import Case, Engine, prove
 from serving.vllm_cases import VLLM_CASES, Vllm
 
 ENGINES: dict[str, tuple[Callable[[Path, Path], Engine], tuple[Case, ...]]] = {
     "vllm": (Vllm, VLLM_CASES),
     "llama.cpp": (LlamaCpp, LLAMA_CPP_CASES),
+    "openvino genai": (OpenVino, OPENVINO_CASES),
 }
 """Engines and their cases."""
 

@@ -4,7 +4,7 @@ Each contract names all that an engine would not do as the drafter was trained: 
 that no parameter reads, a shape, a key. Engines say little of it themselves: they start, and accept fewer drafts.
 Sources: the wheel of SGLang 0.5.23 (`srt/models/llama_eagle3.py`, `llama_eagle.py`,
 `model_runner_components/spec_aux_hidden_state.py`), TensorRT-LLM of 2026 (`_torch/models/modeling_speculative.py`),
-Text Generation Inference 3 (`layers/medusa.py`), the conversions of llama.cpp and of OpenVINO GenAI 2026.4.
+Text Generation Inference 3 (`layers/medusa.py`), the conversion of llama.cpp.
 """
 
 import json
@@ -130,15 +130,6 @@ def third_for_llama_cpp(folder: Folder) -> list[str]:
     return faults + compared(folder.shapes, read, {"t2d"})
 
 
-def third_for_openvino(folder: Folder) -> list[str]:
-    """The conversion of OpenVINO GenAI: `midlayer`, an output layer, exactly three tapped ones, plain norms."""
-    config = folder.config
-    faults = asked(config, num_hidden_layers=1, norm_before_residual=False, norm_before_fc=False, fc_norm=False,
-                   norm_output=False)
-    faults += ["no midlayer"] if not any(name.startswith("midlayer.") for name in folder.shapes) else []
-    return faults + compared(folder.shapes, third_of(config, 3, (), False), {"t2d"})
-
-
 # EAGLE-1, Medusa, draft models ---------------------------------------------------------------------------------------
 
 
@@ -186,7 +177,6 @@ CONTRACTS: dict[tuple[str, str, str], Callable[[Folder], list[str]]] = {
     ("eagle3", "eagle", "SGLang 0.5.23"): third_for_sglang,
     ("eagle3", "eagle", "TensorRT-LLM"): third_for_tensorrt,
     ("eagle3", "eagle", "llama.cpp"): third_for_llama_cpp,
-    ("eagle3", "eagle", "OpenVINO GenAI 2026.4"): third_for_openvino,
     ("eagle", "eagle-sglang", "SGLang 0.5.23"): first_for_sglang,
     ("medusa", "medusa", "TGI 3"): medusa_for_tgi,
     ("draft_lm", "huggingface", "SGLang 0.5.23"): draft_model,

@@ -17,7 +17,6 @@ from support.engine_contracts import (
     states_of_llama_cpp,
     states_of_sglang,
     states_of_vllm,
-    third_for_openvino,
     third_for_sglang,
     third_for_tensorrt,
 )
@@ -55,8 +54,7 @@ MADE: dict[str, Callable[[Target], Drafter]] = {
                                                            target),
 }
 """Drafters, named after their family and what is special about them."""
-NOT_FOR = {"llama.cpp": {"eagle3 layers", "eagle3 norms"},
-           "OpenVINO GenAI 2026.4": {"eagle3 layers", "eagle3 norms", "eagle3 one norm"}}
+NOT_FOR = {"llama.cpp": {"eagle3 layers", "eagle3 norms"}}
 """Drafters that an engine cannot run."""
 
 
@@ -93,9 +91,8 @@ def test_the_tapped_layers_are_those_that_the_drafter_was_trained_on(
     # hidden_states[v] is the output of layer v - 1, of the embedding for v = 0.
     assert [place - 1 for place in engine(folder.config)] == list(TAPS)
     text = (tmp_path / "out" / "README.md").read_text()
-    # TensorRT-LLM and OpenVINO are given the layers by the user, counted by their outputs.
+    # TensorRT-LLM is given the layers by the user, counted by their outputs.
     assert "eagle3_layers_to_capture: [1, 2, 4]}`" in text
-    assert "`hidden_layers_list` is [1, 2, 4]" in text
 
 
 def test_the_layers_in_the_layout_of_speculators(tmp_path: Path, target: Target) -> None:
@@ -108,7 +105,6 @@ def test_the_layers_in_the_layout_of_speculators(tmp_path: Path, target: Target)
     (third_for_tensorrt, {"norm_before_residual": True}, "norm_before_residual is True, not False"),
     (third_for_sglang, {"taps": (2,)}, "fc is passed over"),
     (third_for_tensorrt, {"taps": (2,)}, "no fc with a single layer"),
-    (third_for_openvino, {"norm_output": True}, "norm_output is True, not False"),
 ])
 def test_what_an_engine_does_not_know_is_in_the_readme(
     tmp_path: Path, target: Target, contract: Callable[[Folder], list[str]], settings: dict[str, Any], fault: str
@@ -116,7 +112,7 @@ def test_what_an_engine_does_not_know_is_in_the_readme(
     folder = written(third(target, **settings), target, "eagle", tmp_path / "out")
     assert any(fault in found for found in contract(Folder.read(folder)))
     said = "SGLang and TensorRT-LLM do not, and accept less" if "norm_before_residual" in settings else \
-        "SGLang and TensorRT-LLM pass over `fc`" if "taps" in settings else "OpenVINO"
+        "SGLang and TensorRT-LLM pass over `fc`"
     assert said in (folder / "README.md").read_text()
 
 
@@ -132,7 +128,6 @@ def without(folder: Path, *names: str, **added: torch.Tensor) -> None:
     ("eagle3 layers", "eagle", "TensorRT-LLM", "layers.2.hidden_norm.weight"),
     ("eagle3", "eagle", "TensorRT-LLM", "d2t"),
     ("eagle3", "eagle", "llama.cpp", "norm.weight"),
-    ("eagle3", "eagle", "OpenVINO GenAI 2026.4", "lm_head.weight"),
     ("eagle bias-free", "eagle-sglang", "SGLang 0.5.23", "fc.bias"),
     ("medusa", "medusa", "TGI 3", "2.0.linear.bias"),
     ("draft_lm", "huggingface", "SGLang 0.5.23", "model.norm.weight"),

@@ -1,13 +1,14 @@
-"""Processes of serving engines in environments of their own, one at a time."""
+"""Scripts in environments of their own, one process at a time: engines pin versions that this project has not."""
 
 import json
+import os
 import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...modules import UserError
+from ..modules import UserError
 
 _SHOWN = 25
 """Last lines of a failed process that are shown."""
@@ -43,8 +44,9 @@ class EngineProcess:
             given, result = Path(scratch, "job.json"), Path(scratch, "result.json")
             given.write_text(json.dumps(job))
             done = subprocess.run([str(self.python.absolute()), str(self.script), str(given), str(result)],
-                                  cwd=self.folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                  check=False)
+                                  # The files next to a script are no modules of its environment.
+                                  cwd=self.folder, env={**os.environ, "PYTHONSAFEPATH": "1"}, text=True,
+                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
             if done.returncode != 0 or not result.is_file():
                 raise UserError(f"{self.engine} ended with code {done.returncode}, {asked}; its last lines:\n"
                                 + "\n".join(done.stdout.splitlines()[-_SHOWN:]))

@@ -1,0 +1,78 @@
+"""Cases of OpenVINO GenAI: `make test-openvino`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from draftsmith.export.engine_process import EngineProcess
+from draftsmith.export.engines import openvino_run
+from draftsmith.export.layouts import openvino_conversion
+from draftsmith.modules.target.tiny_model import tiny_tokenizer
+from serving.overfitted import ANSWER_TOKENS, HEAD_DIM, ROPE_BASE, STEPS, Texts
+from serving.proof import Case
+
+TARGET = "target-openvino"
+
+
+def frequencies(base: float) -> bytes:
+    """Rotary frequencies of the tiny draft model, as they are in its file of weights."""
+    shares = torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM
+    return (1.0 / base ** shares).numpy().tobytes()
+
+
+def slower(folder: Path) -> None:
+    """Give it the rotary base that a configuration without one would have."""
+    path = (folder / openvino_conversion.MODEL).with_suffix(".bin")
+    held = path.read_bytes()
+    if frequencies(ROPE_BASE) not in held:
+        raise RuntimeError(f"{path} does not hold the frequencies of the base {ROPE_BASE:g}")
+    path.write_bytes(held.replace(frequencies(ROPE_BASE), frequencies(10000.0)))
+
+
+def shifted(folder: Path) -> None:
+    """Name the layer after each tapped one, as if the numbers counted the states before a layer."""
+    path = folder / openvino_conversion.MODEL
+    text, right, wrong = path.read_text(), 'hidden_layers_list value="1 2 4"', 'hidden_layers_list value="2 3 5"'
+    if right not in text:
+        raise RuntimeError(f"{path} does not hold {right}")
+    path.write_text(text.replace(right, wrong))
+
+
+OPENVINO_CASES = (
+    Case(name="draft_lm", layout="openvino"),
+    Case(name="draft_lm", layout="openvino", wrong="another rotary base", change=slower),
+    Case(name="eagle3", layout="openvino"),
+    Case(name="eagle3", layout="openvino", wrong="layers shifted by one", change=shifted),
+    Case(name="eagle3, borrowed output", layout="openvino"),
+)
+
+
+@dataclass(frozen=True)
+class OpenVino:
+    """OpenVINO GenAI in an environment of its own."""
+
+    python: Path
+    work: Path
+
+    def prepare(self, texts: Texts) -> None:
+        """Convert the target, with the tokenizer of the drafts: the engine compares both."""
+        tiny_tokenizer().save_pretrained(self.work / "target")
+        self._process(openvino_conversion.SCRIPT).run({"source": "target", "out": TARGET, "layers": None}, "the target")
+
+    def plain(self, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """Answers without drafts."""
+        return self._run(None, prompts)
+
+    def drafted(self, case: Case, folder: Path, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """The same with drafts."""
+        return self._run(str(folder), prompts)
+
+    def _run(self, draft: str | None, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        job = {"model": TARGET, "draft": draft, "prompts": [list(prompt) for prompt in prompts], "draft_tokens": STEPS,
+               "max_tokens": ANSWER_TOKENS}
+        return self._process(openvino_run.SCRIPT).run(job, f"draft {draft}")
+
+    def _process(self, script: Path) -> EngineProcess:
+        return EngineProcess(engine="OpenVINO", python=self.python, script=script, folder=self.work)
