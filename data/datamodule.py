@@ -21,9 +21,10 @@ from ..modules import Features, UserError
 from ..modules.config_checks import MOST_ROWS, MOST_TOKENS, check_bounds
 from .chat import Surroundings
 from .collate import Piece, pack, pad, plan_bins
-from .feature_store import GIB, FeatureShard, affordable, open_features, stored_dtype
+from .feature_store import GIB, FeatureShard, affordable, open_features, stored_format
 from .learned_tokens import LearnedTokens, LoopUse, require_own
 from .loops import loops
+from .state_formats import FormatName, format_named
 from .token_store import Manifest, ShardRecord, TokenShard
 
 
@@ -44,6 +45,9 @@ class BatchConfig:
     the same order."""
     store_gib: float | None = None
     """GiB on disk for stored states, with `mixed`. Shards are stored in their order, each whole."""
+    states_format: FormatName | None = None
+    """Number format of stored states. null: the target's own; int8 and fp8 (e4m3): a byte a number, with scales for
+    tokens, and of int8 for channels."""
     loops: LoopUse = "cut"
     """Use of answers that repeat a phrase up to their end. cut: the repetitions are left out of training, and
     of the validation that chooses checkpoints and sizes trees; drop: training leaves the whole row out too; keep:
@@ -62,6 +66,7 @@ class BatchConfig:
         if self.states != "mixed" and self.store_gib is not None:
             raise UserError(f"batch.store_gib {self.store_gib} means nothing with batch.states {self.states}; set "
                             "batch.states: mixed, or leave it out")
+        format_named(self.states_format, torch.float32)
         check_bounds(self, "batch.", row_length=(2, MOST_TOKENS), rows_per_batch=(1, MOST_ROWS))
 
     @property
@@ -168,7 +173,7 @@ def _stored(folder: Path, manifest: Manifest, config: BatchConfig, taps: tuple[i
         return ()
     if config.states == "stored":
         return manifest.shards
-    return affordable(manifest, taps, stored_dtype(folder), config.store_bytes)
+    return affordable(manifest, taps, stored_format(folder), config.store_bytes)
 
 
 class BatchPlan:

@@ -24,6 +24,7 @@ from ..modules import Target, UserError
 from ..modules.json_records import read_record
 from .collate import Piece, pad
 from .disk_room import require_room
+from .state_formats import CHANNELS, FORMATS, STATES, TOKENS, StateFormat, format_named, unpacked
 from .token_store import (
     FORMAT_VERSION,
     Manifest,
@@ -35,8 +36,8 @@ from .token_store import (
 )
 
 FEATURES = "features.json"
-FINAL, STATES = "final", "states"
-"""The states after the last norm; the one tensor of each file."""
+FINAL = "final"
+"""The states after the last norm."""
 PASS_TOKENS = 1024
 """Tokens of one pass of the target, padding included; a longer row is a pass of its own."""
 GIB = 2**30
@@ -72,25 +73,42 @@ class FeatureShard:
     """Stored states of one token shard, read from disk slice by slice."""
 
     def __init__(self, folder: Path, record: ShardRecord, taps: Sequence[int]) -> None:
-        self._final = _open(folder / state_file(record, FINAL))
-        self._taps = {layer: _open(folder / state_file(record, tap(layer))) for layer in taps}
+        self._final = _StoredKind.opened(folder / state_file(record, FINAL))
+        self._taps = {layer: _StoredKind.opened(folder / state_file(record, tap(layer))) for layer in taps}
 
     def final(self, start: int, stop: int) -> Tensor:
         """Final states of tokens start to stop - 1, [N, D]."""
-        states: Tensor = self._final[start:stop]
-        return states
+        return self._final.slice(start, stop)
 
     def taps(self, start: int, stop: int) -> dict[int, Tensor]:
         """Tapped states of tokens start to stop - 1 by layer, each [N, D]."""
-        return {layer: states[start:stop] for layer, states in self._taps.items()}
+        return {layer: states.slice(start, stop) for layer, states in self._taps.items()}
 
 
-def _open(file: Path) -> Any:
-    try:
-        opened: Any = safe_open(file, framework="pt")
-        return opened.get_slice(STATES)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{file} holds no states ({error}); {REMEDY}") from error
+class _StoredKind:
+    """The states of one file, whose codes stay on disk while the scales of their tokens are in memory."""
+
+    def __init__(self, codes: Any, scales: tuple[Tensor, Tensor] | None) -> None:
+        self.codes, self.scales = codes, scales
+
+    @classmethod
+    def opened(cls, file: Path) -> "_StoredKind":
+        """Those of a file. Raises UserError if it holds none."""
+        try:
+            found: Any = safe_open(file, framework="pt")
+            scaled = CHANNELS in found.keys()  # noqa: SIM118
+            scales = (found.get_tensor(CHANNELS), found.get_tensor(TOKENS)) if scaled else None
+            return cls(found.get_slice(STATES), scales)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{file} holds no states ({error}); {REMEDY}") from error
+
+    def slice(self, start: int, stop: int) -> Tensor:
+        """States of tokens start to stop - 1, [N, D]."""
+        codes_ND: Tensor = self.codes[start:stop]
+        if self.scales is None:
+            return codes_ND
+        channels_D, tokens_T = self.scales
+        return unpacked(codes_ND, channels_D, tokens_T[start:stop])
 
 
 def tap(layer: int) -> str:
@@ -109,7 +127,7 @@ def state_names(taps: Sequence[int]) -> tuple[str, ...]:
 
 
 def affordable(
-    manifest: Manifest, taps: Sequence[int], dtype: torch.dtype, room: int | None
+    manifest: Manifest, taps: Sequence[int], form: StateFormat, room: int | None
 ) -> tuple[ShardRecord, ...]:
     """The first shards of the data, as many as have room on disk for the states that a drafter reads.
 
@@ -117,7 +135,7 @@ def affordable(
 
     Args:
         taps: layers whose outputs the drafter reads.
-        dtype: of the stored states.
+        form: of the stored states.
         room: bytes; None for no limit.
 
     Raises:
@@ -125,7 +143,7 @@ def affordable(
     """
     if room is None:
         return manifest.shards
-    width = len(state_names(taps)) * manifest.target.hidden_size * dtype.itemsize
+    width = len(state_names(taps)) * form.token_bytes(manifest.target.hidden_size)
     ends = list(accumulate(record.tokens * width for record in manifest.shards))
     found = tuple(record for record, end in zip(manifest.shards, ends, strict=True) if end <= room)
     if not found:
@@ -142,6 +160,12 @@ class WantedStates:
     """Layers whose outputs it reads, next to the final states."""
     room: int | None = None
     """Bytes that they may take; None for no limit."""
+    form: str | None = None
+    """Name of their number format on disk; None is the target's own."""
+
+    def width(self, target: Target) -> int:
+        """Bytes on disk of one state of a token of this target."""
+        return format_named(self.form, target.dtype).token_bytes(target.hidden_size)
 
     def bytes(self, tokens: int, width: int) -> int:
         """Bytes of the states of so many tokens, of `width` bytes each."""
@@ -161,18 +185,20 @@ class StateStore:
     Args:
         folder: of `distill`.
         target: the one that the shards were made with.
-        dtype: of the stored states. Files of another target or number format are forgotten and written anew.
+        form: of the stored states. Files of another target or number format are forgotten and written anew.
 
     Raises:
         UserError: if the list is damaged.
     """
 
-    def __init__(self, folder: Path, target: Target, dtype: torch.dtype) -> None:
-        self.folder, self.hidden_size, self.dtype = folder, target.hidden_size, dtype
+    def __init__(self, folder: Path, target: Target, form: StateFormat) -> None:
+        self.folder, self.hidden_size, self.form = folder, target.hidden_size, form
+        self.dtype = target.dtype if form.scaled else form.dtype
+        """Of states in memory, until they are written."""
         self.key = {
             "format_version": FORMAT_VERSION,
             "target": target.identity.weights_hash,
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": form.name,
         }
         self.files = _known_features(folder, self.key)
 
@@ -202,7 +228,7 @@ class StateStore:
             if rows:
                 torch.cat([row[name] for row in rows], out=states_TD)
             file = state_file(record, name)
-            written[file] = self._write(file, record.sha256, {STATES: states_TD})
+            written[file] = self._write(file, record.sha256, self.form.packed(states_TD))
         return written
 
     def add(self, files: Mapping[str, StoredFile]) -> None:
@@ -235,7 +261,7 @@ class Encoding:
         target: the one that the shards were made with.
         folder: of `distill`.
         taps: layers whose outputs are stored too.
-        dtype: of the stored states, such as float16; auto keeps the target's.
+        form: name of the number format of the stored states, such as float16 or int8; None keeps the target's.
         room: bytes that the states of this drafter may take: the first shards that fit are stored; None stores all.
 
     Raises:
@@ -248,14 +274,14 @@ class Encoding:
         folder: Path,
         taps: tuple[int, ...] = (),
         *,
-        dtype: str = "auto",
+        form: str | None = None,
         room: int | None = None,
     ) -> None:
         manifest = Manifest.load(folder)
         manifest.target.require_same(target.identity)
         self.target, self.folder, self.names = target, folder, state_names(taps)
-        self.store = StateStore(folder, target, target.dtype if dtype == "auto" else _dtype(dtype))
-        self.records = affordable(manifest, taps, self.store.dtype, room)
+        self.store = StateStore(folder, target, format_named(form, target.dtype))
+        self.records = affordable(manifest, taps, self.store.form, room)
         lacking = {record: self.store.lacks(record, self.names) for record in self.records}
         self.missing = {record: names for record, names in lacking.items() if names}
 
@@ -267,8 +293,9 @@ class Encoding:
     @property
     def bytes(self) -> int:
         """Bytes of the states that will be written."""
-        width = self.target.hidden_size * self.store.dtype.itemsize
-        return sum(record.tokens * width * len(names) for record, names in self.missing.items())
+        width, form = self.target.hidden_size, self.store.form
+        return sum(form.file_bytes(record.tokens, width, self.target.dtype) * len(names)
+                   for record, names in self.missing.items())
 
     def run(self, *, progress: bool = True) -> list[Path]:
         """Read them and store their states; returns the files that hold the states of all shards.
@@ -291,7 +318,7 @@ def encode(
     folder: str | Path,
     taps: tuple[int, ...] = (),
     *,
-    dtype: str = "auto",
+    form: str | None = None,
     room: int | None = None,
     progress: bool = True,
 ) -> list[Path]:
@@ -307,7 +334,7 @@ def encode(
     Raises:
         UserError: if the target is another, a shard is corrupted, the disk is full, or there is no room for one shard.
     """
-    return Encoding(target, Path(folder), taps, dtype=dtype, room=room).run(progress=progress)
+    return Encoding(target, Path(folder), taps, form=form, room=room).run(progress=progress)
 
 
 def open_features(folder: Path, records: Sequence[ShardRecord], taps: Sequence[int]) -> list[FeatureShard]:
@@ -330,7 +357,7 @@ def open_features(folder: Path, records: Sequence[ShardRecord], taps: Sequence[i
     return [FeatureShard(folder, record, taps) for record in records]
 
 
-def stored_dtype(folder: Path) -> torch.dtype:
+def stored_format(folder: Path) -> StateFormat:
     """Number format of the states in a folder.
 
     Raises:
@@ -339,14 +366,9 @@ def stored_dtype(folder: Path) -> torch.dtype:
     content = _read_features(folder)
     if "dtype" not in content:
         raise UserError(f"{folder} holds no states; {REMEDY}, or train with batch.states: computed")
-    return _dtype(content["dtype"])
-
-
-def _dtype(name: str) -> torch.dtype:
-    known = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-    if name not in known:
-        raise UserError(f"dtype of stored states must be auto or one of {sorted(known)}, got {name!r}")
-    return known[name]
+    if content["dtype"] not in FORMATS:
+        raise UserError(f"the states in {folder} have an unknown number format {content['dtype']!r}; {REMEDY}")
+    return FORMATS[content["dtype"]]
 
 
 def _read_features(folder: Path) -> dict[str, Any]:

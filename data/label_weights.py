@@ -19,6 +19,7 @@ from tqdm import tqdm
 from ..modules import Target
 from .feature_store import FINAL, FeatureShard, StateStore, read_rows
 from .learned_tokens import LearnedTokens
+from .state_formats import format_named
 from .token_store import Manifest, ShardRecord, TokenShard
 
 READ_TOKENS = 20_000
@@ -42,7 +43,8 @@ def count_labels(folder: str | Path, learned: LearnedTokens) -> Tensor:
     return counts_V
 
 
-def weigh_labels(target: Target, folder: Path, learned: LearnedTokens, positions: int) -> Tensor:
+def weigh_labels(target: Target, folder: Path, learned: LearnedTokens, positions: int,
+                 form: str | None = None) -> Tensor:
     """Counts of the labels plus the target's probabilities, both with the weight of all labels: float64 [V].
 
     The probabilities are those at up to `positions` labels, spread over the text. Their cost is an output layer and a
@@ -54,6 +56,7 @@ def weigh_labels(target: Target, folder: Path, learned: LearnedTokens, positions
         folder: of `distill`.
         learned: choice of the labels.
         positions: labels at which the target's distribution is read; 0 counts alone.
+        form: name of the number format of the folder's stored states; None is the target's own.
 
     Raises:
         UserError: if a shard is corrupted, or the disk is full.
@@ -63,7 +66,8 @@ def weigh_labels(target: Target, folder: Path, learned: LearnedTokens, positions
         return counts_V
     manifest = Manifest.load(folder)
     digest = hashlib.sha256(json.dumps([positions, learned.words]).encode()).hexdigest()
-    store, name = StateStore(folder, target, target.dtype), f"probabilities-{digest[:16]}.safetensors"
+    store = StateStore(folder, target, format_named(form, target.dtype))
+    name = f"probabilities-{digest[:16]}.safetensors"
     if not store.holds(name, manifest.hash):
         with target.reproducible():
             sums_V = _LabelText(target, folder, manifest, learned).probabilities(store, positions)

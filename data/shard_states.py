@@ -10,9 +10,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..modules import Target
+from ..modules import Target, UserError
 from ..modules.decoding.state_recorder import RecordedStates
 from .feature_store import FINAL, StateStore, StoredFile, WantedStates, read_rows, tap
+from .state_formats import format_named
 from .token_store import ShardRecord, TokenShard
 
 
@@ -23,17 +24,22 @@ class ShardStates:
     state once more while its file is written.
 
     Args:
-        target: writes the answers; its number format is that of the states.
+        target: writes the answers; in memory the states are in its number format.
         folder: of the data.
         wanted: states of each training; none keeps nothing.
 
     Raises:
-        UserError: if the folder's list of states is damaged.
+        UserError: if the folder's list of states is damaged, or the trainings want states in several number formats.
     """
 
     def __init__(self, target: Target, folder: Path, wanted: Sequence[WantedStates]) -> None:
         self.target, self.wanted = target, tuple(wanted)
-        self.store = StateStore(folder, target, target.dtype) if wanted else None
+        forms = {format_named(one.form, target.dtype) for one in wanted}
+        if len(forms) > 1:
+            raise UserError("trainings on the same data ask for states in the number formats "
+                            f"{', '.join(sorted(form.name for form in forms))}; set batch.states_format of all to one "
+                            "of them")
+        self.store = StateStore(folder, target, forms.pop()) if forms else None
         self.seconds = 0.0
         """Time spent on reading what was not recorded, and on writing."""
 
@@ -81,7 +87,7 @@ class ShardStates:
         return tuple(sorted({name for one in self.wanted for name in self._fitting(one, tokens)}))
 
     def _fitting(self, one: WantedStates, tokens: int) -> tuple[str, ...]:
-        return one.fitting(tokens, self.target.hidden_size * self.target.dtype.itemsize)
+        return one.fitting(tokens, one.width(self.target))
 
 
 def _named(states: RecordedStates) -> dict[str, Tensor]:

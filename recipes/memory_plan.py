@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..data.disk_room import in_words
+from ..data.state_formats import format_named
 from ..modules import Drafter, Target
 from ..modules.target.loading import sketch_target
 from ..trainers import DraftModule, families
@@ -69,7 +70,7 @@ def plan_recipe(recipe: Recipe, target: Target) -> Plan:
     drafter = module.drafter
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     tokens, states = batch.rows_per_batch * batch.row_length, 1 + len(drafter.taps)
-    width = target.hidden_size * target.dtype.itemsize
+    width, form = target.hidden_size * target.dtype.itemsize, format_named(batch.states_format, target.dtype)
     target_parameters, layers = parameters_of(target.model), parameters_of(target.layers)
     processes = target.placement.size(recipe.train.world)
     held = target_parameters - layers + -(-layers // processes)
@@ -83,7 +84,7 @@ def plan_recipe(recipe: Recipe, target: Target) -> Plan:
         batch_drafts=(2 * tokens * drafter.trained_steps * drafter.state_size + 4 * _logits(target, drafter)) * WIDE,
         distill_cache=recipe.distill.slots * recipe.distill.max_new_tokens * cache_bytes(target),
         kept_states=shard * recipe.distill.max_new_tokens * states * width if keeps else 0,
-        stored_states=_stored(recipe, states * width),
+        stored_states=_stored(recipe, states * form.token_bytes(target.hidden_size)),
     )
 
 

@@ -100,7 +100,7 @@ def predict_states(workspace: Workspace, wanted: Sequence[WantedStates]) -> None
     tokens, target = workspace.recipe.distill.budget_tokens, workspace.target
     if tokens is None or not wanted or (workspace.data / MANIFEST).is_file():
         return
-    needed = max(one.bytes(tokens, target.hidden_size * target.dtype.itemsize) for one in wanted)
+    needed = max(one.bytes(tokens, one.width(target)) for one in wanted)
     say(f"     {require_room(workspace.data, needed, f'the states of {tokens:,} answer tokens')}")
 
 
@@ -127,8 +127,9 @@ def stored_states(workspace: Workspace) -> Sequence[Path]:
     if not module.needs_states:
         say("     nothing to store: training reads tokens alone")
         return []
-    encoding = Encoding(workspace.target, workspace.data, module.drafter.taps,
-                        room=workspace.recipe.batch.store_bytes)
+    batch = workspace.recipe.batch
+    encoding = Encoding(workspace.target, workspace.data, module.drafter.taps, form=batch.states_format,
+                        room=batch.store_bytes)
     if encoding.tokens:
         say(f"     {require_room(workspace.data, encoding.bytes, f'the states of {encoding.tokens:,} tokens')}")
     else:

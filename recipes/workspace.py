@@ -131,7 +131,7 @@ class Workspace:
         train = self.recipe.train
         positions = 0 if train.drafter.vocabulary_size is None else train.vocabulary_positions
         chosen = learned(self.manifest(), self.recipe.batch, self.around_prompts)
-        return weigh_labels(self.target, self.data, chosen, positions)
+        return weigh_labels(self.target, self.data, chosen, positions, self.recipe.batch.states_format)
 
     @cached_property
     def decisive(self) -> dict[str, Any]:
@@ -215,7 +215,7 @@ class Workspace:
         module, batch = dry_run(self.recipe, sketch_target(self.recipe.target)), self.recipe.batch
         if batch.states == "computed" or not module.needs_states:
             return ()
-        return (WantedStates(taps=module.drafter.taps, room=batch.store_bytes),)
+        return (WantedStates(taps=module.drafter.taps, room=batch.store_bytes, form=batch.states_format),)
 
     def module(self) -> DraftModule:
         """A new LightningModule of the recipe's family, with its drafter."""

@@ -11,6 +11,7 @@ import torch
 from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, distill, encode
 from draftsmith.data.datamodule import BatchConfig, DraftDataModule
 from draftsmith.data.feature_store import GIB, affordable, state_names
+from draftsmith.data.state_formats import FORMATS
 from draftsmith.modules import Features, MedusaConfig, Target, TargetConfig, UserError
 from draftsmith.modules.target.loading import sketch_target
 from draftsmith.recipes.__main__ import main
@@ -150,7 +151,7 @@ def test_held_out_rows_are_whole_whether_stored_or_not(folder: Path, tiny_target
 def test_stored_states_of_half_precision_are_widened(tokens: Path, tmp_path: Path, tiny_target: Target) -> None:
     folder = Path(shutil.copytree(tokens, tmp_path / "data"))
     config = mixed(folder, tiny_target, 3, itemsize=2)
-    encode(tiny_target, folder, TAPS, dtype="float16", room=config.store_bytes, progress=False)
+    encode(tiny_target, folder, TAPS, form="float16", room=config.store_bytes, progress=False)
     data = DraftDataModule(folder, config, TAPS)
     batches = [batch for batch in map(data.micro_batch, range(8)) if batch.missing_BL is not None]
     assert batches[0].final_BLD is not None
@@ -261,4 +262,4 @@ def test_too_little_room_and_missing_states_are_reported(tokens: Path, folder: P
     with pytest.raises(UserError, match=r"holds no states final for .*; run draftsmith distill"):
         DraftDataModule(folder, mixed(folder, tiny_target, 4), TAPS)
     manifest = Manifest.load(folder)
-    assert affordable(manifest, (), torch.float32, None) == manifest.shards
+    assert affordable(manifest, (), FORMATS["float32"], None) == manifest.shards

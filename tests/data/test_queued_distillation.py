@@ -32,6 +32,7 @@ from draftsmith.data.prompts import Prompt, Taken
 from draftsmith.data.queued_prompts import QueuedPrompts
 from draftsmith.data.self_prompting import OwnPrompts
 from draftsmith.data.shard_queue import FIRST, LOCKS, QUEUE, FinishedShard, ShardQueue, answers_lock
+from draftsmith.data.state_formats import FORMATS
 from draftsmith.modules import Target, UserError
 from draftsmith.modules.atomic_files import remove_leftovers
 from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
@@ -241,7 +242,7 @@ def test_states_have_the_room_that_the_recipe_gives(tmp_path: Path, tiny_target:
         assert together(partial(make, tiny_target, prompts, SMALL, states=room), tmp_path / name, *killed_at)[-1] == 0
         assert contents(tmp_path / name) == contents(tmp_path / "one")
     manifest = Manifest.load(tmp_path / "one")
-    fitting = affordable(manifest, (1,), tiny_target.dtype, room[0].room)
+    fitting = affordable(manifest, (1,), FORMATS["float32"], room[0].room)
     assert fitting == manifest.shards[:3]
     assert {file.name for file in (tmp_path / "one").glob("final-*")} == {state_file(one, "final") for one in fitting}
     listed = json.loads((tmp_path / "one" / "features.json").read_text())["files"]

@@ -163,7 +163,7 @@ def test_complete_states_are_skipped_and_others_replaced(distilled: Path, tiny_t
     assert files[2].stat().st_mtime_ns == times[files[2]]
     assert changed.stat().st_mtime_ns != times[changed]
     open_features(distilled, Manifest.load(distilled).shards, ())
-    encode(tiny_target, distilled, (1,), dtype="float16", progress=False)
+    encode(tiny_target, distilled, (1,), form="float16", progress=False)
     assert open_features(distilled, Manifest.load(distilled).shards, (1,))[0].final(0, 2).dtype == torch.float16
 
 
@@ -198,5 +198,5 @@ def test_another_target_and_an_unknown_type_are_refused(distilled: Path, tiny_ta
     other = Target(tiny_model(seed=1), tiny_tokenizer(), name="other")
     with pytest.raises(UserError, match="weights_hash"):
         encode(other, distilled, progress=False)
-    with pytest.raises(UserError, match=r"dtype of stored states must be auto or one of .* got 'int8'"):
-        encode(tiny_target, distilled, dtype="int8", progress=False)
+    with pytest.raises(UserError, match=r"states_format must be null or one of .* got 'int4'"):
+        encode(tiny_target, distilled, form="int4", progress=False)

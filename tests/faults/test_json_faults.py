@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.data.feature_store import stored_dtype
+from draftsmith.data.feature_store import stored_format
 from draftsmith.modules import UserError
 from draftsmith.recipes.training_folder import read_result
 from draftsmith.trainers.checkpoints import PARTS, AtomicCheckpointIO
@@ -165,7 +165,7 @@ FEATURES = {"format_version": int, "target": str, "dtype": str, "files": dict}
 def test_a_damaged_list_of_states_is_refused(place: Place, name: str, value: str) -> None:
     setting("data/features.json", name, VALUES[value])(place)
     with pytest.raises(UserError, match=rf"features\.json is damaged: {name}.* must be .*; run draftsmith distill"):
-        stored_dtype(place.run / "data")
+        stored_format(place.run / "data")
 
 
 @pytest.mark.parametrize("part", PARTS)
