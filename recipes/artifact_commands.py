@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,10 @@ from ..export import (
     write_report,
 )
 from ..export.engines.rounding import rounding_loss
-from ..export.layouts.gguf_file import FLOAT32, rounded
-from ..export.layouts.llama_cpp import GGUF_FILE, GGUF_FORMAT
+from ..export.layouts.gguf_file import FLOAT32
+from ..export.layouts.llama_cpp import GGUF_FORMAT
 from ..export.layouts.openvino import OPENVINO_FORMAT
-from ..export.layouts.registry import export_warning
+from ..export.layouts.registry import POSSIBLE_WEIGHTS, as_exported, export_warning, require_number_format, weights_file
 from ..export.layouts.specdec import SPECDEC_FORMAT
 from ..modules import (
     NONE,
@@ -258,10 +257,11 @@ class ExportArguments:
     convert_with: Path | None = None
     """With openvino, the interpreter of an environment with optimum-intel, which converts the drafter."""
     weights: str = FLOAT32
-    """With gguf, the number format of the matrices: float32, bfloat16 or int8 (llama.cpp's Q8_0)."""
+    """Number format of the matrices: float32, as they were trained; with gguf also bfloat16 or int8 (llama.cpp's Q8_0);
+    with eagle, huggingface and speculators bfloat16, int8 or float8, which vLLM reads."""
     measure: bool = False
-    """With gguf, decode ten prompts with the weights as trained and as exported, and show what fewer bits cost next to
-    the size."""
+    """With eagle, gguf, huggingface and speculators, decode ten prompts with the weights as trained and as exported,
+    and show what fewer bits cost next to the size."""
     target: TargetConfig = field(default_factory=own_target)
     """The target; the one that the artifact names by default."""
     template: TemplateConfig = field(default_factory=TemplateConfig)
@@ -276,12 +276,14 @@ class ExportArguments:
             raise UserError(f"temperature {self.temperature:g} chooses an acceptance head, of which the format "
                             f"{self.format} holds none; leave it out, or choose --format {SPECDEC_FORMAT}")
         for name, given, layout in (("target_gguf", self.target_gguf, GGUF_FORMAT),
-                                    ("convert_with", self.convert_with, OPENVINO_FORMAT),
-                                    ("weights", None if self.weights == FLOAT32 else self.weights, GGUF_FORMAT),
-                                    ("measure", True if self.measure else None, GGUF_FORMAT)):
+                                    ("convert_with", self.convert_with, OPENVINO_FORMAT)):
             if given is not None and self.format != layout:
                 raise UserError(f"{name} {given} is for the format {layout} alone; leave it out, or choose --format "
                                 f"{layout}")
+        require_number_format(self.format, self.weights)
+        if self.measure and self.format not in POSSIBLE_WEIGHTS:
+            raise UserError(f"measure compares weights of fewer bits, which the format {self.format} does not hold; "
+                            f"leave it out, or choose --format {', '.join(POSSIBLE_WEIGHTS)}")
 
 
 def export(parsed: Parsed[ExportArguments]) -> None:
@@ -303,7 +305,7 @@ def export(parsed: Parsed[ExportArguments]) -> None:
     if warning := export_warning(artifact.drafter, given.format):
         say(warning)
     if given.measure:
-        say(rounding_line(artifact, given.weights, folder / GGUF_FILE, trial_prompts(given.template.build(target))))
+        say(rounding_line(artifact, given, folder, trial_prompts(given.template.build(target))))
     if given.try_with is not None:
         prompts = trial_prompts(given.template.build(target))
         trial = try_export(artifact, given.format, folder, given.try_with, prompts, TrialSettings())
@@ -312,10 +314,10 @@ def export(parsed: Parsed[ExportArguments]) -> None:
             raise UserError(f"{trial.fault}; serve it with another engine or format")
 
 
-def rounding_line(artifact: Artifact, weights: str, file: Path, prompts: Sequence[Sequence[int]]) -> str:
-    """Size of a file of weights, and accepted lengths with these weights and as trained."""
-    settings = TrialSettings()
-    trained, exported = rounding_loss(artifact, partial(rounded, weights=weights), prompts, settings)
+def rounding_line(artifact: Artifact, given: ExportArguments, folder: Path, prompts: Sequence[Sequence[int]]) -> str:
+    """Size of the file of weights in an export, and accepted lengths with these weights and as trained."""
+    settings, file = TrialSettings(), folder / weights_file(given.format)
+    trained, exported = rounding_loss(artifact, as_exported(given.format, given.weights), prompts, settings)
     return (f"{file.stat().st_size:,} bytes; with its weights this project accepts {exported:.3f} tokens per pass, "
             f"with those trained {trained:.3f} (chains of {settings.draft_tokens} tokens, {len(prompts)} prompts, "
             f"{settings.max_new_tokens} tokens each)")

@@ -3,28 +3,38 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from ...modules import Drafter
 from ..artifact import Artifact
 from .trial import TrialSettings, chain_length
 
 
-def rounded_artifact(artifact: Artifact, rounded: Callable[[Tensor], Tensor]) -> Artifact:
+def rounded_artifact(artifact: Artifact, rounded: Callable[[Tensor, bool], Tensor]) -> Artifact:
     """A copy whose drafter has the weights that an engine reads from a file.
 
     Args:
         artifact: left as it is.
-        rounded: gives a weight as it is read.
+        rounded: gives a weight as it is read, of a linear layer other than the output layer or not.
     """
     drafter = artifact.drafter
+    linear = linear_names(drafter)
     copy = type(drafter).rebuild(drafter.describe(), artifact.identity)
-    copy.load_state_dict({name: rounded(tensor).to(tensor) for name, tensor in drafter.state_dict().items()})
+    copy.load_state_dict({name: rounded(tensor, name in linear).to(tensor)
+                          for name, tensor in drafter.state_dict().items()})
     copy.to(artifact.target.device)
     copy.bind(artifact.target)
     return replace(artifact, drafter=copy.eval())
 
 
-def rounding_loss(artifact: Artifact, rounded: Callable[[Tensor], Tensor], prompts: Sequence[Sequence[int]],
+def linear_names(drafter: Drafter) -> set[str]:
+    """The matrices of linear layers, without those of the output layer."""
+    output = {id(parameter) for parameter in drafter.output_parameters(0)}
+    return {f"{name}.weight" for name, module in drafter.named_modules()
+            if isinstance(module, nn.Linear) and id(module.weight) not in output}
+
+
+def rounding_loss(artifact: Artifact, rounded: Callable[[Tensor, bool], Tensor], prompts: Sequence[Sequence[int]],
                   settings: TrialSettings) -> tuple[float, float]:
     """(accepted length as trained, accepted length with rounded weights), each with the tokens of a chain."""
     return (chain_length(artifact, prompts, settings),

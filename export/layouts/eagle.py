@@ -25,6 +25,7 @@ from ...modules import Drafter, Eagle, Eagle3, Eagle3Config, EagleConfig, Target
 from ...modules.drafters.eagle3 import chosen_taps
 from ...modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
 from ...modules.drafters.parts.rotary import SCALINGS, carried_scaling
+from .compressed_tensors import compressed, compressed_config, compressed_note, compressed_table
 from .eagle_folder import (
     EMBEDDING,
     FIRST,
@@ -36,9 +37,11 @@ from .eagle_folder import (
     eagle_config,
     eagle_readme,
     first_table,
+    linear_names,
     third_table,
     twin,
 )
+from .gguf_file import FLOAT32
 from .layout_folder import stored, write_layout, wrong_family
 from .safetensors_reader import check_embedding, loaded, read_config, read_tensors
 
@@ -51,11 +54,17 @@ _KNOWN: dict[str, tuple[Any, ...]] = {
 """Settings that are fixed in this implementation, with the values that a configuration may give them."""
 
 
-def export_eagle(drafter: Drafter, target: Target, out: Path) -> None:
+def export_eagle(drafter: Drafter, target: Target, out: Path, weights: str = FLOAT32) -> None:
     """Write an EAGLE-1 or EAGLE-3 drafter as the official code and the serving engines read it.
 
     EAGLE-1's layout has no output layer: a reduced draft vocabulary becomes the whole one. EAGLE-3's has one, into
     which a shared one is copied.
+
+    Args:
+        drafter: bound to `target`.
+        target: the model it drafts for.
+        out: new, empty, or an earlier export.
+        weights: number format of the matrices, one of `COMPRESSED`; below 16 bits vLLM alone reads them.
 
     Raises:
         UserError: if the drafter is of another family or has FSPAD's changes, or the target's output layer has a bias
@@ -69,7 +78,10 @@ def export_eagle(drafter: Drafter, target: Target, out: Path) -> None:
         tensors |= stored({EMBEDDING: target.model.get_input_embeddings().weight})
     else:
         tensors, table = third_tensors(drafter, target), third_table(drafter)
-    write_layout(out, EAGLE_FILE, tensors, table, eagle_config(drafter, target), eagle_readme(drafter, target))
+    linear = linear_names(table)
+    write_layout(out, EAGLE_FILE, compressed(tensors, linear, weights), compressed_table(table, linear, weights),
+                 eagle_config(drafter, target) | compressed_config(weights),
+                 eagle_readme(drafter, target) + compressed_note(weights))
 
 
 def export_eagle_sglang(drafter: Drafter, target: Target, out: Path) -> None:

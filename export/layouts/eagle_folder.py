@@ -74,6 +74,11 @@ def vocabulary_table(drafter: Eagle3) -> dict[str, TensorForm]:
             "d2t": TensorForm((len(ids_Q),), torch.int64), "t2d": TensorForm((drafter.vocab_size,), torch.bool)}
 
 
+def linear_names(table: Table) -> set[str]:
+    """The matrices of linear layers, without the output layer."""
+    return {name for name, form in table.items() if len(form.shape) == 2 and name not in (EMBEDDING, OUTPUT)}
+
+
 def layer_config(drafter: Eagle | Eagle3, target: Target) -> dict[str, Any]:
     """A Llama configuration of the drafter's layers, under the names that engines read."""
     block = drafter.block

@@ -7,12 +7,16 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ...modules import Drafter, DraftLM, Target
 from ...modules.atomic_files import write_file
 from ...modules.drafters.draft_lm import as_model
 from ...modules.owned_folders import whole_folder
+from .compressed_tensors import compressed, compressed_config, compressed_note, compressed_table
+from .gguf_file import BFLOAT16, FLOAT32
 from .layout_folder import EXPORT, layout_readme, wrong_family
 from .tensor_table import Table, TensorForm, require_forms, with_table
 
@@ -20,16 +24,23 @@ WEIGHTS = "model.safetensors"
 """The file of weights, by the name that transformers gives it."""
 TRAINED = "draft_token_ids.json"
 """The ids of a reduced vocabulary, ascending."""
-FORMATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+FORMATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64,
+           "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn}
 """Number formats by their names in safetensors."""
 
 
-def export_huggingface(drafter: Drafter, target: Target, out: Path) -> None:
+def export_huggingface(drafter: Drafter, target: Target, out: Path, weights: str = FLOAT32) -> None:
     """Write a draft language model as config.json, model.safetensors, generation_config.json and tokenizer files.
 
     The folder holds the target's whole vocabulary, since engines compare ids: a reduced output layer becomes a whole
     one, in which the tokens that the draft never learnt keep the initial rows. A mask token, where there is one, has
     the id `mask_token_id`.
+
+    Args:
+        drafter: bound to `target`.
+        target: the model it drafts for.
+        out: new, empty, or an earlier export.
+        weights: number format of the matrices, one of `COMPRESSED`; float32 keeps that of the model.
 
     Raises:
         UserError: if the drafter is of another family, its reduced output layer cannot be completed, or `out` cannot be
@@ -45,12 +56,26 @@ def export_huggingface(drafter: Drafter, target: Target, out: Path) -> None:
         model.save_pretrained(partial, max_shard_size="1TB")
         target.tokenizer.save_pretrained(partial)
         config = json.loads((partial / "config.json").read_text(encoding="utf-8"))
-        write_file(partial / "config.json", json.dumps(config | _for_engines(config, drafter), indent=2) + "\n")
-        table = _table(partial)
+        config |= _for_engines(config, drafter)
+        linear = _linear_names(model)
+        table = compressed_table(_table(partial), linear, weights)
+        if weights != FLOAT32:
+            held = compressed(load_file(partial / WEIGHTS), linear, weights)
+            save_file(held, partial / WEIGHTS, metadata={"format": "pt"})
+            config |= {**compressed_config(weights), "dtype": BFLOAT16}
         require_forms(_forms(partial / WEIGHTS), table)
-        write_file(partial / "README.md", with_table(_readme(drafter, target), WEIGHTS, table))
+        write_file(partial / "config.json", json.dumps(config, indent=2) + "\n")
+        readme = _readme(drafter, target) + compressed_note(weights)
+        write_file(partial / "README.md", with_table(readme, WEIGHTS, table))
         if drafter.token_ids is not None:
             write_file(partial / TRAINED, json.dumps(drafter.token_ids.tolist()) + "\n")
+
+
+def _linear_names(model: Any) -> set[str]:
+    """The matrices of linear layers, without the output layer."""
+    output = model.get_output_embeddings()
+    return {f"{name}.weight" for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and module is not output}
 
 
 def _forms(file: Path) -> Table:

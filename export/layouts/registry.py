@@ -4,15 +4,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
+
 from ...modules import Drafter, Eagle, Target, UserError
 from ..artifact import Artifact
-from .eagle import export_eagle, export_eagle_sglang
+from .compressed_tensors import COMPRESSED, as_compressed
+from .eagle import EAGLE_FILE, export_eagle, export_eagle_sglang
 from .eagle_folder import LOST_BIAS
-from .gguf_file import FLOAT32, WEIGHTS
+from .gguf_file import FLOAT32, WEIGHTS, rounded
 from .huggingface import export_huggingface
 from .hydra import export_hydra
 from .kangaroo import export_kangaroo
-from .llama_cpp import GGUF_FORMAT, export_gguf
+from .llama_cpp import GGUF_FILE, GGUF_FORMAT, export_gguf
 from .medusa import export_medusa
 from .medusa_vllm import export_medusa_vllm
 from .merged_target import ADAPTED_FORMATS
@@ -31,11 +34,7 @@ class ExportSettings:
     convert_with: Path | None = None
     """With openvino, the interpreter of an environment with optimum-intel."""
     weights: str = FLOAT32
-    """With gguf, the number format of the matrices: float32, bfloat16 or int8."""
-
-    def __post_init__(self) -> None:
-        if self.weights not in WEIGHTS:
-            raise UserError(f"weights must be one of {', '.join(WEIGHTS)}, got {self.weights!r}")
+    """Number format of the matrices, one of `POSSIBLE_WEIGHTS` of the format."""
 
 
 def export_artifact(artifact: Artifact, target: Target, format_name: str, out: Path,
@@ -59,15 +58,43 @@ def export_artifact(artifact: Artifact, target: Target, format_name: str, out: P
         others[SPECDEC_FORMAT] = f"; {SPECDEC_FORMAT} holds an acceptance head, which export_head writes"
         raise UserError(f"unknown export format {format_name!r}; choose one of {', '.join(FORMATS)}"
                         f"{others.get(format_name, '')}")
+    require_number_format(format_name, settings.weights)
     if artifact.drafter.export_refusal is not None:
         raise UserError(artifact.drafter.export_refusal)
     if format_name == GGUF_FORMAT:
         export_gguf(artifact.drafter, target, out, settings.target_gguf, settings.weights)
     elif format_name == OPENVINO_FORMAT:
         export_openvino(artifact.drafter, target, out, settings.convert_with)
+    elif format_name in COMPRESSING:
+        COMPRESSING[format_name](artifact.drafter, target, out, settings.weights)
     else:
         EXPORTERS[format_name](artifact.drafter, target, out)
     return out
+
+
+def require_number_format(format_name: str, weights: str) -> None:
+    """Refuse a number format that no engine reads in this layout. Raises UserError."""
+    if weights == FLOAT32:
+        return
+    if format_name not in POSSIBLE_WEIGHTS:
+        raise UserError(f"the format {format_name} holds its weights as they were trained, got weights {weights!r}; "
+                        f"leave it out, or choose --format {', '.join(POSSIBLE_WEIGHTS)}")
+    if weights not in POSSIBLE_WEIGHTS[format_name]:
+        raise UserError(f"weights must be one of {', '.join(POSSIBLE_WEIGHTS[format_name])} in the format "
+                        f"{format_name}, got {weights!r}")
+
+
+def as_exported(format_name: str, weights: str) -> Callable[[Tensor, bool], Tensor]:
+    """A weight as an engine reads it from the format, from the one that was trained and whether it is the matrix of a
+    linear layer other than the output layer."""
+    if format_name == GGUF_FORMAT:
+        return lambda weight, linear: rounded(weight, weights)
+    return lambda weight, linear: as_compressed(weight, weights, linear=linear)
+
+
+def weights_file(format_name: str) -> str:
+    """Name of the file of weights of a format in `POSSIBLE_WEIGHTS`."""
+    return GGUF_FILE if format_name == GGUF_FORMAT else EAGLE_FILE
 
 
 def export_warning(drafter: Drafter, format_name: str) -> str:
@@ -76,18 +103,23 @@ def export_warning(drafter: Drafter, format_name: str) -> str:
 
 
 EXPORTERS: dict[str, Callable[[Drafter, Target, Path], None]] = {
-    "eagle": export_eagle,
     "eagle-sglang": export_eagle_sglang,
-    "huggingface": export_huggingface,
     "hydra": export_hydra,
     "kangaroo": export_kangaroo,
     "medusa": export_medusa,
     "medusa-vllm": export_medusa_vllm,
     "ppd": export_ppd,
-    "speculators": export_speculators,
 }
 """Writers of the formats that need no settings, by name."""
-FORMATS: tuple[str, ...] = (*EXPORTERS, GGUF_FORMAT, OPENVINO_FORMAT)
+COMPRESSING: dict[str, Callable[[Drafter, Target, Path, str], None]] = {
+    "eagle": export_eagle,
+    "huggingface": export_huggingface,
+    "speculators": export_speculators,
+}
+"""Writers of the formats whose weights may have fewer bits, by name."""
+POSSIBLE_WEIGHTS: dict[str, tuple[str, ...]] = {**dict.fromkeys(COMPRESSING, COMPRESSED), GGUF_FORMAT: WEIGHTS}
+"""Number formats of matrices by format; the other formats hold them as they were trained."""
+FORMATS: tuple[str, ...] = tuple(sorted({*EXPORTERS, *COMPRESSING, GGUF_FORMAT, OPENVINO_FORMAT}))
 """Names of formats that `export_artifact` accepts."""
 EVERY_FORMAT: tuple[str, ...] = tuple(sorted({*FORMATS, *ADAPTED_FORMATS, SPECDEC_FORMAT}))
 """The same, with those of artifacts that change their target and of acceptance heads."""

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from ...modules import Drafter, Eagle3, Target
 from ..artifact import portable
+from .compressed_tensors import compressed, compressed_config, compressed_note, compressed_table
 from .eagle import EAGLE_FILE, borrows_output, renamed, third_tensors
-from .eagle_folder import FIRST, MIDLAYER, NORMS, OUTPUT, entries, layer_config, tapped, third_table, twin
+from .eagle_folder import FIRST, MIDLAYER, NORMS, OUTPUT, entries, layer_config, linear_names, tapped, third_table, twin
+from .gguf_file import FLOAT32
 from .layout_folder import layout_readme, write_layout, wrong_family
 from .tensor_table import Table
 
@@ -23,16 +25,19 @@ _TOKENS = 3
 """Tokens of a draft where the server is not given a number."""
 
 
-def export_speculators(drafter: Drafter, target: Target, out: Path) -> None:
-    """Write an EAGLE-3 drafter as vLLM and the speculators library read it.
+def export_speculators(drafter: Drafter, target: Target, out: Path, weights: str = FLOAT32) -> None:
+    """Write an EAGLE-3 drafter as vLLM and the speculators library read it; arguments as of `export_eagle`.
 
     Raises:
         UserError: if the drafter is of another family, or shares an output layer with a bias.
     """
     if not isinstance(drafter, Eagle3):
         raise wrong_family("speculators", "EAGLE-3 drafters", drafter)
-    write_layout(out, EAGLE_FILE, _tensors(drafter, target), _table(drafter), _config(drafter, target),
-                 _readme(drafter, target))
+    table = _table(drafter)
+    linear = linear_names(table)
+    write_layout(out, EAGLE_FILE, compressed(_tensors(drafter, target), linear, weights),
+                 compressed_table(table, linear, weights), _config(drafter, target) | compressed_config(weights),
+                 _readme(drafter, target) + compressed_note(weights))
 
 
 def _tensors(drafter: Eagle3, target: Target) -> dict[str, Tensor]:

@@ -356,8 +356,8 @@ def test_an_unknown_export_format(tiny_run: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(("words", "said"), [
     (["--target_gguf", "x.gguf"], "target_gguf x.gguf is for the format gguf alone"),
     (["--convert_with", "python"], "convert_with python is for the format openvino alone"),
-    (["--weights", "int8"], "weights int8 is for the format gguf alone"),
-    (["--measure", "true"], "measure True is for the format gguf alone"),
+    (["--weights", "int8"], "the format medusa holds its weights as they were trained, got weights 'int8'"),
+    (["--measure", "true"], "measure compares weights of fewer bits, which the format medusa does not hold"),
 ])
 def test_options_of_another_format(
     tiny_run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str], said: str

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from draftsmith.export.layouts.gguf_file import FLOAT32
 from draftsmith.modules import DRAFTERS, Drafter
 from draftsmith.modules.atomic_files import write_file
 from draftsmith.recipes.method_table import filled
@@ -50,7 +51,7 @@ def engines(outcomes: list[dict[str, Any]]) -> list[str]:
 
 
 def proven(family: str, layout: str, outcomes: list[dict[str, Any]]) -> bool:
-    """True if every draft of every case of this family and format was accepted."""
+    """True if every case of this family and format came out as it must."""
     cases = [one for one in outcomes if (family_of(one["name"]), one["layout"]) == (family, layout)]
     return any(not one["wrong"] for one in cases) and all(one["holds"] for one in cases)
 
@@ -92,7 +93,8 @@ def acceptance_table(outcomes: list[dict[str, Any]]) -> str:
     lines = ["| engine | drafter | format | equal answers | drafts | drafted tokens accepted |",
              "|---|---|---|---|---|---|"]
     for one in outcomes:
-        name = one["name"] + (f", control: {one['wrong']}" if one["wrong"] else "")
+        name = one["name"] + (f", {one['weights']}" if one["weights"] != FLOAT32 else "") + (
+            f", control: {one['wrong']}" if one["wrong"] else "")
         lines.append(f"| {one['engine']} | {name} | `{one['layout']}` | {one['equal']} of {one['answers']} | "
                      f"{one['drafts']} | {one['accepted']} of {one['drafted']} |")
     return "\n".join(lines)
@@ -107,10 +109,17 @@ def with_tables(text: str, outcomes: list[dict[str, Any]]) -> str:
     return filled(text, MARKERS, f"{engine_table(outcomes)}\n\n{acceptance_table(outcomes)}")
 
 
+def _case(one: dict[str, Any]) -> tuple[str, ...]:
+    """The case of an outcome, by which tables are sorted: the engine, the format, the drafter and what is special."""
+    return tuple(str(one[key]).lower() for key in ("engine", "layout", "name", "weights", "wrong"))
+
+
 def record(outcomes: list[dict[str, Any]]) -> None:
-    """Write the figures of an engine in place of its former ones, and the tables made from all."""
-    run = {product(one["engine"]) for one in outcomes}
-    others = [one for one in figures() if product(one["engine"]) not in run]
-    kept = sorted([*others, *outcomes], key=lambda one: str(one["engine"]).lower())
+    """Write the figures of cases in place of their former ones, and the tables made from all. The figures of an engine
+    in another version go."""
+    versions = {product(one["engine"]): one["engine"] for one in outcomes}
+    found = {_case(one): one for one in figures()
+             if versions.get(product(one["engine"]), one["engine"]) == one["engine"]}
+    kept = sorted((found | {_case(one): one for one in outcomes}).values(), key=_case)
     FIGURES.write_text(json.dumps(kept, indent=1) + "\n")
     write_file(README, with_tables(README.read_text(encoding="utf-8"), kept))

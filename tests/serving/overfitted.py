@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from draftsmith.export import Artifact, ExportSettings, export_artifact
+from draftsmith.export.layouts.gguf_file import FLOAT32
 from draftsmith.modules import (
     Drafter,
     DraftLM,
@@ -208,19 +209,24 @@ MAKERS: dict[str, Callable[[Target, Tensor], Drafter]] = {
 """Drafters by name: the family, and what is special about it."""
 
 
-def write_drafters(folder: Path, wanted: dict[str, list[str]], python: Path, say: Callable[[str], None]) -> Texts:
-    """Write the target, and overfitted drafters in each wanted format: `folder/target` and `folder/FORMAT/NAME`.
+def folder_of(name: str, layout: str, weights: str) -> Path:
+    """The folder of an exported drafter: FORMAT/NAME, and its number format where that is not float32."""
+    return Path(layout, name if weights == FLOAT32 else f"{name}, {weights}")
+
+
+def write_drafters(folder: Path, wanted: dict[str, list[tuple[str, str]]], python: Path,
+                   say: Callable[[str], None]) -> Texts:
+    """Write the target into `folder/target`, and overfitted drafters in each wanted format, as `folder_of` says.
 
     Args:
         folder: an empty folder.
-        wanted: formats by name of the drafter.
+        wanted: formats and number formats by name of the drafter.
         python: interpreter of the engine's environment, which converts where a format asks for it.
         say: prints a line of progress.
     """
     model = tiny_llama()
     model.save_pretrained(folder / "target")
-    settings = ExportSettings(target_gguf=write_vocabulary(folder / VOCABULARY, model.config.vocab_size),
-                              convert_with=python)
+    vocabulary = write_vocabulary(folder / VOCABULARY, model.config.vocab_size)
     target = Target(model, tiny_tokenizer(), name="target", pack=0)
     texts = texts_of(target)
     for name, formats in wanted.items():
@@ -230,6 +236,7 @@ def write_drafters(folder: Path, wanted: dict[str, list[str]], python: Path, say
         say(f"{name}: knows its texts after {overfit(drafter, texts, weak)} optimizer steps")
         artifact = Artifact(drafter=drafter, target=target, topology=Topology.chain(STEPS), identity=target.identity,
                             provenance={})
-        for layout in formats:
-            export_artifact(artifact, target, layout, folder / layout / name, settings)
+        for layout, weights in formats:
+            settings = ExportSettings(target_gguf=vocabulary, convert_with=python, weights=weights)
+            export_artifact(artifact, target, layout, folder / folder_of(name, layout, weights), settings)
     return texts

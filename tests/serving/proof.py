@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from serving.overfitted import STEPS, Texts, write_drafters
+from draftsmith.export.layouts.gguf_file import FLOAT32
+from serving.overfitted import STEPS, Texts, folder_of, write_drafters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,12 +19,17 @@ class Case:
     """The drafter."""
     layout: str
     """The format of its export."""
+    weights: str = FLOAT32
+    """Number format of its matrices."""
     asked: tuple[tuple[str, Any], ...] = ()
     """The settings for the engine, by its own names."""
     wrong: str = ""
     """Reason why fewer drafts must be accepted; empty where all of them must be."""
     change: Callable[[Path], None] | None = None
     """The change of the folder that makes it wrong."""
+    least: float = 1.0
+    """Least share of drafted tokens that must be accepted, and must not be with a wrong folder: rounding may cost a
+    few."""
 
 
 class Engine(Protocol):
@@ -50,6 +56,7 @@ class Outcome:
     engine: str
     name: str
     layout: str
+    weights: str
     wrong: str
     loses: str
     """The same where the folder is right and the engine leaves a part of it out."""
@@ -65,7 +72,7 @@ class Outcome:
 
 def outcome(case: Case, engine: Engine, work: Path, texts: Texts, plain: list[list[int]]) -> Outcome:
     """Run a case; its folder is named from `work`."""
-    folder = Path(case.layout) / case.name
+    folder = folder_of(case.name, case.layout, case.weights)
     if case.change is not None:
         changed = Path("changed") / folder
         shutil.copytree(work / folder, work / changed)
@@ -73,8 +80,9 @@ def outcome(case: Case, engine: Engine, work: Path, texts: Texts, plain: list[li
         folder = changed
     run = engine.drafted(case, folder, texts.prompts)
     equal = sum(map(list.__eq__, run["answers"], plain))
-    every = run["drafted"] == run["accepted"] > 0
-    return Outcome(engine=run["engine"], name=case.name, layout=case.layout, wrong=case.wrong,
+    every = run["accepted"] >= case.least * run["drafted"] > 0
+    return Outcome(engine=run["engine"], name=case.name, layout=case.layout, weights=case.weights,
+                   wrong=case.wrong,
                    loses="" if case.change else case.wrong, equal=equal, answers=len(plain), drafts=run["drafts"],
                    drafted=run["drafted"], accepted=run["accepted"],
                    holds=equal == len(plain) and run["drafts"] > 0 and every != bool(case.wrong))
@@ -82,7 +90,8 @@ def outcome(case: Case, engine: Engine, work: Path, texts: Texts, plain: list[li
 
 def line(found: Outcome) -> str:
     """A row of the table."""
-    name = found.name + (f", {found.wrong}" if found.wrong else "")
+    name = found.name + ("" if found.weights == FLOAT32 else f", {found.weights}") + (
+        f", {found.wrong}" if found.wrong else "")
     return (f"| {name} | {found.layout} | {found.equal} of {found.answers} | {found.drafts} | {found.accepted} of "
             f"{found.drafted} | {'as it must be' if found.holds else 'WRONG'} |")
 
@@ -98,10 +107,10 @@ def prove(engine: Engine, cases: Sequence[Case], work: Path) -> list[Outcome]:
     Raises:
         RuntimeError: if the engine's answers without drafts are not those of transformers: it reads the target wrongly.
     """
-    wanted: dict[str, list[str]] = {}
+    wanted: dict[str, list[tuple[str, str]]] = {}
     for case in cases:
-        formats = wanted.setdefault(case.name, [])
-        formats += [] if case.layout in formats else [case.layout]
+        formats, asked = wanted.setdefault(case.name, []), (case.layout, case.weights)
+        formats += [] if asked in formats else [asked]
     texts = write_drafters(work, wanted, engine.python, partial(print, flush=True))
     engine.prepare(texts)
     found = engine.plain(texts.prompts)

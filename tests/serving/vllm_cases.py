@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.export.engines.vllm_process import VllmProcess
+from safetensors.torch import load_file, save_file
 from serving.overfitted import ANSWER_TOKENS, PROMPT_TOKENS, STEPS, Texts
 from serving.proof import Case
 
@@ -23,21 +24,38 @@ def shifted(folder: Path) -> None:
     path.write_text(json.dumps(config))
 
 
+def rolled(folder: Path) -> None:
+    """Give every row of a matrix the scale of the row before it."""
+    path = folder / "model.safetensors"
+    held = load_file(path)
+    save_file({name: tensor.roll(1, 0) if name.endswith("_scale") else tensor for name, tensor in held.items()}, path)
+
+
+ROUNDED = 0.95
+"""Share of drafted tokens that must be accepted where the weights have fewer bits."""
 SHIFTED = "layers shifted by one"
 DRAFT, FIRST, THIRD = (("method", "draft_model"),), (("method", "eagle"),), (("method", "eagle3"),)
 MEDUSA = (("method", "medusa"),)
 VLLM_CASES = (
     Case(name="draft_lm", layout="huggingface", asked=DRAFT),
+    Case(name="draft_lm", layout="huggingface", weights="int8", asked=DRAFT),
+    Case(name="draft_lm", layout="huggingface", weights="int8", asked=DRAFT, wrong="scales of other rows",
+         change=rolled, least=ROUNDED),
+    Case(name="draft_lm", layout="huggingface", weights="float8", asked=DRAFT),
     Case(name="draft_lm, mask tokens", layout="huggingface", asked=(*DRAFT, ("parallel_drafting", True))),
     Case(name="eagle", layout="eagle", asked=FIRST),
+    Case(name="eagle", layout="eagle", weights="int8", asked=FIRST, least=ROUNDED),
     Case(name="eagle, bias", layout="eagle", asked=FIRST, wrong="vLLM drops the bias"),
     Case(name="eagle3", layout="eagle", asked=THIRD),
+    Case(name="eagle3", layout="eagle", weights="int8", asked=THIRD, least=ROUNDED),
+    Case(name="eagle3", layout="eagle", weights="float8", asked=THIRD, least=ROUNDED),
     Case(name="eagle3", layout="eagle", asked=THIRD, wrong=SHIFTED, change=shifted),
     Case(name="eagle3.1", layout="eagle", asked=THIRD),
     Case(name="eagle3, other norms", layout="eagle", asked=THIRD),
     Case(name="eagle3, two layers", layout="eagle", asked=THIRD),
     Case(name="eagle3, narrow", layout="eagle", asked=THIRD),
     Case(name="eagle3", layout="speculators"),
+    Case(name="eagle3", layout="speculators", weights="int8", least=ROUNDED),
     Case(name="eagle3", layout="speculators", wrong=SHIFTED, change=shifted),
     Case(name="eagle3.1", layout="speculators"),
     Case(name="eagle3, two layers", layout="speculators"),

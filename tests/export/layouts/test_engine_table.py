@@ -17,13 +17,15 @@ def test_the_readme_holds_the_generated_tables() -> None:
 
 
 def test_every_case_is_recorded_and_holds() -> None:
-    recorded = {(product(one["engine"]).lower(), one["name"], one["layout"], one["wrong"]): one for one in figures()}
-    assert recorded.keys() == {(engine, case.name, case.layout, case.wrong) for engine, (_, cases) in ENGINES.items()
-                               for case in cases}
-    for one in recorded.values():
+    recorded = {(product(one["engine"]).lower(), one["name"], one["layout"], one["weights"], one["wrong"]): one
+                for one in figures()}
+    known = {(engine, case.name, case.layout, case.weights, case.wrong): case
+             for engine, (_, cases) in ENGINES.items() for case in cases}
+    assert recorded.keys() == known.keys()
+    for key, one in recorded.items():
         assert one["holds"]
         assert one["equal"] == one["answers"] > 0
-        assert (one["accepted"] == one["drafted"]) != bool(one["wrong"])
+        assert (one["accepted"] >= known[key].least * one["drafted"]) != bool(one["wrong"])
 
 
 def cells(outcomes: list[dict[str, Any]], family: str, layout: str) -> dict[str, str]:

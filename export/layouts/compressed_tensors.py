@@ -1,0 +1,107 @@
+"""Weights of fewer bits as vLLM reads them: linear layers in the layout of the library compressed-tensors.
+
+A matrix of whole numbers (int8) or of float8 (e4m3) has a scale for each row, `NAME_scale`. vLLM rounds the inputs of
+such a layer to the same bits, each token with a scale of its own. Embeddings and output layers, which it reads whole,
+become bfloat16; norms and other vectors stay as they are.
+
+Shapes: Q rows of a matrix, D its columns.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .gguf_file import BFLOAT16, FLOAT32, INT8
+from .tensor_table import Table, TensorForm
+
+FLOAT8 = "float8"
+COMPRESSED = (FLOAT32, BFLOAT16, INT8, FLOAT8)
+"""Number formats of matrices."""
+_ROUNDED = {INT8: (torch.int8, 127.0), FLOAT8: (torch.float8_e4m3fn, 448.0)}
+"""Number formats with a scale for each row: torch's, and its largest number."""
+_SCALE = "_scale"
+"""End of the name of a matrix's scales."""
+
+
+def rounded_rows(weight_QD: Tensor, weights: str) -> tuple[Tensor, Tensor]:
+    """(the matrix in int8 or float8, the scale of each row, [Q, 1])."""
+    dtype, largest = _ROUNDED[weights]
+    own_QD = weight_QD.detach().float()
+    scale_Q1 = own_QD.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / largest
+    values_QD = own_QD / scale_Q1
+    return (values_QD.round() if weights == INT8 else values_QD).clamp(-largest, largest).to(dtype), scale_Q1
+
+
+def as_compressed(weight: Tensor, weights: str, *, linear: bool) -> Tensor:
+    """A weight as vLLM reads it from such a file, in its own number format.
+
+    Args:
+        weight: as trained.
+        weights: one of `COMPRESSED`.
+        linear: whether it is the matrix of a linear layer other than the output layer.
+    """
+    if weights == FLOAT32 or weight.ndim < 2 or not weight.is_floating_point():
+        return weight
+    if not linear or weights == BFLOAT16:
+        return weight.bfloat16().to(weight)
+    values_QD, scale_Q1 = rounded_rows(weight, weights)
+    return (values_QD.float() * scale_Q1).to(weight)
+
+
+def compressed(tensors: Mapping[str, Tensor], linear: Collection[str], weights: str) -> dict[str, Tensor]:
+    """Tensors with weights of fewer bits.
+
+    Args:
+        tensors: the weights of a layout.
+        linear: names of the matrices of linear layers, without the output layer.
+        weights: one of `COMPRESSED`.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name in linear and weights in _ROUNDED:
+            found[name], found[name + _SCALE] = rounded_rows(tensor, weights)
+        else:
+            found[name] = tensor.to(_form(TensorForm(tuple(tensor.shape), tensor.dtype), weights).dtype)
+    return found
+
+
+def compressed_table(table: Table, linear: Collection[str], weights: str) -> Table:
+    """The table of the same tensors."""
+    found: dict[str, TensorForm] = {}
+    for name, form in table.items():
+        if name in linear and weights in _ROUNDED:
+            found[name] = TensorForm(form.shape, _ROUNDED[weights][0])
+            found[name + _SCALE] = TensorForm((form.shape[0], 1))
+        else:
+            found[name] = _form(form, weights)
+    return found
+
+
+def _form(form: TensorForm, weights: str) -> TensorForm:
+    """The form of a tensor that is not rounded: matrices in bfloat16 where fewer bits are asked for."""
+    whole = weights == FLOAT32 or len(form.shape) < 2 or not form.dtype.is_floating_point
+    return form if whole else TensorForm(form.shape, torch.bfloat16)
+
+
+def compressed_note(weights: str) -> str:
+    """The end of README.md where the weights have fewer bits."""
+    if weights not in _ROUNDED:
+        return ""
+    return (f"\nThe matrices of its linear layers are in {weights} with a scale for each row, in the layout of "
+            "compressed-tensors; vLLM reads it. The embedding and the output layer are in bfloat16.\n")
+
+
+def compressed_config(weights: str) -> dict[str, Any]:
+    """The keys of config.json that name the number format; none where vLLM needs none."""
+    if weights == FLOAT32:
+        return {}
+    if weights == BFLOAT16:
+        return {"torch_dtype": BFLOAT16}
+    kind = {"num_bits": 8, "type": "int" if weights == INT8 else "float", "symmetric": True}
+    group = {"targets": ["Linear"], "weights": {**kind, "strategy": "channel", "dynamic": False},
+             "input_activations": {**kind, "strategy": "token", "dynamic": True}}
+    return {"torch_dtype": BFLOAT16, "quantization_config": {
+        "quant_method": "compressed-tensors", "quantization_status": "compressed", "ignore": ["lm_head"],
+        "format": f"{kind['type']}-quantized", "config_groups": {"group_0": group}}}
