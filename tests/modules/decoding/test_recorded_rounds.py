@@ -49,8 +49,9 @@ WIDE = Topology((-1, 0, 0, 1, 2), (0, 0, 1, 0, 0))
 """Two tokens deep, which every family answers."""
 LEARNING = {"modules/policies/stopping_chains.py", "modules/policies/stopping_rules.py"}
 """What a policy learns of a round is computed after it."""
-LENGTHS = (26, 9, 17, 12)
-"""Tokens of the answers: rows end one after another, and one more request takes the place of the first that ends."""
+LENGTHS = (26, 9, 17, 12, 14)
+"""Tokens of the answers: four rows end one after another, and one more request takes the place of the first that ends.
+Three rows are padded to four."""
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def both(target: Target, way: Way, records: Records, temperatures: Sequence[floa
     def answers(there: Target, *, graphs: bool) -> DecodeResult:
         torch.manual_seed(0)
         drafter, policy = way(target, there)
-        given = DecodeSettings(batch_size=3, ignore_eos=True, graphs=graphs, **settings)
+        given = DecodeSettings(batch_size=4, ignore_eos=True, graphs=graphs, **settings)
         guessed.append(PassRecorder())
         return decode(there, requests(temperatures, lengths), given, drafter=drafter, policy=policy,
                       observer=guessed[-1])
@@ -163,7 +164,7 @@ def test_a_draft_that_is_always_right_is_read_as_far_as_it_was_accepted(
     def whole(_origin: Target, there: Target) -> tuple[Proposer, Policy]:
         return LayerDraft(there, range(there.num_layers)), Chain(length)
 
-    lengths = tuple(count * (length + 1) for count in (8, 5, 7, 4))
+    lengths = tuple(count * (length + 1) for count in (8, 5, 7, 4, 4))
     found = both(tiny_target_f64, whole, records, lengths=lengths)
     check(found, records, shapes=4)
     assert found[1].accepted_length > length
@@ -273,6 +274,25 @@ def test_computed_rounds_write_what_they_leave_to_the_same_places(tiny_target: T
     assert any(path.endswith("roots.values") for path in found[0])
     for later in found[3:]:
         assert later == found[2]
+
+
+@pytest.mark.parametrize("name", ["medusa", "hydra++", "eagle3", "falcon", "kangaroo", "draft-lm"])
+def test_rows_without_a_sequence_stay_empty(tiny_target: Target, name: str, records: Records) -> None:
+    """A round of three rows is that of four."""
+    with pretended_device() as waits:
+        records.waits, there = waits, on_device(tiny_target)
+        drafter, policy = drafted(name, StaticTree(WIDE))(tiny_target, there)
+        loop = Loop(there, requests(GREEDY, (40, 40, 40, 4)),
+                    DecodeSettings(batch_size=4, ignore_eos=True, graphs=True), drafter=drafter, policy=policy)
+        passes = loop.run()
+        while len(loop.slots) != 3 or records.replays < 60:
+            next(passes)
+        assert loop.recorded is not None
+        for cache in loop.recorded.caches:
+            *taken, empty = cache.lengths_B.tolist()
+            assert empty == cache.host_lengths[3] == 0
+            assert min(taken) > 9
+            assert taken == cache.host_lengths[:3]
 
 
 def test_the_number_of_records_is_bounded(tiny_target: Target, records: Records) -> None:
