@@ -177,6 +177,12 @@ class Drawn:
     candidates_BIQ: Tensor | None = None
     """Instead of `token_ids_Q`: ids that differ from node to node, those of possible entries all different."""
 
+    def of_first(self, rows: int) -> "Drawn":
+        """The same of the first rows."""
+        return replace(
+            self, log_q_BIQ=self.log_q_BIQ[:rows], inner_BN=self.inner_BN[:rows], sampled_BN=self.sampled_BN[:rows],
+            candidates_BIQ=None if self.candidates_BIQ is None else self.candidates_BIQ[:rows])
+
     def at(self, nodes_BS: Tensor) -> "Drawn":
         """The same for other nodes of a tree: node s is the former node nodes_BS[s]."""
         return replace(self, inner_BN=self.inner_BN.gather(1, nodes_BS), sampled_BN=self.sampled_BN.gather(1, nodes_BS))
@@ -270,6 +276,27 @@ class TokenTree:
             return None
         order_N = torch.arange(self.size, device=self.tokens_BN.device)
         return (order_N >= self.size - self.virtual.anchors_BM.shape[1]).expand_as(self.tokens_BN)
+
+    def of_first(self, rows: int) -> "TokenTree":
+        """The trees of the first rows.
+
+        Raises:
+            ValueError: if there are virtual nodes: what they enter with belongs to all rows.
+        """
+        if self.virtual is not None:
+            raise ValueError("a tree with virtual nodes cannot be cut; cut it before they are added")
+        return replace(
+            self,
+            tokens_BN=self.tokens_BN[:rows],
+            parents_BN=self.parents_BN[:rows],
+            depths_BN=self.depths_BN[:rows],
+            ancestors_BNN=self.ancestors_BNN[:rows],
+            real_BN=self.real_BN[:rows],
+            drawn=None if self.drawn is None else self.drawn.of_first(rows),
+            lookahead=None if self.lookahead is None else replace(
+                self.lookahead, counts_BN=self.lookahead.counts_BN[:rows]),
+            parts_BN=None if self.parts_BN is None else self.parts_BN[:rows],
+        )
 
     def children(self, nodes_B: Tensor) -> tuple[Tensor, Tensor]:
         """(indices of the children of one node a row in ascending order, which of them are real), [B, K] each."""

@@ -38,6 +38,7 @@ from ..export.layouts.specdec import SPECDEC_FORMAT
 from ..modules import (
     NONE,
     DecodeSettings,
+    DecodeStats,
     Request,
     Target,
     TargetConfig,
@@ -160,6 +161,8 @@ class GenerateArguments:
     """Seed of the sampled answer."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer."""
+    graphs: bool = False
+    """On a CUDA device, replay drafting, verification and commit as CUDA graphs; a last line says what could not be."""
     show_drafts: bool = False
     """Mark who wrote each token: accepted guesses of the draft are green, rejected ones dim and struck through, the
     rest is the target's own. Without colours ([accepted], ~rejected~) where the output is no terminal or NO_COLOR is
@@ -187,7 +190,7 @@ class GenerateArguments:
     def decode_settings(self) -> DecodeSettings:
         """The decoding loop's settings. Raises UserError when a number is out of its range."""
         return DecodeSettings(top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, seed=self.seed,
-                              repetition_penalty=self.repetition_penalty, stop=self.stop)
+                              repetition_penalty=self.repetition_penalty, stop=self.stop, graphs=self.graphs)
 
 
 def generate(parsed: Parsed[GenerateArguments]) -> None:
@@ -200,7 +203,8 @@ def generate(parsed: Parsed[GenerateArguments]) -> None:
     settings = given.decode_settings()
     recorder = PassRecorder() if given.show_drafts else None
     drafter, policy = artifact.drafting(given.policy, temperature=given.temperature)
-    passes = stream(artifact.target, request, settings, drafter=drafter, observer=recorder, policy=policy)
+    stats = DecodeStats()
+    passes = stream(artifact.target, request, settings, drafter=drafter, observer=recorder, policy=policy, stats=stats)
     terminal = sys.stdout.isatty()
     counts: list[int] = []
     started = time.perf_counter()
@@ -213,6 +217,8 @@ def generate(parsed: Parsed[GenerateArguments]) -> None:
     length = sum(drafted) / max(1, len(drafted))
     print(f"[{sum(counts)} tokens: the first by the prompt's pass, {sum(drafted)} by {len(drafted)} more, "
           f"{length:.2f} tokens per pass; {sum(counts) / seconds:.1f} tokens/s]", file=sys.stderr)
+    if stats.graph_refusal:
+        print(f"[not replayed as CUDA graphs: {stats.graph_refusal}]", file=sys.stderr)
     if policy.max_size == 1 and given.policy != NONE:
         where = f" at temperature {given.temperature:g}" if given.temperature else ""
         print(f"[nothing was drafted, because on this machine no tree makes decoding faster{where}; --policy "

@@ -60,6 +60,7 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
         samples = _samples(runner, course, records[0])
         course.finish()
     header = {**machine(target), "linear_layers": _linear_layers(target), "settings": asdict(config),
+              "graph_refusals": list(dict.fromkeys(one.graph_refusal for one in records if one.graph_refusal)),
               **coverage(schedule, course), "contention": runner.probe.to_dict()}
     return EvaluationRun(header=header, samples=samples, left_out=left_out(header), evaluations=tuple(
         _evaluation(record, target, runner.probe.contended, config) for record in records))

@@ -70,6 +70,9 @@ class EvaluateConfig:
     baselines: tuple[str, ...] | str = ()
     """Drafters without training that are measured too, one or several: prompt_lookup, suffix_match, recycling, ngrams,
     layer_skip, first_layers."""
+    graphs: bool = False
+    """On a CUDA device, replay drafting, verification and commit as CUDA graphs, in plain decoding too; the report says
+    what could not be."""
     untimed_batch_size: int = 8
     """Rows decoded at once for prompts that are not timed; it changes neither acceptance nor identity."""
     budget_minutes: float | None = None
@@ -139,7 +142,7 @@ class EvaluateConfig:
     def settings(self, batch_size: int) -> DecodeSettings:
         """The decoding loop's settings for a batch of this many rows."""
         return DecodeSettings(batch_size=batch_size, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p,
-                              repetition_penalty=self.repetition_penalty, seed=self.seed)
+                              repetition_penalty=self.repetition_penalty, seed=self.seed, graphs=self.graphs)
 
 
 @dataclass(frozen=True, kw_only=True)

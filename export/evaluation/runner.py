@@ -39,6 +39,8 @@ class MethodRecord:
     """Forward calls of the target after the prompts'."""
     draft_share: float
     """Bytes of weights that drafting read for each byte that the target's verifying passes read."""
+    graph_refusal: str
+    """Why some of its work was not replayed as CUDA graphs; empty where all was, or none was to be."""
     replays: Replays
     """Its greedy answers replayed through smaller and larger trees."""
 
@@ -275,7 +277,7 @@ class Runner:
             answers=[replace(self._answer(exchange, records.generations[exchange.index], compared),
                              guessed_by=method.guessed_by(records.parts.get(exchange.index, ())))
                      for exchange in exchanges],
-            target_calls=records.target_calls, replays=replays,
+            target_calls=records.target_calls, graph_refusal=records.graph_refusal, replays=replays,
             draft_share=records.meter.drafted / max(1, records.target_calls * self.target_bytes),
         )
 

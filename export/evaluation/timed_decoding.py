@@ -51,10 +51,13 @@ class Records:
     """Bytes of weights that drafting read."""
     parts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Accepted guesses of each drafter of an ensemble, by `Exchange.index`; empty with a single drafter."""
+    graph_refusal: str = ""
+    """Why some work was not replayed as CUDA graphs; empty where all was, or none was to be."""
 
     def add(self, result: DecodeResult, parts: dict[int, tuple[int, ...]]) -> None:
         """Add the answers of one call of `decode`, with the guesses of each part."""
         self.parts |= parts
+        self.graph_refusal = self.graph_refusal or result.stats.graph_refusal
         self.target_calls += result.stats.target_calls
         self.generations |= {one.request.index: one for one in result.generations}
 
@@ -63,7 +66,8 @@ class Records:
         return Records(generations={**untimed.generations, **self.generations}, timings=self.timings,
                        target_calls=untimed.target_calls + self.target_calls,
                        meter=Meter(drafted=untimed.meter.drafted + self.meter.drafted),
-                       parts={**untimed.parts, **self.parts})
+                       parts={**untimed.parts, **self.parts},
+                       graph_refusal=untimed.graph_refusal or self.graph_refusal)
 
 
 @dataclass(kw_only=True)

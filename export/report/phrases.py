@@ -62,7 +62,16 @@ def how_measured(run: EvaluationRun) -> str:
     drawn = chosen(degrees[0]) if len(degrees) == 1 else f"temperatures {', '.join(f'{one:g}' for one in degrees)}"
     return (f"{of(prompts, sum(planned['prompt_sets'].values()))} prompts{turns}, answers of at most "
             f"{settings['max_new_tokens']} tokens; {batches}; {drawn}; timed prompts: "
-            f"{of(run.header['timed_prompts'], planned['timed_prompts'])}")
+            f"{of(run.header['timed_prompts'], planned['timed_prompts'])}{_graphs(run)}")
+
+
+def _graphs(run: EvaluationRun) -> str:
+    """A note on rounds that were replayed as CUDA graphs, and why some were not; empty where none was to be."""
+    # Reports of earlier versions say nothing about graphs.
+    if not run.header["settings"].get("graphs"):
+        return ""
+    refused = "; ".join(run.header["graph_refusals"])
+    return f"; replayed as CUDA graphs{f', as far as possible: {refused}' if refused else ''}"
 
 
 def of(measured: int, planned: int) -> str:

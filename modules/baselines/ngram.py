@@ -41,6 +41,10 @@ class NgramState(Text):
 
     def __init__(self, rows: int, capacity: int, margin: int, device: torch.device) -> None:
         super().__init__(rows, capacity, margin, device)
+        self.drop_tree()
+
+    def drop_tree(self) -> None:
+        """Discard the nodes of the tree."""
         self.nodes_BM: Tensor | None = None
         self.contexts_BMG: Tensor | None = None
 
@@ -76,7 +80,7 @@ class Ngrams(Proposer):
     def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
         """Store the context and the most probable next tokens of every accepted node."""
         held, verified = _ngrams(state), required(observation, self.family)
-        held.nodes_BM = held.contexts_BMG = None
+        held.drop_tree()
         places_RN = held.append(rows_R, observation)
         accepted_BM = verified.places_BM >= 0
         contexts_BMG = held.endings(rows_R, places_RN.gather(1, verified.places_BM.clamp(min=0)), self.config.longest)
@@ -116,7 +120,7 @@ class Ngrams(Proposer):
         """Last tokens of the path to each frontier node, stored for its children."""
         if held.nodes_BM is None or held.contexts_BMG is None:
             rows_B = torch.arange(frontier.nodes_BF.shape[0], device=self.device)
-            contexts_BFG = held.endings(rows_B, held.roots_S[:, None], self.config.longest)
+            contexts_BFG = held.endings(rows_B, held.roots_S[: len(rows_B), None], self.config.longest)
             held.nodes_BM, held.contexts_BMG = frontier.nodes_BF, contexts_BFG
             return contexts_BFG
         above_BF = (frontier.parents_BF[:, :, None] == held.nodes_BM[:, None]).long().argmax(-1)
@@ -144,13 +148,13 @@ class Ngrams(Proposer):
     def clear(self, state: DraftState, rows_R: Tensor) -> None:
         """Clear the rows' texts; the memory stays."""
         held = _ngrams(state)
-        held.nodes_BM = held.contexts_BMG = None
+        held.drop_tree()
         held.clear(rows_R)
 
     def keep(self, state: DraftState, rows_R: Tensor) -> None:
         """Make the former row rows_R[r] the row r."""
         held = _ngrams(state)
-        held.nodes_BM = held.contexts_BMG = None
+        held.drop_tree()
         held.keep(rows_R)
 
 

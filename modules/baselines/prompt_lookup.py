@@ -69,25 +69,26 @@ class Lookup(Proposer):
             raise ValueError("prompt lookup drafts from the root only: a frontier must have 1 node, "
                              f"got {frontier.nodes_BF.shape[1]}")
         text = text_of(state)
-        ends_B, found_B = self._occurrence(text)
-        distance_B1 = (text.roots_S - ends_B)[:, None].clamp(min=1)
+        tokens_BL, roots_B = text.tokens_SL[: len(frontier.nodes_BF)], text.roots_S[: len(frontier.nodes_BF)]
+        ends_B, found_B = self._occurrence(text, tokens_BL, roots_B[:, None])
+        distance_B1 = (roots_B - ends_B)[:, None].clamp(min=1)
         copied_H = torch.arange(self.config.copied, device=self.device)
-        tokens_BH = text.tokens_SL.gather(1, ends_B[:, None] + 1 + copied_H % distance_B1)
+        tokens_BH = tokens_BL.gather(1, ends_B[:, None] + 1 + copied_H % distance_B1)
         scores_BH = torch.where(found_B[:, None], 0.0, -torch.inf).expand_as(tokens_BH)
         candidates_BH = tokens_BH.clamp(min=0)
         return Scores(log_probs_BFHQ=scores_BH[:, None, :, None], candidates_BFHQ=candidates_BH[:, None, :, None])
 
-    def _occurrence(self, text: Text) -> tuple[Tensor, Tensor]:
+    def _occurrence(self, text: Text, tokens_BL: Tensor, roots_B1: Tensor) -> tuple[Tensor, Tensor]:
         """(place of the last token of the occurrence to copy from, True where there is one), each [B]."""
-        length, roots_B1 = self.config.longest, text.roots_S[:, None]
+        length = self.config.longest
         tail_B1G = text.endings(torch.arange(len(roots_B1), device=self.device), roots_B1, length)
         # Places before the text must not equal each other.
         tail_B1G = torch.where(tail_B1G < 0, -2, tail_B1G)
-        equal_BLG = text.tokens_SL.unfold(1, length, 1)[:, 1:] == tail_B1G
+        equal_BLG = tokens_BL.unfold(1, length, 1)[:, 1:] == tail_B1G
         matched_BL = equal_BLG.flip(-1).long().cumprod(-1).sum(-1)
-        places_L = torch.arange(length, text.tokens_SL.shape[1], device=self.device)
+        places_L = torch.arange(length, tokens_BL.shape[1], device=self.device)
         allowed_BL = (matched_BL >= self.config.shortest) & (places_L < roots_B1)
-        ranks_BL = torch.where(allowed_BL, matched_BL * text.tokens_SL.shape[1] + places_L, -1)
+        ranks_BL = torch.where(allowed_BL, matched_BL * tokens_BL.shape[1] + places_L, -1)
         best = ranks_BL.max(-1)
         return torch.where(best.values >= 0, places_L[best.indices], length), best.values >= 0
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ..interfaces.proposer import Proposer
 from ..policies.base import Policy
 from .loop import Loop, Observer
-from .requests import DecodeResult, DecodeSettings, Generation, Request
+from .requests import DecodeResult, DecodeSettings, DecodeStats, Generation, Request
 from .row_errors import DecodeError
 from .state_recorder import StateRecorder
 from .verifier import Verifier
@@ -64,8 +64,18 @@ def stream(
     drafter: Proposer | None = None,
     policy: Policy | None = None,
     observer: Observer | None = None,
+    stats: DecodeStats | None = None,
 ) -> Iterator[list[int]]:
     """Continue one request and yield its new tokens pass by pass, those of a pass after `observer` was called.
+
+    Args:
+        target: a `Target`, or a `Replay` of stored text.
+        request: the prompt with its limit.
+        settings: sampling filters, stop texts.
+        drafter: proposes tokens; None decodes plainly.
+        policy: how its trees grow.
+        observer: called after every pass that verifies.
+        stats: gets the counts and times when the answer has ended.
 
     Raises:
         DecodeError: as `decode` does, after the tokens that came before the fault.
@@ -75,3 +85,5 @@ def stream(
         if generation.finish == "error":
             raise DecodeError(DecodeResult([generation], loop.stats))
         yield tokens
+    if stats is not None:
+        stats.add(loop.stats)

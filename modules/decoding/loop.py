@@ -6,22 +6,26 @@ Shapes: B active rows, N nodes of a tree, K nodes of a path, T places of an answ
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ..errors import TreeError, UserError
+from ..errors import UserError
 from ..interfaces.proposer import AheadStates, DraftState, Observation, Proposer, Verified
 from ..policies.base import Policy
+from ..row_buffers import RowBuffer
 from ..target.pass_output import PassOutput
-from ..token_tree import Lookahead, TokenTree, Topology
+from ..token_tree import Lookahead, TokenTree
 from ..verification.tree_walk import Accepted
 from .batch_verifier import Referee
 from .device_timer import Stopwatch
-from .pass_outcome import ahead_states, observation, to_host, verified
+from .pass_outcome import ahead_states, read
+from .recorded_rounds import RecordedRounds, recorder_of_rounds
 from .requests import DecodeSettings, DecodeStats, Generation, Request
-from .row_errors import PARENT, message, screen
+from .rounds import Batch, Round
+from .row_errors import message
 from .state_recorder import StateRecorder
 from .stop_texts import first_stop
 from .verifier import Verifier
@@ -99,14 +103,24 @@ class Loop:
         self.rows = target.start(count, longest + nodes, _taps(drafter, recorder), prefix)
         if recorder is not None and self.rows.shared is not None:
             recorder.add_prefix(prefix, self.rows.shared)
-        if settings.graphs and count:
-            self.rows.use_graphs(size)
         self.state: DraftState | None = drafter.join(self.rows, count, longest + nodes) if drafter is not None else None
-        self._reads_logits = drafter is not None and drafter.reads_logits
-        self.roots_B = torch.zeros(count, dtype=torch.long, device=target.device)
         self.referee = Referee(settings, count, places, target.vocab_size, sampled, target.device)
+        self.batch = Batch(
+            rows=self.rows,
+            referee=self.referee,
+            roots=RowBuffer(count, device=target.device, dtype=torch.long),
+            live=RowBuffer(count, blank=False, device=target.device, dtype=torch.bool),
+            vocab_size=target.vocab_size,
+            drafter=drafter,
+            policy=policy,
+            state=self.state,
+        )
         self._count, self._read = count, 0
-        self._plain, self._drafting = Topology.chain(0), Stopwatch(target.device)
+        self.recorded: RecordedRounds | None = None
+        self.graph_refusal = ""
+        if settings.graphs and count:
+            self._use_graphs(longest, size)
+        self._drafting = Stopwatch(target.device)
 
     @torch.no_grad()
     def run(self, deadline: float | None = None) -> Iterator[tuple[Generation, list[int], bool]]:
@@ -133,7 +147,8 @@ class Loop:
             free = [row for row in range(len(self.slots)) if self._free(row)]
         self.stats.draft_seconds += self._drafting.read()
         self.stats.seconds += time.perf_counter() - started_at
-        self.stats.graph_refusal = self.rows.graph_refusal
+        refusals = filter(None, (self.graph_refusal, self.rows.graph_refusal))
+        self.stats.graph_refusal = "; ".join(dict.fromkeys(refusals))
 
     def _assign(self, row: int) -> bool:
         """Put the next request into a row; False when none waits."""
@@ -141,6 +156,7 @@ class Loop:
             return False
         request = self.waiting.popleft()
         self.slots[row : row + 1] = [Generation(request)]
+        self.batch.live.values[row] = True
         self.referee.open(row, request)
         self._read = self.rows.open(row, request.index)
         if self.recorder is not None:
@@ -171,7 +187,7 @@ class Loop:
             faults = self._prefill_chunk([rows[i] for i in here], [prompts[i] for i in here], offset)
             # A fault stays: the states after a later chunk need not show it.
             faults_R[here] = torch.maximum(faults_R[here], faults)
-        found = torch.stack([self.roots_B[rows_R], faults_R], dim=1).tolist()
+        found = torch.stack([self.batch.roots.values[rows_R], faults_R], dim=1).tolist()
         self.stats.prefill_seconds += time.perf_counter() - started_at
         for row, (token, fault) in zip(rows, found, strict=True):
             yield self.slots[row], self._take(row, [] if fault else [token], fault), self._done(row)
@@ -195,9 +211,9 @@ class Loop:
         ]
         following_B = torch.tensor(following, device=device)
         roots_B = torch.where(following_B >= 0, following_B, chosen_B)
-        self.roots_B[rows_R] = roots_B
+        self.batch.roots.values[rows_R] = roots_B
         verified = None
-        if self._reads_logits:
+        if self.drafter is not None and self.drafter.reads_logits:
             last_B1 = last_B[:, None]
             verified = Verified(
                 tokens_BM=tokens_BC.gather(1, last_B1),
@@ -231,38 +247,18 @@ class Loop:
         sent = TokenTree.prompts(tokens_BC, counts_B)
         if self.drafter is not None and self.drafter.virtual_nodes:
             lookahead = Lookahead.after(tokens_BC, last_B, self.drafter.virtual_nodes)
-            sent = self._extended(replace(sent, lookahead=lookahead))
+            sent = self.batch.extended(replace(sent, lookahead=lookahead))
         output = self.rows.run(sent, rows, select_BM=last_B[:, None])
         return output, ahead_states(sent, output, last_B)
-
-    def _extended(self, tree: TokenTree) -> TokenTree:
-        """The tree with the drafter's virtual nodes."""
-        return tree if self.drafter is None or self.state is None else self.drafter.extended(self.state, tree)
 
     # Passes ----------------------------------------------------------------------------------------------------------
 
     def _pass(self) -> Iterator[tuple[Generation, list[int], bool]]:
         """Draft, verify and commit once for all active rows."""
-        tree, faults_B = self._draft()
-        started_at = time.perf_counter()
-        sent = self._extended(tree)
-        output = self.rows.run(sent, select_BM=None if sent.virtual is None else _places(tree))
-        accepted, faults_B = self.referee.verify(tree, output.logits_BMV, faults_B)
-        emitted, counts, faults = to_host(tree, accepted, faults_B)
-        self.stats.draft_seconds += self._drafting.read()
-        self.rows.commit(accepted.path_BK, accepted.counts_B, counts, moved=tree.size > 1)
-        self.stats.target_seconds += time.perf_counter() - started_at
-        self.roots_B = accepted.bonus_B
-        answers = verified(tree, accepted, output) if self._reads_logits else None
-        rows_R = torch.arange(len(emitted), device=self.target.device)
-        self._observe(rows_R, self.slots, counts, observation(sent, accepted, output, counts, answers))
-        if self.policy is not None:
-            self.policy.learn(tree, accepted)
+        emitted, faults = self._round(self._next_round())
         self.stats.target_calls += 1
         self.stats.busy_slots += sum(not self._done(row) for row in range(len(emitted)))
         self.stats.total_slots += self._count
-        if self.observer is not None:
-            self.observer(tree, accepted, self.slots)
         for row, (tokens, fault) in enumerate(zip(emitted, faults, strict=True)):
             generation = self.slots[row]
             if self._done(row):
@@ -275,25 +271,54 @@ class Loop:
                 generation.emitted.append(len(kept))
             yield generation, kept, self._done(row)
 
-    def _draft(self) -> tuple[TokenTree, Tensor]:
-        """(the trees to verify, the fault of each row)."""
-        roots = self._plain.plant(self.roots_B[:, None])
-        if self.drafter is None or self.policy is None or self.state is None:
-            return roots, torch.zeros_like(self.roots_B)
-        with self._drafting.running():
-            try:
-                tree = self.policy.grow(self.drafter, self.state, self.roots_B, self.referee.draws)
-                screened = screen(tree, self.target.vocab_size)
-            except TreeError as error:
-                # Which nodes the other rows wanted is lost with the tree: this pass verifies their roots alone.
-                failed = torch.tensor(error.rows, device=self.target.device)
-                screened = roots, torch.zeros_like(self.roots_B).index_fill(0, failed, PARENT)
-        return screened
+    def _use_graphs(self, longest: int, size: int) -> None:
+        """Replay rounds of sequences of at most `longest` tokens; where that cannot be, passes over trees of `size`."""
+        record = recorder_of_rounds(self.batch)
+        if self.recorder is not None:
+            record = "the states of each token are recorded"
+        if isinstance(record, str):
+            self.graph_refusal = record
+            self.rows.use_graphs(size)
+        else:
+            self.recorded = RecordedRounds(self.batch, self._count, longest, record)
+
+    def _next_round(self) -> Round:
+        """The work of the next pass."""
+        if self.recorded is not None and self.recorded.refusal:
+            self.graph_refusal, self.recorded = self.recorded.refusal, None
+            self.rows.use_graphs(1 if self.policy is None else self.policy.max_size)
+        return Round(self.batch, len(self.slots)) if self.recorded is None else self.recorded.next(len(self.slots))
+
+    def _round(self, work: Round) -> tuple[list[list[int]], list[int]]:
+        """(new tokens of each active row, their faults) of one round; policy, recorder and observer see it."""
+        active = len(self.slots)
+        with self._drafted():
+            work.draft()
+        started_at = time.perf_counter()
+        work.verify()
+        emitted, counts, faults = read(work.host_BX[:active])
+        self.stats.draft_seconds += self._drafting.read()
+        work.commit(counts)
+        self.stats.target_seconds += time.perf_counter() - started_at
+        with self._drafted():
+            work.observe(counts)
+        if self.recorder is not None:
+            self.recorder.add([one.request.index for one in self.slots], counts, work.observation)
+        tree, accepted = work.of_first(active)
+        if self.policy is not None:
+            self.policy.learn(tree, accepted)
+        if self.observer is not None:
+            self.observer(tree, accepted, self.slots)
+        return emitted, faults
+
+    def _drafted(self) -> AbstractContextManager[None]:
+        """A block whose time counts as drafting, where anything drafts."""
+        return nullcontext() if self.drafter is None else self._drafting.running()
 
     def _observe(
         self, rows_R: Tensor, generations: Sequence[Generation], counts: list[int], observation: Observation
     ) -> None:
-        """Hand the new tokens of these rows, counts[r] of each, to the recorder and the drafter."""
+        """Hand the tokens of prompts, counts[r] of each row, to the recorder and the drafter."""
         if self.recorder is not None:
             self.recorder.add([one.request.index for one in generations], counts, observation)
         if self.drafter is not None and self.state is not None:
@@ -312,7 +337,8 @@ class Loop:
         order_R = torch.tensor(order, dtype=torch.long, device=self.target.device)
         self.rows.keep(order)
         self.slots = [self.slots[row] for row in order]
-        self.roots_B = self.roots_B[order_R]
+        self.batch.roots.keep(order_R)
+        self.batch.live.keep(order_R)
         self.referee.keep(order, order_R)
         if self.drafter is not None and self.state is not None:
             self.drafter.keep(self.state, order_R)
@@ -373,11 +399,6 @@ def _taps(drafter: Proposer | None, recorder: StateRecorder | None) -> tuple[int
     if missing := set(recorded) - set(drafter.taps):
         raise ValueError(f"layers {sorted(missing)} are recorded, but the drafter taps {drafter.taps}")
     return drafter.taps
-
-
-def _places(tree: TokenTree) -> Tensor:
-    """All nodes of each row, [B, N]."""
-    return torch.arange(tree.size, device=tree.tokens_BN.device).expand_as(tree.tokens_BN)
 
 
 def _refuse_repeated(indices: Sequence[int]) -> None:

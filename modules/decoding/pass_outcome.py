@@ -12,12 +12,17 @@ from ..token_tree import TokenTree
 from ..verification.tree_walk import Accepted
 
 
-def to_host(tree: TokenTree, accepted: Accepted, faults_B: Tensor) -> tuple[list[list[int]], list[int], list[int]]:
-    """(new tokens of each row: accepted nodes below the root and, in sound rows, the bonus; nodes on each path;
-    faults), in one transfer."""
+def for_host(tree: TokenTree, accepted: Accepted, faults_B: Tensor) -> Tensor:
+    """All that the host has to know of a pass, in one tensor [B, 3 + K]: see `read`."""
     path_tokens_BK = tree.tokens_BN.gather(1, accepted.path_BK)
     columns = [accepted.counts_B[:, None], faults_B[:, None], accepted.bonus_B[:, None], path_tokens_BK]
-    together = torch.cat(columns, dim=1).tolist()
+    return torch.cat(columns, dim=1)
+
+
+def read(host_BX: Tensor) -> tuple[list[list[int]], list[int], list[int]]:
+    """(new tokens of each row: accepted nodes below the root and, in sound rows, the bonus; nodes on each path;
+    faults), in one transfer."""
+    together = host_BX.tolist()
     emitted = [[*row[4 : 3 + row[0]], *([] if row[1] else [row[2]])] for row in together]
     return emitted, [row[0] for row in together], [row[1] for row in together]
 
@@ -30,13 +35,13 @@ def observation(
 
     Args:
         tree: what the target ran, virtual nodes included.
-        accepted: the paths.
+        accepted: the paths; one of no node in rows that hold no sequence.
         output: the states.
         counts: nodes on each path, on the host.
         answers: the logits.
     """
     path_BK = accepted.path_BK
-    last_B = path_BK.gather(1, accepted.counts_B[:, None] - 1)[:, 0]
+    last_B = path_BK.gather(1, (accepted.counts_B[:, None] - 1).clamp(min=0))[:, 0]
 
     def along(states_BND: Tensor) -> Tensor:
         return states_BND.gather(1, path_BK[..., None].expand(-1, -1, states_BND.shape[-1]))

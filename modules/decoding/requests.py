@@ -84,7 +84,7 @@ class DecodeSettings:
     lossy: Rule | None = None
     """Accept by this rule, which changes the distribution of sampled answers; None verifies exactly."""
     graphs: bool = False
-    """Replay the target's passes as CUDA graphs, one for each of a few numbers of rows, nodes and cache slots, which
+    """Replay drafting, verification and commit as CUDA graphs, for each of a few numbers of rows and cache slots, which
     spares the host the launch of each kernel. What cannot be replayed is computed as without graphs, and
     `DecodeStats.graph_refusal` says why."""
 
@@ -172,8 +172,8 @@ class DecodeStats:
     lossless: bool = True
     """Whether every pass was verified exactly; False under a `lossy` setting."""
     graph_refusal: str = ""
-    """Why some passes were not replayed as CUDA graphs although `DecodeSettings.graphs` asks for it; empty where all
-    were, or none was to be."""
+    """Why some work was not replayed as CUDA graphs although `DecodeSettings.graphs` asks for it; empty where all
+    was, or none was to be."""
 
     def amounts(self) -> dict[str, float]:
         """All counts and times by name."""

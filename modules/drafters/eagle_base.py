@@ -18,6 +18,8 @@ from ..errors import UserError
 from ..features import Features
 from ..interfaces.drafter import Drafts
 from ..interfaces.proposer import DraftState, Frontier, Observation, Scores
+from ..row_buffers import RowBuffer
+from ..target.kv_cache import RowCache
 from .parts.block_cache import BlockRows
 from .parts.decoder_block import AttentionContext
 from .parts.feature_drafter import DEPTHS, FIRST_OFFSET, FeatureDrafter
@@ -30,16 +32,21 @@ class EagleState(DraftState):
     rooted: bool
     """Whether the root's children have been proposed."""
 
-    def __init__(self, own_RD: Tensor, rows: BlockRows) -> None:
-        self.own_RD, self.rows = own_RD, rows
+    def __init__(self, own: RowBuffer, rows: BlockRows) -> None:
+        self.own, self.rows = own, rows
+        self.root_R1 = torch.zeros(len(own.values), 1, dtype=torch.long, device=own.values.device)
         self.drop_tree()
+
+    @property
+    def caches(self) -> tuple[RowCache, ...]:
+        """The layer's."""
+        return (self.rows.cache,)
 
     def drop_tree(self) -> None:
         """Discard the tree; the root's state is that of the newest position."""
         self.rooted = False
         self.rows.drop_tree()
-        self.nodes_RM = torch.zeros(len(self.own_RD), 1, dtype=torch.long, device=self.own_RD.device)
-        self.own_RMD = self.own_RD[:, None]
+        self.nodes_RM, self.own_RMD = self.root_R1, self.own.values[:, None]
 
     def above(self, frontier: Frontier) -> Tensor:
         """The states of the nodes' parents, [B, F, D]."""
@@ -132,8 +139,9 @@ class EagleDrafter(FeatureDrafter):
     def start(self, rows: int, capacity: int) -> EagleState:
         """A state in which no row has been observed yet; the linear layers are packed if they have changed."""
         self.pack_linears()
-        own_RD = next(self.parameters()).new_zeros(rows, self.state_size)
-        return EagleState(own_RD, BlockRows(self.num_layers, rows, capacity, own_RD.device))
+        like = next(self.parameters())
+        own = RowBuffer(rows, self.state_size, device=like.device, dtype=like.dtype)
+        return EagleState(own, BlockRows(self.num_layers, rows, capacity, like.device))
 
     @torch.no_grad()
     def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
@@ -150,10 +158,7 @@ class EagleDrafter(FeatureDrafter):
         held.rows.commit(counts_R, counts)
         last_R = (counts_R - 1).clamp(min=0)
         newest_RD = own_RND[torch.arange(len(last_R), device=last_R.device), last_R]
-        newest_RD = torch.where((counts_R > 0)[:, None], newest_RD, held.own_RD[rows_R])
-        # Not in place: the state may have been made inside torch.inference_mode and written outside it.
-        held.own_RD = held.own_RD.index_copy(0, rows_R, newest_RD)
-        held.drop_tree()
+        held.own.store(rows_R, newest_RD, counts_R > 0)
 
     @torch.no_grad()
     def expand(self, state: DraftState, frontier: Frontier) -> Scores:
@@ -161,7 +166,7 @@ class EagleDrafter(FeatureDrafter):
         held = _eagle_state(state)
         if not held.rooted:
             held.rooted = True
-            return self._scores(held.own_RD[: len(frontier.nodes_BF), None])
+            return self._scores(held.own.values[: len(frontier.nodes_BF), None])
         embedded_BFD, read_BFD = self._embed(frontier.tokens_BF), self.feed(held.above(frontier))
         with self._packing.installed():
             own_BFD = self.step(embedded_BFD, read_BFD, held.rows.add_nodes(frontier))
@@ -182,14 +187,14 @@ class EagleDrafter(FeatureDrafter):
     def clear(self, state: DraftState, rows_R: Tensor) -> None:
         """Reset these rows, the layer's cache included."""
         held = _eagle_state(state)
-        held.own_RD = held.own_RD.index_fill(0, rows_R, 0)
+        held.own.clear(rows_R)
         held.rows.clear(rows_R.tolist())
         held.drop_tree()
 
     def keep(self, state: DraftState, rows_R: Tensor) -> None:
         """Keep the rows `rows_R`, in that order."""
         held = _eagle_state(state)
-        held.own_RD = held.own_RD[rows_R]
+        held.own.keep(rows_R)
         held.rows.keep(rows_R.tolist())
         held.drop_tree()
 

@@ -201,10 +201,9 @@ class Falcon(FeatureDrafter):
         final_RND = observation.final_BND.to(self.dtype).masked_fill(~real_RN[..., None], 0)
         read_RNZ = torch.cat([self._embed(observation.next_BN), final_RND], dim=-1)
         rows, counts = observation.on_host(rows_R)
-        before = held.output_MRD[:, rows_R], held.cell_MRD[:, rows_R]
         with self._packing.installed():
-            memory = self.lstm(read_RNZ, before, torch.ones_like(real_RN))
-            states_RND = torch.cat([held.recent_RJD[rows_R], self._layer_input(memory, final_RND)], dim=1)
+            memory = self.lstm(read_RNZ, held.memory_of(rows_R), torch.ones_like(real_RN))
+            states_RND = torch.cat([held.recent.values[rows_R], self._layer_input(memory, final_RND)], dim=1)
             # The queries of the block's positions before the last one run again; a row without new
             # positions has none.
             queries_RJD = columns(states_RND, (counts_R - 1).clamp(min=0), again)
@@ -213,7 +212,6 @@ class Falcon(FeatureDrafter):
         held.rows.commit(counts_R, counts)
         last_R1D = columns(estimates_RND, (counts_R - 1).clamp(min=0), 1)
         held.update(rows_R, counts_R, memory, states_RND, torch.cat([estimates_RND[:, width:], last_R1D], dim=1))
-        held.drop_tree()
 
     @torch.no_grad()
     def expand(self, state: DraftState, frontier: Frontier) -> Scores:

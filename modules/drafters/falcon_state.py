@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from ..interfaces.proposer import DraftState, Frontier
+from ..row_buffers import RowBuffer
+from ..target.kv_cache import RowCache
 from .parts.block_cache import BlockRows
 from .parts.lstm import Memory
 
@@ -35,12 +37,29 @@ class FalconState(DraftState):
     """Each block's estimates."""
 
     def __init__(self, before: Memory, size: int, rows: BlockRows) -> None:
-        _, batch, width = before[0].shape
-        self.output_MRD, self.cell_MRD = before
-        self.recent_RJD = before[0].new_zeros(batch, size - 1, width)
-        self.estimates_RKD = before[0].new_zeros(batch, size, width)
+        layers, batch, width = before[0].shape
+
+        def blank(*entry: int) -> RowBuffer:
+            return RowBuffer(batch, *entry, width, device=before[0].device, dtype=before[0].dtype)
+
+        self.output, self.cell = blank(layers), blank(layers)
+        self.recent, self.estimates = blank(size - 1), blank(size)
         self.rows = rows
         self.drop_tree()
+
+    @property
+    def caches(self) -> tuple[RowCache, ...]:
+        """The decoder layer's."""
+        return (self.rows.cache,)
+
+    @property
+    def buffers(self) -> tuple[RowBuffer, ...]:
+        """Outputs and cells of the recurrent layers, states of the positions before the last one, its estimates."""
+        return self.output, self.cell, self.recent, self.estimates
+
+    def memory_of(self, rows: slice | Tensor) -> Memory:
+        """The memory of some rows, [M, R, D] each."""
+        return self.output.values[rows].transpose(0, 1), self.cell.values[rows].transpose(0, 1)
 
     def drop_tree(self) -> None:
         """Discard the tree; the block at the end of the text gives the root's children."""
@@ -59,25 +78,22 @@ class FalconState(DraftState):
         """
         new_R = counts_R > 0
         each_R, last_R = torch.arange(len(counts_R), device=counts_R.device), (counts_R - 1).clamp(min=0)
-        output_MRD, cell_MRD = (layers[:, each_R, last_R] for layers in memory)
-        self.output_MRD = _updated(self.output_MRD, 1, rows_R, output_MRD, new_R[:, None])
-        self.cell_MRD = _updated(self.cell_MRD, 1, rows_R, cell_MRD, new_R[:, None])
-        self.estimates_RKD = _updated(self.estimates_RKD, 0, rows_R, estimates_RKD, new_R[:, None, None])
-        newest_RJD = columns(states_RND, counts_R, self.recent_RJD.shape[1])
-        self.recent_RJD = _updated(self.recent_RJD, 0, rows_R, newest_RJD, new_R[:, None, None])
+        output_RMD, cell_RMD = (layers[:, each_R, last_R].transpose(0, 1) for layers in memory)
+        newest_RJD = columns(states_RND, counts_R, self.recent.values.shape[1])
+        for buffer, found in zip(self.buffers, (output_RMD, cell_RMD, newest_RJD, estimates_RKD), strict=True):
+            buffer.store(rows_R, found, new_R)
 
     def clear(self, rows_R: Tensor) -> None:
         """Reset these rows."""
-        self.output_MRD, self.cell_MRD = (part.index_fill(1, rows_R, 0) for part in (self.output_MRD, self.cell_MRD))
-        self.estimates_RKD = self.estimates_RKD.index_fill(0, rows_R, 0)
-        self.recent_RJD = self.recent_RJD.index_fill(0, rows_R, 0)
+        for buffer in self.buffers:
+            buffer.clear(rows_R)
         self.rows.clear(rows_R.tolist())
         self.drop_tree()
 
     def keep(self, rows_R: Tensor) -> None:
         """Keep the rows `rows_R`, in that order."""
-        self.output_MRD, self.cell_MRD = self.output_MRD[:, rows_R], self.cell_MRD[:, rows_R]
-        self.estimates_RKD, self.recent_RJD = self.estimates_RKD[rows_R], self.recent_RJD[rows_R]
+        for buffer in self.buffers:
+            buffer.keep(rows_R)
         self.rows.keep(rows_R.tolist())
         self.drop_tree()
 
@@ -94,14 +110,15 @@ class FalconState(DraftState):
             self.block_RF = self.block_RF.gather(1, above_RF)
         self.nodes_RF = frontier.nodes_BF
         self.level += 1
-        return (self.level - 1) % self.estimates_RKD.shape[1]
+        return (self.level - 1) % self.estimates.values.shape[1]
 
     def _start_tree(self, frontier: Frontier) -> None:
         rows = len(frontier.nodes_BF)
         self.block_RF, self.ends_RP = torch.zeros_like(frontier.nodes_BF), frontier.nodes_BF
         self.since_RFT = frontier.tokens_BF[..., None][..., :0]
-        self.memory = self.output_MRD[:, :rows, None], self.cell_MRD[:, :rows, None]
-        self.estimates_RPKD = self.estimates_RKD[:rows, None]
+        output_MRD, cell_MRD = self.memory_of(slice(0, rows))
+        self.memory = output_MRD[:, :, None], cell_MRD[:, :, None]
+        self.estimates_RPKD = self.estimates.values[:rows, None]
 
     def blocks_above(self) -> tuple[Memory, Tensor]:
         """(memory [M, R, F, D] each, estimates [R, F, K, D]) at the end of the block above each node."""
@@ -127,11 +144,3 @@ def columns(states_RND: Tensor, first_R: Tensor, count: int) -> Tensor:
     """`count` consecutive columns of each row from its own first column, [R, count, D]."""
     index_RJ = first_R[:, None] + torch.arange(count, device=first_R.device)
     return states_RND.gather(1, index_RJ[..., None].expand(-1, -1, states_RND.shape[-1]))
-
-
-def _updated(held: Tensor, dim: int, rows_R: Tensor, found: Tensor, new: Tensor) -> Tensor:
-    """`held` with the rows `rows_R` of its dimension `dim` replaced by those of `found` where `new` is True.
-
-    Not in place: the state may have been made inside torch.inference_mode and written outside it.
-    """
-    return held.index_copy(dim, rows_R, torch.where(new, found, held.index_select(dim, rows_R)))

@@ -19,7 +19,9 @@ from ..features import Features
 from ..interfaces.drafter import Drafts
 from ..interfaces.family_card import FamilyCard
 from ..interfaces.proposer import DraftState, Frontier, Observation, Scores
+from ..row_buffers import RowBuffer
 from ..target.identity import TargetIdentity
+from ..target.kv_cache import RowCache
 from ..target.model import Target
 from .hydra_heads import HydraConfig, HydraHead, PrefixLayer
 from .parts.block_cache import BlockRows
@@ -30,9 +32,14 @@ from .parts.heads import HeadDrafter
 class HydraState(DraftState):
     """The input of the heads: one state for each row, and the paths of the nodes that were expanded last."""
 
-    def __init__(self, context_RD: Tensor, rows: BlockRows | None) -> None:
-        self.context_RD, self.rows = context_RD, rows
+    def __init__(self, context: RowBuffer, rows: BlockRows | None) -> None:
+        self.context, self.rows = context, rows
         self.drop_tree()
+
+    @property
+    def caches(self) -> tuple[RowCache, ...]:
+        """The prefix layer's, if there is one."""
+        return () if self.rows is None else (self.rows.cache,)
 
     def drop_tree(self) -> None:
         """Discard the tree."""
@@ -44,7 +51,7 @@ class HydraState(DraftState):
         """Add the next level; returns the state and the embeddings of each node's path, concatenated, [R, F, Z]."""
         rows, width, _ = embedded_RFD.shape
         if self.level == 0:
-            above_RFZ = self.context_RD[:rows, None].expand(-1, width, -1)
+            above_RFZ = self.context.values[:rows, None].expand(-1, width, -1)
         else:
             columns_RF = (frontier.parents_BF[:, :, None] == self.nodes_RF[:, None]).long().argmax(-1)
             above_RFZ = self.paths_RFZ.gather(1, columns_RF[..., None].expand(-1, -1, self.paths_RFZ.shape[-1]))
@@ -168,9 +175,9 @@ class Hydra(HeadDrafter):
     def start(self, rows: int, capacity: int) -> HydraState:
         """A state in which no row has been observed yet; the linear layers are packed if they have changed."""
         self.pack_linears()
-        context_RD = next(self.heads.parameters()).new_zeros(rows, self.hidden_size)
-        read = None if self.prefix is None else BlockRows(1, rows, capacity, context_RD.device)
-        return HydraState(context_RD, read)
+        like = next(self.heads.parameters())
+        read = None if self.prefix is None else BlockRows(1, rows, capacity, like.device)
+        return HydraState(RowBuffer(rows, self.hidden_size, device=like.device, dtype=like.dtype), read)
 
     @torch.no_grad()
     def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
@@ -191,9 +198,7 @@ class Hydra(HeadDrafter):
             held.rows.commit(counts_R, counts)
         last_R = (counts_R - 1).clamp(min=0)
         newest_RD = states_RND[torch.arange(len(last_R), device=last_R.device), last_R]
-        newest_RD = torch.where((counts_R > 0)[:, None], newest_RD, held.context_RD[rows_R])
-        # Not in place: the state may have been made inside torch.inference_mode and written outside it.
-        held.context_RD = held.context_RD.index_copy(0, rows_R, newest_RD)
+        held.context.store(rows_R, newest_RD, counts_R > 0)
 
     @torch.no_grad()
     def expand(self, state: DraftState, frontier: Frontier) -> Scores:
@@ -228,7 +233,7 @@ class Hydra(HeadDrafter):
         """Reset these rows, the prefix layer's cache included."""
         held = _hydra_state(state)
         held.drop_tree()
-        held.context_RD = held.context_RD.index_fill(0, rows_R, 0)
+        held.context.clear(rows_R)
         if held.rows is not None:
             held.rows.clear(rows_R.tolist())
 
@@ -236,7 +241,7 @@ class Hydra(HeadDrafter):
         """Keep the rows `rows_R`, in that order."""
         held = _hydra_state(state)
         held.drop_tree()
-        held.context_RD = held.context_RD[rows_R]
+        held.context.keep(rows_R)
         if held.rows is not None:
             held.rows.keep(rows_R.tolist())
 

@@ -20,6 +20,7 @@ from ..interfaces.drafter import Drafts
 from ..interfaces.family_card import FamilyCard
 from ..interfaces.proposer import ChainLimits, DraftState, Frontier, Observation, Scores, VerifiedRows
 from ..target.early_layers import EarlyLayers
+from ..target.kv_cache import RowCache
 from ..target.model import Target
 from .parts.block_cache import BlockRows
 from .parts.decoder_block import OFFICIAL_ROPE_BASE, Attention, AttentionContext, BlockConfig, RMSNorm
@@ -91,6 +92,16 @@ class KangarooState(DraftState):
 
     def __init__(self, early: EarlyLayers, rows: BlockRows, *, shared: bool) -> None:
         self.early, self.rows, self.shared = early, rows, shared
+
+    @property
+    def caches(self) -> tuple[RowCache, ...]:
+        """The adapter's, and the first layers' where no target pass extends it."""
+        return (self.rows.cache,) if self.shared else (self.rows.cache, self.early.cache)
+
+    def drop_tree(self) -> None:
+        """Discard the nodes that were read."""
+        self.early.drop()
+        self.rows.drop_tree()
 
 
 class Kangaroo(FeatureDrafter):

@@ -16,6 +16,7 @@ from ..features import Features
 from ..interfaces.drafter import Drafts
 from ..interfaces.family_card import FamilyCard
 from ..interfaces.proposer import DraftState, Frontier, Observation, Scores
+from ..row_buffers import RowBuffer
 from ..target.identity import TargetIdentity
 from ..target.model import Target
 from .parts.heads import HeadConfig, HeadDrafter
@@ -79,8 +80,8 @@ class Head(nn.Sequential):
 class MedusaState(DraftState):
     """The target's final state at the last token it has processed, one for each row: the input of the heads."""
 
-    def __init__(self, final_RD: Tensor) -> None:
-        self.final_RD = final_RD
+    def __init__(self, rows: int, width: int, like: Tensor) -> None:
+        self.final = RowBuffer(rows, width, device=like.device, dtype=like.dtype)
 
 
 class Medusa(HeadDrafter):
@@ -144,17 +145,14 @@ class Medusa(HeadDrafter):
     def start(self, rows: int, capacity: int) -> MedusaState:
         """A state in which no row has been observed yet; the linear layers are packed if they have changed."""
         self.pack_linears()
-        return MedusaState(next(self.heads.parameters()).new_zeros(rows, self.hidden_size))
+        return MedusaState(rows, self.hidden_size, next(self.heads.parameters()))
 
     def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
         """Store the final state at each row's last real position; a row without one keeps its former state."""
         held = _medusa_state(state)
         last_R = (observation.counts_B - 1).clamp(min=0)
         newest_RD = observation.final_BND[torch.arange(len(last_R), device=last_R.device), last_R]
-        seen_R1 = (observation.counts_B > 0)[:, None]
-        newest_RD = torch.where(seen_R1, newest_RD.to(held.final_RD.dtype), held.final_RD[rows_R])
-        # Not in place: the state may have been made inside torch.inference_mode and written outside it.
-        held.final_RD = held.final_RD.index_copy(0, rows_R, newest_RD)
+        held.final.store(rows_R, newest_RD, observation.counts_B > 0)
 
     def expand(self, state: DraftState, frontier: Frontier) -> Scores:
         """Scores of all descendants of the root, depth h by head h.
@@ -166,8 +164,9 @@ class Medusa(HeadDrafter):
             raise ValueError(
                 f"Medusa scores every depth from the root at once; pass 1 node, got {frontier.nodes_BF.shape[1]}"
             )
+        final_RD = _medusa_state(state).final.values[: len(frontier.nodes_BF)]
         with self._packing.installed():
-            logits_RKQ = self._logits(self._states(_medusa_state(state).final_RD))
+            logits_RKQ = self._logits(self._states(final_RD))
         return Scores.from_logits(logits_RKQ[:, None], self.token_ids)
 
     def _logits(self, hidden_RKD: Tensor) -> Tensor:
@@ -183,13 +182,11 @@ class Medusa(HeadDrafter):
 
     def clear(self, state: DraftState, rows_R: Tensor) -> None:
         """Reset the states of these rows."""
-        held = _medusa_state(state)
-        held.final_RD = held.final_RD.index_fill(0, rows_R, 0)
+        _medusa_state(state).final.clear(rows_R)
 
     def keep(self, state: DraftState, rows_R: Tensor) -> None:
         """Keep the rows `rows_R`, in that order."""
-        held = _medusa_state(state)
-        held.final_RD = held.final_RD[rows_R]
+        _medusa_state(state).final.keep(rows_R)
 
 
 def _medusa_state(state: DraftState) -> MedusaState:

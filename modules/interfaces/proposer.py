@@ -6,6 +6,7 @@ drafter's own states), V target vocabulary, O nodes with their own values.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from ..config_checks import check_sizes
 from ..errors import UserError
 from ..target.early_layers import EarlyLayers
+from ..target.kv_cache import RowCache
 from ..token_tree import TokenTree
 
 
@@ -196,7 +198,27 @@ class ChainLimits:
 
 
 class DraftState:
-    """Base of the sequence state of a batch of rows; each family has its own subclass."""
+    """Base of the sequence state of a batch of rows; each family has its own subclass.
+
+    What is kept from pass to pass stays at its address (`RowBuffer`, `RowCache`), so that drafting can be replayed as a
+    CUDA graph. A growing tree is made anew in each pass.
+    """
+
+    @property
+    def caches(self) -> tuple[RowCache, ...]:
+        """Keys and values of the rows that belong to the drafter alone; none by default."""
+        return ()
+
+    def drop_tree(self) -> None:
+        """Discard the tree that grew last, in terms of what the host knows: nothing is written on the device."""
+
+    def expect(self, path: int) -> None:
+        """Prepare for passes of one shape, of which none accepts more than `path` tokens of a row."""
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Count on the host what a replayed pass has committed on the device: counts[r] tokens of row r."""
+        for cache in self.caches:
+            cache.advance(counts)
 
 
 class Proposer(ABC):

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import UserError
 from ..interfaces.proposer import DraftState, Frontier, Observation, Proposer, Scores, VerifiedRows
 from ..random_streams import Draws
+from ..target.kv_cache import RowCache
 from ..token_tree import TokenTree
 from ..verification.sampling import SamplingSetting
 from .base import Policy, trimmed
@@ -23,6 +24,26 @@ class EnsembleState(DraftState):
     """One state for each part."""
 
     parts: list[DraftState]
+
+    @property
+    def caches(self) -> tuple[RowCache, ...]:
+        """Those of all parts."""
+        return tuple(cache for part in self.parts for cache in part.caches)
+
+    def drop_tree(self) -> None:
+        """Discard the trees of all parts."""
+        for part in self.parts:
+            part.drop_tree()
+
+    def expect(self, path: int) -> None:
+        """Prepare every part."""
+        for part in self.parts:
+            part.expect(path)
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Let every part count."""
+        for part in self.parts:
+            part.advance(counts)
 
 
 class Ensemble(Proposer):

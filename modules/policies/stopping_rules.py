@@ -175,7 +175,7 @@ class AdaptiveThreshold(StoppingRule):
     After every pass, with m the running accepted share: m <- m / 2 + share / 2; th' = th + step while m is below
     `wanted`, th - step above it unless every draft ran to its full length; th <- 0.9 th + 0.1 th'. The share is that of
     all rows together, the threshold one for all: what a row drafts may depend on its neighbours, what point masses emit
-    does not. Kept on the device, where nothing waits for it.
+    does not. Kept on the device, where nothing waits for it, at one address.
     """
 
     threshold: float = 0.6
@@ -206,7 +206,8 @@ class AdaptiveThreshold(StoppingRule):
             share < self.wanted, self._now + self.step, torch.where(full, self._now, self._now - self.step)
         )
         smoothed = (0.9 * self._now + 0.1 * pulled).clamp(1e-6, 1.0)
-        self._now, self._share = torch.where(total > 0, smoothed, self._now), share
+        self._now.copy_(torch.where(total > 0, smoothed, self._now))
+        self._share.copy_(share)
 
     def _follow(self, like: Tensor) -> None:
         self._now, self._share = self._now.to(like.device), self._share.to(like.device)

@@ -161,6 +161,7 @@ class EarlyLayers:
             if source != destination:
                 self.cache.wipe(destination)
                 self.cache.move(source, destination)
+        self.cache.drop_after(len(order))
 
     def _outputs(
         self, rows: list[int], tree: TokenTree, embedded_BFD: Tensor, virtual_BF: Tensor | None = None

@@ -140,6 +140,11 @@ class RowCache(Cache):
         self._order_B = torch.arange(rows, device=device)
         self.host_lengths = [0] * rows
         self.window: Window | None = None
+        self.bound: int | None = None
+        """Slots that every pass reads, whatever the rows hold, so that it can be replayed; the host then counts what is
+        committed by `advance`. None for as many as are in use."""
+        self.extent = 0
+        """Most slots after a row's tokens that a pass has taken."""
         self._grows = True
 
     @property
@@ -170,19 +175,20 @@ class RowCache(Cache):
             ValueError: if a row has no room for them.
         """
         index = list(range(self.rows))[rows] if isinstance(rows, slice) else rows
+        self.extent = max(self.extent, gap + size)
         width = max(self.host_lengths[row] for row in index) + gap + size
-        if width > self.capacity:
-            raise ValueError(f"a row would need {width} cache slots, it has {self.capacity}; ask for a larger capacity")
+        if width > (most := self.capacity if self.bound is None else self.bound):
+            raise ValueError(f"a row would need {width} cache slots, it has {most}; ask for a larger capacity")
         device = self.lengths_B.device
         rows_B = self.row_numbers(index)
         slots_BN = self.lengths_B[rows_B][:, None] + torch.arange(gap, gap + size, device=device)
-        level = isinstance(rows, slice) and len({self.host_lengths[row] for row in index}) == 1
+        level = isinstance(rows, slice) and len({self.host_lengths[row] for row in index}) == 1 and self.bound is None
         self.window = Window(
             rows=rows if isinstance(rows, slice) else rows_B,
             rows_B1=rows_B[:, None],
             host_rows=index,
             slots_BN=slots_BN,
-            width=width,
+            width=width if self.bound is None else self.bound,
             start=width - size if level else None,
             virtual_BN=virtual_BN,
         )
@@ -283,7 +289,7 @@ class RowCache(Cache):
         Args:
             path_BK: ascending node indices, each padding column holding its own index.
             counts_B: how many of them are real.
-            host_counts: the same numbers on the host.
+            host_counts: the same numbers on the host; any where `bound` is set.
             moved: False when every path is the first nodes in order, so that nothing has to be copied.
         """
         window = self.window
@@ -294,10 +300,16 @@ class RowCache(Cache):
             target_BK = base_B1 + torch.arange(path_BK.shape[1], device=path_BK.device)
             for _, storage in self._written:
                 _move(storage, window.rows_B1, target_BK, base_B1 + path_BK)
-        self.lengths_B[window.rows_B1[:, 0]] += counts_B
-        for row, count in zip(window.host_rows, host_counts, strict=True):
-            self.host_lengths[row] += count
+        self.lengths_B.index_add_(0, window.rows_B1[:, 0], counts_B)
+        if self.bound is None:
+            for row, count in zip(window.host_rows, host_counts, strict=True):
+                self.host_lengths[row] += count
         self.window = None
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Count on the host what passes have committed with `bound`: counts[r] tokens of row r."""
+        for row, count in enumerate(counts):
+            self.host_lengths[row] += count
 
     def rewind(self, rows: int, count: int) -> None:
         """Forget the last `count` tokens of each of the first `rows` rows."""
@@ -314,6 +326,12 @@ class RowCache(Cache):
         """Forget a row; another sequence may start there."""
         self.lengths_B[row] = 0
         self.host_lengths[row] = 0
+
+    def drop_after(self, rows: int, until: int | None = None) -> None:
+        """Forget the rows from number `rows` to `until`, by default all: passes of one shape read rows that have left
+        too, whose slots must stay within the cache."""
+        for row in range(rows, self.rows if until is None else until):
+            self.clear(row)
 
     @torch.no_grad()
     def wipe(self, row: int) -> None:

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 Body = Callable[[], None]
 """A computation that reads and writes the same tensors whenever it is called."""
 Recorder = Callable[[Body], Body]
-"""Records a computation: the result repeats its operations on the same tensors, without running its Python code. It
-may run the computation while recording, any number of times, or only when it is repeated."""
+"""Records a computation: the result repeats its operations on the same tensors, without running its Python code.
+Recording runs that code once, and changes no tensor that was there before, unless it is made to run the computation
+first."""
 NO_CUDA = "there is no CUDA device"
 _LEAST_SLOTS = 128
 """Fewest cache slots that a record reads, unless the cache has fewer."""
@@ -43,13 +44,13 @@ class Shape(NamedTuple):
     slots: int
 
 
-def recorder_for(device: torch.device) -> Recorder | str:
-    """The recorder of a device, or the reason why there is none."""
-    return partial(record_cuda_graph, device) if device.type == "cuda" else NO_CUDA
+def recorder_for(device: torch.device, runs: int = _WARM_UP) -> Recorder | str:
+    """The recorder of a device, which runs a computation so often before, or the reason why there is none."""
+    return partial(record_cuda_graph, device, runs=runs) if device.type == "cuda" else NO_CUDA
 
 
-def record_cuda_graph(device: torch.device, body: Body) -> Body:
-    """A CUDA graph of a computation, captured after a few runs on a stream of its own.
+def record_cuda_graph(device: torch.device, body: Body, *, runs: int = _WARM_UP) -> Body:
+    """A CUDA graph of a computation, captured after some runs on a stream of its own.
 
     Raises:
         RuntimeError: if the computation makes the host wait, which no graph can hold.
@@ -58,7 +59,7 @@ def record_cuda_graph(device: torch.device, body: Body) -> Body:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(_WARM_UP):
+            for _ in range(runs):
                 body()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()

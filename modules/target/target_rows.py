@@ -73,7 +73,7 @@ class TargetRows:
         """A pass over embedded nodes."""
         target = self.target
         early, first = self._handed_over(tree, embedded, rows)
-        window = self.cache.open(slice(0, self.active) if rows is None else rows, tree.size,
+        window = self.cache.open(slice(0, len(tree.tokens_BN)) if rows is None else rows, tree.size,
                                  virtual_BN=tree.virtual_BN)
         layout = PassLayout.of(tree, window.slots_BN[:, :1], window.width, target.context_length)
         later = later_layers(target.layers, first, early)
@@ -176,7 +176,5 @@ class TargetRows:
             for destination, source in enumerate(order):
                 if source != destination:
                     self.cache.move(source, destination)
-            for row in range(len(order), self.active):
-                # A recorded pass reads the rows that have left too: their slots must stay within the cache.
-                self.cache.clear(row)
+            self.cache.drop_after(len(order), self.active)
         self.active = len(order)

@@ -13,7 +13,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from ..decoding.pass_outcome import observation, to_host, verified
+from ..decoding.pass_outcome import for_host, observation, read, verified
 from ..interfaces.proposer import AheadStates, Observation, Proposer, Verified
 from ..policies.static_tree import StaticTree
 from ..target.model import Target
@@ -154,7 +154,7 @@ class _Bench:
         select_BM = None if sent.virtual is None else torch.arange(tree.size, device=tree.tokens_BN.device)
         output = self.rows.run(sent, select_BM=None if select_BM is None else select_BM.expand_as(tree.tokens_BN))
         accepted = down_to(tree, self.roots_B, argmax(output.logits_BMV)[:, 0])
-        _, counts, _ = to_host(tree, accepted, self.roots_B)
+        _, counts, _ = read(for_host(tree, accepted, self.roots_B))
         self.rows.commit(accepted.path_BK, accepted.counts_B, counts, moved=size > 1)
         passed = _now(self.target.device)
         self.rows.cache.rewind(self.batch, 1)

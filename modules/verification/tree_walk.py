@@ -29,6 +29,10 @@ class Accepted:
     bonus_B: Tensor
     """The target's choice at the last accepted node: the next root."""
 
+    def of_first(self, rows: int) -> "Accepted":
+        """The same of the first rows."""
+        return Accepted(path_BK=self.path_BK[:rows], counts_B=self.counts_B[:rows], bonus_B=self.bonus_B[:rows])
+
 
 def follow(tree: TokenTree, choices_BN: Tensor) -> Accepted:
     """Walk from the root along the target's choices as far as the tree goes.

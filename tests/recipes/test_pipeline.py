@@ -206,6 +206,17 @@ def test_generate_streams_the_plain_answer(tiny_run: Path, capsys: pytest.Captur
     assert "tokens per pass" in message.err
 
 
+def test_generate_says_why_graphs_were_not_replayed(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answers = []
+    for asked in ([], ["--graphs"]):
+        assert main(["generate", "--artifact", str(tiny_run / "artifact"), "--prompt", "hello", "--max-new-tokens", "9",
+                     *asked]) == 0
+        answers.append(capsys.readouterr())
+    assert answers[0].out == answers[1].out
+    assert "CUDA graphs" not in answers[0].err
+    assert "[not replayed as CUDA graphs: there is no CUDA device]" in answers[1].err
+
+
 def test_generate_copies_beside_the_tree_in_the_sizes_tuned_here(
     tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -115,7 +115,7 @@ class _Device(TorchDispatchMode):
         if not here and not there:
             return
         self.waits.operations += not func.is_view
-        if here and (not there or _reads(func, args)):
+        if here and (not there or reads(func, args)):
             self.waits.reads[place()] += 1
         elif there and not all(isinstance(value, Pretended) for value in given):
             self.waits.uploads[place()] += 1
@@ -152,9 +152,10 @@ def pretended_device() -> Iterator[Waits]:
         torch._C._set_only_lift_cpu_tensors(lifts)
 
 
-def place() -> str:
-    """The innermost line of this repository that runs, this file's excepted: "modules/decoding/loop.py:12"."""
-    frame = sys._getframe(1)
+def place(above: int = 1) -> str:
+    """The innermost line of this repository that runs, from that many calls above on and this file's excepted:
+    "modules/decoding/loop.py:12"."""
+    frame = sys._getframe(above)
     while frame is not None:
         file = Path(frame.f_code.co_filename)
         if file != Path(__file__) and _ROOT in file.parents and ".venv" not in file.parts:
@@ -193,7 +194,7 @@ def _depends(func: Any) -> bool:
     return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
 
 
-def _reads(func: Any, args: Any) -> bool:
+def reads(func: Any, args: Any) -> bool:
     """True if the host has to read values to know the result."""
     if func._schema.name in ("aten::index", "aten::_unsafe_index", "aten::index_put", "aten::index_put_"):
         return any(index is not None and index.dtype in _MARKS for index in args[1])

@@ -1,7 +1,9 @@
 """A recorder of torch's operations that stands in for CUDA graphs: it repeats them on the very same tensors.
 
 Like a graph it runs no Python code again: numbers that the host knew while recording stay what they were, and a result
-is written where it was written then. What would make the host wait, which no graph can hold, is refused.
+is written where it was written then. Nor does recording change anything: tensors that were there before get back what
+they held. What would make the host wait, which no graph can hold, is refused: a read, and on the pretended device
+(`pretended_device.py`) an upload too.
 """
 
 from collections.abc import Callable
@@ -13,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+from .pretended_device import Pretended, Waits, reads
 
 
 @dataclass
@@ -21,14 +23,38 @@ class Records:
     """Records of computations, and how often each was repeated."""
 
     made: list["Record"] = field(default_factory=list)
+    waits: Waits | None = None
+    """What crosses between the host and the pretended device, where there is one."""
+    repeating: bool = False
+    """Whether a record is being repeated now."""
 
     def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
         """Record a computation."""
+        before = None if self.waits is None else self.waits.copy()
         record = Record()
-        with record:
-            body()
+        try:
+            with record:
+                body()
+            if self.waits is not None and before is not None:
+                places = (self.waits.reads - before.reads) + (self.waits.uploads - before.uploads)
+                if places:
+                    raise RuntimeError(f"{', '.join(places)} makes the host wait, which a graph cannot hold")
+        finally:
+            record.restore()
         self.made.append(record)
-        return record.replay
+        return lambda: self._repeat(record)
+
+    def _repeat(self, record: "Record") -> None:
+        self.repeating = True
+        try:
+            record.replay()
+        finally:
+            self.repeating = False
+
+    @property
+    def replays(self) -> int:
+        """Repetitions of all records."""
+        return sum(record.replays for record in self.made)
 
 
 class Record(TorchDispatchMode):
@@ -38,23 +64,63 @@ class Record(TorchDispatchMode):
         super().__init__()
         self.operations: list[tuple[Any, Any, Any, list[Tensor]]] = []
         self.replays = 0
+        self._own: set[int] = set()
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _WAITS & set(func.tags):
+        if reads(func, args):
             raise RuntimeError(f"{func} makes the host wait, which a graph cannot hold")
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self._save(value)
+        given = _storages((args, kwargs))
         result = func(*args, **kwargs)
+        self._own |= _storages(result) - given
         if not func.is_view:
             self.operations.append((func, args, kwargs, _tensors(result)))
         return result
+
+    def _save(self, written: Tensor) -> None:
+        """Keep what a tensor of before the block holds."""
+        key = _storage(written)
+        if key not in self._own and key not in self._before:
+            held = _held(written)
+            whole = held.as_strided((held.untyped_storage().nbytes() // held.element_size(),), (1,), 0)
+            self._before[key] = whole, whole.clone()
+
+    def restore(self) -> None:
+        """Give the tensors of before the block what they held."""
+        with torch.no_grad():
+            for whole, values in self._before.values():
+                whole.copy_(values)
+        self._before.clear()
 
     def replay(self) -> None:
         """Run them again, and put what they make where it was."""
         self.replays += 1
         for func, args, kwargs, written in self.operations:
             for place, value in zip(written, _tensors(func(*args, **kwargs)), strict=True):
-                if value.data_ptr() != place.data_ptr():
+                if address(value) != address(place):
                     place.copy_(value)
+
+
+def address(tensor: Tensor) -> int:
+    """The address of a tensor's first value."""
+    return _held(tensor).data_ptr()
+
+
+def _held(tensor: Tensor) -> Tensor:
+    return tensor.held if isinstance(tensor, Pretended) else tensor
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(_held(tensor).untyped_storage()._cdata)
+
+
+def _storages(values: Any) -> set[int]:
+    """Weights that are packed for oneDNN have no storage that Python can see."""
+    return {_storage(tensor) for tensor in _tensors(values) if tensor.layout is torch.strided}
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...interfaces.proposer import DraftState, Frontier, Observation, Proposer, Scores
+from ...target.kv_cache import RowCache
 from .block_cache import BlockRows
 from .decoder_block import AttentionContext
 from .row_text import Text
@@ -30,14 +31,37 @@ class CausalState(Text):
         self.host_lengths = [0] * rows
         """Tokens of each text without the root."""
         self.rooted = False
-        """Whether the cache holds the roots, which it does only while their trees are drafted."""
+        """Whether the tree holds the roots."""
+        self.most = WAITING
+        """Most tokens of a row that an observation may leave unread."""
+        self.at_once = False
+        """Whether every pass of one shape may accept more, so that its observation reads them."""
+
+    @property
+    def caches(self) -> tuple[RowCache, ...]:
+        """The draft model's."""
+        return (self.read.cache,)
 
     def drop_tree(self) -> None:
         """Discard the roots and the nodes of their trees."""
-        if self.rooted:
-            self.read.cache.rewind(len(self.host_lengths), 1)
-            self.rooted = False
+        self.rooted = False
         self.read.drop_tree()
+
+    def unread(self, rows: Sequence[int]) -> list[int]:
+        """Tokens of these rows that are not in the cache, their roots not counted."""
+        return [self.host_lengths[row] - self.read.cache.host_lengths[row] for row in rows]
+
+    def expect(self, path: int) -> None:
+        """Let each pass of one shape read as many tokens as one may leave unread."""
+        self.most, self.at_once = min(WAITING, path), path > WAITING
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Count the accepted tokens, and those that the cache holds now: all that were unread before the pass."""
+        read = self.unread(range(len(counts)))
+        for row, count in enumerate(counts):
+            self.host_lengths[row] += count
+            read[row] += count if self.at_once else 0
+        self.read.cache.advance(read)
 
 
 class CausalDraft(Proposer):
@@ -91,8 +115,11 @@ class CausalDraft(Proposer):
         rows, counts = observation.on_host(rows_R)
         for row, count in zip(rows, counts, strict=True):
             held.host_lengths[row] += count
-        if max(held.host_lengths[row] - held.read.cache.host_lengths[row] for row in rows) > WAITING:
-            self._read(held, rows, roots=0)
+        if held.read.cache.bound is not None:
+            if held.at_once:
+                self._read(held, rows, observation.tokens_BN.shape[1], roots=0)
+        elif (most := max(held.unread(rows))) > held.most:
+            self._read(held, rows, most, roots=0)
 
     @torch.no_grad()
     def expand(self, state: DraftState, frontier: Frontier) -> Scores:
@@ -103,39 +130,46 @@ class CausalDraft(Proposer):
         """
         held = _causal_state(state)
         if not held.rooted:
-            return self.read_out(self._root(held)[:, None])
+            return self.read_out(self._root(held, len(frontier.nodes_BF))[:, None])
         if self.slots:
             raise ValueError(f"this {self.family} drafter scores every depth from the root at once; pass only the root")
         attention = held.read.add_nodes(frontier)
         return self.read_out(self.run(frontier.tokens_BF, attention, held.read.key_positions())[:, :, None])
 
-    def _root(self, held: CausalState) -> Tensor:
+    def _root(self, held: CausalState, batch: int) -> Tensor:
         """Read the unread tokens, the root and the mask tokens; returns states of the root's depths, [B, H, D]."""
-        final_BND, counts_B = self._read(held, list(range(len(held.host_lengths))), roots=1)
+        rows = list(range(batch))
+        unread = max(held.unread(rows)) if held.read.cache.bound is None else held.most
+        final_BND, counts_B = self._read(held, rows, unread + 1, roots=1)
         held.rooted = True
+        held.read.hold_root()
         wanted_BH = counts_B[:, None] - 1 + torch.arange(1 + self.slots, device=counts_B.device)
         return final_BND.gather(1, wanted_BH[..., None].expand(-1, -1, final_BND.shape[-1]))
 
     @torch.no_grad()
-    def _read(self, held: CausalState, rows: list[int], *, roots: int) -> tuple[Tensor, Tensor]:
-        """Run the tokens of these rows that are not in the cache, with their roots if `roots` is 1, and commit them.
+    def _read(self, held: CausalState, rows: list[int], width: int, *, roots: int) -> tuple[Tensor, Tensor]:
+        """Run the tokens of these rows that are not in the cache, with their roots if `roots` is 1, and commit all but
+        the roots.
 
         Mask tokens come after each root; later mask tokens see them, and they are not committed.
+
+        Args:
+            width: most tokens of a row, the root included; rows with fewer are padded.
 
         Returns:
             The final states [R, N, D], left-aligned, and the counts [R] without mask tokens.
         """
-        counts = [held.host_lengths[row] + roots - held.read.cache.host_lengths[row] for row in rows]
+        counts = held.unread(rows)
         rows_R = held.read.cache.row_numbers(rows)
         counts_R = held.roots_S[rows_R] + roots - held.read.cache.lengths_B[rows_R]
-        attention = held.read.read(rows, max(counts) + roots * self.slots)
+        attention = held.read.read(rows, width + roots * self.slots)
         places_RN = attention.positions_BN.clamp(max=held.tokens_SL.shape[1] - 1)
         tokens_RN = held.tokens_SL[rows_R[:, None], places_RN].clamp(min=0)
         if self.slots and roots:
             order_N = torch.arange(tokens_RN.shape[1], device=tokens_RN.device)
             tokens_RN = torch.where(order_N < counts_R[:, None], tokens_RN, SLOT)
         final_RND = self.run(tokens_RN, attention, held.read.key_positions())
-        held.read.commit(counts_R, counts)
+        held.read.commit(counts_R - roots, counts)
         return final_RND, counts_R
 
     def clear(self, state: DraftState, rows_R: Tensor) -> None:
@@ -153,7 +187,8 @@ class CausalDraft(Proposer):
         held.drop_tree()
         held.keep(rows_R)
         held.read.keep(order)
-        held.host_lengths = [held.host_lengths[row] for row in order]
+        left = len(held.host_lengths) - len(order)
+        held.host_lengths = [*(held.host_lengths[row] for row in order), *[0] * left]
 
 
 def _causal_state(state: DraftState) -> CausalState:

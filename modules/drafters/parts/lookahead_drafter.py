@@ -19,7 +19,9 @@ from ...config_checks import check_sizes, settings_of
 from ...features import Features
 from ...interfaces.drafter import DrafterConfig, Drafts
 from ...interfaces.proposer import AheadStates, DraftState, Frontier, Observation, Scores, VerifiedRows
+from ...row_buffers import RowBuffer
 from ...target.identity import TargetIdentity
+from ...target.kv_cache import RowCache
 from ...target.model import Target
 from ...target.read_text import ReadText
 from ...target.target_rows import TargetRows
@@ -52,15 +54,22 @@ class LookaheadState(DraftState):
     passes are not to be had.
 
     Args:
-        states_RKD: one state for each step.
+        states: one state for each step.
         own: rows in which the drafter runs the target itself; None where verification runs the virtual nodes.
     """
 
-    def __init__(self, states_RKD: Tensor, own: TargetRows | None) -> None:
-        self.states_RKD, self.own = states_RKD, own
-        self.present_RK = torch.zeros(states_RKD.shape[:2], dtype=torch.bool, device=states_RKD.device)
+    def __init__(self, states: RowBuffer, own: TargetRows | None) -> None:
+        self.states, self.own = states, own
+        rows, steps, _ = states.values.shape
+        self.present = RowBuffer(rows, steps, blank=False, device=states.values.device, dtype=torch.bool)
+        """Which steps each row has a state for."""
         self.whole = True
         """Whether every row that was observed has a guess for every depth, known on the host."""
+
+    @property
+    def caches(self) -> tuple[RowCache, ...]:
+        """That of its own rows, if it has any."""
+        return () if self.own is None else (self.own.cache,)
 
 
 class LookaheadDrafter(BorrowingDrafter):
@@ -229,8 +238,8 @@ class LookaheadDrafter(BorrowingDrafter):
     def _started(self, rows: int, own: TargetRows | None) -> LookaheadState:
         self.pack_linears()
         target = self._rows().target
-        blank_RKD = torch.zeros(rows, self.slots.steps, self.hidden_size, dtype=target.dtype, device=target.device)
-        return LookaheadState(blank_RKD, own)
+        states = RowBuffer(rows, self.slots.steps, self.hidden_size, device=target.device, dtype=target.dtype)
+        return LookaheadState(states, own)
 
     def extended(self, state: DraftState, tree: TokenTree) -> TokenTree:
         """The tree with virtual nodes, unless the drafter runs them itself."""
@@ -258,13 +267,9 @@ class LookaheadDrafter(BorrowingDrafter):
         if ahead is None:
             raise ValueError(f"this {self.family} drafter reads virtual nodes, and the pass had none; let "
                              "Proposer.extended add them before the target runs")
-        seen_R11 = (observation.counts_B > 0)[:, None, None]
-        states_RKD = self._averaged(ahead.states_BSD).to(held.states_RKD.dtype)
-        present_RK = ahead.present_BS.view(-1, self.slots.steps, self.slots.copies).all(-1)
-        states_RKD = torch.where(seen_R11, states_RKD, held.states_RKD[rows_R])
-        present_RK = torch.where(seen_R11[..., 0], present_RK, held.present_RK[rows_R])
-        held.states_RKD = held.states_RKD.index_copy(0, rows_R, states_RKD)
-        held.present_RK = held.present_RK.index_copy(0, rows_R, present_RK)
+        seen_R = observation.counts_B > 0
+        held.states.store(rows_R, self._averaged(ahead.states_BSD), seen_R)
+        held.present.store(rows_R, ahead.present_BS.view(-1, self.slots.steps, self.slots.copies).all(-1), seen_R)
 
     def _run(self, own: TargetRows, rows_R: Tensor, observation: Observation) -> AheadStates:
         """States at the virtual nodes after each row's last position, from a pass of the drafter's own."""
@@ -291,13 +296,14 @@ class LookaheadDrafter(BorrowingDrafter):
         if frontier.nodes_BF.shape[1] != 1:
             raise ValueError(f"{self.family} scores every depth from the root at once; pass 1 node, got "
                              f"{frontier.nodes_BF.shape[1]}")
-        held = _lookahead_state(state)
-        logits_RKQ = self._rows()(held.states_RKD)
+        held, rows = _lookahead_state(state), len(frontier.nodes_BF)
+        logits_RKQ = self._rows()(held.states.values[:rows])
         found = Scores.from_logits(logits_RKQ[:, None], self.token_ids)
         if held.whole:
             return found
         every_Q = torch.arange(logits_RKQ.shape[-1], device=logits_RKQ.device)
-        log_probs_BFHQ = found.log_probs_BFHQ.masked_fill(~held.present_RK[:, None, :, None], -torch.inf)
+        missing_RK = ~held.present.values[:rows]
+        log_probs_BFHQ = found.log_probs_BFHQ.masked_fill(missing_RK[:, None, :, None], -torch.inf)
         ids_Q = every_Q if self.token_ids is None else self.token_ids
         return Scores(log_probs_BFHQ=log_probs_BFHQ, candidates_BFHQ=ids_Q.expand_as(log_probs_BFHQ))
 
@@ -308,8 +314,8 @@ class LookaheadDrafter(BorrowingDrafter):
     def clear(self, state: DraftState, rows_R: Tensor) -> None:
         """Reset these rows."""
         held = _lookahead_state(state)
-        held.states_RKD = held.states_RKD.index_fill(0, rows_R, 0)
-        held.present_RK = held.present_RK.index_fill(0, rows_R, False)
+        held.states.clear(rows_R)
+        held.present.clear(rows_R)
         if held.own is not None:
             for row in rows_R.tolist():
                 held.own.wipe(row)
@@ -317,7 +323,8 @@ class LookaheadDrafter(BorrowingDrafter):
     def keep(self, state: DraftState, rows_R: Tensor) -> None:
         """Keep the rows `rows_R`, in that order."""
         held = _lookahead_state(state)
-        held.states_RKD, held.present_RK = held.states_RKD[rows_R], held.present_RK[rows_R]
+        held.states.keep(rows_R)
+        held.present.keep(rows_R)
         if held.own is not None:
             held.own.keep(rows_R.tolist())
 

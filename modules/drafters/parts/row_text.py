@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ...interfaces.proposer import DraftState, Observation
+from ...row_buffers import RowBuffer
 
 
 class Text(DraftState):
@@ -20,9 +21,18 @@ class Text(DraftState):
     """
 
     def __init__(self, rows: int, capacity: int, margin: int, device: torch.device) -> None:
-        self.margin = margin
-        self.tokens_SL = torch.full((rows, margin + capacity + 1), -1, device=device)
-        self.roots_S = torch.full((rows,), margin, device=device)
+        self.texts = RowBuffer(rows, margin + capacity + 1, blank=-1, device=device, dtype=torch.long)
+        self.places = RowBuffer(rows, blank=margin, device=device, dtype=torch.long)
+
+    @property
+    def tokens_SL(self) -> Tensor:
+        """The tokens, -1 where there is none."""
+        return self.texts.values
+
+    @property
+    def roots_S(self) -> Tensor:
+        """Place of the root of each row."""
+        return self.places.values
 
     def append(self, rows_R: Tensor, observation: Observation) -> Tensor:
         """Add the new tokens and the root after them; returns the place of each new token, [R, N]."""
@@ -31,18 +41,19 @@ class Text(DraftState):
         # root and are overwritten next time.
         places_RN = self.roots_S[rows_R, None] + columns_N
         self.tokens_SL[rows_R[:, None], places_RN] = observation.tokens_BN
-        self.roots_S[rows_R] += observation.counts_B
+        self.roots_S.index_add_(0, rows_R, observation.counts_B)
         self.tokens_SL[rows_R, self.roots_S[rows_R]] = observation.roots_B
         return places_RN
 
     def clear(self, rows_R: Tensor) -> None:
         """Delete the rows' texts."""
-        self.tokens_SL[rows_R] = -1
-        self.roots_S[rows_R] = self.margin
+        self.texts.clear(rows_R)
+        self.places.clear(rows_R)
 
     def keep(self, rows_R: Tensor) -> None:
         """Keep the rows `rows_R`, in that order."""
-        self.tokens_SL, self.roots_S = self.tokens_SL[rows_R], self.roots_S[rows_R]
+        self.texts.keep(rows_R)
+        self.places.keep(rows_R)
 
     def endings(self, rows_R: Tensor, places_RN: Tensor, length: int) -> Tensor:
         """The `length` tokens up to each place, [R, N, length]; -1 before the start of the text."""

@@ -17,7 +17,7 @@ from draftsmith.export import (
 )
 from draftsmith.export.evaluation import timed_decoding
 from draftsmith.export.evaluation.runner import Runner
-from draftsmith.export.report.phrases import drafting_note
+from draftsmith.export.report.phrases import drafting_note, how_measured
 from draftsmith.modules import (
     CostModel,
     DecodeSettings,
@@ -143,6 +143,15 @@ def test_no_call_counts_twice(tiny_target_f64: Target, speed_prompts: int) -> No
                             untimed_batch_size=1)
     alone = run(tuned(tiny_target_f64), config)[1]
     assert alone.target_calls == alone.overall.target_passes
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_an_evaluation_says_why_graphs_were_not_replayed(tiny_target: Target, *, graphs: bool) -> None:
+    config = EvaluateConfig(max_new_tokens=4, speed_prompts=0, limit=2, graphs=graphs)
+    artifact = tuned(tiny_target)
+    found = evaluate(artifact.target, [Method.of(artifact)], SETS, config, progress=False)
+    assert found.header["graph_refusals"] == (["there is no CUDA device"] if graphs else [])
+    assert ("replayed as CUDA graphs, as far as possible: there is no CUDA device" in how_measured(found)) == graphs
 
 
 def test_sets_without_whole_batches_of_every_size_are_named(tiny_target: Target) -> None:

@@ -88,7 +88,7 @@ def test_official_heads_propose_the_recorded_tree(tmp_path: Path, name: str) -> 
             final_BND=tensors["input/hidden_states"][:, read:end], roots_B=root))
         read = end
         if drafter.config.prefix:
-            torch.testing.assert_close(state.context_RD, tensors["output/prefix_hidden_cached"][:, end - 1],
+            torch.testing.assert_close(state.context.values, tensors["output/prefix_hidden_cached"][:, end - 1],
                                        atol=1e-5, rtol=1e-5)
         grown = tree.grow(drafter, state, root)
         assert torch.equal(grown.tokens_BN, tensors[f"output/tree_tokens{suffix}"])

@@ -52,11 +52,11 @@ def test_expand_and_accept_are_one_graph_each(tiny_target: Target, policy: Polic
     state = drafter.start(2, 64)
 
     def expand(final_RD: Tensor, roots_B: Tensor) -> tuple[Tensor, ...]:
-        state.final_RD = final_RD
+        state.final.values = final_RD
         return described(policy.grow(drafter, state, roots_B, draws))
 
     torch.testing.assert_close(compiled(expand)(final, roots), expand(final, roots))
-    state.final_RD = final
+    state.final.values = final
     tree = policy.grow(drafter, state, roots, draws)
     rows = (0, 1) if hot else ()
     sampling = Sampling(temperature_B=torch.full((2,), float(hot)), sampling_rows=rows, top_k=9, top_p=0.9)

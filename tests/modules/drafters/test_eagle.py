@@ -170,7 +170,7 @@ def test_deep_drafts_equal_the_steps_of_training(name: str, tiny_target: Target)
     with torch.no_grad():
         steps = drafter.rollout(features, 6, Rollout(features))
         state = read(drafter, features, 3, 1, 3)
-        torch.testing.assert_close(state.own_RD[0], steps[0][0, 6], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(state.own.values[0], steps[0][0, 6], atol=1e-5, rtol=1e-5)
         drafter.expand(state, level([0], [-1], tokens[7:8]))
         for depth in range(1, 6):
             drafter.expand(state, level([depth], [depth - 1], [tokens[7 + depth]]))

@@ -295,7 +295,7 @@ def test_the_state_grows_with_the_rows_and_stays_in_place(tiny_target: Target) -
     assert storage.data_ptr() == place
     plain = Hydra.create(HydraConfig(), tiny_target).start(3, 1 << 30)
     assert plain.rows is None
-    assert plain.context_RD.shape == (3, 32)
+    assert plain.context.values.shape == (3, 32)
 
 
 def test_a_level_without_a_head_is_refused(tiny_target: Target) -> None:

@@ -92,7 +92,7 @@ class Watched:
             for place, row in enumerate(rows_R.tolist()):
                 count = int(observation.counts_B[place])
                 self.texts[row] = self.texts.get(row, []) + observation.tokens_BN[place, :count].tolist()
-                self.seen.append((list(self.texts[row]), state.states_RKD[row].clone()))
+                self.seen.append((list(self.texts[row]), state.states.values[row].clone()))
 
         def cleared(state: DraftState, rows_R: Tensor) -> None:
             clear(state, rows_R)
@@ -129,7 +129,7 @@ def test_a_row_that_lacks_virtual_nodes_has_no_guess_at_those_depths(tiny_target
     target = tiny_target_f64
     drafter = prompts(target, num_tokens=3)
     state = drafter.join(target.start(2, 8), 2, 8)
-    state.present_RK[0, :2] = True
+    state.present.values[0, :2] = True
     state.whole = False
     root = torch.zeros(2, 1, dtype=torch.long)
     found = drafter.expand(state, Frontier(nodes_BF=root, parents_BF=root - 1, tokens_BF=root)).best(2)

@@ -253,9 +253,9 @@ def test_drafting_accepting_and_committing_read_nothing_on_the_host(
     roots, draws, state = torch.tensor([3, 4]), draws_for(2) if hot else None, drafter.start(2, 64)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         if isinstance(state, HydraState):
-            state.context_RD = mode.from_tensor(state.context_RD)
+            state.context.values = mode.from_tensor(state.context.values)
         else:
-            state.final_RD = mode.from_tensor(state.final_RD)
+            state.final.values = mode.from_tensor(state.final.values)
         tree = policy.grow(drafter, state, mode.from_tensor(roots), draws)
         wrong = outside(tree, tiny_target.vocab_size)
         faults = examine(tree, wrong)

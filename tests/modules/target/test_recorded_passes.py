@@ -1,7 +1,8 @@
 """Passes that are recorded once and replayed give what computed ones give, from the same places, whatever is drafted.
 
-Records of torch's operations stand in for CUDA graphs (`tests/support/recorded_operations.py`); tests marked `gpu`
-replay real ones.
+They are what is replayed where whole rounds cannot be (`tests/modules/decoding/test_recorded_rounds.py`). Records of
+torch's operations stand in for CUDA graphs (`tests/support/recorded_operations.py`); tests marked `gpu` replay real
+ones.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ from draftsmith.modules import (
     decode,
 )
 from draftsmith.modules.baselines.registry import BASELINES
+from draftsmith.modules.decoding import loop
 from draftsmith.modules.target import recorded_passes, target_rows
 from draftsmith.modules.target.recorded_passes import NO_CUDA, recorder_for, steps_to
 from draftsmith.modules.target.target_rows import TargetRows
@@ -48,11 +50,16 @@ FIRST_LAYERS = ("kangaroo",)
 """Families whose drafts hand over the target's first layers."""
 
 
+PASSES_ALONE = "this test replays passes alone"
+"""The reason that rounds are not recorded here."""
+
+
 @pytest.fixture
 def records(monkeypatch: pytest.MonkeyPatch) -> Records:
     """Records in place of CUDA graphs."""
     made = Records()
     monkeypatch.setattr(target_rows, "recorder_for", lambda _device: made)
+    monkeypatch.setattr(loop, "recorder_of_rounds", lambda _batch: PASSES_ALONE)
     return made
 
 
@@ -92,7 +99,7 @@ def test_replayed_passes_decode_the_same_with_every_family(
     elif name.startswith(FIRST_LAYERS):
         assert "first layers" in refused
     else:
-        assert refused == ""
+        assert refused == PASSES_ALONE
         assert sum(record.replays for record in records.made) == replayed.stats.target_calls
 
 
@@ -109,7 +116,7 @@ def test_replayed_passes_decode_the_same_with_every_baseline(
 ) -> None:
     computed, replayed = both(tiny_target_f64, *baseline(name, tiny_target_f64), (0.0, 0.0, 0.0))
     check(computed, replayed)
-    assert (replayed.stats.graph_refusal == "") == (sum(one.replays for one in records.made)
+    assert (replayed.stats.graph_refusal == PASSES_ALONE) == (sum(one.replays for one in records.made)
                                                    == replayed.stats.target_calls)
 
 
@@ -120,7 +127,7 @@ def test_replayed_passes_decode_the_same_with_every_policy(
     drafter = randomised(CASES["eagle3"].make(tiny_target_f64))
     computed, replayed = both(tiny_target_f64, drafter, policy, (0.0, 1.0, 0.7), repetition_penalty=1.2)
     check(computed, replayed)
-    assert replayed.stats.graph_refusal == ""
+    assert replayed.stats.graph_refusal == PASSES_ALONE
     assert len(records.made) < replayed.stats.target_calls
 
 
@@ -133,10 +140,10 @@ def test_replayed_passes_decode_the_same_without_a_draft_and_in_windows(records:
 class Places:
     """Addresses and shapes of what the passes of a loop read and write."""
 
-    def __init__(self, loop: Loop) -> None:
-        assert isinstance(loop.rows, TargetRows)
-        assert loop.rows.recorded is not None
-        cache, passes = loop.rows.cache, loop.rows.recorded.passes
+    def __init__(self, running: Loop) -> None:
+        assert isinstance(running.rows, TargetRows)
+        assert running.rows.recorded is not None
+        cache, passes = running.rows.cache, running.rows.recorded.passes
         assert cache.storage is not None
         tensors = {"storage": cache.storage, "lengths": cache.lengths_B}
         for shape, one in passes.items():
@@ -153,15 +160,15 @@ def test_passes_keep_their_places_and_shapes(
     tiny_target: Target, name: str, policy: Policy, records: Records
 ) -> None:
     drafter = randomised(CASES[name].make(tiny_target))
-    loop = Loop(tiny_target, requests((0.0, 1.0, 0.7), (40, 40, 40)),
-                DecodeSettings(batch_size=3, ignore_eos=True, graphs=True), drafter=drafter,
-                policy=deepcopy(policy))
-    steps, held = loop.run(), list[Places]()
+    running = Loop(tiny_target, requests((0.0, 1.0, 0.7), (40, 40, 40)),
+                   DecodeSettings(batch_size=3, ignore_eos=True, graphs=True), drafter=drafter,
+                   policy=deepcopy(policy))
+    steps, held = running.run(), list[Places]()
     for _ in range(6):
         for _ in range(3):
             next(steps)
         if records.made:
-            held.append(Places(loop))
+            held.append(Places(running))
     assert len(held) >= 4
     for before, after in pairwise(held):
         assert before.held.items() <= after.held.items()
@@ -170,9 +177,9 @@ def test_passes_keep_their_places_and_shapes(
 def test_steady_passes_hold_no_more_memory(tiny_target: Target, records: Records) -> None:
     drafter = randomised(CASES["medusa"].make(tiny_target))
     with Tally() as tally:
-        loop = Loop(tiny_target, requests((0.0, 0.0, 0.0), (40, 40, 40)),
-                    DecodeSettings(batch_size=3, ignore_eos=True, graphs=True), drafter=drafter, policy=Chain(2))
-        steps, live = loop.run(), list[int]()
+        running = Loop(tiny_target, requests((0.0, 0.0, 0.0), (40, 40, 40)),
+                       DecodeSettings(batch_size=3, ignore_eos=True, graphs=True), drafter=drafter, policy=Chain(2))
+        steps, live = running.run(), list[int]()
         for _ in range(8):
             for _ in range(3):
                 next(steps)
@@ -187,7 +194,7 @@ def test_the_number_of_records_is_bounded(tiny_target: Target, records: Records)
     several = [Request(tuple((7 * row + place) % 30 + 4 for place in range(40)), row, 20 + 9 * row) for row in range(6)]
     found = decode(tiny_target, several, DecodeSettings(batch_size=6, ignore_eos=True, graphs=True), drafter=drafter,
                    policy=Chain(6))
-    assert found.stats.graph_refusal == ""
+    assert found.stats.graph_refusal == PASSES_ALONE
     assert len(records.made) <= len(steps_to(6)) * len(steps_to(7))
     assert len(records.made) < found.stats.target_calls / 2
 
@@ -307,9 +314,10 @@ def test_a_cuda_graph_is_captured_after_runs_on_another_stream(monkeypatch: pyte
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["medusa", "eagle3", "draft-lm"])
-def test_cuda_graphs_decode_the_same(name: str) -> None:
+def test_cuda_graphs_decode_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = random_target(2).to("cuda")
     drafter = randomised(CASES[name].make(target))
+    monkeypatch.setattr(loop, "recorder_of_rounds", lambda _batch: PASSES_ALONE)
     computed, replayed = both(target, drafter, StaticTree(WIDE), (0.0, 1.0, 0.7))
     check(computed, replayed)
-    assert replayed.stats.graph_refusal == ""
+    assert replayed.stats.graph_refusal == PASSES_ALONE

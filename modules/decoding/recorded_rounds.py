@@ -1,0 +1,176 @@
+"""Rounds of decoding that are recorded once for each of a few shapes and replayed: CUDA graphs of drafting,
+verification, acceptance and commit.
+
+What a round leaves to the next is written in place (`RowBuffer`, `RowCache`), and what it makes on the way lies in the
+memory of its graphs, so that every address is the same in each replay. Batches are padded to a few numbers of rows, and
+every cache is read up to a few numbers of slots; each combination has records of its own. Its first round is computed,
+in which libraries prepare what they keep, the second is recorded, all later ones are replayed.
+
+Shapes: B rows of a round.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..target.recorded_passes import Body, Recorder, recorder_for, steps_to
+from ..target.target_rows import TargetRows
+from .rounds import Batch, Round
+
+_LEAST_SLOTS = 128
+"""Fewest slots of a cache that a record reads, unless the cache has fewer."""
+
+
+class RoundShape(NamedTuple):
+    """Numbers of rows and of cache slots of the records of a round."""
+
+    rows: int
+    slots: int
+
+
+def recorder_of_rounds(batch: Batch) -> Recorder | str:
+    """The recorder of a batch, or the reason why its rounds cannot be recorded."""
+    if not isinstance(batch.rows, TargetRows):
+        return "stored text is read in place of a target"
+    if batch.rows.target.placement.spread:
+        return "the target's layers are not whole on one device"
+    # A round changes what the next one starts from: it is not run again before it is recorded.
+    return recorder_for(batch.rows.target.device, runs=0)
+
+
+class RecordedRounds:
+    """The rounds of a batch, recorded and replayed.
+
+    Args:
+        batch: whose rounds they are; its rows must be those of a target.
+        rows: most rows of a round.
+        longest: most tokens of a sequence.
+        record: records a part of a round.
+    """
+
+    def __init__(self, batch: Batch, rows: int, longest: int, record: Recorder) -> None:
+        if not isinstance(batch.rows, TargetRows):
+            raise TypeError(f"rounds are recorded in the rows of a target, got {type(batch.rows).__name__}")
+        self.batch, self.longest, self.record = batch, longest, record
+        self.caches = (batch.rows.cache, *(() if batch.state is None else batch.state.caches))
+        self.row_steps, self.slot_steps = steps_to(rows), list[int]()
+        self.extents: list[int] = []
+        """Most slots after a row's tokens that a round takes in each cache; unknown before the first round."""
+        self.refusal = ""
+        """The reason that some part of a round cannot be recorded; empty while none has failed."""
+        self.made: dict[RoundShape, RecordedRound] = {}
+        self._first: Round | None = None
+        self._storage: list[Tensor | None] = [None] * len(self.caches)
+
+    def next(self, active: int) -> Round:
+        """The work of the next round of the first `active` rows."""
+        if self._first is None:
+            for cache in self.caches:
+                cache.extent = 0
+            self._first = Round(self.batch, active)
+            return self._first
+        if not self.extents:
+            self._settle(self._first)
+        shape = self._shape(active)
+        storage = [cache.storage for cache in self.caches]
+        if not all(now is then for now, then in zip(storage, self._storage, strict=True)):
+            # A cache has got its memory, or more of it, elsewhere: earlier records would write where it was.
+            self.made.clear()
+            self._storage = storage
+        if shape not in self.made:
+            self.made[shape] = RecordedRound(self, shape)
+        work = self.made[shape]
+        work.active = active
+        return work
+
+    def _settle(self, first: Round) -> None:
+        """Make room for all rounds that are shaped like the first one."""
+        self.extents = [cache.extent for cache in self.caches]
+        for cache, extent in zip(self.caches, self.extents, strict=True):
+            cache.reserve(self.longest + extent)
+            cache.take_all()
+        most = self.longest + max(self.extents)
+        self.slot_steps = steps_to(most, min(_LEAST_SLOTS, most))
+        if self.batch.state is not None:
+            self.batch.state.expect(first.accepted.path_BK.shape[1])
+
+    def _shape(self, active: int) -> RoundShape:
+        """The smallest shape with room for a round of the first rows."""
+        needed = max(max(cache.host_lengths[:active]) + extent
+                     for cache, extent in zip(self.caches, self.extents, strict=True))
+        return RoundShape(next(step for step in self.row_steps if step >= active),
+                          next(step for step in self.slot_steps if step >= needed))
+
+    @contextmanager
+    def bounded(self, slots: int) -> Iterator[None]:
+        """A block in which every pass reads so many slots of each cache."""
+        for cache in self.caches:
+            cache.bound = min(slots, cache.capacity)
+        try:
+            yield
+        finally:
+            for cache in self.caches:
+                cache.bound = None
+
+
+class RecordedRound(Round):
+    """A round of one shape: computed the first time, then recorded, then replayed."""
+
+    active: int
+    """Rows that hold a sequence."""
+
+    def __init__(self, rounds: RecordedRounds, shape: RoundShape) -> None:
+        super().__init__(rounds.batch, shape.rows, padded=True)
+        self.rounds, self.shape = rounds, shape
+        self.replays: dict[str, Body] = {}
+        self.computed = False
+
+    def draft(self) -> None:
+        """As in `Round`, with as many rows as the shape has."""
+        self._run("drafting", super().draft)
+
+    def verify(self) -> None:
+        """As in `Round`."""
+        self._run("verification", super().verify)
+
+    def commit(self, counts: list[int]) -> None:
+        """As in `Round`."""
+        self._run("the commit", lambda: Round.commit(self, self._nothing))
+        self.rounds.caches[0].advance(counts)
+
+    def observe(self, counts: list[int]) -> None:
+        """As in `Round`; the host counts afterwards what the device has kept."""
+        self._run("what the drafter observes", lambda: Round.observe(self, self._nothing))
+        if self.batch.state is not None:
+            self.batch.state.advance(counts)
+        self.computed = True
+
+    @property
+    def _nothing(self) -> list[int]:
+        """Counts for the host while the work may be recorded: none is true in every replay."""
+        return [0] * self.rows
+
+    def _run(self, name: str, work: Callable[[], None]) -> None:
+        """Compute, record or replay a part."""
+        if (replay := self.replays.get(name)) is None:
+            with self.rounds.bounded(self.shape.slots):
+                replay = self._recorded(name, work) if self.computed and not self.rounds.refusal else work
+                if replay is work:
+                    work()
+                    return
+            self.replays[name] = replay
+        replay()
+
+    def _recorded(self, name: str, work: Callable[[], None]) -> Body:
+        """The record of a part; the part itself where it cannot be recorded."""
+        windows = [cache.window for cache in self.rounds.caches]
+        try:
+            return self.rounds.record(work)
+        except RuntimeError as error:
+            # Whatever cannot be captured can be computed: nothing of it has been done on the device yet.
+            for cache, window in zip(self.rounds.caches, windows, strict=True):
+                cache.window = window
+            self.rounds.refusal = f"{name} cannot be captured ({str(error).splitlines()[0][:200]})"
+            return work

@@ -1,0 +1,144 @@
+"""One round of decoding: drafting, verification and commit of a batch, as far as the device does it.
+
+Everything that a round leaves to the next stays at its address, and a round asks the device for nothing. So it can be
+recorded and replayed (`recorded_rounds.py`); the host reads the accepted tokens between verification and commit.
+
+Shapes: B rows of a round, N nodes of a tree, X numbers of a row for the host.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..errors import TreeError
+from ..interfaces.proposer import DraftState, Observation, Proposer
+from ..policies.base import Policy
+from ..row_buffers import RowBuffer
+from ..target.pass_output import PassOutput
+from ..token_tree import TokenTree, Topology
+from ..verification.tree_walk import Accepted
+from .batch_verifier import Referee
+from .pass_outcome import for_host, observation, verified
+from .row_errors import PARENT, screen
+from .verifier import Rows
+
+_ALONE = Topology.chain(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The sequences that are decoded together: the first rows of everything that is held here."""
+
+    rows: Rows
+    """Inside the target."""
+    referee: Referee
+    """Their random numbers and penalties."""
+    roots: RowBuffer
+    """The newest token of each row, which the target has not read."""
+    live: RowBuffer
+    """True for rows in use."""
+    vocab_size: int
+    """Tokens of the target."""
+    drafter: Proposer | None
+    """Proposes; None decodes plainly."""
+    policy: Policy | None
+    """How its trees grow; None without a drafter."""
+    state: DraftState | None
+    """What the drafter knows of the rows; None without a drafter."""
+
+    def extended(self, tree: TokenTree) -> TokenTree:
+        """The tree with the drafter's virtual nodes."""
+        return tree if self.drafter is None or self.state is None else self.drafter.extended(self.state, tree)
+
+
+class Round:
+    """The work of one round in four parts, to be run in their order.
+
+    Args:
+        batch: whose first rows take part.
+        rows: how many.
+        padded: whether some of these may hold no sequence, as in a round that is replayed for other numbers of rows.
+            What they compute is finite, and nothing of it is kept.
+    """
+
+    tree: TokenTree
+    """The drafted trees."""
+    drafted_faults_B: Tensor
+    """The fault of each row after drafting."""
+    sent: TokenTree
+    """The trees with virtual nodes, as the target ran them."""
+    output: PassOutput
+    """What the target's pass gave."""
+    accepted: Accepted
+    """The accepted paths."""
+    counts_B: Tensor
+    """Tokens to commit: of the accepted path, and none in rows without a sequence."""
+    host_BX: Tensor
+    """What the host reads of the round; see `pass_outcome.read`."""
+    observation: Observation
+    """What the drafter learns of it."""
+
+    def __init__(self, batch: Batch, rows: int, *, padded: bool = False) -> None:
+        self.batch, self.rows, self.padded = batch, rows, padded
+
+    def draft(self) -> None:
+        """Grow a tree in each row."""
+        batch = self.batch
+        # A copy: the roots are overwritten before the trees are of no more use.
+        roots_B = batch.roots.values[: self.rows].clone()
+        self.tree, self.drafted_faults_B = _ALONE.plant(roots_B[:, None]), torch.zeros_like(roots_B)
+        if batch.drafter is None or batch.policy is None or batch.state is None:
+            return
+        batch.state.drop_tree()
+        try:
+            tree = batch.policy.grow(batch.drafter, batch.state, roots_B, batch.referee.draws(self.rows))
+        except TreeError as error:
+            # Which nodes the other rows wanted is lost with the tree: this pass verifies their roots alone.
+            failed = torch.tensor(error.rows, device=roots_B.device)
+            self.drafted_faults_B = self.drafted_faults_B.index_fill(0, failed, PARENT)
+            return
+        self.tree, self.drafted_faults_B = screen(tree, batch.vocab_size)
+
+    def verify(self) -> None:
+        """Run the target over the trees, and decide what is accepted."""
+        batch, tree = self.batch, self.tree
+        self.sent = batch.extended(tree)
+        self.output = batch.rows.run(self.sent, select_BM=None if self.sent.virtual is None else _places(tree))
+        self.accepted, faults_B = batch.referee.verify(
+            tree, self.output.logits_BMV, self.drafted_faults_B, any_rows=self.padded)
+        self.counts_B = self.accepted.counts_B
+        if self.padded:
+            self.counts_B = torch.where(batch.live.values[: self.rows], self.counts_B, 0)
+        self.host_BX = for_host(tree, self.accepted, faults_B)
+
+    def commit(self, counts: list[int]) -> None:
+        """Keep the accepted paths, counts[r] nodes of row r, in the target's cache; the tokens after them are the next
+        roots."""
+        self.batch.rows.commit(self.accepted.path_BK, self.counts_B, counts, moved=self.tree.size > 1)
+        self.batch.roots.values[: self.rows] = self.accepted.bonus_B
+
+    def observe(self, counts: list[int]) -> None:
+        """Show the drafter what was accepted."""
+        batch = self.batch
+        accepted, answers = replace(self.accepted, counts_B=self.counts_B), None
+        if batch.drafter is not None and batch.drafter.reads_logits:
+            answers = verified(self.tree, accepted, self.output)
+            if self.padded:
+                live_B1 = batch.live.values[: self.rows, None]
+                answers = replace(answers, real_BM=answers.real_BM & live_B1)
+        self.observation = observation(self.sent, accepted, self.output, counts, answers)
+        if batch.drafter is not None and batch.state is not None:
+            rows_R = torch.arange(self.rows, device=self.counts_B.device)
+            batch.drafter.observe(batch.state, rows_R, self.observation)
+
+    def of_first(self, rows: int) -> tuple[TokenTree, Accepted]:
+        """(trees, accepted paths) of the first rows."""
+        if rows == self.rows:
+            return self.tree, self.accepted
+        return self.tree.of_first(rows), self.accepted.of_first(rows)
+
+
+def _places(tree: TokenTree) -> Tensor:
+    """All nodes of each row, [B, N]."""
+    return torch.arange(tree.size, device=tree.tokens_BN.device).expand_as(tree.tokens_BN)

@@ -1,0 +1,363 @@
+"""Rounds that are recorded once and replayed give what computed ones give, and write to the same places for good.
+
+Records of torch's operations on a pretended device stand in for CUDA graphs (`tests/support/recorded_operations.py`,
+`tests/support/pretended_device.py`): the code takes the branches of an accelerator, and whatever would make the host
+wait is refused. Tests marked `gpu` replay real graphs.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.modules import (
+    AdaptiveThreshold,
+    Chain,
+    DecodeResult,
+    DecodeSettings,
+    Ensemble,
+    Loop,
+    MaxProbability,
+    Policy,
+    Proposer,
+    Request,
+    SampledTree,
+    StaticTree,
+    StoppedChain,
+    Target,
+    Topology,
+    Union,
+    baseline,
+    decode,
+)
+from draftsmith.modules.baselines.registry import BASELINES
+from draftsmith.modules.baselines.self_speculation import LayerDraft
+from draftsmith.modules.decoding import recorded_rounds
+from draftsmith.modules.decoding.pass_recorder import PassRecorder
+from draftsmith.modules.policies.lookahead_trees import LookaheadTrees, ahead_trees
+from support.families import CASES, randomised
+from support.held_tensors import held_tensors
+from support.policy_cases import EVERY
+from support.pretended_device import place, pretended_device
+from support.recorded_operations import Records
+from support.steady_waits import GREEDY, MIXED, Way, moved, on_device
+from torch.utils._python_dispatch import TorchDispatchMode
+
+WIDE = Topology((-1, 0, 0, 1, 2), (0, 0, 1, 0, 0))
+"""Two tokens deep, which every family answers."""
+LEARNING = {"modules/policies/stopping_chains.py", "modules/policies/stopping_rules.py"}
+"""What a policy learns of a round is computed after it."""
+LENGTHS = (26, 9, 17, 12, 14)
+"""Tokens of the answers: four rows end one after another, and one more request takes the place of the first that ends.
+Three rows are padded to four."""
+
+
+@pytest.fixture
+def records(monkeypatch: pytest.MonkeyPatch) -> Records:
+    """Records in place of CUDA graphs."""
+    made = Records()
+    monkeypatch.setattr(recorded_rounds, "recorder_for", lambda _device, runs: made)
+    return made
+
+
+def drafted(name: str, policy: Policy) -> Way:
+    """A drafter of a family with random weights."""
+    return lambda origin, there: (moved(randomised(CASES[name].make(origin)), there), deepcopy(policy))
+
+
+def without_training(name: str) -> Way:
+    """A drafter of a baseline, with its own policy."""
+    return lambda _origin, there: baseline(name, there)
+
+
+def plain(_origin: Target, _there: Target) -> tuple[None, None]:
+    return None, None
+
+
+def requests(temperatures: Sequence[float], lengths: Sequence[int]) -> list[Request]:
+    return [Request(tuple((7 * row + token) % 90 + 4 for token in range(9 + 3 * row)), row, length,
+                    temperatures[row % len(temperatures)]) for row, length in enumerate(lengths)]
+
+
+def both(target: Target, way: Way, records: Records, temperatures: Sequence[float] = GREEDY,
+         lengths: Sequence[int] = LENGTHS, **settings: Any) -> tuple[DecodeResult, DecodeResult]:
+    """(computed on the CPU, replayed on the pretended device) answers, in passes that guessed the same."""
+    guessed = list[PassRecorder]()
+
+    def answers(there: Target, *, graphs: bool) -> DecodeResult:
+        torch.manual_seed(0)
+        drafter, policy = way(target, there)
+        given = DecodeSettings(batch_size=4, ignore_eos=True, graphs=graphs, **settings)
+        guessed.append(PassRecorder())
+        return decode(there, requests(temperatures, lengths), given, drafter=drafter, policy=policy,
+                      observer=guessed[-1])
+
+    computed = answers(target, graphs=False)
+    with pretended_device() as waits:
+        records.waits = waits
+        replayed = answers(on_device(target), graphs=True)
+    # Right answers alone would not show a draft that sees nothing new.
+    assert guessed[0].passes == guessed[1].passes
+    return computed, replayed
+
+
+def check(found: tuple[DecodeResult, DecodeResult], records: Records, shapes: int = 3) -> None:
+    """Equal answers, whose rounds are replayed but for the very first one and the first one of each shape.
+
+    Args:
+        shapes: most combinations of numbers of rows and cache slots.
+    """
+    computed, replayed = found
+    assert [one.tokens for one in replayed.generations] == [one.tokens for one in computed.generations]
+    assert replayed.stats.graph_refusal == ""
+    assert records.replays >= 4 * (replayed.stats.target_calls - 1 - shapes) > 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_replayed_rounds_decode_the_same_with_every_family(
+    tiny_target_f64: Target, name: str, records: Records
+) -> None:
+    check(both(CASES[name].verifier(tiny_target_f64), drafted(name, StaticTree(WIDE)), records), records)
+
+
+@pytest.mark.parametrize("name", ["medusa", "hydra++", "eagle", "falcon", "kangaroo", "prompt-tokens", "draft-lm"])
+def test_replayed_rounds_sample_the_same(tiny_target_f64: Target, name: str, records: Records) -> None:
+    check(both(tiny_target_f64, drafted(name, SampledTree(WIDE)), records, MIXED, top_p=0.9), records)
+
+
+@pytest.mark.parametrize("policy", EVERY, ids=lambda policy: type(policy).__name__)
+def test_replayed_rounds_decode_the_same_with_every_policy(
+    tiny_target_f64: Target, policy: Policy, records: Records
+) -> None:
+    check(both(tiny_target_f64, drafted("eagle3", policy), records, MIXED, repetition_penalty=1.2), records)
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_replayed_rounds_decode_the_same_with_every_baseline(
+    tiny_target_f64: Target, name: str, records: Records
+) -> None:
+    check(both(tiny_target_f64, without_training(name), records), records)
+
+
+def test_replayed_rounds_decode_the_same_without_a_draft(tiny_target_f64: Target, records: Records) -> None:
+    check(both(tiny_target_f64, plain, records, MIXED), records)
+
+
+def test_replayed_rounds_decode_the_same_with_trees_by_guesses(tiny_target_f64: Target, records: Records) -> None:
+    policy = LookaheadTrees(ahead_trees(((0.6, 0.2), (0.4, 0.1), (0.2, 0.1)), 12))
+    check(both(tiny_target_f64, drafted("prompt-tokens", policy), records), records)
+
+
+def test_a_chain_that_adapts_is_replayed_where_it_looks_at_nothing(tiny_target_f64: Target, records: Records) -> None:
+    policy = StoppedChain(3, AdaptiveThreshold(1e-3), check_every=0)
+    check(both(tiny_target_f64, drafted("eagle", policy), records), records)
+
+
+@pytest.mark.parametrize("length", [3, 17])
+def test_a_draft_that_is_always_right_is_read_as_far_as_it_was_accepted(
+    tiny_target_f64: Target, length: int, records: Records
+) -> None:
+    """With the next root, or at once where a chain is longer than what a draft model may leave unread."""
+
+    def whole(_origin: Target, there: Target) -> tuple[Proposer, Policy]:
+        return LayerDraft(there, range(there.num_layers)), Chain(length)
+
+    lengths = tuple(count * (length + 1) for count in (8, 5, 7, 4, 4))
+    found = both(tiny_target_f64, whole, records, lengths=lengths)
+    check(found, records, shapes=4)
+    assert found[1].accepted_length > length
+
+
+def together(first: str) -> Way:
+    """Medusa's heads with a drafter before them."""
+
+    def way(origin: Target, there: Target) -> tuple[Proposer, Policy]:
+        other = drafted(first, Chain(2)) if first in CASES else without_training(first)
+        parts = [other(origin, there)[0], drafted("medusa", StaticTree(WIDE))(origin, there)[0]]
+        return Ensemble([part for part in parts if part is not None]), Union([Chain(2), StaticTree(WIDE)], 7)
+
+    return way
+
+
+@pytest.mark.parametrize("first", ["prompt_lookup", "recycling", "hidden-transfer", "kangaroo"])
+def test_replayed_rounds_decode_the_same_with_several_drafters(
+    tiny_target_f64: Target, first: str, records: Records
+) -> None:
+    """Those with rows of their own in the target too."""
+    check(both(tiny_target_f64, together(first), records), records)
+
+
+# Places ---------------------------------------------------------------------------------------------------------------
+
+
+class Outside(TorchDispatchMode):
+    """Counts operations that are no part of a replay, by the place in the code."""
+
+    def __init__(self, records: Records) -> None:
+        super().__init__()
+        self.records, self.places = records, Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.records.repeating and not func.is_view:
+            self.places[place(2).rpartition(":")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def steady(target: Target, way: Way, records: Records, temperatures: Sequence[float] = GREEDY) -> Iterator[Loop]:
+    """The loop after each of some rounds of three rows in which none starts or ends, all of them replayed."""
+    with pretended_device() as waits:
+        records.waits, there = waits, on_device(target)
+        torch.manual_seed(0)
+        drafter, policy = way(target, there)
+        loop = Loop(there, requests(temperatures, (64, 64, 64)),
+                    DecodeSettings(batch_size=3, ignore_eos=True, graphs=True), drafter=drafter, policy=policy)
+        passes = loop.run()
+        for number in range(8):
+            with Outside(records) as outside:
+                for _ in range(3):
+                    next(passes)
+            # The prompts, a round of any shape, one that is computed and one that is recorded.
+            if number > 3:
+                assert set(outside.places) <= LEARNING, outside.places
+                yield loop
+
+
+def check_places(loops: Iterator[Loop]) -> None:
+    """The same tensors at the same places after each round."""
+    found = [held_tensors(loop) for loop in loops]
+    assert len(found) == 4
+    assert any(name.startswith("batch.rows.cache") for name in found[0])
+    assert any("recorded.made" in name for name in found[0])
+    for later in found[1:]:
+        assert later == found[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_steady_round_of_every_family_writes_to_the_same_places(
+    tiny_target: Target, name: str, records: Records
+) -> None:
+    """And nothing but replays runs in it."""
+    check_places(steady(CASES[name].verifier(tiny_target), drafted(name, StaticTree(WIDE)), records))
+
+
+@pytest.mark.parametrize("policy", [*EVERY, StoppedChain(3, AdaptiveThreshold(1e-3), check_every=0)],
+                         ids=lambda policy: type(policy).__name__)
+def test_a_steady_round_of_every_policy_writes_to_the_same_places(
+    tiny_target: Target, policy: Policy, records: Records
+) -> None:
+    check_places(steady(tiny_target, drafted("eagle3", policy), records, MIXED))
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_steady_round_of_every_baseline_writes_to_the_same_places(
+    tiny_target: Target, name: str, records: Records
+) -> None:
+    check_places(steady(tiny_target, without_training(name), records))
+
+
+@pytest.mark.parametrize("name", [*CASES, *BASELINES])
+def test_computed_rounds_write_what_they_leave_to_the_same_places(tiny_target: Target, name: str) -> None:
+    """A record reads what the round before it has left: nothing of it may be made anew."""
+    target = CASES[name].verifier(tiny_target) if name in CASES else tiny_target
+    way = drafted(name, StaticTree(WIDE)) if name in CASES else without_training(name)
+    drafter, policy = way(target, target)
+    loop = Loop(target, requests(MIXED, (40, 40, 40)), DecodeSettings(batch_size=3, ignore_eos=True),
+                drafter=drafter, policy=policy)
+    passes, found = loop.run(), list[dict[str, Any]]()
+    for _ in range(6):
+        for _ in range(3):
+            next(passes)
+        found.append({path: held for path, held in held_tensors(loop).items()
+                      if path.endswith((".values", ".storage", ".lengths_B")) or path.startswith("store")})
+    assert any(path.endswith("roots.values") for path in found[0])
+    for later in found[3:]:
+        assert later == found[2]
+
+
+@pytest.mark.parametrize("name", ["medusa", "hydra++", "eagle3", "falcon", "kangaroo", "draft-lm"])
+def test_rows_without_a_sequence_stay_empty(tiny_target: Target, name: str, records: Records) -> None:
+    """A round of three rows is that of four."""
+    with pretended_device() as waits:
+        records.waits, there = waits, on_device(tiny_target)
+        drafter, policy = drafted(name, StaticTree(WIDE))(tiny_target, there)
+        loop = Loop(there, requests(GREEDY, (40, 40, 40, 4)),
+                    DecodeSettings(batch_size=4, ignore_eos=True, graphs=True), drafter=drafter, policy=policy)
+        passes = loop.run()
+        while len(loop.slots) != 3 or records.replays < 60:
+            next(passes)
+        assert loop.recorded is not None
+        for cache in loop.recorded.caches:
+            *taken, empty = cache.lengths_B.tolist()
+            assert empty == cache.host_lengths[3] == 0
+            assert min(taken) > 9
+            assert taken == cache.host_lengths[:3]
+
+
+def test_the_number_of_records_is_bounded(tiny_target: Target, records: Records) -> None:
+    """Six numbers of rows share four shapes."""
+    with pretended_device() as waits:
+        records.waits = waits
+        there = on_device(tiny_target)
+        lengths = tuple(14 + 6 * row for row in range(6))
+        given = DecodeSettings(batch_size=6, ignore_eos=True, graphs=True)
+        found = decode(there, requests(GREEDY, lengths), given)
+    assert found.stats.graph_refusal == ""
+    assert 4 < len(records.made) <= 4 * 4
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_chain_that_looks_between_its_steps_is_computed_and_says_so(
+    tiny_target_f64: Target, records: Records
+) -> None:
+    """It drafts no further once no row goes on, which no graph can hold."""
+    found = both(tiny_target_f64, drafted("eagle", StoppedChain(4, MaxProbability(1e-9), check_every=1)), records)
+    computed, asked = found
+    assert [one.tokens for one in asked.generations] == [one.tokens for one in computed.generations]
+    assert "drafting cannot be captured" in asked.stats.graph_refusal
+    assert "modules/policies/stopping_chains.py" in asked.stats.graph_refusal
+
+
+@pytest.mark.parametrize("part", ["observe", "commit", "verify"])
+def test_a_part_that_waits_is_computed_with_all_later_rounds(
+    tiny_target_f64: Target, part: str, records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that was recorded before it is lost, and nothing is done twice."""
+    former: Callable[..., None] = getattr(recorded_rounds.Round, part)
+
+    def waiting(self: recorded_rounds.Round, *given: Any) -> None:
+        former(self, *given)
+        assert int(self.counts_B.max()) < 10
+
+    monkeypatch.setattr(recorded_rounds.Round, part, waiting)
+    computed, asked = both(tiny_target_f64, drafted("draft-lm", StaticTree(WIDE)), records)
+    assert [one.tokens for one in asked.generations] == [one.tokens for one in computed.generations]
+    assert [one.emitted for one in asked.generations] == [one.emitted for one in computed.generations]
+    assert "cannot be captured" in asked.stats.graph_refusal
+
+
+def test_without_cuda_rounds_are_computed_and_the_reason_is_reported(tiny_target: Target) -> None:
+    found = decode(tiny_target, requests(GREEDY, LENGTHS), DecodeSettings(batch_size=3, graphs=True))
+    assert found.stats.graph_refusal == "there is no CUDA device"
+
+
+# Real graphs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", CASES)
+def test_cuda_graphs_of_rounds_decode_the_same(tiny_target_f64: Target, name: str) -> None:
+    origin = CASES[name].verifier(tiny_target_f64)
+    target = Target(origin.copy_model(), origin.tokenizer, name="there").to("cuda")
+    found = []
+    for graphs in (False, True):
+        drafter, policy = drafted(name, StaticTree(WIDE))(origin, target)
+        found.append(decode(target, requests(GREEDY, LENGTHS),
+                            DecodeSettings(batch_size=3, ignore_eos=True, graphs=graphs), drafter=drafter,
+                            policy=policy))
+    assert [one.tokens for one in found[1].generations] == [one.tokens for one in found[0].generations]
+    assert found[1].stats.graph_refusal == ""
