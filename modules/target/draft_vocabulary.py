@@ -122,7 +122,7 @@ class OutputRows:
         self._packed_from = 0
         # No method of this object: holding itself, it would keep the selected rows until the garbage collector came by.
         self._plain: Callable[[Tensor], Tensor] = partial(functional.linear, weight=self.weight_QD, bias=self.bias_Q)
-        self._form = self._plain
+        self._form: Callable[[Tensor], Tensor] = self._plain
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> "OutputRows":
         return self
