@@ -4,6 +4,7 @@ Shapes: V entries of the target's vocabulary, Q of the draft vocabulary, D hidde
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,6 +120,8 @@ class OutputRows:
         if ids_Q is not None and self.bias_Q is not None:
             self.bias_Q = self.bias_Q[ids_Q.to(weight_VD.device)]
         self._packed_from = 0
+        # No method of this object: holding itself, it would keep the selected rows until the garbage collector came by.
+        self._plain: Callable[[Tensor], Tensor] = partial(functional.linear, weight=self.weight_QD, bias=self.bias_Q)
         self._form: Callable[[Tensor], Tensor] = self._plain
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> "OutputRows":
@@ -148,6 +151,3 @@ class OutputRows:
         self._packed_from, self._form = packed_from, self._plain
         if packed_from:
             self._form = by_tokens(packed_linear(self.weight_QD, self.bias_Q), self._plain, packed_from)
-
-    def _plain(self, states: Tensor) -> Tensor:
-        return functional.linear(states, self.weight_QD, self.bias_Q)

@@ -5,6 +5,7 @@ A tree pass writes node n of row b at slot lengths[b] + n; `commit` moves the ac
 part. Slots and position ids are different things: a node's position is its row's length plus its depth.
 """
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -68,7 +69,9 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def __init__(self, owner: "RowCache", index: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.owner, self.index = owner, index
+        # The owner holds its layers: if they held it too, its memory would stay until the garbage collector came by.
+        self.owner: RowCache = weakref.proxy(owner)
+        self.index = index
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return self.owner.write(self.index, key_states, value_states)

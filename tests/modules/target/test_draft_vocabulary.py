@@ -1,9 +1,12 @@
 """The reduced draft vocabulary: which tokens, how much of the text, and back again."""
 
+import gc
+import weakref
+
 import pytest
 import torch
-from draftsmith.modules import UserError
-from draftsmith.modules.target.draft_vocabulary import choose, draft_index, require_ids
+from draftsmith.modules import Target, UserError
+from draftsmith.modules.target.draft_vocabulary import OutputRows, choose, draft_index, require_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,3 +50,16 @@ def test_ids_that_occur_twice_are_refused() -> None:
         require_ids(4, torch.tensor([5, 7, 9, 7]))
     with pytest.raises(UserError, match="vocabulary_size is 4 but 3 token ids were given"):
         require_ids(4, torch.tensor([5, 7, 9]))
+
+
+def test_selected_rows_are_given_back_at_once(tiny_target: Target) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        rows = OutputRows(tiny_target, torch.arange(7))
+        selected = weakref.ref(rows.weight_QD)
+        assert rows(torch.zeros(tiny_target.hidden_size)).shape == (7,)
+        del rows
+        assert selected() is None
+    finally:
+        gc.enable()

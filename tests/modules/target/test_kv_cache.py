@@ -1,5 +1,8 @@
 """The row cache: after any commits it holds what a fresh prefill of the committed tokens would."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from draftsmith.modules import DecodeSettings, Eagle2Tree, Request, Target, TokenTree, Topology, decode
@@ -131,3 +134,17 @@ def test_every_cache_grows_while_drafting(tiny_target_f64: Target, name: str, mo
                        policy=Eagle2Tree(9, 3, 3))
         answers.append([one.tokens for one in found.generations])
     assert answers[0] == answers[1]
+
+
+def test_a_finished_batch_gives_its_memory_back_at_once(tiny_target: Target) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        rows = tiny_target.start(2, 20)
+        rows.run(TokenTree.prompts(torch.tensor([[5, 6], [7, 8]]), torch.tensor([2, 2])))
+        storage = weakref.ref(rows.cache.storage)
+        assert storage() is not None
+        del rows
+        assert storage() is None
+    finally:
+        gc.enable()
