@@ -178,6 +178,11 @@ def _precision(config: TrainConfig) -> Literal["32-true", "bf16-mixed"]:
     return "bf16-mixed" if multiplies and config.accelerator in ("auto", "cpu") else "32-true"
 
 
+def computes_mixed(config: TrainConfig) -> bool:
+    """True if the drafter's arithmetic is in bfloat16 on this machine."""
+    return _precision(config) == "bf16-mixed"
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Context without Lightning's banners, tips and warnings about deliberate choices."""

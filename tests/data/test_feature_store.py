@@ -16,7 +16,7 @@ from draftsmith.modules import Features, MedusaConfig, Target, TargetConfig, Use
 from draftsmith.modules.target.loading import sketch_target
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.dry_run import dry_run
-from draftsmith.recipes.memory_plan import plan_recipe
+from draftsmith.recipes.memory_plan import stored_bytes
 from draftsmith.recipes.parsing import Parsed
 from draftsmith.recipes.pipeline import COMMANDS
 from draftsmith.recipes.workspace import Workspace
@@ -224,8 +224,8 @@ def test_a_limit_that_is_not_set_decides_nothing(tmp_path: Path) -> None:
 def test_the_plan_counts_what_has_room(tmp_path: Path) -> None:
     words = ("--batch.states", "mixed", "--out", str(tmp_path / "out"))
     sketch = sketch_target(TargetConfig(name="tiny-random"))
-    every = plan_recipe(parsed("--out", str(tmp_path)).values, sketch).stored_states
-    few, many = (plan_recipe(parsed(*words, "--batch.store_gib", str(room)).values, sketch).stored_states
+    every = stored_bytes(parsed("--out", str(tmp_path)).values, sketch, 1)
+    few, many = (stored_bytes(parsed(*words, "--batch.store_gib", str(room)).values, sketch, 1)
                  for room in (1e-5, 1.0))
     assert few == int(1e-5 * GIB) < many == every
 

@@ -1,4 +1,4 @@
-"""Every shipped recipe can be planned: parsed, its drafter shaped, its memory stated, no weight read."""
+"""Every shipped recipe can be planned, and what is planned is what its stages then take."""
 
 import re
 from pathlib import Path
@@ -8,15 +8,19 @@ import torch
 from draftsmith.modules import TargetConfig, TokenTree, UserError, load_target
 from draftsmith.modules.target.loading import sketch_target
 from draftsmith.recipes.__main__ import main
-from draftsmith.recipes.memory_plan import cache_bytes, plan_recipe
-from draftsmith.recipes.pipeline import COMMANDS
+from draftsmith.recipes.device_rates import Rates
+from draftsmith.recipes.memory_plan import plan_recipe
+from draftsmith.recipes.pipeline import ALL, COMMANDS
+from draftsmith.recipes.stage_plans import StagePlan, cache_bytes
 from transformers import LlamaConfig
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 TRAINING = sorted(file.stem for file in RECIPES.glob("*.yaml") if "\nfamily:" in file.read_text())
+ELSEWHERE = ["--flops", "4e14", "--bandwidth", "3e12"]
+RATES = Rates(flops=4e14, bandwidth=3e12, origin="as stated")
 LARGE = {"8b": (4096, 14336, 32, 32), "70b": (8192, 28672, 80, 64)}
 """Width, width inside, layers and heads of the models of Llama 3."""
-PARAMETERS = {"8b": r"8,030,261,248 parameters, (15\.0|29\.9) GiB",
+PARAMETERS = {"8b": r"8,030,261,248 parameters, 15\.0 GiB",
               "70b": r"70,553,706,496 parameters, 19\.9 GiB a process"}
 
 
@@ -46,15 +50,18 @@ def test_a_name_that_leads_nowhere_is_told_in_one_sentence(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("recipe", TRAINING)
-def test_every_recipe_states_its_memory(
+def test_every_recipe_states_memory_and_hours_of_its_stages(
     recipe: str, large: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     kind = recipe.rpartition("_")[2]
-    words = ["--target.name", str(large[kind])] if kind in large else []
+    words = ["--target.name", str(large[kind]), *ELSEWHERE] if kind in large else []
     assert main(["plan", "--config", recipe, *words]) == 0
     message = capsys.readouterr().out
     assert re.search(r"drafter +[\d,]+ trained parameters", message)
-    assert re.search(r"training +[\d.]+ [GMK]iB a device", message)
+    where = "GPU" if kind in large else "process"
+    for stage in ALL:
+        assert re.search(rf"^{stage} +[\d.]+ [GMK]iB a {where}, [\d.e+-]+ h: ", message, re.MULTILINE)
+    assert ("as stated" in message) == (kind in large)
     if kind in large:
         assert re.search(PARAMETERS[kind], message)
 
@@ -62,7 +69,7 @@ def test_every_recipe_states_its_memory(
 def test_the_figures_are_those_of_the_real_drafter() -> None:
     parsed = COMMANDS["run"].parse(["--config", "tiny"])
     target = load_target(TargetConfig(name="tiny-random"))
-    plan = plan_recipe(parsed.values, sketch_target(parsed.values.target))
+    plan = plan_recipe(parsed.values, RATES)
     module = parsed.values.module(target, torch.ones(target.vocab_size))
     module.configure_model()
     assert plan.drafter_parameters == sum(parameter.numel() for parameter in module.drafter.parameters())
@@ -75,16 +82,49 @@ def test_the_figures_are_those_of_the_real_drafter() -> None:
 
 def test_split_drafters_take_less_in_each_process() -> None:
     """Heads are gathered together, the layers of a language model one after the other."""
-    def planned(family: str, *words: str) -> tuple[int, int]:
-        given = COMMANDS["run"].parse(["--config", "tiny", "--family", family, *words]).values
-        plan = plan_recipe(given, sketch_target(given.target))
-        return plan.drafter_parameters, plan.drafter
+    def planned(family: str, *words: str) -> tuple[int, int, int]:
+        plan = plan_recipe(COMMANDS["run"].parse(["--config", "tiny", "--family", family, *words]).values, RATES)
+        parts = next(stage.parts for stage in plan.stages if stage.name == "train")
+        return plan.drafter_parameters, parts["drafter"], parts["optimizer"]
 
     split = ("--train.devices", "4", "--train.strategy", "fsdp2")
-    trained, whole = planned("medusa", "--train.devices", "4")
-    assert whole == 16 * trained
-    assert planned("medusa", *split) == (trained, 4 * trained + 8 * trained)
+    trained, whole, moments = planned("medusa", "--train.devices", "4")
+    assert moments == 8 * trained
+    assert planned("medusa", *split) == (trained, whole + trained, 2 * trained), "a quarter, and all for the step"
     layers = ("--drafter.num_layers", "3")
-    trained, held = planned("draft_lm", *split, *layers)
-    one = (trained - planned("draft_lm", *split, "--drafter.num_layers", "2")[0])
-    assert held == 4 * trained + 8 * (trained - 2 * one)
+    trained, whole, _ = planned("draft_lm", "--train.devices", "4", *layers)
+    one = trained - planned("draft_lm", *split, "--drafter.num_layers", "2")[0]
+    assert planned("draft_lm", *split, *layers)[1] - whole == trained + 4 * (trained - 2 * one) - 4 * trained
+
+
+def test_stages_grow_with_what_they_hold() -> None:
+    def stages(*words: str) -> dict[str, StagePlan]:
+        parsed = COMMANDS["run"].parse(["--config", "tiny", *words])
+        return {stage.name: stage for stage in plan_recipe(parsed.values, RATES).stages}
+
+    few, many = stages(), stages("--distill.slots", "4", "--batch.rows_per_batch", "8", "--train.max_steps", "60",
+                                 "--evaluate.untimed_batch_size", "16")
+    assert many["distill"].parts["cache and passes"] < few["distill"].parts["cache and passes"]
+    assert 1.5 < many["train"].parts["step"] / few["train"].parts["step"] < 2.1
+    assert few["train"].seconds is not None
+    assert many["train"].seconds == pytest.approx(4 * few["train"].seconds, rel=0.2)
+    assert many["evaluate"].parts["cache and passes"] > 1.8 * few["evaluate"].parts["cache and passes"]
+    shared = stages("--target.placement", "tensor_parallel", "--train.devices", "2")
+    layers = sum(weight.nbytes for weight in load_target(TargetConfig(name="tiny-random", dtype="bfloat16"))
+                 .layers.parameters())
+    assert few["train"].parts["target"] - shared["train"].parts["target"] == layers // 2
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    (["--flops", "1e14"], "a device that is not here is stated by --flops and --bandwidth, and bandwidth is missing"),
+    (["--bandwidth", "1e12"], "and flops is missing; give both"),
+    (["--flops", "0", "--bandwidth", "1e12"], "flops must be above 0 and finite, in units a second, got 0"),
+    (["--flops", "1e14", "--bandwidth", "-1"], "bandwidth must be above 0 and finite, in units a second, got -1"),
+])
+def test_a_wrong_device_is_refused_in_one_sentence_before_the_target_is_read(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--config", "tiny", "--target.name", "nowhere/at-all", *words]) == 2
+    message = capsys.readouterr().err
+    assert says in message
+    assert message.count("\n") == 1

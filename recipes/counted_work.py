@@ -1,0 +1,150 @@
+"""Bytes and floating-point operations of code that runs on tensors of which only the shape exists.
+
+What a program allocates is what its operations make and what autograd keeps of it, and both follow from shapes.
+Weights and states are replaced by tensors that have a shape, a number format and a device but no values (fake tensors
+of torch); token ids, labels and segments, which decide how much is computed, stay real. The program itself then runs
+as it is, with its chunks, its autocast and its fused attention, and every storage counts from its making until it is
+freed.
+"""
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+LARGE = 1 << 16
+"""Elements from which a new floating-point tensor has no values: smaller ones may hold numbers that are read."""
+_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
+
+
+class CountedWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A block whose operations are counted: bytes alive, their peak, and floating-point operations.
+
+    An operation that reads a tensor without values gives one without values. All others are performed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self.operations = 0
+        """Floating-point operations of matrix products and attention."""
+        self._shapes = FakeTensorMode(allow_non_fake_inputs=True)
+        self._known: set[int] = set()
+
+    def blank(self, tensor: Tensor) -> Tensor:
+        """A tensor on the CPU with the shape and number format of this one, and no values."""
+        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        made = FakeTensor(self._shapes, empty, torch.device("cpu"))
+        return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """A new tensor on the CPU without values; it is not counted."""
+        return self.blank(torch.empty(shape, dtype=dtype, device="meta"))
+
+    def restart(self) -> None:
+        """Count the peak and the operations from here on."""
+        self.peak, self.operations = self.live, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return func(*args, **kwargs)
+        if func._overloadpacket in _INDEXED:
+            args = (args[0], _places(args[1]), *args[2:])
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        for storage in _storages(given):
+            self._know(storage)
+        if given or not _is_large(args, kwargs):
+            answer = func(*args, **kwargs)
+        else:
+            with self._shapes:
+                answer = func(*args, **kwargs)
+        self.operations += _operations(func, args, kwargs, answer)
+        for storage in _storages(tree_leaves(answer)):
+            if storage._cdata not in self._known:
+                self._made(storage)
+        return answer
+
+    def _know(self, storage: Any) -> None:
+        """Leave out a storage that was there before."""
+        if (key := storage._cdata) not in self._known:
+            self._known.add(key)
+            # Another storage may get the same address later.
+            weakref.finalize(storage, self._known.discard, key)
+
+    def _made(self, storage: Any) -> None:
+        size, key = storage.nbytes(), storage._cdata
+        self._known.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._freed, key, size)
+
+    def _freed(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+def blank_tensors(module: nn.Module, count: CountedWork, made: dict[int, Tensor]) -> None:
+    """Replace the tensors of a module on torch's meta device by ones on the CPU without values.
+
+    Args:
+        module: with parameters and buffers on the meta device.
+        count: whose blocks will run it.
+        made: replacements by the identity of what they replace; shared tensors stay shared.
+    """
+    for part in module.modules():
+        kinds: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+        for held in kinds:
+            for name, tensor in held.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if id(tensor) not in made:
+                    made[id(tensor)] = count.blank(tensor) if tensor.is_floating_point() else _ids(tensor)
+                held[name] = made[id(tensor)]
+
+
+def _places(indices: Any) -> list[Any]:
+    """Indices with the places of a mask in place of the mask, while its values are known."""
+    found: list[Any] = []
+    for index in indices:
+        masked = isinstance(index, Tensor) and index.dtype is torch.bool and not isinstance(index, FakeTensor)
+        found += index.nonzero(as_tuple=True) if masked else [index]
+    return found
+
+
+def _ids(tensor: Tensor) -> Tensor:
+    """Whole numbers in place of those of a buffer: the ids of a draft vocabulary, all different."""
+    return torch.arange(tensor.numel()).view(tensor.shape).to(tensor.dtype)
+
+
+def _is_large(args: Any, kwargs: dict[str, Any]) -> bool:
+    """True for the making of a floating-point tensor of many elements."""
+    dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    shape = next((one for one in args if isinstance(one, list | tuple | torch.Size)), ())
+    elements = 1
+    for size in shape:
+        elements *= size if isinstance(size, int) else 1
+    return dtype.is_floating_point and elements >= LARGE
+
+
+def _storages(leaves: Any) -> Iterator[Any]:
+    return (leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def _operations(func: Any, args: Any, kwargs: dict[str, Any], answer: Any) -> int:
+    """Floating-point operations of one operation; those that go element by element count nothing."""
+    packet = func._overloadpacket
+    if packet is _CPU_ATTENTION:
+        return int(sdpa_flop_count(*(one.shape for one in args[:3])))  # type: ignore[no-untyped-call]
+    if packet is _CPU_ATTENTION_BACKWARD:
+        return int(sdpa_backward_flop_count(*(one.shape for one in args[:4])))  # type: ignore[no-untyped-call]
+    formula = flop_registry.get(packet)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=answer))
