@@ -147,14 +147,15 @@ class PlannedWork:
     def decoding(self, rows: int, prompt: int, answer: int, nodes: int, taps: tuple[int, ...] = ()) -> Work:
         """Decoding of a batch from its prompts to its longest answers; the operations are those of its last pass.
 
-        The cache grows as it does in decoding, where the old slots and the new ones are alive together.
+        The cache grows as it does in decoding, where the old slots and the new ones are alive together; the last growth
+        takes most.
         """
         before, longest = self.count.live, prompt + answer + nodes
         tree = Topology.chain(nodes - 1).plant(torch.zeros(rows, nodes, dtype=torch.int64))
         with self._counting(), torch.no_grad():
             held = self.target.start(rows, longest, taps)
             self._read(held, rows, prompt)
-            for width in (*grown(prompt, longest), longest):
+            for width in (*list(grown(prompt, longest))[-1:], longest):
                 held.cache.assume(width - nodes)
                 self.count.operations = 0
                 logits_BNV = held.run(tree).logits_BMV

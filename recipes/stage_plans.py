@@ -200,19 +200,17 @@ class StagePlans:
         work = self.work.decoding(rows, prompt, config.max_new_tokens, nodes)
         parts = {**self.base, "drafter": self.drafter // FLOAT32 * self.target.dtype.itemsize + self.work.borrowed,
                  "cache and passes": self._shared(work.peak)}
-        return StagePlan(name="evaluate", parts=parts, seconds=self._evaluation_seconds(rows, prompt))
+        return StagePlan(name="evaluate", parts=parts, seconds=self._evaluation_seconds(rows, work.operations))
 
-    def _evaluation_seconds(self, rows: int, prompt: int) -> float:
+    def _evaluation_seconds(self, rows: int, operations: int) -> float:
         """Seconds if no draft is accepted: every prompt by `generate` and each method, some alone and timed."""
         config = self.recipe.evaluate
         limit = None if config.budget_minutes is None else 60 * config.budget_minutes
         sets = [self.recipe.distill.test_prompts, len(handwritten_prompts())]
         sets = [min(size, config.limit or size) for size in sets]
         ways = (len(config.policy_names) + len(config.baseline_names)) * len(config.degrees)
-        nodes = self.recipe.tree.used_nodes or self.recipe.tree.searched_nodes
-        each = self.work.decoding(1, prompt, config.max_new_tokens, nodes).operations
-        alone = self.rates.seconds(each, self.weights)
-        together = self.rates.seconds(rows * each, self.weights)
+        alone = self.rates.seconds(operations / rows, self.weights)
+        together = self.rates.seconds(operations, self.weights)
         timed = sum(config.timed(size) for size in sets)
         passes = (sum(sets) - timed) / rows * together * (ways + 1) + timed * alone * (ways + 2 * len(config.degrees))
         seconds = passes * config.max_new_tokens

@@ -63,18 +63,17 @@ class Window:
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """One layer of the cache for transformers, whose models call `update` alone."""
+    """One layer of the cache for transformers, which asks it for lengths; keys and values go to the owner."""
 
     is_sliding = False
 
-    def __init__(self, owner: "RowCache", index: int) -> None:
+    def __init__(self, owner: "RowCache") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # The owner holds its layers: if they held it too, its memory would stay until the garbage collector came by.
         self.owner: RowCache = weakref.proxy(owner)
-        self.index = index
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return self.owner.write(self.index, key_states, value_states)
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("a layer is written through its cache")
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to do: the owner allocates at the first write."""
@@ -136,7 +135,7 @@ class RowCache(Cache):
 
     def __init__(self, num_layers: int, rows: int, capacity: int, device: torch.device,
                  layer_devices: Sequence[torch.device] = ()) -> None:
-        super().__init__(layers=[_Layer(self, index) for index in range(num_layers)])
+        super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
         self.num_layers, self.rows, self.capacity = num_layers, rows, capacity
         self.blocks = _blocks(num_layers, layer_devices)
         self.lengths_B = torch.zeros(rows, dtype=torch.long, device=device)
@@ -149,6 +148,12 @@ class RowCache(Cache):
         self.extent = 0
         """Most slots after a row's tokens that a pass has taken."""
         self._grows = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store what a layer of transformers has computed; see `write`."""
+        return self.write(layer_idx, key_states, value_states)
 
     @property
     def storage(self) -> Tensor | None:

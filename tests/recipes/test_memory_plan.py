@@ -107,7 +107,8 @@ def test_stages_grow_with_what_they_hold() -> None:
     assert many["distill"].parts["cache and passes"] < few["distill"].parts["cache and passes"]
     assert 1.5 < many["train"].parts["step"] / few["train"].parts["step"] < 2.1
     assert few["train"].seconds is not None
-    assert many["train"].seconds == pytest.approx(4 * few["train"].seconds, rel=0.2)
+    assert many["train"].seconds is not None
+    assert 2 < many["train"].seconds / few["train"].seconds < 4, "twice the steps, each of twice the rows"
     assert many["evaluate"].parts["cache and passes"] > 1.8 * few["evaluate"].parts["cache and passes"]
     shared = stages("--target.placement", "tensor_parallel", "--train.devices", "2")
     layers = sum(weight.nbytes for weight in load_target(TargetConfig(name="tiny-random", dtype="bfloat16"))
