@@ -49,7 +49,8 @@ class Scores:
     return fewer guesses than requested."""
     states_BFHD: Tensor | None = None
     """The drafter's hidden state that each depth's scores come from: with H = 1 its state at the frontier node, whose
-    token it has read. None for a drafter without one. Stopping rules may read it; it costs nothing."""
+    token it has read. None for a drafter without one. Stopping rules may read it; it costs nothing. It may lie in the
+    draft state's memory, which the next `observe` overwrites."""
 
     @classmethod
     def from_logits(

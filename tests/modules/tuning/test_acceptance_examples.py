@@ -162,7 +162,14 @@ def test_scores_come_from_the_states_that_a_drafter_shows(tiny_target_f64: Targe
             return state_BD[:, 0]
 
     expand, scored = drafter.expand, []
-    drafter.expand = lambda state, frontier: scored.append(expand(state, frontier)) or scored[-1]  # type: ignore
+
+    def noted(state, frontier):  # type: ignore[no-untyped-def]
+        scores = expand(state, frontier)
+        # A copy: what the drafter shows lies in its state, which is overwritten.
+        scored.append(replace(scores, states_BFHD=scores.states_BFHD.clone()))
+        return scores
+
+    drafter.expand = noted  # type: ignore[method-assign]
     decode(tiny_target_f64, [Request((3, 9, 30), 0, 6)], DecodeSettings(), drafter=drafter,
            policy=chain_for(SamplingSetting(), 3, Watching(3)))
     assert recorded
