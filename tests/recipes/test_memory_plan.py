@@ -49,6 +49,7 @@ def test_a_name_that_leads_nowhere_is_told_in_one_sentence(tmp_path: Path) -> No
         sketch_target(TargetConfig(name=str(tmp_path)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", TRAINING)
 def test_every_recipe_states_memory_and_hours_of_its_stages(
     recipe: str, large: dict[str, Path], capsys: pytest.CaptureFixture[str]
