@@ -1,7 +1,8 @@
 # make setup        install everything into .venv
 # make quickstart   set up, then distill, train and evaluate a draft for the embedded model: runs/quickstart/report.html
 # make families     set up, then train and compare every family (hours): runs/families/families.md; FAMILY=hydra does one
-# make test         set up, then run every test that this machine can run; PYTEST='-k eagle' selects some
+# make test         set up, then run the tests that this machine can run; PYTEST='-k eagle' selects some
+# make test-long    the long tests that make test leaves out: whole runs, the memory of stages, types; ten minutes
 # make test-serving vLLM, in an environment of its own, loads overfitted drafters; ARTIFACT=DIR: a draft of the embedded model
 # make test-llamacpp llama.cpp, in an environment of its own, loads overfitted drafters
 # make test-openvino OpenVINO GenAI, in an environment of its own, loads overfitted drafters
@@ -21,6 +22,8 @@ STAMP := $(VENV)/.installed
 RECIPE ?= recipes/quickstart.yaml
 PYTEST ?=
 STATE ?= faults.jsonl
+# Tests that are run; -m in PYTEST goes before it.
+TIER ?= not long
 ARGS ?=
 
 # More threads than cores make every pass several times slower; beyond eight a small model gains nothing.
@@ -50,7 +53,7 @@ OPENVINO_STAMP := $(if $(filter .venv-openvino,$(OPENVINO_VENV)),.venv-openvino/
 # A machine that is lent without a network has no .venv: its own interpreter is taken then.
 GPU_PYTHON ?= $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,$(PYTHON))
 
-.PHONY: help setup quickstart families test test-serving test-llamacpp test-openvino gpu faults check
+.PHONY: help setup quickstart families test test-long test-serving test-llamacpp test-openvino gpu faults check
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -85,7 +88,10 @@ test: $(STAMP)
 	@workers=$(WORKERS); threads=$$(( $(CORES) / (workers > 0 ? workers : 1) )); \
 	export OMP_NUM_THREADS=$$(( threads > 0 ? threads : 1 )); \
 	echo "== Tests, $$workers processes, threads of each: $$OMP_NUM_THREADS"; \
-	$(VENV)/bin/python -m pytest -q --durations=10 --numprocesses $$workers --dist loadfile $(PYTEST)
+	$(VENV)/bin/python -m pytest -q -m "$(TIER)" --durations=10 --numprocesses $$workers --dist loadfile $(PYTEST)
+
+test-long:
+	@$(MAKE) --no-print-directory test TIER=long
 
 .venv-serving/.installed:
 	@echo "== Setting up .venv-serving with vLLM for CPUs: about three minutes and 2.5 GB, once"

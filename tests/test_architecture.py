@@ -210,6 +210,7 @@ def test_ruff_is_clean() -> None:
     assert answer.returncode == 0, answer.stdout
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_mypy_strict_is_clean() -> None:
     # Type checkers do not follow the import hook of the editable namespace package: they find it through a link. The

@@ -29,6 +29,7 @@ def made(out: Path, *words: str) -> dict[str, bytes]:
             if file.name in names or (folder == "data" and file.name != "stats.json")}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(not packed_linear.has_packed_product(torch.float32),
                     reason="this build has no packed product")

@@ -50,7 +50,8 @@ def test_a_name_that_leads_nowhere_is_told_in_one_sentence(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", TRAINING)
+@pytest.mark.parametrize("recipe", [pytest.param(name, marks=[pytest.mark.long] if name.endswith("_8b") else [])
+                                    for name in TRAINING])
 def test_every_recipe_states_memory_and_hours_of_its_stages(
     recipe: str, large: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -340,6 +340,7 @@ def test_the_example_of_the_readme_runs(tiny_run: Path, capsys: pytest.CaptureFi
     assert len(capsys.readouterr().out) > 20
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_kills_change_no_byte(tmp_path: Path) -> None:
     campaign = subprocess.run(

@@ -13,6 +13,7 @@ from draftsmith.recipes.pipeline import ALL
 from transformers import LlamaConfig, LlamaForCausalLM
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.slow,
     pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read as Linux counts them"),
 ]

@@ -39,6 +39,7 @@ def test_long_rows_learn_as_short_ones_do(name: str, tiny_target_f64: Target, mo
         torch.testing.assert_close(inside[weight], gradient, atol=1e-9, rtol=1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "bound"), [("eagle3", 400), ("kangaroo", 200)])
 def test_a_step_on_32768_tokens_takes_memory_by_the_token(family: str, bound: int) -> None:
     """One boolean mask of all positions takes 1,024 MiB; the whole step took 275 MiB (EAGLE-3) and 129 (Kangaroo)."""

@@ -79,6 +79,7 @@ def test_the_steps_are_those_of_the_guide() -> None:
         assert f"`python -m {' '.join(command)}`" in guide
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_new_family_passes_the_tests_that_all_pass(copy: Path) -> None:
     where = run(copy, "-c", "import draftsmith.modules as m; print(m.__file__, [f.family for f in m.DRAFTERS])")
@@ -94,6 +95,7 @@ def test_a_new_family_passes_the_tests_that_all_pass(copy: Path) -> None:
            "test_readme.py", "star_and_the_floors[modules]")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_new_family_is_in_the_guides_and_in_the_comparison(copy: Path) -> None:
     table = "| bigram | the last token alone predicts the next one |"
