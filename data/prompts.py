@@ -78,10 +78,6 @@ class PromptConfig:
                                 f"it; set prompts.origin to {origin}, or leave prompts.{key} out")
         if self.origin == "file":
             require_ordinary(Path(self.path or ""))
-        for key in ("own_kinds", "own_turns"):
-            if getattr(self, key) is not None and self.origin != "own":
-                raise UserError(f"prompts.{key} is {getattr(self, key)!r}, but prompts.origin is {self.origin}, whose "
-                                f"prompts the target does not write; leave prompts.{key} out")
         if self.own_kinds is not None:
             named_kinds(self.own_kinds)
         elif self.own_openings:

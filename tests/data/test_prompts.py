@@ -310,9 +310,6 @@ def test_a_target_without_a_template_goes_on_from_openings(tiny_target_f64: Targ
     ({"own_kinds": ("poems",)}, r"own_kinds must be one or more different names among"),
     ({"own_openings": True}, r"own_openings is true, but prompts\.own_kinds is null, .* set prompts\.own_kinds: \[al"),
     ({"own_turns": 0}, r"prompts\.own_turns must be at least 1, got 0"),
-    ({"origin": "file", "path": "p.jsonl", "own_kinds": ("math",)},
-     r"own_kinds is \('math',\), but prompts\.origin is file, whose prompts the target does not write"),
-    ({"origin": "file", "path": "p.jsonl", "own_turns": 2}, r"own_turns is 2, but prompts\.origin is file"),
 ])
 def test_wrong_kinds_and_turns_are_refused(fields: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError, match=told):

@@ -102,3 +102,18 @@ def repeated(own: dict[str, object], shared: dict[str, object]) -> list[str]:
         elif mine == theirs:
             found.append(key)
     return found
+
+
+@pytest.mark.parametrize("words", [
+    ["--prompts.origin", "file", "--prompts.path", "prompts.jsonl"],
+    ["--prompts.origin", "dataset", "--prompts.name", "some/dataset"],
+])
+def test_a_recipe_whose_target_writes_its_prompts_takes_others_too(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the README: what says how the target writes prompts then means nothing."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Tell me a fact."}\n')
+    recipe = COMMANDS["run"].parse(["--config", "quickstart", *words]).values
+    assert recipe.prompts.own_kinds is not None
+    assert recipe.prompts.origin == words[1]
