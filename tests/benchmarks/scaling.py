@@ -1,0 +1,217 @@
+"""Seconds and peak memory of a training step against tokens, row length, vocabulary, draft steps and processes.
+
+    python tests/benchmarks/scaling.py [--family NAME] [--width N] [--longest N] [--only TABLE ...]
+
+Every case runs in processes of its own, since a peak of resident memory never falls: a random target of two layers, one
+step on a short row, then one step whose memory is counted beyond what the process had before. Seconds are CPU seconds
+of one thread, the target's pass included. Cases of several processes sum their gradients over gloo; memory and seconds
+are those of the first. `loss` is what the loss over the vocabulary has alive at once beyond states and gradients, which
+grow with the tokens. Padding and the wait for data are those of the batches of a training: conversations of log-normal
+length, packed in the order of an epoch. Kangaroo has one draft step in every case.
+"""
+
+import argparse
+import json
+import resource
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+FAMILIES = ("eagle3", "medusa", "hydra", "kangaroo")
+TABLES = ("tokens", "length", "packed", "vocabulary", "steps", "processes")
+"""What the tables vary: rows, rows of one conversation, rows of several, vocabulary, draft steps, processes."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training step."""
+
+    family: str = "eagle3"
+    rows: int = 1
+    length: int = 2048
+    segment: int = 512
+    """Tokens of each conversation of a row."""
+    vocabulary: int = 8192
+    steps: int = 3
+    """Draft steps."""
+    processes: int = 1
+    width: int = 64
+
+
+def cases(base: Case, longest: int) -> dict[str, list[Case]]:
+    """The cases of each table by what they vary; rows have at most `longest` tokens."""
+    lengths = (*(length for length in (1024, 2048, 4096, 8192) if length < longest), longest)
+    return {
+        "tokens": [replace(base, rows=rows) for rows in (1, 2, 4, 8)],
+        "length": [replace(base, length=length, segment=length) for length in lengths],
+        "packed": [replace(base, length=length) for length in lengths],
+        "vocabulary": [replace(base, vocabulary=size) for size in (2048, 8192, 32768, 131072)],
+        "steps": [replace(base, steps=steps) for steps in (1, 2, 4, 7)],
+        "processes": [replace(base, processes=count) for count in (1, 2)],
+    }
+
+
+# One process ----------------------------------------------------------------------------------------------------------
+
+
+def measure(case: Case, rank: int, port: int) -> dict[str, float]:
+    """Seconds and MiB of one case, in this process."""
+    import torch
+    from benchmarks.memory import Tally
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    if case.processes > 1:
+        torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=case.processes)
+    module = made(case)
+    step(module, batch(replace(case, rows=1, length=64, segment=64)), case)
+    before, started = peak(), time.process_time()
+    step(module, batch(case), case)
+    seconds, grown = time.process_time() - started, peak() - before
+    encoded = module.encoded(batch(case))
+    drafts, features = module.training_drafts(encoded)
+    with Tally() as tally:
+        module._vocabulary_loss(module.weights(len(drafts.offsets)), None)(drafts, features)
+    states = 2 * drafts.hidden_BLKD.nbytes
+    owned = sum(parameter.nbytes for parameter in dict.fromkeys(module.drafter.output_parameters(0)))
+    return {"seconds": seconds, "MiB": grown, "loss MiB": max(0.0, (tally.peak - states - owned) / 2**20)}
+
+
+def made(case: Case) -> Any:
+    """The training module of a case, with equal weights in every process."""
+    import torch
+    from draftsmith.modules import Eagle3Config, HydraConfig, KangarooConfig, MedusaConfig, Target
+    from draftsmith.modules.target.tiny_model import tiny_tokenizer
+    from draftsmith.trainers.families import family_configs, family_module
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=case.vocabulary, hidden_size=case.width, intermediate_size=3 * case.width, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1 << 20, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2))
+    shape = {"eagle3": lambda: Eagle3Config(steps=case.steps), "medusa": lambda: MedusaConfig(num_heads=case.steps),
+             "hydra": lambda: HydraConfig(num_heads=case.steps, prefix=True), "kangaroo": KangarooConfig}[case.family]()
+    target = Target(model, tiny_tokenizer(), name="tiny-scaling", pack=0)
+    kind = family_module(case.family)
+    module = kind(target, family_configs(case.family).train(drafter=shape))
+    module.configure_model()
+    torch.manual_seed(1)
+    return module.train()
+
+
+def batch(case: Case) -> Any:
+    """Rows of conversations with labels everywhere."""
+    import torch
+    from draftsmith.data.collate import Piece, pack
+
+    size = min(case.segment, case.length)
+    piece = Piece(tokens_N=torch.randint(4, case.vocabulary, (size,)), supervised_N=torch.ones(size, dtype=torch.bool))
+    return pack([[piece] * (case.length // size)] * case.rows)
+
+
+def step(module: Any, features: Any, case: Case) -> None:
+    """Loss and gradients of a micro-batch, summed over the processes."""
+    import torch
+
+    module.zero_grad()
+    module.loss(features).total.backward()
+    if case.processes > 1:
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                torch.distributed.all_reduce(parameter.grad)
+
+
+def peak() -> float:
+    """Largest resident memory of this process so far, MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+# Batches --------------------------------------------------------------------------------------------------------------
+
+
+def batches(lengths: list[int], row_length: int, rows: int) -> tuple[float, float]:
+    """(share of padding in the batches of an epoch, seconds to make one of them)."""
+    import torch
+    from draftsmith.data.collate import Piece, pack
+    from draftsmith.data.datamodule import BatchConfig, BatchPlan
+
+    plan = BatchPlan(lengths, BatchConfig(row_length=row_length, rows_per_batch=rows, states="computed"))
+    plan.batch(0)
+    count = plan.ends[0]
+    whole = [plan.batch(number) for number in range(count)]
+    places = sum(len(rows_of) * row_length for rows_of in whole)
+    pieces = [Piece(tokens_N=torch.zeros(length, dtype=torch.int64), supervised_N=torch.ones(length, dtype=torch.bool))
+              for length in lengths]
+    started = time.perf_counter()
+    for rows_of in whole:
+        pack([[pieces[piece] for piece in row] for row in rows_of], row_length)
+    return 1 - sum(lengths) / places, (time.perf_counter() - started) / count
+
+
+def conversations(count: int, longest: int) -> list[int]:
+    """Lengths of conversations in tokens: log-normal with a median of 300, cut at the longest."""
+    import torch
+
+    drawn = torch.randn(count, generator=torch.Generator().manual_seed(0)).mul(0.8).add(5.7).exp()
+    return [max(8, min(longest, int(length))) for length in drawn.tolist()]
+
+
+# The tables -----------------------------------------------------------------------------------------------------------
+
+
+def run(case: Case) -> dict[str, float]:
+    """The figures of the first process of a case."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, __file__, "--case", json.dumps(asdict(case)), "--port", str(port)]
+    started = [subprocess.Popen([*command, "--rank", str(rank)], stdout=subprocess.PIPE, text=True)
+               for rank in range(case.processes)]
+    answers = [process.communicate()[0] for process in started]
+    if any(process.returncode for process in started):
+        raise SystemExit(f"{case} failed")
+    found: dict[str, float] = json.loads(answers[0].splitlines()[-1])
+    return found
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--family", default="eagle3", choices=FAMILIES)
+    parser.add_argument("--width", type=int, default=64, help="hidden size of the target")
+    parser.add_argument("--longest", type=int, default=32768, help="tokens of the longest row")
+    parser.add_argument("--only", nargs="+", choices=TABLES, default=TABLES, help="tables to be printed")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
+    options = parser.parse_args(words)
+    if options.case:
+        print(json.dumps(measure(Case(**json.loads(options.case)), options.rank, options.port)))
+        return
+    base = Case(family=options.family, width=options.width)
+    print("| varied | rows | row length | conversation | vocabulary | draft steps | processes | s | MiB | KiB a token "
+          "| loss MiB |\n|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
+    cost = 0.0
+    for name, several in cases(base, options.longest).items():
+        for case in several if name in options.only else []:
+            found, tokens = run(case), case.rows * case.length
+            cost = cost or found["seconds"] / tokens
+            print(f"| {name} | {case.rows} | {case.length} | {case.segment} | {case.vocabulary} | {case.steps} | "
+                  f"{case.processes} | {found['seconds']:.2f} | {found['MiB']:.0f} | {1024 * found['MiB'] / tokens:.1f}"
+                  f" | {found['loss MiB']:.1f} |", flush=True)
+    print("\n| row length | rows | padding | seconds to make a batch | share of the step |\n|--:|--:|--:|--:|--:|")
+    for row_length, rows in ((2048, 4), (8192, 1), (32768, 1)):
+        waste, seconds = batches(conversations(4000, row_length), row_length, rows)
+        share = seconds / (cost * row_length * rows) if cost else 0.0
+        print(f"| {row_length} | {rows} | {waste:.2%} | {seconds:.4f} | {share:.2%} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
