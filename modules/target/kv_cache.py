@@ -67,10 +67,11 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     is_sliding = False
 
-    def __init__(self, owner: "RowCache") -> None:
+    def __init__(self, owner: "RowCache", index: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # The owner holds its layers: if they held it too, its memory would stay until the garbage collector came by.
         self.owner: RowCache = weakref.proxy(owner)
+        self.index = index
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("a layer is written through its cache")
@@ -135,7 +136,7 @@ class RowCache(Cache):
 
     def __init__(self, num_layers: int, rows: int, capacity: int, device: torch.device,
                  layer_devices: Sequence[torch.device] = ()) -> None:
-        super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
+        super().__init__(layers=[_Layer(self, index) for index in range(num_layers)])
         self.num_layers, self.rows, self.capacity = num_layers, rows, capacity
         self.blocks = _blocks(num_layers, layer_devices)
         self.lengths_B = torch.zeros(rows, dtype=torch.long, device=device)
@@ -152,8 +153,8 @@ class RowCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store what a layer of transformers has computed; see `write`."""
-        return self.write(layer_idx, key_states, value_states)
+        """Store what a layer of transformers has computed, see `write`; several may share a layer of the cache."""
+        return self.write(self.layers[layer_idx].index, key_states, value_states)
 
     @property
     def storage(self) -> Tensor | None:

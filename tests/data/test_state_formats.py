@@ -13,8 +13,8 @@ from draftsmith.data.feature_store import Encoding, open_features, state_file, s
 from draftsmith.data.shard_states import ShardStates
 from draftsmith.data.state_formats import CHANNELS, FORMATS, STATES, TOKENS, format_named, unpacked
 from draftsmith.modules import Eagle3Config, Target, UserError
-from draftsmith.modules.target.loading import sketch_target
 from draftsmith.recipes.__main__ import main
+from draftsmith.recipes.device_rates import Rates
 from draftsmith.recipes.memory_plan import plan_recipe
 from draftsmith.recipes.pipeline import COMMANDS
 from draftsmith.trainers.eagle3 import Eagle3Module, Eagle3TrainConfig
@@ -173,4 +173,4 @@ def test_a_recipe_stores_the_states_of_its_answers_in_eight_bits(tmp_path: Path)
     records = Manifest.load(data).shards
     assert all(len(shard.final(0, 2)) == 2 for shard in open_features(data, records, ()))
     given = COMMANDS["run"].parse([*words, "--distill.budget_tokens", "1000"]).values
-    assert plan_recipe(given, sketch_target(given.target)).stored_states == 1000 * (32 + 4)
+    assert plan_recipe(given, Rates(flops=1e12, bandwidth=1e11, origin="as stated")).stored_states == 1000 * (32 + 4)
