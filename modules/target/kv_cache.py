@@ -154,7 +154,8 @@ class RowCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store what a layer of transformers has computed, see `write`; several may share a layer of the cache."""
-        return self.write(self.layers[layer_idx].index, key_states, value_states)
+        layer: Any = self.layers[layer_idx]
+        return self.write(layer.index, key_states, value_states)
 
     @property
     def storage(self) -> Tensor | None:
