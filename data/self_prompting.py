@@ -37,6 +37,11 @@ class _Draft:
         """The text of its user turns."""
         return tuple(message["content"] for message in self.said if message["role"] == "user")
 
+    @property
+    def given(self) -> str:
+        """First words of its next user turn, which are given: those of the first, none of a later one."""
+        return "" if self.said else self.opening
+
 
 class OwnPrompts:
     """Candidates that the target writes; candidate n is a pure function of the weights, the config and the seed.
@@ -120,14 +125,12 @@ class OwnPrompts:
         settings = replace(self.settings, seed=prompt_seed(self.seed, turn))
         for draft, generation in self._decoded(asked, longest, self.config.own_temperature, settings):
             if text := self._text(generation):
-                opening = "" if draft.said else draft.opening
-                draft.said.append({"role": "user", "content": f"{opening}{text}".strip()})
+                draft.said.append({"role": "user", "content": f"{draft.given}{text}".strip()})
 
     def _before(self, draft: _Draft) -> tuple[int, ...]:
         """The tokens after which the next user turn is written."""
         before = self.template.user_turn([*draft.system, *draft.said]).before
-        opening = "" if draft.said else draft.opening
-        return (*before, *self.target.tokenizer(opening, add_special_tokens=False)["input_ids"])
+        return (*before, *self.target.tokenizer(draft.given, add_special_tokens=False)["input_ids"])
 
     def _answer(self, drafts: Sequence[_Draft]) -> None:
         """Answer the newest turn of each conversation greedily, without the system prompt that asked for its kind."""
