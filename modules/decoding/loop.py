@@ -92,7 +92,7 @@ class Loop:
                 self.policy.check_sampling(settings.sampling_at(temperature))
         self.stats = DecodeStats(lossless=settings.lossy is None)
         self.slots: list[Generation] = []
-        size = policy.max_size if policy is not None else 1
+        self._size = size = policy.max_size if policy is not None else 1
         nodes = size if drafter is None else size * (1 + drafter.virtual_nodes)
         longest = max((len(r.tokens) + r.max_new_tokens for r in self.waiting), default=0)
         places = max((r.max_new_tokens for r in self.waiting), default=0) + size
@@ -119,7 +119,7 @@ class Loop:
         self.recorded: RecordedRounds | None = None
         self.graph_refusal = ""
         if settings.graphs and count:
-            self._use_graphs(longest, size)
+            self._use_graphs(longest)
         self._drafting = Stopwatch(target.device)
 
     @torch.no_grad()
@@ -271,14 +271,14 @@ class Loop:
                 generation.emitted.append(len(kept))
             yield generation, kept, self._done(row)
 
-    def _use_graphs(self, longest: int, size: int) -> None:
-        """Replay rounds of sequences of at most `longest` tokens; where that cannot be, passes over trees of `size`."""
+    def _use_graphs(self, longest: int) -> None:
+        """Replay rounds of sequences of at most `longest` tokens; where that cannot be, passes of the largest trees."""
         record = recorder_of_rounds(self.batch)
         if self.recorder is not None:
             record = "the states of each token are recorded"
         if isinstance(record, str):
             self.graph_refusal = record
-            self.rows.use_graphs(size)
+            self.rows.use_graphs(self._size)
         else:
             self.recorded = RecordedRounds(self.batch, self._count, longest, record)
 
@@ -286,7 +286,7 @@ class Loop:
         """The work of the next pass."""
         if self.recorded is not None and self.recorded.refusal:
             self.graph_refusal, self.recorded = self.recorded.refusal, None
-            self.rows.use_graphs(1 if self.policy is None else self.policy.max_size)
+            self.rows.use_graphs(self._size)
         return Round(self.batch, len(self.slots)) if self.recorded is None else self.recorded.next(len(self.slots))
 
     def _round(self, work: Round) -> tuple[list[list[int]], list[int]]:

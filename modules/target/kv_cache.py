@@ -340,8 +340,9 @@ class RowCache(Cache):
     def drop_after(self, rows: int, until: int | None = None) -> None:
         """Forget the rows from number `rows` to `until`, by default all: passes of one shape read rows that have left
         too, whose slots must stay within the cache."""
-        for row in range(rows, self.rows if until is None else until):
-            self.clear(row)
+        until = self.rows if until is None else until
+        self.lengths_B[rows:until] = 0
+        self.host_lengths[rows:until] = [0] * max(0, until - rows)
 
     @torch.no_grad()
     def wipe(self, row: int) -> None:
