@@ -43,9 +43,9 @@ class Batch:
     drafter: Proposer | None
     """Proposes; None decodes plainly."""
     policy: Policy | None
-    """How its trees grow; None without a drafter."""
+    """Grows the trees; None without a drafter."""
     state: DraftState | None
-    """What the drafter knows of the rows; None without a drafter."""
+    """The drafter's state of the rows; None without a drafter."""
 
     def extended(self, tree: TokenTree) -> TokenTree:
         """The tree with the drafter's virtual nodes."""
@@ -69,15 +69,15 @@ class Round:
     sent: TokenTree
     """The trees with virtual nodes, as the target ran them."""
     output: PassOutput
-    """What the target's pass gave."""
+    """Logits and tapped states of the target's pass."""
     accepted: Accepted
     """The accepted paths."""
     counts_B: Tensor
     """Tokens to commit: of the accepted path, and none in rows without a sequence."""
     host_BX: Tensor
-    """What the host reads of the round; see `pass_outcome.read`."""
+    """Numbers of the round that the host reads; see `pass_outcome.read`."""
     observation: Observation
-    """What the drafter learns of it."""
+    """The accepted tokens with their states, for the drafter."""
 
     def __init__(self, batch: Batch, rows: int, *, padded: bool = False) -> None:
         self.batch, self.rows, self.padded = batch, rows, padded

@@ -48,7 +48,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 WIDE = Topology((-1, 0, 0, 1, 2), (0, 0, 1, 0, 0))
 """Two tokens deep, which every family answers."""
 LEARNING = {"modules/policies/stopping_chains.py", "modules/policies/stopping_rules.py"}
-"""What a policy learns of a round is computed after it."""
+"""Files of policies that learn from a round, after it."""
 LENGTHS = (26, 9, 17, 12, 14)
 """Tokens of the answers: four rows end one after another, and one more request takes the place of the first that ends.
 Three rows are padded to four."""
