@@ -238,7 +238,8 @@ def test_every_node_of_a_tree_scores_like_its_path_alone(settings: dict[str, Any
             expected = log_probs(drafter, dataclasses.replace(features, tokens_BL=changed))
             for row in range(3):
                 step = len(paths[node]) - 1
-                torch.testing.assert_close(found[row, column], expected[row, last[row], step], atol=1e-5, rtol=1e-5)
+                # Decoding packs its linear layers, which rounds differently.
+                torch.testing.assert_close(found[row, column], expected[row, last[row], step], atol=1e-5, rtol=3e-5)
 
 
 @pytest.mark.parametrize("settings", [{}, PLUS])
