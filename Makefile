@@ -88,7 +88,8 @@ test: $(STAMP)
 	@workers=$(WORKERS); threads=$$(( $(CORES) / (workers > 0 ? workers : 1) )); \
 	export OMP_NUM_THREADS=$$(( threads > 0 ? threads : 1 )); \
 	echo "== Tests, $$workers processes, threads of each: $$OMP_NUM_THREADS"; \
-	$(VENV)/bin/python -m pytest -q -m "$(TIER)" --durations=10 --numprocesses $$workers --dist loadfile $(PYTEST)
+	$(VENV)/bin/python -m pytest -q -m "$(TIER)" --durations=10 --numprocesses $$workers --dist loadfile \
+		--no-loadscope-reorder $(PYTEST)
 
 test-long:
 	@$(MAKE) --no-print-directory test TIER=long

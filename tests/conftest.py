@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,10 +24,15 @@ def _seed() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests whose tensors are on the device of the fixture: `-m device` runs them alone."""
+    """Mark the tests whose tensors are on the device of the fixture: `-m device` runs them alone.
+
+    Files with long tests come first, so that no test process is left alone with one of them at the end.
+    """
     for item in items:
         if "device" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.device)
+    long = Counter(item.path for item in items if any(map(item.get_closest_marker, ("slow", "distributed"))))
+    items.sort(key=lambda item: -long[item.path])
 
 
 @pytest.fixture(scope="session")
