@@ -36,6 +36,7 @@ from draftsmith.modules import (
 from draftsmith.modules.interfaces.proposer import VerifiedRows
 from support.campaign_targets import target_of
 from support.families import CASES, Case, cases_of, randomised
+from support.wrapped_drafter import Wrapped
 from torch import Tensor
 
 FAMILIES = {family: next(iter(cases_of(family))) for family in (cls.family for cls in DRAFTERS)}
@@ -109,53 +110,6 @@ def _fits(growth: Growth, drafter: Proposer) -> bool:
     except UserError:
         return False
     return True
-
-
-class Wrapped(Proposer):
-    """Another drafter whose scores are changed."""
-
-    def __init__(self, inner: Proposer) -> None:
-        self.inner, self.family = inner, inner.family  # type: ignore[misc]
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return self.inner.taps
-
-    @property
-    def reach(self) -> int | None:
-        return self.inner.reach
-
-    @property
-    def reads_logits(self) -> bool:
-        return self.inner.reads_logits
-
-    @property
-    def virtual_nodes(self) -> int:
-        return self.inner.virtual_nodes
-
-    def start(self, rows: int, capacity: int) -> DraftState:
-        return self.inner.start(rows, capacity)
-
-    def join(self, rows: VerifiedRows, count: int, capacity: int) -> DraftState:
-        return self.inner.join(rows, count, capacity)
-
-    def extended(self, state: DraftState, tree: TokenTree) -> TokenTree:
-        return self.inner.extended(state, tree)
-
-    def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
-        self.inner.observe(state, rows_R, observation)
-
-    def expand(self, state: DraftState, frontier: Frontier) -> Scores:
-        return self.inner.expand(state, frontier)
-
-    def clear(self, state: DraftState, rows_R: Tensor) -> None:
-        self.inner.clear(state, rows_R)
-
-    def keep(self, state: DraftState, rows_R: Tensor) -> None:
-        self.inner.keep(state, rows_R)
-
-    def forget(self) -> None:
-        self.inner.forget()
 
 
 def changed(scores: Scores, log_probs_BFHQ: Tensor) -> Scores:

@@ -6,13 +6,12 @@ Shapes: B rows, F nodes, H depths, Q entries of the draft vocabulary, S texts, T
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from draftsmith.modules import DraftState, Frontier, Observation, Proposer, Scores
-from draftsmith.modules.interfaces.proposer import ChainLimits, VerifiedRows
+from draftsmith.modules.interfaces.proposer import VerifiedRows
 from draftsmith.modules.target.draft_vocabulary import draft_index
-from draftsmith.modules.token_tree import TokenTree
+from support.wrapped_drafter import Wrapped
 from torch import Tensor
 
 RANKS = 8
@@ -34,7 +33,7 @@ class OracleState(DraftState):
     """Depths of the growing tree that were scored."""
 
 
-class Oracle(Proposer):
+class Oracle(Wrapped):
     """A drafter's work with guesses of stated acceptance: the guess of rank r is right with chance a (1 - a)^r.
 
     Row r decodes text r: give as many requests as rows, in the order of the texts. Trees must grow level by level.
@@ -46,10 +45,9 @@ class Oracle(Proposer):
         acceptance: a, above 0 and below 1.
     """
 
-    family: ClassVar[str] = "oracle"
-
     def __init__(self, inner: Proposer, texts_ST: Tensor, vocab_size: int, acceptance: float) -> None:
-        self.inner, self.texts_ST, self.vocab_size = inner, texts_ST, vocab_size
+        super().__init__(inner)
+        self.texts_ST, self.vocab_size = texts_ST, vocab_size
         self._index_V: Tensor | None = None
         ranks_R = torch.arange(RANKS, device=texts_ST.device)
         self.chances_R = acceptance * (1 - acceptance) ** ranks_R
@@ -58,29 +56,8 @@ class Oracle(Proposer):
         self.ranks_ST = torch.searchsorted(self.chances_R.cumsum(0), drawn_ST)
         """Rank of the right token among the guesses at each place; RANKS where it is not among them."""
 
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return self.inner.taps
-
-    @property
-    def reach(self) -> int | None:
-        return self.inner.reach
-
-    @property
-    def reads_logits(self) -> bool:
-        return self.inner.reads_logits
-
-    @property
-    def virtual_nodes(self) -> int:
-        return self.inner.virtual_nodes
-
-    @property
-    def chain_limits(self) -> ChainLimits:
-        return self.inner.chain_limits
-
-    @property
-    def rank_chances(self) -> tuple[tuple[float, ...], ...] | None:
-        return self.inner.rank_chances
+    def state_of(self, state: DraftState) -> DraftState:
+        return _oracle_state(state).inner
 
     def _state(self, inner: DraftState, rows: int) -> OracleState:
         texts_R = torch.arange(rows, device=self.texts_ST.device)
@@ -92,18 +69,15 @@ class Oracle(Proposer):
     def join(self, rows: VerifiedRows, count: int, capacity: int) -> OracleState:
         return self._state(self.inner.join(rows, count, capacity), count)
 
-    def extended(self, state: DraftState, tree: TokenTree) -> TokenTree:
-        return self.inner.extended(_oracle_state(state).inner, tree)
-
     def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
         held = _oracle_state(state)
-        self.inner.observe(held.inner, rows_R, observation)
+        super().observe(state, rows_R, observation)
         held.places_R[rows_R] += observation.counts_B
         held.asked = 0
 
     def expand(self, state: DraftState, frontier: Frontier) -> Scores:
         held = _oracle_state(state)
-        scores = self.inner.expand(held.inner, frontier)
+        scores = super().expand(state, frontier)
         depths = scores.log_probs_BFHQ.shape[2]
         held.asked += depths
         rows = len(frontier.nodes_BF)
@@ -132,16 +106,13 @@ class Oracle(Proposer):
 
     def clear(self, state: DraftState, rows_R: Tensor) -> None:
         held = _oracle_state(state)
-        self.inner.clear(held.inner, rows_R)
+        super().clear(state, rows_R)
         held.places_R[rows_R] = 0
 
     def keep(self, state: DraftState, rows_R: Tensor) -> None:
         held = _oracle_state(state)
-        self.inner.keep(held.inner, rows_R)
+        super().keep(state, rows_R)
         held.texts_R, held.places_R = held.texts_R[rows_R], held.places_R[rows_R]
-
-    def forget(self) -> None:
-        self.inner.forget()
 
 
 def _oracle_state(state: DraftState) -> OracleState:

@@ -30,8 +30,8 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
 from scipy.stats import chisquare
-from support.campaign_drafters import Wrapped
 from support.tables import TableDrafter
+from support.wrapped_drafter import Wrapped
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
