@@ -1,11 +1,26 @@
 """The benchmark of decoding: drafters accept exactly what is stated, and all answers are those of the plain loop."""
 
+from typing import Any
+
 import pytest
 import torch
 from benchmarks import decode_speed
 from benchmarks.decode_speed import Bench, Speed
-from draftsmith.modules import Chain, DecodeSettings, Medusa, MedusaConfig, Request, StaticTree, Target, decode
+from draftsmith.modules import (
+    Chain,
+    DecodeSettings,
+    Eagle3,
+    Eagle3Config,
+    Medusa,
+    MedusaConfig,
+    Request,
+    StaticTree,
+    Target,
+    decode,
+)
 from draftsmith.modules.baselines.token_recycling import recycling_tree
+from draftsmith.modules.drafters.parts.block_cache import BlockRows
+from draftsmith.modules.drafters.parts.decoder_block import AttentionContext
 from support.model_shapes import STRIDE, shaped_prompt, shaped_target
 from support.oracle import RANKS, Oracle
 
@@ -65,6 +80,23 @@ def test_the_ranks_of_an_oracle_are_geometric(target: Target, oracle: Oracle) ->
     for rank in range(3):
         assert float((drawn == rank).double().mean()) == pytest.approx(A * (1 - A) ** rank, abs=0.01)
     assert int(drawn.max()) <= RANKS
+
+
+def test_the_drafter_of_an_oracle_grows_a_new_tree_in_each_pass(
+    target: Target, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does the work that it does alone: a chain of three has two nodes with children below the root."""
+    held, add_nodes = [], BlockRows.add_nodes
+
+    def counted(rows: BlockRows, *args: Any) -> AttentionContext:
+        context = add_nodes(rows, *args)
+        held.append(rows.nodes_BM.shape[1])
+        return context
+
+    monkeypatch.setattr(BlockRows, "add_nodes", counted)
+    eagle = Eagle3.create(Eagle3Config(), target, None).eval()
+    passes = emitted(target, Oracle(eagle, oracle.texts_ST, target.vocab_size, A), Chain(3))
+    assert held == [1, 2] * max(map(len, passes))
 
 
 def test_an_oracle_keeps_the_places_of_rows(target: Target, oracle: Oracle) -> None:

@@ -5,13 +5,12 @@ With it the speed of decoding is measured at any acceptance, without training.
 Shapes: B rows, F nodes, H depths, Q entries of the draft vocabulary, S texts, T places of a text, R ranks.
 """
 
-from dataclasses import dataclass
-
 import torch
 from draftsmith.modules import DraftState, Frontier, Observation, Proposer, Scores
 from draftsmith.modules.interfaces.proposer import VerifiedRows
+from draftsmith.modules.row_buffers import RowBuffer
 from draftsmith.modules.target.draft_vocabulary import draft_index
-from support.wrapped_drafter import Wrapped
+from support.wrapped_drafter import Wrapped, WrappedState
 from torch import Tensor
 
 RANKS = 8
@@ -20,17 +19,20 @@ _NO_GUESS = -40.0
 """Log-probability of all others."""
 
 
-@dataclass
-class OracleState(DraftState):
+class OracleState(WrappedState):
     """The drafter's own state, and the place of each row in its text."""
 
-    inner: DraftState
-    texts_R: Tensor
-    """Number of each row's text."""
-    places_R: Tensor
-    """Tokens of the text that the target has read."""
-    asked: int = 0
-    """Depths of the growing tree that were scored."""
+    def __init__(self, inner: DraftState, rows: int, device: torch.device) -> None:
+        super().__init__(inner)
+        self.texts, self.places = (RowBuffer(rows, device=device, dtype=torch.long) for _ in range(2))
+        """Number of each row's text; tokens of it that the target has read."""
+        self.texts.values.copy_(torch.arange(rows))
+        self.asked = 0
+        """Depths of the growing tree that were scored."""
+
+    def drop_tree(self) -> None:
+        super().drop_tree()
+        self.asked = 0
 
 
 class Oracle(Wrapped):
@@ -59,21 +61,16 @@ class Oracle(Wrapped):
     def state_of(self, state: DraftState) -> DraftState:
         return _oracle_state(state).inner
 
-    def _state(self, inner: DraftState, rows: int) -> OracleState:
-        texts_R = torch.arange(rows, device=self.texts_ST.device)
-        return OracleState(inner, texts_R, torch.zeros_like(texts_R))
-
     def start(self, rows: int, capacity: int) -> OracleState:
-        return self._state(self.inner.start(rows, capacity), rows)
+        return OracleState(self.inner.start(rows, capacity), rows, self.texts_ST.device)
 
     def join(self, rows: VerifiedRows, count: int, capacity: int) -> OracleState:
-        return self._state(self.inner.join(rows, count, capacity), count)
+        return OracleState(self.inner.join(rows, count, capacity), count, self.texts_ST.device)
 
     def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
         held = _oracle_state(state)
         super().observe(state, rows_R, observation)
-        held.places_R[rows_R] += observation.counts_B
-        held.asked = 0
+        held.places.values.index_add_(0, rows_R, observation.counts_B)
 
     def expand(self, state: DraftState, frontier: Frontier) -> Scores:
         held = _oracle_state(state)
@@ -82,8 +79,8 @@ class Oracle(Wrapped):
         held.asked += depths
         rows = len(frontier.nodes_BF)
         ahead_H = torch.arange(held.asked - depths + 1, held.asked + 1, device=self.texts_ST.device)
-        places_BH = (held.places_R[:rows, None] + ahead_H).clamp(max=self.texts_ST.shape[1] - 1)
-        texts_B1 = held.texts_R[:rows, None]
+        places_BH = (held.places.values[:rows, None] + ahead_H).clamp(max=self.texts_ST.shape[1] - 1)
+        texts_B1 = held.texts.values[:rows, None]
         right_BH, ranks_BH = self.texts_ST[texts_B1, places_BH], self.ranks_ST[texts_B1, places_BH]
         return self._replaced(scores, right_BH, ranks_BH)
 
@@ -107,12 +104,13 @@ class Oracle(Wrapped):
     def clear(self, state: DraftState, rows_R: Tensor) -> None:
         held = _oracle_state(state)
         super().clear(state, rows_R)
-        held.places_R[rows_R] = 0
+        held.places.clear(rows_R)
 
     def keep(self, state: DraftState, rows_R: Tensor) -> None:
         held = _oracle_state(state)
         super().keep(state, rows_R)
-        held.texts_R, held.places_R = held.texts_R[rows_R], held.places_R[rows_R]
+        held.texts.keep(rows_R)
+        held.places.keep(rows_R)
 
 
 def _oracle_state(state: DraftState) -> OracleState:

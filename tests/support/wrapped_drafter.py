@@ -1,9 +1,32 @@
 """A drafter that passes everything on to another one, for tests that change one part of its work."""
 
+from collections.abc import Sequence
+
 from draftsmith.modules import DraftState, Frontier, Observation, Proposer, Scores
 from draftsmith.modules.interfaces.proposer import ChainLimits, VerifiedRows
+from draftsmith.modules.target.kv_cache import RowCache
 from draftsmith.modules.token_tree import TokenTree
 from torch import Tensor
+
+
+class WrappedState(DraftState):
+    """The other drafter's state, with what a subclass adds."""
+
+    def __init__(self, inner: DraftState) -> None:
+        self.inner = inner
+
+    @property
+    def caches(self) -> tuple[RowCache, ...]:
+        return self.inner.caches
+
+    def drop_tree(self) -> None:
+        self.inner.drop_tree()
+
+    def expect(self, path: int) -> None:
+        self.inner.expect(path)
+
+    def advance(self, counts: Sequence[int]) -> None:
+        self.inner.advance(counts)
 
 
 class Wrapped(Proposer):

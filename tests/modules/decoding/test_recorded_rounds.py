@@ -39,6 +39,7 @@ from draftsmith.modules.decoding.pass_recorder import PassRecorder
 from draftsmith.modules.policies.lookahead_trees import LookaheadTrees, ahead_trees
 from support.families import CASES, randomised
 from support.held_tensors import held_tensors
+from support.oracle import Oracle
 from support.policy_cases import EVERY
 from support.pretended_device import place, pretended_device
 from support.recorded_operations import Records
@@ -153,6 +154,27 @@ def test_replayed_rounds_decode_the_same_with_trees_by_guesses(tiny_target_f64: 
 def test_a_chain_that_adapts_is_replayed_where_it_looks_at_nothing(tiny_target_f64: Target, records: Records) -> None:
     policy = StoppedChain(3, AdaptiveThreshold(1e-3), check_every=0)
     check(both(tiny_target_f64, drafted("eagle", policy), records), records)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "medusa", "draft-lm"])
+def test_replayed_rounds_decode_the_same_with_guesses_of_stated_acceptance(
+    tiny_target_f64: Target, name: str, records: Records
+) -> None:
+    """The benchmark's drafter, which wraps another one, whose row leaves when it ends."""
+    lengths = LENGTHS[:4]
+    answered = decode(tiny_target_f64, requests(GREEDY, lengths), DecodeSettings(batch_size=4, ignore_eos=True))
+    texts_ST = torch.zeros(len(lengths), 60, dtype=torch.long)
+    for row, generation in enumerate(answered.generations):
+        text = [*generation.request.tokens, *generation.tokens]
+        texts_ST[row, : len(text)] = torch.tensor(text)
+
+    def stated(origin: Target, there: Target) -> tuple[Proposer, Policy]:
+        inner = moved(randomised(CASES[name].make(origin)), there)
+        return Oracle(inner, texts_ST.to(there.device), there.vocab_size, 0.7), StaticTree(WIDE)
+
+    found = both(tiny_target_f64, stated, records, lengths=lengths)
+    check(found, records)
+    assert found[1].accepted_length > 1.5
 
 
 @pytest.mark.parametrize("length", [3, 17])
