@@ -42,7 +42,7 @@ def timed(engine: Any, prompts: list[list[int]], sampling: Any, batch_size: int)
 
 
 def use_kernels_for_float32() -> None:
-    """Keep vLLM from a CPU's AMX kernel for int8 weights: it chooses that by the weights alone and ends with an error on
+    """Keep vLLM from AMX kernels for int8 weights, which it chooses by the weights alone: they end with an error on
     the float32 inputs of a run whose answers are to be compared."""
     import torch
 
