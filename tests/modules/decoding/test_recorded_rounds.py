@@ -17,6 +17,7 @@ from draftsmith.modules import (
     Chain,
     DecodeResult,
     DecodeSettings,
+    DraftState,
     Ensemble,
     Loop,
     MaxProbability,
@@ -36,6 +37,7 @@ from draftsmith.modules.baselines.registry import BASELINES
 from draftsmith.modules.baselines.self_speculation import LayerDraft
 from draftsmith.modules.decoding import recorded_rounds
 from draftsmith.modules.decoding.pass_recorder import PassRecorder
+from draftsmith.modules.interfaces.proposer import VerifiedRows
 from draftsmith.modules.policies.lookahead_trees import LookaheadTrees, ahead_trees
 from support.families import CASES, randomised
 from support.held_tensors import held_tensors
@@ -44,6 +46,7 @@ from support.policy_cases import EVERY
 from support.pretended_device import place, pretended_device
 from support.recorded_operations import Records
 from support.steady_waits import GREEDY, MIXED, Way, moved, on_device
+from support.wrapped_drafter import Wrapped, WrappedState
 from torch.utils._python_dispatch import TorchDispatchMode
 
 WIDE = Topology((-1, 0, 0, 1, 2), (0, 0, 1, 0, 0))
@@ -156,11 +159,34 @@ def test_a_chain_that_adapts_is_replayed_where_it_looks_at_nothing(tiny_target_f
     check(both(tiny_target_f64, drafted("eagle", policy), records), records)
 
 
-@pytest.mark.parametrize("name", ["eagle3", "medusa", "draft-lm"])
-def test_replayed_rounds_decode_the_same_with_guesses_of_stated_acceptance(
+class Held(Wrapped):
+    """Another drafter whose state is part of this one's."""
+
+    def state_of(self, state: DraftState) -> DraftState:
+        assert isinstance(state, WrappedState)
+        return state.inner
+
+    def start(self, rows: int, capacity: int) -> WrappedState:
+        return WrappedState(super().start(rows, capacity))
+
+    def join(self, rows: VerifiedRows, count: int, capacity: int) -> WrappedState:
+        return WrappedState(super().join(rows, count, capacity))
+
+
+@pytest.mark.parametrize("name", ["eagle3", "draft-lm"])
+def test_replayed_rounds_decode_the_same_with_a_drafter_inside_another(
     tiny_target_f64: Target, name: str, records: Records
 ) -> None:
-    """The benchmark's drafter, which wraps another one, whose row leaves when it ends."""
+    def held(origin: Target, there: Target) -> tuple[Proposer, Policy]:
+        return Held(moved(randomised(CASES[name].make(origin)), there)), StaticTree(WIDE)
+
+    check(both(tiny_target_f64, held, records), records)
+
+
+def test_replayed_rounds_decode_the_same_with_guesses_of_stated_acceptance(
+    tiny_target_f64: Target, records: Records
+) -> None:
+    """The drafter of benchmarks, whose rows leave one after another."""
     lengths = LENGTHS[:4]
     answered = decode(tiny_target_f64, requests(GREEDY, lengths), DecodeSettings(batch_size=4, ignore_eos=True))
     texts_ST = torch.zeros(len(lengths), 60, dtype=torch.long)
@@ -169,7 +195,7 @@ def test_replayed_rounds_decode_the_same_with_guesses_of_stated_acceptance(
         texts_ST[row, : len(text)] = torch.tensor(text)
 
     def stated(origin: Target, there: Target) -> tuple[Proposer, Policy]:
-        inner = moved(randomised(CASES[name].make(origin)), there)
+        inner = moved(randomised(CASES["eagle3"].make(origin)), there)
         return Oracle(inner, texts_ST.to(there.device), there.vocab_size, 0.7), StaticTree(WIDE)
 
     found = both(tiny_target_f64, stated, records, lengths=lengths)
