@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -163,6 +163,9 @@ class GenerateArguments:
     """Texts that end the answer."""
     graphs: bool = False
     """On a CUDA device, replay drafting, verification and commit as CUDA graphs; a last line says what could not be."""
+    compile: bool = False
+    """Compile the layers of target and draft with torch.compile, which takes minutes before the first words and pays in
+    long answers; a last line says where it fails."""
     show_drafts: bool = False
     """Mark who wrote each token: accepted guesses of the draft are green, rejected ones dim and struck through, the
     rest is the target's own. Without colours ([accepted], ~rejected~) where the output is no terminal or NO_COLOR is
@@ -190,7 +193,8 @@ class GenerateArguments:
     def decode_settings(self) -> DecodeSettings:
         """The decoding loop's settings. Raises UserError when a number is out of its range."""
         return DecodeSettings(top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, seed=self.seed,
-                              repetition_penalty=self.repetition_penalty, stop=self.stop, graphs=self.graphs)
+                              repetition_penalty=self.repetition_penalty, stop=self.stop, graphs=self.graphs,
+                              compile=self.compile)
 
 
 def generate(parsed: Parsed[GenerateArguments]) -> None:
@@ -204,6 +208,7 @@ def generate(parsed: Parsed[GenerateArguments]) -> None:
     recorder = PassRecorder() if given.show_drafts else None
     drafter, policy = artifact.drafting(given.policy, temperature=given.temperature)
     stats = DecodeStats()
+    artifact.target.compiler.watch = compile_notice()
     passes = stream(artifact.target, request, settings, drafter=drafter, observer=recorder, policy=policy, stats=stats)
     terminal = sys.stdout.isatty()
     counts: list[int] = []
@@ -219,10 +224,26 @@ def generate(parsed: Parsed[GenerateArguments]) -> None:
           f"{length:.2f} tokens per pass; {sum(counts) / seconds:.1f} tokens/s]", file=sys.stderr)
     if stats.graph_refusal:
         print(f"[not replayed as CUDA graphs: {stats.graph_refusal}]", file=sys.stderr)
+    if given.compile:
+        print(f"[not compiled: {stats.compile_refusal}]" if stats.compile_refusal else
+              f"[layers compiled in {stats.compile_seconds:.1f} s]", file=sys.stderr)
     if policy.max_size == 1 and given.policy != NONE:
         where = f" at temperature {given.temperature:g}" if given.temperature else ""
         print(f"[nothing was drafted, because on this machine no tree makes decoding faster{where}; --policy "
               f"static-{artifact.topology.size} drafts all the same]", file=sys.stderr)
+
+
+def compile_notice() -> Callable[[bool], None]:
+    """A watcher of a compiler that says once that it is at work."""
+    said = False
+
+    def watch(busy: bool) -> None:
+        nonlocal said
+        if busy and not said:
+            said = True
+            print("[compiling the layers: minutes at the first use on a machine]", file=sys.stderr, flush=True)
+
+    return watch
 
 
 def count_into(passes: Iterator[list[int]], counts: list[int]) -> Iterator[list[int]]:

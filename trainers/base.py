@@ -28,6 +28,7 @@ from ..modules.target.draft_vocabulary import draft_index
 from ..modules.target.model import Target
 from .checkpoints import require_same_settings
 from .chunked_losses import VocabularyLoss
+from .compiled_step import CompiledStep
 from .draft_vocabulary import reduced_vocabulary
 from .metrics import describe, weighted_mean_loss
 from .objectives import Objective, Teacher
@@ -105,6 +106,8 @@ class DraftModule(L.LightningModule):
         """Whether the run ends after this optimizer step although it is not finished."""
         self.peak_memory_bytes = 0
         self.guard = StepGuard(config.spike)
+        self.compiled_step = CompiledStep(None)
+        """Kernels of the training step; those of no compiler before `setup`."""
         self.split: SplitDrafter | None = None
         """Keeper of the drafter where its weights are split among processes."""
         self._pending: BatchLoss | None = None
@@ -120,6 +123,7 @@ class DraftModule(L.LightningModule):
         self.target.to(self.trainer.strategy.root_device)
         if "drafter" in self._modules:
             self.drafter.bind(self.target)
+        self.compiled_step = CompiledStep.on(self.target.device, self.config.compile)
 
     def configure_model(self) -> None:
         """Build the drafter once, and split it if processes share it; called for loading a checkpoint and for
@@ -217,6 +221,7 @@ class DraftModule(L.LightningModule):
             parameters=tuple(dict.fromkeys(weight for step in steps
                                            for weight in self.drafter.output_parameters(step))),
             objectives=objectives, teacher=teacher, feature_weight=self.config.feature_weight,
+            measure=self.compiled_step.measure,
         )
 
     def on_train_batch_start(self, batch: Features, batch_idx: int) -> None:
@@ -230,7 +235,8 @@ class DraftModule(L.LightningModule):
         Lightning divides by the number of micro-batches, DDP and FSDP2 by that of ranks; both are undone here.
         """
         self.guard.add(batch_idx, batch)
-        learned, before = self.loss(batch), self._pending
+        with self.compiled_step.attention():
+            learned, before = self.loss(batch), self._pending
         sums_KC = learned.sums_KC if before is None else before.sums_KC + learned.sums_KC
         self._pending = learned._replace(total=learned.total.detach(), sums_KC=sums_KC)
         return learned.total * (self.config.accumulate * self.trainer.world_size)
@@ -310,10 +316,15 @@ class DraftModule(L.LightningModule):
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         self.stopped, self.trainer.should_stop = False, self.finished
+        mixed = str(self.trainer.precision).startswith("bf16")
+        self.compiled_step.try_attention(self.target, self.drafter, self.device,
+                                         torch.bfloat16 if mixed else torch.float32)
+        self.compiled_step.complain()
         self.clock.start()
 
     def on_train_batch_end(self, outputs: Any, batch: Features, batch_idx: int) -> None:
         """Stop after the last step, once the callbacks have measured and saved it."""
+        self.compiled_step.complain()
         self.trainer.should_stop = self.finished or self.stopped
 
     # Validation and trained weights ----------------------------------------------------------------------------------

@@ -171,6 +171,8 @@ class ProgressLine(EveryStep):
         if trainer.is_global_zero:
             self.line = tqdm(total=self.module.config.max_steps, initial=self.seen, desc="train", unit="step",
                              dynamic_ncols=True)
+            if (compiler := self.module.compiled_step.compiler) is not None:
+                compiler.watch = lambda busy: self.line.set_description("compile" if busy else "train")
 
     def after_step(self, trainer: L.Trainer, step: int) -> None:
         """Advance the line."""

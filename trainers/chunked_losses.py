@@ -8,7 +8,7 @@ same tokens, so that the target's distribution there is computed once for all of
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from ..modules.compiler import Compiler
 from ..modules.errors import UserError
 from ..modules.features import Features
 from ..modules.interfaces.drafter import Drafts
@@ -114,6 +115,8 @@ class VocabularyLoss:
     """The target's distribution for its final states [..., D]; None when no objective reads it."""
     feature_weight: float = 0.0
     """Weight of the feature loss relative to the objective's 1."""
+    measure: "Measure" = field(default_factory=lambda: measured)
+    """Loss and figures of a chunk's logits: `measured`, or its compiled form."""
     chunk_elements: int | None = None
     """Logits in memory at once; None takes the device's CHUNK_ELEMENTS."""
 
@@ -207,12 +210,7 @@ class _Rows:
         """Return (loss, sums_C) of one draft step at the tokens of the chunk; the loss is a sum, without the weight."""
         valid_N, labels_N = self.supervision.valid_NK[chunk, step], self.supervision.labels_N[chunk]
         logits_NQ = self.loss.project(states_ND, step)
-        loss = torch.where(valid_N, self.loss.objectives[step](logits_NQ, labels_N, teacher_output), 0.0).sum()
-        with torch.no_grad():
-            alpha, known = _acceptance(logits_NQ, valid_N, teacher_output)
-            sums = (valid_N.sum(), torch.zeros_like(loss), loss, alpha, known, torch.zeros_like(loss))
-            hits_R = rank_hits(logits_NQ, labels_N, valid_N)
-            return loss, torch.cat([torch.stack([value.to(torch.float64) for value in sums]), hits_R])
+        return self.loss.measure(logits_NQ, labels_N, valid_N, teacher_output, self.loss.objectives[step])
 
     def empty(self, device: torch.device) -> Tensor:
         """Sums before the first chunk, [K, C]: zero but for the labels outside the draft vocabulary."""
@@ -234,14 +232,68 @@ class _Rows:
         return self.total(sums_KC, hidden_NKD), sums_KC
 
 
-def _acceptance(logits_NQ: Tensor, valid_N: Tensor, teacher_output: TeacherOutput | None) -> tuple[Tensor, Tensor]:
+Measure = Callable[[Tensor, Tensor, Tensor, TeacherOutput | None, Objective], tuple[Tensor, Tensor]]
+"""A function like `measured`."""
+
+
+def measured(
+    logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, teacher_output: TeacherOutput | None, objective: Objective,
+    *, whole: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(loss, sums_C) of one draft step's logits at the tokens of a chunk; the loss is a sum, without the weight.
+
+    Args:
+        logits_NQ: the logits.
+        labels_N: the labels.
+        valid_N: True where the step learns from its label.
+        teacher_output: the target's distribution; None for objectives that do not read it.
+        objective: of the step.
+        whole: count the acceptance of all rows at once, for a compiler that keeps none of it in memory.
+    """
+    loss = torch.where(valid_N, objective(logits_NQ, labels_N, teacher_output), 0.0).sum()
+    with torch.no_grad():
+        alpha, known = _acceptance(logits_NQ, valid_N, teacher_output, whole=whole)
+        sums = (valid_N.sum(), torch.zeros_like(loss), loss, alpha, known, torch.zeros_like(loss))
+        hits_R = rank_hits(logits_NQ, labels_N, valid_N)
+        return loss, torch.cat([torch.stack([value.to(torch.float64) for value in sums]), hits_R])
+
+
+def compiled_measure(compiler: Compiler) -> Measure:
+    """`measured` as a few kernels, which write none of the tensors of the vocabulary's width between logits and loss.
+
+    The number of tokens of a chunk becomes a symbol when it changes first, at the last chunk of a batch.
+    """
+
+    def run(logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, log_p_NQ: Tensor | None, log_mass_N: Tensor | None,
+            objective: Objective) -> tuple[Tensor, Tensor]:
+        # Probabilities that draft steps share outside are computed again here, inside a kernel.
+        known = None if log_p_NQ is None else TeacherOutput(log_p_NQ=log_p_NQ, log_mass_N=log_mass_N)
+        return measured(logits_NQ, labels_N, valid_N, known, objective, whole=True)
+
+    form = compiler.compiled(run, dynamic=None)
+
+    def measure(logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, teacher_output: TeacherOutput | None,
+                objective: Objective) -> tuple[Tensor, Tensor]:
+        given = (None, None) if teacher_output is None else (teacher_output.log_p_NQ, teacher_output.log_mass_N)
+        found: tuple[Tensor, Tensor] = form(logits_NQ, labels_N, valid_N, *given, objective)
+        return found
+
+    return measure
+
+
+def _acceptance(
+    logits_NQ: Tensor, valid_N: Tensor, teacher_output: TeacherOutput | None, *, whole: bool = False
+) -> tuple[Tensor, Tensor]:
     """(sum of alpha, count) at the valid tokens; zeros when the mass inside the draft vocabulary is unknown.
 
     It is a figure for the log, so it must be cheap compared with the loss: as probabilities, a few rows at a time.
     """
     if teacher_output is None or teacher_output.log_mass_N is None:
         return valid_N.new_zeros(()), valid_N.new_zeros(())
-    mass_N1, found = teacher_output.log_mass_N.exp()[:, None], []
+    mass_N1, found = teacher_output.log_mass_N.exp()[:, None], list[Tensor]()
+    if whole:
+        alpha_N = torch.minimum(wide(logits_NQ).softmax(-1), teacher_output.p_NQ * mass_N1).sum(-1)
+        return torch.where(valid_N, alpha_N, 0.0).sum(), valid_N.sum()
     for first in range(0, len(valid_N), ACCEPTANCE_ROWS):
         piece = slice(first, first + ACCEPTANCE_ROWS)
         q_NQ = wide(logits_NQ[piece]).softmax(-1)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from ..modules.config_checks import MOST_STEPS, MOST_TOKENS, check_bounds
 from ..modules.errors import UserError
 from ..modules.interfaces.drafter import DrafterConfig
+from .compiled_step import Compile
 from .objectives import Objective, ObjectiveName
 from .optimizers import OptimizerName
 
@@ -76,6 +77,10 @@ class TrainConfig:
     precision: Precision = "auto"
     """Precision of the drafter's arithmetic in training; its weights stay float32. `auto` is bf16-mixed on CUDA and on
     CPUs with instructions for it (AVX512-BF16, AMX), 32-true elsewhere."""
+    compile: Compile = "auto"
+    """Compile the vocabulary loss with torch.compile, and attend by flex attention inside packed rows and in the
+    training-time test, in place of masks. `auto` does on CUDA. The first step takes a minute longer; what fails is
+    computed as without, and a warning says why."""
     accelerator: str = "auto"
     """Lightning's name of the device kind: auto, cpu, gpu."""
     devices: int = 1

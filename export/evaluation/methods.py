@@ -73,6 +73,9 @@ class EvaluateConfig:
     graphs: bool = False
     """On a CUDA device, replay drafting, verification and commit as CUDA graphs, in plain decoding too; the report says
     what could not be."""
+    compile: bool = False
+    """Compile the layers of target and drafts with torch.compile, in plain decoding too. The first passes take minutes,
+    before anything is timed; the report says where it fails."""
     untimed_batch_size: int = 8
     """Rows decoded at once for prompts that are not timed; it changes neither acceptance nor identity."""
     budget_minutes: float | None = None
@@ -142,7 +145,8 @@ class EvaluateConfig:
     def settings(self, batch_size: int) -> DecodeSettings:
         """The decoding loop's settings for a batch of this many rows."""
         return DecodeSettings(batch_size=batch_size, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p,
-                              repetition_penalty=self.repetition_penalty, seed=self.seed, graphs=self.graphs)
+                              repetition_penalty=self.repetition_penalty, seed=self.seed, graphs=self.graphs,
+                              compile=self.compile)
 
 
 @dataclass(frozen=True, kw_only=True)

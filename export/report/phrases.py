@@ -62,7 +62,7 @@ def how_measured(run: EvaluationRun) -> str:
     drawn = chosen(degrees[0]) if len(degrees) == 1 else f"temperatures {', '.join(f'{one:g}' for one in degrees)}"
     return (f"{of(prompts, sum(planned['prompt_sets'].values()))} prompts{turns}, answers of at most "
             f"{settings['max_new_tokens']} tokens; {batches}; {drawn}; timed prompts: "
-            f"{of(run.header['timed_prompts'], planned['timed_prompts'])}{_graphs(run)}")
+            f"{of(run.header['timed_prompts'], planned['timed_prompts'])}{_graphs(run)}{_compiled(run)}")
 
 
 def _graphs(run: EvaluationRun) -> str:
@@ -72,6 +72,16 @@ def _graphs(run: EvaluationRun) -> str:
         return ""
     refused = "; ".join(run.header["graph_refusals"])
     return f"; replayed as CUDA graphs{f', as far as possible: {refused}' if refused else ''}"
+
+
+def _compiled(run: EvaluationRun) -> str:
+    """A note on compiled layers, and why they are not; empty where none was to be."""
+    # Reports of earlier versions say nothing about compiling.
+    if not run.header["settings"].get("compile"):
+        return ""
+    if refused := run.header["compile_refusal"]:
+        return f"; layers not compiled: {refused}"
+    return f"; layers compiled in {run.header['compile_seconds']:.0f} s"
 
 
 def of(measured: int, planned: int) -> str:

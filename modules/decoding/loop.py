@@ -6,7 +6,7 @@ Shapes: B active rows, N nodes of a tree, K nodes of a path, T places of an answ
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -100,7 +100,8 @@ class Loop:
         count = min(settings.batch_size, len(self.waiting))
         # A drafter must see every prompt token, so only plain decoding reads a common start once.
         prefix = shared_prefix([r.tokens for r in self.waiting], settings.prefill_chunk) if drafter is None else ()
-        self.rows = target.start(count, longest + nodes, _taps(drafter, recorder), prefix)
+        with self._layers():
+            self.rows = target.start(count, longest + nodes, _taps(drafter, recorder), prefix)
         if recorder is not None and self.rows.shared is not None:
             recorder.add_prefix(prefix, self.rows.shared)
         self.state: DraftState | None = drafter.join(self.rows, count, longest + nodes) if drafter is not None else None
@@ -200,7 +201,8 @@ class Loop:
         tokens_BC = torch.tensor([(*part, *([0] * (width - len(part)))) for part in parts], device=device)
         counts_B, rows_R = torch.tensor(counts, device=device), torch.tensor(rows, device=device)
         last_B = counts_B - 1
-        output, ahead = self._read_pieces(tokens_BC, counts_B, rows)
+        with self._layers():
+            output, ahead = self._read_pieces(tokens_BC, counts_B, rows)
         self.stats.prefill_calls += 1
         path_BC = torch.arange(width, device=device).expand(len(rows), -1)
         self.rows.commit(path_BC, counts_B, counts, moved=False)
@@ -292,16 +294,17 @@ class Loop:
     def _round(self, work: Round) -> tuple[list[list[int]], list[int]]:
         """(new tokens of each active row, their faults) of one round; policy, recorder and observer see it."""
         active = len(self.slots)
-        with self._drafted():
-            work.draft()
-        started_at = time.perf_counter()
-        work.verify()
-        emitted, counts, faults = read(work.host_BX[:active])
-        self.stats.draft_seconds += self._drafting.read()
-        work.commit(counts)
-        self.stats.target_seconds += time.perf_counter() - started_at
-        with self._drafted():
-            work.observe(counts)
+        with self._layers():
+            with self._drafted():
+                work.draft()
+            started_at = time.perf_counter()
+            work.verify()
+            emitted, counts, faults = read(work.host_BX[:active])
+            self.stats.draft_seconds += self._drafting.read()
+            work.commit(counts)
+            self.stats.target_seconds += time.perf_counter() - started_at
+            with self._drafted():
+                work.observe(counts)
         if self.recorder is not None:
             self.recorder.add([one.request.index for one in self.slots], counts, work.observation)
         tree, accepted = work.of_first(active)
@@ -310,6 +313,21 @@ class Loop:
         if self.observer is not None:
             self.observer(tree, accepted, self.slots)
         return emitted, faults
+
+    @contextmanager
+    def _layers(self) -> Iterator[None]:
+        """A block whose passes run the layers in the forms that the settings ask for."""
+        if not self.settings.compile:
+            yield
+            return
+        compiler, before = self.target.compiler, self.target.compiler.seconds
+        with ExitStack() as blocks:
+            blocks.enter_context(self.target.compiled())
+            if self.drafter is not None:
+                blocks.enter_context(self.drafter.compiled(compiler))
+            yield
+        self.stats.compile_seconds += compiler.seconds - before
+        self.stats.compile_refusal = compiler.refusal
 
     def _drafted(self) -> AbstractContextManager[None]:
         """A block whose time counts as drafting, where anything drafts."""
@@ -322,7 +340,7 @@ class Loop:
         if self.recorder is not None:
             self.recorder.add([one.request.index for one in generations], counts, observation)
         if self.drafter is not None and self.state is not None:
-            with self._drafting.running():
+            with self._layers(), self._drafting.running():
                 self.drafter.observe(self.state, rows_R, observation)
 
     def _shrink(self, finished: list[int]) -> None:

@@ -87,6 +87,9 @@ class DecodeSettings:
     """Replay drafting, verification and commit as CUDA graphs, for each of a few numbers of rows and cache slots, which
     spares the host the launch of each kernel. What cannot be replayed is computed as without graphs, and
     `DecodeStats.graph_refusal` says why."""
+    compile: bool = False
+    """Compile the layers of target and drafter with torch.compile: their small operations become a few kernels. The
+    first passes take minutes. Where that fails the layers run as they are; `DecodeStats.compile_refusal` says why."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "prefill_chunk"):
@@ -174,10 +177,16 @@ class DecodeStats:
     graph_refusal: str = ""
     """Why some work was not replayed as CUDA graphs although `DecodeSettings.graphs` asks for it; empty where all
     was, or none was to be."""
+    compile_seconds: float = 0.0
+    """Seconds of all that torch.compile took to make graphs."""
+    compile_refusal: str = ""
+    """Why some layers were not compiled although `DecodeSettings.compile` asks for it; empty where all were, or none
+    was to be."""
 
     def amounts(self) -> dict[str, float]:
         """All counts and times by name."""
-        return {name: value for name, value in vars(self).items() if name not in ("lossless", "graph_refusal")}
+        return {name: value for name, value in vars(self).items() if isinstance(value, int | float)
+                and name != "lossless"}
 
     def add(self, more: "DecodeStats") -> None:
         """Take in another run: counts and times add up, and both must have been lossless for the sum to be."""
@@ -185,6 +194,7 @@ class DecodeStats:
             setattr(self, name, getattr(self, name) + value)
         self.lossless = self.lossless and more.lossless
         self.graph_refusal = self.graph_refusal or more.graph_refusal
+        self.compile_refusal = self.compile_refusal or more.compile_refusal
 
     @property
     def busy_share(self) -> float:

@@ -4,11 +4,13 @@ Shapes: B active rows, M selected nodes, K nodes of a path.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ..compiler import Compiler
 from ..interfaces.proposer import VerifiedRows
 from ..target.pass_output import PassOutput
 from ..token_tree import TokenTree
@@ -57,5 +59,12 @@ class Verifier(Protocol):
 
     @property
     def tokenizer(self) -> Any: ...
+
+    @property
+    def compiler(self) -> Compiler:
+        """Compiles its layers and those of the drafter."""
+        ...
+
+    def compiled(self) -> AbstractContextManager[None]: ...
 
     def start(self, rows: int, capacity: int, taps: Sequence[int] = (), prefix: Sequence[int] = ()) -> Rows: ...

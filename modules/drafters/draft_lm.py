@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..compiler import Compiler
 from ..config_checks import settings_of
 from ..errors import UserError
 from ..features import Features
 from ..interfaces.drafter import Drafter, Drafts
 from ..interfaces.family_card import FamilyCard
 from ..interfaces.proposer import Scores
+from ..target.compiled_layers import CompiledLayers, of_transformers
 from ..target.draft_vocabulary import require_ids
 from ..target.excerpt import layer_list
 from ..target.hf_folder import require_vocabulary
@@ -31,7 +33,7 @@ from ..target.kv_cache import RowCache
 from ..target.layer_skipping import skipping
 from ..target.linear_forms import LinearForms
 from ..target.model import Target, post_process
-from ..target.segment_attention import Segments, mask_arguments, visible_text
+from ..target.segment_attention import Sight, mask_arguments, visible_text
 from ..target.submodel import config_of, fields_of, new_model
 from .draft_lm_config import DraftLMConfig, check_fit, initial_model
 from .parts.causal_drafter import SLOT, CausalDraft, CausalState
@@ -76,6 +78,10 @@ class DraftLM(CausalDraft, Drafter):
         self.mask_embedding = nn.Parameter(self._embedding().weight.detach().mean(0)) if config.depths > 1 else None
         self._embedding().weight.requires_grad_(not config.freeze_embedding)
         self._linears: LinearForms | None = None
+
+    def layer_forms(self, compiler: Compiler) -> CompiledLayers:
+        """Compiled forms of the decoder's layers."""
+        return CompiledLayers(list(self._layers()), compiler, of_transformers)
 
     def _layers(self) -> nn.ModuleList:
         return layer_list(self.decoder, self.architecture.num_hidden_layers)
@@ -273,7 +279,7 @@ class DraftLM(CausalDraft, Drafter):
         found = self._embedding()(tokens.clamp(min=0))
         return torch.where((tokens == SLOT)[..., None], self.mask_embedding.to(found.dtype), found)
 
-    def _states(self, embedded_BFD: Tensor, visible: Tensor | Segments, positions_BF: Tensor, key_positions_BW: Tensor,
+    def _states(self, embedded_BFD: Tensor, visible: Sight, positions_BF: Tensor, key_positions_BW: Tensor,
                 cache: RowCache | None = None) -> Tensor:
         """Final states of one pass, [B, F, D]."""
         if self._linears is None:

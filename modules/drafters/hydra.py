@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..compiler import Compiler
 from ..config_checks import settings_of
 from ..errors import UserError
 from ..features import Features
@@ -20,12 +21,15 @@ from ..interfaces.drafter import Drafts
 from ..interfaces.family_card import FamilyCard
 from ..interfaces.proposer import DraftState, Frontier, Observation, Scores
 from ..row_buffers import RowBuffer
+from ..target.compiled_layers import CompiledLayers
 from ..target.identity import TargetIdentity
 from ..target.kv_cache import RowCache
 from ..target.model import Target
-from .hydra_heads import HydraConfig, HydraHead, PrefixLayer
+from .hydra_heads import ConditionedBlock, HydraConfig, HydraHead, PrefixLayer
+from .medusa import ResidualBlock
 from .parts.block_cache import BlockRows
-from .parts.decoder_block import AttentionContext, BlockConfig
+from .parts.compiled_blocks import forms_of
+from .parts.decoder_block import AttentionContext, BlockConfig, DecoderBlock
 from .parts.heads import HeadDrafter
 
 
@@ -115,6 +119,10 @@ class Hydra(HeadDrafter):
         drafter.attach(target, token_ids_Q)
         drafter.copy_output()
         return drafter
+
+    def layer_forms(self, compiler: Compiler) -> CompiledLayers:
+        """Compiled forms of the heads' blocks and of the prefix layer."""
+        return forms_of(self, (ConditionedBlock, ResidualBlock, DecoderBlock), compiler)
 
     def describe(self) -> dict[str, Any]:
         """The configuration, JSON-ready."""

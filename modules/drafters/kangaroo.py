@@ -13,16 +13,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from ..compiler import Compiler
 from ..config_checks import check_sizes
 from ..errors import UserError
 from ..features import Features
 from ..interfaces.drafter import Drafts
 from ..interfaces.family_card import FamilyCard
 from ..interfaces.proposer import ChainLimits, DraftState, Frontier, Observation, Scores, VerifiedRows
+from ..target.compiled_layers import CompiledLayers
 from ..target.early_layers import EarlyLayers
 from ..target.kv_cache import RowCache
 from ..target.model import Target
 from .parts.block_cache import BlockRows
+from .parts.compiled_blocks import forms_of
 from .parts.decoder_block import OFFICIAL_ROPE_BASE, Attention, AttentionContext, BlockConfig, RMSNorm
 from .parts.feature_drafter import FeatureConfig, FeatureDrafter, block_like, last_norm
 
@@ -155,6 +158,10 @@ class Kangaroo(FeatureDrafter):
         # A target on the meta device, used for planning, has no values.
         if target.device.type != "meta":
             self.norm.weight.copy_(last_norm(target, self.block.norm_eps))
+
+    def layer_forms(self, compiler: Compiler) -> CompiledLayers:
+        """Compiled forms of the adapter's layers; the target compiles its own."""
+        return forms_of(self, (AttentionLayer,), compiler)
 
     def _layers(self) -> list[AttentionLayer]:
         return [layer for layer in self.layers if isinstance(layer, AttentionLayer)]

@@ -11,14 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..compiler import Compiler
 from ..config_checks import check_sizes, settings_of
 from ..features import Features
 from ..interfaces.drafter import Drafts
 from ..interfaces.family_card import FamilyCard
 from ..interfaces.proposer import DraftState, Frontier, Observation, Scores
 from ..row_buffers import RowBuffer
+from ..target.compiled_layers import CompiledLayers
 from ..target.identity import TargetIdentity
 from ..target.model import Target
+from .parts.compiled_blocks import forms_of
 from .parts.heads import HeadConfig, HeadDrafter
 
 
@@ -121,6 +124,10 @@ class Medusa(HeadDrafter):
         drafter.attach(target, token_ids_Q)
         drafter.copy_output()
         return drafter
+
+    def layer_forms(self, compiler: Compiler) -> CompiledLayers:
+        """Compiled forms of the heads' blocks."""
+        return forms_of(self, (ResidualBlock,), compiler)
 
     def describe(self) -> dict[str, Any]:
         """The configuration, JSON-ready."""

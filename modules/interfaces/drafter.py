@@ -8,12 +8,15 @@ Q entries of the draft vocabulary or candidates of a node, R ranks used, M nodes
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
+from ..compiler import Compiler
 from ..features import Features
+from ..target.compiled_layers import CompiledLayers
 from ..target.draft_vocabulary import OutputRows
 from ..target.identity import TargetIdentity
 from ..target.model import Target
@@ -83,12 +86,25 @@ class Drafter(nn.Module, Proposer):
     def __init__(self) -> None:
         super().__init__()
         self._packing = DecodingLinears()
+        self._forms: CompiledLayers | None = None
 
     def train(self, mode: bool = True) -> Self:
         """Switch the mode; training runs the plain layers and frees the memory of those packed for decoding."""
         if mode:
             self._packing.release()
         return super().train(mode)
+
+    def compiled(self, compiler: Compiler) -> AbstractContextManager[None]:
+        """A block in which its layers run compiled while it drafts."""
+        if compiler.refusal:
+            return nullcontext()
+        if self._forms is None or self._forms.compiler is not compiler:
+            self._forms = self.layer_forms(compiler)
+        return nullcontext() if self._forms is None else self._forms.installed()
+
+    def layer_forms(self, compiler: Compiler) -> CompiledLayers | None:
+        """Compiled forms of its layers; None for a family that adds next to nothing to the target's own layers."""
+        return None
 
     @classmethod
     @abstractmethod

@@ -7,12 +7,14 @@ drafter's own states), V target vocabulary, O nodes with their own values.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from ..compiler import Compiler
 from ..config_checks import check_sizes
 from ..errors import UserError
 from ..target.early_layers import EarlyLayers
@@ -288,6 +290,10 @@ class Proposer(ABC):
         """Chance that its guess of each rank at each depth is right, as counted on held-out text; None where nobody
         counted."""
         return None
+
+    def compiled(self, compiler: Compiler) -> AbstractContextManager[None]:
+        """A block in which its layers run compiled; one without effect for a proposer without layers of its own."""
+        return nullcontext()
 
     def forget(self) -> None:  # noqa: B027 -- most families have nothing to drop
         """Drop what was stored from earlier sequences; most families store nothing but their weights."""

@@ -3,12 +3,14 @@
 Shapes: B rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ..compiler import Compiler
 from ..errors import UserError
 from ..interfaces.proposer import DraftState, Frontier, Observation, Proposer, Scores, VerifiedRows
 from ..random_streams import Draws
@@ -114,6 +116,14 @@ class Ensemble(Proposer):
         """Let row r be the former row rows_R[r] in all parts."""
         for part, held in zip(self.parts, self.states(state), strict=True):
             part.keep(held, rows_R)
+
+    @contextmanager
+    def compiled(self, compiler: Compiler) -> Iterator[None]:
+        """A block in which the layers of all parts run compiled."""
+        with ExitStack() as blocks:
+            for part in self.parts:
+                blocks.enter_context(part.compiled(compiler))
+            yield
 
     def forget(self) -> None:
         """Let every part start anew."""

@@ -20,7 +20,7 @@ Forward = Callable[..., Tensor]
 def skipping(layers: nn.ModuleList, kept: Sequence[int]) -> Iterator[None]:
     """Let only the layers `kept` of a model do anything inside the block."""
     skipped = [layer for index, layer in enumerate(layers) if index not in set(kept)]
-    with _replaced((layer, _unchanged) for layer in skipped):
+    with replaced((layer, _unchanged) for layer in skipped):
         yield
 
 
@@ -34,7 +34,7 @@ def first_layers(layers: nn.ModuleList, count: int) -> Iterator[list[Tensor]]:
         return hidden_states
 
     after = [(layer, _unchanged if place else end) for place, layer in enumerate(layers[count:])]
-    with _replaced(after):
+    with replaced(after):
         yield outputs
 
 
@@ -52,7 +52,7 @@ def later_layers(layers: nn.ModuleList, first: int, states: Tensor | None) -> It
         return states
 
     before = [(layer, enter if place + 1 == first else _unchanged) for place, layer in enumerate(layers[:first])]
-    with _replaced(before):
+    with replaced(before):
         yield
 
 
@@ -80,7 +80,7 @@ def injected(layers: nn.ModuleList, virtual: VirtualNodes | None) -> Iterator[No
 
 
 @contextmanager
-def _replaced(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
+def replaced(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
     """Run other forwards in place of those of some layers inside the block."""
     given = list(forwards)
     # Hooks that spread a model over devices replace `forward` on the layer too: what was there must come back.

@@ -4,7 +4,7 @@ Shapes: B rows, N tokens of a pass, L positions, D hidden size, V vocabulary, W 
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from ..compiler import Compiler
 from ..errors import UserError
 from ..features import Features
 from . import self_check
 from .adapter import Adapter
 from .broken_embeddings import readable_tokens, tokens_without_embedding
+from .compiled_layers import PACKED, CompiledLayers, of_transformers
 from .excerpt import copy_modules, excerpt, layer_list
 from .generation_defaults import GenerationDefaults, read_defaults
 from .identity import TargetIdentity, hash_weights
@@ -72,6 +74,9 @@ class Target:
         self.defaults: GenerationDefaults = read_defaults(model.generation_config, tokenizer, name)
         self.native_attention: str = self.config._attn_implementation
         self.broken_V: Tensor | None = None
+        self.compiler = Compiler()
+        """Of these layers and of those of drafters that draft for them."""
+        self._compiled: CompiledLayers | None = None
         if not sketched:
             self.broken_V = tokens_without_embedding(model.get_input_embeddings().weight)
             with self_check.full_precision():
@@ -181,6 +186,18 @@ class Target:
     def reproducible(self) -> AbstractContextManager[None]:
         """A block for work whose bytes must come out the same again: see `linear_forms`."""
         return self.linears.reproducible()
+
+    def compiled(self) -> AbstractContextManager[None]:
+        """A block whose passes run compiled layers; where they cannot be compiled, `compiler.refusal` says why."""
+        if self.placement.spread:
+            self.compiler.refusal = "the target's layers are not whole on one device"
+        elif self.linears.packed is not None:
+            self.compiler.refusal = PACKED
+        if self.compiler.refusal:
+            return nullcontext()
+        if self._compiled is None:
+            self._compiled = CompiledLayers(self.layers, self.compiler, of_transformers)
+        return self._compiled.installed()
 
     # Changed copies --------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from ..features import Features
+from .flex_segments import FlexSegments
 from .soft_capping import soft_capped
 
 Span = tuple[int, slice]
@@ -72,14 +73,21 @@ class Segments:
         return torch.zeros(len(self.lengths), 1, 1, 1, dtype=torch.bool, device=device)
 
 
-def visible_text(features: Features) -> Tensor | Segments:
-    """Sight of the tokens of training rows: a mask [B, L, L], or beyond `DENSE_LENGTH` tokens the segments."""
+Sight = Tensor | Segments | FlexSegments
+"""What tokens see: a mask [B, N, W], or the segments of training rows, which see themselves causally."""
+
+
+def visible_text(features: Features) -> Sight:
+    """Sight of the tokens of training rows: inside a block with flex attention the segments for it, elsewhere a mask
+    [B, L, L], or beyond `DENSE_LENGTH` tokens the segments."""
+    if (flex := FlexSegments.asked(features)) is not None:
+        return flex
     return features.visible() if features.tokens_BL.shape[1] <= DENSE_LENGTH else Segments.of(features)
 
 
-def mask_arguments(visible: Tensor | Segments, device: torch.device) -> dict[str, Any]:
+def mask_arguments(visible: Sight, device: torch.device) -> dict[str, Any]:
     """The arguments by which a decoder of transformers hands a mask [B, N, W], or segments, to `tree_attention`."""
-    if isinstance(visible, Segments):
+    if isinstance(visible, Segments | FlexSegments):
         return {"attention_mask": visible.blank(device), "segments": visible}
     return {"attention_mask": visible[:, None]}
 

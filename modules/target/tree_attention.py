@@ -20,6 +20,8 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ..errors import UserError
+from .apart_attention import attend_apart
+from .flex_segments import FlexSegments
 from .segment_attention import DENSE_LENGTH, SegmentForm, Segments, attend_inside
 from .soft_capping import soft_capped
 
@@ -55,16 +57,17 @@ def tree_attention(
     position_ids: Tensor | None = None,
     key_positions: Tensor | None = None,
     s_aux: Tensor | None = None,
-    segments: Segments | None = None,
+    segments: Segments | FlexSegments | None = None,
     window_masks: dict[int, Tensor] | None = None,
+    apart: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attend with a mask [B, 1, N, W]; `key_positions` [B, W] lets a sliding window follow positions, not slots.
 
     The mask is boolean or `additive`: a boolean one is made additive by every layer anew. With `segments` it is not
     read: whole rows attend inside them. `window_masks` is an empty dictionary that the layers of a pass share: the
-    first one with a window puts the mask in it for the others. The signature is the one transformers' attention
-    modules call.
+    first one with a window puts the mask in it for the others. With `apart` the layer is compiled, and attention is the
+    operation that its pass has set. The signature is the one transformers' attention modules call.
 
     Raises:
         UserError: for attention sinks, which this function would silently leave out, for a window under a mask
@@ -72,6 +75,12 @@ def tree_attention(
     """
     if s_aux is not None:
         raise UserError("this target has attention sinks, which would be left out in silence; choose another target")
+    if apart:
+        attended: Tensor = attend_apart(query, key, value, scaling, sliding_window, softcap)
+        return attended, None
+    if isinstance(segments, FlexSegments):
+        out = segments.attend(query, key, value, scaling=scaling, window=sliding_window, softcap=softcap)
+        return out.transpose(1, 2).contiguous(), None
     if segments is not None:
         form = SegmentForm(scaling=scaling, window=sliding_window, softcap=softcap)
         return attend_inside(query, key, value, segments, form).transpose(1, 2).contiguous(), None

@@ -11,12 +11,14 @@ Shapes: B rows, N nodes, M selected nodes, L positions, K draft steps, D hidden 
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..compiler import Compiler
 from ..decoding.requests import Request
 from ..features import Features
 from ..interfaces.drafter import Drafter
@@ -105,6 +107,15 @@ class Replay:
     def tokenizer(self) -> Any:
         """Tokenizer of the target."""
         return self.target.tokenizer
+
+    @property
+    def compiler(self) -> Compiler:
+        """That of the target."""
+        return self.target.compiler
+
+    def compiled(self) -> AbstractContextManager[None]:
+        """A block without effect: no pass is computed."""
+        return nullcontext()
 
     def start(self, rows: int, capacity: int, taps: Sequence[int] = (), prefix: Sequence[int] = ()) -> "ReplayRows":
         """An empty batch of rows; a shared prefix has no use here."""

@@ -4,7 +4,8 @@
         [--context N] [--recipes NAME ...] [--minutes N] [--device cpu|cuda]
 
 Compared are the plain loop, `generate` of transformers with its growing and its static cache, its assisted generation
-with the target's first layers, and every family of drafters with a chain and a tree. The drafters have random weights
+with the target's first layers, and every family of drafters with a chain and a tree; on CUDA also with CUDA graphs and
+with layers that torch.compile has compiled, and both. The drafters have random weights
 and do all their work, but their guesses are replaced: the guess of rank r after a node is right with chance
 a (1 - a)^r, by the target's answers, which are computed once (`tests/support/oracle.py`). So a figure is the speed that
 a drafter of this acceptance would have. Each method decodes twice; the second time counts, prompts included. What no
@@ -68,6 +69,8 @@ class Speed:
     """Why nothing was measured; empty where it was."""
     graph_refusal: str = ""
     """Why passes were not replayed as CUDA graphs where they were to be."""
+    compile_refusal: str = ""
+    """Why layers were not compiled where they were to be."""
 
 
 @dataclass
@@ -79,6 +82,7 @@ class Outcome:
     seconds: float
     draft_seconds: float = 0.0
     graph_refusal: str = ""
+    compile_refusal: str = ""
 
 
 Method = Callable[[Sequence[tuple[int, ...]]], Outcome]
@@ -95,9 +99,21 @@ def own(target: Target, new_tokens: int, drafter: Proposer | None = None, policy
         stats = result.stats
         return Outcome([generation.tokens for generation in result.generations],
                        stats.target_calls + stats.prefill_calls, stats.seconds, stats.draft_seconds,
-                       stats.graph_refusal)
+                       stats.graph_refusal, stats.compile_refusal)
 
     return run
+
+
+def forms(target: Target, drafted: bool = False) -> dict[str, dict[str, bool]]:
+    """Settings of the loop that are compared, by what a method's name says of them."""
+    found: dict[str, dict[str, bool]] = {"": {}}
+    if target.device.type == "cuda" or not drafted:
+        found[", graphs"] = {"graphs": True}
+    if target.linears.packed is None:
+        found[", compiled"] = {"compile": True}
+    if target.device.type == "cuda":
+        found[", graphs, compiled"] = {"graphs": True, "compile": True}
+    return found
 
 
 def peer(target: Target, new_tokens: int, **options: Any) -> Method:
@@ -116,8 +132,8 @@ def assisted(target: Target, new_tokens: int) -> Method:
 
 def without_drafter(target: Target, new_tokens: int) -> Iterator[tuple[str, Method, int | None]]:
     """(name, method, its only batch) of each method that drafts nothing or with the target's layers."""
-    yield "plain loop", own(target, new_tokens), None
-    yield "plain loop, graphs", own(target, new_tokens, graphs=True), None
+    for form, settings in forms(target).items():
+        yield f"plain loop{form}", own(target, new_tokens, **settings), None
     yield "plain loop, sampled", own(target, new_tokens, temperature=TEMPERATURE), None
     yield "generate", peer(target, new_tokens), None
     yield "generate, static cache", peer(target, new_tokens, cache_implementation="static", disable_compile=True), None
@@ -186,7 +202,7 @@ class Bench:
         return Speed(name, batch, count / found.seconds, count / batch / found.passes,
                      found.draft_seconds / found.seconds,
                      sum(answer == wanted for answer, wanted in zip(found.answers, reference, strict=True)), batch,
-                     graph_refusal=found.graph_refusal)
+                     graph_refusal=found.graph_refusal, compile_refusal=found.compile_refusal)
 
     def drafted(self, recipe: str, batches: Sequence[int], deadline: float) -> Iterator[Speed]:
         """The speeds of a family with chain and tree."""
@@ -195,10 +211,14 @@ class Bench:
         for batch in batches:
             oracle = Oracle(drafter, self.texts_ST(batch), self.target.vocab_size, self.acceptance)
             for form, policy in shapes(drafter).items():
-                for graphs in (False, True) if self.target.device.type == "cuda" else (False,):
-                    name = f"{recipe.removesuffix('_8b')}, {form}{', graphs' if graphs else ''}"
-                    method = own(self.target, self.new_tokens, oracle, policy, graphs=graphs)
-                    yield self.timed(name, batch, method, deadline)
+                for added, settings in self.forms(recipe).items():
+                    method = own(self.target, self.new_tokens, oracle, policy, **settings)
+                    yield self.timed(f"{recipe.removesuffix('_8b')}, {form}{added}", batch, method, deadline)
+
+    def forms(self, recipe: str) -> dict[str, dict[str, bool]]:
+        """The settings that are compared with a family; of all families on a CPU one is compiled, to try it out."""
+        found = forms(self.target, drafted=True)
+        return found if self.target.device.type == "cuda" or recipe == RECIPES[0] else {"": {}}
 
 
 def measure(bench: Bench, batches: Sequence[int], recipes: Sequence[str], deadline: float) -> list[Speed]:
@@ -229,6 +249,7 @@ def table(speeds: Sequence[Speed]) -> list[str]:
             continue
         ratio = speed.tokens_per_second / plain[speed.batch] if plain.get(speed.batch) else 0.0
         refused = f" (not replayed: {speed.graph_refusal})" if speed.graph_refusal else ""
+        refused += f" (not compiled: {speed.compile_refusal})" if speed.compile_refusal else ""
         lines.append(f"| {speed.method}{refused} | {speed.batch} | {speed.tokens_per_second:.1f} | {ratio:.2f} | "
                      f"{speed.accepted_length:.2f} | {100 * speed.draft_share:.0f} | {speed.equal} of {speed.of} |")
     return lines

@@ -1,8 +1,9 @@
 """Training steps by recipe: tokens per second, peak memory, and the share of time in target, vocabulary loss, drafter,
-optimizer and data; with `--against plain` next to the textbook's in the same run.
+optimizer and data; with `--against plain` next to the textbook's in the same run, and with `--forms` with the
+vocabulary loss compiled, and with flex attention in place of masks and segments as well.
 
     python tests/benchmarks/training_step.py [--shape NAME] [--recipes NAME ...] [--precisions 32-true bf16-mixed]
-        [--against plain] [--steps N] [--row-length N] [--rows N] [--device cpu|cuda]
+        [--against plain] [--forms NAME ...] [--steps N] [--row-length N] [--rows N] [--device cpu|cuda]
 
 The target has random weights of a stated shape, so that nothing is loaded; the cost of a step does not depend on them.
 Its states are computed in the step. Each step reads the same new conversations in every way: packed into rows by this
@@ -33,8 +34,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.memory import Tally
 from draftsmith.data.collate import Piece, pack, pad, plan_bins
 from draftsmith.modules import Features, Target
+from draftsmith.modules.compiler import BACKEND
 from draftsmith.trainers import DraftModule
 from draftsmith.trainers.chunked_losses import VocabularyLoss
+from draftsmith.trainers.compiled_step import CompiledStep
 from draftsmith.trainers.metrics import weighted_mean_loss
 from references.textbook_step import textbook_gradient
 from support.model_shapes import SHAPES, shaped_target
@@ -42,6 +45,8 @@ from support.shaped_modules import RECIPES, shaped_module, shaped_recipe
 
 PARTS = ("target", "vocabulary loss", "drafter", "optimizer", "data")
 PRECISIONS = ("32-true", "bf16-mixed")
+FORMS = ("", "compiled loss", "compiled loss, flex attention")
+"""Kernels of the step: none of a compiler; those of the vocabulary loss; flex attention as well."""
 WARM_UP = 1
 """Steps of each way that are not counted."""
 
@@ -53,9 +58,11 @@ class Way:
     plain: bool
     """Whether it is the textbook's."""
     precision: str
+    form: str = ""
+    """One of FORMS."""
 
     def __str__(self) -> str:
-        return f"{'textbook' if self.plain else 'ours'}, {self.precision}"
+        return ", ".join(filter(None, ["textbook" if self.plain else "ours", self.precision, self.form]))
 
 
 @dataclass
@@ -65,6 +72,8 @@ class Taken:
     parts: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     tokens: list[int] = field(default_factory=list)
     peak_bytes: int = 0
+    refusals: tuple[str, ...] = ()
+    """Why some of its kernels were not used."""
 
     @property
     def seconds(self) -> float:
@@ -120,6 +129,18 @@ class Bench:
         module.train()
         self.optimizer = module.configure_optimizers()["optimizer"]
         self.trained = [weight for weight in module.parameters() if weight.requires_grad]
+        self.steps: dict[Way, CompiledStep] = {}
+
+    def compiled_step(self, way: Way) -> CompiledStep:
+        """The kernels of a way, made once."""
+        if way not in self.steps:
+            step = CompiledStep(BACKEND if way.form else None)
+            if way.form == FORMS[2]:
+                half = way.precision == "bf16-mixed"
+                step.try_attention(self.target, self.module.drafter, self.target.device,
+                                   torch.bfloat16 if half else torch.float32)
+            self.steps[way] = step
+        return self.steps[way]
 
     def conversations(self, number: int) -> list[Piece]:
         """As many conversations of step `number` as fill the packed rows about once; the last two thirds of each are
@@ -165,7 +186,8 @@ class Bench:
         mixed = torch.autocast(self.target.device.type, torch.bfloat16, enabled=way.precision == "bf16-mixed")
         if way.plain:
             return textbook_gradient(self.module, batch, mixed, clock.part)
-        with mixed:
+        self.module.compiled_step = self.compiled_step(way)
+        with mixed, self.module.compiled_step.attention():
             learned = self.module.loss(batch)
         learned.total.backward()
         return weighted_mean_loss(learned.sums_KC, learned.weights)[1]
@@ -205,6 +227,7 @@ def measure(bench: Bench, ways: Sequence[Way], steps: int, deadline: float = flo
                 for part, seconds in bench.step(way, pieces).items():
                     taken.parts[part].append(seconds)
                 taken.tokens.append(sum(len(piece.tokens_N) for piece in pieces))
+                taken.refusals = bench.compiled_step(way).refusals
             except torch.OutOfMemoryError:
                 bench.optimizer.zero_grad()
                 torch.cuda.empty_cache()
@@ -222,6 +245,7 @@ def table(found: dict[str, dict[str, Taken | str]]) -> list[str]:
                 lines.append(f"| {recipe} | {way} | {taken} |" + " |" * (2 + len(PARTS)))
                 continue
             figures = taken.to_dict()
+            way += "".join(f" (without: {reason})" for reason in taken.refusals)
             shares = " | ".join(f"{100 * figures[f'{part} share']:.0f}" for part in PARTS)
             lines.append(f"| {recipe} | {way} | {figures['tokens_per_second']:.0f} | {figures['step_seconds']:.3f} | "
                          f"{figures['peak_mib']:.0f} | {shares} |")
@@ -236,6 +260,7 @@ def main(words: Sequence[str] | None = None) -> None:
                         help=f"shipped recipes, of which the drafters are trained: {', '.join(RECIPES)}")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=[PRECISIONS[0]], help="of the drafter")
     parser.add_argument("--against", choices=["plain"], help="measure the textbook's steps too")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=[FORMS[0]], help="kernels of our steps")
     parser.add_argument("--steps", type=int, default=5, help="counted steps of each way")
     parser.add_argument("--row-length", type=int, default=512, help="tokens of a packed row")
     parser.add_argument("--rows", type=int, default=4, help="packed rows of a batch")
@@ -245,8 +270,8 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.error("--steps and --rows must be at least 1 and --row-length at least 32, got "
                      f"{options.steps}, {options.rows} and {options.row_length}")
     target = shaped_target(options.shape, options.device)
-    ways = [Way(plain, precision) for precision, plain in product(options.precisions, [False, True])
-            if options.against or not plain]
+    ways = [Way(False, precision, form) for precision, form in product(options.precisions, options.forms)]
+    ways += [Way(True, precision) for precision in options.precisions if options.against]
     found = {}
     for name in options.recipes:
         module = shaped_module(shaped_recipe(name, options.shape), target, options.shape)

@@ -82,7 +82,8 @@ def decoding(name: str) -> Callable[[Settings], Measured]:
 
     def run(settings: Settings) -> Measured:
         shape = settings.shape(name)
-        bench = decode_speed.Bench(shape, shaped_target(shape, settings.device), 16 if settings.small else 128,
+        # Without packed layers, so that compiled ones are tried out on a CPU too.
+        bench = decode_speed.Bench(shape, shaped_target(shape, settings.device, pack=0), 16 if settings.small else 128,
                                    12 if settings.small else 64, ACCEPTANCE)
         batches = (1, 2) if settings.small else (1, 4, 16, 64)
         recipes = RECIPES[:3] if settings.small else RECIPES
@@ -171,7 +172,8 @@ def training(settings: Settings) -> Measured:
     target = shaped_target(shape, settings.device)
     precision = "32-true" if settings.small else "bf16-mixed"
     recipes = ("medusa_8b", "fastdraft_8b") if settings.small else RECIPES
-    ways = [training_step.Way(plain, precision) for plain in (False, True)]
+    ways = [training_step.Way(False, precision, form) for form in training_step.FORMS]
+    ways.append(training_step.Way(True, precision))
     found = {}
     for name in recipes:
         if time.monotonic() > settings.deadline:

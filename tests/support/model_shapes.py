@@ -57,8 +57,9 @@ SHAPES: dict[str, Shape] = {
 """By name: a target of recipes for 8B models, a small one, the embedded model, and one for trying a measurement."""
 
 
-def shaped_target(name: str, device: str = "cpu") -> Target:
-    """A target of a shape, its weights made on the device.
+def shaped_target(name: str, device: str = "cpu", pack: int = 1) -> Target:
+    """A target of a shape, its weights made on the device; on a CPU with packed linear layers, or for `pack` 0 without,
+    so that its layers can be compiled.
 
     Raises:
         KeyError: if there is no such shape.
@@ -73,7 +74,7 @@ def shaped_target(name: str, device: str = "cpu") -> Target:
             _determine(model, shape.written)
     finally:
         torch.set_default_dtype(before)
-    return Target(model, shaped_tokenizer(model.config.vocab_size), name=name)
+    return Target(model, shaped_tokenizer(model.config.vocab_size), name=name, pack=pack)
 
 
 @torch.no_grad()

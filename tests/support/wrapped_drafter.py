@@ -1,8 +1,10 @@
 """A drafter that passes everything on to another one, for tests that change one part of its work."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from draftsmith.modules import DraftState, Frontier, Observation, Proposer, Scores
+from draftsmith.modules.compiler import Compiler
 from draftsmith.modules.interfaces.proposer import ChainLimits, VerifiedRows
 from draftsmith.modules.target.kv_cache import RowCache
 from draftsmith.modules.token_tree import TokenTree
@@ -83,6 +85,9 @@ class Wrapped(Proposer):
 
     def keep(self, state: DraftState, rows_R: Tensor) -> None:
         self.inner.keep(self.state_of(state), rows_R)
+
+    def compiled(self, compiler: Compiler) -> AbstractContextManager[None]:
+        return self.inner.compiled(compiler)
 
     def forget(self) -> None:
         self.inner.forget()

@@ -19,9 +19,10 @@ from ...config_checks import check_sizes
 from ...errors import UserError
 from ...features import Features
 from ...json_records import MistypedError, typed_fields
+from ...target.flex_segments import FlexSegments
 from ...target.kv_cache import RowCache
 from ...target.model import Target
-from ...target.segment_attention import Segments, attend_inside
+from ...target.segment_attention import Segments, Sight, attend_inside
 from .fused_segments import attend_segments, visible_rows
 from .rotary import SCALINGS, Rotation, rotate, rotation
 
@@ -97,9 +98,9 @@ class AttentionContext:
 
     positions_BN: Tensor
     """Position id of each token, int64."""
-    visible_BNW: Tensor | Segments
+    visible_BNW: Sight
     """True where a token sees a key. Every token must see at least one, such as itself. For training rows on a CPU, and
-    for long ones elsewhere, the segments that see themselves causally."""
+    for long ones or by flex attention elsewhere, the segments that see themselves causally."""
     cache: RowCache | None = None
     """The cache of keys and values; None when the tokens see each other alone."""
     tables: dict[str, Rotation] = field(default_factory=dict, compare=False)
@@ -121,6 +122,8 @@ class AttentionContext:
         """Attention output of a layer's heads, [B, H, N, E]; the new keys and values are added to the cache."""
         if self.cache is not None:
             key_BGNE, value_BGNE = self.cache.write(layer, key_BGNE, value_BGNE)
+        if isinstance(self.visible_BNW, FlexSegments):
+            return self.visible_BNW.attend(query_BHNE, key_BGNE, value_BGNE)
         if isinstance(self.visible_BNW, Segments):
             attend = attend_segments if query_BHNE.device.type == "cpu" else attend_inside
             return attend(query_BHNE, key_BGNE, value_BGNE, self.visible_BNW)

@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ...compiler import Compiler
 from ...config_checks import settings_of
 from ...features import Features
 from ...interfaces.drafter import DrafterConfig
+from ...target.compiled_layers import CompiledLayers
 from ...target.identity import TargetIdentity
 from ...target.model import Target
-from .decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
+from .compiled_blocks import forms_of
+from .decoder_block import OFFICIAL_ROPE_BASE, BlockConfig, ResidualLayer
 from .rotary import carried_scaling
 from .shared_embeddings import BorrowingDrafter
 
@@ -87,6 +90,10 @@ class FeatureDrafter(BorrowingDrafter):
     @abstractmethod
     def initialise(self, target: Target) -> None:
         """Set the first weights of a new drafter, such as those that pass the target's state on unchanged."""
+
+    def layer_forms(self, compiler: Compiler) -> CompiledLayers:
+        """Compiled forms of its decoder layers."""
+        return forms_of(self, (ResidualLayer,), compiler)
 
     @property
     def num_layers(self) -> int:

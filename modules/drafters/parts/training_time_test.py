@@ -18,13 +18,15 @@ head, E head dimension, J steps, X head dimension with room for the diagonal.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ...features import Features
-from ...target.segment_attention import SegmentForm, Segments, attend_inside, visible_text
+from ...target.flex_segments import FlexSegments
+from ...target.segment_attention import SegmentForm, Segments, Sight, attend_inside, visible_text
 from ...target.tree_attention import additive
 from .decoder_block import AttentionContext
 from .fused_segments import attend_segments
@@ -39,7 +41,7 @@ class _Keys:
     it."""
 
     past_BGLX: tuple[Tensor, Tensor]
-    visible: Tensor | Segments
+    visible: Sight
     """Sight of step 0 at each position: a mask [B, 1, L, L + 1] as numbers to be added, or the segments."""
     own: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
@@ -60,6 +62,11 @@ class StepAttention(AttentionContext):
             if self.step:
                 held.own.append((key_BGNE, value_BGNE))
             return attend_segments(query_BHNE, *held.past_BGLX, self.visible_BNW, held.own)
+        if isinstance(self.visible_BNW, FlexSegments):
+            held = self.keys.setdefault(layer, _Keys((key_BGNE, value_BGNE), self.visible_BNW))
+            if self.step:
+                held.own.append((key_BGNE, value_BGNE))
+            return _joined_sums(query_BHNE, held, self.visible_BNW)
         if self.step == 0:
             below = next(iter(self.keys.values()), None)
             visible = _with_column(self.visible_BNW, key_BGNE.dtype) if below is None else below.visible
@@ -107,12 +114,14 @@ class BlockAttention(AttentionContext):
             read = [super(BlockAttention, self).attend(layer, query_BHLE, keys[-1], values[-1])
                     for query_BHLE in query_BHNE.chunk(self.size, dim=2)]
             return torch.cat(read, dim=2)
+        flex = self.visible_BNW if isinstance(self.visible_BNW, FlexSegments) else None
         if layer not in self.keys:
-            visible = _with_column(self.visible_BNW, key_BGNE.dtype)
-            self.keys[layer] = _Keys(_with_room(*self.written[layer]), visible)
+            past = self.written[layer] if flex is not None else _with_room(*self.written[layer])
+            self.keys[layer] = _Keys(past, _with_column(self.visible_BNW, key_BGNE.dtype))
         held = self.keys[layer]
         held.own += zip(keys, values, strict=True)
-        return torch.cat([_joined(query_BHLE, held) for query_BHLE in query_BHNE.chunk(self.size, dim=2)], dim=2)
+        joined = _joined if flex is None else partial(_joined_sums, flex=flex)
+        return torch.cat([joined(query_BHLE, held) for query_BHLE in query_BHNE.chunk(self.size, dim=2)], dim=2)
 
 
 class BlockRollout:
@@ -139,10 +148,10 @@ class BlockRollout:
         )
 
 
-def _with_column(visible_BLL: Tensor | Segments, dtype: torch.dtype) -> Tensor | Segments:
+def _with_column(visible_BLL: Sight, dtype: torch.dtype) -> Sight:
     """A mask with one more key for every position, as numbers to add to the scores; all layers share it. Each step
     would convert a boolean mask to such numbers and keep its own copy for backward. Segments stay as they are."""
-    if isinstance(visible_BLL, Segments):
+    if isinstance(visible_BLL, Segments | FlexSegments):
         return visible_BLL
     return additive(functional.pad(visible_BLL, (0, 1), value=True)[:, None], dtype)
 
@@ -172,9 +181,7 @@ def _joined(query_BHLE: Tensor, held: _Keys) -> Tensor:
     scale = size**-0.5
     rows, _, length, _ = query_BHLE.shape
     query_BGRLE = query_BHLE.view(rows, held.past_BGLX[0].shape[1], -1, length, size)
-    scores = [(query_BGRLE * key_BGLE[:, :, None]).sum(-1) for key_BGLE, _ in held.own]
-    scores_BHLJ = torch.stack(scores, dim=-1).flatten(1, 2)
-    scores_BHLJ = scores_BHLJ.to(torch.promote_types(scores_BHLJ.dtype, torch.float32)) * scale
+    scores_BHLJ = _own_scores(query_BHLE, held)
     total_BHL1 = scores_BHLJ.logsumexp(-1, keepdim=True)
     mixed_BHLX = _past(torch.cat([query_BHLE, _split(total_BHL1 / scale, query_BHLE)], dim=-1), held, scale)
     shares_BGRLJ = (scores_BHLJ - total_BHL1).exp().to(query_BHLE.dtype).view(*query_BGRLE.shape[:4], -1)
@@ -182,6 +189,33 @@ def _joined(query_BHLE: Tensor, held: _Keys) -> Tensor:
     for step, (_, value_BGLE) in enumerate(held.own):
         own_BGRLE = own_BGRLE + shares_BGRLJ[..., step, None] * value_BGLE[:, :, None]
     return mixed_BHLX[..., :size] + mixed_BHLX[..., size : size + 1] * own_BGRLE.flatten(1, 2)
+
+
+def _own_scores(query_BHLE: Tensor, held: _Keys) -> Tensor:
+    """Scores of the keys of the steps before at the queries' own positions, [B, H, L, J], float32 or wider."""
+    query_BGRLE = torch.unflatten(query_BHLE, 1, (held.past_BGLX[0].shape[1], -1))
+    scores = [(query_BGRLE * key_BGLE[:, :, None]).sum(-1) for key_BGLE, _ in held.own]
+    scores_BHLJ = torch.stack(scores, dim=-1).flatten(1, 2)
+    return scores_BHLJ.to(torch.promote_types(scores_BHLJ.dtype, torch.float32)) * query_BHLE.shape[-1] ** -0.5
+
+
+def _joined_sums(query_BHLE: Tensor, held: _Keys, flex: FlexSegments) -> Tensor:
+    """The same by the log-sum-exp that flex attention gives, which has a gradient too; [B, H, L, E]."""
+    mixed_BHLE, total_BHL = flex.attend_with_sums(query_BHLE, *held.past_BGLX)
+    if not held.own:
+        return mixed_BHLE
+    scores_BHLJ = _own_scores(query_BHLE, held)
+    shares_BHLJ = torch.cat([total_BHL.to(scores_BHLJ.dtype)[..., None], scores_BHLJ], dim=-1).softmax(-1)
+    shares_BHLJ = shares_BHLJ.to(query_BHLE.dtype)
+    mixed_BHLE = shares_BHLJ[..., :1] * mixed_BHLE
+    for step, (_, value_BGLE) in enumerate(held.own, start=1):
+        mixed_BHLE = mixed_BHLE + shares_BHLJ[..., step, None] * _repeated(value_BGLE, query_BHLE)
+    return mixed_BHLE
+
+
+def _repeated(states_BGLE: Tensor, like_BHLE: Tensor) -> Tensor:
+    """Keys or values for each query head that reads them."""
+    return states_BGLE.repeat_interleave(like_BHLE.shape[1] // states_BGLE.shape[1], 1)
 
 
 def _past(query_BHLX: Tensor, held: _Keys, scale: float) -> Tensor:

@@ -1,0 +1,78 @@
+"""torch.compile with a reason where it fails: a function that cannot be compiled is computed as it is."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+BACKEND = "inductor"
+"""Compiler of torch.compile."""
+MOST_GRAPHS = 16
+"""Graphs of one function before it is computed without them: for a decoder layer with one row or several, one token or
+several, and in a few number formats."""
+
+
+class Compiler:
+    """Compiles functions, and computes them without a graph from the first one on that cannot be compiled.
+
+    A graph is made before any of it runs, so that nothing is done twice where that fails.
+
+    Args:
+        backend: name of a backend of torch.compile.
+    """
+
+    def __init__(self, backend: str = BACKEND) -> None:
+        self.backend = backend
+        self.refusal = ""
+        """The reason that something is computed without a graph; empty where all is compiled."""
+        self.seconds = 0.0
+        """Seconds that compiling has taken."""
+        self.graphs = 0
+        """Graphs that were made."""
+        self.watch: Callable[[bool], None] = _unwatched
+        """Called with True when a graph is being made, and with False when it is done."""
+
+    def compiled(self, function: Callable[..., Any], *, dynamic: bool | None = True) -> Callable[..., Any]:
+        """The function, compiled when it is called, and plain where that is impossible.
+
+        Args:
+            function: of tensors, without a cache and without reading a value from its device.
+            dynamic: True for sizes that are symbols from the start; None for those that have changed.
+        """
+        made = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=self._make, isolate_recompiles=True,
+                             recompile_limit=MOST_GRAPHS)
+        return partial(self._run, made, function)
+
+    def _run(self, made: Callable[..., Any], plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.refusal:
+            return plain(*args, **kwargs)
+        try:
+            return made(*args, **kwargs)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            self.refuse(error)
+            return plain(*args, **kwargs)
+
+    def refuse(self, error: Exception) -> None:
+        """Compute everything without a graph from now on."""
+        said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        self.refusal = f"torch.compile fails here ({said[:200]})"
+
+    def _make(self, graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+        """The backend, with the time that it takes."""
+        started = time.perf_counter()
+        self.graphs += 1
+        self.watch(True)
+        try:
+            return lookup_backend(self.backend)(graph, examples)  # type: ignore[no-any-return]
+        finally:
+            self.seconds += time.perf_counter() - started
+            self.watch(False)
+
+
+def _unwatched(_busy: bool) -> None:
+    """Nobody watches."""

@@ -1,0 +1,93 @@
+"""Decoder layers compiled with torch.compile: everything of a layer but its cache and its attention, as one graph.
+
+The small operations of a layer (norms, rotations, gates, residual sums) become a few kernels. Its cache grows and its
+masks change from pass to pass, which no graph should depend on: in a compiled layer attention is one operation that the
+compiler does not look into (`draftsmith::attend`), and that calls what the pass has set. Layers of one kind share their
+graphs, which hold the numbers of rows and tokens as symbols. One row and one token have graphs of their own, since
+torch takes a size of 1 for a constant: four for a kind of layer, however batches and trees grow.
+
+Shapes: B rows, N tokens of a pass, H query heads, G key-value heads, E head dimension, D hidden size.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.fx.experimental._config as symbol_settings
+from torch import Tensor, nn
+
+from ..compiler import Compiler
+from .apart_attention import Asked, PassedOn, attending
+from .layer_skipping import replaced
+from .tree_attention import tree_attention
+
+Form = Callable[..., Any]
+"""A compiled forward of a kind of layer, whose first argument is the layer."""
+Adapt = Callable[[Compiler, Form, nn.Module], Form]
+"""What gives a layer of one kind its form."""
+PACKED = "the linear layers are packed for oneDNN, which no graph can hold (set target.pack: 0)"
+"""The reason that layers on a CPU are not compiled."""
+
+
+class CompiledLayers:
+    """The compiled forms of some layers, put in the place of their own inside a block.
+
+    Args:
+        layers: whose forward is compiled, once for each kind.
+        compiler: makes the graphs.
+        adapt: (compiler, form of its kind, layer) to the function that runs in the layer's place and sets the
+            attention.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], compiler: Compiler, adapt: Adapt) -> None:
+        self.compiler = compiler
+        forms = {kind: compiler.compiled(kind.forward) for kind in dict.fromkeys(map(type, layers))}
+        self.forwards = [(layer, adapt(compiler, forms[type(layer)], layer)) for layer in layers]
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> None:
+        """Nothing: a copy of the layers has forms of its own."""
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """A block in which the compiled forms run."""
+        # Two sizes that are equal once need not be so in the next pass.
+        with replaced(self.forwards), symbol_settings.patch(use_duck_shape=False):
+            yield
+
+
+def of_transformers(compiler: Compiler, form: Form, layer: nn.Module) -> Form:
+    """The forward of a decoder layer of transformers, in a pass with a cache, by its compiled form.
+
+    Raises:
+        ValueError: if it is not clear which layer of the cache is its own.
+    """
+    numbers = {vars(part)["layer_idx"] for part in layer.modules() if "layer_idx" in vars(part)}
+    if len(numbers) != 1:
+        raise ValueError(f"{type(layer).__name__} has the cache layers {sorted(numbers)} and not one")
+    number, passed_on = numbers.pop(), PassedOn()
+
+    def forward(
+        *args: Any, attention_mask: Tensor | None = None, past_key_values: Any = None,
+        key_positions: Tensor | None = None, window_masks: dict[int, Tensor] | None = None, **others: Any,
+    ) -> Any:
+        attended = False
+
+        def attend(asked: Asked) -> Tensor:
+            nonlocal attended
+            attended = True
+            keys, values = past_key_values.update(asked.key, asked.value, number)
+            return tree_attention(layer, asked.query, keys, values, attention_mask, scaling=asked.scaling,
+                                  sliding_window=asked.window, softcap=asked.softcap,
+                                  position_ids=others.get("position_ids"), key_positions=key_positions,
+                                  window_masks=window_masks)[0]
+
+        with attending(attend):
+            found = form(layer, *args, past_key_values=passed_on, apart=True, **others)
+        if attended:
+            return found
+        # Nothing has been stored: the layer can be computed as it is.
+        compiler.refusal = f"{type(layer).__name__} does not hand on what its attention is to be"
+        return type(layer).forward(layer, *args, attention_mask=attention_mask, past_key_values=past_key_values,
+                                   key_positions=key_positions, window_masks=window_masks, **others)
+
+    return forward

@@ -1,0 +1,84 @@
+"""Kernels of a training step on an accelerator: the vocabulary loss compiled for each chunk, and flex attention.
+
+Neither changes what is computed. What cannot be compiled is computed as on a machine without a compiler, and
+`refusals` says why.
+"""
+
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ..modules.compiler import BACKEND, Compiler
+from ..modules.drafters.parts.decoder_block import Attention
+from ..modules.target.flex_segments import FlexAttention, HeadShape
+from ..modules.target.model import Target
+from .chunked_losses import Measure, compiled_measure, measured
+
+Compile = bool | Literal["auto"]
+"""Setting: true, false, or true on CUDA alone."""
+
+
+class CompiledStep:
+    """What a training step compiles.
+
+    Args:
+        backend: of torch.compile; None compiles nothing.
+    """
+
+    def __init__(self, backend: str | None = BACKEND) -> None:
+        self.compiler = None if backend is None else Compiler(backend)
+        self.measure: Measure = measured if self.compiler is None else compiled_measure(self.compiler)
+        self.flex: FlexAttention | None = None
+        self._said = set[str]()
+
+    @classmethod
+    def on(cls, device: torch.device, setting: Compile) -> "CompiledStep":
+        """By the setting, on a device."""
+        wanted = device.type == "cuda" if setting == "auto" else setting
+        return cls(BACKEND if wanted else None)
+
+    def try_attention(self, target: Target, drafter: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        """Compile flex attention for the heads of target and drafter, and try it out.
+
+        Args:
+            dtype: number format of the drafter's heads in training.
+        """
+        if self.compiler is None:
+            return
+        # A compiler of its own: where attention fails, the loss may be compiled nevertheless.
+        self.flex = FlexAttention(Compiler(self.compiler.backend))
+        self.flex.probe(_head_shapes(target.config) | _own_shapes(drafter), device, dtype)
+
+    def attention(self) -> AbstractContextManager[None]:
+        """A block in which training rows attend by flex attention, where that runs."""
+        return nullcontext() if self.flex is None else self.flex.used()
+
+    def complain(self) -> None:
+        """Warn once of each refusal."""
+        for reason in self.refusals:
+            if reason not in self._said:
+                self._said.add(reason)
+                warnings.warn(f"train.compile: some of the training step is computed without: {reason}", stacklevel=2)
+
+    @property
+    def refusals(self) -> tuple[str, ...]:
+        """Reasons that something is computed without a compiler although it was to be compiled."""
+        said = ["" if self.compiler is None else self.compiler.refusal, "" if self.flex is None else self.flex.refusal]
+        return tuple(filter(None, dict.fromkeys(said)))
+
+
+def _own_shapes(drafter: nn.Module) -> set[HeadShape]:
+    """The heads of a drafter's own layers."""
+    blocks = [part.config for part in drafter.modules() if isinstance(part, Attention)]
+    return {(block.num_heads, block.num_kv_heads, block.head_dim) for block in blocks}
+
+
+def _head_shapes(config: Any) -> set[HeadShape]:
+    """The heads of a target, by its configuration."""
+    given = config.to_dict()
+    heads = int(given["num_attention_heads"])
+    width = int(given.get("head_dim") or given["hidden_size"] // heads)
+    return {(heads, int(given.get("num_key_value_heads") or heads), width)}
