@@ -34,6 +34,9 @@ class Features:
     `taps` hold anything there. None when all states are there, or none."""
     taps: dict[int, Tensor] = field(default_factory=dict)
     """Residual-stream output of the target's layer i, before the final norm, by layer index; each [B, L, D]."""
+    labels_at_most: int | None = None
+    """Most tokens that may be labels, counted on the host: a device is then not asked how many there are. None where
+    nobody has counted. Features with other supervised tokens need another number, or None."""
 
     def __post_init__(self) -> None:
         shape = self.tokens_BL.shape
@@ -128,8 +131,12 @@ class Features:
 
     def to(self, device: torch.device | str) -> "Features":
         """The same batch on another device."""
+        counted = self.labels_at_most
+        if counted is None and self.supervised_BL.device.type == "cpu" and torch.device(device).type != "cpu":
+            counted = int(self.supervised_BL.sum())
         return replace(
             self,
+            labels_at_most=counted,
             tokens_BL=self.tokens_BL.to(device),
             supervised_BL=self.supervised_BL.to(device),
             segments_BL=self.segments_BL.to(device),

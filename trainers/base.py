@@ -39,6 +39,7 @@ from .step_guard import StepGuard
 from .strategies import FSDP2
 from .train_config import TrainConfig, decisive_settings
 from .training_clock import Clock, peak_memory_bytes
+from .unread_steps import FinishedStep, UnreadSteps
 
 PATIENCE = 8
 """Optimizer steps without a supervised token after which a run stops: long prompts may fill one step, but not eight."""
@@ -106,6 +107,7 @@ class DraftModule(L.LightningModule):
         """Whether the run ends after this optimizer step although it is not finished."""
         self.peak_memory_bytes = 0
         self.guard = StepGuard(config.spike)
+        self.unread = UnreadSteps()
         self.compiled_step = CompiledStep(None)
         """Kernels of the training step; those of no compiler before `setup`."""
         self.split: SplitDrafter | None = None
@@ -247,16 +249,25 @@ class DraftModule(L.LightningModule):
             raise RuntimeError("an optimizer step came before any micro-batch")
         pending, self._pending = self._pending, None
         sums_KC = self.trainer.strategy.reduce(pending.sums_KC, reduce_op="sum")
-        total, count = (float(value) for value in weighted_mean_loss(sums_KC, pending.weights))
-        self._check(total, count, float(sums_KC[:, 1].sum()))
+        self.unread.add(FinishedStep(
+            number=self.global_step + 1, sums_KC=sums_KC, weights=pending.weights, offsets=pending.offsets,
+            learning_rate=optimizer.param_groups[0]["lr"], batches=self.guard.end_step()))
+        if self.unread.due:
+            self.read_figures()
+        count = weighted_mean_loss(sums_KC, pending.weights)[1].clamp(min=1.0)
         for parameter in self.parameters():
             if parameter.grad is not None:
-                parameter.grad.div_(max(count, 1.0))
-        rates = {"learning_rate": optimizer.param_groups[0]["lr"]}
-        self.figures = self.describe(sums_KC, pending) | rates
-        if self.logger is not None:
-            self.logger.log_metrics(self.figures, step=self.global_step + 1)
+                parameter.grad.div_(count)
         self._take_time()
+
+    def read_figures(self) -> None:
+        """Read the figures of the finished steps and log them. Raises UserError at a wrong loss, whose step may be one
+        of the last few on an accelerator: no checkpoint and no measurement comes between."""
+        for step, sums_KC in self.unread.read():
+            self._check(step, sums_KC)
+            self.figures = self.describe(sums_KC, step.weights, step.offsets) | {"learning_rate": step.learning_rate}
+            if self.logger is not None:
+                self.logger.log_metrics(self.figures, step=step.number)
 
     def configure_gradient_clipping(self, optimizer: torch.optim.Optimizer, gradient_clip_val: float | None = None,
                                     gradient_clip_algorithm: str | None = None) -> None:
@@ -265,22 +276,22 @@ class DraftModule(L.LightningModule):
         if gradient_clip_val:
             torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
 
-    def describe(self, sums_KC: Tensor, learned: BatchLoss) -> dict[str, float]:
+    def describe(self, sums_KC: Tensor, weights: tuple[float, ...], offsets: tuple[int, ...]) -> dict[str, float]:
         """Figures of an optimizer step by name, from its sums over all processes."""
-        return describe(sums_KC, learned.weights, learned.offsets)
+        return describe(sums_KC, weights, offsets)
 
-    def _check(self, total: float, count: float, missed: float) -> None:
-        step = self.global_step + 1
+    def _check(self, step: FinishedStep, sums_KC: Tensor) -> None:
+        total, count = (float(value) for value in weighted_mean_loss(sums_KC, step.weights))
         if self.guard.is_wrong(loss := total / max(count, 1.0)):
-            raise self.guard.error(loss, step, self.trainer,
+            raise self.guard.error(loss, step.number, step.batches, self.trainer,
                                    f"lower lr (now {self.config.lr}) or clip (now {self.config.clip})")
         self.guard.pass_step(loss)
         self._learned += count
-        if not self._learned and step >= min(PATIENCE, self.config.max_steps or PATIENCE):
+        if not self._learned and step.number >= min(PATIENCE, self.config.max_steps or PATIENCE):
             reason = "no token is supervised; check the chat template and the data"
-            if missed:
+            if missed := float(sums_KC[:, 1].sum()):
                 reason = f"all {missed:.0f} labels lie outside the reduced vocabulary; raise vocabulary_size"
-            raise UserError(f"nothing to learn in the first {step} optimizer steps: {reason}")
+            raise UserError(f"nothing to learn in the first {step.number} optimizer steps: {reason}")
 
     # Time ------------------------------------------------------------------------------------------------------------
 
@@ -345,6 +356,7 @@ class DraftModule(L.LightningModule):
     @contextmanager
     def decoding(self) -> Iterator[Drafter]:
         """A block with the whole drafter in evaluation mode. All processes must enter it."""
+        self.read_figures()
         if self.split is not None:
             with self.split.decoding(self.target) as drafter:
                 yield drafter
@@ -378,6 +390,7 @@ class DraftModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the settings that identify the run, and its counters."""
+        self.read_figures()
         checkpoint["draftsmith"] = {"recipe": self.recipe(), "learned": self._learned, "seconds": self.seconds,
                                     "peak_memory_bytes": self.peak_memory_bytes, "losses": list(self.guard.losses)}
 

@@ -21,7 +21,7 @@ from ..modules.errors import UserError
 from ..modules.features import Features
 from ..modules.interfaces.drafter import Drafts
 from ..modules.target.model import Target
-from .metrics import COLUMNS, rank_hits, weighted_mean_loss
+from .metrics import COLUMNS, rank_hits, weighted, weighted_mean_loss
 from .objectives import Objective, TeacherOutput, wide
 
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
@@ -77,9 +77,9 @@ def supervise(
     moved = [_at_predicted(here_BL, offset) for here_BL, offset in zip(predicts, offsets, strict=True)]
     labelled_BLK = torch.stack(moved, dim=-1)
     valid_BLK = labelled_BLK & known_BL[..., None]
-    chosen_N = valid_BLK.any(-1).flatten().nonzero()[:, 0]
+    chosen_N = _chosen(valid_BLK.any(-1).flatten(), features.labels_at_most)
     valid_NK = valid_BLK.flatten(0, 1)[chosen_N]
-    sources_NK = chosen_N[:, None] - torch.tensor(list(offsets), device=chosen_N.device)
+    sources_NK = torch.stack([chosen_N - offset for offset in offsets], dim=-1)
     return Supervision(
         sources_NK=torch.where(valid_NK, sources_NK, chosen_N[:, None] - 1),
         valid_NK=valid_NK,
@@ -87,6 +87,14 @@ def supervise(
         teachers_N=chosen_N - 1,
         missed_K=(labelled_BLK & ~known_BL[..., None]).sum((0, 1)),
     )
+
+
+def _chosen(predicted_X: Tensor, most: int | None) -> Tensor:
+    """Places of the predicted tokens; where it is known how many there are at most, without a wait for their number,
+    filled up with the first token of all, which nothing predicts."""
+    if most is None:
+        return predicted_X.nonzero()[:, 0]
+    return torch.nonzero_static(predicted_X, size=most, fill_value=0)[:, 0]
 
 
 def _at_predicted(valid_BL: Tensor, offset: int) -> Tensor:
@@ -146,11 +154,10 @@ class VocabularyLoss:
         return total, sums_KC
 
     def _with_features(self, total: Tensor, sums_KC: Tensor, feature_K: Tensor) -> tuple[Tensor, Tensor]:
-        weights_K = torch.tensor(self.weights, dtype=feature_K.dtype, device=feature_K.device)
         added_KC = torch.zeros_like(sums_KC)
         added_KC[:, COLUMNS.index("feature")] = feature_K.detach()
         added_KC[:, COLUMNS.index("loss")] = self.feature_weight * feature_K.detach()
-        return total + self.feature_weight * (weights_K * feature_K).sum(), sums_KC + added_KC
+        return total + self.feature_weight * weighted(feature_K, self.weights), sums_KC + added_KC
 
 
 @torch.no_grad()
@@ -177,9 +184,10 @@ def feature_loss(estimated_NKD: Tensor, supervision: Supervision, drafts: Drafts
     if drafts.estimates is None or final_MD.shape[-1] != estimated_NKD.shape[-1]:
         raise UserError("feature_weight is above 0, but the states of this drafter estimate none of the target's; set "
                         "feature_weight to 0")
-    estimates_K = torch.tensor(drafts.estimates, device=final_MD.device)
+    ahead_NK = [sources_N + ahead for sources_N, ahead in zip(supervision.sources_NK.unbind(-1), drafts.estimates,
+                                                                strict=True)]
     # The source of an invalid step is any position: those beyond the batch are not read.
-    places_NK = (supervision.sources_NK + estimates_K).clamp(max=len(final_MD) - 1)
+    places_NK = torch.stack(ahead_NK, dim=-1).clamp(max=len(final_MD) - 1)
     apart_NKD = functional.smooth_l1_loss(wide(estimated_NKD), wide(final_MD[places_NK]), reduction="none")
     return torch.where(supervision.valid_NK, apart_NKD.mean(-1), 0.0).sum(0)
 

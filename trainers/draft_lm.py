@@ -79,5 +79,6 @@ class DraftLMModule(DraftModule):
     def loss(self, features: Features) -> BatchLoss:
         """The loss of a batch: of its answers, or of all its text."""
         if self.config.learn == "text":
-            features = replace(features, supervised_BL=features.segments_BL >= 0)
+            features = replace(features, supervised_BL=features.segments_BL >= 0,
+                               labels_at_most=features.tokens_BL.numel())
         return super().loss(features)

@@ -204,13 +204,13 @@ class Medusa2Module(MedusaModule):
         """True if the text's tokens are labels, of the heads or with `keep: text` of the target."""
         return super().learns_text or self.config.keep == "text"
 
-    def describe(self, sums_KC: Tensor, learned: BatchLoss) -> dict[str, float]:
+    def describe(self, sums_KC: Tensor, weights: tuple[float, ...], offsets: tuple[int, ...]) -> dict[str, float]:
         """The heads' figures, and those of the target's own predictions as `language/...`."""
-        total, count = (float(value) for value in weighted_mean_loss(sums_KC, learned.weights))
+        total, count = (float(value) for value in weighted_mean_loss(sums_KC, weights))
         own = describe_steps(sums_KC[:1], (1.0,), (1,))
         language = {f"language/{name.removeprefix('head1/')}": value for name, value in own.items()
                     if name in ("head1/loss", "head1/top1", "head1/alpha")}
-        heads = describe_steps(sums_KC[1:], learned.weights[1:], learned.offsets[1:])
+        heads = describe_steps(sums_KC[1:], weights[1:], offsets[1:])
         return heads | language | ({"loss": total / count} if count else {})
 
     # Validation and trained weights ----------------------------------------------------------------------------------

@@ -25,14 +25,19 @@ def rank_hits(logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor) -> Tensor:
     in int32 is five times as fast as in int64, the default of `sum`, to which it would copy the mask.
     """
     better_N = (logits_NQ > logits_NQ.gather(1, labels_N.clamp(min=0)[:, None])).sum(1, dtype=torch.int32)
-    ranks_R = torch.tensor(RANKS, device=logits_NQ.device)
-    return ((better_N[:, None] < ranks_R) & (valid_N & (labels_N >= 0))[:, None]).sum(0).to(torch.float32)
+    counted_N = valid_N & (labels_N >= 0)
+    # One by one: the host would wait until a list of ranks is on the device.
+    return torch.stack([((better_N < rank) & counted_N).sum() for rank in RANKS]).to(torch.float32)
 
 
 def weighted_mean_loss(sums_KC: Tensor, weights_K: Sequence[float]) -> tuple[Tensor, Tensor]:
     """(sum, count) of the training loss: draft step k has weight `weights_K[k]` in both."""
-    weights = torch.tensor(weights_K, dtype=sums_KC.dtype, device=sums_KC.device)
-    return (weights * sums_KC[:, COLUMNS.index("loss")]).sum(), (weights * sums_KC[:, 0]).sum()
+    return weighted(sums_KC[:, COLUMNS.index("loss")], weights_K), weighted(sums_KC[:, 0], weights_K)
+
+
+def weighted(values_K: Tensor, weights_K: Sequence[float]) -> Tensor:
+    """The weighted sum of a few numbers; the weights stay on the host, which waits for no upload of them."""
+    return torch.stack([weight * value for weight, value in zip(weights_K, values_K.unbind(), strict=True)]).sum()
 
 
 def describe(sums_KC: Tensor, weights_K: Sequence[float], offsets: Sequence[int]) -> dict[str, float]:

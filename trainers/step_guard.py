@@ -15,6 +15,7 @@ import lightning as L
 from ..modules.errors import UserError
 from ..modules.features import Features
 from .checkpoints import save_weights
+from .unread_steps import Batches
 
 WINDOW = 50
 """Optimizer steps over whose losses the median runs."""
@@ -57,17 +58,23 @@ class StepGuard:
             return True
         return self.spike is not None and len(self.losses) >= FEWEST and loss > self.spike * self._median()
 
-    def pass_step(self, loss: float) -> None:
-        """Go on to the next step after one with a sound loss."""
-        self.losses.append(loss)
+    def end_step(self) -> Batches:
+        """The micro-batches of the running step, which is over."""
+        batches = tuple(self._batches)
         self._batches.clear()
+        return batches
 
-    def error(self, loss: float, step: int, trainer: L.Trainer, slower: str) -> UserError:
-        """The error that ends the run at a step, after its batches were written as safetensors, tokens each [B, L].
+    def pass_step(self, loss: float) -> None:
+        """Count a step with a sound loss."""
+        self.losses.append(loss)
+
+    def error(self, loss: float, step: int, batches: Batches, trainer: L.Trainer, slower: str) -> UserError:
+        """The error that ends the run for a step, after its batches were written as safetensors, tokens each [B, L].
 
         Args:
             loss: of the step.
             step: its number.
+            batches: what it has read.
             trainer: of the run.
             slower: the remedy of a run that diverges.
 
@@ -76,24 +83,25 @@ class StepGuard:
         """
         rank, world = trainer.global_rank, trainer.world_size
         file = Path(trainer.default_root_dir) / f"wrong-step-{step:06d}-rank-{rank}.safetensors"
-        save_weights(file, {f"{number}.{kind}": getattr(batch, kind) for number, batch in self._batches
+        save_weights(file, {f"{number}.{kind}": getattr(batch, kind) for number, batch in batches
                             for kind in KINDS})
         said, remedy = f"the loss became {loss}", f"{slower} and train again into an empty --out folder"
         if math.isfinite(loss):
             times, steps = loss / self._median(), len(self.losses)
             said = f"the loss is {loss:.3g}, {times:.1f} times the median of the last {steps} steps,"
             remedy += f", or raise spike (now {self.spike}) to go on"
-        rows = self._rows(trainer.datamodule, rank, world)  # type: ignore[attr-defined]
+        rows = _rows(batches, trainer.datamodule, rank, world)  # type: ignore[attr-defined]
         return UserError(f"{said} at optimizer step {step} ({rows}; {file} holds them); {remedy}")
 
     def _median(self) -> float:
         return statistics.median(self.losses)
 
-    def _rows(self, data: Any, rank: int, world: int) -> str:
-        """The rows of the running step, by name where the data know them, else by micro-batch."""
-        numbers = [number for number, _ in self._batches]
-        if not isinstance(data, NamedRows):
-            return f"micro-batches {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"micro-batch {numbers[0]}"
-        names = list(dict.fromkeys(name for number in numbers for name in data.rows_of(number, rank, world)))
-        more = [f"{len(names) - NAMED} more"] if len(names) > NAMED else []
-        return f"rows {', '.join([*names[:NAMED], *more])}"
+
+def _rows(batches: Batches, data: Any, rank: int, world: int) -> str:
+    """The rows of a step, by name where the data know them, else by micro-batch."""
+    numbers = [number for number, _ in batches]
+    if not isinstance(data, NamedRows):
+        return f"micro-batches {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"micro-batch {numbers[0]}"
+    names = list(dict.fromkeys(name for number in numbers for name in data.rows_of(number, rank, world)))
+    more = [f"{len(names) - NAMED} more"] if len(names) > NAMED else []
+    return f"rows {', '.join([*names[:NAMED], *more])}"

@@ -184,9 +184,9 @@ class DecodeStats:
     was to be."""
 
     def amounts(self) -> dict[str, float]:
-        """All counts and times by name."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, int | float)
-                and name != "lossless"}
+        """All counts and times of decoding by name."""
+        apart = ("lossless", "graph_refusal", "compile_seconds", "compile_refusal")
+        return {name: value for name, value in vars(self).items() if name not in apart}
 
     def add(self, more: "DecodeStats") -> None:
         """Take in another run: counts and times add up, and both must have been lossless for the sum to be."""
@@ -194,6 +194,7 @@ class DecodeStats:
             setattr(self, name, getattr(self, name) + value)
         self.lossless = self.lossless and more.lossless
         self.graph_refusal = self.graph_refusal or more.graph_refusal
+        self.compile_seconds += more.compile_seconds
         self.compile_refusal = self.compile_refusal or more.compile_refusal
 
     @property

@@ -144,7 +144,7 @@ def test_at_the_start_the_target_agrees_with_itself(target: Target) -> None:
     module = at(Medusa2Module(target, config(schedule="sine", max_steps=10)), 0.0)
     module.configure_model()
     learned = module.loss(cycle_rows(1))
-    figures = module.describe(learned.sums_KC, learned)
+    figures = module.describe(learned.sums_KC, learned.weights, learned.offsets)
     assert figures["language/alpha"] == pytest.approx(1.0, abs=1e-6)
     logits = target.logits(target.encode(cycle_rows(1)).final())
     _, valid = cycle_rows(1).labels(1)

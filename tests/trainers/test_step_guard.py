@@ -13,6 +13,8 @@ from draftsmith.modules import Features, MedusaConfig, Target, UserError
 from draftsmith.trainers import MedusaModule, MedusaTrainConfig, callbacks, fit
 from draftsmith.trainers.metrics import COLUMNS
 from draftsmith.trainers.step_guard import FEWEST, StepGuard
+from draftsmith.trainers.unread_steps import READ_EVERY, UnreadSteps
+from lightning.pytorch.loggers import TensorBoardLogger
 from safetensors.torch import load_file
 from support.cycle import CycleData, cycle_rows, cycle_target
 from torch import Tensor
@@ -80,6 +82,37 @@ def test_a_spike_stops_a_resumed_run_at_the_same_step_and_a_larger_bound_goes_on
     spiked(target, tmp_path / "out", 28, spike=1000.0)
     assert all(torch.equal(tensor, trained(tmp_path / "calm")[name]) for name, tensor in
                trained(tmp_path / "out").items())
+
+
+@pytest.fixture
+def read_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are read every tenth step, as on an accelerator."""
+    monkeypatch.setattr(UnreadSteps, "due", property(lambda unread: len(unread.steps) >= READ_EVERY))
+
+
+@pytest.mark.usefixtures("read_later")
+def test_a_spike_that_is_read_later_names_its_own_step_and_rows(target: Target, tmp_path: Path) -> None:
+    """Before a checkpoint holds what came of it: the next one after step 15 is that of the last step, 16."""
+    with pytest.raises(UserError, match=r"of the last 14 steps, at optimizer step 15 \(micro-batches 28 to 29; "):
+        spiked(target, tmp_path, 28)
+    kept = load_file(tmp_path / "wrong-step-000015-rank-0.safetensors")
+    assert torch.equal(kept["28.tokens_BL"], cycle_rows(28).tokens_BL)
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 12
+
+
+def test_figures_that_are_read_later_are_all_logged(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    logged: dict[str, list[tuple[int | None, float]]] = {"now": [], "later": []}
+    for name in logged:
+        monkeypatch.setattr(TensorBoardLogger, "log_metrics", lambda _self, metrics, step=None, name=name: (
+            logged[name].append((step, metrics["loss"])) if "loss" in metrics else None))
+        spiked(target, tmp_path / name, spike=None)
+        request.getfixturevalue("read_later")
+    assert [step for step, _ in logged["now"]] == list(range(1, 17))
+    assert logged["later"] == logged["now"]
+    assert all(torch.equal(tensor, trained(tmp_path / "now")[name])
+               for name, tensor in trained(tmp_path / "later").items())
 
 
 def test_early_losses_and_ordinary_ones_do_not_stop(target: Target, tmp_path: Path) -> None:

@@ -1,0 +1,77 @@
+"""A training step waits for its device as often as its family must, and reads figures every few steps: the rest is
+enqueued."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.data.collate import Piece, pack
+from draftsmith.modules import Features, Target
+from draftsmith.trainers.metrics import weighted_mean_loss
+from draftsmith.trainers.unread_steps import READ_EVERY, FinishedStep, UnreadSteps
+from support.families import CASES, randomised
+from support.pretended_device import DEVICE, Waits, pretended_device
+from support.steady_waits import moved, on_device
+
+WAITING: dict[str, set[str]] = {}
+"""Cases whose step waits, and the files that do."""
+
+
+def batch() -> Features:
+    def piece(length: int) -> Piece:
+        return Piece(tokens_N=torch.randint(4, 90, (length,)), supervised_N=torch.arange(length) >= 3)
+
+    return pack([[piece(12), piece(9)], [piece(20)]], 24)
+
+
+def waits_of(name: str, target: Target, **settings: Any) -> Waits:
+    """Reads and uploads of the second micro-batch: the target's pass, the drafter's and the loss."""
+    with pretended_device() as waits:
+        there = on_device(target)
+        module = CASES[name].module(there, **settings)
+        module.configure_model()
+        moved(randomised(module.drafter), there)
+        module.to(DEVICE).train()
+        given = batch().to(DEVICE)
+        for _ in range(2):
+            waits.clear()
+            module.loss(given)
+        return waits.copy()
+
+
+def files(places: Counter[str]) -> set[str]:
+    return {place.rpartition(":")[0] for place in places}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_training_step_does_not_wait(name: str, tiny_target: Target) -> None:
+    waits = waits_of(name, tiny_target)
+    assert files(waits.reads + waits.uploads) <= WAITING.get(name, set()), (waits.reads, waits.uploads)
+
+
+@pytest.mark.parametrize("objective", ["soft", "lk_hybrid"])
+def test_objectives_with_a_teacher_do_not_wait(objective: str, tiny_target: Target) -> None:
+    waits = waits_of("eagle3-reduced", tiny_target, objective=objective)
+    assert not waits.reads + waits.uploads, (waits.reads, waits.uploads)
+
+
+def test_figures_are_read_together() -> None:
+    """Of so many steps at once; before that nothing crosses to the host."""
+    with pretended_device() as waits:
+        unread = UnreadSteps()
+        sums = torch.ones(2, 11, dtype=torch.float64).to(DEVICE)
+        waits.clear()
+        for number in range(READ_EVERY):
+            assert not unread.due
+            weighted_mean_loss(sums, (1.0, 0.5))[1].clamp(min=1.0)
+            unread.add(FinishedStep(number=number, sums_KC=sums, weights=(1.0, 0.5), offsets=(1, 2), learning_rate=0.1,
+                                    batches=()))
+        assert not waits.reads + waits.uploads
+        assert unread.due
+        found = list(unread.read())
+        assert waits.reads.total() == 1
+        assert [step.number for step, _ in found] == list(range(READ_EVERY))
+        assert all(sums.device.type == "cpu" for _, sums in found)
+        assert not unread.due
+        assert list(unread.read()) == []
