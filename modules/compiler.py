@@ -1,20 +1,23 @@
 """torch.compile with a reason where it fails: a function that cannot be compiled is computed as it is."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+import torch._dynamo.config as dynamo_settings
+import torch.fx.experimental._config as symbol_settings
 from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 BACKEND = "inductor"
 """Compiler of torch.compile."""
-MOST_GRAPHS = 16
-"""Graphs of one function before it is computed without them: for a decoder layer with one row or several, one token or
-several, and in a few number formats."""
+MOST_GRAPHS = 64
+"""Graphs of one piece of code before it is computed without them. A decoder layer has four, for one row or several and
+for one token or several; layers of several models may share their code."""
 
 
 class Compiler:
@@ -23,11 +26,11 @@ class Compiler:
     A graph is made before any of it runs, so that nothing is done twice where that fails.
 
     Args:
-        backend: name of a backend of torch.compile.
+        backend: name of a backend of torch.compile; None takes `BACKEND`.
     """
 
-    def __init__(self, backend: str = BACKEND) -> None:
-        self.backend = backend
+    def __init__(self, backend: str | None = None) -> None:
+        self.backend = backend or BACKEND
         self.refusal = ""
         """The reason that something is computed without a graph; empty where all is compiled."""
         self.seconds = 0.0
@@ -44,8 +47,7 @@ class Compiler:
             function: of tensors, without a cache and without reading a value from its device.
             dynamic: True for sizes that are symbols from the start; None for those that have changed.
         """
-        made = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=self._make, isolate_recompiles=True,
-                             recompile_limit=MOST_GRAPHS)
+        made = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=self._make)
         return partial(self._run, made, function)
 
     def _run(self, made: Callable[..., Any], plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -59,8 +61,9 @@ class Compiler:
 
     def refuse(self, error: Exception) -> None:
         """Compute everything without a graph from now on."""
-        said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        self.refusal = f"torch.compile fails here ({said[:200]})"
+        said = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        # The first line says where, the second what.
+        self.refusal = f"torch.compile fails here ({' '.join(said[:2])[:200]})"
 
     def _make(self, graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
         """The backend, with the time that it takes."""
@@ -68,10 +71,18 @@ class Compiler:
         self.graphs += 1
         self.watch(True)
         try:
-            return lookup_backend(self.backend)(graph, examples)  # type: ignore[no-any-return]
+            return lookup_backend(self.backend)(graph, examples)
         finally:
             self.seconds += time.perf_counter() - started
             self.watch(False)
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """A block in which graphs are made for no more shapes than they must be, and at most `MOST_GRAPHS` of them."""
+    # Two sizes that are equal once need not be so the next time.
+    with symbol_settings.patch(use_duck_shape=False), dynamo_settings.patch(recompile_limit=MOST_GRAPHS):
+        yield
 
 
 def _unwatched(_busy: bool) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ..modules.compiler import Compiler
+from ..modules.compiler import Compiler, bounded
 from ..modules.errors import UserError
 from ..modules.features import Features
 from ..modules.interfaces.drafter import Drafts
@@ -266,6 +266,15 @@ def measured(
         return loss, torch.cat([torch.stack([value.to(torch.float64) for value in sums]), hits_R])
 
 
+class _FusedOutput(TeacherOutput):
+    """The target's distribution inside a kernel, which keeps no probabilities for other draft steps."""
+
+    @property
+    def p_NQ(self) -> Tensor:  # type: ignore[override]
+        """The probabilities."""
+        return self.log_p_NQ.exp()
+
+
 def compiled_measure(compiler: Compiler) -> Measure:
     """`measured` as a few kernels, which write none of the tensors of the vocabulary's width between logits and loss.
 
@@ -274,8 +283,7 @@ def compiled_measure(compiler: Compiler) -> Measure:
 
     def run(logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, log_p_NQ: Tensor | None, log_mass_N: Tensor | None,
             objective: Objective) -> tuple[Tensor, Tensor]:
-        # Probabilities that draft steps share outside are computed again here, inside a kernel.
-        known = None if log_p_NQ is None else TeacherOutput(log_p_NQ=log_p_NQ, log_mass_N=log_mass_N)
+        known = None if log_p_NQ is None else _FusedOutput(log_p_NQ=log_p_NQ, log_mass_N=log_mass_N)
         return measured(logits_NQ, labels_N, valid_N, known, objective, whole=True)
 
     form = compiler.compiled(run, dynamic=None)
@@ -283,7 +291,8 @@ def compiled_measure(compiler: Compiler) -> Measure:
     def measure(logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, teacher_output: TeacherOutput | None,
                 objective: Objective) -> tuple[Tensor, Tensor]:
         given = (None, None) if teacher_output is None else (teacher_output.log_p_NQ, teacher_output.log_mass_N)
-        found: tuple[Tensor, Tensor] = form(logits_NQ, labels_N, valid_N, *given, objective)
+        with bounded():
+            found: tuple[Tensor, Tensor] = form(logits_NQ, labels_N, valid_N, *given, objective)
         return found
 
     return measure

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch.fx.experimental._config as symbol_settings
 from torch import Tensor, nn
 
-from ..compiler import Compiler
+from ..compiler import Compiler, bounded
 from .apart_attention import Asked, PassedOn, attending
 from .layer_skipping import replaced
 from .tree_attention import tree_attention
@@ -41,7 +40,8 @@ class CompiledLayers:
 
     def __init__(self, layers: Sequence[nn.Module], compiler: Compiler, adapt: Adapt) -> None:
         self.compiler = compiler
-        forms = {kind: compiler.compiled(kind.forward) for kind in dict.fromkeys(map(type, layers))}
+        kinds: dict[Any, None] = dict.fromkeys(map(type, layers))
+        forms = {kind: compiler.compiled(kind.forward) for kind in kinds}
         self.forwards = [(layer, adapt(compiler, forms[type(layer)], layer)) for layer in layers]
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> None:
@@ -50,8 +50,7 @@ class CompiledLayers:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """A block in which the compiled forms run."""
-        # Two sizes that are equal once need not be so in the next pass.
-        with replaced(self.forwards), symbol_settings.patch(use_duck_shape=False):
+        with replaced(self.forwards), bounded():
             yield
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from ..compiler import Compiler
+from ..compiler import Compiler, bounded
 from ..features import Features
 
 BLOCK = 128
@@ -106,16 +106,18 @@ class FlexSegments:
     def attend(self, query_BHLE: Tensor, key_BGLE: Tensor, value_BGLE: Tensor, *, scaling: float | None = None,
                window: int | None = None, softcap: float | None = None) -> Tensor:
         """Attention output [B, H, L, E] inside the segments."""
-        mixed_BHLE: Tensor = self.flex.run(
-            query_BHLE, key_BGLE, value_BGLE, score_mod=None if softcap is None else _capped(softcap),
-            block_mask=self.mask(window), scale=scaling, enable_gqa=query_BHLE.shape[1] != key_BGLE.shape[1])
+        with bounded():
+            mixed_BHLE: Tensor = self.flex.run(
+                query_BHLE, key_BGLE, value_BGLE, score_mod=None if softcap is None else _capped(softcap),
+                block_mask=self.mask(window), scale=scaling, enable_gqa=query_BHLE.shape[1] != key_BGLE.shape[1])
         return mixed_BHLE
 
     def attend_with_sums(self, query_BHLE: Tensor, key_BGLE: Tensor, value_BGLE: Tensor) -> tuple[Tensor, Tensor]:
         """(attention output [B, H, L, E], the log-sum-exp of its scores [B, H, L] in float32 or wider)."""
-        mixed_BHLE, made = self.flex.run(
-            query_BHLE, key_BGLE, value_BGLE, block_mask=self.mask(None),
-            enable_gqa=query_BHLE.shape[1] != key_BGLE.shape[1], return_aux=AuxRequest(lse=True))
+        with bounded():
+            mixed_BHLE, made = self.flex.run(
+                query_BHLE, key_BGLE, value_BGLE, block_mask=self.mask(None),
+                enable_gqa=query_BHLE.shape[1] != key_BGLE.shape[1], return_aux=AuxRequest(lse=True))
         return mixed_BHLE, made.lse
 
     def mask(self, window: int | None) -> BlockMask:

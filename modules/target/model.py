@@ -196,7 +196,7 @@ class Target:
         if self.compiler.refusal:
             return nullcontext()
         if self._compiled is None:
-            self._compiled = CompiledLayers(self.layers, self.compiler, of_transformers)
+            self._compiled = CompiledLayers(list(self.layers), self.compiler, of_transformers)
         return self._compiled.installed()
 
     # Changed copies --------------------------------------------------------------------------------------------------

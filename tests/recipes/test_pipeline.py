@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,10 +24,12 @@ from draftsmith.modules import (
     Target,
     TargetConfig,
     Topology,
+    compiler,
     decode,
     load_target,
     stream,
 )
+from draftsmith.modules.target.packed_linear import can_pack
 from draftsmith.recipes import pipeline
 from draftsmith.recipes.__main__ import main
 from safetensors.torch import load_file
@@ -215,6 +218,22 @@ def test_generate_says_why_graphs_were_not_replayed(tiny_run: Path, capsys: pyte
     assert answers[0].out == answers[1].out
     assert "CUDA graphs" not in answers[0].err
     assert "[not replayed as CUDA graphs: there is no CUDA device]" in answers[1].err
+
+
+def test_generate_compiles_where_it_can_and_says_so(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With unpacked layers, whose compiler is watched; packed ones are named."""
+    answers = []
+    for asked in ([], ["--compile"], ["--compile", "--target.pack", "0"]):
+        with patch.object(compiler, "BACKEND", "eager"):
+            assert main(["generate", "--artifact", str(tiny_run / "artifact"), "--prompt", "hello", "--max-new-tokens",
+                         "9", *asked]) == 0
+        answers.append(capsys.readouterr())
+    assert answers[0].out == answers[1].out == answers[2].out
+    assert "compil" not in answers[0].err
+    if can_pack(load_target(TargetConfig(name="tiny-random")).model):
+        assert "[not compiled: the linear layers are packed for oneDNN, which no graph can hold" in answers[1].err
+    assert answers[2].err.count("[compiling the layers: minutes at the first use on a machine]") == 1
+    assert re.search(r"\[layers compiled in \d+\.\d s\]", answers[2].err)
 
 
 def test_generate_copies_beside_the_tree_in_the_sizes_tuned_here(

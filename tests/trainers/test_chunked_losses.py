@@ -110,10 +110,10 @@ def test_compiled_chunks_have_the_same_figures_and_gradients(
         torch.testing.assert_close(found, expected)
     assert compiler.refusal == ""
     assert 1 <= compiler.graphs <= 2
-    assert float(wanted[1][:, 0].sum()) / 3 > 5
+    assert float(wanted[1][:, 0].sum()) > 10
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_chunks_compiled_by_inductor_have_the_same_figures_and_gradients(tiny_target: Target) -> None:
     torch._dynamo.reset()
     features, drafter, compiler = ragged(tiny_target), heads(tiny_target, "copy"), Compiler()

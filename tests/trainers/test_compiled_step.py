@@ -70,8 +70,8 @@ def test_a_row_of_any_length_has_no_mask_with_flex_attention(
     tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No dense mask is asked for, neither by the target nor by the drafter."""
-    monkeypatch.setattr(Features, "visible", lambda _self: pytest.fail("a mask of all positions was made"))
     module = module_of("eagle3", tiny_target_f64)
+    monkeypatch.setattr(Features, "visible", lambda _self: pytest.fail("a mask of all positions was made"))
     with unfused_flex(), FlexAttention(None).used():
         gradients(module, [packed()])
     assert packed().tokens_BL.shape[1] <= DENSE_LENGTH

@@ -14,8 +14,10 @@ from support.families import CASES, randomised
 from support.pretended_device import DEVICE, Waits, pretended_device
 from support.steady_waits import moved, on_device
 
-WAITING: dict[str, set[str]] = {}
-"""Cases whose step waits, and the files that do."""
+READING = {"draft-lm-depths": {"modules/drafters/parts/mask_tokens.py": 1}}
+"""Reads of cases whose step waits: a pass is as wide as the most mask tokens that were drawn for a row."""
+UPLOADING = {"modules/target/read_text.py"}
+"""Files whose uploads are empty: transformers makes a new cache of empty lists."""
 
 
 def batch() -> Features:
@@ -26,7 +28,8 @@ def batch() -> Features:
 
 
 def waits_of(name: str, target: Target, **settings: Any) -> Waits:
-    """Reads and uploads of the second micro-batch: the target's pass, the drafter's and the loss."""
+    """Reads and uploads of the second micro-batch: the target's pass, the drafter's and the loss, without gradients:
+    torch's engine for them does not know the device that is not there."""
     with pretended_device() as waits:
         there = on_device(target)
         module = CASES[name].module(there, **settings)
@@ -36,18 +39,23 @@ def waits_of(name: str, target: Target, **settings: Any) -> Waits:
         given = batch().to(DEVICE)
         for _ in range(2):
             waits.clear()
-            module.loss(given)
+            with torch.no_grad():
+                module.loss(given)
         return waits.copy()
 
 
-def files(places: Counter[str]) -> set[str]:
-    return {place.rpartition(":")[0] for place in places}
+def files(places: Counter[str]) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for place, count in places.items():
+        counts[place.rpartition(":")[0]] += count
+    return counts
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_training_step_does_not_wait(name: str, tiny_target: Target) -> None:
     waits = waits_of(name, tiny_target)
-    assert files(waits.reads + waits.uploads) <= WAITING.get(name, set()), (waits.reads, waits.uploads)
+    assert files(waits.reads) == READING.get(name, {}), waits.reads
+    assert set(files(waits.uploads)) <= UPLOADING, waits.uploads
 
 
 @pytest.mark.parametrize("objective", ["soft", "lk_hybrid"])

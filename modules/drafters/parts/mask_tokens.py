@@ -48,7 +48,7 @@ def conditional_drop(useful_BLK: Tensor, rate: float, least: float) -> Tensor:
     chance_BL = torch.rand(anchors_BL.shape, device=anchors_BL.device).masked_fill(~anchors_BL, 2.0)
     ranks_BL = chance_BL.argsort(-1).argsort(-1)
     shares = [1.0, *(max(rate**depth, least) for depth in range(1, useful_BLK.shape[-1]))]
-    counts_BK = (anchors_BL.sum(-1, keepdim=True) * torch.tensor(shares, device=anchors_BL.device)).floor()
+    counts_BK = torch.stack([anchors_BL.sum(-1) * share for share in shares], dim=-1).floor()
     return useful_BLK & (ranks_BL[..., None] < counts_BK[:, None])
 
 
@@ -79,9 +79,9 @@ def visible(features: Features, slots: Slots) -> Tensor:
 def by_depth(states_BMD: Tensor, slots: Slots, length: int, depths: int) -> Tensor:
     """States of tokens and mask tokens as [B, L, K, D]: depth k of position p; zero for dropped mask tokens."""
     batch, _, width = states_BMD.shape
-    result = states_BMD.new_zeros(batch, length, depths, width)
-    rows_BS = torch.arange(batch, device=states_BMD.device)[:, None].expand_as(slots.anchors_BS)
-    real = slots.real_BS
-    places = (rows_BS[real], slots.anchors_BS[real], slots.depths_BS[real])
-    result = result.index_put(places, states_BMD[:, length:][real])
-    return torch.cat([states_BMD[:, :length, None], result[:, :, 1:]], dim=2)
+    # What is no mask token goes to a place after the last, so that the host need not know how many there are.
+    places_BS = torch.where(slots.real_BS, slots.anchors_BS * depths + slots.depths_BS, length * depths)
+    found = states_BMD.new_zeros(batch, length * depths + 1, width)
+    found = found.scatter(1, places_BS[..., None].expand(-1, -1, width), states_BMD[:, length:])
+    ahead_BLKD = found[:, :-1].view(batch, length, depths, width)[:, :, 1:]
+    return torch.cat([states_BMD[:, :length, None], ahead_BLKD], dim=2)

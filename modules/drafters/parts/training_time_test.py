@@ -18,7 +18,7 @@ head, E head dimension, J steps, X head dimension with room for the diagonal.
 """
 
 from dataclasses import dataclass, field
-from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ class StepAttention(AttentionContext):
             held = self.keys.setdefault(layer, _Keys((key_BGNE, value_BGNE), self.visible_BNW))
             if self.step:
                 held.own.append((key_BGNE, value_BGNE))
-            return _joined_sums(query_BHNE, held, self.visible_BNW)
+            return _joined(query_BHNE, held)
         if self.step == 0:
             below = next(iter(self.keys.values()), None)
             visible = _with_column(self.visible_BNW, key_BGNE.dtype) if below is None else below.visible
@@ -114,14 +114,13 @@ class BlockAttention(AttentionContext):
             read = [super(BlockAttention, self).attend(layer, query_BHLE, keys[-1], values[-1])
                     for query_BHLE in query_BHNE.chunk(self.size, dim=2)]
             return torch.cat(read, dim=2)
-        flex = self.visible_BNW if isinstance(self.visible_BNW, FlexSegments) else None
         if layer not in self.keys:
-            past = self.written[layer] if flex is not None else _with_room(*self.written[layer])
+            flex = isinstance(self.visible_BNW, FlexSegments)
+            past = self.written[layer] if flex else _with_room(*self.written[layer])
             self.keys[layer] = _Keys(past, _with_column(self.visible_BNW, key_BGNE.dtype))
         held = self.keys[layer]
         held.own += zip(keys, values, strict=True)
-        joined = _joined if flex is None else partial(_joined_sums, flex=flex)
-        return torch.cat([joined(query_BHLE, held) for query_BHLE in query_BHNE.chunk(self.size, dim=2)], dim=2)
+        return torch.cat([_joined(query_BHLE, held) for query_BHLE in query_BHNE.chunk(self.size, dim=2)], dim=2)
 
 
 class BlockRollout:
@@ -177,6 +176,8 @@ def _joined(query_BHLE: Tensor, held: _Keys) -> Tensor:
     With d the log-sum-exp of the diagonal scores, softmax over [step 0, d] gives the final weights of step 0 and the
     total weight of the diagonal, which the diagonal's own softmax distributes.
     """
+    if isinstance(held.visible, FlexSegments):
+        return _joined_sums(query_BHLE, held, held.visible)
     size = query_BHLE.shape[-1]
     scale = size**-0.5
     rows, _, length, _ = query_BHLE.shape
@@ -196,11 +197,12 @@ def _own_scores(query_BHLE: Tensor, held: _Keys) -> Tensor:
     query_BGRLE = torch.unflatten(query_BHLE, 1, (held.past_BGLX[0].shape[1], -1))
     scores = [(query_BGRLE * key_BGLE[:, :, None]).sum(-1) for key_BGLE, _ in held.own]
     scores_BHLJ = torch.stack(scores, dim=-1).flatten(1, 2)
-    return scores_BHLJ.to(torch.promote_types(scores_BHLJ.dtype, torch.float32)) * query_BHLE.shape[-1] ** -0.5
+    scale: float = query_BHLE.shape[-1] ** -0.5
+    return scores_BHLJ.to(torch.promote_types(scores_BHLJ.dtype, torch.float32)) * scale
 
 
 def _joined_sums(query_BHLE: Tensor, held: _Keys, flex: FlexSegments) -> Tensor:
-    """The same by the log-sum-exp that flex attention gives, which has a gradient too; [B, H, L, E]."""
+    """The same by the log-sum-exp that flex attention gives, which has a gradient too: no key needs room for it."""
     mixed_BHLE, total_BHL = flex.attend_with_sums(query_BHLE, *held.past_BGLX)
     if not held.own:
         return mixed_BHLE
@@ -225,7 +227,8 @@ def _past(query_BHLX: Tensor, held: _Keys, scale: float) -> Tensor:
         first = keys[:, :, -1:], values[:, :, -1:]
         return attend_inside(query_BHLX, keys[:, :, :-1], values[:, :, :-1], held.visible,
                              SegmentForm(scaling=scale, first=first))
-    return functional.scaled_dot_product_attention(query_BHLX, keys, values, attn_mask=held.visible, scale=scale,
+    mask = cast(Tensor, held.visible)
+    return functional.scaled_dot_product_attention(query_BHLX, keys, values, attn_mask=mask, scale=scale,
                                                    enable_gqa=query_BHLX.shape[1] != keys.shape[1])
 
 

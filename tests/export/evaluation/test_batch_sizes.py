@@ -29,6 +29,8 @@ from draftsmith.modules import (
     UserError,
     decode,
 )
+from draftsmith.modules.compiler import Compiler
+from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
 from support.families import randomised
 
 TREE = Topology.from_paths([(0,), (1,), (0, 0), (2,), (3,), (0, 1), (1, 0)])
@@ -152,6 +154,24 @@ def test_an_evaluation_says_why_graphs_were_not_replayed(tiny_target: Target, *,
     found = evaluate(artifact.target, [Method.of(artifact)], SETS, config, progress=False)
     assert found.header["graph_refusals"] == (["there is no CUDA device"] if graphs else [])
     assert ("replayed as CUDA graphs, as far as possible: there is no CUDA device" in how_measured(found)) == graphs
+
+
+def test_an_evaluation_says_whether_layers_were_compiled() -> None:
+    """In timed, untimed and plain decoding alike; and what was compiled answers as `generate` does."""
+    target = Target(tiny_model(), tiny_tokenizer(), name="tiny-random", pack=0)
+    target.compiler = Compiler("eager")
+    config = EvaluateConfig(max_new_tokens=4, speed_prompts=1, limit=2, compile=True)
+    artifact = tuned(target)
+    found = evaluate(artifact.target, [Method.of(artifact)], SETS, config, progress=False)
+    assert found.header["compile_refusal"] == ""
+    assert target.compiler.graphs > 0
+    assert "; layers compiled in " in how_measured(found)
+    assert found.evaluations[0].overall.lossless.identical == 2
+    target.compiler.refusal = "there is no compiler"
+    again = evaluate(artifact.target, [Method.of(artifact)], SETS, config, progress=False)
+    assert how_measured(again).endswith("; layers not compiled: there is no compiler")
+    plain = evaluate(artifact.target, [Method.of(artifact)], SETS, replace(config, compile=False), progress=False)
+    assert "compiled" not in how_measured(plain)
 
 
 def test_sets_without_whole_batches_of_every_size_are_named(tiny_target: Target) -> None:
