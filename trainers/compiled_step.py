@@ -22,7 +22,7 @@ Compile = bool | Literal["auto"]
 
 
 class CompiledStep:
-    """What a training step compiles.
+    """The compiled kernels of a training step.
 
     Args:
         backend: of torch.compile; None compiles nothing.
@@ -72,8 +72,14 @@ class CompiledStep:
 
 def _own_shapes(drafter: nn.Module) -> set[HeadShape]:
     """The heads of a drafter's own layers."""
-    blocks = [part.config for part in drafter.modules() if isinstance(part, Attention)]
-    return {(block.num_heads, block.num_kv_heads, block.head_dim) for block in blocks}
+    shapes = set[HeadShape]()
+    for part in drafter.modules():
+        if isinstance(part, Attention):
+            shapes.add((part.config.num_heads, part.config.num_kv_heads, part.config.head_dim))
+        elif {"layer_idx", "config"} <= vars(part).keys():
+            # The attention of a draft language model, which is transformers'.
+            shapes |= _head_shapes(part.config)
+    return shapes
 
 
 def _head_shapes(config: Any) -> set[HeadShape]:

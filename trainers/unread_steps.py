@@ -19,7 +19,7 @@ Batches = tuple[tuple[int, Features], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedStep:
-    """What is kept of an optimizer step until its figures are read."""
+    """An optimizer step whose figures are still to be read."""
 
     number: int
     """Number of the step, from 1."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Asked(NamedTuple):
-    """What the attention of a compiled layer asks for."""
+    """The arguments of the attention of a compiled layer."""
 
     query: Tensor
     key: Tensor

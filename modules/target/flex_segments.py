@@ -42,8 +42,12 @@ class FlexAttention:
         if compiler is not None:
             self.run = compiler.compiled(flex_attention, dynamic=None)
         self.compiler = compiler
-        self.refusal = ""
-        """The reason that it does not run here; empty before it was tried."""
+        self._failed = ""
+
+    @property
+    def refusal(self) -> str:
+        """The reason that it does not run here; empty where it does, and before it was tried."""
+        return self._failed or ("" if self.compiler is None else self.compiler.refusal)
 
     def probe(self, shapes: set[HeadShape], device: torch.device, dtype: torch.dtype) -> None:
         """Try it out with a gradient on a short row, for heads of these shapes."""
@@ -56,10 +60,7 @@ class FlexAttention:
                 mixed, sums = FlexSegments(self, segments_BL).attend_with_sums(query, key, value)
                 torch.autograd.grad(mixed.sum() + sums.sum(), (query, key, value))
             except (RuntimeError, FailOnRecompileLimitHit) as error:
-                self.refusal = f"flex attention does not run here ({str(error).splitlines()[0][:200]})"
-                return
-            if self.compiler is not None and self.compiler.refusal:
-                self.refusal = self.compiler.refusal
+                self._failed = f"flex attention does not run here ({str(error).splitlines()[0][:200]})"
                 return
 
     @contextmanager

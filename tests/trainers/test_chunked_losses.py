@@ -113,6 +113,24 @@ def test_compiled_chunks_have_the_same_figures_and_gradients(
     assert float(wanted[1][:, 0].sum()) > 10
 
 
+@pytest.mark.parametrize("more", [0, 7])
+def test_a_known_number_of_labels_changes_nothing(more: int, tiny_target_f64: Target) -> None:
+    """The places that are too many learn nothing, and no device is asked how many there are."""
+    features, drafter = ragged(tiny_target_f64), heads(tiny_target_f64, "copy", IDS)
+    counted = dataclasses.replace(features, labels_at_most=int(features.supervised_BL.sum()) + more)
+    wanted = run(drafter, tiny_target_f64, features, "soft", 4 * len(IDS), feature_weight=3.0)
+    found = run(drafter, tiny_target_f64, counted, "soft", 4 * len(IDS), feature_weight=3.0)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+    assert len(supervise(counted, (1, 2, 3)).labels_N) == counted.labels_at_most
+
+
+def test_a_number_of_labels_is_counted_where_rows_leave_the_host(tiny_target: Target) -> None:
+    features = ragged(tiny_target)
+    assert features.to("cpu").labels_at_most is None
+    assert features.to("meta").labels_at_most == int(features.supervised_BL.sum())
+
+
 @pytest.mark.long
 def test_chunks_compiled_by_inductor_have_the_same_figures_and_gradients(tiny_target: Target) -> None:
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""What training compiles on an accelerator gives the loss and the gradients of what it replaces."""
+"""Compiled losses and flex attention in training have the loss and the gradients of what they replace."""
 
 import warnings
 from collections.abc import Iterator
@@ -108,5 +108,7 @@ def test_heads_of_target_and_drafter_are_tried_out(tiny_target: Target, monkeypa
     CompiledStep("eager").try_attention(tiny_target, module_of("eagle3-narrow", tiny_target).drafter, CPU,
                                         torch.bfloat16)
     assert tried == [({(4, 2, 8), (3, 1, 8)}, CPU, torch.bfloat16)]
+    CompiledStep("eager").try_attention(tiny_target, module_of("draft-lm", tiny_target).drafter, CPU, torch.float32)
+    assert (4, 2, 8) in tried.pop()[0]
     CompiledStep(None).try_attention(tiny_target, module_of("medusa", tiny_target).drafter, CPU, torch.float32)
     assert len(tried) == 1
