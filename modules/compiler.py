@@ -59,6 +59,15 @@ class Compiler:
             self.refuse(error)
             return plain(*args, **kwargs)
 
+    @contextmanager
+    def watched(self, watch: Callable[[bool], None]) -> Iterator[None]:
+        """A block in which `watch` is called."""
+        before, self.watch = self.watch, watch
+        try:
+            yield
+        finally:
+            self.watch = before
+
     def refuse(self, error: Exception) -> None:
         """Compute everything without a graph from now on."""
         said = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]

@@ -172,7 +172,12 @@ class ProgressLine(EveryStep):
             self.line = tqdm(total=self.module.config.max_steps, initial=self.seen, desc="train", unit="step",
                              dynamic_ncols=True)
             if (compiler := self.module.compiled_step.compiler) is not None:
-                compiler.watch = lambda busy: self.line.set_description("compile" if busy else "train")
+                compiler.watch = self._describe
+
+    def _describe(self, compiling: bool) -> None:
+        """Show that a kernel is being made, and when it is done."""
+        if self.line is not None:
+            self.line.set_description("compile" if compiling else "train")
 
     def after_step(self, trainer: L.Trainer, step: int) -> None:
         """Advance the line."""

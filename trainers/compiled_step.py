@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..modules.compiler import BACKEND, Compiler
+from ..modules.compiler import Compiler
 from ..modules.drafters.parts.decoder_block import Attention
 from ..modules.target.flex_segments import FlexAttention, HeadShape
 from ..modules.target.model import Target
@@ -25,12 +25,12 @@ class CompiledStep:
     """The compiled kernels of a training step.
 
     Args:
-        backend: of torch.compile; None compiles nothing.
+        compiler: makes the kernels; None for none.
     """
 
-    def __init__(self, backend: str | None = BACKEND) -> None:
-        self.compiler = None if backend is None else Compiler(backend)
-        self.measure: Measure = measured if self.compiler is None else compiled_measure(self.compiler)
+    def __init__(self, compiler: Compiler | None) -> None:
+        self.compiler = compiler
+        self.measure: Measure = measured if compiler is None else compiled_measure(compiler)
         self.flex: FlexAttention | None = None
         self._said = set[str]()
 
@@ -38,7 +38,7 @@ class CompiledStep:
     def on(cls, device: torch.device, setting: Compile) -> "CompiledStep":
         """By the setting, on a device."""
         wanted = device.type == "cuda" if setting == "auto" else setting
-        return cls(BACKEND if wanted else None)
+        return cls(Compiler() if wanted else None)
 
     def try_attention(self, target: Target, drafter: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         """Compile flex attention for the heads of target and drafter, and try it out.
@@ -49,7 +49,9 @@ class CompiledStep:
         if self.compiler is None:
             return
         # A compiler of its own: where attention fails, the loss may be compiled nevertheless.
-        self.flex = FlexAttention(Compiler(self.compiler.backend))
+        apart = Compiler(self.compiler.backend)
+        apart.watch = self.compiler.watch
+        self.flex = FlexAttention(apart)
         self.flex.probe(_head_shapes(target.config) | _own_shapes(drafter), device, dtype)
 
     def attention(self) -> AbstractContextManager[None]:

@@ -54,10 +54,9 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
     course = _course(runner)
     say(opening(course))
     # Answers are counted in batches: the rate is one over many of them.
-    with tqdm(total=course.units, desc="evaluate", unit="pass", disable=not progress, smoothing=0.05) as bar:
+    with (tqdm(total=course.units, desc="evaluate", unit="pass", disable=not progress, smoothing=0.05) as bar,
+          target.compiler.watched(lambda busy: bar.set_description("compile" if busy else "evaluate"))):
         course.show(bar)
-        # The first passes may be those that torch.compile takes minutes for.
-        target.compiler.watch = lambda busy: bar.set_description("compile" if busy else "evaluate")
         records = runner.run(course)
         samples = _samples(runner, course, records[0])
         course.finish()

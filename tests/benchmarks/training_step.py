@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.memory import Tally
 from draftsmith.data.collate import Piece, pack, pad, plan_bins
 from draftsmith.modules import Features, Target
-from draftsmith.modules.compiler import BACKEND
+from draftsmith.modules.compiler import Compiler
 from draftsmith.trainers import DraftModule
 from draftsmith.trainers.chunked_losses import VocabularyLoss
 from draftsmith.trainers.compiled_step import CompiledStep
@@ -134,7 +134,7 @@ class Bench:
     def compiled_step(self, way: Way) -> CompiledStep:
         """The kernels of a way, made once."""
         if way not in self.steps:
-            step = CompiledStep(BACKEND if way.form else None)
+            step = CompiledStep(Compiler() if way.form else None)
             if way.form == FORMS[2]:
                 half = way.precision == "bf16-mixed"
                 step.try_attention(self.target, self.module.drafter, self.target.device,

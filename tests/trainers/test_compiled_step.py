@@ -2,15 +2,19 @@
 
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from draftsmith.data.collate import Piece, pack
-from draftsmith.modules import Features, Target
+from draftsmith.modules import Features, MedusaConfig, Target, compiler
+from draftsmith.modules.compiler import Compiler
 from draftsmith.modules.target.flex_segments import FlexAttention
 from draftsmith.modules.target.tree_attention import DENSE_LENGTH
+from draftsmith.trainers import MedusaModule, MedusaTrainConfig, fit
 from draftsmith.trainers.compiled_step import CompiledStep
+from support.cycle import CycleData, cycle_target
 from support.families import CASES
 from support.flex import unfused_flex
 from support.summed_gradients import gradients, module_of
@@ -86,9 +90,31 @@ def test_cuda_compiles_unless_it_is_told_not_to(setting: Any, device: torch.devi
     assert step.refusals == ()
 
 
+@pytest.mark.filterwarnings("ignore:validation decodes only")
+def test_a_run_shows_that_it_compiles_and_ends_as_one_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compiler, "BACKEND", "eager")
+    found = {}
+    for compiles in (False, True):
+        config = MedusaTrainConfig(max_steps=2, warmup_steps=1, validation_nodes=4, drafter=MedusaConfig(num_heads=2),
+                                   precision="32-true", accelerator="cpu", compile=compiles)
+        module = MedusaModule(cycle_target(), config)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            fit(module, CycleData(), tmp_path / str(compiles))
+        found[compiles] = module.trained(), [str(one.message) for one in warned], capsys.readouterr().err
+    for name, weight in found[False][0].items():
+        torch.testing.assert_close(found[True][0][name], weight)
+    assert "compile:" in found[True][2]
+    assert "compile:" not in found[False][2]
+    assert sum("flex attention does not run here" in one for one in found[True][1]) == 1
+    assert not any("train.compile" in one for one in found[False][1])
+
+
 def test_attention_that_does_not_run_leaves_masks_and_a_warning(tiny_target: Target) -> None:
     """On a CPU, where torch has no gradient of flex attention."""
-    step, module = CompiledStep("eager"), module_of("eagle3", tiny_target)
+    step, module = CompiledStep(Compiler("eager")), module_of("eagle3", tiny_target)
     step.try_attention(tiny_target, module.drafter, CPU, torch.float32)
     assert len(step.refusals) == 1
     assert "does not support backward on CPU" in step.refusals[0]
@@ -105,10 +131,10 @@ def test_attention_that_does_not_run_leaves_masks_and_a_warning(tiny_target: Tar
 def test_heads_of_target_and_drafter_are_tried_out(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = list[Any]()
     monkeypatch.setattr(FlexAttention, "probe", lambda _self, *given: tried.append(given))
-    CompiledStep("eager").try_attention(tiny_target, module_of("eagle3-narrow", tiny_target).drafter, CPU,
-                                        torch.bfloat16)
+    step = CompiledStep(Compiler("eager"))
+    step.try_attention(tiny_target, module_of("eagle3-narrow", tiny_target).drafter, CPU, torch.bfloat16)
     assert tried == [({(4, 2, 8), (3, 1, 8)}, CPU, torch.bfloat16)]
-    CompiledStep("eager").try_attention(tiny_target, module_of("draft-lm", tiny_target).drafter, CPU, torch.float32)
+    step.try_attention(tiny_target, module_of("draft-lm", tiny_target).drafter, CPU, torch.float32)
     assert (4, 2, 8) in tried.pop()[0]
     CompiledStep(None).try_attention(tiny_target, module_of("medusa", tiny_target).drafter, CPU, torch.float32)
     assert len(tried) == 1

@@ -207,10 +207,12 @@ def test_a_function_with_too_many_forms_is_computed_without_graphs() -> None:
 
 def test_the_watcher_sees_every_graph() -> None:
     compiler, seen = Compiler("eager"), list[bool]()
-    compiler.watch = seen.append
     form = compiler.compiled(lambda x: x + 1)
-    form(torch.zeros(3))
-    form(torch.zeros(4))
+    with compiler.watched(seen.append):
+        form(torch.zeros(3))
+        form(torch.zeros(4))
+    form(torch.zeros(4, 4))
+    assert compiler.graphs == 2
     assert seen == [True, False]
 
 
