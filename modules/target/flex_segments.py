@@ -26,8 +26,8 @@ BLOCK = 128
 """Queries and keys of a block."""
 HeadShape = tuple[int, int, int]
 """Query heads, key-value heads, and width of a head."""
-_PROBED = 2 * BLOCK
-"""Tokens of the row on which it is tried out."""
+_PROBED, _MOST_GAP = 2 * BLOCK, 0.05
+"""Tokens of the row on which it is tried out; the largest relative error there, in half precision too."""
 
 
 class FlexAttention:
@@ -50,18 +50,35 @@ class FlexAttention:
         return self._failed or ("" if self.compiler is None else self.compiler.refusal)
 
     def probe(self, shapes: set[HeadShape], device: torch.device, dtype: torch.dtype) -> None:
-        """Try it out with a gradient on a short row, for heads of these shapes."""
-        for heads, groups, width in sorted(shapes):
-            query, key, value = (
-                torch.zeros(1, count, _PROBED, width, device=device, dtype=dtype, requires_grad=True)
-                for count in (heads, groups, groups))
-            segments_BL = torch.arange(_PROBED, device=device)[None] // BLOCK
+        """Try it out on a short row for heads of these shapes: its output and its gradients must be those of a mask."""
+        for shape in sorted(shapes):
             try:
-                mixed, sums = FlexSegments(self, segments_BL).attend_with_sums(query, key, value)
-                torch.autograd.grad(mixed.sum() + sums.sum(), (query, key, value))
+                gap = self._gap(shape, device, dtype)
             except (RuntimeError, FailOnRecompileLimitHit) as error:
                 self._failed = f"flex attention does not run here ({str(error).splitlines()[0][:200]})"
                 return
+            if not gap <= _MOST_GAP:
+                self._failed = f"flex attention differs here by {gap:.1%} from attention with a mask"
+                return
+
+    def _gap(self, shape: HeadShape, device: torch.device, dtype: torch.dtype) -> float:
+        """The largest relative error of output and gradients, in the Euclidean norm."""
+        heads, groups, width = shape
+        generator = torch.Generator().manual_seed(0)
+        *given, outer = (torch.randn(1, count, _PROBED, width, generator=generator).to(device, dtype).requires_grad_()
+                         for count in (heads, groups, groups, heads))
+        order_L = torch.arange(_PROBED, device=device)
+        segments_BL = (order_L >= _PROBED // 3)[None].long()
+        seen_BLL = (segments_BL[:, :, None] == segments_BL[:, None]) & (order_L[:, None] >= order_L)
+        mixed, sums = FlexSegments(self, segments_BL).attend_with_sums(*given)
+        scores = (given[0] @ given[1].repeat_interleave(heads // groups, 1).mT).float() * width**-0.5
+        scores = scores.masked_fill(~seen_BLL[:, None], -torch.inf)
+        wanted = scores.softmax(-1).to(dtype) @ given[2].repeat_interleave(heads // groups, 1)
+        found, expected = (
+            (out, total, *torch.autograd.grad((out * outer.detach()).sum() + total.sum(), given))
+            for out, total in ((mixed, sums), (wanted, scores.logsumexp(-1))))
+        return max(float((one - other).float().norm() / other.float().norm())
+                   for one, other in zip(found, expected, strict=True))
 
     @contextmanager
     def used(self) -> Iterator[None]:

@@ -193,6 +193,9 @@ class Target:
             self.compiler.refusal = "the target's layers are not whole on one device"
         elif self.linears.packed is not None:
             self.compiler.refusal = PACKED
+        elif self.compiler.refusal == PACKED:
+            # They no longer are.
+            self.compiler.refusal = ""
         if self.compiler.refusal:
             return nullcontext()
         if self._compiled is None:

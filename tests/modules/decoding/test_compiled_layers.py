@@ -18,6 +18,7 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.compiler import MOST_GRAPHS, Compiler
 from draftsmith.modules.policies.ensemble import Ensemble, Union
+from draftsmith.modules.target.linear_forms import Packing
 from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
 from support.families import CASES, randomised
 from support.targets import random_target
@@ -147,6 +148,15 @@ def test_packed_layers_are_not_compiled(tiny_target: Target) -> None:
         pytest.skip("this build packs no linear layers")
     assert "packed for oneDNN, which no graph can hold (set target.pack: 0)" in result.stats.compile_refusal
     assert tokens(result) == tokens(answered(tiny_target, compiled=False))
+
+
+def test_layers_that_are_unpacked_later_are_compiled() -> None:
+    target = Target(tiny_model(), tiny_tokenizer(), name="tiny-random")
+    target.compiler = Compiler("eager")
+    if answered(target, compiled=True, rows=1, length=2).stats.compile_refusal:
+        target.linears.use(Packing(packed_from=0))
+    assert answered(target, compiled=True, rows=1, length=2).stats.compile_refusal == ""
+    assert target.compiler.graphs > 0
 
 
 class Curious(nn.Module):

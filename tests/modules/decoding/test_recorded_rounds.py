@@ -31,6 +31,7 @@ from draftsmith.modules import (
     Topology,
     Union,
     baseline,
+    compiler,
     decode,
 )
 from draftsmith.modules.baselines.registry import BASELINES
@@ -147,6 +148,19 @@ def test_replayed_rounds_decode_the_same_with_every_baseline(
 
 def test_replayed_rounds_decode_the_same_without_a_draft(tiny_target_f64: Target, records: Records) -> None:
     check(both(tiny_target_f64, plain, records, MIXED), records)
+
+
+def test_rounds_with_compiled_layers_are_replayed(
+    tiny_target_f64: Target, records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a compiled layer a record holds what its attention does, and not the call that asks for it."""
+    monkeypatch.setattr(compiler, "BACKEND", "eager")
+    monkeypatch.setattr(tiny_target_f64, "compiler", compiler.Compiler())
+    monkeypatch.setattr(tiny_target_f64, "_compiled", None)
+    found = both(tiny_target_f64, drafted("eagle3", StaticTree(WIDE)), records, compile=True)
+    check(found, records)
+    assert found[0].stats.compile_refusal == ""
+    assert tiny_target_f64.compiler.graphs > 0
 
 
 def test_replayed_rounds_decode_the_same_with_trees_by_guesses(tiny_target_f64: Target, records: Records) -> None:

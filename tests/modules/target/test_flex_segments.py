@@ -5,6 +5,7 @@ torch computes no gradient of flex attention on a CPU and refuses to; the unfuse
 has one, and is what these tests run.
 """
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -126,6 +127,17 @@ def test_heads_that_it_cannot_compute_leave_it_unused() -> None:
                             "set the input requires_grad to False or use another device.)")
     with flex.used():
         assert isinstance(visible_text(rows(SEGMENTS)), Tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_tried_out_against_a_mask(dtype: torch.dtype) -> None:
+    flex = FlexAttention(None)
+    flex.probe({(4, 2, 16), (3, 1, 8)}, torch.device("cpu"), dtype)
+    assert flex.refusal == ""
+    attend = flex.run
+    flex.run = lambda query, key, value, **others: attend(query, key, 1.1 * value, **others)
+    flex.probe({(4, 2, 16)}, torch.device("cpu"), dtype)
+    assert re.fullmatch(r"flex attention differs here by 1\d\.\d% from attention with a mask", flex.refusal)
 
 
 REFUSING = torch_flex._validate_device
