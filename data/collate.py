@@ -1,6 +1,6 @@
 """Batches from rows of tokens and states: padded one conversation a row, or packed several to a row.
 
-Shapes: N tokens of a piece, B rows, L positions in a row, D hidden size of the target.
+Shapes: N tokens of a piece, B rows, L positions in a row, F files of states, D hidden size of the target.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from ..modules import Features, UserError
+from .packed_batch import PackedBatch, PackedScales, PackedStates
+from .state_formats import StateSlice
 
 OPEN_BINS = 16
 """Rows that wait for a piece that fits."""
@@ -25,10 +27,10 @@ class Piece:
     """Written by the assistant, bool."""
     first: int = 0
     """Position of the first token in its conversation."""
-    final_ND: Tensor | None = None
-    """The target's final states; None when the target computes them in the step."""
-    taps: dict[int, Tensor] = field(default_factory=dict)
-    """Outputs of the tapped layers by layer index, each [N, D]."""
+    final: StateSlice | None = None
+    """The target's final states as they are stored; None when the target computes them in the step."""
+    taps: dict[int, StateSlice] = field(default_factory=dict)
+    """Outputs of the tapped layers by layer index, likewise."""
 
 
 def plan_bins(lengths: Sequence[int], row_length: int) -> list[list[int]]:
@@ -62,6 +64,11 @@ def plan_bins(lengths: Sequence[int], row_length: int) -> list[list[int]]:
 
 
 def pack(rows: Sequence[Sequence[Piece]], row_length: int | None = None) -> Features:
+    """The batch of `packed`, its states decoded on the host. Raises UserError as that does."""
+    return packed(rows, row_length).to("cpu")
+
+
+def packed(rows: Sequence[Sequence[Piece]], row_length: int | None = None) -> PackedBatch:
     """Lay the pieces of each row one after another as isolated segments, padded on the right.
 
     Args:
@@ -80,22 +87,26 @@ def pack(rows: Sequence[Sequence[Piece]], row_length: int | None = None) -> Feat
     supervised_BL = torch.zeros(shape, dtype=torch.bool)
     segments_BL = torch.full(shape, -1, dtype=torch.int64)
     positions_BL = torch.zeros(shape, dtype=torch.int64)
-    for row, start, segment, piece in _places(rows):
-        stop = start + len(piece.tokens_N)
-        tokens_BL[row, start:stop] = piece.tokens_N
-        supervised_BL[row, start:stop] = piece.supervised_N
-        segments_BL[row, start:stop] = segment
-        positions_BL[row, start:stop] = torch.arange(piece.first, piece.first + stop - start)
-    final_BLD, taps, missing_BL = _pack_states(rows, shape)
-    return Features(
-        tokens_BL=tokens_BL,
-        supervised_BL=supervised_BL,
-        segments_BL=segments_BL,
-        positions_BL=positions_BL,
-        final_BLD=final_BLD,
-        missing_BL=missing_BL,
-        taps=taps,
-    )
+    places = _places(rows)
+    for place in places:
+        here, piece = (place.row, slice(place.start, place.stop)), place.piece
+        tokens_BL[here] = piece.tokens_N
+        supervised_BL[here] = piece.supervised_N
+        segments_BL[here] = place.segment
+        positions_BL[here] = torch.arange(piece.first, piece.first + place.stop - place.start)
+    text = Features(tokens_BL=tokens_BL, supervised_BL=supervised_BL, segments_BL=segments_BL,
+                    positions_BL=positions_BL)
+    held = [place for place in places if place.piece.final is not None]
+    if not held:
+        return PackedBatch(text=text, taps={})
+    missing_BL = segments_BL >= 0
+    for place in held:
+        missing_BL[place.row, place.start : place.stop] = False
+    kinds = {layer: [place.piece.taps[layer] for place in held] for layer in held[0].piece.taps}
+    final = [place.piece.final for place in held if place.piece.final is not None]
+    return PackedBatch(
+        text=text, final=_pack_states(held, final, shape), missing_BL=missing_BL if bool(missing_BL.any()) else None,
+        taps={layer: _pack_states(held, slices, shape) for layer, slices in kinds.items()})
 
 
 def pad(pieces: Sequence[Piece]) -> Features:
@@ -103,37 +114,47 @@ def pad(pieces: Sequence[Piece]) -> Features:
     return pack([[piece] for piece in pieces])
 
 
-def _places(rows: Sequence[Sequence[Piece]]) -> list[tuple[int, int, int, Piece]]:
-    """(row, first index, segment, piece) of every piece."""
-    places = []
+@dataclass(frozen=True)
+class _Place:
+    """A piece in a batch."""
+
+    row: int
+    segment: int
+    start: int
+    """Index of its first token in the row."""
+    piece: Piece
+
+    @property
+    def stop(self) -> int:
+        """Index after its last token."""
+        return self.start + len(self.piece.tokens_N)
+
+
+def _places(rows: Sequence[Sequence[Piece]]) -> list[_Place]:
+    """The place of every piece."""
+    places = list[_Place]()
     for row, pieces in enumerate(rows):
         start = 0
         for segment, piece in enumerate(pieces):
-            places.append((row, start, segment, piece))
-            start += len(piece.tokens_N)
+            places.append(_Place(row, segment, start, piece))
+            start = places[-1].stop
     return places
 
 
-def _pack_states(
-    rows: Sequence[Sequence[Piece]], shape: tuple[int, int]
-) -> tuple[Tensor | None, dict[int, Tensor], Tensor | None]:
-    """(final states, taps, where states are missing) in the places of their tokens, zero elsewhere.
-
-    The first is None when no piece brings states, the last when all do.
-    """
-    places = _places(rows)
-    like = next((piece for *_, piece in places if piece.final_ND is not None), None)
-    if like is None or like.final_ND is None:
-        return None, {}, None
-    final_BLD = torch.zeros(*shape, like.final_ND.shape[1], dtype=like.final_ND.dtype)
-    taps = {layer: torch.zeros(*shape, state.shape[1], dtype=state.dtype) for layer, state in like.taps.items()}
-    missing_BL = torch.zeros(shape, dtype=torch.bool)
-    for row, start, _, piece in places:
-        stop = start + len(piece.tokens_N)
-        if piece.final_ND is None:
-            missing_BL[row, start:stop] = True
-            continue
-        final_BLD[row, start:stop] = piece.final_ND
-        for layer, state in taps.items():
-            state[row, start:stop] = piece.taps[layer]
-    return final_BLD, taps, missing_BL if bool(missing_BL.any()) else None
+def _pack_states(places: Sequence[_Place], slices: Sequence[StateSlice], shape: tuple[int, int]) -> PackedStates:
+    """The states of one kind of pieces, in the places of their tokens."""
+    codes_BLD = torch.zeros(*shape, slices[0].codes_ND.shape[1], dtype=slices[0].codes_ND.dtype)
+    for place, one in zip(places, slices, strict=True):
+        codes_BLD[place.row, place.start : place.stop] = one.codes_ND
+    scales = [one.scales for one in slices if one.scales is not None]
+    if not scales:
+        return PackedStates(codes_BLD=codes_BLD)
+    # The pieces of a file have one tensor of channels' scales.
+    files = {id(channels_D): channels_D for channels_D, _ in scales}
+    numbers = {key: number for number, key in enumerate(files)}
+    tokens_BL, files_BL = torch.zeros(shape), torch.zeros(shape, dtype=torch.int64)
+    for place, (channels_D, tokens_N) in zip(places, scales, strict=True):
+        tokens_BL[place.row, place.start : place.stop] = tokens_N
+        files_BL[place.row, place.start : place.stop] = numbers[id(channels_D)]
+    return PackedStates(codes_BLD=codes_BLD, scales=PackedScales(
+        tokens_BL=tokens_BL, channels_FD=torch.stack(list(files.values())), files_BL=files_BL))

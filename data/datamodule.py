@@ -6,26 +6,30 @@ Shapes: B packed rows, L tokens of a row, N tokens of a piece, T tokens of a sha
 import hashlib
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
+from threading import Lock
 from typing import Literal
 
 import lightning
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
 
 from ..modules import Features, UserError
 from ..modules.config_checks import MOST_ROWS, MOST_TOKENS, check_bounds
 from .chat import Surroundings
-from .collate import Piece, pack, pad, plan_bins
-from .feature_store import GIB, FeatureShard, affordable, open_features, stored_format
+from .collate import Piece, packed, pad, plan_bins
+from .feature_shards import FeatureShard, open_features, stored_format
+from .feature_store import GIB, affordable
 from .learned_tokens import LearnedTokens, LoopUse, require_own
 from .loops import loops
+from .packed_batch import PackedBatch
+from .prefetch import Prefetched
 from .state_formats import FormatName, format_named
 from .token_store import Manifest, ShardRecord, TokenShard
+
+MOST_PREFETCHED = 64
+"""Most micro-batches that are read ahead: more would only fill memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +42,12 @@ class BatchConfig:
     """Packed rows of one micro-batch on one device."""
     seed: int = 0
     """Seed of the order of the conversations."""
-    states: Literal["stored", "computed", "mixed"] = "stored"
+    states: Literal["stored", "computed", "mixed", "auto"] = "stored"
     """Origin of the target's states. stored: written to disk beforehand, kept while the target decodes answers and
     computed for other text; computed: by the target in the training step; mixed: those of the first shards are stored,
-    as many as `store_gib` has room for, the others computed. Batches of mixed and of computed hold the same pieces in
-    the same order."""
+    as many as `store_gib` has room for, the others computed; auto: stored or computed, whichever is predicted to take
+    less time, computed where the disk has no room; the run's folder keeps the choice. Batches of mixed and of computed
+    hold the same pieces in the same order."""
     store_gib: float | None = None
     """GiB on disk for stored states, with `mixed`. Shards are stored in their order, each whole."""
     states_format: FormatName | None = None
@@ -54,12 +59,15 @@ class BatchConfig:
     nothing is left out."""
     own_prompts: bool = False
     """Learn the tokens of prompts too, where the target has written them (prompts.origin own)."""
+    prefetch: int = 2
+    """Micro-batches that a thread reads and packs while earlier ones are trained on, in host memory, page-locked where
+    training is on a GPU; 0 reads each when it is due. It changes no batch and no weight."""
 
     def __post_init__(self) -> None:
         if self.loops not in ("keep", "cut", "drop"):
             raise UserError(f"batch.loops must be keep, cut or drop, got {self.loops!r}")
-        if self.states not in ("stored", "computed", "mixed"):
-            raise UserError(f"batch.states must be stored, computed or mixed, got {self.states!r}")
+        if self.states not in ("stored", "computed", "mixed", "auto"):
+            raise UserError(f"batch.states must be stored, computed, mixed or auto, got {self.states!r}")
         if self.states == "mixed" and not 0 < (self.store_gib or 0) < math.inf:
             raise UserError(f"batch.store_gib must be above 0 with batch.states mixed, got {self.store_gib}; say how "
                             "many GiB of states may be stored, or set batch.states: computed")
@@ -67,7 +75,8 @@ class BatchConfig:
             raise UserError(f"batch.store_gib {self.store_gib} means nothing with batch.states {self.states}; set "
                             "batch.states: mixed, or leave it out")
         format_named(self.states_format, torch.float32)
-        check_bounds(self, "batch.", row_length=(2, MOST_TOKENS), rows_per_batch=(1, MOST_ROWS))
+        check_bounds(self, "batch.", row_length=(2, MOST_TOKENS), rows_per_batch=(1, MOST_ROWS),
+                     prefetch=(0, MOST_PREFETCHED))
 
     @property
     def store_bytes(self) -> int | None:
@@ -158,13 +167,9 @@ class Split:
     def _piece(self, window: Window, labels_T: Tensor) -> Piece:
         shard, place = self.shards[window.shard], slice(window.start, window.stop)
         states = self.states[window.shard]
-        return Piece(
-            tokens_N=shard.tokens_T[place],
-            supervised_N=labels_T[place],
-            first=window.first,
-            final_ND=None if states is None else states.final(window.start, window.stop),
-            taps={} if states is None else states.taps(window.start, window.stop),
-        )
+        final, taps = (None, {}) if states is None else states.slices(window.start, window.stop)
+        return Piece(tokens_N=shard.tokens_T[place], supervised_N=labels_T[place], first=window.first, final=final,
+                     taps=taps)
 
 
 def _stored(folder: Path, manifest: Manifest, config: BatchConfig, taps: tuple[int, ...]) -> tuple[ShardRecord, ...]:
@@ -188,13 +193,15 @@ class BatchPlan:
         self.lengths, self.config = lengths, config
         self.ends: list[int] = []
         self.latest: tuple[int, list[list[list[int]]]] | None = None
+        self._lock = Lock()
 
     def batch(self, number: int) -> list[list[int]]:
-        """The pieces of each row of batch `number`, by index."""
-        while not self.ends or self.ends[-1] <= number:
-            self.ends.append((self.ends[-1] if self.ends else 0) + len(self._epoch(len(self.ends))))
-        epoch = bisect_right(self.ends, number)
-        return self._epoch(epoch)[number - (self.ends[epoch - 1] if epoch else 0)]
+        """The pieces of each row of batch `number`, by index; any thread may ask."""
+        with self._lock:
+            while not self.ends or self.ends[-1] <= number:
+                self.ends.append((self.ends[-1] if self.ends else 0) + len(self._epoch(len(self.ends))))
+            epoch = bisect_right(self.ends, number)
+            return self._epoch(epoch)[number - (self.ends[epoch - 1] if epoch else 0)]
 
     def _epoch(self, epoch: int) -> list[list[list[int]]]:
         if self.latest is None or self.latest[0] != epoch:
@@ -212,16 +219,6 @@ class BatchPlan:
         shuffled = [rows[place] for place in torch.randperm(len(rows), generator=generator).tolist()]
         size = self.config.rows_per_batch
         return [shuffled[at : at + size] for at in range(0, len(shuffled), size)]
-
-
-class _Stream(IterableDataset[Features]):
-    """Batches start, start + 1, ... without end."""
-
-    def __init__(self, batch: Callable[[int], Features], start: int) -> None:
-        self.batch, self.start = batch, start
-
-    def __iter__(self) -> Iterator[Features]:
-        return map(self.batch, count(self.start))
 
 
 class DraftDataModule(lightning.LightningDataModule):
@@ -244,6 +241,8 @@ class DraftDataModule(lightning.LightningDataModule):
     def __init__(self, folder: str | Path, config: BatchConfig, taps: tuple[int, ...] = (),
                  around: Surroundings | None = None) -> None:
         super().__init__()
+        if config.states == "auto":
+            raise ValueError("batch.states auto is chosen by draftsmith.recipes; name stored or computed here")
         self.folder, self.config, self.taps = Path(folder), config, taps
         self.manifest = Manifest.load(folder)
         if not self.manifest.complete:
@@ -259,26 +258,60 @@ class DraftDataModule(lightning.LightningDataModule):
                 f"batch.loops {config.loops}; raise batch.row_length, set batch.loops: keep, or distil with answers"
             )
         self.plan = BatchPlan([window.length for window in self.windows], config)
+        self._batches: Prefetched[PackedBatch | Features] | None = None
 
     def micro_batch(self, number: int, rank: int = 0, world: int = 1) -> Features:
         """Training micro-batch `number` of one rank: batch number * world + rank of the one order all ranks share."""
+        return self.packed_batch(number, rank, world).to("cpu")
+
+    def packed_batch(self, number: int, rank: int = 0, world: int = 1) -> PackedBatch:
+        """The same with its states as they are stored.
+
+        Raises:
+            UserError: if a file of states was altered since it was opened.
+        """
         rows = self.plan.batch(number * world + rank)
         pieces = [[self.train.piece(self.windows[piece]) for piece in row] for row in rows]
-        return pack(pieces, self.config.row_length)
+        return packed(pieces, self.config.row_length)
 
     def rows_of(self, number: int, rank: int = 0, world: int = 1) -> list[str]:
         """Names of the rows in a micro-batch, as file:row, counted from 0."""
         pieces = [self.windows[piece] for row in self.plan.batch(number * world + rank) for piece in row]
         return [f"{self.train.files[one.shard]}:{self.train.row(one)}" for one in pieces]
 
-    def train_dataloader(self) -> DataLoader[Features]:
-        """Endless micro-batches of this rank, from the trainer's step on."""
+    def train_dataloader(self) -> Prefetched[PackedBatch | Features]:
+        """Endless micro-batches of this rank, from the trainer's step on; `to` moves them to its device."""
         trainer = self.trainer
         if trainer is None:
             raise ValueError("the data module is not attached to a trainer; use micro_batch outside of one")
         start = trainer.global_step * trainer.accumulate_grad_batches
-        rank, world = trainer.global_rank, trainer.world_size
-        return DataLoader(_Stream(lambda number: self.micro_batch(number, rank, world), start), batch_size=None)
+        rank, world, device = trainer.global_rank, trainer.world_size, trainer.strategy.root_device
+
+        def make(number: int) -> PackedBatch | Features:
+            batch = self.packed_batch(number, rank, world)
+            return batch.pin_memory() if device.type == "cuda" else batch.to("cpu")
+
+        self.close()
+        self._batches = Prefetched(make, start, self.config.prefetch, device)
+        return self._batches
+
+    @property
+    def waited(self) -> float:
+        """Seconds that training has waited for batches."""
+        return 0.0 if self._batches is None else self._batches.waited
+
+    def close(self) -> None:
+        """End the thread that reads ahead."""
+        if self._batches is not None:
+            self._batches.close()
+
+    def teardown(self, stage: str) -> None:
+        """End the thread that reads ahead, after training."""
+        self.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """End it after an error or a signal too, when Lightning calls no `teardown`."""
+        self.close()
 
     def validation_features(self) -> list[Features]:
         """The conversations that choose checkpoints: held-out rows with greedy answers, one a batch.

@@ -17,16 +17,21 @@ def require_room(folder: Path, needed: int, what: str) -> str:
     Raises:
         UserError: if there is less.
     """
-    here = folder.absolute()
-    while not here.exists():
-        here = here.parent
-    disk = shutil.disk_usage(here)
+    disk = shutil.disk_usage(nearest(folder))
     free = disk.free
     # A file system without a size is none to write files to, which the first of them says better.
     if disk.total and needed > free:
         raise UserError(f"{what} take {in_words(needed)}, and the disk of {folder} has {in_words(free)} free; make "
                         "room, choose another --out, or set batch.states to computed, or to mixed with batch.store_gib")
     return f"{what} take {in_words(needed)}, {in_words(free)} are free"
+
+
+def nearest(folder: Path) -> Path:
+    """The folder, or where it is not there yet, the nearest one above it that is."""
+    here = folder.absolute()
+    while not here.exists():
+        here = here.parent
+    return here
 
 
 def in_words(count: int) -> str:

@@ -1,4 +1,4 @@
-"""Feature shards: the target's states at every token of a token shard, stored once and read slice by slice.
+"""The target's states at every token of a token shard, written once; `feature_shards` reads them slice by slice.
 
 Each kind of state has a file of its own, so that drafters which read different layers share what they have in common.
 Where the target has decoded a shard, its states are stored with it (`shard_states`); `encode` is a second pass of the
@@ -16,114 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
 from ..modules import Target, UserError
-from ..modules.json_records import read_record
 from .collate import Piece, pad
 from .disk_room import require_room
-from .state_formats import CHANNELS, FORMATS, STATES, TOKENS, StateFormat, format_named, unpacked
-from .token_store import (
-    FORMAT_VERSION,
-    Manifest,
-    ShardRecord,
-    TokenShard,
-    hash_file,
-    write_bytes,
-    write_tensors,
-)
+from .feature_shards import FEATURES, FINAL, StoredFile, read_features, state_file, state_names
+from .state_formats import StateFormat, format_named
+from .token_store import FORMAT_VERSION, Manifest, ShardRecord, TokenShard, hash_file, write_bytes, write_tensors
 
-FEATURES = "features.json"
-FINAL = "final"
-"""The states after the last norm."""
 PASS_TOKENS = 1024
 """Tokens of one pass of the target, padding included; a longer row is a pass of its own."""
 GIB = 2**30
 """Bytes of a GiB."""
-REMEDY = "run draftsmith distill with the same recipe, which makes them again"
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredFile:
-    """Hashes of one file of states."""
-
-    tokens: str
-    """Of the token shard, or of all data, that it belongs to."""
-    sha256: str
-    """Of the file itself."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredStates:
-    """Content of features.json."""
-
-    format_version: int
-    """Layout of the files."""
-    target: str
-    """Hash of the target's weights."""
-    dtype: str
-    """Number format of the states."""
-    files: dict[str, StoredFile]
-    """Finished files by name."""
-
-
-class FeatureShard:
-    """Stored states of one token shard, read from disk slice by slice."""
-
-    def __init__(self, folder: Path, record: ShardRecord, taps: Sequence[int]) -> None:
-        self._final = _StoredKind.opened(folder / state_file(record, FINAL))
-        self._taps = {layer: _StoredKind.opened(folder / state_file(record, tap(layer))) for layer in taps}
-
-    def final(self, start: int, stop: int) -> Tensor:
-        """Final states of tokens start to stop - 1, [N, D]."""
-        return self._final.slice(start, stop)
-
-    def taps(self, start: int, stop: int) -> dict[int, Tensor]:
-        """Tapped states of tokens start to stop - 1 by layer, each [N, D]."""
-        return {layer: states.slice(start, stop) for layer, states in self._taps.items()}
-
-
-class _StoredKind:
-    """The states of one file, whose codes stay on disk while the scales of their tokens are in memory."""
-
-    def __init__(self, codes: Any, scales: tuple[Tensor, Tensor] | None) -> None:
-        self.codes, self.scales = codes, scales
-
-    @classmethod
-    def opened(cls, file: Path) -> "_StoredKind":
-        """Those of a file. Raises UserError if it holds none."""
-        try:
-            found: Any = safe_open(file, framework="pt")
-            scaled = CHANNELS in found.keys()  # noqa: SIM118
-            scales = (found.get_tensor(CHANNELS), found.get_tensor(TOKENS)) if scaled else None
-            return cls(found.get_slice(STATES), scales)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{file} holds no states ({error}); {REMEDY}") from error
-
-    def slice(self, start: int, stop: int) -> Tensor:
-        """States of tokens start to stop - 1, [N, D]."""
-        codes_ND: Tensor = self.codes[start:stop]
-        if self.scales is None:
-            return codes_ND
-        channels_D, tokens_T = self.scales
-        return unpacked(codes_ND, channels_D, tokens_T[start:stop])
-
-
-def tap(layer: int) -> str:
-    """Name of the output states of a layer."""
-    return f"tap_{layer}"
-
-
-def state_file(record: ShardRecord, name: str) -> str:
-    """Name of the file with some states of a token shard: one for each kind, since drafters read different ones."""
-    return f"{name}-{record.file}"
-
-
-def state_names(taps: Sequence[int]) -> tuple[str, ...]:
-    """Names of all states that a drafter with these taps reads."""
-    return (FINAL, *(tap(layer) for layer in sorted(set(taps))))
 
 
 def affordable(
@@ -337,50 +243,9 @@ def encode(
     return Encoding(target, Path(folder), taps, form=form, room=room).run(progress=progress)
 
 
-def open_features(folder: Path, records: Sequence[ShardRecord], taps: Sequence[int]) -> list[FeatureShard]:
-    """Open the states of shards after checking their hashes.
-
-    Raises:
-        UserError: if states are missing, of other tokens, or corrupted.
-    """
-    done = _read_features(folder).get("files", {})
-    for record in records:
-        for name in state_names(taps):
-            file = folder / state_file(record, name)
-            entry = done.get(file.name)
-            if entry is None or entry["tokens"] != record.sha256:
-                raise UserError(
-                    f"{folder} holds no states {name} for {record.file}; {REMEDY}, or train with batch.states: computed"
-                )
-            if hash_file(file) != entry["sha256"]:
-                raise UserError(f"{file} is corrupted (its content is not what was written); {REMEDY}")
-    return [FeatureShard(folder, record, taps) for record in records]
-
-
-def stored_format(folder: Path) -> StateFormat:
-    """Number format of the states in a folder.
-
-    Raises:
-        UserError: if it holds none.
-    """
-    content = _read_features(folder)
-    if "dtype" not in content:
-        raise UserError(f"{folder} holds no states; {REMEDY}, or train with batch.states: computed")
-    if content["dtype"] not in FORMATS:
-        raise UserError(f"the states in {folder} have an unknown number format {content['dtype']!r}; {REMEDY}")
-    return FORMATS[content["dtype"]]
-
-
-def _read_features(folder: Path) -> dict[str, Any]:
-    file = folder / FEATURES
-    if not file.exists():
-        return {}
-    return asdict(read_record(StoredStates, file, f"{REMEDY}; delete the file first"))
-
-
 def _known_features(folder: Path, key: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Finished files of this very target and number format; none when they were made with others."""
-    content = _read_features(folder)
+    content = read_features(folder)
     files: dict[str, dict[str, str]] = content.pop("files", {})
     return files if content == dict(key) else {}
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..modules import Target
-from .feature_store import FINAL, FeatureShard, StateStore, read_rows
+from .feature_shards import FINAL, FeatureShard
+from .feature_store import StateStore, read_rows
 from .learned_tokens import LearnedTokens
 from .state_formats import format_named
 from .token_store import Manifest, ShardRecord, TokenShard

@@ -21,7 +21,8 @@ from .chat import ChatTemplate
 from .distill import BARREN_CANDIDATES, Distillation, barren_error, nothing_supervised
 from .distill_config import DistillConfig
 from .distill_stats import added, read_stats, write_stats
-from .feature_store import StoredFile, WantedStates, state_file
+from .feature_shards import StoredFile, state_file
+from .feature_store import WantedStates
 from .folder_locks import FolderLocks
 from .prompts import PromptConfig
 from .queued_prompts import QueuedPrompts

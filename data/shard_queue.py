@@ -15,7 +15,7 @@ from pathlib import Path
 from ..modules import UserError
 from ..modules.atomic_files import remove_leftovers
 from ..modules.json_records import read_record
-from .feature_store import StoredFile
+from .feature_shards import StoredFile
 from .folder_locks import FolderLocks
 from .token_store import Manifest, ShardRecord, write_bytes
 

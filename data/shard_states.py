@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..modules import Target, UserError
 from ..modules.decoding.state_recorder import RecordedStates
-from .feature_store import FINAL, StateStore, StoredFile, WantedStates, read_rows, tap
+from .feature_shards import FINAL, StoredFile, tap
+from .feature_store import StateStore, WantedStates, read_rows
 from .state_formats import format_named
 from .token_store import ShardRecord, TokenShard
 

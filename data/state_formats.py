@@ -90,6 +90,24 @@ def format_named(name: str | None, own: torch.dtype) -> StateFormat:
     return FORMATS[name]
 
 
+@dataclass(frozen=True)
+class StateSlice:
+    """States of some tokens as they lie in a file."""
+
+    codes_ND: Tensor
+    """The states, or their codes."""
+    scales: tuple[Tensor, Tensor] | None = None
+    """Scales of codes: of the channels of the whole file, [D], and of these tokens, [N]."""
+
+    def states(self) -> Tensor:
+        """The states, [N, D]."""
+        if self.scales is None:
+            return self.codes_ND
+        channels_D, tokens_N = self.scales
+        return unpacked(self.codes_ND, channels_D, tokens_N)
+
+
 def unpacked(codes_ND: Tensor, channels_D: Tensor, tokens_N: Tensor) -> Tensor:
-    """States of codes and their scales, in the number format of the channels' scales."""
+    """States of codes and their scales, in the number format of the channels' scales, which may be those of each token,
+    [N, D]."""
     return (codes_ND.float() * tokens_N[:, None] * channels_D.float()).to(channels_D.dtype)

@@ -3,7 +3,7 @@
 Shapes: B rows, L positions in a row, M positions of a row without states, D hidden size of the target.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -129,22 +129,27 @@ class Features:
             missing_BL=None,
         )
 
-    def to(self, device: torch.device | str) -> "Features":
-        """The same batch on another device."""
-        counted = self.labels_at_most
-        if counted is None and self.supervised_BL.device.type == "cpu" and torch.device(device).type != "cpu":
-            counted = int(self.supervised_BL.sum())
+    def moved(self, move: Callable[[Tensor], Tensor]) -> "Features":
+        """The same batch with every tensor moved."""
         return replace(
             self,
-            labels_at_most=counted,
-            tokens_BL=self.tokens_BL.to(device),
-            supervised_BL=self.supervised_BL.to(device),
-            segments_BL=self.segments_BL.to(device),
-            positions_BL=self.positions_BL.to(device),
-            final_BLD=None if self.final_BLD is None else self.final_BLD.to(device),
-            missing_BL=None if self.missing_BL is None else self.missing_BL.to(device),
-            taps={layer: state.to(device) for layer, state in self.taps.items()},
+            tokens_BL=move(self.tokens_BL),
+            supervised_BL=move(self.supervised_BL),
+            segments_BL=move(self.segments_BL),
+            positions_BL=move(self.positions_BL),
+            final_BLD=None if self.final_BLD is None else move(self.final_BLD),
+            missing_BL=None if self.missing_BL is None else move(self.missing_BL),
+            taps={layer: move(state) for layer, state in self.taps.items()},
         )
+
+    def to(self, device: torch.device | str) -> "Features":
+        """The same batch on another device. To a GPU the host does not wait for copies from page-locked memory."""
+        there = torch.device(device)
+        counted = self.labels_at_most
+        if counted is None and self.supervised_BL.device.type == "cpu" and there.type != "cpu":
+            counted = int(self.supervised_BL.sum())
+        return replace(self.moved(lambda tensor: tensor.to(there, non_blocking=there.type == "cuda")),
+                       labels_at_most=counted)
 
     @classmethod
     def from_rows(cls, rows: Sequence[tuple[Sequence[int], Sequence[bool]]], *, pad_id: int = 0) -> "Features":

@@ -36,13 +36,16 @@ def is_shared(recipe: Recipe) -> bool:
     """True if several processes may answer the prompts of a recipe.
 
     Raises:
-        UserError: if it leaves a number format to each machine.
+        UserError: if it leaves a number format or the origin of states to each machine.
     """
     if recipe.distill.workers is None or recipe.data is not None:
         return False
     if recipe.target.dtype == FASTEST:
         raise UserError(f"target.dtype is fastest, which may differ between the machines of distill.workers "
                         f"{recipe.distill.workers}; name one, such as float32")
+    if recipe.batch.states == "auto":
+        raise UserError(f"batch.states is auto, which may differ between the machines of distill.workers "
+                        f"{recipe.distill.workers}; name stored or computed, as draftsmith plan chooses here")
     return True
 
 

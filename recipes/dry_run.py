@@ -37,7 +37,7 @@ def dry_run(recipe: Recipe, target: Target) -> DraftModule:
 
 def check_states(recipe: Recipe, module: DraftModule) -> None:
     """Refuse to store states of a target that training changes. Raises UserError."""
-    if module.changes_target and recipe.batch.states != "computed":
+    if module.changes_target and recipe.batch.states not in ("computed", "auto"):
         raise UserError(f"batch.states is {recipe.batch.states!r}, but {type(module).__name__} trains the target, "
                         "whose states change with every step; set batch.states: computed")
     if module.target.placement.shared and recipe.batch.states == "mixed":

@@ -7,19 +7,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..data.disk_room import in_words
 from ..data.state_formats import format_named
 from ..modules import Target
 from ..modules.target.loading import sketch_target
 from ..trainers import families
 from ..trainers.fitting import computes_mixed
-from .device_rates import Rates
+from .device_rates import Rates, on_device
 from .dry_run import dry_run
 from .parsing import Command, Parsed
 from .recipe import Recipe
 from .stage_plans import StagePlan, StagePlans, held_weights, parameters_of
+from .state_costs import choose_states
 from .terminal_text import say
 
 
@@ -46,6 +45,8 @@ class Plan:
     """Trained parameters."""
     stored_states: int
     """Target states on disk, in bytes; 0 where they are computed in the step, or the budget is in minutes alone."""
+    reason: str
+    """Reason of the origin of states; empty where the recipe names it."""
     accelerator: bool
     """Whether a GPU is planned for."""
     rates: Rates
@@ -64,18 +65,22 @@ def plan_recipe(recipe: Recipe, stated: Rates | None = None) -> Plan:
     Raises:
         UserError: if the target, the family or its settings do not fit.
     """
-    recipe = recipe if stated is None else _elsewhere(recipe)
+    recipe, reason = recipe if stated is None else _elsewhere(recipe), ""
+    if recipe.batch.states == "auto":
+        choice, reason = choose_states(recipe, recipe.data or recipe.out / "data", stated)
+        recipe = replace(recipe, batch=replace(recipe.batch, states=choice))
     target = sketch_target(recipe.target)
     module = dry_run(recipe, target)
     process = resident_bytes()
-    accelerator = stated is not None or _on_cuda(recipe)
-    rates = stated or Rates.measured(target.dtype, torch.device("cuda" if accelerator else "cpu"))
+    device = on_device(recipe.target.device)
+    accelerator = stated is not None or device.type == "cuda"
+    rates = stated or Rates.measured(target.dtype, device)
     facts = {"target_parameters": parameters_of(target.model), "target": held_weights(target, recipe),
              "stored_states": stored_bytes(recipe, target, 1 + len(module.drafter.taps))}
     plans = StagePlans(recipe, target, module, rates, accelerator=accelerator, process=0 if accelerator else process,
                        mixed=stated is not None or computes_mixed(recipe.train))
-    return Plan(drafter_parameters=plans.trained, accelerator=accelerator, rates=rates, stages=tuple(plans.all()),
-                **facts)
+    return Plan(drafter_parameters=plans.trained, reason=reason, accelerator=accelerator, rates=rates,
+                stages=tuple(plans.all()), **facts)
 
 
 def _elsewhere(recipe: Recipe) -> Recipe:
@@ -83,10 +88,6 @@ def _elsewhere(recipe: Recipe) -> Recipe:
     dtype: Any = "bfloat16" if recipe.target.dtype in ("auto", "fastest") else recipe.target.dtype
     return replace(recipe, target=replace(recipe.target, dtype=dtype, device="cpu"),
                    train=replace(recipe.train, accelerator="cpu"))
-
-
-def _on_cuda(recipe: Recipe) -> bool:
-    return torch.cuda.is_available() and recipe.target.device.partition(":")[0] in ("auto", "cuda")
 
 
 def resident_bytes() -> int:
@@ -115,12 +116,14 @@ def lines(plan: Plan, recipe: Recipe) -> Iterator[str]:
     yield f"target    {recipe.target.name}: {plan.target_parameters:,} parameters, {in_words(plan.target)}{place}"
     yield f"drafter   {plan.drafter_parameters:,} trained parameters"
     yield f"disk      target states: {in_words(plan.stored_states) if plan.stored_states else 'none stored'}"
+    if plan.reason:
+        yield f"          {plan.reason}"
     yield ""
     for stage in plan.stages:
         parts = ", ".join(f"{name} {in_words(size)}" for name, size in stage.parts.items() if size)
         yield f"{stage.name:<10}{in_words(stage.peak):>10} a {where}, {hours(stage.seconds)}: {parts}"
         if stage.host:
-            yield f"{'':<10}{in_words(stage.host):>10} of the machine's memory: kept states"
+            yield f"{'':<10}{in_words(stage.host):>10} of the machine's memory: states"
     yield ""
     yield (f"Memory is counted from shapes, for prompts and answers as long as the recipe lets them be. Hours are "
            f"rougher: {plan.rates.flops / 1e12:.3g} TFLOP/s and {plan.rates.bandwidth / 1e9:.3g} GB/s, "

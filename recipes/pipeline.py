@@ -66,7 +66,7 @@ from .parsing import Command, Parsed
 from .recipe import Recipe
 from .stages import Stage, run_stages
 from .terminal_text import say, stage_line
-from .training_folder import check_settings, read_result, write_result
+from .training_folder import check_settings, read_result, time_in_words, write_result
 from .workspace import Workspace
 
 ALL = ("distill", "encode", "train", "artifact", "evaluate")
@@ -120,14 +120,14 @@ def encode_stage(workspace: Workspace) -> Sequence[Path]:
 
 def stored_states(workspace: Workspace) -> Sequence[Path]:
     """The files with the states that training reads from disk, complete."""
-    if workspace.recipe.batch.states == "computed":
+    if workspace.batch.states == "computed":
         say("     nothing to store: batch.states is computed")
         return []
     module = dry_run(workspace.recipe, sketch_target(workspace.recipe.target))
     if not module.needs_states:
         say("     nothing to store: training reads tokens alone")
         return []
-    batch = workspace.recipe.batch
+    batch = workspace.batch
     encoding = Encoding(workspace.target, workspace.data, module.drafter.taps, form=batch.states_format,
                         room=batch.store_bytes)
     if encoding.tokens:
@@ -148,12 +148,13 @@ def train_stage(workspace: Workspace) -> Sequence[Path]:
     if module.global_rank != 0:
         # This process was started for the training alone: the first one goes on.
         raise SystemExit(0)
+    say(f"     {time_in_words(result)}")
     return write_result(workspace.training, result)
 
 
 def batches_for(workspace: Workspace, module: DraftModule) -> DraftDataModule:
     """The batches that a module trains on; without stored states where its training reads none."""
-    config = workspace.recipe.batch
+    config = workspace.batch
     if not module.needs_states:
         config = replace(config, states="computed", store_gib=None)
     return DraftDataModule(workspace.data, config, module.drafter.taps, workspace.around_prompts)
@@ -293,7 +294,7 @@ def provenance(workspace: Workspace, result: FitResult, expected: tuple[float, .
     """Origin of the artifact: nothing in it depends on the machine."""
     return {
         "recipe": {**{name: workspace.settings[name] for name in workspace.settings if name not in PLACES},
-                   "distill": workspace.answered, "train": workspace.trained},
+                   "distill": workspace.answered, "train": workspace.trained, "batch": workspace.batched},
         "data_manifest": workspace.manifest().hash,
         "acceptance": {"accepted_length": result.accepted_length, "by_position": list(result.by_position)},
         "training": {"best_step": result.step, "steps": result.steps},
@@ -312,7 +313,8 @@ def evaluate_stage(workspace: Workspace) -> Sequence[Path]:
     if artifact.adapter is not None:
         result = with_drift(result, workspace.target, artifact.target, questions, max_new_tokens=config.max_new_tokens)
     result = replace(result, heads=measured_heads({artifact.drafter.family: artifact}, config))
-    result = replace(result, left_out=(*left_out(workspace), *result.left_out))
+    result = replace(result, left_out=(*left_out(workspace), *result.left_out),
+                     training=time_in_words(read_result(workspace.training)))
     written = write_report(workspace.out, result, artifact)
     say(f"\n{terminal_table(result)}\n{written['html']} shows it with plots")
     return list(written.values())

@@ -153,8 +153,13 @@ class StagePlans:
         parts = {**self.base, "drafter": self._part(self.drafter) + self.gathered + self.work.borrowed,
                  "optimizer": self._part(self.moments), "step": max(forward, backward) + buckets,
                  "held-out states": self._held_out_states()}
-        return StagePlan(name="train", parts=parts, seconds=self._train_seconds(
-            step.whole.operations + (step.target.operations if computed else 0)))
+        # One more than asked for: the training loop fetches a batch before it hands out the last one.
+        ahead = (self.recipe.batch.prefetch + 1) * step.states if self.stores else 0
+        if not self.accelerator:
+            parts["batches read ahead"] = ahead
+        return StagePlan(name="train", parts=parts, host=ahead if self.accelerator else 0,
+                         seconds=self._train_seconds(step.whole.operations
+                                                     + (step.target.operations if computed else 0)))
 
     def _part(self, size: int) -> int:
         """This process's part of what the processes divide."""

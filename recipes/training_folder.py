@@ -47,10 +47,16 @@ def write_result(folder: Path, result: FitResult) -> list[Path]:
     """Write the result of a training; returns the files that later stages depend on."""
     content = {**asdict(result), "checkpoint": str(result.checkpoint.relative_to(folder))}
     # What the machine decides stays out of what later stages depend on.
-    stats = {name: content.pop(name) for name in ("precision", "seconds", "peak_memory_bytes")}
+    stats = {name: content.pop(name) for name in ("precision", "seconds", "data_wait", "peak_memory_bytes")}
     write_file(folder / STATS_FILE, json.dumps(stats, indent=2) + "\n")
     write_file(folder / RESULT_FILE, json.dumps(content, indent=2) + "\n")
     return [folder / RESULT_FILE, result.checkpoint]
+
+
+def time_in_words(result: FitResult) -> str:
+    """A sentence on the time of a training."""
+    return (f"trained in {result.seconds:,.0f} s ({result.steps:,} steps); {result.data_wait:.1%} of that went by "
+            "waiting for data")
 
 
 def read_result(folder: Path) -> FitResult:

@@ -1,8 +1,9 @@
 """Folder of a run: its paths, and what its stages load from it."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,12 +12,13 @@ from torch import Tensor
 
 from ..data import ChatTemplate, DistillConfig, Manifest, WantedStates
 from ..data.chat import Surroundings
-from ..data.datamodule import learned
+from ..data.datamodule import BatchConfig, learned
 from ..data.distill_config import ONE_QUEUE
 from ..data.label_weights import weigh_labels
 from ..modules import Target, UserError, load_target
 from ..modules.atomic_files import write_file
 from ..modules.json_records import read_record
+from ..modules.processes import Processes
 from ..modules.target.hf_folder import folder_digest
 from ..modules.target.loading import FASTEST, fastest_format, load_in_format, sketch_target
 from ..modules.target.placement import Placement, placement_named
@@ -25,10 +27,13 @@ from ..trainers.fitting import require_devices, require_processes
 from ..trainers.train_config import UNDECISIVE, decisive_settings
 from .dry_run import dry_run
 from .recipe import Recipe
+from .state_costs import Choice, choose_states
 from .terminal_text import say
 
 MACHINE = "machine.json"
 """File of what a run has measured before its first stage."""
+CHOSEN = {"dtype": "target.dtype fastest", "train_dtype": "distill.train_dtype fastest", "states": "batch.states auto"}
+"""Settings by the names of the choices that they leave open."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +44,8 @@ class MachineRecord:
     """Number format of the target; None where it was not measured."""
     train_dtype: Literal["float32", "bfloat16"] | None = None
     """Number format in which it answers train prompts; None where it was not measured."""
+    states: Choice | None = None
+    """Origin of the target's states; None where the recipe names it."""
 
 
 class Workspace:
@@ -102,17 +109,54 @@ class Workspace:
 
     def _measured(self, name: Literal["dtype", "train_dtype"], work: str, rows: int | None = None) -> Any:
         """The number format that the run's folder keeps under this name, measured where there is none."""
+
+        def measured() -> tuple[str, str]:
+            found = fastest_format(self.recipe.target, rows)
+            return found, f"{work} was measured to be fastest in {found}"
+
+        return self._kept(name, measured)
+
+    def _kept(self, name: Literal["dtype", "train_dtype", "states"], choose: Callable[[], tuple[str, str]]) -> Any:
+        """The choice that the run's folder keeps under this name; made, with its reason, and kept where there is none.
+
+        Raises:
+            UserError: if the file is damaged, or several processes would choose.
+        """
         file = self.out / MACHINE
         record = MachineRecord()
         if file.is_file():
             record = read_record(MachineRecord, file, "delete the folder's data too if you delete it: they may be in "
                                  "another format")
         if getattr(record, name) is None:
-            record = replace(record, **{name: fastest_format(self.recipe.target, rows)})
+            if Processes.launched().world > 1:
+                raise UserError(f"{file} does not say yet what this run takes for {CHOSEN[name]}; run draftsmith "
+                                "distill with this recipe without torchrun, or name it in the recipe")
+            chosen: dict[str, Any] = {}
+            chosen[name], reason = choose()
+            record = replace(record, **chosen)
             kept = {key: value for key, value in asdict(record).items() if value is not None}
             write_file(file, json.dumps(kept, indent=2) + "\n")
-            say(f"     {work} was measured to be fastest in {getattr(record, name)}; {file} keeps that")
+            say(f"     {reason}; {file} keeps that")
         return getattr(record, name)
+
+    @cached_property
+    def batch(self) -> BatchConfig:
+        """The settings of the batches, with the origin of states chosen where the recipe leaves it open.
+
+        Raises:
+            UserError: as `choose_states` and `_kept` do.
+        """
+        config = self.recipe.batch
+        if config.states != "auto":
+            return config
+        return replace(config, states=self._kept("states", partial(choose_states, self.recipe, self.data)))
+
+    @property
+    def batched(self) -> dict[str, Any]:
+        """The settings of the batches that decide them: the origin of states as it was chosen, without what is read
+        ahead."""
+        found = {name: value for name, value in self.settings["batch"].items() if name != "prefetch"}
+        return {**found, "states": self.batch.states}
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -141,7 +185,7 @@ class Workspace:
         weights or the number of processes that answer or, as long as they read as many micro-batches together, train.
         Where a draft starts from the model in a folder, that model decides: another one may have been put there since.
         """
-        batch = {name: value for name, value in self.settings["batch"].items() if value is not None}
+        batch = {name: value for name, value in self.batched.items() if value is not None}
         drafter, folder = self.settings["drafter"], self.settings["drafter"].get("folder")
         if folder is not None:
             drafter = {**drafter, "model_in_folder": folder_digest(Path(folder))}
@@ -212,7 +256,7 @@ class Workspace:
         Raises:
             UserError: if the recipe does not fit the target.
         """
-        module, batch = dry_run(self.recipe, sketch_target(self.recipe.target)), self.recipe.batch
+        module, batch = dry_run(self.recipe, sketch_target(self.recipe.target)), self.batch
         if batch.states == "computed" or not module.needs_states:
             return ()
         return (WantedStates(taps=module.drafter.taps, room=batch.store_bytes, form=batch.states_format),)

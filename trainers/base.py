@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import lightning as L
 import torch
@@ -38,7 +38,7 @@ from .split_drafter import SplitDrafter, whole_state
 from .step_guard import StepGuard
 from .strategies import FSDP2
 from .train_config import TrainConfig, decisive_settings
-from .training_clock import Clock, peak_memory_bytes
+from .training_clock import Clock, DataWait, peak_memory_bytes
 from .unread_steps import FinishedStep, UnreadSteps
 
 PATIENCE = 8
@@ -56,6 +56,13 @@ class BatchLoss(NamedTuple):
     """Weight of each draft step in the total."""
     offsets: tuple[int, ...]
     """Distance in tokens from a position to the token that each draft step predicts."""
+
+
+class Movable(Protocol):
+    """A batch before it is on the device: features, or what becomes features there."""
+
+    def to(self, device: torch.device | str, /) -> Features:
+        """The batch on the device."""
 
 
 class DraftModule(L.LightningModule):
@@ -100,7 +107,7 @@ class DraftModule(L.LightningModule):
                             "weights of the target too; set train.strategy: ddp")
         self.target, self.config, self.token_counts = target, config, token_counts
         self.figures: dict[str, float] = {}
-        self.clock = Clock()
+        self.clock, self.wait = Clock(), DataWait()
         self.seconds = 0.0
         """Seconds trained up to the newest optimizer step; the same in all processes of a run that ends by time."""
         self.stopped = False
@@ -151,7 +158,7 @@ class DraftModule(L.LightningModule):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    def transfer_batch_to_device(self, batch: Features, device: torch.device, dataloader_idx: int) -> Features:
+    def transfer_batch_to_device(self, batch: Movable, device: torch.device, dataloader_idx: int) -> Features:
         """The batch on the device."""
         return batch.to(device)
 
@@ -265,7 +272,8 @@ class DraftModule(L.LightningModule):
         of the last few on an accelerator: no checkpoint and no measurement comes between."""
         for step, sums_KC in self.unread.read():
             self._check(step, sums_KC)
-            self.figures = self.describe(sums_KC, step.weights, step.offsets) | {"learning_rate": step.learning_rate}
+            self.figures = self.describe(sums_KC, step.weights, step.offsets) | {
+                "learning_rate": step.learning_rate, "data_wait": self.data_wait}
             if self.logger is not None:
                 self.logger.log_metrics(self.figures, step=step.number)
 
@@ -301,6 +309,11 @@ class DraftModule(L.LightningModule):
         return 0.0 if self.config.max_minutes is None else self.seconds / (60 * self.config.max_minutes)
 
     @property
+    def data_wait(self) -> float:
+        """Share of the training time in which this process waited for batches; 0 where the data do not tell."""
+        return self.wait.seconds / self.seconds if self.seconds else 0.0
+
+    @property
     def progress(self) -> float:
         """Progress of the run from 0 to 1, by steps, or by time where that is clearly ahead, see `time_leads`."""
         return self.progress_at(self.global_step)
@@ -331,6 +344,7 @@ class DraftModule(L.LightningModule):
         self.compiled_step.try_attention(self.target, self.drafter, self.device,
                                          torch.bfloat16 if mixed else torch.float32)
         self.compiled_step.complain()
+        self.wait.start(self.trainer.datamodule)  # type: ignore[attr-defined]
         self.clock.start()
 
     def on_train_batch_end(self, outputs: Any, batch: Features, batch_idx: int) -> None:
@@ -392,7 +406,8 @@ class DraftModule(L.LightningModule):
         """Add the settings that identify the run, and its counters."""
         self.read_figures()
         checkpoint["draftsmith"] = {"recipe": self.recipe(), "learned": self._learned, "seconds": self.seconds,
-                                    "peak_memory_bytes": self.peak_memory_bytes, "losses": list(self.guard.losses)}
+                                    "waited": self.wait.seconds, "peak_memory_bytes": self.peak_memory_bytes,
+                                    "losses": list(self.guard.losses)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse the checkpoint of another run, and count its micro-batches as so many processes read them."""
@@ -403,4 +418,5 @@ class DraftModule(L.LightningModule):
             counts.update({name: count + read for name, count in counts.items()})
         self._learned, self.peak_memory_bytes = stored["learned"], stored["peak_memory_bytes"]
         self.seconds = self.clock.before = stored["seconds"]
+        self.wait.before = stored["waited"]
         self.guard.losses.extend(stored["losses"])

@@ -154,7 +154,7 @@ class LastCheckpoint(EveryStep):
 
 
 class ProgressLine(EveryStep):
-    """A progress line: steps done, rate, time left, the loss, the newest accepted length.
+    """A progress line: steps done, rate, time left, the loss, the newest accepted length, the wait for data.
 
     A run with a limit in minutes shows those that are over. Where they will end it, the total is that of the steps that
     fit into them at the rate so far.
@@ -183,7 +183,8 @@ class ProgressLine(EveryStep):
         """Advance the line."""
         if self.line is None:
             return
-        figures = {"loss": self.module.figures.get("loss"), "accepted": self.acceptance.latest}
+        figures = {"loss": self.module.figures.get("loss"), "accepted": self.acceptance.latest,
+                   "data wait %": 100 * self.module.data_wait or None}
         if self.module.config.max_minutes is not None:
             figures["minutes"] = self.module.seconds / 60
             spent = self.module.time_spent

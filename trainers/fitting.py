@@ -53,6 +53,8 @@ class FitResult:
     """Precision of the training: `TrainConfig.precision`, or the choice of `auto`."""
     seconds: float
     """Seconds of training, interrupted parts included, validation and checkpoints excluded."""
+    data_wait: float
+    """Share of these seconds in which the first process waited for batches."""
     peak_memory_bytes: int
     """Peak memory of the first process, target included: allocated on its CUDA device during the run, elsewhere
     resident since the start of the process."""
@@ -68,7 +70,7 @@ def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, pr
         module: a family's module; `module.config` holds the training settings.
         datamodule: its endless training loader starts at micro-batch `trainer.global_step * accumulate_grad_batches`,
             and micro-batch n depends on (seed, n, rank, world size) alone; `validation_features()` returns held-out
-            rows.
+            rows, and `waited`, where there is one, is the number of seconds that training has waited for batches.
         out: folder for `last.ckpt`, `best.safetensors` and the TensorBoard logs.
         progress: show a line with rate and time left.
 
@@ -97,7 +99,7 @@ def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, pr
                      by_position=tuple(best["by_position"]), untrained_accepted_length=acceptance.untrained or 1.0,
                      parameters=sum(trained), step=best["step"], steps=trainer.global_step,
                      precision=_precision(module.config), seconds=module.seconds,
-                     peak_memory_bytes=module.peak_memory_bytes)
+                     data_wait=module.data_wait, peak_memory_bytes=module.peak_memory_bytes)
 
 
 def require_devices(config: TrainConfig) -> None:

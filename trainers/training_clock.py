@@ -1,10 +1,11 @@
-"""Training time and peak memory of a run."""
+"""Training time, its part that waits for data, and peak memory of a run."""
 
 import resource
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -38,6 +39,37 @@ class Clock:
         self.stop()
         yield
         self.start()
+
+
+@runtime_checkable
+class TimedBatches(Protocol):
+    """Batches that know how long training has waited for them."""
+
+    @property
+    def waited(self) -> float:
+        """Seconds so far."""
+
+
+class DataWait:
+    """Seconds that a training waits for its batches. A resumed run sets `before` to those of the interrupted one.
+
+    The host waits; a GPU may be at work meanwhile, so that this is the most that it waits.
+    """
+
+    def __init__(self) -> None:
+        self.before = 0.0
+        self._batches: TimedBatches | None = None
+
+    def start(self, batches: object) -> None:
+        """Count from here, where the batches know."""
+        self._batches = batches if isinstance(batches, TimedBatches) else None
+        if self._batches is not None:
+            self.before -= self._batches.waited
+
+    @property
+    def seconds(self) -> float:
+        """Seconds so far."""
+        return self.before + (0.0 if self._batches is None else self._batches.waited)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

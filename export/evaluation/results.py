@@ -243,6 +243,8 @@ class EvaluationRun:
     """Acceptance heads of the artifacts for these answers; none where no artifact has any."""
     left_out: tuple[str, ...] = ()
     """Planned work that did not fit into the given minutes, a sentence each; empty where nothing was left out."""
+    training: str = ""
+    """Sentence on the time of the draft's training; empty where the run that evaluates did not train."""
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON: "header", at the top level the first method at its first temperature and batch size as the main
@@ -251,6 +253,7 @@ class EvaluationRun:
                 "sample_answers": [asdict(one) for one in self.samples],
                 "acceptance_heads": [asdict(one) for one in self.heads],
                 "left_out": list(self.left_out),
+                "training": self.training,
                 "measurements": [record for one in self.evaluations for record in one.measurements()]}
 
     @property

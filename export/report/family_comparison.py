@@ -44,6 +44,8 @@ class Standing:
     """Number format of the training, by Lightning's name."""
     peak_memory_bytes: int | None
     """Peak memory of the training process."""
+    data_wait: float | None
+    """Share of the training time that went by waiting for data."""
     untrained_accepted_length: float | None
     """Tokens per pass of the same drafter before its first step, on held-out text."""
     accepted_length: dict[str, float]
@@ -101,6 +103,7 @@ def read_standing(name: str, folder: Path) -> Standing | None:
         training_steps=training.get("steps"),
         precision=training.get("precision"),
         peak_memory_bytes=training.get("peak_memory_bytes"),
+        data_wait=training.get("data_wait"),
         untrained_accepted_length=training.get("untrained_accepted_length"),
         accepted_length=_lengths(measurements),
         best_tree={name: max(sizes.values()) for name, sizes in content["accepted_length_by_tree_size"].items()},
@@ -146,6 +149,7 @@ def markdown(standings: Sequence[Standing]) -> str:
         ("steps", lambda one: number(one.training_steps, 0)),
         ("number format", lambda one: one.precision or "-"),
         ("peak memory, GiB", lambda one: number(_gib(one.peak_memory_bytes), 1)),
+        ("waiting for data", lambda one: percent(one.data_wait)),
         ("tokens/pass untrained", lambda one: number(one.untrained_accepted_length, 2)),
         *((f"tokens/pass {name}, {kind}", _length_of(name, temperature)) for name in _sets(standings)
           for kind, temperature in (("greedy", GREEDY), ("sampled", SAMPLED))),

@@ -48,7 +48,7 @@ def page(run: EvaluationRun, artifact: Artifact | None) -> str:
     body = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="headline">{escape(headline(run))}</p>',
-        f'<p class="muted">{escape(how_measured(run))}<br>{escape(where_measured(run))}</p>',
+        f'<p class="muted">{"<br>".join(map(escape, _circumstances(run)))}</p>',
         _cards(run, first),
         _lossless_box(run),
         _contention_box(run, first),
@@ -63,6 +63,11 @@ def page(run: EvaluationRun, artifact: Artifact | None) -> str:
     ]
     return PAGE.substitute(title=escape(title), colours=colours(), more=STYLE,
                            body="\n".join(part for part in body if part))
+
+
+def _circumstances(run: EvaluationRun) -> list[str]:
+    """Lines on how the answers were measured and the draft was trained."""
+    return [line for line in (how_measured(run), where_measured(run), run.training) if line]
 
 
 def _cards(run: EvaluationRun, evaluation: Evaluation) -> str:

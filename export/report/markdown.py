@@ -100,7 +100,7 @@ def _cells(measures: Measures) -> tuple[str, ...]:
 def markdown(run: EvaluationRun) -> str:
     """Text of report.md."""
     lines = [f"# Drafts for {run.evaluations[0].target}", "", f"**{headline(run)}**", "", how_measured(run), "",
-             where_measured(run), ""]
+             where_measured(run), "", *([run.training, ""] if run.training else [])]
     if run.evaluations[0].contended:
         lines += [f"**Warning.** {contention_note(run)}", ""]
     lines += [line for text in verdicts(run) for line in (text, "")]

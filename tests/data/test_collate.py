@@ -3,6 +3,7 @@
 import pytest
 import torch
 from draftsmith.data.collate import OPEN_BINS, Piece, pack, pad, plan_bins
+from draftsmith.data.state_formats import StateSlice
 from draftsmith.modules import Target, UserError
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,8 +16,8 @@ def piece(length: int, seed: int = 0, first: int = 0, states: bool = False) -> P
         tokens_N=torch.randint(4, 90, (length,), generator=generator, dtype=torch.int32),
         supervised_N=torch.rand(length, generator=generator) < 0.5,
         first=first,
-        final_ND=final_ND if states else None,
-        taps={2: final_ND * 2} if states else {},
+        final=StateSlice(final_ND) if states else None,
+        taps={2: StateSlice(final_ND * 2)} if states else {},
     )
 
 
@@ -62,8 +63,8 @@ def test_states_that_some_pieces_lack_are_marked() -> None:
     assert batch.missing_BL is not None
     assert batch.missing_BL.long().tolist() == [[0, 0, 0, 1, 1, 0], [1, 1, 1, 1, 0, 0]]
     assert batch.final_BLD is not None
-    assert held.final_ND is not None
-    assert torch.equal(batch.final_BLD[0, :3], held.final_ND)
+    assert held.final is not None
+    assert torch.equal(batch.final_BLD[0, :3], held.final.states())
     assert not batch.encoded
     with pytest.raises(ValueError, match="hold only some target states; encode them"):
         batch.final()

@@ -99,9 +99,9 @@ def test_long_conversations_become_windows_of_stored_states(folder: Path) -> Non
         )
         assert piece.first == window.start - parent.start
         full, place = whole.train.piece(parent), slice(piece.first, piece.first + window.length)
-        assert full.final_ND is not None
-        assert piece.final_ND is not None
-        assert torch.equal(full.final_ND[place], piece.final_ND)
+        assert full.final is not None
+        assert piece.final is not None
+        assert torch.equal(full.final.states()[place], piece.final.states())
     supervised = [
         sum(int(one.train.piece(window).supervised_N.sum()) for window in one.windows) for one in (data, whole)
     ]

@@ -10,7 +10,8 @@ import pytest
 import torch
 from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, distill, encode
 from draftsmith.data.datamodule import BatchConfig, DraftDataModule
-from draftsmith.data.feature_store import GIB, affordable, state_names
+from draftsmith.data.feature_shards import state_names
+from draftsmith.data.feature_store import GIB, affordable
 from draftsmith.data.state_formats import FORMATS
 from draftsmith.modules import Features, MedusaConfig, Target, TargetConfig, UserError
 from draftsmith.modules.target.loading import sketch_target
@@ -215,8 +216,9 @@ def test_a_limit_that_is_not_set_decides_nothing(tmp_path: Path) -> None:
     """Runs from before there was one are resumed."""
     known = {"row_length": 128, "rows_per_batch": 4, "seed": 0, "states": "stored", "loops": "cut",
              "own_prompts": False}
-    for words, batch in (([], known), (["--batch.states", "mixed", "--batch.store_gib", "2"],
-                                       known | {"states": "mixed", "store_gib": 2.0})):
+    for words, batch in (([], known), (["--batch.prefetch", "0"], known),
+                         (["--batch.states", "mixed", "--batch.store_gib", "2"],
+                          known | {"states": "mixed", "store_gib": 2.0})):
         given = parsed("--out", str(tmp_path), *words)
         assert Workspace(given.values, given.settings).decisive["batch"] == batch
 
@@ -245,7 +247,7 @@ def test_a_target_that_learns_has_no_states_to_store(tmp_path: Path) -> None:
     ({"states": "mixed", "store_gib": float("inf")}, r"must be above 0 with batch.states mixed, got inf"),
     ({"states": "computed", "store_gib": 2.0}, r"store_gib 2.0 means nothing with batch.states computed; set .*mixed"),
     ({"store_gib": 2.0}, r"batch.store_gib 2.0 means nothing with batch.states stored"),
-    ({"states": "both"}, r"batch.states must be stored, computed or mixed, got 'both'"),
+    ({"states": "both"}, r"batch.states must be stored, computed, mixed or auto, got 'both'"),
 ])
 def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):

@@ -26,7 +26,8 @@ from draftsmith.data import (
 )
 from draftsmith.data.answering import Answerer
 from draftsmith.data.distill import BARREN_CANDIDATES
-from draftsmith.data.feature_store import affordable, state_file
+from draftsmith.data.feature_shards import state_file
+from draftsmith.data.feature_store import affordable
 from draftsmith.data.folder_locks import FolderLocks
 from draftsmith.data.prompts import Prompt, Taken
 from draftsmith.data.queued_prompts import QueuedPrompts

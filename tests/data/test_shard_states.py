@@ -24,7 +24,8 @@ from draftsmith.data import (
 )
 from draftsmith.data.answering import Answerer
 from draftsmith.data.distill import Distillation
-from draftsmith.data.feature_store import Encoding, open_features
+from draftsmith.data.feature_shards import open_features
+from draftsmith.data.feature_store import Encoding
 from draftsmith.modules import DecodeSettings, Target, UserError
 from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
 from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer

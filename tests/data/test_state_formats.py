@@ -9,7 +9,8 @@ import pytest
 import torch
 from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, WantedStates, distill, encode
 from draftsmith.data.datamodule import BatchConfig, DraftDataModule
-from draftsmith.data.feature_store import Encoding, open_features, state_file, stored_format
+from draftsmith.data.feature_shards import open_features, state_file, stored_format
+from draftsmith.data.feature_store import Encoding
 from draftsmith.data.shard_states import ShardStates
 from draftsmith.data.state_formats import CHANNELS, FORMATS, STATES, TOKENS, format_named, unpacked
 from draftsmith.modules import Eagle3Config, Target, UserError
@@ -131,11 +132,12 @@ def test_files_hold_what_was_predicted_and_slices_are_those_of_the_whole(
     assert Encoding(tiny_target, folder, TAPS).tokens > 0, "another format is made anew"
 
 
-@pytest.mark.parametrize(("name", "bound"), [("int8", 0.005), ("fp8", 0.02)])
+@pytest.mark.parametrize(("name", "bound"), [(None, 1e-6), ("int8", 0.005), ("fp8", 0.02)])
 def test_the_loss_on_stored_states_is_that_on_computed_ones(
-    name: str, bound: float, folder: Path, tiny_target: Target
+    name: str | None, bound: float, folder: Path, tiny_target: Target
 ) -> None:
-    """Relative to the loss, of EAGLE-3 on taps with the target as teacher; the gradient likewise."""
+    """Relative to the loss, of EAGLE-3 on taps with the target as teacher; the gradient likewise. States in the
+    target's own format differ by the rounding of passes of another shape."""
     encode(tiny_target, folder, TAPS, form=name, progress=False)
     config = BatchConfig(row_length=96, rows_per_batch=2, seed=1)
     stored = DraftDataModule(folder, replace(config, states_format=name), TAPS)
@@ -151,7 +153,7 @@ def test_the_loss_on_stored_states_is_that_on_computed_ones(
         torch.autograd.backward(total)
         found.append((float(total.detach()), torch.cat([weight.grad.flatten() for weight in module.parameters()])))
     (loss, gradient), (exact, wanted) = found
-    assert loss != exact, "nothing was rounded"
+    assert name is None or loss != exact, "nothing was rounded"
     assert abs(loss - exact) <= bound * exact
     assert float((gradient - wanted).norm()) <= 10 * bound * float(wanted.norm())
 

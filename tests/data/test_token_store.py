@@ -10,7 +10,7 @@ import torch
 from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, TokenShard, distill, encode
 from draftsmith.data.collate import pad
 from draftsmith.data.datamodule import BatchConfig, Split
-from draftsmith.data.feature_store import FEATURES, open_features
+from draftsmith.data.feature_shards import FEATURES, open_features
 from draftsmith.data.learned_tokens import LearnedTokens
 from draftsmith.data.token_store import HeldOut, Row, ShardRecord, hash_file, write_bytes, write_tensors
 from draftsmith.modules import Target, UserError
@@ -145,10 +145,10 @@ def test_stored_states_are_those_of_each_conversation_alone(distilled: Path, tin
     for window in windows:
         piece = split.piece(window)
         alone = tiny_target.encode(pad([piece]), (0, 1))
-        assert piece.final_ND is not None
-        torch.testing.assert_close(piece.final_ND, alone.final()[0], rtol=0, atol=1e-4)
+        assert piece.final is not None
+        torch.testing.assert_close(piece.final.states(), alone.final()[0], rtol=0, atol=1e-4)
         for layer in (0, 1):
-            torch.testing.assert_close(piece.taps[layer], alone.taps[layer][0], rtol=0, atol=1e-4)
+            torch.testing.assert_close(piece.taps[layer].states(), alone.taps[layer][0], rtol=0, atol=1e-4)
 
 
 def test_complete_states_are_skipped_and_others_replaced(distilled: Path, tiny_target: Target) -> None:

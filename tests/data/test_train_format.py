@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from draftsmith.data import ChatTemplate, DistillConfig, WantedStates, distill
-from draftsmith.data.feature_store import stored_format
+from draftsmith.data.feature_shards import stored_format
 from draftsmith.modules import Target, UserError
 from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
 from safetensors.torch import load_file

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.data.feature_store import stored_format
+from draftsmith.data.feature_shards import stored_format
 from draftsmith.modules import UserError
 from draftsmith.recipes.training_folder import read_result
 from draftsmith.trainers.checkpoints import PARTS, AtomicCheckpointIO

@@ -66,3 +66,11 @@ def test_a_run_that_is_short_of_time_ends_and_says_what_is_missing(
     for text in (printed, (out / "report.md").read_text(), (out / "report.html").read_text()):
         assert "What was left out" in text
         assert "2 of 8 prompts" in text
+
+
+def test_the_report_says_how_long_training_waited(tiny_run: Path) -> None:
+    stats = json.loads((tiny_run / "train" / "stats.json").read_text())
+    said = f"(30 steps); {stats['data_wait']:.1%} of that went by waiting for data"
+    assert 0 < stats["data_wait"] < 1
+    for name in ("report.md", "report.html", "evaluation.json"):
+        assert said in (tiny_run / name).read_text()

@@ -82,7 +82,7 @@ def test_an_interrupted_run_ends_in_the_same_bits(
     module, parts = train(target, tmp_path / "parts", settings)
     expected, found = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    machine = {"seconds": 0.0, "peak_memory_bytes": 0}
+    machine = {"seconds": 0.0, "data_wait": 0.0, "peak_memory_bytes": 0}
     assert dataclasses.replace(parts, checkpoint=whole.checkpoint, **machine) == dataclasses.replace(whole, **machine)
     assert parts.checkpoint.read_bytes() == whole.checkpoint.read_bytes()
     best = {f"drafter.{name}": tensor for name, tensor in module.drafter.state_dict().items()}
