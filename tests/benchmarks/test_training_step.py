@@ -31,7 +31,7 @@ def test_the_textbook_has_the_same_gradient(target: Target, recipe: str, words: 
     pieces, clock, found = made.conversations(1), Clock(target.device), []
     assert len(pieces) > 2
     for plain in (False, True):
-        count = made.gradient(Way(plain, "32-true"), made.batch(pieces, plain), clock)
+        count = made.gradient(Way(plain, "32-true"), made.batch(pieces, plain).to("cpu"), clock)
         found.append([count, *(weight.grad for weight in made.trained if weight.grad is not None)])
         made.optimizer.zero_grad()
     assert float(found[0][0]) > 10
@@ -79,7 +79,7 @@ def test_a_part_inside_another_counts_for_itself_alone(monkeypatch: pytest.Monke
 def test_a_way_without_memory_says_so(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     made = bench(target, "medusa_8b")
 
-    def step(way: Way, _pieces: Any) -> dict[str, float]:
+    def step(way: Way, _batches: Any) -> dict[str, float]:
         if way.plain:
             raise torch.OutOfMemoryError
         return dict.fromkeys(training_step.PARTS, 1.0)
@@ -91,7 +91,7 @@ def test_a_way_without_memory_says_so(target: Target, monkeypatch: pytest.Monkey
     lines = training_step.table({"medusa_8b": found})
     assert lines[-1].startswith("| medusa_8b | textbook, 32-true | out of memory |")
     assert len({line.count("|") for line in lines}) == 1
-    assert "| 20 | 20 | 20 | 20 | 20 |" in lines[-2]
+    assert "| 20 | 20 | 20 | 20 | 20.0 |" in lines[-2]
 
 
 def test_a_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,12 +5,14 @@ vocabulary loss compiled, and with flex attention in place of masks and segments
     python tests/benchmarks/training_step.py [--shape NAME] [--recipes NAME ...] [--precisions 32-true bf16-mixed]
         [--against plain] [--forms NAME ...] [--steps N] [--row-length N] [--rows N] [--device cpu|cuda]
 
-The target has random weights of a stated shape, so that nothing is loaded; the cost of a step does not depend on them.
-Its states are computed in the step. Each step reads the same new conversations in every way: packed into rows by this
-package, and by the textbook one in each row, padded to the longest, with the logits of all positions and of all draft
-steps at once and none in chunks. All ways take turns; the first step of each is not counted. Of families whose guesses
-the target makes, its passes over their nodes are part of the drafter. Peak memory is what a step holds above the
-weights: allocated on a GPU, and elsewhere the storages of torch's tensors, counted in a step that is not timed.
+The target has random weights of a stated shape, so that nothing is loaded; the cost of a step does not depend on
+them. Its states are computed in the step. Each step reads the same new conversations in every way: packed into rows
+by this package, and by the textbook one in each row, padded to the longest, with the logits of all positions and of
+all draft steps at once and none in chunks. All ways take turns; the first step of each is not counted. *Data* is the
+wait for the next batch: one of this package was packed by a thread during the step before, one of the textbook is
+made when due. Of families whose guesses the target makes, its passes over their nodes are part of the drafter. Peak
+memory is what a step holds above the weights: allocated on a GPU, and elsewhere the storages of torch's tensors,
+counted in a step that is not timed.
 """
 
 import argparse
@@ -32,7 +34,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.memory import Tally
-from draftsmith.data.collate import Piece, pack, pad, plan_bins
+from draftsmith.data.collate import Piece, packed, pad, plan_bins
+from draftsmith.data.packed_batch import PackedBatch
+from draftsmith.data.prefetch import Prefetched
 from draftsmith.modules import Features, Target
 from draftsmith.modules.compiler import Compiler
 from draftsmith.trainers import DraftModule
@@ -155,20 +159,26 @@ class Bench:
             room -= length
         return found
 
-    def batch(self, pieces: Sequence[Piece], plain: bool) -> Features:
-        """The conversations as one batch on the device."""
+    def batch(self, pieces: Sequence[Piece], plain: bool) -> PackedBatch | Features:
+        """The conversations as one batch, which `to` moves to the device."""
         if plain:
-            return pad(pieces).to(self.target.device)
+            return pad(pieces)
         bins = plan_bins([len(piece.tokens_N) for piece in pieces], self.row_length)
-        return pack([[pieces[index] for index in row] for row in bins], self.row_length).to(self.target.device)
+        made = packed([[pieces[index] for index in row] for row in bins], self.row_length)
+        return made.pin_memory() if self.target.device.type == "cuda" else made
 
-    def step(self, way: Way, pieces: Sequence[Piece]) -> dict[str, float]:
-        """Seconds of the parts of one optimizer step."""
+    def feed(self, way: Way, pieces: Sequence[Sequence[Piece]]) -> Prefetched[PackedBatch | Features]:
+        """The batches of all steps: those of this package are made ahead."""
+        return Prefetched(lambda number: self.batch(pieces[min(number, len(pieces) - 1)], way.plain), 0,
+                          0 if way.plain else 1, self.target.device)
+
+    def step(self, way: Way, batches: Iterator[PackedBatch | Features]) -> dict[str, float]:
+        """Seconds of the parts of one optimizer step on the next batch."""
         clock = Clock(self.target.device)
         encode = clock.timed("target", self.module.encoded)
         vocabulary = clock.timed("vocabulary loss", VocabularyLoss.__call__)
         with clock.part("data"):
-            batch = self.batch(pieces, way.plain)
+            batch = next(batches).to(self.target.device)
         with (patch.object(self.module, "encoded", encode), patch.object(VocabularyLoss, "__call__", vocabulary),
               clock.part("drafter")):
             count = self.gradient(way, batch, clock)
@@ -192,15 +202,15 @@ class Bench:
         learned.total.backward()
         return weighted_mean_loss(learned.sums_KC, learned.weights)[1]
 
-    def peak(self, way: Way, pieces: Sequence[Piece]) -> int:
+    def peak(self, way: Way, batches: Iterator[PackedBatch | Features]) -> int:
         """Bytes of memory that a step holds at its peak above what was held before."""
         if self.target.device.type == "cuda":
             before = torch.cuda.memory_allocated(self.target.device)
             torch.cuda.reset_peak_memory_stats(self.target.device)
-            self.step(way, pieces)
+            self.step(way, batches)
             return torch.cuda.max_memory_allocated(self.target.device) - before
         with Tally() as tally:
-            self.step(way, pieces)
+            self.step(way, batches)
         return tally.peak
 
 
@@ -214,24 +224,28 @@ def measure(bench: Bench, ways: Sequence[Way], steps: int, deadline: float = flo
         deadline: value of `time.monotonic()` after which no further step is started; one of each way is always made.
     """
     found: dict[str, Taken | str] = {str(way): Taken() for way in ways}
+    pieces = [bench.conversations(number) for number in range(WARM_UP + steps)]
+    feeds = [bench.feed(way, pieces) for way in ways]
+    batches = [iter(feed) for feed in feeds]
     for number in range(WARM_UP + steps):
-        pieces = bench.conversations(number)
-        for way in ways:
+        for way, coming in zip(ways, batches, strict=True):
             taken = found[str(way)]
             if isinstance(taken, str) or (taken.tokens and time.monotonic() > deadline):
                 continue
             try:
                 if number == 0:
-                    taken.peak_bytes = bench.peak(way, pieces)
+                    taken.peak_bytes = bench.peak(way, coming)
                     continue
-                for part, seconds in bench.step(way, pieces).items():
+                for part, seconds in bench.step(way, coming).items():
                     taken.parts[part].append(seconds)
-                taken.tokens.append(sum(len(piece.tokens_N) for piece in pieces))
+                taken.tokens.append(sum(len(piece.tokens_N) for piece in pieces[number]))
                 taken.refusals = bench.compiled_step(way).refusals
             except torch.OutOfMemoryError:
                 bench.optimizer.zero_grad()
                 torch.cuda.empty_cache()
                 found[str(way)] = "out of memory"
+    for feed in feeds:
+        feed.close()
     return found
 
 
@@ -246,7 +260,7 @@ def table(found: dict[str, dict[str, Taken | str]]) -> list[str]:
                 continue
             figures = taken.to_dict()
             way += "".join(f" (without: {reason})" for reason in taken.refusals)
-            shares = " | ".join(f"{100 * figures[f'{part} share']:.0f}" for part in PARTS)
+            shares = " | ".join(f"{100 * figures[f'{part} share']:.{1 if part == 'data' else 0}f}" for part in PARTS)
             lines.append(f"| {recipe} | {way} | {figures['tokens_per_second']:.0f} | {figures['step_seconds']:.3f} | "
                          f"{figures['peak_mib']:.0f} | {shares} |")
     return lines
