@@ -195,7 +195,8 @@ class Workspace:
     @property
     def _read_target(self) -> dict[str, Any]:
         """The settings of the target, wherever its weights are."""
-        return {name: value for name, value in self.settings["target"].items() if name not in ("placement", "degree")}
+        placed = ("placement", "degree", "offload")
+        return {name: value for name, value in self.settings["target"].items() if name not in placed}
 
     @property
     def answered(self) -> dict[str, Any]:
@@ -248,7 +249,8 @@ class Workspace:
     @property
     def placement(self) -> Placement:
         """The devices and processes that hold the target. Raises UserError if there is no such placement."""
-        return placement_named(self.recipe.target.placement, self.recipe.target.degree)
+        target = self.recipe.target
+        return placement_named(target.placement, target.degree, offload=target.offload)
 
     def wanted_states(self) -> tuple[WantedStates, ...]:
         """The target's states that training reads from disk; none where it reads none, or has them computed.

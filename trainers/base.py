@@ -34,12 +34,13 @@ from .metrics import describe, weighted_mean_loss
 from .objectives import Objective, Teacher
 from .optimizers import optimizer_for
 from .schedules import time_leads, warmup_cosine
-from .split_drafter import SplitDrafter, whole_state
+from .split_drafter import SplitDrafter, shard_fully, whole_state
 from .step_guard import StepGuard
-from .strategies import FSDP2
+from .strategies import SPLITTING
 from .train_config import TrainConfig, decisive_settings
 from .training_clock import Clock, DataWait, peak_memory_bytes
 from .unread_steps import FinishedStep, UnreadSteps
+from .zero_strategy import ZeroDrafter
 
 PATIENCE = 8
 """Optimizer steps without a supervised token after which a run stops: long prompts may fill one step, but not eight."""
@@ -102,9 +103,9 @@ class DraftModule(L.LightningModule):
             raise UserError(f"{type(self).__name__} trains through the target's layers, which target.placement "
                             f"{target.placement.name} does not keep whole on one device; set target.placement: "
                             "replicated, or choose another family")
-        if self.changes_target and config.strategy == FSDP2:
-            raise UserError(f"train.strategy {FSDP2} splits the drafter's weights, and {type(self).__name__} trains "
-                            "weights of the target too; set train.strategy: ddp")
+        if self.changes_target and config.strategy in SPLITTING:
+            raise UserError(f"train.strategy {config.strategy} splits the drafter's weights or their optimizer, and "
+                            f"{type(self).__name__} trains weights of the target too; set train.strategy: ddp")
         self.target, self.config, self.token_counts = target, config, token_counts
         self.figures: dict[str, float] = {}
         self.clock, self.wait = Clock(), DataWait()
@@ -141,7 +142,8 @@ class DraftModule(L.LightningModule):
             with self.seeded():
                 self.drafter = self.build_drafter()
         if self.device_mesh is not None and self.split is None:
-            self.split = SplitDrafter(self, self.drafter, self.device_mesh["data_parallel"])
+            self.split = SplitDrafter(self.drafter)
+            shard_fully(self, self.drafter, self.device_mesh["data_parallel"])
 
     @contextmanager
     def seeded(self) -> Iterator[None]:
@@ -241,7 +243,7 @@ class DraftModule(L.LightningModule):
     def training_step(self, batch: Features, batch_idx: int) -> Tensor:
         """Back-propagate the sum of the losses of one micro-batch.
 
-        Lightning divides by the number of micro-batches, DDP and FSDP2 by that of ranks; both are undone here.
+        Lightning divides by the number of micro-batches, DDP, FSDP2 and ZeRO by that of ranks; both are undone here.
         """
         self.guard.add(batch_idx, batch)
         with self.compiled_step.attention():
@@ -261,11 +263,17 @@ class DraftModule(L.LightningModule):
             learning_rate=optimizer.param_groups[0]["lr"], batches=self.guard.end_step()))
         if self.unread.due:
             self.read_figures()
-        count = weighted_mean_loss(sums_KC, pending.weights)[1].clamp(min=1.0)
+        self._divide_gradient(weighted_mean_loss(sums_KC, pending.weights)[1].clamp(min=1.0))
+        self._take_time()
+
+    def _divide_gradient(self, count: Tensor) -> None:
+        """Divide the gradient that was summed over micro-batches and processes; DeepSpeed reads the number."""
+        if isinstance(self.trainer.strategy, ZeroDrafter):
+            self.trainer.strategy.divide_gradient(float(count))
+            return
         for parameter in self.parameters():
             if parameter.grad is not None:
                 parameter.grad.div_(count)
-        self._take_time()
 
     def read_figures(self) -> None:
         """Read the figures of the finished steps and log them. Raises UserError at a wrong loss, whose step may be one
@@ -279,9 +287,9 @@ class DraftModule(L.LightningModule):
 
     def configure_gradient_clipping(self, optimizer: torch.optim.Optimizer, gradient_clip_val: float | None = None,
                                     gradient_clip_algorithm: str | None = None) -> None:
-        """Clip the norm of the whole gradient. Lightning refuses to where a fused optimizer runs in mixed precision: it
-        expects gradients scaled for float16, which no precision here has."""
-        if gradient_clip_val:
+        """Clip the norm of the whole gradient, unless DeepSpeed does. Lightning refuses to where a fused optimizer runs
+        in mixed precision: it expects gradients scaled for float16, which no precision here has."""
+        if gradient_clip_val and not isinstance(self.trainer.strategy, ZeroDrafter):
             torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
 
     def describe(self, sums_KC: Tensor, weights: tuple[float, ...], offsets: tuple[int, ...]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""A drafter in training whose weights are split among processes (FSDP2), and the whole one that decodes.
+"""A drafter in training whose weights are split among processes, and the whole one that decodes.
 
 Each process holds a part of every weight, of its gradient and of its optimizer state. A training step gathers the
 weights, those of `Drafter.gathered_apart` for the moment in which each of these parts runs; the gradients are summed
@@ -20,28 +20,16 @@ from .optimizers import Together
 
 
 class SplitDrafter:
-    """Keeper of a drafter whose weights are split.
+    """Keeper of a drafter whose weights are split, and of its whole copy.
 
     Args:
-        module: the training module, a child of which is the drafter; it is the root whose `training_step` gathers.
-        drafter: whole, and bound; its weights are split in place.
-        mesh: the processes, of one dimension.
+        drafter: whole yet, and bound; its weights are to be split in place.
     """
 
-    def __init__(self, module: nn.Module, drafter: Drafter, mesh: Any) -> None:
-        from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-
+    def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.copy = copy.deepcopy(drafter).to("cpu")
         """Whole; on the CPU while it is not used."""
-        for part in drafter.gathered_apart():
-            fully_shard(part, mesh=mesh)
-        fully_shard(module, mesh=mesh)
-        for part in module.modules():
-            if isinstance(part, FSDPModule):
-                # Gloo knows sums alone; the mean that follows is undone by the training step.
-                part.set_force_sum_reduction_for_comms(True)
-        register_fsdp_forward_method(module, "training_step")
 
     @contextmanager
     def decoding(self, target: Target) -> Iterator[Drafter]:
@@ -53,9 +41,29 @@ class SplitDrafter:
         self.copy.train().to("cpu")
 
 
+def shard_fully(module: nn.Module, drafter: Drafter, mesh: Any) -> None:
+    """Split a drafter's weights in place (FSDP2).
+
+    Args:
+        module: the training module, a child of which is the drafter; it is the root whose `training_step` gathers.
+        drafter: whole yet.
+        mesh: the processes, of one dimension.
+    """
+    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+
+    for part in drafter.gathered_apart():
+        fully_shard(part, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            # Gloo knows sums alone; the mean that follows is undone by the training step.
+            part.set_force_sum_reduction_for_comms(True)
+    register_fsdp_forward_method(module, "training_step")
+
+
 def whole_state(module: nn.Module) -> dict[str, Tensor]:
     """The weights and buffers of a module, each whole; the processes that split them must call it together."""
-    return {name: whole(tensor) for name, tensor in module.state_dict().items()}
+    return {name: whole(tensor) for name, tensor in module.state_dict(keep_vars=True).items()}
 
 
 def whole_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:

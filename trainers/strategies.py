@@ -1,4 +1,4 @@
-"""Distribution strategies of the drafter by name: whole in every process, or its weights split among them."""
+"""Distribution strategies of the drafter by name: whole in every process, or split among them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,9 +10,14 @@ from torch.optim import Optimizer
 from ..modules.errors import UserError
 from .split_drafter import load_whole_optimizer_state, load_whole_state, whole_optimizer_state, whole_state
 from .train_config import TrainConfig
+from .zero_strategy import ZERO_STAGES, ZeroDrafter
 
 FSDP2 = "fsdp2"
 """Name of the strategy that splits the drafter's weights, gradients and optimizer states."""
+
+
+SPLITTING = (FSDP2, *ZERO_STAGES)
+"""Names of the strategies that split something of the drafter among the processes."""
 
 
 class FullyShardedDrafter(ModelParallelStrategy):
@@ -72,8 +77,13 @@ def strategy_for(config: TrainConfig) -> str | Strategy:
     if config.strategy.startswith(("fsdp", "model_parallel")):
         raise UserError(f"train.strategy {config.strategy!r} is FSDP of another kind than the one here; set "
                         f"train.strategy: {FSDP2}")
+    if config.strategy in ZERO_STAGES:
+        if config.optimizer == "muon":
+            raise UserError(f"train.optimizer muon orthogonalises whole matrices, and train.strategy {config.strategy} "
+                            "steps pieces of the joined weights; set train.optimizer: adamw, or train.strategy: "
+                            f"{FSDP2}")
+        return ZeroDrafter(ZERO_STAGES[config.strategy], clip=config.clip)
     if config.strategy.startswith("deepspeed"):
-        raise UserError(f"train.strategy {config.strategy!r} is not supported: DeepSpeed divides and clips gradients "
-                        "in its own engine, not by all labels, and Lightning's strategy refuses a CPU; set "
-                        f"train.strategy: {FSDP2}, which splits what ZeRO-3 splits")
+        raise UserError(f"train.strategy {config.strategy!r} is DeepSpeed of another kind than those here; set "
+                        f"train.strategy to {', '.join(ZERO_STAGES)}")
     return config.strategy

@@ -89,7 +89,8 @@ class TrainConfig:
     """Machines that train together; more than one are started with torchrun."""
     strategy: str = "auto"
     """Distribution of the drafter. auto: whole in every process; ddp: the same, by Lightning's name; fsdp2: its
-    weights, gradients and optimizer states split among the processes. Wherever the target is."""
+    weights, gradients and optimizer states split among the processes; deepspeed_stage_1, _2 and _3: by DeepSpeed's ZeRO
+    its optimizer states, its gradients too, its weights too. Wherever the target is."""
     seed: int = 0
     """Seed of all random numbers of training."""
     vocabulary_positions: int = 0

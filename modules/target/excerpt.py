@@ -64,7 +64,7 @@ def fill(small: nn.Module, model: Any) -> None:
     for path, module in small.named_modules():
         source = model.get_submodule(path)
         for name in [name for name, parameter in module._parameters.items() if parameter is not None]:
-            module._parameters[name] = _frozen(whole(source._parameters[name].detach()).to(device))
+            module._parameters[name] = _frozen(whole(source._parameters[name]).to(device))
         for name in [name for name, buffer in module._buffers.items() if buffer is not None]:
             module._buffers[name] = source._buffers[name].to(device)
 

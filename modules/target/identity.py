@@ -74,9 +74,10 @@ def hash_weights(model: nn.Module) -> str:
     """
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
-        flat = whole(parameter.detach()).reshape(-1)
+        found = whole(parameter)
+        flat = found.reshape(-1)
         step = max(1, -(-flat.numel() // SAMPLES_PER_TENSOR))
         sample = flat[::step].to(torch.bfloat16).contiguous().cpu()
-        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+        digest.update(f"{name} {tuple(found.shape)}".encode())
         digest.update(sample.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:32]

@@ -49,11 +49,14 @@ class TargetConfig:
     placement: PlacementName = "replicated"
     """Place of the target's layers. replicated: whole on one device of each process; tensor_parallel: the heads and
     channels of each layer divided among the processes of a group, which read the same rows; fully_sharded: the weights
-    of each layer divided among them, and gathered while it runs; layers: whole layers on the devices of one process. To
-    divide them, start `draftsmith train` with torchrun."""
+    of each layer divided among them, and gathered while it runs; zero3: the same by DeepSpeed, among all processes;
+    layers: whole layers on the devices of one process. To divide them, start `draftsmith train` with torchrun."""
     degree: int | None = None
     """Processes that share one target, with tensor_parallel and fully_sharded: neighbours, which divide all processes
     into groups. None shares it among all."""
+    offload: bool = False
+    """Keep the layers' weights in the machine's memory, each process its part, and on the devices those of one layer
+    and of the next; with the placement zero3."""
     pack: Pack = "auto"
     """Fewest tokens of a pass whose linear layers run packed for oneDNN, on a CPU in float32 or bfloat16: 1 packs for
     all passes, 0 for none; packed layers take as much memory again. auto measures in about a second what is faster;
@@ -84,7 +87,7 @@ def load_target(config: TargetConfig) -> Target:
     device = _device(config.device)
     dtype = _dtype(fastest_format(config) if config.dtype == FASTEST else config.dtype, device)
     _check_pack(config.pack)
-    placement = placement_named(config.placement, config.degree)
+    placement = placement_named(config.placement, config.degree, offload=config.offload)
     pack = placement.pack(config.pack)
     model, tokenizer = _read(config, dtype, device, placement)
     if config.chat_template is not None:
@@ -135,7 +138,7 @@ def sketch_target(config: TargetConfig) -> Target:
     Raises:
         UserError: as `load_target` does.
     """
-    placement = placement_named(config.placement, config.degree)
+    placement = placement_named(config.placement, config.degree, offload=config.offload)
     placement.pack(config.pack)
     model = _sketched(config)
     with _one_sentence(config):

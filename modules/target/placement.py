@@ -16,13 +16,15 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.distributed as dist
 
+from ..deepspeed_import import require_deepspeed
 from ..errors import UserError
 from ..features import Features
 from ..processes import local_rank
 from .excerpt import layer_list
 from .linear_forms import Pack
+from .zero3_weights import DTYPES, gather_by_layer, keep_whole, read_divided, zero3_settings
 
-PlacementName = Literal["replicated", "tensor_parallel", "fully_sharded", "layers"]
+PlacementName = Literal["replicated", "tensor_parallel", "fully_sharded", "zero3", "layers"]
 """Names of placements in a recipe."""
 Encode = Callable[[Features], Features]
 """A pass of the target over whole rows."""
@@ -232,6 +234,52 @@ class FullySharded(_Shared):
         return super().settled(model, device)
 
 
+class Zero3(_Shared):
+    """As with fully sharded weights, by DeepSpeed among all processes, and in the machine's memory if that is wanted.
+
+    Args:
+        degree: of no use: all processes share one target.
+        offload: keep the parts of the weights in the machine's memory.
+    """
+
+    name = "zero3"
+
+    def __init__(self, degree: int | None = None, *, offload: bool = False) -> None:
+        super().__init__(degree)
+        self.offload = offload
+
+    def size(self, world: int) -> int:
+        """All processes."""
+        if self.degree not in (None, world):
+            raise UserError(f"target.placement zero3 divides the target among all {world} processes, but target.degree "
+                            f"is {self.degree}; leave it out, or set target.placement: fully_sharded")
+        return super().size(world)
+
+    def require_fit(self, sketch: Any, world: int, *, gguf: bool) -> None:
+        """Refuse number formats that DeepSpeed does not divide, and a machine without it."""
+        super().require_fit(sketch, world, gguf=gguf)
+        require_deepspeed("target.placement zero3", "target.placement: fully_sharded")
+        if sketch.dtype not in DTYPES:
+            raise UserError(f"target.dtype {str(sketch.dtype).removeprefix('torch.')} is not divided by DeepSpeed; set "
+                            "target.dtype: float32, or target.placement: fully_sharded")
+
+    @contextmanager
+    def reading(self, sketch: Any, device: torch.device, world: int) -> Iterator[dict[str, Any]]:
+        """Each process keeps its part of every weight that the first one reads."""
+        self.require_accelerator(device)
+        self.size(world)
+        with read_divided(zero3_settings(sketch.dtype, offload=self.offload)):
+            yield {}
+
+    def settled(self, model: Any, device: torch.device) -> Any:
+        """The model with everything but its layers gathered for good."""
+        model.requires_grad_(False)
+        keep_whole(model, inside := _layers_name(model))
+        gather_by_layer(model.get_decoder(), model.get_submodule(inside),
+                        zero3_settings(model.dtype, offload=self.offload))
+        return model
+
+
 class Layers(Placement):
     """Whole layers on the devices of one process, neighbours together; everything else on the first device."""
 
@@ -263,12 +311,17 @@ class Layers(Placement):
         return model
 
 
-PLACEMENTS: tuple[type[Placement], ...] = (Placement, TensorParallel, FullySharded, Layers)
+PLACEMENTS: tuple[type[Placement], ...] = (Placement, TensorParallel, FullySharded, Zero3, Layers)
 """Every placement."""
 
 
-def placement_named(name: str, degree: int | None) -> Placement:
-    """The placement of this name. Raises UserError if there is none, or the degree is below 1."""
+def placement_named(name: str, degree: int | None, *, offload: bool = False) -> Placement:
+    """The placement of this name. Raises UserError if there is none, the degree is below 1, or it cannot offload."""
+    if name == Zero3.name:
+        return Zero3(degree, offload=offload)
+    if offload:
+        raise UserError(f"target.offload keeps the target's weights in the machine's memory with target.placement zero3"
+                        f" only, and the placement is {name}; set target.placement: zero3, or target.offload: false")
     for kind in PLACEMENTS:
         if kind.name == name:
             return kind(degree)

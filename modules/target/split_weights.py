@@ -2,18 +2,25 @@
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .zero3_weights import whole_in_zero3
+
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a weight of which this process holds a part; its processes must call it together. Others as they are."""
+    """All of a weight of which this process holds a part; its processes must call it together. Others as they are,
+    without a gradient."""
+    if hasattr(tensor, "ds_id"):
+        return whole_in_zero3(tensor)
     if dist.is_available():
         from torch.distributed.tensor import DTensor
 
         if isinstance(tensor, DTensor):
-            return tensor.full_tensor()
-    return tensor
+            with torch.no_grad():
+                return tensor.full_tensor()
+    return tensor.detach()
 
 
 def plain_class(model: nn.Module) -> type[Any]:

@@ -1,7 +1,7 @@
 """Read, decode and train with a target that several processes hold; started by torch.distributed.run, or imported.
 
-Arguments: folder of the target, its placement, its degree, the strategy of the drafter, folder for the results of each
-process.
+Arguments: folder of the target, its placement, its degree, `offload` or `keep`, the strategy of the drafter, folder for
+the results of each process.
 """
 
 import os
@@ -85,16 +85,17 @@ def train(target: Target, out: Path, *, world: int, strategy: str = "auto") -> F
 
 
 def _held(tensor: Any) -> torch.Tensor:
-    """The part of a weight that this process holds."""
-    held: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    """The part of a weight that this process holds, of FSDP2 or ZeRO-3."""
+    held: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else getattr(tensor, "ds_tensor", tensor)
     return held
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    folder, placement, degree, strategy, out = sys.argv[1:]
+    folder, placement, degree, offload, strategy, out = sys.argv[1:]
     rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-    target = load_target(TargetConfig(name=folder, placement=placement, degree=int(degree), device="cpu"))
+    target = load_target(TargetConfig(name=folder, placement=placement, degree=int(degree),
+                                      offload=offload == "offload", device="cpu"))
     found = show(target, [rank])
     result = train(target, Path(out), world=world, strategy=strategy)
     torch.save({**vars(found), "step": result.step, "accepted_length": result.accepted_length,

@@ -24,6 +24,7 @@ class Case:
     """A divided target, and what the same target computes and trains in one process."""
 
     placement: str
+    offload: bool
     strategy: str
     processes: int
     folder: Path
@@ -32,12 +33,15 @@ class Case:
     checkpoint: dict[str, Any]
 
 
-@pytest.fixture(scope="module", params=[("tensor_parallel", "ddp", 4, False), ("tensor_parallel", "fsdp2", 4, False),
-                                        ("fully_sharded", "fsdp2", 2, True)], ids=lambda given: "-".join(given[:2]))
+@pytest.fixture(scope="module", params=[
+    ("tensor_parallel", "ddp", 4, False), ("tensor_parallel", "fsdp2", 4, False), ("fully_sharded", "fsdp2", 2, True),
+    ("zero3", "deepspeed_stage_3", 2, False), ("zero3 offload", "ddp", 2, True),
+], ids=lambda given: "-".join(given[:2]))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     """A random model, its output layer tied to the embedding or not, with a sliding window: the check at load then
     reads an excerpt of it."""
-    placement, strategy, processes, tied = request.param
+    named, strategy, processes, tied = request.param
+    placement, *offload = named.split()
     folder, out = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("alone")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -49,7 +53,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     tiny_tokenizer().save_pretrained(folder)
     target = load_target(TargetConfig(name=str(folder), device="cpu", pack=0))
     result = train(target, out, world=1)
-    return Case(placement, strategy, processes, folder, show(target, list(range(processes))), result, checkpoint(out))
+    return Case(placement, bool(offload), strategy, processes, folder, show(target, list(range(processes))), result,
+                checkpoint(out))
 
 
 def checkpoint(out: Path) -> dict[str, Any]:
@@ -61,8 +66,8 @@ def checkpoint(out: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_a_divided_target_is_the_whole_one(case: Case, tmp_path: Path) -> None:
     """Each process reads rows of its own, of other shapes. Two processes hold a target: four of them hold two."""
-    answer = torchrun(case.processes, str(SCRIPT), str(case.folder), case.placement, "2", case.strategy,
-                      str(tmp_path))
+    answer = torchrun(case.processes, str(SCRIPT), str(case.folder), case.placement, "2",
+                      "offload" if case.offload else "keep", case.strategy, str(tmp_path))
     assert answer.returncode == 0, answer.stderr[-4000:]
     alone = case.found
     assert max(max(passes) for passes in alone.emitted) > 1, "no draft is accepted: nothing would be compared"

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import Target, UserError
+from draftsmith.modules import Target, UserError, deepspeed_import
 from draftsmith.trainers import Medusa2Module, Medusa2TrainConfig, MedusaTrainConfig
 from draftsmith.trainers.fitting import require_devices
+from draftsmith.trainers.strategies import SPLITTING
 from safetensors.torch import load_file
 from support.torchrun import start, torchrun
 
@@ -113,17 +114,33 @@ def test_muon_moves_split_weights_as_whole_ones(tmp_path: Path) -> None:
         assert float((found[name] - tensor).float().norm()) <= 0.02 * gone, name
 
 
-def test_a_changed_target_is_not_split(tiny_target: Target) -> None:
-    with pytest.raises(UserError, match=r"train\.strategy fsdp2 splits the drafter's weights, and Medusa2Module trains "
-                                        r"weights of the target too; set train\.strategy: ddp"):
-        Medusa2Module(tiny_target, Medusa2TrainConfig(strategy="fsdp2"))
+@pytest.mark.parametrize("strategy", SPLITTING)
+def test_a_changed_target_is_not_split(strategy: str, tiny_target: Target) -> None:
+    with pytest.raises(UserError, match=rf"train\.strategy {strategy} splits the drafter's weights or their optimizer, "
+                                        r"and Medusa2Module trains weights of the target too; set train\.strategy: ddp"):
+        Medusa2Module(tiny_target, Medusa2TrainConfig(strategy=strategy))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_zero_does_not_step_pieces_of_a_matrix_with_muon(stage: int) -> None:
+    with pytest.raises(UserError, match=rf"muon orthogonalises whole matrices, and train\.strategy deepspeed_stage_{stage}"
+                                        r" steps pieces .* set train\.optimizer: adamw, or train\.strategy: fsdp2"):
+        require_devices(MedusaTrainConfig(strategy=f"deepspeed_stage_{stage}", optimizer="muon", accelerator="cpu"))
+
+
+def test_zero_without_deepspeed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepspeed_import, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"train\.strategy deepspeed_stage_2 needs DeepSpeed, which is not installed; run "
+                                        r"pip install 'draftsmith\[deepspeed\]', or set train\.strategy: fsdp2"):
+        require_devices(MedusaTrainConfig(strategy="deepspeed_stage_2", accelerator="cpu"))
 
 
 @pytest.mark.parametrize(("strategy", "message"), [
     ("fsdp", r"train\.strategy 'fsdp' is FSDP of another kind than the one here; set train\.strategy: fsdp2"),
     ("fsdp_cpu_offload", r"'fsdp_cpu_offload' is FSDP of another kind .* fsdp2"),
-    ("deepspeed_stage_2", r"'deepspeed_stage_2' is not supported: DeepSpeed divides and .* train\.strategy: fsdp2"),
-    ("deepspeed", r"train\.strategy 'deepspeed' is not supported"),
+    ("deepspeed_stage_2_offload", r"'deepspeed_stage_2_offload' is DeepSpeed of another kind than those here; set train"
+     r"\.strategy to deepspeed_stage_1, deepspeed_stage_2, deepspeed_stage_3"),
+    ("deepspeed", r"train\.strategy 'deepspeed' is DeepSpeed of another kind"),
 ])
 def test_strategies_that_would_learn_something_else_are_refused(strategy: str, message: str) -> None:
     with pytest.raises(UserError, match=message):

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import Features, UserError, load_target
+from draftsmith.modules import Features, UserError, deepspeed_import, load_target
 from draftsmith.modules.processes import Processes
 from draftsmith.modules.target import loading
 from draftsmith.modules.target.kv_cache import RowCache
@@ -31,7 +31,10 @@ def launch(monkeypatch: pytest.MonkeyPatch, world: int, rank: int = 0) -> None:
     ("tensor_parallel", 4, 8, r"target\.degree 4 does not divide num_key_value_heads 2 of the target; .*fully_sharded"),
     ("tensor_parallel", 8, 8, r"target\.degree 8 does not divide num_attention_heads 4 of the target"),
     ("tensor_parallel", 0, 8, r"target\.degree must be at least 1, got 0; leave it out"),
-    ("pipeline", None, 1, r"placement must be replicated, tensor_parallel, fully_sharded, layers, got 'pipeline'"),
+    ("pipeline", None, 1, r"placement must be replicated, tensor_parallel, fully_sharded, zero3, layers, got "
+     r"'pipeline'"),
+    ("zero3", None, 1, r"target\.placement zero3 shares one target among several processes, but this is one; start"),
+    ("zero3", 2, 8, r"zero3 divides the target among all 8 processes, but target\.degree is 2; leave it out, or set"),
 ])
 def test_processes_that_cannot_share_a_target_are_refused_before_it_is_read(
     placement: Any, degree: int | None, world: int, message: str, monkeypatch: pytest.MonkeyPatch
@@ -43,7 +46,7 @@ def test_processes_that_cannot_share_a_target_are_refused_before_it_is_read(
 
 def test_targets_that_cannot_be_divided_are_refused() -> None:
     sketch = tiny_model()
-    divided = [placement_named(name, None) for name in ("tensor_parallel", "fully_sharded")]
+    divided = [placement_named(name, None) for name in ("tensor_parallel", "fully_sharded", "zero3")]
     for placement in divided:
         with pytest.raises(UserError, match=r"a GGUF file is dequantised as a whole .* save the model as a Hugging"):
             placement.require_fit(sketch, 2, gguf=True)
@@ -56,12 +59,28 @@ def test_targets_that_cannot_be_divided_are_refused() -> None:
         divided[0].require_fit(without_plan, 2, gguf=False)
 
 
-@pytest.mark.parametrize("placement", ["tensor_parallel", "fully_sharded", "layers"])
+@pytest.mark.parametrize("placement", ["tensor_parallel", "fully_sharded", "zero3", "layers"])
 def test_layers_that_are_not_whole_are_not_packed(placement: Any) -> None:
     with pytest.raises(UserError, match=rf"target\.pack 1 packs whole linear .* {placement} does not keep .* auto"):
         sketch_target(TargetConfig(name="tiny-random", placement=placement, pack=1))
     assert placement_named(placement, None).pack("auto") == 0
     assert placement_named("replicated", None).pack("auto") == "auto"
+
+
+def test_zero3_needs_deepspeed_and_a_number_format_that_it_divides(monkeypatch: pytest.MonkeyPatch) -> None:
+    placement = placement_named("zero3", None)
+    with pytest.raises(UserError, match=r"target\.dtype float64 is not divided by DeepSpeed; set target\.dtype: float32"):
+        placement.require_fit(tiny_model(dtype=torch.float64), 2, gguf=False)
+    monkeypatch.setattr(deepspeed_import, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"target\.placement zero3 needs DeepSpeed, which is not installed; run pip "
+                                        r"install 'draftsmith\[deepspeed\]', or set target\.placement: fully_sharded"):
+        placement.require_fit(tiny_model(), 2, gguf=False)
+
+
+@pytest.mark.parametrize("name", ["replicated", "fully_sharded", "layers"])
+def test_only_zero3_keeps_weights_in_the_memory_of_the_machine(name: str) -> None:
+    with pytest.raises(UserError, match=rf"target\.offload keeps .* zero3 only, and the placement is {name}; set"):
+        placement_named(name, None, offload=True)
 
 
 def test_a_target_is_spread_over_devices_only_where_there_are_some() -> None:

@@ -1,0 +1,113 @@
+"""States of an optimizer under DeepSpeed's ZeRO as those of one process, and back.
+
+ZeRO joins the weights of a group to one vector, of which each process keeps a part in float32, with the optimizer's
+states of that part: it is what the optimizer steps.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """A weight of an optimizer before it was divided."""
+
+    weight: Any
+    """With the attributes that DeepSpeed gives it."""
+    number: int
+    """Its number in the state of one process."""
+    group: int
+    """Number of its group."""
+    shape: torch.Size
+
+
+def optimizer_layout(optimizer: Optimizer) -> tuple[LaidOut, ...]:
+    """The weights of an optimizer, whole yet."""
+    numbered = optimizer.state_dict()["param_groups"]
+    return tuple(LaidOut(weight, number, place, weight.shape)
+                 for place, group in enumerate(optimizer.param_groups)
+                 for weight, number in zip(group["params"], numbered[place]["params"], strict=True))
+
+
+@dataclass(frozen=True)
+class Part:
+    """The elements of a weight that this process keeps, perhaps none."""
+
+    vector: Tensor
+    """The vector that holds them, a key of the optimizer's states."""
+    start: int
+    """Place of the first one there."""
+    first: int
+    """Its place in the flattened weight."""
+    length: int
+    """Their number."""
+
+    def of(self, values: Tensor) -> Tensor:
+        """These elements of a state of the vector."""
+        return values[self.start : self.start + self.length]
+
+    def of_whole(self, values: Tensor) -> Tensor:
+        """These elements of a state of the whole weight."""
+        return values.reshape(-1)[self.first : self.first + self.length]
+
+
+def part_of(zero: Any, one: LaidOut) -> Part:
+    """The part of a weight in this process.
+
+    Args:
+        zero: DeepSpeed's optimizer of stage 1, 2 or 3.
+        one: the weight.
+    """
+    if hasattr(one.weight, "ds_id"):
+        place, start, length = zero.grad_position[zero.get_param_id(one.weight)]
+        first = dist.get_rank() * length
+        # All parts are equally long: the last ones are filled up.
+        left = max(0, one.shape.numel() - first)
+        return Part(zero.fp32_partitioned_groups_flat[place], start, first, min(length, left))
+    vector, mapping = zero.single_partition_of_fp32_groups[one.group], one.weight._hp_mapping
+    if mapping is None:
+        return Part(vector, 0, 0, 0)
+    held, there = mapping.get_hp_fragment_address(), mapping.lp_fragment_address
+    return Part(vector, held.start, there.start, held.numel)
+
+
+def whole_optimizer_state(zero: Any, layout: tuple[LaidOut, ...]) -> dict[str, Any]:
+    """The state that one process has, on the CPU; all processes must call it."""
+    inner: Optimizer = zero.optimizer
+    states: dict[int, dict[str, Tensor]] = {}
+    for one in layout:
+        part = part_of(zero, one)
+        states[one.number] = {name: _joined(value, part, one.shape) if value.ndim else value.cpu()
+                              for name, value in inner.state[part.vector].items()}
+    groups = [{name: value for name, value in group.items() if name != "params"}
+              | {"params": [one.number for one in layout if one.group == place]}
+              for place, group in enumerate(inner.param_groups)]
+    return {"state": states, "param_groups": groups}
+
+
+def load_optimizer_state(zero: Any, layout: tuple[LaidOut, ...], state: dict[str, Any]) -> None:
+    """Take this process's parts of a state that `whole_optimizer_state` or one process gave."""
+    inner: Optimizer = zero.optimizer
+    for one in layout:
+        part = part_of(zero, one)
+        for name, value in state["state"][one.number].items():
+            if not value.ndim:
+                inner.state[part.vector][name] = value.clone()
+                continue
+            held = inner.state[part.vector].setdefault(name, torch.zeros_like(part.vector, requires_grad=False))
+            part.of(held).copy_(part.of_whole(value))
+    for group, stored in zip(inner.param_groups, state["param_groups"], strict=True):
+        group.update({name: value for name, value in stored.items() if name != "params"})
+
+
+def _joined(values: Tensor, part: Part, shape: torch.Size) -> Tensor:
+    """The state of a whole weight, each element from the process that keeps it."""
+    whole = values.new_zeros(shape.numel())
+    part.of_whole(whole).copy_(part.of(values))
+    dist.all_reduce(whole)
+    return whole.reshape(shape).cpu()
