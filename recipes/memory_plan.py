@@ -122,8 +122,9 @@ def lines(plan: Plan, recipe: Recipe) -> Iterator[str]:
     for stage in plan.stages:
         parts = ", ".join(f"{name} {in_words(size)}" for name, size in stage.parts.items() if size)
         yield f"{stage.name:<10}{in_words(stage.peak):>10} a {where}, {hours(stage.seconds)}: {parts}"
-        if stage.host:
-            yield f"{'':<10}{in_words(stage.host):>10} of the machine's memory: states"
+        for name, size in stage.host.items():
+            if size:
+                yield f"{'':<10}{in_words(size):>10} of the machine's memory: {name}"
     yield ""
     yield (f"Memory is counted from shapes, for prompts and answers as long as the recipe lets them be. Hours are "
            f"rougher: {plan.rates.flops / 1e12:.3g} TFLOP/s and {plan.rates.bandwidth / 1e9:.3g} GB/s, "

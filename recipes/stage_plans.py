@@ -1,16 +1,18 @@
 """Peak memory and hours of each stage of a recipe, from shapes and the rates of a device."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.optim import AdamW, Optimizer
 
 from ..modules import Target
 from ..modules.target.packed_linear import has_packed_product, linear_layers
+from ..modules.target.placement import Zero3
 from ..trainers import DraftModule
 from ..trainers.optimizers import Together
 from ..trainers.strategies import FSDP2
+from ..trainers.zero_strategy import BUCKET, ZERO_STAGES
 from .chat_settings import handwritten_prompts
 from .device_rates import Rates
 from .planned_work import PlannedWork, opening
@@ -33,8 +35,8 @@ class StagePlan:
     """Bytes by purpose, on each device, or in each process on a CPU; alive together."""
     seconds: float | None
     """Seconds; None where the recipe does not limit the work."""
-    host: int = 0
-    """Bytes in the memory of the machine, next to those of an accelerator."""
+    host: dict[str, int] = field(default_factory=dict)
+    """Bytes by purpose in the memory of the machine, next to those of an accelerator."""
 
     @property
     def peak(self) -> int:
@@ -62,16 +64,19 @@ class StagePlans:
         self.width = target.hidden_size * target.dtype.itemsize
         self.kinds = 1 + len(module.drafter.taps)
         self.stores = recipe.batch.states != "computed" and module.needs_states
-        self.weights = held_weights(target, recipe)
+        self.offloaded = offloaded_bytes(target)
+        self.weights = held_weights(target, recipe) + (0 if accelerator else self.offloaded // recipe.train.world)
         self.base = {"process": process, "target": self.weights,
                      "packed": 0 if accelerator else packed_bytes(target)}
         self.trained = sum(weight.numel() for weight in module.parameters() if weight.requires_grad)
         self.drafter = FLOAT32 * sum(weight.numel() for weight in module.parameters())
         self.work = PlannedWork(recipe, target, module, accelerator=accelerator)
         self.moments = moments(module)
-        self.split = recipe.train.world if recipe.train.strategy == FSDP2 else 1
+        self.zero = ZERO_STAGES.get(recipe.train.strategy, 0)
+        self.split = recipe.train.world if recipe.train.strategy == FSDP2 or self.zero == 3 else 1
         """Processes among which the drafter's weights, gradients and moments are divided."""
-        self.gathered = FLOAT32 * gathered_parameters(module) if self.split > 1 else 0
+        whole = gathered_parameters(module) if not self.zero else parameters_of(module)
+        self.gathered = FLOAT32 * whole if self.split > 1 else 0
         """Bytes of the weights that a step has whole at once, next to this process's part of all."""
         self.longest = min(target.context_length, opening(recipe) + recipe.distill.max_new_tokens)
         self.held_out = self.work.held_out()
@@ -100,7 +105,7 @@ class StagePlans:
             parts["second number format"] = (self.base["target"] + self.base["packed"]) // 2
         if not self.accelerator:
             parts["kept states"] = kept
-        return StagePlan(name="distill", parts=parts, host=kept if self.accelerator else 0,
+        return StagePlan(name="distill", parts=parts, host={"states": kept} if self.accelerator else {},
                          seconds=self._answer_seconds(rows, prompt, work.operations))
 
     def _answer_seconds(self, rows: int, prompt: int, operations: int) -> float | None:
@@ -133,7 +138,7 @@ class StagePlans:
             parts["kept states"] = kept + 2 * kept // self.kinds
         tokens = (self.recipe.prompts.limit or 0) * self.longest
         seconds = self.rates.seconds(tokens / self.longest * self.held_out.operations)
-        return StagePlan(name="encode", parts=parts, host=kept if self.accelerator else 0,
+        return StagePlan(name="encode", parts=parts, host={"states": kept} if self.accelerator else {},
                          seconds=0.0 if not reads else seconds or None)
 
     # Training --------------------------------------------------------------------------------------------------------
@@ -141,7 +146,7 @@ class StagePlans:
     def training(self) -> StagePlan:
         """`train`: the drafter with its optimizer, a step on a micro-batch, the held-out states."""
         step = self.work.step(self.mixed)
-        former = self._part(step.gradients)
+        former = self._part(step.gradients) if self.zero != 2 else step.gradients // self.recipe.train.world
         computed = self.recipe.batch.states != "stored"
         # The former step's gradients live until its backward pass, and over all micro-batches of a step.
         forward = former + max(step.forward.peak + step.states, step.target.peak if computed else 0)
@@ -150,16 +155,24 @@ class StagePlans:
             # Of gradients too, no more is whole at once than of weights.
             backward += former - (self.drafter - self.gathered)
         buckets = step.gradients if self.recipe.train.world > 1 == self.split else 0
+        if self.zero:
+            buckets = FLOAT32 * min(BUCKET, self.trained)
         parts = {**self.base, "drafter": self._part(self.drafter) + self.gathered + self.work.borrowed,
-                 "optimizer": self._part(self.moments), "step": max(forward, backward) + buckets,
+                 "optimizer": self._optimizer(), "step": max(forward, backward) + buckets,
                  "held-out states": self._held_out_states()}
         # One more than asked for: the training loop fetches a batch before it hands out the last one.
         ahead = (self.recipe.batch.prefetch + 1) * step.states if self.stores else 0
+        seconds = self._train_seconds(step.whole.operations + (step.target.operations if computed else 0))
         if not self.accelerator:
-            parts["batches read ahead"] = ahead
-        return StagePlan(name="train", parts=parts, host=ahead if self.accelerator else 0,
-                         seconds=self._train_seconds(step.whole.operations
-                                                     + (step.target.operations if computed else 0)))
+            return StagePlan(name="train", parts={**parts, "batches read ahead": ahead}, seconds=seconds)
+        host = {"batches read ahead": ahead, "the target's layers, of all processes": self.offloaded}
+        return StagePlan(name="train", parts=parts, host=host, seconds=seconds)
+
+    def _optimizer(self) -> int:
+        """Bytes of the optimizer's states, with DeepSpeed of the weights' copy that it steps."""
+        if not self.zero:
+            return self._part(self.moments)
+        return -(-(self.moments + FLOAT32 * self.trained) // self.recipe.train.world)
 
     def _part(self, size: int) -> int:
         """This process's part of what the processes divide."""
@@ -240,7 +253,18 @@ def sharing(target: Target, recipe: Recipe) -> int:
 def held_weights(target: Target, recipe: Recipe) -> int:
     """Bytes of the target's weights on one device: its share of the layers, and all of the rest."""
     every, layers = parameters_of(target.model), parameters_of(target.layers)
+    if isinstance(target.placement, Zero3):
+        # The layer that runs and the next one are whole.
+        held = 2 * layers // target.num_layers + (0 if target.placement.offload else -(-layers // recipe.train.world))
+        return (every - layers + held) * target.dtype.itemsize
     return (every - layers + -(-layers // sharing(target, recipe))) * target.dtype.itemsize
+
+
+def offloaded_bytes(target: Target) -> int:
+    """Bytes of the target's weights that all processes together keep in the machine's memory."""
+    if not (isinstance(target.placement, Zero3) and target.placement.offload):
+        return 0
+    return parameters_of(target.layers) * target.dtype.itemsize
 
 
 def packed_bytes(target: Target) -> int:

@@ -82,7 +82,7 @@ def strategy_for(config: TrainConfig) -> str | Strategy:
             raise UserError(f"train.optimizer muon orthogonalises whole matrices, and train.strategy {config.strategy} "
                             "steps pieces of the joined weights; set train.optimizer: adamw, or train.strategy: "
                             f"{FSDP2}")
-        return ZeroDrafter(ZERO_STAGES[config.strategy], clip=config.clip)
+        return ZeroDrafter(ZERO_STAGES[config.strategy], clip=config.clip, on_cpu=config.accelerator == "cpu")
     if config.strategy.startswith("deepspeed"):
         raise UserError(f"train.strategy {config.strategy!r} is DeepSpeed of another kind than those here; set "
                         f"train.strategy to {', '.join(ZERO_STAGES)}")

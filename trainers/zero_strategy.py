@@ -17,12 +17,16 @@ from lightning.pytorch.strategies.ddp import DDPStrategy
 from torch import nn
 from torch.optim import Optimizer
 
-from ..modules.deepspeed_import import require_deepspeed
+from ..modules.deepspeed_import import prepare_deepspeed, require_deepspeed
 from .split_drafter import SplitDrafter, whole_state
 from .zero_states import load_optimizer_state, optimizer_layout, whole_optimizer_state
 
 ZERO_STAGES = {f"deepspeed_stage_{stage}": stage for stage in (1, 2, 3)}
 """Lightning's names of the strategies, and the stage of ZeRO (arXiv:1910.02054, section 5)."""
+
+
+BUCKET = 50_000_000
+"""Most elements of gradients that are sent at once."""
 
 
 class ZeroDrafter(DeepSpeedStrategy):
@@ -31,13 +35,14 @@ class ZeroDrafter(DeepSpeedStrategy):
     Args:
         stage: 1 divides the optimizer's states, 2 the gradients too, 3 the weights too.
         clip: largest norm of the whole gradient; 0 turns clipping off.
+        on_cpu: whether the processes train on the CPU, wherever they could.
 
     Raises:
         UserError: if DeepSpeed is not installed.
     """
 
-    def __init__(self, stage: int, *, clip: float) -> None:
-        require_deepspeed(f"train.strategy deepspeed_stage_{stage}", "train.strategy: fsdp2")
+    def __init__(self, stage: int, *, clip: float, on_cpu: bool) -> None:
+        require_deepspeed(f"train.strategy deepspeed_stage_{stage}", "train.strategy: fsdp2", on_cpu=on_cpu)
         super().__init__(logging_level=40, config={
             "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": float(clip),
             "zero_allow_untested_optimizer": True,
@@ -54,6 +59,7 @@ class ZeroDrafter(DeepSpeedStrategy):
 
     def setup_distributed(self) -> None:
         """Join the processes, by DeepSpeed."""
+        prepare_deepspeed()
         if self.root_device.type == "cpu":
             self.set_world_ranks()
             self._init_deepspeed_distributed()
@@ -71,9 +77,12 @@ class ZeroDrafter(DeepSpeedStrategy):
         self._engine_precision = EnginePrecision("bf16-mixed" if mixed else "32-true")
 
     def _format_config(self) -> None:
-        """Autocast in place of weights that are themselves in bfloat16; gradients are added up in float32."""
+        """Autocast in place of weights that are themselves in bfloat16, and gradients in float32, in buckets no larger
+        than the drafter: those of DeepSpeed's own size take 2 GB whatever they hold."""
         if self.config is None:
             raise RuntimeError("DeepSpeed was given no settings")
+        trained = sum(weight.numel() for weight in self._module.parameters() if weight.requires_grad)
+        self.config["zero_optimization"]["reduce_bucket_size"] = min(BUCKET, trained)
         self.config["torch_autocast"] = {"enabled": self.precision_plugin.precision == "bf16-mixed",
                                          "dtype": "bfloat16", "lower_precision_safe_modules": []}
 

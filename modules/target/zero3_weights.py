@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..deepspeed_import import prepare_deepspeed
+
 DTYPES = {torch.float32: None, torch.bfloat16: "bf16", torch.float16: "fp16"}
 """Number formats of weights that ZeRO-3 divides, and the sections of DeepSpeed's settings that choose them."""
 
@@ -37,6 +39,7 @@ def read_divided(settings: dict[str, Any]) -> Iterator[None]:
     it, one at a time."""
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
+    prepare_deepspeed()
     # transformers itself refers to it weakly.
     held = HfDeepSpeedConfig(settings)  # type: ignore[no-untyped-call]
     try:

@@ -21,7 +21,8 @@ RATES = Rates(flops=4e14, bandwidth=3e12, origin="as stated")
 LARGE = {"8b": (4096, 14336, 32, 32), "70b": (8192, 28672, 80, 64)}
 """Width, width inside, layers and heads of the models of Llama 3."""
 PARAMETERS = {"8b": r"8,030,261,248 parameters, 15\.0 GiB",
-              "70b": r"70,553,706,496 parameters, 19\.9 GiB a process"}
+              "70b": r"70,553,706,496 parameters, 19\.9 GiB a process",
+              "70b_zero3": r"70,553,706,496 parameters, 7\.1 GiB a process"}
 
 
 @pytest.fixture(scope="module")
@@ -55,17 +56,20 @@ def test_a_name_that_leads_nowhere_is_told_in_one_sentence(tmp_path: Path) -> No
 def test_every_recipe_states_memory_and_hours_of_its_stages(
     recipe: str, large: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kind = recipe.rpartition("_")[2]
-    words = ["--target.name", str(large[kind]), *ELSEWHERE] if kind in large else []
+    kind = next((kind for kind in PARAMETERS if recipe.endswith(f"_{kind}")), "")
+    shape = kind.partition("_")[0]
+    words = ["--target.name", str(large[shape]), *ELSEWHERE] if kind else []
     assert main(["plan", "--config", recipe, *words]) == 0
     message = capsys.readouterr().out
     assert re.search(r"drafter +[\d,]+ trained parameters", message)
-    where = "GPU" if kind in large else "process"
+    where = "GPU" if kind else "process"
     for stage in ALL:
         assert re.search(rf"^{stage} +[\d.]+ [GMK]iB a {where}, [\d.e+-]+ h: ", message, re.MULTILINE)
-    assert ("as stated" in message) == (kind in large)
-    if kind in large:
+    assert ("as stated" in message) == bool(kind)
+    if kind:
         assert re.search(PARAMETERS[kind], message)
+    offloaded = "127.5 GiB of the machine's memory: the target's layers, of all processes" in message
+    assert offloaded == recipe.endswith("_zero3")
 
 
 def test_the_figures_are_those_of_the_real_drafter() -> None:
@@ -80,6 +84,21 @@ def test_the_figures_are_those_of_the_real_drafter() -> None:
     rows.run(TokenTree.prompts(torch.tensor([[5]]), torch.tensor([1])))
     assert rows.cache.storage is not None
     assert rows.cache.storage.nbytes == 10 * cache_bytes(target)
+
+
+def test_stages_of_zero_take_less_each() -> None:
+    """Of four processes: a quarter of the moments and of the weights' copy, then of gradients, then of weights."""
+    def planned(*words: str) -> dict[str, int]:
+        parsed = COMMANDS["run"].parse(["--config", "tiny", "--train.devices", "4", *words])
+        return next(stage.parts for stage in plan_recipe(parsed.values, RATES).stages if stage.name == "train")
+
+    whole = planned()
+    stages = [planned("--train.strategy", f"deepspeed_stage_{stage}") for stage in (1, 2, 3)]
+    trained = whole["optimizer"] // 8
+    assert [parts["optimizer"] for parts in stages] == [3 * trained] * 3
+    assert [parts["drafter"] - whole["drafter"] for parts in stages] == [0, 0, trained]
+    steps = [parts["step"] for parts in stages]
+    assert steps[0] >= steps[1] >= steps[2] > 0
 
 
 def test_split_drafters_take_less_in_each_process() -> None:

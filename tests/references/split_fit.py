@@ -1,7 +1,7 @@
 """Train drafters on the cycle for six steps, one after another; started by hand or by torch.distributed.run.
 
-Each is a case of tests/support/families, and trains in the folder of that name. --end ends each amid that step, as a
-signal does.
+Each is a case of tests/support/families, and trains in a folder of that name, by several strategies (joined by commas)
+one after another in a folder for each. --end ends each amid that step, as a signal does.
 """
 
 import argparse
@@ -50,20 +50,32 @@ def ending(module: DraftModule, step: int) -> None:
 
 
 class Held(L.Callback):
-    """The numbers that this process holds of the weights and of the optimizer's states at the end of a training."""
+    """The numbers that this process holds: of gradients before an optimizer step, at most; of weights and of the
+    optimizer's states at the end of a training."""
 
     def __init__(self) -> None:
-        self.numbers = 0
+        self.gradients = self.numbers = 0
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
+        kept = [weight.grad for weight in module.parameters() if weight.grad is not None]
+        self.gradients = max(self.gradients, sum(local(gradient).numel() for gradient in kept))
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        kept = [*module.parameters(), *(value for optimizer in trainer.optimizers for state in optimizer.state.values()
-                                        for value in state.values() if value.ndim)]
+        kept: list[Any] = list(module.parameters())
+        for optimizer in trainer.optimizers:
+            for weight, state in optimizer.state.items():
+                # ZeRO steps vectors of its own.
+                kept += [value for value in (weight, *state.values()) if value.ndim and not is_kept(value, kept)]
         self.numbers = sum(local(tensor).numel() for tensor in kept)
 
 
+def is_kept(tensor: Tensor, kept: list[Any]) -> bool:
+    return any(tensor is one for one in kept)
+
+
 def local(tensor: Any) -> Tensor:
-    """The part of a tensor that this process holds."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    """The part of a tensor that this process holds, of FSDP2 or ZeRO-3."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else getattr(tensor, "ds_tensor", tensor)
     return part
 
 
@@ -83,22 +95,28 @@ def train(name: str, out: Path, strategy: str, accumulate: int, last: int | None
     except (Ended, SystemExit):
         return
     print(f"{name}: rank {module.global_rank}: step {result.step}, accepted length {result.accepted_length:.6f}, "
-          f"{result.steps} steps, {result.parameters} weights, {held.numbers} numbers held")
+          f"{result.steps} steps, {result.parameters} weights, {held.numbers} numbers held, "
+          f"{held.gradients} of gradients")
 
 
 def main() -> None:
     given = argparse.ArgumentParser()
     given.add_argument("out", type=Path)
-    given.add_argument("strategy")
+    given.add_argument("strategies")
     given.add_argument("accumulate", type=int)
     given.add_argument("names", nargs="+")
     given.add_argument("--end", type=int)
     given.add_argument("--optimizer", default="adamw")
+    given.add_argument("--precision", default="32-true")
     chosen = given.parse_args()
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, end)
-    for name in chosen.names:
-        train(name, chosen.out, chosen.strategy, chosen.accumulate, chosen.end, optimizer=chosen.optimizer)
+    strategies = chosen.strategies.split(",")
+    for strategy in strategies:
+        out = chosen.out / strategy if len(strategies) > 1 else chosen.out
+        for name in chosen.names:
+            train(name, out, strategy, chosen.accumulate, chosen.end, optimizer=chosen.optimizer,
+                  precision=chosen.precision)
 
 
 if __name__ == "__main__":

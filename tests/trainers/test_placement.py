@@ -35,7 +35,8 @@ class Case:
 
 @pytest.fixture(scope="module", params=[
     ("tensor_parallel", "ddp", 4, False), ("tensor_parallel", "fsdp2", 4, False), ("fully_sharded", "fsdp2", 2, True),
-    ("zero3", "deepspeed_stage_3", 2, False), ("zero3 offload", "ddp", 2, True),
+    ("zero3", "deepspeed_stage_3", 2, False),
+    pytest.param(("zero3 offload", "ddp", 2, True), marks=pytest.mark.long),
 ], ids=lambda given: "-".join(given[:2]))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     """A random model, its output layer tied to the embedding or not, with a sliding window: the check at load then

@@ -69,7 +69,7 @@ def test_layers_that_are_not_whole_are_not_packed(placement: Any) -> None:
 
 def test_zero3_needs_deepspeed_and_a_number_format_that_it_divides(monkeypatch: pytest.MonkeyPatch) -> None:
     placement = placement_named("zero3", None)
-    with pytest.raises(UserError, match=r"target\.dtype float64 is not divided by DeepSpeed; set target\.dtype: float32"):
+    with pytest.raises(UserError, match=r"dtype float64 is not divided by DeepSpeed; set target\.dtype: float32"):
         placement.require_fit(tiny_model(dtype=torch.float64), 2, gguf=False)
     monkeypatch.setattr(deepspeed_import, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"target\.placement zero3 needs DeepSpeed, which is not installed; run pip "
