@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..modules.deepspeed_import import prepare_deepspeed, require_deepspeed
+from ..modules.errors import UserError
 from .split_drafter import SplitDrafter, whole_state
 from .zero_states import load_optimizer_state, optimizer_layout, whole_optimizer_state
 
@@ -128,9 +129,17 @@ class ZeroDrafter(DeepSpeedStrategy):
         self.deepspeed_engine.optimizer.override_loss_scale(count)
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """The engine's step; the loss of the next one is not scaled."""
+        """The engine's step; the loss of the next one is not scaled.
+
+        Raises:
+            UserError: if the gradient is not finite: the engine would leave out the step and go on.
+        """
         found = super().optimizer_step(optimizer, closure, model, **kwargs)
         self.deepspeed_engine.optimizer.override_loss_scale(1.0)
+        if self.deepspeed_engine.optimizer.overflow:
+            step, lr = self._module.global_step + 1, self._module.config.lr
+            raise UserError(f"the gradient is not finite at optimizer step {step}; lower lr (now {lr}) and train again "
+                            "into an empty --out folder")
         return found
 
     # Checkpoints -----------------------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -25,32 +27,46 @@ def words(out: Path) -> list[str]:
             "--train.validate_every", "2", "--train.checkpoint_every", "1"]
 
 
-def training(out: Path) -> list[str]:
+def training(out: Path, shared: Sequence[str]) -> list[str]:
     """Arguments of Python for the stages that two processes do, which share the target and the drafter."""
-    return ["-m", "draftsmith.recipes", "run", *words(out), "--target.placement", "tensor_parallel",
-            "--train.strategy", "fsdp2"]
+    placement, strategy = shared
+    return ["-m", "draftsmith.recipes", "run", *words(out), "--target.placement", placement,
+            "--train.strategy", strategy]
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
-    """A folder that one process distilled in and two trained in, and the seconds between the files of training."""
+@dataclass(frozen=True)
+class Trained:
+    """A folder that one process distilled in and two trained in."""
+
+    out: Path
+    shared: Sequence[str]
+    """The target's placement and the drafter's strategy."""
+    seconds: float
+    """Seconds between the files of training."""
+
+
+@pytest.fixture(scope="module", params=[
+    ("tensor_parallel", "fsdp2"), pytest.param(("zero3", "deepspeed_stage_3"), marks=pytest.mark.long),
+], ids="-".join)
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """A run up to the end of its training."""
     out = tmp_path_factory.mktemp("calm")
     assert main(["distill", *words(out)]) == 0
-    answer = torchrun(2, *training(out))
+    answer = torchrun(2, *training(out, request.param))
     assert answer.returncode == 0, answer.stderr[-3000:]
     assert answer.stdout.count("the drafter is trained") == 1, "the first process speaks for all"
     assert "trained; for the stages artifact and evaluate start draftsmith run" in answer.stdout
     times = [file.stat().st_mtime for file in (out / "train").rglob("*") if file.is_file()]
-    return out, max(times) - min(times)
+    return Trained(out, request.param, max(times) - min(times))
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_one_process_distils_two_train_and_one_evaluates(
-    trained: tuple[Path, float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    shutil.copytree(trained[0], out)
+    shutil.copytree(trained.out, out)
     assert not (out / "artifact").exists()
     assert main(["run", *words(out)]) == 0
     printed = capsys.readouterr().out
@@ -62,36 +78,36 @@ def test_one_process_distils_two_train_and_one_evaluates(
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(int(os.environ.get("KILLS", "1"))))
 def test_a_process_killed_at_a_random_moment_changes_no_weight(
-    trained: tuple[Path, float], tmp_path: Path, seed: int
+    trained: Trained, tmp_path: Path, seed: int
 ) -> None:
     """The other one ends too, instead of waiting for it, and the same command goes on."""
-    (calm, seconds), out, chance = trained, tmp_path / "out", random.Random(seed)
-    shutil.copytree(calm, out, ignore=shutil.ignore_patterns("train"))
-    wait = seconds * chance.random()
-    while start_and_kill(out, wait, chance) == 0:
+    out, chance = tmp_path / "out", random.Random(seed)
+    shutil.copytree(trained.out, out, ignore=shutil.ignore_patterns("train"))
+    command, wait = training(out, trained.shared), trained.seconds * chance.random()
+    while start_and_kill(out, command, wait, chance) == 0:
         # It ended before: the machine is less busy than it was for the first run.
         shutil.rmtree(out / "train")
         wait /= 2
-    answer = torchrun(2, *training(out))
+    answer = torchrun(2, *command)
     assert answer.returncode == 0, answer.stderr[-3000:]
-    assert outcome(out) == outcome(calm)
+    assert outcome(out) == outcome(trained.out)
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_batches_made_when_they_are_due_give_the_same_weights(trained: tuple[Path, float], tmp_path: Path) -> None:
+def test_batches_made_when_they_are_due_give_the_same_weights(trained: Trained, tmp_path: Path) -> None:
     """Processes that share a target read their own rows, and each has a thread that reads ahead."""
-    calm, out = trained[0], tmp_path / "out"
-    shutil.copytree(calm, out, ignore=shutil.ignore_patterns("train"))
-    answer = torchrun(2, *training(out), "--batch.prefetch", "0")
+    out = tmp_path / "out"
+    shutil.copytree(trained.out, out, ignore=shutil.ignore_patterns("train"))
+    answer = torchrun(2, *training(out, trained.shared), "--batch.prefetch", "0")
     assert answer.returncode == 0, answer.stderr[-3000:]
-    assert outcome(out) == outcome(calm)
+    assert outcome(out) == outcome(trained.out)
 
 
-def start_and_kill(out: Path, seconds: float, chance: random.Random) -> int:
+def start_and_kill(out: Path, command: list[str], seconds: float, chance: random.Random) -> int:
     """Exit code of a training of which one process is killed so long after its first file."""
     with (out / "said.txt").open("w") as said:
-        started = subprocess.Popen([sys.executable, *launcher(2), *training(out)], cwd=ROOT, stdout=said,
+        started = subprocess.Popen([sys.executable, *launcher(2), *command], cwd=ROOT, stdout=said,
                                    stderr=said, env=environment())
         while not any((out / "train").glob("*")) and started.poll() is None:
             time.sleep(0.02)

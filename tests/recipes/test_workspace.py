@@ -56,7 +56,7 @@ TWO = ("--train.devices", "2", "--train.accelerator", "cpu")
      "target.offload keeps the target's weights in the machine's memory with target.placement zero3 only, and the"),
     (["--train.strategy", "fsdp"], "train.strategy 'fsdp' is FSDP of another kind than the one here; set train.strate"),
     (["--family", "medusa2", "--batch.states", "computed", "--train.strategy", "fsdp2"],
-     "train.strategy fsdp2 splits the drafter's weights, and Medusa2Module trains weights of the target too; set"),
+     "train.strategy fsdp2 splits the drafter's weights or their optimizer, and Medusa2Module trains weights of the"),
     (["--train.num_nodes", "2"], "train.num_nodes is 2, but this process was started alone; start draftsmith train on"),
 ])
 def test_a_run_that_cannot_work_leaves_nothing(

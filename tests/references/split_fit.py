@@ -1,10 +1,12 @@
 """Train drafters on the cycle for six steps, one after another; started by hand or by torch.distributed.run.
 
 Each is a case of tests/support/families, and trains in a folder of that name, by several strategies (joined by commas)
-one after another in a folder for each. --end ends each amid that step, as a signal does.
+one after another in a folder for each. --end ends each amid that step, as a signal does; --overflow makes its gradient
+infinite.
 """
 
 import argparse
+import math
 import os
 import signal
 import sys
@@ -49,6 +51,17 @@ def ending(module: DraftModule, step: int) -> None:
     module.training_step = training_step
 
 
+def overflowing(module: DraftModule, step: int) -> None:
+    """Let the gradient of an optimizer step be infinite in the first process, and its loss finite."""
+    plain = module.training_step
+
+    def training_step(batch: Features, batch_idx: int) -> Tensor:
+        wrong = batch_idx == (step - 1) * module.config.accumulate and module.global_rank == 0
+        return plain(batch, batch_idx) * (math.inf if wrong else 1.0)
+
+    module.training_step = training_step
+
+
 class Held(L.Callback):
     """The numbers that this process holds: of gradients before an optimizer step, at most; of weights and of the
     optimizer's states at the end of a training."""
@@ -79,17 +92,20 @@ def local(tensor: Any) -> Tensor:
     return part
 
 
-def train(name: str, out: Path, strategy: str, accumulate: int, last: int | None, **more: Any) -> None:
+def train(name: str, out: Path, strategy: str, chosen: argparse.Namespace) -> None:
     """One training, to its end or to a step."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     # Clipping hides a gradient of another size, and so does AdamW but for its moments.
     clip = 0.0 if name in UNCLIPPED else 0.05
-    settings = {**SETTINGS, "clip": clip, "strategy": strategy, "accumulate": accumulate, "devices": world, **more}
+    settings = {**SETTINGS, "clip": clip, "strategy": strategy, "accumulate": chosen.accumulate, "devices": world,
+                "optimizer": chosen.optimizer, "precision": chosen.precision}
     module = CASES[name].module(cycle_target(), **settings)
     held = Held()
     module.configure_callbacks = lambda: [held]
-    if last is not None:
-        ending(module, last)
+    if chosen.end is not None:
+        ending(module, chosen.end)
+    if chosen.overflow is not None:
+        overflowing(module, chosen.overflow)
     try:
         result = fit(module, CycleData(held_out=3), out / name, progress=False)
     except (Ended, SystemExit):
@@ -106,6 +122,7 @@ def main() -> None:
     given.add_argument("accumulate", type=int)
     given.add_argument("names", nargs="+")
     given.add_argument("--end", type=int)
+    given.add_argument("--overflow", type=int)
     given.add_argument("--optimizer", default="adamw")
     given.add_argument("--precision", default="32-true")
     chosen = given.parse_args()
@@ -115,8 +132,7 @@ def main() -> None:
     for strategy in strategies:
         out = chosen.out / strategy if len(strategies) > 1 else chosen.out
         for name in chosen.names:
-            train(name, out, strategy, chosen.accumulate, chosen.end, optimizer=chosen.optimizer,
-                  precision=chosen.precision)
+            train(name, out, strategy, chosen)
 
 
 if __name__ == "__main__":

@@ -123,6 +123,15 @@ def test_every_family_is_trained_by_zero(alone: Path, tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.long
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_leaves_out_no_step_in_silence(stage: int, tmp_path: Path) -> None:
+    answer = torchrun(2, str(SCRIPT), str(tmp_path), f"deepspeed_stage_{stage}", "2", "eagle3", "--overflow", "2")
+    assert answer.returncode != 0
+    assert "the gradient is not finite at optimizer step 2; lower lr (now 0.01) and train again" in answer.stderr
+
+
+@pytest.mark.distributed
+@pytest.mark.long
 def test_zero_trains_in_mixed_precision(tmp_path: Path) -> None:
     """In bfloat16 a rounding that another order of sums turns over moves a weight more than in float32."""
     for strategy, accumulate, processes in (("auto", 4, 1), ("deepspeed_stage_3", 2, 2)):
