@@ -63,8 +63,8 @@ def overflowing(module: DraftModule, step: int) -> None:
 
 
 class Held(L.Callback):
-    """The numbers that this process holds: of gradients before an optimizer step, at most; of weights and of the
-    optimizer's states at the end of a training."""
+    """The numbers that this process holds: of gradients before an optimizer step, at most; of trained weights
+    and of the optimizer's states at the end of a training."""
 
     def __init__(self) -> None:
         self.gradients = self.numbers = 0
@@ -74,7 +74,7 @@ class Held(L.Callback):
         self.gradients = max(self.gradients, sum(local(gradient).numel() for gradient in kept))
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        kept: list[Any] = list(module.parameters())
+        kept: list[Any] = [weight for weight in module.parameters() if weight.requires_grad]
         for optimizer in trainer.optimizers:
             for weight, state in optimizer.state.items():
                 # ZeRO steps vectors of its own.

@@ -103,7 +103,7 @@ def check_stages(alone: Path, out: Path, names: Sequence[str]) -> None:
         stage = STAGES[place // (2 * len(names))]
         share, kept = SHARES[stage]
         weights = int(result.split()[-2])
-        # Vectors are filled up to equal parts, some families have frozen weights, which only stage 3 divides.
+        # Vectors are filled up to equal parts.
         assert int(held) <= 4 * weights * share + 0.1 * weights, (stage, name, held, weights)
         assert int(gradients) <= kept * weights, (stage, name, gradients, weights)
 
