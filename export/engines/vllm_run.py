@@ -46,7 +46,7 @@ def use_kernels_for_float32() -> None:
     the float32 inputs of a run whose answers are to be compared."""
     import torch
 
-    torch.cpu._is_amx_tile_supported = lambda: False  # type: ignore[assignment]
+    torch.cpu._is_amx_tile_supported = lambda: False
 
 
 def main(job: dict[str, Any]) -> dict[str, Any]:
