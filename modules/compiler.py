@@ -90,7 +90,8 @@ class Compiler:
 def bounded() -> Iterator[None]:
     """A block in which graphs are made for no more shapes than they must be, and at most `MOST_GRAPHS` of them."""
     # Two sizes that are equal once need not be so the next time.
-    with symbol_settings.patch(use_duck_shape=False), dynamo_settings.patch(recompile_limit=MOST_GRAPHS):
+    equal_sizes_apart = symbol_settings.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+    with equal_sizes_apart, dynamo_settings.patch(recompile_limit=MOST_GRAPHS):
         yield
 
 

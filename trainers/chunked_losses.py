@@ -270,7 +270,7 @@ class _FusedOutput(TeacherOutput):
     """The target's distribution inside a kernel, which keeps no probabilities for other draft steps."""
 
     @property
-    def p_NQ(self) -> Tensor:  # type: ignore[override]
+    def p_NQ(self) -> Tensor:
         """The probabilities."""
         return self.log_p_NQ.exp()
 
