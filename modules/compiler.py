@@ -12,6 +12,7 @@ import torch.fx.experimental._config as symbol_settings
 from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 BACKEND = "inductor"
 """Compiler of torch.compile."""
@@ -51,7 +52,8 @@ class Compiler:
         return partial(self._run, made, function)
 
     def _run(self, made: Callable[..., Any], plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.refusal:
+        # A mode that watches every operation sees none inside a graph, so torch would run none.
+        if self.refusal or is_in_torch_dispatch_mode(include_infra_modes=False):
             return plain(*args, **kwargs)
         try:
             return made(*args, **kwargs)

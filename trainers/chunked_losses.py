@@ -307,10 +307,11 @@ def _acceptance(
     """
     if teacher_output is None or teacher_output.log_mass_N is None:
         return valid_N.new_zeros(()), valid_N.new_zeros(())
-    mass_N1, found = teacher_output.log_mass_N.exp()[:, None], list[Tensor]()
+    mass_N1 = teacher_output.log_mass_N.exp()[:, None]
     if whole:
         alpha_N = torch.minimum(wide(logits_NQ).softmax(-1), teacher_output.p_NQ * mass_N1).sum(-1)
         return torch.where(valid_N, alpha_N, 0.0).sum(), valid_N.sum()
+    found = []
     for first in range(0, len(valid_N), ACCEPTANCE_ROWS):
         piece = slice(first, first + ACCEPTANCE_ROWS)
         q_NQ = wide(logits_NQ[piece]).softmax(-1)

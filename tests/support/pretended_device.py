@@ -22,11 +22,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from draftsmith.modules.target.apart_attention import attend_apart
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = torch.device("privateuseone", 0)
+INSIDE = {attend_apart._opoverload: attend_apart._init_fn}
+"""Operations of this package, by what they stand for: functions of torch's own operations."""
 _CPU = torch.device("cpu")
 _ROOT = Path(__file__).resolve().parents[2]
 _MARKS = (torch.bool, torch.uint8)
@@ -94,6 +97,9 @@ class _Device(TorchDispatchMode):
         self.waits = waits
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (inside := INSIDE.get(func)) is not None:
+            with self:
+                return inside(*args, **(kwargs or {}))
         kwargs, given = dict(kwargs or {}), list[Tensor]()
         held = _held(args, given)
         held_kwargs = {name: _held(value, given) for name, value in kwargs.items()}

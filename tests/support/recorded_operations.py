@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .pretended_device import Pretended, Waits, reads
+from .pretended_device import INSIDE, Pretended, Waits, reads
 
 
 @dataclass
@@ -69,10 +69,10 @@ class Record(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "draftsmith":
-            # An operation of this package stands for those inside it: their kernels are what a graph holds.
+        if (inside := INSIDE.get(func)) is not None:
+            # A graph holds the kernels of the operations inside it.
             with self:
-                return func(*args, **kwargs)
+                return inside(*args, **kwargs)
         if reads(func, args):
             raise RuntimeError(f"{func} makes the host wait, which a graph cannot hold")
         for argument, value in zip(func._schema.arguments, args, strict=False):
