@@ -13,6 +13,7 @@ numbers of the target's format on the device. On a GPU the host may wait while t
 
 import argparse
 import gc
+import logging
 import os
 import sys
 import tempfile
@@ -46,6 +47,8 @@ ROUNDS = 2
 """Trainings with each setting."""
 BATCHES = 8
 """Batches by which making is timed."""
+LOGGERS = ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero")
+"""Lightning's, which say the same at every training."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +162,8 @@ def main(words: Sequence[str] | None = None) -> None:
     if min(options.steps, options.conversations, options.rows) < 1 or options.row_length < 32:
         parser.error("--steps, --conversations and --rows must be at least 1 and --row-length at least 32, got "
                      f"{options.steps}, {options.conversations}, {options.rows} and {options.row_length}")
+    for name in LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
     target = shaped_target(options.shape, options.device)
     module = shaped_module(shaped_recipe(options.recipe, options.shape), target, options.shape)
     print(f"{options.recipe} on {options.shape}, {target.device}, {torch.get_num_threads()} threads; "
