@@ -51,6 +51,9 @@ PARTS = ("target", "vocabulary loss", "drafter", "optimizer", "data")
 PRECISIONS = ("32-true", "bf16-mixed")
 FORMS = ("", "compiled loss", "compiled loss, flex attention")
 """Kernels of the step: none of a compiler; those of the vocabulary loss; flex attention as well."""
+COMPILING, SPARE = 2, 10_000
+"""Steps of a compiled way before its first one, of two sizes: a graph for all sizes follows the one of the first size;
+number of the first of them."""
 WARM_UP = 1
 """Steps of each way that are not counted."""
 
@@ -234,6 +237,8 @@ def measure(bench: Bench, ways: Sequence[Way], steps: int, deadline: float = flo
                 continue
             try:
                 if number == 0:
+                    for spare in range(COMPILING if way.form else 0):
+                        bench.step(way, iter([bench.batch(bench.conversations(SPARE + spare), way.plain)]))
                     taken.peak_bytes = bench.peak(way, coming)
                     continue
                 for part, seconds in bench.step(way, coming).items():
