@@ -7,16 +7,16 @@ as it is, with its chunks, its autocast and its fused attention, and every stora
 freed.
 """
 
-import weakref
-from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from .counted_storages import CountedStorages
 
 LARGE = 1 << 16
 """Elements from which a new floating-point tensor has no values: smaller ones may hold numbers that are read."""
@@ -25,19 +25,17 @@ _CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for
 _INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
 
 
-class CountedWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CountedWork(CountedStorages):
     """A block whose operations are counted: bytes alive, their peak, and floating-point operations.
 
     An operation that reads a tensor without values gives one without values. All others are performed.
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.live = self.peak = 0
+        super().__init__()
         self.operations = 0
         """Floating-point operations of matrix products and attention."""
         self._shapes = FakeTensorMode(allow_non_fake_inputs=True)
-        self._known: set[int] = set()
 
     def blank(self, tensor: Tensor) -> Tensor:
         """A tensor on the CPU with the shape and number format of this one, and no values."""
@@ -51,45 +49,23 @@ class CountedWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def restart(self) -> None:
         """Count the peak and the operations from here on."""
-        self.peak, self.operations = self.live, 0
+        super().restart()
+        self.operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
-            return func(*args, **kwargs)
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def perform(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The result of an operation, without values where it reads any without or is large."""
         if func._overloadpacket in _INDEXED:
             args = (args[0], _places(args[1]), *args[2:])
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        for storage in _storages(given):
-            self._know(storage)
-        if given or not _is_large(args, kwargs):
+        given = any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
+        with nullcontext() if given or not _is_large(args, kwargs) else self._shapes:
             answer = func(*args, **kwargs)
-        else:
-            with self._shapes:
-                answer = func(*args, **kwargs)
         self.operations += _operations(func, args, kwargs, answer)
-        for storage in _storages(tree_leaves(answer)):
-            if storage._cdata not in self._known:
-                self._made(storage)
         return answer
-
-    def _know(self, storage: Any) -> None:
-        """Leave out a storage that was there before."""
-        if (key := storage._cdata) not in self._known:
-            self._known.add(key)
-            # Another storage may get the same address later.
-            weakref.finalize(storage, self._known.discard, key)
-
-    def _made(self, storage: Any) -> None:
-        size, key = storage.nbytes(), storage._cdata
-        self._known.add(key)
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._freed, key, size)
-
-    def _freed(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
 
 
 def blank_tensors(module: nn.Module, count: CountedWork, made: dict[int, Tensor]) -> None:
@@ -133,10 +109,6 @@ def _is_large(args: Any, kwargs: dict[str, Any]) -> bool:
     for size in shape:
         elements *= size if isinstance(size, int) else 1
     return dtype.is_floating_point and elements >= LARGE
-
-
-def _storages(leaves: Any) -> Iterator[Any]:
-    return (leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def _operations(func: Any, args: Any, kwargs: dict[str, Any], answer: Any) -> int:

@@ -9,10 +9,8 @@ decoding and the drafter's own weights and state together.
 
 import argparse
 import sys
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from draftsmith.modules import (
@@ -32,55 +30,10 @@ from draftsmith.modules import (
     load_target,
 )
 from draftsmith.modules.baselines.token_recycling import recycling_tree
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from draftsmith.recipes.counted_storages import CountedStorages
 
 BOUND = 1.10
 """Largest allowed ratio of drafted decoding to plain decoding and the drafter together."""
-
-
-class Tally(TorchDispatchMode):
-    """Bytes of the storages made inside the block: those alive, their peak, and the largest one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = self.largest = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Arguments were made before: a view of one is no allocation.
-        for storage in _storages((args, kwargs)):
-            if (key := storage._cdata) not in self._known:
-                self._known.add(key)
-                # Another storage may get the same address later.
-                weakref.finalize(storage, self._known.discard, key)
-        answer = func(*args, **(kwargs or {}))
-        for storage in _storages(answer):
-            if storage._cdata not in self._known:
-                self._made(storage)
-        return answer
-
-    def _made(self, storage: Any) -> None:
-        size, key = storage.nbytes(), storage._cdata
-        self._known.add(key)
-        self.live += size
-        self.peak, self.largest = max(self.peak, self.live), max(self.largest, size)
-        weakref.finalize(storage, self._freed, key, size)
-
-    def _freed(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
-
-    def restart(self) -> None:
-        """Reset the largest allocation."""
-        self.largest = 0
-
-
-def _storages(values: Any) -> Iterator[Any]:
-    for value in tree_leaves(values):
-        # Weights that are packed for oneDNN have no storage that Python can see.
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-            yield value.untyped_storage()
 
 
 @dataclass(frozen=True)
@@ -102,21 +55,22 @@ def measured(target: Target, context: int, new_tokens: int, batch: int, drafter:
     """Decode once under a tally."""
     requests = [Request(tuple((10 + row + place) % target.vocab_size for place in range(context)), row, new_tokens)
                 for row in range(batch)]
-    with Tally() as started:
+    with CountedStorages() as started:
         held = drafter.start(batch, context + new_tokens) if drafter is not None else None
         state = started.live
     del held
-    with Tally() as tally:
+    with CountedStorages() as tally:
         loop = Loop(target, requests, DecodeSettings(batch_size=batch, ignore_eos=True), drafter=drafter, policy=policy)
         passes = loop.run()
         for _ in range(batch):
             next(passes)
+        read = tally.peak
         tally.restart()
         for _ in passes:
             pass
         largest = tally.largest
     own = weights(drafter) if isinstance(drafter, torch.nn.Module) else 0
-    return Usage(peak=tally.peak, largest=largest, weights=own, state=state)
+    return Usage(peak=max(read, tally.peak), largest=largest, weights=own, state=state)
 
 
 def weights(module: torch.nn.Module) -> int:

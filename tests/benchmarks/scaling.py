@@ -64,7 +64,7 @@ def cases(base: Case, longest: int) -> dict[str, list[Case]]:
 def measure(case: Case, rank: int, port: int) -> dict[str, float]:
     """Seconds and MiB of one case, in this process."""
     import torch
-    from benchmarks.memory import Tally
+    from draftsmith.recipes.counted_storages import CountedStorages
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -77,7 +77,7 @@ def measure(case: Case, rank: int, port: int) -> dict[str, float]:
     seconds, grown = time.process_time() - started, peak() - before
     encoded = module.encoded(batch(case))
     drafts, features = module.training_drafts(encoded)
-    with Tally() as tally:
+    with CountedStorages() as tally:
         module._vocabulary_loss(module.weights(len(drafts.offsets)), None)(drafts, features)
     states = 2 * drafts.hidden_BLKD.nbytes
     owned = sum(parameter.nbytes for parameter in dict.fromkeys(module.drafter.output_parameters(0)))

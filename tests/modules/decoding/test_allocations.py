@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from benchmarks.memory import Tally, measured
+from benchmarks.memory import measured
 from draftsmith.modules import (
     Chain,
     DecodeSettings,
@@ -17,6 +17,7 @@ from draftsmith.modules import (
 from draftsmith.modules.baselines.token_recycling import recycling_tree
 from draftsmith.modules.drafters.parts.feature_drafter import FeatureDrafter
 from draftsmith.modules.drafters.parts.lookahead_drafter import LookaheadDrafter
+from draftsmith.recipes.counted_storages import CountedStorages
 from support.families import CASES
 
 NODES = 4
@@ -44,7 +45,7 @@ def steady(original: Target, name: str, context: int) -> tuple[int, int]:
         next(passes)
     cache = loop.rows.cache  # type: ignore[attr-defined]
     place = cache.storage.data_ptr()
-    with Tally() as tally:
+    with CountedStorages() as tally:
         for _ in range(8):
             next(passes)
             assert cache.storage.data_ptr() == place
@@ -70,7 +71,7 @@ def test_a_copy_of_the_cache_would_be_seen(tiny_target: Target) -> None:
         rows.cache.assume(300)
         rows.cache.open(slice(0, 2), 3)
         rows.cache.write(0, torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8))
-        with Tally() as tally:
+        with CountedStorages() as tally:
             kept = rows.cache.storage
             assert kept is not None
             assert kept[:, :1].nbytes > 0
@@ -83,7 +84,7 @@ def test_a_copy_of_the_cache_would_be_seen(tiny_target: Target) -> None:
 
 def test_what_is_made_where_something_else_was_is_counted() -> None:
     before = [torch.zeros(10) for _ in range(50)]
-    with Tally() as tally:
+    with CountedStorages() as tally:
         assert sum(int(tensor.view(-1).numel()) for tensor in before) == 500
         before.clear()
         made = [torch.zeros(10) for _ in range(50)]

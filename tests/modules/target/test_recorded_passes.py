@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmarks.memory import Tally
 from draftsmith.modules import (
     Chain,
     DecodeResult,
@@ -38,6 +37,7 @@ from draftsmith.modules.decoding import loop
 from draftsmith.modules.target import recorded_passes, target_rows
 from draftsmith.modules.target.recorded_passes import NO_CUDA, recorder_for, steps_to
 from draftsmith.modules.target.target_rows import TargetRows
+from draftsmith.recipes.counted_storages import CountedStorages
 from support.families import CASES, randomised
 from support.policy_cases import EVERY
 from support.recorded_operations import Records
@@ -176,7 +176,7 @@ def test_passes_keep_their_places_and_shapes(
 
 def test_steady_passes_hold_no_more_memory(tiny_target: Target, records: Records) -> None:
     drafter = randomised(CASES["medusa"].make(tiny_target))
-    with Tally() as tally:
+    with CountedStorages() as tally:
         running = Loop(tiny_target, requests((0.0, 0.0, 0.0), (40, 40, 40)),
                        DecodeSettings(batch_size=3, ignore_eos=True, graphs=True), drafter=drafter, policy=Chain(2))
         steps, live = running.run(), list[int]()

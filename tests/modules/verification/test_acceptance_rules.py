@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benchmarks.memory import Tally
 from draftsmith.modules import (
     ChainRejection,
     Chances,
@@ -25,6 +24,7 @@ from draftsmith.modules import (
 from draftsmith.modules.verification import sampling as sampling_module
 from draftsmith.modules.verification.acceptance_rules import AcceptAll, reject_siblings
 from draftsmith.modules.verification.sampling import draw, penalise
+from draftsmith.recipes.counted_storages import CountedStorages
 from references import wrong_rules
 from references.rejection import pair_law, walk
 from support.goodness_of_fit import chi2_bound, g_statistic
@@ -289,7 +289,7 @@ def test_few_distributions_are_held_at_a_time_and_change_nothing(name: str, monk
     sampling = Sampling(temperature_B=torch.tensor([0.0, 1.0, 1.7]), top_p=0.9, sampling_rows=(1, 2))
     whole = rule.accept(tree, logits_BNV, sampling, chances)
     monkeypatch.setattr(sampling_module, "_ENTRIES_TOGETHER", 2 * rows * vocab_size)
-    with Tally() as tally:
+    with CountedStorages() as tally:
         pieces = rule.accept(tree, logits_BNV, sampling, chances)
     for field in ("path_BK", "counts_B", "bonus_B"):
         assert torch.equal(getattr(pieces, field), getattr(whole, field))
