@@ -147,8 +147,8 @@ class PlannedWork:
     def decoding(self, rows: int, prompt: int, answer: int, nodes: int, taps: tuple[int, ...] = ()) -> Work:
         """Decoding of a batch from its prompts to its longest answers; the operations are those of its last pass.
 
-        The cache grows as it does in decoding, where the old slots and the new ones are alive together; the last growth
-        takes most.
+        The cache grows as it does in decoding, where the old slots and the new ones of a few layers are alive together;
+        the last growth takes most.
         """
         before, longest = self.count.live, prompt + answer + nodes
         tree = Topology.chain(nodes - 1).plant(torch.zeros(rows, nodes, dtype=torch.int64))

@@ -62,7 +62,7 @@ class RecordedRounds:
         """The reason that some part of a round cannot be recorded; empty while none has failed."""
         self.made: dict[RoundShape, RecordedRound] = {}
         self._first: Round | None = None
-        self._storage: list[Tensor | None] = [None] * len(self.caches)
+        self._storage: list[Tensor | None] = [None for cache in self.caches for _ in cache.blocks]
 
     def next(self, active: int) -> Round:
         """The work of the next round of the first `active` rows."""
@@ -74,7 +74,7 @@ class RecordedRounds:
         if not self.extents:
             self._settle(self._first)
         shape = self._shape(active)
-        storage = [cache.storage for cache in self.caches]
+        storage = [block.storage for cache in self.caches for block in cache.blocks]
         if not all(now is then for now, then in zip(storage, self._storage, strict=True)):
             # A cache has got its memory, or more of it, elsewhere: earlier records would write where it was.
             self.made.clear()

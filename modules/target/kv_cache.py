@@ -1,4 +1,4 @@
-"""The key-value cache of the target: one storage for each device, a length per row, commit in place.
+"""The key-value cache of the target: one storage for a few neighbouring layers, a length per row, commit in place.
 
 Shapes: B rows, H key-value heads, S slots of a row, W slots in use, N new tokens, K nodes of a path, E head dimension.
 A tree pass writes node n of row b at slot lengths[b] + n; `commit` moves the accepted ones to the front of the free
@@ -19,6 +19,9 @@ from ..errors import UserError
 
 FIRST_SLOTS = 256
 """Slots of a row that are allocated at once; rows that need more grow."""
+PARTS, FEWEST_LAYERS = 8, 4
+"""Most blocks on one device, and fewest layers of a block unless there are fewer: while the cache grows, one block is
+in memory twice. Smaller blocks would save little more, and every pass moves the accepted slots of each."""
 
 
 @dataclass
@@ -100,24 +103,40 @@ class Block:
     """The first of these layers."""
     layers: int
     """Their number."""
+    home: torch.device | None = None
+    """Device of these layers; None where all layers are on one."""
     storage: Tensor | None = None
     """Keys and values of layer `first` + n in entries 2n and 2n + 1, [2 * layers, B, H, S, E]; None before the first
     keys are written."""
 
-    def made(self, keys_BHNE: Tensor, rows: int, slots: int) -> Tensor:
-        """The storage, made at the first keys, on their device, with so many slots of a row. Raises UserError if keys
-        of another shape come."""
+    @property
+    def slots(self) -> int:
+        """Slots of a row; 0 before the first keys are written."""
+        return 0 if self.storage is None else self.storage.shape[3]
+
+    def make(self, keys_BHNE: Tensor, rows: int, slots: int) -> None:
+        """Make the storage for keys of this shape, on their device, with so many slots of a row."""
+        heads, dim = keys_BHNE.shape[1], keys_BHNE.shape[3]
+        # Zeros, not empty: a NaN in a masked slot leaks through the attention kernel.
+        self.storage = torch.zeros(
+            2 * self.layers, rows, heads, slots, dim, dtype=keys_BHNE.dtype, device=keys_BHNE.device)
+
+    def fitting(self, keys_BHNE: Tensor) -> Tensor:
+        """The storage. Raises UserError if it is for keys of another shape."""
         heads, dim = keys_BHNE.shape[1], keys_BHNE.shape[3]
         if self.storage is None:
-            # Zeros, not empty: a NaN in a masked slot leaks through the attention kernel.
-            self.storage = torch.zeros(
-                2 * self.layers, rows, heads, slots, dim, dtype=keys_BHNE.dtype, device=keys_BHNE.device)
+            raise ValueError("the block has no memory yet")
         if self.storage.shape[2] != heads or self.storage.shape[4] != dim:
             raise UserError(
                 f"all layers must have keys of one shape; got {heads} heads of {dim} after "
                 f"{self.storage.shape[2]} heads of {self.storage.shape[4]}; choose another target"
             )
         return self.storage
+
+    def widen(self, slots: int) -> None:
+        """Have at least so many slots of a row; nothing happens before the first keys are written."""
+        if self.storage is not None and slots > self.slots:
+            self.storage = torch.nn.functional.pad(self.storage, (0, 0, 0, slots - self.slots))
 
 
 class RowCache(Cache):
@@ -159,7 +178,7 @@ class RowCache(Cache):
 
     @property
     def storage(self) -> Tensor | None:
-        """The keys and values of the layers on the first device; None before the first are written."""
+        """The keys and values of the first block; None before the first are written."""
         return self.blocks[0].storage
 
     @property
@@ -235,8 +254,8 @@ class RowCache(Cache):
     def take_all(self) -> None:
         """Take the memory of all slots, now or at the first pass, after which nothing is moved."""
         self._grows = False
-        for block, storage in self._written:
-            block.storage = _widened(storage, self.capacity)
+        for block in self.blocks:
+            block.widen(self.capacity)
 
     def write(self, layer: int, keys_BHNE: Tensor, values_BHNE: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new keys and values of a layer and return all those in use, [B, H, W, E] each."""
@@ -248,8 +267,10 @@ class RowCache(Cache):
                 f"{tuple(keys_BHNE.shape[1:])}; choose a target with keys and values of one shape"
             )
         block, window = self._block(layer), self.window.on(keys_BHNE.device)
-        storage = block.made(keys_BHNE, self.rows, self._slots(0, self.width))
-        block.storage = storage = self._with_room(storage, self.width)
+        if block.storage is None:
+            self._take(block.home, keys_BHNE)
+        self._make_room(block, self.width)
+        storage = block.fitting(keys_BHNE)
         answer, first = [], 2 * (layer - block.first)
         for place, states_BHNE in ((first, keys_BHNE), (first + 1, values_BHNE)):
             held, new = storage[place], window.readable(states_BHNE)
@@ -263,10 +284,17 @@ class RowCache(Cache):
     def _block(self, layer: int) -> Block:
         return next(block for block in self.blocks if layer < block.first + block.layers)
 
-    def _with_room(self, storage: Tensor, width: int) -> Tensor:
-        """The storage with at least `width` slots of a row."""
-        held = storage.shape[3]
-        return storage if width <= held else _widened(storage, self._slots(held, width))
+    def _take(self, home: torch.device | None, keys_BHNE: Tensor) -> None:
+        """Take memory for all layers on the device of the first keys there: which of them a drafter has run before
+        must not matter to records of passes."""
+        for block in self.blocks:
+            if block.home == home:
+                block.make(keys_BHNE, self.rows, self._slots(0, self.width))
+
+    def _make_room(self, block: Block, width: int) -> None:
+        """Let a block have at least `width` slots of a row."""
+        if width > block.slots:
+            block.widen(self._slots(block.slots, width))
 
     def _slots(self, held: int, width: int) -> int:
         """Slots to have where there are `held` and `width` are needed: half as many again, so that few moves are made,
@@ -285,8 +313,8 @@ class RowCache(Cache):
             raise ValueError("there are no keys to arrange")
         # A verified tree may have more nodes than were read while it grew.
         width = max(self.host_lengths[: len(columns_BN)]) + columns_BN.shape[1]
-        for block, storage in self._written:
-            block.storage = self._with_room(storage, width)
+        for block in self.blocks:
+            self._make_room(block, width)
         rows_B1 = torch.arange(len(columns_BN), device=columns_BN.device)[:, None]
         base_B1 = self.lengths_B[: len(columns_BN), None]
         target_BN = base_B1 + torch.arange(columns_BN.shape[1], device=columns_BN.device)
@@ -308,6 +336,9 @@ class RowCache(Cache):
         if moved:
             base_B1 = self.lengths_B[window.rows_B1]
             target_BK = base_B1 + torch.arange(path_BK.shape[1], device=path_BK.device)
+            for block in self.blocks:
+                # Layers that this pass left out have not grown with the others.
+                self._make_room(block, window.width)
             for _, storage in self._written:
                 _move(storage, window.rows_B1, target_BK, base_B1 + path_BK)
         self.lengths_B.index_add_(0, window.rows_B1[:, 0], counts_B)
@@ -367,14 +398,11 @@ class RowCache(Cache):
 def _blocks(num_layers: int, devices: Sequence[torch.device]) -> list[Block]:
     """The layers in blocks of neighbours on one device."""
     blocks: list[Block] = []
-    for _, places in groupby(range(num_layers), key=lambda layer: devices[layer] if devices else None):
+    for home, places in groupby(range(num_layers), key=lambda layer: devices[layer] if devices else None):
         layers = list(places)
-        blocks.append(Block(first=layers[0], layers=len(layers)))
+        size = max(FEWEST_LAYERS, -(-len(layers) // PARTS))
+        blocks += [Block(first=first, layers=min(size, layers[-1] + 1 - first), home=home) for first in layers[::size]]
     return blocks
-
-
-def _widened(storage: Tensor, slots: int) -> Tensor:
-    return torch.nn.functional.pad(storage, (0, 0, 0, slots - storage.shape[3]))
 
 
 def _move(storage: Tensor, rows_B1: Tensor, to_BK: Tensor, from_BK: Tensor) -> None:

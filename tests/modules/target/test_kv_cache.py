@@ -2,11 +2,14 @@
 
 import gc
 import weakref
+from itertools import pairwise
 
 import pytest
 import torch
 from draftsmith.modules import DecodeSettings, Eagle2Tree, Request, Target, TokenTree, Topology, decode
 from draftsmith.modules.target import kv_cache
+from draftsmith.modules.target.kv_cache import RowCache
+from draftsmith.recipes.counted_storages import CountedStorages
 from support.families import CASES, randomised
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -123,17 +126,50 @@ def test_memory_that_was_taken_later_keeps_what_was_written(tiny_target_f64: Tar
     assert not rows.cache.storage[..., 3:, :].any()
 
 
+def test_no_more_than_one_block_is_in_memory_twice_while_the_cache_grows() -> None:
+    cache, layers, slots = RowCache(32, 2, 4096, torch.device("cpu")), 32, (256, 384, 576)
+    bytes_of = [2 * layers * 2 * 2 * count * 8 * 4 for count in slots]
+
+    def write(start: int, stop: int) -> None:
+        cache.open(slice(0, 2), stop - start)
+        for layer in range(layers):
+            keys_BHNE = torch.full((2, 2, stop - start, 8), float(layer + start))
+            held = cache.write(layer, keys_BHNE, -keys_BHNE)
+            assert held[0].shape == (2, 2, stop, 8)
+            del held, keys_BHNE
+        cache.commit(torch.arange(stop - start).expand(2, -1), torch.tensor([stop - start] * 2), [stop - start] * 2,
+                     moved=False)
+
+    with torch.no_grad(), CountedStorages() as count:
+        write(0, 256)
+        for former, now in pairwise(range(3)):
+            count.restart()
+            write(slots[former], slots[former] + 1)
+            given = 3 * 2 * 2 * 2 * 8 * 4
+            assert bytes_of[now] <= count.live <= bytes_of[now] + 4096
+            assert count.peak <= bytes_of[now] + bytes_of[former] // 8 + given + 4096
+            write(slots[former] + 1, slots[now])
+    assert [block.layers for block in cache.blocks] == [4] * 8
+    for block in cache.blocks:
+        assert block.storage is not None
+        for layer in range(4):
+            expected = torch.tensor([float(block.first + layer + start) for start in (0, 256, 257, 384, 385)])
+            found = block.storage[2 * layer, 1, 0, [0, 256, 257, 384, 385], 3]
+            assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("name", ["kangaroo", "kangaroo-reduced", "eagle3", "draft-lm", "prompt-tokens"])
 def test_every_cache_grows_while_drafting(tiny_target_f64: Target, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = randomised(CASES[name].make(tiny_target_f64))
     requests = [Request((5, 9, 11 + row), row, 24) for row in range(2)]
     answers = []
-    for slots in (256, 1):
+    for slots, layers in ((256, 4), (1, 4), (1, 1)):
         monkeypatch.setattr(kv_cache, "FIRST_SLOTS", slots)
+        monkeypatch.setattr(kv_cache, "FEWEST_LAYERS", layers)
         found = decode(tiny_target_f64, requests, DecodeSettings(batch_size=2, ignore_eos=True), drafter=drafter,
                        policy=Eagle2Tree(9, 3, 3))
         answers.append([one.tokens for one in found.generations])
-    assert answers[0] == answers[1]
+    assert answers[0] == answers[1] == answers[2]
 
 
 def test_a_finished_batch_gives_its_memory_back_at_once(tiny_target: Target) -> None:
