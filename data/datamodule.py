@@ -6,7 +6,9 @@ Shapes: B packed rows, L tokens of a row, N tokens of a piece, T tokens of a sha
 import hashlib
 import math
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Literal
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from ..modules import Features, UserError
 from ..modules.config_checks import MOST_ROWS, MOST_TOKENS, check_bounds
+from ..modules.read_rows import ReadRows
 from .chat import Surroundings
 from .collate import Piece, packed, pad, plan_bins
 from .feature_shards import FeatureShard, open_features, stored_format
@@ -155,6 +158,10 @@ class Split:
     def row(self, window: Window) -> int:
         """Number of the row in its shard that a window is cut from."""
         return bisect_right(self.shards[window.shard].starts_S.tolist(), window.start) - 1
+
+    def learns(self, window: Window) -> bool:
+        """True if a window has labels of the training."""
+        return bool(self.learned[window.shard][window.start : window.stop].any())
 
     def whole(self, row: Window) -> Piece:
         """A row with all its answers as labels."""
@@ -313,28 +320,36 @@ class DraftDataModule(lightning.LightningDataModule):
         """End it after an error or a signal too, when Lightning calls no `teardown`."""
         self.close()
 
-    def validation_features(self) -> list[Features]:
+    def validation_features(self) -> ReadRows:
         """The conversations that choose checkpoints: held-out rows with greedy answers, one a batch.
 
         Answers end where their loops begin, unless `config.loops` keeps them. Empty when none were held out.
         """
-        pieces = [(row, self.validation.piece(row)) for row in self.validation.rows(0.0)]
-        return [pad([piece]) for _, piece in pieces if bool(piece.supervised_N.any())]
+        return _rows(self.validation.piece, [row for row in self.validation.rows(0.0) if self.validation.learns(row)])
 
-    def held_out_features(self, temperature: float = 0.0) -> list[Features]:
+    def held_out_features(self, temperature: float = 0.0) -> ReadRows:
         """The held-out conversations whole, one row a batch, to be replayed. Empty when none were held out.
 
         Args:
             temperature: of their answers: 0 for greedy ones, SIZING_TEMPERATURE for drawn ones.
         """
-        return [pad([self.validation.whole(row)]) for row in self.validation.rows(temperature)]
+        return _rows(self.validation.whole, self.validation.rows(temperature))
 
-    def looping_features(self) -> list[Features]:
+    def looping_features(self) -> ReadRows:
         """Those of `held_out_features` whose greedy answers end in loops."""
         starts = {(number, shard.span(row)[0]) for number, shard in enumerate(self.validation.shards)
                   for row, *_ in loops(shard)}
-        return [pad([self.validation.whole(row)]) for row in self.validation.rows(0.0)
-                if (row.shard, row.start) in starts]
+        return _rows(self.validation.whole, [row for row in self.validation.rows(0.0)
+                                             if (row.shard, row.start) in starts])
+
+
+def _rows(read: Callable[[Window], Piece], rows: list[Window]) -> ReadRows:
+    """Rows of a split, each a batch."""
+    return ReadRows(partial(_padded, read, row) for row in rows)
+
+
+def _padded(read: Callable[[Window], Piece], row: Window) -> Features:
+    return pad([read(row)])
 
 
 def learned(manifest: Manifest, config: BatchConfig, around: Surroundings | None) -> LearnedTokens:

@@ -53,6 +53,7 @@ from ..modules import (
     try_pass_sizes,
 )
 from ..modules.processes import ALONE, Processes
+from ..modules.read_rows import ReadRows
 from ..modules.target.loading import sketch_target
 from ..modules.tuning.replay_acceptance import held_out_acceptance
 from ..trainers import DraftModule, FitResult, TrainConfig, families, fit
@@ -193,7 +194,7 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
     return [workspace.artifact / name for name in ("config.json", "model.safetensors", "README.md", "tuning.json")]
 
 
-def tuned(workspace: Workspace, target: Target, drafter: Drafter, held_out: list[Features], proposed: ProposedText,
+def tuned(workspace: Workspace, target: Target, drafter: Drafter, held_out: Sequence[Features], proposed: ProposedText,
           topology: Topology, expected: tuple[float, ...]) -> Tuning:
     """Measurements of this machine for greedy rows, with a tree whose accepted lengths by size are `expected`."""
     cost = measure_cost(target, drafter, topology)
@@ -203,11 +204,13 @@ def tuned(workspace: Workspace, target: Target, drafter: Drafter, held_out: list
                    copying=size_copies(drafter, target, held_out, proposed, topology.prefix(size)))
 
 
-def drawn(workspace: Workspace, module: DraftModule, target: Target) -> list[Features]:
+def drawn(workspace: Workspace, module: DraftModule, target: Target) -> ReadRows:
     """Held-out conversations whose answers the verifying target drew at SIZING_TEMPERATURE, with its states."""
-    rows = validation(workspace, module, SIZING_TEMPERATURE)
+    rows = batches_for(workspace, module).held_out_features(SIZING_TEMPERATURE)
+    if target is module.target:
+        return encoded(workspace, module, rows)
     # A target that training has changed draws other answers than the stored ones.
-    return rows if target is module.target else answered_anew(target, rows, temperature=SIZING_TEMPERATURE)
+    return answered_anew(target, rows, temperature=SIZING_TEMPERATURE)
 
 
 def sized_for_sampling(tuning: Tuning, drafter: Drafter, target: Target, text: Sequence[Features],
@@ -253,21 +256,21 @@ def _copies(tuning: Tuning, temperature: float) -> str:
             f"is {'' if pays else 'not '}predicted to be faster")
 
 
-def without_loops(workspace: Workspace, module: DraftModule) -> list[Features]:
+def without_loops(workspace: Workspace, module: DraftModule) -> ReadRows:
     """Held-out conversations with greedy answers up to their loops: copies and deep trees that pay in a loop alone
     would be chosen for all text. With `batch.loops: keep` they are whole."""
     return encoded(workspace, module, batches_for(workspace, module).validation_features())
 
 
-def validation(workspace: Workspace, module: DraftModule, temperature: float = 0.0) -> list[Features]:
-    """Held-out conversations with answers at a temperature and the target's states, on its device."""
-    return encoded(workspace, module, batches_for(workspace, module).held_out_features(temperature))
+def encoded(workspace: Workspace, module: DraftModule, rows: ReadRows) -> ReadRows:
+    """Rows with the target's states, on its device: stored ones, or computed whenever a row is read."""
+    target, taps = workspace.target, module.drafter.taps
 
+    def read(row: Features) -> Features:
+        moved = row.to(target.device)
+        return moved if moved.encoded else target.encode(moved, taps)
 
-def encoded(workspace: Workspace, module: DraftModule, rows: Sequence[Features]) -> list[Features]:
-    """Rows with the target's states, on its device."""
-    moved = [row.to(workspace.target.device) for row in rows]
-    return [row if row.encoded else workspace.target.encode(row, module.drafter.taps) for row in moved]
+    return rows.mapped(read)
 
 
 def loop_acceptance(workspace: Workspace, module: DraftModule) -> dict[str, Any]:

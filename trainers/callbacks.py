@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,7 +30,7 @@ class AcceptanceMeasurement(Protocol):
     tokens: int
 
 
-Measure = Callable[[Drafter, list[Features]], AcceptanceMeasurement]
+Measure = Callable[[Drafter, Sequence[Features]], AcceptanceMeasurement]
 """A function that counts what decoding held-out rows accepts; its accepted length is a measurement, not an estimate."""
 
 

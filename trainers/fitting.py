@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -135,7 +135,7 @@ def explained_devices(config: TrainConfig) -> Iterator[None]:
                         " 1 and train.strategy: auto") from error
 
 
-def _measure(drafter: Drafter, rows: list[Features], nodes: int) -> Any:
+def _measure(drafter: Drafter, rows: Sequence[Features], nodes: int) -> Any:
     return held_out_acceptance(drafter, rows, nodes, Processes.joined())
 
 

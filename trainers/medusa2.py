@@ -220,7 +220,7 @@ class Medusa2Module(MedusaModule):
         """The target's current low-rank changes."""
         return self.learning.read()
 
-    def verifier(self, rows: list[Features]) -> tuple[Target, list[Features]]:
+    def verifier(self, rows: Sequence[Features]) -> tuple[Target, Sequence[Features]]:
         """The adapted target and its own greedy answers to some of the held-out prompts.
 
         The stored answers are the original's; they are used as long as the target has not changed.

@@ -6,7 +6,6 @@ starts after it: all of this follows from what the drafter and prompt lookup pro
 Shapes: P places where a draft starts, K draft steps, R proposals of a step, C tokens copied.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..baselines.prompt_lookup import Lookup, LookupConfig
-from ..features import Features
 from ..interfaces.proposer import Frontier, Observation
 from ..token_tree import Topology
 from .held_out_ranks import ProposedText
@@ -83,31 +81,23 @@ class CopiedText:
         return self.proposals_PKR[:, depth - 1, rank]
 
 
-def copied_text(text: ProposedText, features: Sequence[Features], copied: int) -> CopiedText:
+def copied_text(text: ProposedText, copied: int) -> CopiedText:
     """Proposals of a drafter and copies of prompt lookup along held-out answers.
 
     Args:
-        text: of `proposed_text` with these features.
-        features: encoded rows, one conversation each.
+        text: of `proposed_text`, with one conversation in each row.
         copied: most tokens of a copy.
     """
     longest = max(copied, text.proposals_PKR.shape[1])
-    rows = [row for batch in features for row in _rows(batch)]
     copies_PC = torch.full((len(text.left_P), copied), -1)
     following_PF = torch.full((len(text.left_P), longest), -2)
     lookup = Lookup(LookupConfig(copied=copied), torch.device("cpu"))
-    for number, tokens in enumerate(rows):
+    for number, tokens in enumerate(text.texts):
         places = (text.rows_P == number).nonzero()[:, 0]
         following_PF[places] = _following(tokens, text.roots_P[places], longest)
         copies_PC[places] = _copies(lookup, tokens, text.roots_P[places])
     return CopiedText(proposals_PKR=text.proposals_PKR, copies_PC=copies_PC, following_PF=following_PF,
                       left_P=text.left_P)
-
-
-def _rows(batch: Features) -> list[Tensor]:
-    """Tokens of each row, without its padding, on the CPU."""
-    lengths = (batch.segments_BL >= 0).sum(1).tolist()
-    return [tokens_L[:length].cpu() for tokens_L, length in zip(batch.tokens_BL, lengths, strict=True)]
 
 
 def _following(tokens_L: Tensor, roots_N: Tensor, count: int) -> Tensor:

@@ -102,7 +102,7 @@ def size_copies(
         text: what the drafter proposes along them.
         topology: the draft's tree, as it is used here.
     """
-    copies = copied_text(text, features, LONGEST_COPY)
+    copies = copied_text(text, LONGEST_COPY)
     tried = [(copied, extra) for copied in COPIED for extra in sorted({max(0, copied + 1 - topology.size), copied})]
     return CopySizing(
         tree_size=topology.size,

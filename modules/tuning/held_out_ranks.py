@@ -61,6 +61,8 @@ class ProposedText:
     """Position in that row of the last token before the draft, int64."""
     left_P: Tensor
     """Tokens of the answer after it, int64; 0 where it is none of the answer's, so that no pass starts there."""
+    texts: tuple[Tensor, ...]
+    """Tokens of each row, without its padding."""
 
     @property
     def ranked(self) -> RankedText:
@@ -100,16 +102,17 @@ def proposed_text(drafter: Drafter, features: Sequence[Features], max_rank: int 
         return torch.cat([proposed_NR, torch.stack([truths_N, rows_N, roots_N, left_N], dim=1)], dim=1)
 
     missing = torch.tensor([*[-1] * max_rank, -2, 0, 0, 0])
-    tables, before = [], 0
+    tables, texts = [], list[Tensor]()
     for batch in features:
         table_PKC = _table(drafter, batch, look, missing)
-        table_PKC[:, 0, -3] += before
-        before += len(batch.tokens_BL)
+        table_PKC[:, 0, -3] += len(texts)
         tables.append(table_PKC)
+        lengths = (batch.segments_BL >= 0).sum(1).tolist()
+        texts += [tokens_L[:length].cpu() for tokens_L, length in zip(batch.tokens_BL, lengths, strict=True)]
     table_PKC = torch.cat(tables) if tables else missing.expand(0, 1, -1)
     rows_P, roots_P, left_P = table_PKC[:, 0, -3:].unbind(-1)
     return ProposedText(proposals_PKR=table_PKC[..., :max_rank], truths_PK=table_PKC[..., max_rank], rows_P=rows_P,
-                        roots_P=roots_P, left_P=left_P)
+                        roots_P=roots_P, left_P=left_P, texts=tuple(texts))
 
 
 @dataclass(frozen=True, kw_only=True)

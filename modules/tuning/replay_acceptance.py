@@ -5,20 +5,22 @@ Shapes: B rows, L positions, D hidden size.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from ..decoding.answers import decode
-from ..decoding.requests import DecodeResult, DecodeSettings
+from ..decoding.requests import DecodeResult, DecodeSettings, Request
 from ..features import Features
 from ..interfaces.drafter import Drafter
 from ..policies.static_tree import StaticTree
 from ..processes import ALONE, Processes
+from ..read_rows import ReadRows
 from ..target.model import Target
 from ..token_tree import Topology
 from .held_out_ranks import proposed_text, rank_table
 from .rank_walk import walk
-from .replay_target import Replay
+from .replay_target import Replay, answer_requests
 from .tree_search import search_tree
 
 
@@ -103,13 +105,13 @@ def held_out_acceptance(drafter: Drafter, features: Sequence[Features], nodes: i
 
     Args:
         drafter: bound to the target, on the features' device; the same in all processes.
-        features: this process's share of the rows, dealt in pairs of neighbours: one to search on, one to measure on.
+        features: this process's share of the rows, one a batch, dealt in pairs of neighbours: one to search on, one to
+            measure on.
         nodes: largest number of nodes, root included.
         processes: those that share the rows; all must call it, and all get the same counts, those of all rows.
     """
-    rows = [row for batch in features for row in _unbatch(batch)]
-    fitted, measured = rows[0::2], rows[1::2]
-    if sum(processes.gather(len(rows))) == 1:
+    fitted, measured = features[0::2], features[1::2]
+    if sum(processes.gather(len(features))) == 1:
         measured = fitted
     tables = processes.gather(rank_table(drafter, fitted) if fitted else None)
     topology, _ = search_tree(torch.cat([table_PK for table_PK in tables if table_PK is not None]), nodes)
@@ -118,35 +120,25 @@ def held_out_acceptance(drafter: Drafter, features: Sequence[Features], nodes: i
     return walked(drafter, measured, topology, processes)
 
 
-def _unbatch(batch: Features) -> list[Features]:
-    return [
-        Features(
-            tokens_BL=batch.tokens_BL[row : row + 1],
-            supervised_BL=batch.supervised_BL[row : row + 1],
-            segments_BL=batch.segments_BL[row : row + 1],
-            positions_BL=batch.positions_BL[row : row + 1],
-            final_BLD=batch.final()[row : row + 1],
-            taps={layer: states[row : row + 1] for layer, states in batch.taps.items()},
-        )
-        for row in range(batch.tokens_BL.shape[0])
-    ]
-
-
 def answered_anew(target: Target, features: Sequence[Features], batch_size: int = 16,
-                  temperature: float = 0.0) -> list[Features]:
+                  temperature: float = 0.0) -> ReadRows:
     """The prompts of stored conversations with the answers that `target` gives now, one row each, encoded.
 
     These answers are the target's own, so that drafts can be replayed on them exactly. Each is at most as long as the
-    answer it replaces.
+    answer it replaces. A row is encoded whenever it is asked for.
 
     Args:
         target: writes and encodes the answers.
-        features: encoded conversations, one a row; each of their answers gives one request.
+        features: conversations, with or without states; each of their answers gives one request.
         batch_size: answers written at a time; it changes none of them.
         temperature: of the answers; 0 is greedy.
     """
-    requests = [replace(request, temperature=temperature) for request in Replay(target, features).requests]
+    requests: list[Request] = []
+    for batch in features:
+        for row in range(len(batch.tokens_BL)):
+            requests += answer_requests(batch, row, len(requests))
+    requests = [replace(request, temperature=temperature) for request in requests]
     written = decode(target, requests, DecodeSettings(batch_size=batch_size)).generations
     rows = [([*one.request.tokens, *one.tokens], [False] * len(one.request.tokens) + [True] * len(one.tokens))
             for one in written]
-    return [target.encode(Features.from_rows([row])) for row in rows]
+    return ReadRows(partial(Features.from_rows, [row]) for row in rows).mapped(target.encode)

@@ -76,12 +76,9 @@ class Replay:
             {layer: states[row, :length] for layer, states in batch.taps.items()},
             None if ahead_LKD is None else ahead_LKD[:length],
         )
-        tokens = stored.tokens_L.tolist()
-        for start, stop in _spans(batch.supervised_BL[row, :length].tolist()):
-            if start > 0 and stop - start > 1:
-                request = Request(tuple(tokens[:start]), len(self.rows), stop - start)
-                self.rows[request.index] = stored
-                self.requests.append(request)
+        for request in answer_requests(batch, row, len(self.rows)):
+            self.rows[request.index] = stored
+            self.requests.append(request)
 
     @property
     def device(self) -> torch.device:
@@ -120,6 +117,21 @@ class Replay:
     def start(self, rows: int, capacity: int, taps: Sequence[int] = (), prefix: Sequence[int] = ()) -> "ReplayRows":
         """An empty batch of rows; a shared prefix has no use here."""
         return ReplayRows(self, rows, tuple(taps))
+
+
+def answer_requests(batch: Features, row: int, first: int) -> list[Request]:
+    """The requests of a stored conversation: the text before each of its answers, which is at least two tokens long.
+
+    Args:
+        batch: with or without states.
+        row: of the batch.
+        first: number of the first request.
+    """
+    length = int((batch.segments_BL[row] >= 0).sum())
+    tokens = batch.tokens_BL[row, :length].tolist()
+    answers = [(start, stop) for start, stop in _spans(batch.supervised_BL[row, :length].tolist())
+               if start > 0 and stop - start > 1]
+    return [Request(tuple(tokens[:start]), number, stop - start) for number, (start, stop) in enumerate(answers, first)]
 
 
 class ReplayRows:

@@ -36,10 +36,11 @@ from draftsmith.modules import DecodeSettings, Drafter, Features, Target, Topolo
 from draftsmith.modules.atomic_files import write_file
 from draftsmith.modules.config_checks import MOST_STEPS
 from draftsmith.modules.json_records import read_json, record_of
+from draftsmith.modules.read_rows import ReadRows
 from draftsmith.modules.tuning.held_out_ranks import RankedText, proposed_text
 from draftsmith.modules.tuning.rank_walk import walk
 from draftsmith.recipes.chat_settings import handwritten_prompts
-from draftsmith.recipes.pipeline import COMMANDS, batches_for, encoded, perform_stages, validation
+from draftsmith.recipes.pipeline import COMMANDS, batches_for, encoded, perform_stages
 from draftsmith.recipes.training_folder import read_result
 from draftsmith.recipes.workspace import Workspace
 from draftsmith.trainers import DraftModule
@@ -181,7 +182,8 @@ class Trials:
         result, module = read_result(workspace.training), workspace.module()
         module.restore(load_file(result.checkpoint))
         with self.target.reproducible(), torch.no_grad():
-            target, rows = module.verifier(validation(workspace, module))
+            held_out = batches_for(workspace, module).held_out_features()
+            target, rows = module.verifier(encoded(workspace, module, held_out))
             _, asked = module.verifier(self._answers(module.drafter.taps))
             drafter = copy.deepcopy(module.drafter).to(device=target.device, dtype=target.dtype)
             drafter.bind(target)
@@ -193,7 +195,7 @@ class Trials:
                        parameters=result.parameters, precision=result.precision, own=own, before_loops=before_loops,
                        handwritten=handwritten)
 
-    def _before_loops(self, workspace: Workspace, module: DraftModule) -> list[Features]:
+    def _before_loops(self, workspace: Workspace, module: DraftModule) -> ReadRows:
         """Held-out own answers as far as their loops, whatever the trial learns."""
         config = replace(workspace.recipe.batch, loops="cut")
         recipe = replace(workspace.recipe, batch=config)

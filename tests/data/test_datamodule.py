@@ -134,7 +134,7 @@ def test_validation_rows_are_whole_and_the_same_every_time(folder: Path, tiny_ta
     drawn = data.held_out_features(1.0)
     assert [one.tokens_BL[0, :9].tolist() for one in drawn] == [one.tokens_BL[0, :9].tolist() for one in features]
     assert [one.tokens_BL.tolist() for one in drawn] != [one.tokens_BL.tolist() for one in features]
-    assert data.held_out_features(0.5) == []
+    assert not data.held_out_features(0.5)
     assert same(features[1], data.held_out_features()[1])
 
 

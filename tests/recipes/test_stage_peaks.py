@@ -6,29 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from draftsmith.modules.target.loading import find_default_gguf
-from draftsmith.modules.target.tiny_model import tiny_tokenizer
 from draftsmith.recipes.pipeline import ALL
-from transformers import LlamaConfig, LlamaForCausalLM
+from support.wide_model import wide_model
 
 pytestmark = [
     pytest.mark.long,
     pytest.mark.slow,
     pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read as Linux counts them"),
 ]
-
-
-def wide_model(folder: Path) -> Path:
-    """A model of two wide layers with random weights, whose activations outweigh it."""
-    tokenizer = tiny_tokenizer()
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=384, intermediate_size=768, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=2048, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def measured(folder: Path, *words: str) -> dict[str, tuple[int, int]]:
