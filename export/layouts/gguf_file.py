@@ -34,7 +34,7 @@ def write_gguf(file: Path, architecture: str, settings: Mapping[str, Any], tenso
     Args:
         file: its path.
         architecture: llama.cpp's name of the architecture, with which the keys of the settings begin.
-        settings: numbers, truth values and lists of integers by key.
+        settings: numbers, truth values, texts and lists of integers by key.
         tensors: the weights, on the CPU.
         vocabulary: GGUF file whose tokenizer is copied.
         weights: number format of the matrices, one of `WEIGHTS`.
@@ -91,7 +91,8 @@ def _types(value: Any) -> tuple[Any, ...]:
 
     if isinstance(value, list):
         return GGUFValueType.ARRAY, GGUFValueType.INT32
-    return ({bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32}[type(value)],)
+    return ({bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32,
+             str: GGUFValueType.STRING}[type(value)],)
 
 
 def gguf_forms(file: Path) -> Table:

@@ -17,10 +17,12 @@ from torch import Tensor
 from ...modules import Drafter, DraftLM, Eagle3, Target, UserError
 from ...modules.atomic_files import write_file
 from ...modules.drafters.draft_lm import as_model
+from ...modules.drafters.parts.rotary import frequencies
 from ...modules.owned_folders import whole_folder
 from .eagle import borrows_output, third_tensors
 from .eagle_folder import MIDLAYER, OUTPUT, third_table
 from .gguf_file import FLOAT32, gguf_forms, held, require_tokens, write_gguf
+from .gguf_rope import BY_FACTORS, BY_KEYS, GgufRope, by_factors, by_keys, unsettled
 from .layout_folder import EXPORT, layout_readme, stored, wrong_family
 from .tensor_table import Table, TensorForm, require_forms, with_table
 
@@ -31,11 +33,9 @@ GGUF_FILE = "draft.gguf"
 EAGLE3 = "eagle3"
 """llama.cpp's name of the architecture."""
 NEIGHBOURS = ("llama", EAGLE3)
-"""Architectures whose rotary embedding rotates neighbouring numbers."""
+"""Architectures whose rotary embedding rotates neighbouring numbers; they alone have factors for its frequencies."""
 MODELS = ("llama", "qwen2", "qwen3")
 """Architectures of draft language models, which transformers and llama.cpp call the same."""
-ROPES = ("default", "linear", "llama3")
-"""Kinds of rotary embeddings that are the same at every context length."""
 _TARGET_LAYERS = 3
 """Tapped layers that llama.cpp reads."""
 _THIRD = {"fc.weight": "fc.weight", "d2t": "d2t", "input_norm.weight": "enc.output_norm.weight",
@@ -90,15 +90,14 @@ def write_model(file: Path, model: Any, vocabulary: Path, weights: str = FLOAT32
     """
     config = model.config
     _require_model(config)
-    factors = _rope_factors(model)
+    rope = _model_rope(model)
     tensors = {name: tensor for name, tensor in model.state_dict().items()
                if not (config.tie_word_embeddings and name == "lm_head.weight")}
     kind, heads = config.model_type, (config.num_attention_heads, config.num_key_value_heads)
     named = {_model_name(name, config): _in_order(name, tensor, kind, heads)
-             for name, tensor in stored(tensors).items()} | factors
-    write_gguf(file, kind, _model_settings(config), named, vocabulary, weights)
-    factor_table = {name: TensorForm(tuple(tensor.shape)) for name, tensor in factors.items()}
-    table = held({**_model_table(config), **factor_table}, weights)
+             for name, tensor in stored(tensors).items()} | rope.tensors
+    write_gguf(file, kind, _model_settings(config) | rope.settings, named, vocabulary, weights)
+    table = held(_model_table(config) | _factor_table(rope), weights)
     require_forms(gguf_forms(file), table)
     return table
 
@@ -106,10 +105,16 @@ def write_model(file: Path, model: Any, vocabulary: Path, weights: str = FLOAT32
 def _require_model(config: Any) -> None:
     own = "; export it with --format huggingface and convert that folder with llama.cpp's convert_hf_to_gguf.py"
     rope = config.rope_parameters or {}
+    factors = config.model_type in NEIGHBOURS
+    known = BY_FACTORS if factors else BY_KEYS
+    own_setting = "" if factors else unsettled(rope)
     wrong = {
         f"of the architecture {config.model_type}, not one of {', '.join(MODELS)}": config.model_type not in MODELS,
         f"activated by {config.hidden_act}, not by silu": config.hidden_act != "silu",
-        f"rotated by {rope.get('rope_type')}, not one of {', '.join(ROPES)}": rope.get("rope_type") not in ROPES,
+        f"rotated by {rope.get('rope_type')}, which llama.cpp has not for {config.model_type} (it has "
+        f"{', '.join(known)})": rope.get("rope_type") not in known,
+        f"rotated by yarn with {own_setting}, for which llama.cpp has no place in {config.model_type}":
+            bool(own_setting),
         "rotated in part": rope.get("partial_rotary_factor", 1.0) != 1.0,
         "attending within a window": any(kind != "full_attention" for kind in getattr(config, "layer_types", []) or []),
     }
@@ -156,13 +161,17 @@ def _model_table(config: Any) -> Table:
             for name, tensor in model.state_dict().items() if name not in tied}
 
 
-def _rope_factors(model: Any) -> dict[str, Tensor]:
-    """Factors by which a scaled rotary embedding slows its frequencies down; none where it is not scaled."""
-    rope, config = model.get_decoder().rotary_emb, model.config
-    slowed = rope.inv_freq.detach().cpu().double()
-    plain = config.rope_parameters["rope_theta"] ** (-torch.arange(len(slowed)).double() / len(slowed))
-    factors = (plain / slowed).float()
-    return {} if torch.allclose(factors, torch.ones_like(factors)) else {"rope_freqs.weight": factors}
+def _model_rope(model: Any) -> GgufRope:
+    """The scaling of a model's rotary embedding."""
+    rope, said = model.get_decoder().rotary_emb, model.config.rope_parameters
+    length = float(rope.attention_scaling)
+    if model.config.model_type in NEIGHBOURS:
+        return by_factors(rope.inv_freq, length, said["rope_theta"])
+    return by_keys({"original_max_position_embeddings": model.config.max_position_embeddings, **said}, length)
+
+
+def _factor_table(rope: GgufRope) -> Table:
+    return {name: TensorForm(tuple(tensor.shape)) for name, tensor in rope.tensors.items()}
 
 
 def _in_order(name: str, tensor: Tensor, kind: str, heads: tuple[int, int]) -> Tensor:
@@ -210,10 +219,13 @@ def _require_known(drafter: Eagle3) -> None:
 
 def _write_third(file: Path, drafter: Eagle3, target: Target, vocabulary: Path, weights: str) -> Table:
     """Write EAGLE-3; returns the table of its tensors. Raises UserError as `third_tensors` does."""
-    named = _third_named(drafter, third_tensors(drafter, target))
-    write_gguf(file, EAGLE3, _third_settings(drafter, target), named, vocabulary, weights)
+    named, block = _third_named(drafter, third_tensors(drafter, target)), drafter.block
+    scaled, length = frequencies(block.rope_base, block.head_dim, block.rope_scaling, torch.device("cpu"))
+    rope = by_factors(scaled, length, block.rope_base)
+    settings = _third_settings(drafter, target) | rope.settings
+    write_gguf(file, EAGLE3, settings, named | rope.tensors, vocabulary, weights)
     table = held({_third_name(name): form for name, form in third_table(drafter).items()
-                  if name not in _left_out(drafter)}, weights)
+                  if name not in _left_out(drafter)} | _factor_table(rope), weights)
     require_forms(gguf_forms(file), table)
     return table
 

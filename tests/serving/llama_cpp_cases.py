@@ -33,17 +33,26 @@ def slower(folder: Path) -> None:
     changed(folder, "llama.rope.freq_base", [10000.0])
 
 
+def shorter(folder: Path) -> None:
+    """Leave out the factor by which YaRN lengthens queries and keys."""
+    changed(folder, "llama.rope.scaling.attn_factor", [1.0])
+
+
 SIMPLE, THIRD = (("method", "draft-simple"),), (("method", "draft-eagle3"),)
 LLAMA_CPP_CASES = (
     Case(name="draft_lm", layout="gguf", asked=SIMPLE),
     Case(name="draft_lm", layout="gguf", asked=SIMPLE, wrong="another rotary base", change=slower),
     Case(name="draft_lm, Qwen 2", layout="gguf", asked=SIMPLE),
     Case(name="draft_lm, Qwen 3", layout="gguf", asked=SIMPLE),
+    Case(name="draft_lm, YaRN", layout="gguf", asked=SIMPLE),
+    Case(name="draft_lm, YaRN", layout="gguf", asked=SIMPLE, wrong="another attention factor", change=shorter),
+    Case(name="draft_lm, Qwen 3, YaRN", layout="gguf", asked=SIMPLE),
     Case(name="eagle3", layout="gguf", asked=THIRD),
     Case(name="eagle3", layout="gguf", asked=THIRD, wrong="layers shifted by one", change=shifted),
     Case(name="eagle3, other norms", layout="gguf", asked=THIRD),
     Case(name="eagle3, narrow", layout="gguf", asked=THIRD),
     Case(name="eagle3, borrowed output", layout="gguf", asked=THIRD),
+    Case(name="eagle3, YaRN", layout="gguf", asked=THIRD),
 )
 
 

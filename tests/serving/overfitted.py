@@ -173,14 +173,30 @@ def draft_model(**settings: Any) -> Callable[[Target, Tensor], Drafter]:
     return lambda target, ids_Q: DraftLM.create(DraftLMConfig(num_layers=2, **settings), target)
 
 
-def qwen(config: type[Any]) -> Callable[[Target, Tensor], Drafter]:
-    """Maker of a draft language model of another architecture, whose first weights come from a folder."""
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16,
+        "attention_factor": 1.3}
+"""A scaling of the rotary embedding that decides about tokens in texts as short as these."""
+
+
+def stretched(target: Target, ids_Q: Tensor) -> Drafter:
+    """An EAGLE-3 drafter with a scaled rotary embedding, as if its target had one."""
+    plain = third()(target, ids_Q)
+    said = plain.describe()
+    said["block"]["rope_scaling"] = {name: value for name, value in YARN.items() if name != "rope_theta"}
+    drafter = Eagle3.rebuild(said, target.identity)
+    drafter.load_state_dict(plain.state_dict())
+    drafter.bind(target)
+    return drafter
+
+
+def from_folder(config: type[Any], **settings: Any) -> Callable[[Target, Tensor], Drafter]:
+    """Maker of a draft language model of a stated architecture, whose first weights come from a folder."""
     def made(target: Target, ids_Q: Tensor) -> Drafter:
         with tempfile.TemporaryDirectory() as folder:
             AutoModelForCausalLM.from_config(config(
                 vocab_size=1000, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
                 num_key_value_heads=2, head_dim=32, tie_word_embeddings=True, max_position_embeddings=512,
-                pad_token_id=0, bos_token_id=1, eos_token_id=2)).save_pretrained(folder)
+                pad_token_id=0, bos_token_id=1, eos_token_id=2, **settings)).save_pretrained(folder)
             return DraftLM.create(DraftLMConfig(folder=folder), target)
     return made
 
@@ -194,8 +210,11 @@ def medusa(target: Target, ids_Q: Tensor) -> Drafter:
 MAKERS: dict[str, Callable[[Target, Tensor], Drafter]] = {
     "draft_lm": draft_model(tied=True),
     "draft_lm, mask tokens": draft_model(depths=STEPS, mask_token_id=MASK, keep_rate=1.0, keep_least=1.0),
-    "draft_lm, Qwen 2": qwen(Qwen2Config),
-    "draft_lm, Qwen 3": qwen(Qwen3Config),
+    "draft_lm, own output": draft_model(tied=False),
+    "draft_lm, Qwen 2": from_folder(Qwen2Config),
+    "draft_lm, Qwen 3": from_folder(Qwen3Config),
+    "draft_lm, YaRN": from_folder(LlamaConfig, rope_parameters=YARN),
+    "draft_lm, Qwen 3, YaRN": from_folder(Qwen3Config, rope_parameters=YARN),
     "eagle": lambda target, ids_Q: Eagle.create(EagleConfig(bias=False, steps=STEPS), target),
     "eagle, bias": lambda target, ids_Q: Eagle.create(EagleConfig(bias=True, steps=STEPS), target),
     "eagle3": third(),
@@ -203,6 +222,7 @@ MAKERS: dict[str, Callable[[Target, Tensor], Drafter]] = {
     "eagle3, other norms": third(norm_before_fc=True, norm_before_residual=True),
     "eagle3, two layers": third(num_layers=2),
     "eagle3, borrowed output": borrowing,
+    "eagle3, YaRN": stretched,
     "eagle3, narrow": third(hidden_size=64, target_hidden_size=128),
     "medusa": medusa,
 }

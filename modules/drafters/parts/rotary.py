@@ -1,6 +1,6 @@
 """Rotary position embedding of a drafter's own layers, with the scaling by which long-context targets change it.
 
-Shapes: B rows, H heads, N tokens, E head dimension.
+Shapes: B rows, H heads, N tokens, E head dimension, J half of it.
 """
 
 import json
@@ -43,13 +43,17 @@ def rotation(positions_BN: Tensor, base: float, size: int, scaling: dict[str, An
         size: head dimension E; element j rotates with j + E/2.
         scaling: of `carried_scaling`; also scales the result where it says so (YaRN, arXiv:2309.00071, eq. 15).
     """
-    order, factor = torch.arange(size // 2, device=positions_BN.device, dtype=torch.float32), 1.0
-    frequencies = base ** (-order / (size // 2))
-    if scaling is not None:
-        frequencies, factor = _scaled(json.dumps(scaling, sort_keys=True), base, size, positions_BN.device)
-    angles_B1NJ = positions_BN[:, None, :, None].float() * frequencies
+    frequencies_J, factor = frequencies(base, size, scaling, positions_BN.device)
+    angles_B1NJ = positions_BN[:, None, :, None].float() * frequencies_J
     cosine, sine = factor * angles_B1NJ.cos(), factor * angles_B1NJ.sin()
     return torch.cat([cosine, cosine], dim=-1), torch.cat([-sine, sine], dim=-1)
+
+
+def frequencies(base: float, size: int, scaling: dict[str, Any] | None, device: torch.device) -> tuple[Tensor, float]:
+    """(frequencies [E / 2] of a head of E numbers, factor of the cosines and sines); arguments as of `rotation`."""
+    if scaling is not None:
+        return _scaled(json.dumps(scaling, sort_keys=True), base, size, device)
+    return base ** (-torch.arange(size // 2, device=device, dtype=torch.float32) / (size // 2)), 1.0
 
 
 def rotate(heads_BHNE: Tensor, turns: Rotation) -> Tensor:
@@ -85,5 +89,5 @@ def _scaled(scaling: str, base: float, head_dim: int, device: torch.device) -> t
     config = LlamaConfig(hidden_size=head_dim, num_attention_heads=1, head_dim=head_dim,
                          max_position_embeddings=rope["original_max_position_embeddings"],
                          rope_parameters={**rope, "rope_theta": base})
-    frequencies, size = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device)
-    return frequencies, float(size)
+    frequencies_J, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device)
+    return frequencies_J, float(factor)

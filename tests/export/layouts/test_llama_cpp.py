@@ -1,5 +1,6 @@
 """The layout of llama.cpp: its files read back by transformers' own reader of GGUF, or tensor by tensor."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from draftsmith.export import ExportSettings
 from draftsmith.export.layouts.llama_cpp import GGUF_FILE, write_model
 from draftsmith.modules import Drafter, DraftLM, DraftLMConfig, Eagle3, Eagle3Config, Target, TargetConfig, UserError
 from draftsmith.modules.drafters.draft_lm import as_model
+from draftsmith.modules.drafters.parts.rotary import rotation
 from draftsmith.modules.target.loading import find_default_gguf, gguf_of
 from support.artifacts import heads
 from support.families import IDS
@@ -74,16 +76,84 @@ def test_other_architectures_read_back_as_they_were(tmp_path: Path, config: Any)
     torch.testing.assert_close(found(TOKENS).logits, model(TOKENS).logits)
 
 
-def test_a_scaled_rotary_embedding_is_written_as_factors(tmp_path: Path) -> None:
-    scaled = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
-              "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 64}
+LENGTHENED = {**YARN, "attention_factor": 1.5, "beta_fast": 16.0}
+LONGROPE = {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 64,
+            "short_factor": [1.0, 1.5, 2.0, 4.0], "long_factor": [2.0] * 4}
+TIMES = {"linear": 1.0, "llama3": 1.0, "yarn": 1.0 + 0.1 * math.log(8)}
+"""Factor of the rotated queries and keys by kind, where no other is stated."""
+
+
+def rotation_of(file: Path, architecture: str, size: int, base: float) -> tuple[torch.Tensor, float]:
+    """(frequencies, factor of queries and keys) that llama.cpp takes from factors in a file."""
+    reader = gguf.GGUFReader(file)
+    tensors = {one.name: torch.from_numpy(one.data.copy()) for one in reader.tensors}
+    plain = base ** (-torch.arange(size) / size)
+    factors = tensors.get("rope_freqs.weight", torch.ones(size))
+    key = f"{architecture}.rope.scaling.attn_factor"
+    assert f"{architecture}.rope.scaling.type" not in reader.fields, "llama.cpp would scale once more"
+    return plain / factors, reader.fields[key].contents() if key in reader.fields else 1.0
+
+
+@pytest.mark.parametrize("scaled", [LLAMA3, LINEAR, YARN, LENGTHENED])
+def test_a_llamas_scaled_rotary_embedding_is_written_as_factors(tmp_path: Path, scaled: dict[str, Any]) -> None:
     model: Any = LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=scaled))
     write_model(tmp_path / GGUF_FILE, model, write_vocabulary(tmp_path / "target.gguf", 100))
-    factors = {one.name: torch.from_numpy(one.data.copy()) for one in gguf.GGUFReader(tmp_path / GGUF_FILE).tensors}[
-        "rope_freqs.weight"]
-    plain = 500.0 ** (-torch.arange(8) / 8)
-    torch.testing.assert_close(plain / factors, model.model.rotary_emb.inv_freq)
-    assert (factors[0], factors[-1]) == (1.0, 8.0)
+    found, length = rotation_of(tmp_path / GGUF_FILE, "llama", 8, 500.0)
+    torch.testing.assert_close(found, model.model.rotary_emb.inv_freq)
+    assert not torch.allclose(found, 500.0 ** (-torch.arange(8) / 8))
+    assert length == pytest.approx(scaled.get("attention_factor", TIMES[scaled["rope_type"]]))
+
+
+@pytest.mark.parametrize("scaled", [LLAMA3, LINEAR, YARN, LENGTHENED, LONGROPE])
+def test_eagle_3_takes_its_targets_scaling_to_llama_cpp(
+    tmp_path: Path, target: Target, scaled: dict[str, Any]
+) -> None:
+    said = Eagle3.create(Eagle3Config(taps=(1, 2, 4)), target).describe()
+    kept = {name: value for name, value in scaled.items() if name != "rope_theta"}
+    said["block"]["rope_scaling"] = {"original_max_position_embeddings": target.context_length, **kept}
+    drafter = Eagle3.rebuild(said, target.identity)
+    drafter.bind(target)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.fill_(0.1)
+    block = drafter.block
+    found, length = rotation_of(exported(drafter, target, tmp_path), "eagle3", block.head_dim // 2, block.rope_base)
+    cosine, _ = rotation(torch.tensor([[0, 1]]), block.rope_base, block.head_dim, block.rope_scaling)
+    torch.testing.assert_close(length * torch.cos(found), cosine[0, 0, 1, : block.head_dim // 2])
+    torch.testing.assert_close(torch.tensor(length), cosine[0, 0, 0, 0])
+    assert not torch.allclose(found, block.rope_base ** (-torch.arange(len(found)) / len(found)))
+
+
+@pytest.mark.parametrize(("scaled", "keys"), [
+    (LINEAR, {"type": "linear", "factor": 4.0}),
+    (YARN, {"type": "yarn", "factor": 8.0, "original_context_length": 64}),
+    ({**YARN, "attention_factor": 1.5},
+     {"type": "yarn", "factor": 8.0, "original_context_length": 64, "attn_factor": 1.5 / TIMES["yarn"]}),
+])
+def test_architectures_without_factors_have_keys(tmp_path: Path, scaled: dict[str, Any], keys: dict[str, Any]) -> None:
+    model: Any = AutoModelForCausalLM.from_config(Qwen2Config(**{**SHAPE, "head_dim": 8}, rope_parameters=scaled))
+    write_model(tmp_path / GGUF_FILE, model, write_vocabulary(tmp_path / "target.gguf", 100))
+    reader, start = gguf.GGUFReader(tmp_path / GGUF_FILE), "qwen2.rope.scaling."
+    assert {name for name in reader.fields if name.startswith(start)} == {start + key for key in keys}
+    for key, value in keys.items():
+        found = field(tmp_path / GGUF_FILE, start + key)
+        assert found == (value if isinstance(value, str) else pytest.approx(value))
+    assert "rope_freqs.weight" not in {one.name for one in reader.tensors}
+
+
+@pytest.mark.parametrize(("scaled", "said"), [
+    (LLAMA3, r"rotated by llama3, which llama\.cpp has not for qwen2 \(it has default, linear, yarn\)"),
+    (LENGTHENED, r"rotated by yarn with beta_fast 16\.0, for which llama\.cpp has no place in qwen2"),
+])
+def test_a_scaling_that_llama_cpp_cannot_hold_is_refused(tmp_path: Path, scaled: dict[str, Any], said: str) -> None:
+    model = AutoModelForCausalLM.from_config(Qwen2Config(**{**SHAPE, "head_dim": 8}, rope_parameters=scaled))
+    with pytest.raises(UserError, match=f"no draft language model {said}; export it with --format huggingface"):
+        write_model(tmp_path / GGUF_FILE, model, write_vocabulary(tmp_path / "target.gguf", 100))
+    assert not (tmp_path / GGUF_FILE).exists()
 
 
 @pytest.mark.parametrize("settings", [{"vocabulary_size": len(IDS)}, {}, {"hidden_size": 48, "target_hidden_size": 32},
