@@ -15,7 +15,7 @@ def rounded_artifact(artifact: Artifact, rounded: Callable[[Tensor, bool], Tenso
 
     Args:
         artifact: left as it is.
-        rounded: gives a weight as it is read, of a linear layer other than the output layer or not.
+        rounded: gives a weight as it is read, the matrix of a linear layer that is no embedding too, or another one.
     """
     drafter = artifact.drafter
     linear = linear_names(drafter)
@@ -28,10 +28,10 @@ def rounded_artifact(artifact: Artifact, rounded: Callable[[Tensor, bool], Tenso
 
 
 def linear_names(drafter: Drafter) -> set[str]:
-    """The matrices of linear layers, without those of the output layer."""
-    output = {id(parameter) for parameter in drafter.output_parameters(0)}
+    """The matrices of linear layers that are no embedding too."""
+    embeddings = {id(module.weight) for module in drafter.modules() if isinstance(module, nn.Embedding)}
     return {f"{name}.weight" for name, module in drafter.named_modules()
-            if isinstance(module, nn.Linear) and id(module.weight) not in output}
+            if isinstance(module, nn.Linear) and id(module.weight) not in embeddings}
 
 
 def rounding_loss(artifact: Artifact, rounded: Callable[[Tensor, bool], Tensor], prompts: Sequence[Sequence[int]],

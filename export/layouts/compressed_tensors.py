@@ -1,8 +1,9 @@
 """Weights of fewer bits as vLLM reads them: linear layers in the layout of the library compressed-tensors.
 
 A matrix of whole numbers (int8) or of float8 (e4m3) has a scale for each row, `NAME_scale`. vLLM rounds the inputs of
-such a layer to the same bits, each token with a scale of its own. Embeddings and output layers, which it reads whole,
-become bfloat16; norms and other vectors stay as they are.
+such a layer to the same bits, each token with a scale of its own. An output layer that the drafter has trained is
+rounded too; vLLM has another class for it than for linear layers, so that it is named. Embeddings, and output layers
+that are the target's or an embedding, become bfloat16; norms and other vectors stay as they are.
 
 Shapes: Q rows of a matrix, D its columns.
 """
@@ -17,6 +18,8 @@ from .gguf_file import BFLOAT16, FLOAT32, INT8
 from .tensor_table import Table, TensorForm
 
 FLOAT8 = "float8"
+OUTPUT = "lm_head.weight"
+"""Name of the output layer in every layout that is written so."""
 COMPRESSED = (FLOAT32, BFLOAT16, INT8, FLOAT8)
 """Number formats of matrices."""
 _ROUNDED = {INT8: (torch.int8, 127.0), FLOAT8: (torch.float8_e4m3fn, 448.0)}
@@ -40,7 +43,7 @@ def as_compressed(weight: Tensor, weights: str, *, linear: bool) -> Tensor:
     Args:
         weight: as trained.
         weights: one of `COMPRESSED`.
-        linear: whether it is the matrix of a linear layer other than the output layer.
+        linear: whether it is the matrix of a linear layer, which is no embedding too.
     """
     if weights == FLOAT32 or weight.ndim < 2 or not weight.is_floating_point():
         return weight
@@ -55,7 +58,7 @@ def compressed(tensors: Mapping[str, Tensor], linear: Collection[str], weights: 
 
     Args:
         tensors: the weights of a layout.
-        linear: names of the matrices of linear layers, without the output layer.
+        linear: names of the matrices to be rounded.
         weights: one of `COMPRESSED`.
     """
     found: dict[str, Tensor] = {}
@@ -85,23 +88,32 @@ def _form(form: TensorForm, weights: str) -> TensorForm:
     return form if whole else TensorForm(form.shape, torch.bfloat16)
 
 
-def compressed_note(weights: str) -> str:
+def compressed_note(weights: str, linear: Collection[str]) -> str:
     """The end of README.md where the weights have fewer bits."""
     if weights not in _ROUNDED:
         return ""
-    return (f"\nThe matrices of its linear layers are in {weights} with a scale for each row, in the layout of "
-            "compressed-tensors; vLLM reads it. The embedding and the output layer are in bfloat16.\n")
+    rounded, whole = ("linear layers and its output layer", "embedding is") if OUTPUT in linear else (
+        "linear layers", "embedding and the output layer are")
+    return (f"\nThe matrices of its {rounded} are in {weights} with a scale for each row, in the layout of "
+            f"compressed-tensors; vLLM reads it. The {whole} in bfloat16.\n")
 
 
-def compressed_config(weights: str) -> dict[str, Any]:
-    """The keys of config.json that name the number format; none where vLLM needs none."""
+def compressed_config(weights: str, linear: Collection[str]) -> dict[str, Any]:
+    """The keys of config.json that name the number format; none where vLLM needs none.
+
+    Args:
+        weights: one of `COMPRESSED`.
+        linear: names of the matrices to be rounded.
+    """
     if weights == FLOAT32:
         return {}
     if weights == BFLOAT16:
         return {"torch_dtype": BFLOAT16}
     kind = {"num_bits": 8, "type": "int" if weights == INT8 else "float", "symmetric": True}
-    group = {"targets": ["Linear"], "weights": {**kind, "strategy": "channel", "dynamic": False},
+    whole = [] if OUTPUT in linear else ["lm_head"]
+    named = ["re:.*lm_head"] if OUTPUT in linear else []
+    group = {"targets": ["Linear", *named], "weights": {**kind, "strategy": "channel", "dynamic": False},
              "input_activations": {**kind, "strategy": "token", "dynamic": True}}
     return {"torch_dtype": BFLOAT16, "quantization_config": {
-        "quant_method": "compressed-tensors", "quantization_status": "compressed", "ignore": ["lm_head"],
+        "quant_method": "compressed-tensors", "quantization_status": "compressed", "ignore": whole,
         "format": f"{kind['type']}-quantized", "config_groups": {"group_0": group}}}

@@ -78,10 +78,10 @@ def export_eagle(drafter: Drafter, target: Target, out: Path, weights: str = FLO
         tensors |= stored({EMBEDDING: target.model.get_input_embeddings().weight})
     else:
         tensors, table = third_tensors(drafter, target), third_table(drafter)
-    linear = linear_names(table)
+    linear = linear_names(table, drafter)
     write_layout(out, EAGLE_FILE, compressed(tensors, linear, weights), compressed_table(table, linear, weights),
-                 eagle_config(drafter, target) | compressed_config(weights),
-                 eagle_readme(drafter, target) + compressed_note(weights))
+                 eagle_config(drafter, target) | compressed_config(weights, linear),
+                 eagle_readme(drafter, target) + compressed_note(weights, linear))
 
 
 def export_eagle_sglang(drafter: Drafter, target: Target, out: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...modules import Eagle, Eagle3, Target
+from .compressed_tensors import OUTPUT
 from .layout_folder import layout_readme
 from .tensor_table import Table, TensorForm, layer_table
 
@@ -19,7 +20,7 @@ TAPS = "draftsmith_taps"
 """The tapped layers by their outputs, from 0, whoever reads the file."""
 NORMS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 """Settings of EAGLE-3's norms, under the names that vLLM, SGLang and the speculators library read."""
-EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "embed_tokens.weight"
 LOST_BIAS = ("vLLM drops `fc.bias`, which this drafter was trained with, and then accepts hardly a draft; train with "
              "`bias: false` for it.")
 """The part of EAGLE-1 that is lost in an engine which reads the official layout."""
@@ -74,9 +75,10 @@ def vocabulary_table(drafter: Eagle3) -> dict[str, TensorForm]:
             "d2t": TensorForm((len(ids_Q),), torch.int64), "t2d": TensorForm((drafter.vocab_size,), torch.bool)}
 
 
-def linear_names(table: Table) -> set[str]:
-    """The matrices of linear layers, without the output layer."""
-    return {name for name, form in table.items() if len(form.shape) == 2 and name not in (EMBEDDING, OUTPUT)}
+def linear_names(table: Table, drafter: Eagle | Eagle3) -> set[str]:
+    """The matrices of linear layers, with an output layer that the drafter has trained."""
+    whole = {EMBEDDING} if drafter.output_parameters(0) else {EMBEDDING, OUTPUT}
+    return {name for name, form in table.items() if len(form.shape) == 2} - whole
 
 
 def layer_config(drafter: Eagle | Eagle3, target: Target) -> dict[str, Any]:

@@ -62,20 +62,20 @@ def export_huggingface(drafter: Drafter, target: Target, out: Path, weights: str
         if weights != FLOAT32:
             held = compressed(load_file(partial / WEIGHTS), linear, weights)
             save_file(held, partial / WEIGHTS, metadata={"format": "pt"})
-            config |= {**compressed_config(weights), "dtype": BFLOAT16}
+            config |= {**compressed_config(weights, linear), "dtype": BFLOAT16}
         require_forms(_forms(partial / WEIGHTS), table)
         write_file(partial / "config.json", json.dumps(config, indent=2) + "\n")
-        readme = _readme(drafter, target) + compressed_note(weights)
+        readme = _readme(drafter, target) + compressed_note(weights, linear)
         write_file(partial / "README.md", with_table(readme, WEIGHTS, table))
         if drafter.token_ids is not None:
             write_file(partial / TRAINED, json.dumps(drafter.token_ids.tolist()) + "\n")
 
 
 def _linear_names(model: Any) -> set[str]:
-    """The matrices of linear layers, without the output layer."""
-    output = model.get_output_embeddings()
+    """The matrices of linear layers that are no embedding too."""
+    embedding = model.get_input_embeddings().weight
     return {f"{name}.weight" for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and module is not output}
+            if isinstance(module, nn.Linear) and module.weight is not embedding}
 
 
 def _forms(file: Path) -> Table:

@@ -86,7 +86,7 @@ def require_number_format(format_name: str, weights: str) -> None:
 
 def as_exported(format_name: str, weights: str) -> Callable[[Tensor, bool], Tensor]:
     """A weight as an engine reads it from the format, from the one that was trained and whether it is the matrix of a
-    linear layer other than the output layer."""
+    linear layer that is no embedding too."""
     if format_name == GGUF_FORMAT:
         return lambda weight, linear: rounded(weight, weights)
     return lambda weight, linear: as_compressed(weight, weights, linear=linear)

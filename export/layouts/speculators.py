@@ -34,10 +34,11 @@ def export_speculators(drafter: Drafter, target: Target, out: Path, weights: str
     if not isinstance(drafter, Eagle3):
         raise wrong_family("speculators", "EAGLE-3 drafters", drafter)
     table = _table(drafter)
-    linear = linear_names(table)
+    linear = linear_names(table, drafter)
+    config = _config(drafter, target) | compressed_config(weights, linear)
     write_layout(out, EAGLE_FILE, compressed(_tensors(drafter, target), linear, weights),
-                 compressed_table(table, linear, weights), _config(drafter, target) | compressed_config(weights),
-                 _readme(drafter, target) + compressed_note(weights))
+                 compressed_table(table, linear, weights), config,
+                 _readme(drafter, target) + compressed_note(weights, linear))
 
 
 def _tensors(drafter: Eagle3, target: Target) -> dict[str, Tensor]:

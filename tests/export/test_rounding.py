@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import gguf
 import pytest
@@ -76,7 +77,7 @@ def test_a_folder_holds_the_weights_that_are_measured(
     own = rounded_artifact(artifact, as_exported("huggingface", weights)).drafter.state_dict()
     trained = artifact.drafter.state_dict()
     for name, tensor in held.items():
-        # The rows of a matrix have scales of their own; embedding and output layer have none, norms keep all bits.
+        # The rows of a matrix have scales of their own; the embedding has none, norms keep all bits.
         scales = held.get(f"{name}_scale")
         whole = torch.float32 if tensor.ndim < 2 or "scale" in name else torch.bfloat16
         assert tensor.dtype == (whole if scales is None else number), name
@@ -87,28 +88,36 @@ def test_a_folder_holds_the_weights_that_are_measured(
             rows = trained[inside].abs().amax(-1, keepdim=True) if scales is not None else trained[inside].abs()
             assert ((read - trained[inside]).abs() <= rows * (error if scales is not None else 2 ** -8)).all(), name
     assert {name.rpartition(".")[0].rpartition(".")[2] for name in held if name.endswith("_scale")} == {
-        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"}
     config = json.loads((folder / "config.json").read_text())
     kind = "int" if weights == "int8" else "float"
     assert config["quantization_config"]["format"] == f"{kind}-quantized"
     assert config["quantization_config"]["config_groups"]["group_0"]["weights"]["type"] == kind
-    assert f"in {weights} with a scale for each row" in (folder / "README.md").read_text()
+    assert config["quantization_config"]["ignore"] == []
+    assert config["quantization_config"]["config_groups"]["group_0"]["targets"] == ["Linear", "re:.*lm_head"]
+    assert (f"linear layers and its output layer are in {weights} with a scale for each row"
+            in (folder / "README.md").read_text())
 
 
 @pytest.mark.parametrize("layout", ["eagle", "speculators"])
-def test_eagle_3_in_fewer_bits(tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize("output", ["copy", "shared"])
+def test_eagle_3_in_fewer_bits(tmp_path: Path, layout: str, output: Literal["copy", "shared"]) -> None:
     target = six_layers()
-    drafter = Eagle3.create(Eagle3Config(taps=(1, 2, 4), vocabulary_size=len(IDS)), target, IDS)
+    drafter = Eagle3.create(Eagle3Config(taps=(1, 2, 4), vocabulary_size=len(IDS), output=output), target, IDS)
     held = {}
     for weights in ("float32", "bfloat16", "int8"):
         folder = written(drafter, target, layout, tmp_path / weights, ExportSettings(weights=weights))
         held[weights] = load_file(folder / "model.safetensors")
         assert ("quantization_config" in json.loads((folder / "config.json").read_text())) == (weights == "int8")
     first = "midlayer" if layout == "eagle" else "layers.0"
-    for name in ("fc.weight", f"{first}.self_attn.q_proj.weight"):
+    own = ["lm_head.weight"] if output == "copy" else []
+    for name in ("fc.weight", f"{first}.self_attn.q_proj.weight", *own):
         torch.testing.assert_close(held["int8"][name] * held["int8"][f"{name}_scale"], held["float32"][name], rtol=0,
                                    atol=float(held["float32"][name].abs().max()) / 127)
-    assert held["int8"]["lm_head.weight"].dtype == held["bfloat16"]["fc.weight"].dtype == torch.bfloat16
+    assert held["int8"]["lm_head.weight"].dtype == (torch.int8 if own else torch.bfloat16)
+    assert held["bfloat16"]["lm_head.weight"].dtype == held["bfloat16"]["fc.weight"].dtype == torch.bfloat16
+    said = json.loads((tmp_path / "int8" / "config.json").read_text())["quantization_config"]
+    assert said["ignore"] == ([] if own else ["lm_head"]), "vLLM shares the target's output layer where both are equal"
     assert {held["int8"][name].dtype for name in ("d2t", "t2d", "norm.weight")} == {
         torch.int64, torch.bool, torch.float32}
 
