@@ -9,7 +9,7 @@ Shapes: B rows, L positions, D hidden size, K draft steps, C columns of sums, V 
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -26,6 +26,7 @@ from ..modules.interfaces.family_card import FamilyCard
 from ..modules.target.adapter import Adapter
 from ..modules.target.draft_vocabulary import draft_index
 from ..modules.target.model import Target
+from .activation_checkpointing import checkpoint_activations
 from .checkpoints import require_same_settings
 from .chunked_losses import VocabularyLoss
 from .compiled_step import CompiledStep
@@ -141,6 +142,8 @@ class DraftModule(L.LightningModule):
         if "drafter" not in self._modules:
             with self.seeded():
                 self.drafter = self.build_drafter()
+            if self.config.activation_checkpointing:
+                checkpoint_activations(self.drafter)
         if self.device_mesh is not None and self.split is None:
             self.split = SplitDrafter(self.drafter)
             shard_fully(self, self.drafter, self.device_mesh["data_parallel"])
@@ -367,7 +370,7 @@ class DraftModule(L.LightningModule):
         """Low-rank changes of the target, for families that train it too; otherwise None."""
         return None
 
-    def verifier(self, rows: list[Features]) -> tuple[Target, list[Features]]:
+    def verifier(self, rows: Sequence[Features]) -> tuple[Target, Sequence[Features]]:
         """The target that verifies the drafts, and its own greedy answers with its states.
 
         Args:

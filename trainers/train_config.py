@@ -15,7 +15,7 @@ Precision = Literal["auto", "32-true", "bf16-mixed"]
 """Lightning's names of precisions, and `auto`."""
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
 """Lightning's names of the device kinds that train here."""
-UNDECISIVE = ("checkpoint_minutes", "spike")
+UNDECISIVE = ("activation_checkpointing", "checkpoint_minutes", "spike")
 """Settings of training that decide no weight: a run may be resumed with others."""
 DIVISION = ("accumulate", "devices", "num_nodes")
 """Settings whose product is the number of micro-batches of an optimizer step: it alone decides, up to rounding."""
@@ -81,6 +81,9 @@ class TrainConfig:
     """Compile the vocabulary loss with torch.compile, and attend by flex attention inside packed rows and in the
     training-time test, in place of masks. `auto` does on CUDA. The first step takes a minute longer; what fails is
     computed as without, and a warning says why."""
+    activation_checkpointing: bool = False
+    """Compute states inside of the drafter's layers again in the backward pass, in place of keeping them: less memory
+    of a step, more time. For families with MLPs or whole layers of their own."""
     accelerator: str = "auto"
     """Lightning's name of the device kind: auto, cpu, gpu."""
     devices: int = 1

@@ -133,6 +133,11 @@ class DraftLM(CausalDraft, Drafter):
         if self.mask_embedding is not None and self.config.mask_token_id is not None:
             self.mask_embedding.copy_(self._embedding().weight[self.config.mask_token_id])
 
+    def recompute_layers(self) -> None:
+        """Let training compute the states inside of each layer again in the backward pass, in place of keeping them."""
+        self.decoder.gradient_checkpointing_enable(  # type: ignore[operator]
+            gradient_checkpointing_kwargs={"use_reentrant": False})
+
     @property
     def state_size(self) -> int:
         """The width of its own layers."""

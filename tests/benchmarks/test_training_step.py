@@ -44,6 +44,7 @@ def test_the_textbook_has_the_same_gradient(target: Target, recipe: str, words: 
 def test_every_recipe_makes_steps(target: Target, recipe: str) -> None:
     words = ("--drafter.steps", "2") if recipe == "eagle3_8b" else ()
     ways = [Way(False, "32-true"), Way(True, "32-true")] if recipe == "medusa_8b" else [Way(False, "32-true")]
+    ways += [Way(False, "32-true", checkpointing=True)] if recipe in ("eagle3_8b", "fastdraft_8b") else []
     found = measure(bench(target, recipe, *words), ways, steps=1)
     for taken in found.values():
         assert isinstance(taken, Taken)
@@ -52,6 +53,11 @@ def test_every_recipe_makes_steps(target: Target, recipe: str) -> None:
         assert taken.peak_bytes > 1000
         assert sum(figures[f"{part} share"] for part in training_step.PARTS) == pytest.approx(1.0)
         assert all(figures[f"{part} share"] > 0 for part in training_step.PARTS if part != "target")
+    if recipe in ("eagle3_8b", "fastdraft_8b"):
+        kept, again = found.values()
+        assert isinstance(kept, Taken)
+        assert isinstance(again, Taken)
+        assert again.peak_bytes < kept.peak_bytes
     if recipe == "medusa_8b":
         ours, theirs = found.values()
         assert isinstance(ours, Taken)
@@ -85,7 +91,7 @@ def test_a_way_without_memory_says_so(target: Target, monkeypatch: pytest.Monkey
         return dict.fromkeys(training_step.PARTS, 1.0)
 
     monkeypatch.setattr(made, "step", step)
-    monkeypatch.setattr(training_step, "Tally", lambda: nullcontext(SimpleNamespace(peak=7)))
+    monkeypatch.setattr(training_step, "CountedStorages", lambda: nullcontext(SimpleNamespace(peak=7)))
     found = measure(made, [Way(False, "32-true"), Way(True, "32-true")], steps=2)
     assert found["textbook, 32-true"] == "out of memory"
     lines = training_step.table({"medusa_8b": found})

@@ -1,9 +1,10 @@
 """Training steps by recipe: tokens per second, peak memory, and the share of time in target, vocabulary loss, drafter,
-optimizer and data; with `--against plain` next to the textbook's in the same run, and with `--forms` with the
-vocabulary loss compiled, and with flex attention in place of masks and segments as well.
+optimizer and data; with `--against plain` next to the textbook's in the same run, with `--against checkpointing` next
+to steps that compute states inside of layers again, and with `--forms` with the vocabulary loss compiled, and with flex
+attention in place of masks and segments as well.
 
     python tests/benchmarks/training_step.py [--shape NAME] [--recipes NAME ...] [--precisions 32-true bf16-mixed]
-        [--against plain] [--forms NAME ...] [--steps N] [--row-length N] [--rows N] [--device cpu|cuda]
+        [--against plain checkpointing] [--forms NAME ...] [--steps N] [--row-length N] [--rows N] [--device cpu|cuda]
 
 The target has random weights of a stated shape, so that nothing is loaded; the cost of a step does not depend on
 them. Its states are computed in the step. Each step reads the same new conversations in every way: packed into rows
@@ -33,13 +34,15 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.memory import Tally
 from draftsmith.data.collate import Piece, packed, pad, plan_bins
 from draftsmith.data.packed_batch import PackedBatch
 from draftsmith.data.prefetch import Prefetched
-from draftsmith.modules import Features, Target
+from draftsmith.modules import Drafter, DraftLM, Features, Target
 from draftsmith.modules.compiler import Compiler
+from draftsmith.modules.drafters.parts.decoder_block import GatedMLP
+from draftsmith.recipes.counted_storages import CountedStorages
 from draftsmith.trainers import DraftModule
+from draftsmith.trainers.activation_checkpointing import checkpoint_activations
 from draftsmith.trainers.chunked_losses import VocabularyLoss
 from draftsmith.trainers.compiled_step import CompiledStep
 from draftsmith.trainers.metrics import weighted_mean_loss
@@ -67,9 +70,12 @@ class Way:
     precision: str
     form: str = ""
     """One of FORMS."""
+    checkpointing: bool = False
+    """Whether states inside of the drafter's layers are computed again in the backward pass."""
 
     def __str__(self) -> str:
-        return ", ".join(filter(None, ["textbook" if self.plain else "ours", self.precision, self.form]))
+        again = "activation checkpointing" if self.checkpointing else ""
+        return ", ".join(filter(None, ["textbook" if self.plain else "ours", self.precision, self.form, again]))
 
 
 @dataclass
@@ -196,6 +202,7 @@ class Bench:
 
     def gradient(self, way: Way, batch: Features, clock: Clock) -> Tensor:
         """Back-propagate the summed loss; returns its weighted count."""
+        recompute(self.module.drafter, way.checkpointing)
         mixed = torch.autocast(self.target.device.type, torch.bfloat16, enabled=way.precision == "bf16-mixed")
         if way.plain:
             return textbook_gradient(self.module, batch, mixed, clock.part)
@@ -212,9 +219,20 @@ class Bench:
             torch.cuda.reset_peak_memory_stats(self.target.device)
             self.step(way, batches)
             return torch.cuda.max_memory_allocated(self.target.device) - before
-        with Tally() as tally:
+        with CountedStorages() as tally:
             self.step(way, batches)
         return tally.peak
+
+
+def recompute(drafter: Drafter, wanted: bool) -> None:
+    """Turn activation checkpointing on, or off again."""
+    if wanted:
+        checkpoint_activations(drafter)
+    elif isinstance(drafter, DraftLM):
+        drafter.decoder.gradient_checkpointing_disable()
+    for part in drafter.modules():
+        if isinstance(part, GatedMLP):
+            part.recomputed = wanted
 
 
 def measure(bench: Bench, ways: Sequence[Way], steps: int, deadline: float = float("inf")) -> dict[str, Taken | str]:
@@ -278,7 +296,8 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--recipes", nargs="+", default=["medusa_8b", "eagle3_8b", "fastdraft_8b"],
                         help=f"shipped recipes, of which the drafters are trained: {', '.join(RECIPES)}")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=[PRECISIONS[0]], help="of the drafter")
-    parser.add_argument("--against", choices=["plain"], help="measure the textbook's steps too")
+    parser.add_argument("--against", nargs="+", choices=["plain", "checkpointing"], default=[],
+                        help="measure the textbook's steps too, or those with activation checkpointing")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=[FORMS[0]], help="kernels of our steps")
     parser.add_argument("--steps", type=int, default=5, help="counted steps of each way")
     parser.add_argument("--row-length", type=int, default=512, help="tokens of a packed row")
@@ -290,7 +309,8 @@ def main(words: Sequence[str] | None = None) -> None:
                      f"{options.steps}, {options.rows} and {options.row_length}")
     target = shaped_target(options.shape, options.device)
     ways = [Way(False, precision, form) for precision, form in product(options.precisions, options.forms)]
-    ways += [Way(True, precision) for precision in options.precisions if options.against]
+    ways += [Way(kind == "plain", precision, checkpointing=kind == "checkpointing")
+             for precision, kind in product(options.precisions, options.against)]
     found = {}
     for name in options.recipes:
         module = shaped_module(shaped_recipe(name, options.shape), target, options.shape)

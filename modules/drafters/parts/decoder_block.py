@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from ...config_checks import check_sizes
 from ...errors import UserError
@@ -212,12 +213,21 @@ class GatedMLP(nn.Module):
 
     def __init__(self, width: int, intermediate_size: int, *, output_size: int | None = None) -> None:
         super().__init__()
+        self.recomputed = False
+        """Whether training computes the gated states again in the backward pass, in place of keeping them."""
         self.gate_proj = nn.Linear(width, intermediate_size, bias=False)
         self.up_proj = nn.Linear(width, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, width if output_size is None else output_size, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """The update of states [..., D]: [..., D], or [..., output_size] when that is given."""
+        if self.recomputed and self.training and torch.is_grad_enabled():
+            # Nothing in it is random.
+            kept: Tensor = checkpoint(self._gated, hidden, use_reentrant=False, preserve_rng_state=False)
+            return kept
+        return self._gated(hidden)
+
+    def _gated(self, hidden: Tensor) -> Tensor:
         added: Tensor = self.down_proj(functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
         return added
 
