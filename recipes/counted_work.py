@@ -7,7 +7,6 @@ as it is, with its chunks, its autocast and its fused attention, and every stora
 freed.
 """
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ _CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for
 _INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
 
 
-class CountedWork(CountedStorages):
+class CountedWork(CountedStorages):  # type: ignore[no-untyped-call]
     """A block whose operations are counted: bytes alive, their peak, and floating-point operations.
 
     An operation that reads a tensor without values gives one without values. All others are performed.
@@ -61,9 +60,11 @@ class CountedWork(CountedStorages):
         """The result of an operation, without values where it reads any without or is large."""
         if func._overloadpacket in _INDEXED:
             args = (args[0], _places(args[1]), *args[2:])
-        given = any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
-        with nullcontext() if given or not _is_large(args, kwargs) else self._shapes:
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))) or not _is_large(args, kwargs):
             answer = func(*args, **kwargs)
+        else:
+            with self._shapes:
+                answer = func(*args, **kwargs)
         self.operations += _operations(func, args, kwargs, answer)
         return answer
 

