@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.plugins.precision.deepspeed import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -78,14 +79,12 @@ class ZeroDrafter(DeepSpeedStrategy):
         self._engine_precision = EnginePrecision("bf16-mixed" if mixed else "32-true")
 
     def _format_config(self) -> None:
-        """Autocast in place of weights that are themselves in bfloat16, and gradients in float32, in buckets no larger
-        than the drafter: those of DeepSpeed's own size take 2 GB whatever they hold."""
+        """Gradients are sent in buckets no larger than the drafter: those of DeepSpeed's own size take 2 GB, whatever
+        they hold. Of number formats the engine is told nothing."""
         if self.config is None:
             raise RuntimeError("DeepSpeed was given no settings")
         trained = sum(weight.numel() for weight in self._module.parameters() if weight.requires_grad)
         self.config["zero_optimization"]["reduce_bucket_size"] = min(BUCKET, trained)
-        self.config["torch_autocast"] = {"enabled": self.precision_plugin.precision == "bf16-mixed",
-                                         "dtype": "bfloat16", "lower_precision_safe_modules": []}
 
     # Setup -----------------------------------------------------------------------------------------------------------
 
@@ -103,7 +102,8 @@ class ZeroDrafter(DeepSpeedStrategy):
     def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> tuple[Any, Any]:
         import deepspeed
 
-        self._layout, one = optimizer_layout(optimizer), OneModule(model)
+        self._layout, one = optimizer_layout(optimizer), OneModule(
+            model, mixed=self.precision_plugin.precision == "bf16-mixed")
         engine, zero, _, _ = deepspeed.initialize(
             args=Namespace(device_rank=self.local_rank), config=self.config, model=one, optimizer=optimizer,
             model_parameters=[weight for weight in one.parameters() if weight.requires_grad],
@@ -188,8 +188,8 @@ class ZeroDrafter(DeepSpeedStrategy):
 
 
 class EnginePrecision(DeepSpeedPrecision):
-    """DeepSpeed's steps without a word about number formats: the engine itself runs autocast, and states of the target
-    stay in its own format."""
+    """DeepSpeed's steps without a word about number formats: weights stay in float32, states of the target in its own
+    format, and `OneModule` computes in bfloat16."""
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """The module as it is."""
@@ -208,14 +208,18 @@ class OneModule(nn.Module):
 
     Args:
         module: whose training step is called.
+        mixed: whether it computes in bfloat16.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, mixed: bool) -> None:
         super().__init__()
-        self.called = (module,)
+        self.called, self.mixed = (module,), mixed
         for place, weight in enumerate(module.parameters()):
             self.register_parameter(f"weight_{place}", weight)
 
     def forward(self, *given: Any) -> Any:
         """The module's answer."""
-        return self.called[0](*given)
+        device = next(self.parameters()).device.type
+        # With a cache, gradients of a weight that is used several times would be added up in bfloat16.
+        with torch.autocast(device, torch.bfloat16, enabled=self.mixed, cache_enabled=False):
+            return self.called[0](*given)

@@ -1,4 +1,4 @@
-"""Train drafters on the cycle for six steps, one after another; started by hand or by torch.distributed.run.
+"""Train drafters on the cycle for a few steps, one after another; started by hand or by torch.distributed.run.
 
 Each is a case of tests/support/families, and trains in a folder of that name, by several strategies (joined by commas)
 one after another in a folder for each. --end ends each amid that step, as a signal does; --overflow makes its gradient
@@ -24,7 +24,7 @@ from support.cycle import CycleData, cycle_target
 from support.families import CASES
 from torch import Tensor
 
-SETTINGS: dict[str, Any] = {"max_steps": 6, "lr": 1e-2, "warmup_steps": 2, "validate_every": 3, "validation_nodes": 4,
+SETTINGS: dict[str, Any] = {"lr": 1e-2, "warmup_steps": 2, "validate_every": 3, "validation_nodes": 4,
                             "checkpoint_every": 3, "weight_decay": 0.1, "accelerator": "cpu",
                             "precision": "32-true"}
 
@@ -98,7 +98,7 @@ def train(name: str, out: Path, strategy: str, chosen: argparse.Namespace) -> No
     # Clipping hides a gradient of another size, and so does AdamW but for its moments.
     clip = 0.0 if name in UNCLIPPED else 0.05
     settings = {**SETTINGS, "clip": clip, "strategy": strategy, "accumulate": chosen.accumulate, "devices": world,
-                "optimizer": chosen.optimizer, "precision": chosen.precision}
+                "optimizer": chosen.optimizer, "precision": chosen.precision, "max_steps": chosen.steps}
     module = CASES[name].module(cycle_target(), **settings)
     held = Held()
     module.configure_callbacks = lambda: [held]
@@ -123,6 +123,7 @@ def main() -> None:
     given.add_argument("names", nargs="+")
     given.add_argument("--end", type=int)
     given.add_argument("--overflow", type=int)
+    given.add_argument("--steps", type=int, default=6)
     given.add_argument("--optimizer", default="adamw")
     given.add_argument("--precision", default="32-true")
     chosen = given.parse_args()

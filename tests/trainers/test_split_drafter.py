@@ -132,14 +132,19 @@ def test_zero_leaves_out_no_step_in_silence(stage: int, tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.long
-def test_zero_trains_in_mixed_precision(tmp_path: Path) -> None:
-    """In bfloat16 a rounding that another order of sums turns over moves a weight more than in float32."""
-    for strategy, accumulate, processes in (("auto", 4, 1), ("deepspeed_stage_3", 2, 2)):
-        run(tmp_path / strategy, strategy, accumulate, processes, "eagle3", "--precision", "bf16-mixed")
-    found, expected = (checkpoint(tmp_path / name, "eagle3")["state_dict"] for name in ("deepspeed_stage_3", "auto"))
-    for name, tensor in expected.items():
-        assert found[name].dtype == torch.float32
-        assert float((found[name] - tensor).abs().max()) <= 2e-3, name
+def test_the_gradient_of_zero_in_mixed_precision_is_that_of_one_process(tmp_path: Path) -> None:
+    """Of one step: bfloat16 turns the last digits of its weights into other roundings of the next one."""
+    more = ("eagle3", "--precision", "bf16-mixed", "--steps", "1")
+    run(tmp_path / "alone", "auto", 4, 1, *more)
+    run(tmp_path / "zero", "deepspeed_stage_1,deepspeed_stage_3", 2, 2, *more)
+    alone = checkpoint(tmp_path / "alone", "eagle3")["optimizer_states"][0]["state"]
+    for stage in (1, 3):
+        found = checkpoint(tmp_path / "zero" / f"deepspeed_stage_{stage}", "eagle3")["optimizer_states"][0]["state"]
+        assert found.keys() == alone.keys()
+        for number, state in alone.items():
+            moment = state["exp_avg"]
+            assert float((found[number]["exp_avg"] - moment).norm()) <= 1e-5 * float(moment.norm()), (stage, number)
+        assert any(bool(state["exp_avg"].any()) for state in alone.values())
 
 
 @pytest.mark.distributed
