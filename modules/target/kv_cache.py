@@ -1,4 +1,4 @@
-"""The key-value cache of the target: one storage for a few neighbouring layers, a length per row, commit in place.
+"""The key-value cache of the target: one storage for neighbouring layers, a length per row, commit in place.
 
 Shapes: B rows, H key-value heads, S slots of a row, W slots in use, N new tokens, K nodes of a path, E head dimension.
 A tree pass writes node n of row b at slot lengths[b] + n; `commit` moves the accepted ones to the front of the free
@@ -19,9 +19,11 @@ from ..errors import UserError
 
 FIRST_SLOTS = 256
 """Slots of a row that are allocated at once; rows that need more grow."""
+MANY_SLOTS = 32_768
+"""Slots of all rows from which the layers on a device are in several blocks, of which one is in memory twice while the
+cache grows. A smaller cache is one block: every pass moves the accepted slots of each."""
 PARTS, FEWEST_LAYERS = 8, 4
-"""Most blocks on one device, and fewest layers of a block unless there are fewer: while the cache grows, one block is
-in memory twice. Smaller blocks would save little more, and every pass moves the accepted slots of each."""
+"""Most blocks on one device, and fewest layers of a block unless there are fewer: smaller ones would save little."""
 
 
 @dataclass
@@ -157,7 +159,7 @@ class RowCache(Cache):
                  layer_devices: Sequence[torch.device] = ()) -> None:
         super().__init__(layers=[_Layer(self, index) for index in range(num_layers)])
         self.num_layers, self.rows, self.capacity = num_layers, rows, capacity
-        self.blocks = _blocks(num_layers, layer_devices)
+        self.blocks = _blocks(num_layers, layer_devices, parts=PARTS if rows * capacity >= MANY_SLOTS else 1)
         self.lengths_B = torch.zeros(rows, dtype=torch.long, device=device)
         self._order_B = torch.arange(rows, device=device)
         self.host_lengths = [0] * rows
@@ -395,12 +397,12 @@ class RowCache(Cache):
         self.clear(source)
 
 
-def _blocks(num_layers: int, devices: Sequence[torch.device]) -> list[Block]:
-    """The layers in blocks of neighbours on one device."""
+def _blocks(num_layers: int, devices: Sequence[torch.device], parts: int) -> list[Block]:
+    """The layers in blocks of neighbours on one device, at most so many there."""
     blocks: list[Block] = []
     for home, places in groupby(range(num_layers), key=lambda layer: devices[layer] if devices else None):
         layers = list(places)
-        size = max(FEWEST_LAYERS, -(-len(layers) // PARTS))
+        size = max(FEWEST_LAYERS, -(-len(layers) // parts))
         blocks += [Block(first=first, layers=min(size, layers[-1] + 1 - first), home=home) for first in layers[::size]]
     return blocks
 

@@ -126,7 +126,14 @@ def test_memory_that_was_taken_later_keeps_what_was_written(tiny_target_f64: Tar
     assert not rows.cache.storage[..., 3:, :].any()
 
 
-def test_no_more_than_one_block_is_in_memory_twice_while_the_cache_grows() -> None:
+def test_a_small_cache_is_one_block() -> None:
+    few, many = (RowCache(30, 8, capacity, torch.device("cpu")).blocks for capacity in (4095, 4096))
+    assert [block.layers for block in few] == [30]
+    assert [block.layers for block in many] == [4] * 7 + [2]
+
+
+def test_no_more_than_one_block_is_in_memory_twice_while_the_cache_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "MANY_SLOTS", 1)
     cache, layers, slots = RowCache(32, 2, 4096, torch.device("cpu")), 32, (256, 384, 576)
     bytes_of = [2 * layers * 2 * 2 * count * 8 * 4 for count in slots]
 
@@ -163,6 +170,7 @@ def test_every_cache_grows_while_drafting(tiny_target_f64: Target, name: str, mo
     drafter = randomised(CASES[name].make(tiny_target_f64))
     requests = [Request((5, 9, 11 + row), row, 24) for row in range(2)]
     answers = []
+    monkeypatch.setattr(kv_cache, "MANY_SLOTS", 1)
     for slots, layers in ((256, 4), (1, 4), (1, 1)):
         monkeypatch.setattr(kv_cache, "FIRST_SLOTS", slots)
         monkeypatch.setattr(kv_cache, "FEWEST_LAYERS", layers)
