@@ -11,6 +11,7 @@ Shapes: B rows, N tokens of a pass, H query heads, G key-value heads, E head dim
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -55,14 +56,11 @@ class CompiledLayers:
 
 
 def of_transformers(compiler: Compiler, form: Form, layer: nn.Module) -> Form:
-    """The forward of a decoder layer of transformers, in a pass with a cache, by its compiled form.
-
-    Raises:
-        ValueError: if it is not clear which layer of the cache is its own.
-    """
+    """The forward of a decoder layer of transformers, in a pass with a cache, by its compiled form."""
     numbers = {vars(part)["layer_idx"] for part in layer.modules() if "layer_idx" in vars(part)}
     if len(numbers) != 1:
-        raise ValueError(f"{type(layer).__name__} has the cache layers {sorted(numbers)} and not one")
+        compiler.refusal = f"{type(layer).__name__} has the layers {sorted(numbers)} of the cache and not one"
+        return partial(type(layer).forward, layer)
     number, passed_on = numbers.pop(), PassedOn()
 
     def forward(

@@ -205,6 +205,14 @@ def test_a_layer_that_hands_on_too_little_runs_as_it_is(monkeypatch: pytest.Monk
     assert "does not hand on what its attention is to be" in result.stats.compile_refusal
 
 
+def test_a_layer_of_several_layers_of_the_cache_runs_as_it_is() -> None:
+    target = unpacked()
+    target.layers[1].mlp.layer_idx = 7  # type: ignore[union-attr, assignment]
+    result = answered(target, compiled=True)
+    assert result.stats.compile_refusal == "LlamaDecoderLayer has the layers [1, 7] of the cache and not one"
+    assert tokens(result) == tokens(answered(target, compiled=False))
+
+
 def test_a_function_with_too_many_forms_is_computed_without_graphs() -> None:
     compiler = Compiler("eager")
     form = compiler.compiled(lambda x, word: x + len(word))

@@ -135,6 +135,9 @@ def test_it_is_tried_out_against_a_mask(dtype: torch.dtype) -> None:
     flex.probe({(4, 2, 16), (3, 1, 8)}, torch.device("cpu"), dtype)
     assert flex.refusal == ""
     attend = flex.run
+    flex.run = lambda query, key, value, **others: attend(query, key, value * torch.nan, **others)
+    flex.probe({(4, 2, 16)}, torch.device("cpu"), dtype)
+    assert flex.refusal == "flex attention differs here by nan% from attention with a mask"
     flex.run = lambda query, key, value, **others: attend(query, key, 1.1 * value, **others)
     flex.probe({(4, 2, 16)}, torch.device("cpu"), dtype)
     assert re.fullmatch(r"flex attention differs here by 1\d\.\d% from attention with a mask", flex.refusal)
