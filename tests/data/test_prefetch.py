@@ -187,9 +187,12 @@ def test_a_run_ends_in_the_same_bits_with_prefetching_without_and_resumed(
     assert trained(3, tmp_path / "parts") == plain
 
 
-def test_a_request_to_end_leaves_no_thread_and_the_run_goes_on(stored: Path, tmp_path: Path,
-                                                               tiny_target: Target) -> None:
-    fit(MedusaModule(tiny_target, TRAIN), data(stored, 2), tmp_path / "whole", progress=False)
+def test_a_request_to_end_leaves_no_thread_and_the_run_goes_on(
+    stored: Path, tmp_path: Path, tiny_target: Target, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole = fit(MedusaModule(tiny_target, TRAIN), data(stored, 2), tmp_path / "whole", progress=True)
+    assert "data wait %=" in capfd.readouterr().err
+    assert 0 < whole.data_wait < 1
 
     class Asked(BaseException):
         pass
