@@ -25,14 +25,13 @@ from ...modules import Drafter, Eagle, Eagle3, Eagle3Config, EagleConfig, Target
 from ...modules.drafters.eagle3 import chosen_taps
 from ...modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
 from ...modules.drafters.parts.rotary import SCALINGS, carried_scaling
-from .compressed_tensors import compressed, compressed_config, compressed_note, compressed_table
+from .compressed_tensors import OUTPUT, compressed, compressed_config, compressed_note, compressed_table
 from .eagle_folder import (
     EMBEDDING,
     FIRST,
     LAYERS,
     MIDLAYER,
     NORMS,
-    OUTPUT,
     TAPS,
     eagle_config,
     eagle_readme,

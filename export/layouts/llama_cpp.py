@@ -19,8 +19,9 @@ from ...modules.atomic_files import write_file
 from ...modules.drafters.draft_lm import as_model
 from ...modules.drafters.parts.rotary import frequencies
 from ...modules.owned_folders import whole_folder
+from .compressed_tensors import OUTPUT
 from .eagle import borrows_output, third_tensors
-from .eagle_folder import MIDLAYER, OUTPUT, third_table
+from .eagle_folder import MIDLAYER, third_table
 from .gguf_file import FLOAT32, gguf_forms, held, require_tokens, write_gguf
 from .gguf_rope import BY_FACTORS, BY_KEYS, GgufRope, by_factors, by_keys, unsettled
 from .layout_folder import EXPORT, layout_readme, stored, wrong_family
@@ -97,7 +98,7 @@ def write_model(file: Path, model: Any, vocabulary: Path, weights: str = FLOAT32
     named = {_model_name(name, config): _in_order(name, tensor, kind, heads)
              for name, tensor in stored(tensors).items()} | rope.tensors
     write_gguf(file, kind, _model_settings(config) | rope.settings, named, vocabulary, weights)
-    table = held(_model_table(config) | _factor_table(rope), weights)
+    table = held({**_model_table(config), **_factor_table(rope)}, weights)
     require_forms(gguf_forms(file), table)
     return table
 
@@ -170,7 +171,7 @@ def _model_rope(model: Any) -> GgufRope:
     return by_keys({"original_max_position_embeddings": model.config.max_position_embeddings, **said}, length)
 
 
-def _factor_table(rope: GgufRope) -> Table:
+def _factor_table(rope: GgufRope) -> dict[str, TensorForm]:
     return {name: TensorForm(tuple(tensor.shape)) for name, tensor in rope.tensors.items()}
 
 

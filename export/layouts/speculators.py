@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ...modules import Drafter, Eagle3, Target
 from ..artifact import portable
-from .compressed_tensors import compressed, compressed_config, compressed_note, compressed_table
+from .compressed_tensors import OUTPUT, compressed, compressed_config, compressed_note, compressed_table
 from .eagle import EAGLE_FILE, borrows_output, renamed, third_tensors
-from .eagle_folder import FIRST, MIDLAYER, NORMS, OUTPUT, entries, layer_config, linear_names, tapped, third_table, twin
+from .eagle_folder import FIRST, MIDLAYER, NORMS, entries, layer_config, linear_names, tapped, third_table, twin
 from .gguf_file import FLOAT32
 from .layout_folder import layout_readme, write_layout, wrong_family
 from .tensor_table import Table

@@ -135,6 +135,7 @@ class DraftLM(CausalDraft, Drafter):
 
     def recompute_layers(self) -> None:
         """Let training compute the states inside of each layer again in the backward pass, in place of keeping them."""
+        # transformers 5.23 would have it called activation_checkpointing_enable, which 5.17 has not.
         self.decoder.gradient_checkpointing_enable(  # type: ignore[operator]
             gradient_checkpointing_kwargs={"use_reentrant": False})
 
