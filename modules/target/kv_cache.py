@@ -19,7 +19,7 @@ from ..errors import UserError
 
 FIRST_SLOTS = 256
 """Slots of a row that are allocated at once; rows that need more grow."""
-MANY_SLOTS = 32_768
+MANY_SLOTS = 8_192
 """Slots of all rows from which the layers on a device are in several blocks, of which one is in memory twice while the
 cache grows. A smaller cache is one block: every pass moves the accepted slots of each."""
 PARTS, FEWEST_LAYERS = 8, 4

@@ -127,7 +127,7 @@ def test_memory_that_was_taken_later_keeps_what_was_written(tiny_target_f64: Tar
 
 
 def test_a_small_cache_is_one_block() -> None:
-    few, many = (RowCache(30, 8, capacity, torch.device("cpu")).blocks for capacity in (4095, 4096))
+    few, many = (RowCache(30, 8, capacity, torch.device("cpu")).blocks for capacity in (1023, 1024))
     assert [block.layers for block in few] == [30]
     assert [block.layers for block in many] == [4] * 7 + [2]
 
