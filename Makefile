@@ -2,7 +2,7 @@
 # make quickstart   set up, then distill, train and evaluate a draft for the embedded model: runs/quickstart/report.html
 # make families     set up, then train and compare every family (hours): runs/families/families.md; FAMILY=hydra does one
 # make test         set up, then run the tests that this machine can run; PYTEST='-k eagle' selects some
-# make test-long    the long tests that make test leaves out: whole runs, the memory of stages, types; ten minutes
+# make test-long    the long tests that make test leaves out: whole runs, memory, types, further cases; twenty minutes
 # make test-serving vLLM, in an environment of its own, loads overfitted drafters; ARTIFACT=DIR: a draft of the embedded model
 # make test-llamacpp llama.cpp, in an environment of its own, loads overfitted drafters
 # make test-openvino OpenVINO GenAI, in an environment of its own, loads overfitted drafters

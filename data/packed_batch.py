@@ -85,7 +85,11 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> Features:
         """The batch on a device, its states decoded there."""
-        here = self.moved(lambda tensor: tensor.to(device, non_blocking=torch.device(device).type == "cuda"))
-        return replace(here.text, final_BLD=None if here.final is None else here.final.states(),
-                       taps={layer: states.states() for layer, states in here.taps.items()},
-                       missing_BL=here.missing_BL)
+        there = torch.device(device)
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(there, non_blocking=there.type == "cuda")
+
+        return replace(self.text.to(there), final_BLD=None if self.final is None else self.final.moved(move).states(),
+                       taps={layer: states.moved(move).states() for layer, states in self.taps.items()},
+                       missing_BL=None if self.missing_BL is None else move(self.missing_BL))

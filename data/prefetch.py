@@ -57,7 +57,7 @@ class Prefetched(Generic[T]):
         worker = self._worker = ThreadPoolExecutor(1, THREAD)
         threads = torch.get_num_threads()
         worker.submit(self._prepare).result()
-        # A thread that starts later takes the number that was set last.
+        # A thread that starts later takes the number that was set last; this one has taken its own.
         torch.set_num_threads(threads)
         coming = deque[Future[T]](worker.submit(self.make, self.start + place) for place in range(self.ahead))
         try:
@@ -70,6 +70,8 @@ class Prefetched(Generic[T]):
 
     def _prepare(self) -> None:
         """Set what torch keeps for each thread: copies need no second thread, which would be one of the training's."""
+        # A thread takes the number that was set last when it first asks, and would do so after this.
+        torch.get_num_threads()
         torch.set_num_threads(1)
         if self.device is not None and self.device.type == "cuda":
             torch.cuda.set_device(self.device)

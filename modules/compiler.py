@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch._dynamo.config as dynamo_settings
+import torch._functorch.config as gradient_settings
 import torch.fx.experimental._config as symbol_settings
 from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend
@@ -90,10 +91,12 @@ class Compiler:
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """A block in which graphs are made for no more shapes than they must be, and at most `MOST_GRAPHS` of them."""
+    """A block in which graphs are made for no more shapes than they must be, at most `MOST_GRAPHS` of them, each with
+    its backward pass: made later, that would fail where nothing catches it."""
     # Two sizes that are equal once need not be so the next time.
     equal_sizes_apart = symbol_settings.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-    with equal_sizes_apart, dynamo_settings.patch(recompile_limit=MOST_GRAPHS):
+    backward_too = gradient_settings.patch(force_non_lazy_backward_lowering=True)
+    with equal_sizes_apart, backward_too, dynamo_settings.patch(recompile_limit=MOST_GRAPHS):
         yield
 
 

@@ -108,7 +108,7 @@ class StagePlans:
             parts["second number format"] = (self.base["target"] + self.base["packed"]) // 2
         if not self.accelerator:
             parts["kept states"] = kept
-        return StagePlan(name="distill", parts=parts, host={"states": kept} if self.accelerator else {},
+        return StagePlan(name="distill", parts=parts, host={"kept states": kept} if self.accelerator else {},
                          seconds=self._answer_seconds(rows, prompt, work.operations))
 
     def _answer_seconds(self, rows: int, prompt: int, operations: int) -> float | None:
@@ -141,7 +141,7 @@ class StagePlans:
             parts["kept states"] = kept + 2 * kept // self.kinds
         tokens = (self.recipe.prompts.limit or 0) * self.longest
         seconds = self.rates.seconds(tokens / self.longest * self.held_out.operations)
-        return StagePlan(name="encode", parts=parts, host={"states": kept} if self.accelerator else {},
+        return StagePlan(name="encode", parts=parts, host={"kept states": kept} if self.accelerator else {},
                          seconds=0.0 if not reads else seconds or None)
 
     # Training --------------------------------------------------------------------------------------------------------

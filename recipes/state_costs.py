@@ -57,7 +57,7 @@ class StateCosts:
 
     @property
     def stored(self) -> float:
-        """Seconds of writing the states, and of reading them in every pass."""
+        """Seconds of writing the states, and of reading them in every pass, as if no step ran meanwhile."""
         return self.unread * self.reading + self.size / self.disk.write + self.passes * self.kept / self.disk.read
 
     @property
@@ -105,7 +105,7 @@ def choose_states(recipe: Recipe, data: Path, stated: Rates | None = None) -> tu
     found = data_amount(recipe, target, module, data, device)
     if found is None:
         return "computed", (f"{TAKES} computed: nothing limits the answers before they are written, so that the size "
-                            "of their states is not known; distill.budget_tokens would tell")
+                            "of their states is not known; set distill.budget_tokens, or batch.states: stored")
     costs = state_costs(recipe, target, module, found, device, nearest(data))
     return costs.choice, costs.sentence
 

@@ -31,7 +31,7 @@ from .state_costs import Choice, choose_states
 from .terminal_text import say
 
 MACHINE = "machine.json"
-"""File of what a run has measured before its first stage."""
+"""File of what a run has measured or chosen for this machine before its first stage."""
 CHOSEN = {"dtype": "target.dtype fastest", "train_dtype": "distill.train_dtype fastest", "states": "batch.states auto"}
 """Settings by the names of the choices that they leave open."""
 

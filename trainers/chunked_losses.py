@@ -90,8 +90,8 @@ def supervise(
 
 
 def _chosen(predicted_X: Tensor, most: int | None) -> Tensor:
-    """Places of the predicted tokens; where it is known how many there are at most, without a wait for their number,
-    filled up with the first token of all, which nothing predicts."""
+    """Places of the predicted tokens. Where a bound of their number is known, the host does not wait for it; spare
+    places hold the first token of all, which nothing predicts."""
     if most is None:
         return predicted_X.nonzero()[:, 0]
     return torch.nonzero_static(predicted_X, size=most, fill_value=0)[:, 0]

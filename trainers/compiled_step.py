@@ -6,19 +6,21 @@ Neither changes what is computed. What cannot be compiled is computed as on a ma
 
 import warnings
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..modules.compiler import Compiler
 from ..modules.drafters.parts.decoder_block import Attention
+from ..modules.features import Features
 from ..modules.target.flex_segments import FlexAttention, HeadShape
 from ..modules.target.model import Target
 from .chunked_losses import Measure, compiled_measure, measured
 
-Compile = bool | Literal["auto"]
-"""Setting: true, false, or true on CUDA alone."""
+PROBED = 8
+"""Tokens of each conversation of the row on which the target is tried out."""
 
 
 class CompiledStep:
@@ -35,7 +37,7 @@ class CompiledStep:
         self._said = set[str]()
 
     @classmethod
-    def on(cls, device: torch.device, setting: Compile) -> "CompiledStep":
+    def on(cls, device: torch.device, setting: bool | Literal["auto"]) -> "CompiledStep":
         """By the setting, on a device."""
         wanted = device.type == "cuda" if setting == "auto" else setting
         return cls(Compiler() if wanted else None)
@@ -53,6 +55,8 @@ class CompiledStep:
         apart.watch = self.compiler.watch
         self.flex = FlexAttention(apart)
         self.flex.probe(_head_shapes(target.config) | _own_shapes(drafter), device, dtype)
+        if not self.flex.refusal:
+            self.flex.probe_pass(partial(_states, target))
 
     def attention(self) -> AbstractContextManager[None]:
         """A block in which training rows attend by flex attention, where that runs."""
@@ -63,13 +67,23 @@ class CompiledStep:
         for reason in self.refusals:
             if reason not in self._said:
                 self._said.add(reason)
-                warnings.warn(f"train.compile: some of the training step is computed without: {reason}", stacklevel=2)
+                warnings.warn(f"train.compile: part of the training step is not compiled: {reason}; set train.compile: "
+                              "false to compile nothing", stacklevel=2)
 
     @property
     def refusals(self) -> tuple[str, ...]:
         """Reasons that something is computed without a compiler although it was to be compiled."""
         said = ["" if self.compiler is None else self.compiler.refusal, "" if self.flex is None else self.flex.refusal]
         return tuple(filter(None, dict.fromkeys(said)))
+
+
+def _states(target: Target) -> Tensor:
+    """Final states [L, D] of a packed row of two conversations; processes that share the target call it together."""
+    tokens_BL = target.readable_tokens(2 * PROBED)[None]
+    order_BL = torch.arange(2 * PROBED, device=tokens_BL.device)[None]
+    return target.encode(Features(
+        tokens_BL=tokens_BL, supervised_BL=torch.ones_like(tokens_BL, dtype=torch.bool),
+        segments_BL=order_BL // PROBED, positions_BL=order_BL % PROBED)).final()[0]
 
 
 def _own_shapes(drafter: nn.Module) -> set[HeadShape]:
@@ -85,8 +99,7 @@ def _own_shapes(drafter: nn.Module) -> set[HeadShape]:
 
 
 def _head_shapes(config: Any) -> set[HeadShape]:
-    """The heads of a target, by its configuration."""
-    given = config.to_dict()
-    heads = int(given["num_attention_heads"])
-    width = int(given.get("head_dim") or given["hidden_size"] // heads)
-    return {(heads, int(given.get("num_key_value_heads") or heads), width)}
+    """The heads of a target, by its configuration, in which some models have them under other names."""
+    heads = int(config.num_attention_heads)
+    width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return {(heads, int(getattr(config, "num_key_value_heads", None) or heads), width)}

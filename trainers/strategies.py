@@ -14,8 +14,6 @@ from .zero_strategy import ZERO_STAGES, ZeroDrafter
 
 FSDP2 = "fsdp2"
 """Name of the strategy that splits the drafter's weights, gradients and optimizer states."""
-
-
 SPLITTING = (FSDP2, *ZERO_STAGES)
 """Names of the strategies that split something of the drafter among the processes."""
 

@@ -7,7 +7,6 @@ from typing import Any, Literal
 from ..modules.config_checks import MOST_STEPS, MOST_TOKENS, check_bounds
 from ..modules.errors import UserError
 from ..modules.interfaces.drafter import DrafterConfig
-from .compiled_step import Compile
 from .objectives import Objective, ObjectiveName
 from .optimizers import OptimizerName
 
@@ -15,8 +14,8 @@ Precision = Literal["auto", "32-true", "bf16-mixed"]
 """Lightning's names of precisions, and `auto`."""
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
 """Lightning's names of the device kinds that train here."""
-UNDECISIVE = ("activation_checkpointing", "checkpoint_minutes", "spike")
-"""Settings of training that decide no weight: a run may be resumed with others."""
+UNDECISIVE = ("activation_checkpointing", "checkpoint_minutes", "compile", "spike")
+"""Settings of training that decide no weight but by rounding: a run may be resumed with others."""
 DIVISION = ("accumulate", "devices", "num_nodes")
 """Settings whose product is the number of micro-batches of an optimizer step: it alone decides, up to rounding."""
 MOST_LR = 100.0
@@ -77,7 +76,7 @@ class TrainConfig:
     precision: Precision = "auto"
     """Precision of the drafter's arithmetic in training; its weights stay float32. `auto` is bf16-mixed on CUDA and on
     CPUs with instructions for it (AVX512-BF16, AMX), 32-true elsewhere."""
-    compile: Compile = "auto"
+    compile: bool | Literal["auto"] = "auto"
     """Compile the vocabulary loss with torch.compile, and attend by flex attention inside packed rows and in the
     training-time test, in place of masks. `auto` does on CUDA. The first step takes a minute longer; what fails is
     computed as without, and a warning says why."""
@@ -92,8 +91,8 @@ class TrainConfig:
     """Machines that train together; more than one are started with torchrun."""
     strategy: str = "auto"
     """Distribution of the drafter. auto: whole in every process; ddp: the same, by Lightning's name; fsdp2: its
-    weights, gradients and optimizer states split among the processes; deepspeed_stage_1, _2 and _3: by DeepSpeed's ZeRO
-    its optimizer states, its gradients too, its weights too. Wherever the target is."""
+    weights, gradients and optimizer states split among the processes; deepspeed_stage_1, _2 and _3: DeepSpeed's ZeRO,
+    which splits the optimizer states, then the gradients too, then the weights too. Wherever the target is."""
     seed: int = 0
     """Seed of all random numbers of training."""
     vocabulary_positions: int = 0

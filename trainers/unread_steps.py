@@ -32,7 +32,7 @@ class FinishedStep:
     learning_rate: float
     """Of its update."""
     batches: Batches
-    """What it has read."""
+    """Its micro-batches."""
 
 
 class UnreadSteps:

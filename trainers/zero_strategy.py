@@ -25,8 +25,6 @@ from .zero_states import load_optimizer_state, optimizer_layout, whole_optimizer
 
 ZERO_STAGES = {f"deepspeed_stage_{stage}": stage for stage in (1, 2, 3)}
 """Lightning's names of the strategies, and the stage of ZeRO (arXiv:1910.02054, section 5)."""
-
-
 BUCKET = 50_000_000
 """Most elements of gradients that are sent at once."""
 
@@ -80,7 +78,7 @@ class ZeroDrafter(DeepSpeedStrategy):
 
     def _format_config(self) -> None:
         """Gradients are sent in buckets no larger than the drafter: those of DeepSpeed's own size take 2 GB, whatever
-        they hold. Of number formats the engine is told nothing."""
+        they hold. DeepSpeed's own settings of number formats are left out."""
         if self.config is None:
             raise RuntimeError("DeepSpeed was given no settings")
         trained = sum(weight.numel() for weight in self._module.parameters() if weight.requires_grad)

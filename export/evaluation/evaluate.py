@@ -53,6 +53,7 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
         tqdm.write(f"warning: {warning}", file=sys.stderr)
     course = _course(runner)
     say(opening(course))
+    compiled_before = target.compiler.seconds
     # Answers are counted in batches: the rate is one over many of them.
     with (tqdm(total=course.units, desc="evaluate", unit="pass", disable=not progress, smoothing=0.05) as bar,
           target.compiler.watched(lambda busy: bar.set_description("compile" if busy else "evaluate"))):
@@ -63,7 +64,7 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
     header = {**machine(target), "linear_layers": _linear_layers(target), "settings": asdict(config),
               "graph_refusals": list(dict.fromkeys(one.graph_refusal for one in records if one.graph_refusal)),
               "compile_refusal": target.compiler.refusal if config.compile else "",
-              "compile_seconds": target.compiler.seconds if config.compile else 0.0,
+              "compile_seconds": target.compiler.seconds - compiled_before,
               **coverage(schedule, course), "contention": runner.probe.to_dict()}
     return EvaluationRun(header=header, samples=samples, left_out=left_out(header), evaluations=tuple(
         _evaluation(record, target, runner.probe.contended, config) for record in records))

@@ -64,13 +64,14 @@ class LayerDraft(CausalDraft):
     def run(self, tokens_BF: Tensor, attention: AttentionContext, key_positions_BW: Tensor) -> Tensor:
         """One pass of the kept layers."""
         with skipping(self.target.layers, self.kept):
+            embedded_BFD = self.target.embed_guesses(tokens_BF)
             return self.target.decoder(  # type: ignore[no-any-return]
-                inputs_embeds=self.target.embed_guesses(tokens_BF),
+                inputs_embeds=embedded_BFD,
                 position_ids=attention.positions_BN.clamp(max=self.target.context_length - 1),
                 past_key_values=attention.cache,
                 use_cache=True,
                 key_positions=key_positions_BW,
-                **mask_arguments(attention.visible_BNW, tokens_BF.device),
+                **mask_arguments(attention.visible_BNW, self.target.decoder, embedded_BFD),
             ).last_hidden_state
 
     def read_out(self, final: Tensor) -> Scores:

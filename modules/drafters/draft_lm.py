@@ -226,7 +226,8 @@ class DraftLM(CausalDraft, Drafter):
             return self._forward_depths(features)
         positions_BL = features.positions_BL
         with self._exit_states() as states:
-            final_BLD = self._states(self.embed(features.tokens_BL), visible_text(features), positions_BL, positions_BL)
+            final_BLD = self._states(self.embed(features.tokens_BL), visible_text(features, self.decoder), positions_BL,
+                                     positions_BL)
         norm = _last_norm(self.decoder) if states else None
         exits = [norm(state) for state in states] if norm is not None else []
         return Drafts(hidden_BLKD=torch.stack([*exits, final_BLD], dim=2), offsets=self.offsets)
@@ -292,7 +293,7 @@ class DraftLM(CausalDraft, Drafter):
             raise RuntimeError("this draft language model is not bound to a target; call bind(target) first")
         return cast(Tensor, self.decoder(
             inputs_embeds=embedded_BFD, position_ids=positions_BF, past_key_values=cache, use_cache=cache is not None,
-            key_positions=key_positions_BW, **mask_arguments(visible, embedded_BFD.device),
+            key_positions=key_positions_BW, **mask_arguments(visible, self.decoder, embedded_BFD),
         ).last_hidden_state)
 
     @property

@@ -24,7 +24,9 @@ from .tree_attention import tree_attention
 Form = Callable[..., Any]
 """A compiled forward of a kind of layer, whose first argument is the layer."""
 Adapt = Callable[[Compiler, Form, nn.Module], Form]
-"""What gives a layer of one kind its form."""
+"""Gives a layer of one kind its form."""
+_FOR_ATTENTION = {"past_key_values", "attention_mask", "key_positions", "window_masks"}
+"""Arguments of a layer that its attention reads alone."""
 PACKED = "the linear layers are packed for oneDNN, which no graph can hold (set target.pack: 0)"
 """The reason that layers on a CPU are not compiled."""
 
@@ -59,24 +61,27 @@ def of_transformers(compiler: Compiler, form: Form, layer: nn.Module) -> Form:
     """The forward of a decoder layer of transformers, in a pass with a cache, by its compiled form."""
     numbers = {vars(part)["layer_idx"] for part in layer.modules() if "layer_idx" in vars(part)}
     if len(numbers) != 1:
-        compiler.refusal = f"{type(layer).__name__} has the layers {sorted(numbers)} of the cache and not one"
+        compiler.refusal = (f"{type(layer).__name__} writes to the layers {sorted(numbers)} of the cache; a compiled "
+                            "layer must write to one")
         return partial(type(layer).forward, layer)
     number, passed_on = numbers.pop(), PassedOn()
 
-    def forward(
-        *args: Any, attention_mask: Tensor | None = None, past_key_values: Any = None,
-        key_positions: Tensor | None = None, window_masks: dict[int, Tensor] | None = None, **others: Any,
-    ) -> Any:
+    def forward(*args: Any, **given: Any) -> Any:
         attended = False
+        cache, mask = given.get("past_key_values"), given.get("attention_mask")
+        if cache is None or mask is None:
+            compiler.refusal = f"{type(layer).__name__} is not given its cache and its mask under transformers' names"
+            return type(layer).forward(layer, *args, **given)
+        others = {name: value for name, value in given.items() if name not in _FOR_ATTENTION}
 
         def attend(asked: Asked) -> Tensor:
             nonlocal attended
             attended = True
-            keys, values = past_key_values.update(asked.key, asked.value, number)
-            return tree_attention(layer, asked.query, keys, values, attention_mask, scaling=asked.scaling,
+            keys, values = cache.update(asked.key, asked.value, number)
+            return tree_attention(layer, asked.query, keys, values, mask, scaling=asked.scaling,
                                   sliding_window=asked.window, softcap=asked.softcap,
-                                  position_ids=others.get("position_ids"), key_positions=key_positions,
-                                  window_masks=window_masks)[0]
+                                  position_ids=given.get("position_ids"), key_positions=given.get("key_positions"),
+                                  window_masks=given.get("window_masks"))[0]
 
         with attending(attend):
             found = form(layer, *args, past_key_values=passed_on, apart=True, **others)
@@ -84,7 +89,6 @@ def of_transformers(compiler: Compiler, form: Form, layer: nn.Module) -> Form:
             return found
         # Nothing has been stored: the layer can be computed as it is.
         compiler.refusal = f"{type(layer).__name__} does not hand on what its attention is to be"
-        return type(layer).forward(layer, *args, attention_mask=attention_mask, past_key_values=past_key_values,
-                                   key_positions=key_positions, window_masks=window_masks, **others)
+        return type(layer).forward(layer, *args, **given)
 
     return forward

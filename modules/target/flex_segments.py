@@ -20,6 +20,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from ..compiler import Compiler, bounded
+from ..errors import UserError
 from ..features import Features
 
 BLOCK = 128
@@ -61,6 +62,25 @@ class FlexAttention:
                 self._failed = f"flex attention differs here by {gap:.1%} from attention with a mask"
                 return
 
+    def probe_pass(self, states: Callable[[], Tensor]) -> None:
+        """Try it out in a model, whose states of a packed row must be those with a mask: some models do not hand the
+        segments on to their attention.
+
+        Args:
+            states: computes them, with a mask outside of `used`.
+        """
+        with torch.no_grad():
+            wanted = states()
+            try:
+                with self.used():
+                    found = states()
+            except UserError as error:
+                self._failed = f"flex attention does not run in this target ({error})"
+                return
+        gap = float(_relative(found, wanted))
+        if not gap <= _MOST_GAP:
+            self._failed = f"with flex attention the target's states differ by {gap:.1%} from those with a mask"
+
     def _gap(self, shape: HeadShape, device: torch.device, dtype: torch.dtype) -> float:
         """The largest relative error of output and gradients, in the Euclidean norm."""
         heads, groups, width = shape
@@ -78,8 +98,8 @@ class FlexAttention:
             (out, total, *torch.autograd.grad((out * outer.detach()).sum() + total.sum(), given))
             for out, total in ((mixed, sums), (wanted, scores.logsumexp(-1))))
         # Of a stack: a NaN is the largest.
-        return float(torch.stack([(one - other).float().norm() / other.float().norm()
-                                  for one, other in zip(found, expected, strict=True)]).max())
+        return float(torch.stack([_relative(one, other)
+                                  for one, other in zip(found, expected, strict=True)]).max().detach())
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -89,6 +109,12 @@ class FlexAttention:
             yield
         finally:
             _USED.reset(token)
+
+
+def _relative(one: Tensor, other: Tensor) -> Tensor:
+    """The difference of two tensors relative to the second one, in the Euclidean norm."""
+    share: Tensor = (one - other).float().norm() / other.float().norm()
+    return share
 
 
 _USED: ContextVar[FlexAttention | None] = ContextVar("flex attention of training rows", default=None)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..bounded_reading import read_bounded_text
+from ..deepspeed_import import name_deepspeeds_device
 from ..errors import UserError
 from ..processes import Processes, local_rank
 from .claimed_sizes import check_claims, check_layers, check_parameters, stored_bytes
@@ -84,6 +85,7 @@ def load_target(config: TargetConfig) -> Target:
         UserError: if the name leads nowhere, the device does not exist, the architecture cannot be verified, or the
             placement does not fit the target or the processes.
     """
+    name_deepspeeds_device()
     device = _device(config.device)
     dtype = _dtype(fastest_format(config) if config.dtype == FASTEST else config.dtype, device)
     _check_pack(config.pack)

@@ -25,10 +25,10 @@ from .identity import TargetIdentity, hash_weights
 from .linear_forms import LinearForms, Pack, Packing
 from .pass_layout import PassLayout
 from .placement import Placement
-from .segment_attention import mask_arguments, visible_text
+from .segment_attention import additive, mask_arguments, visible_text
 from .split_weights import plain_class
 from .target_rows import TargetRows
-from .tree_attention import NAME, additive, recording, register
+from .tree_attention import NAME, recording, register
 
 
 class Target:
@@ -100,7 +100,8 @@ class Target:
         self.linears = LinearForms(self.model, pack, shared)
         with self_check.explained(name), recording(self.model) as calls:
             found_1LV = self._read_as_tree(text_1L)
-        self_check.check_attention(name, self.config, windows, calls, passes=2, context_length=self.context_length)
+        self.attention_calls = self_check.check_attention(
+            name, self.config, windows, calls, passes=2, context_length=self.context_length)
         self_check.check_logits(name, self.dtype, found_1LV, expected_1LV)
         if small is not None:
             Target(small, None, name=self.identity.name, pack=0)
@@ -193,6 +194,9 @@ class Target:
             self.compiler.refusal = "the target's layers are not whole on one device"
         elif self.linears.packed is not None:
             self.compiler.refusal = PACKED
+        elif self.attention_calls != 1:
+            self.compiler.refusal = (f"a layer of {self.identity.architecture} calls the attention function "
+                                     f"{self.attention_calls} times and not once")
         elif self.compiler.refusal == PACKED:
             # They no longer are.
             self.compiler.refusal = ""
@@ -319,14 +323,15 @@ class Target:
         """`encode` with a graph for gradients, for a target of which something is trained."""
         batch = features.to(self.device)
         positions_BL = batch.positions_BL
+        embedded_BLD = self.embed(batch.tokens_BL)
         with self.tapping(self._checked(taps)) as states:
             final_BLD = self.decoder(
-                inputs_embeds=self.embed(batch.tokens_BL),
+                inputs_embeds=embedded_BLD,
                 position_ids=positions_BL,
                 key_positions=positions_BL,
                 window_masks={},
                 use_cache=False,
-                **mask_arguments(visible_text(batch), self.device),
+                **mask_arguments(visible_text(batch, self.decoder), self.decoder, embedded_BLD),
             ).last_hidden_state
         return replace(batch, final_BLD=final_BLD, taps=dict(states))
 

@@ -35,10 +35,11 @@ class ReadText:
         self.cache = DynamicCache()
         text = self.features
         with torch.no_grad(), torch.autocast(target.device.type, enabled=False):
+            embedded_BLD = target.embed_guesses(text.tokens_BL)
             self.final_BLD: Tensor = target.decoder(
-                inputs_embeds=target.embed_guesses(text.tokens_BL), position_ids=text.positions_BL,
+                inputs_embeds=embedded_BLD, position_ids=text.positions_BL,
                 key_positions=text.positions_BL, past_key_values=self.cache, use_cache=True,
-                **mask_arguments(visible_text(text), target.device),
+                **mask_arguments(visible_text(text, target.decoder), target.decoder, embedded_BLD),
             ).last_hidden_state
         self._layers = [layer for layer in self.cache.layers if isinstance(layer, DynamicLayer)]
         self._read = [(layer.keys, layer.values) for layer in self._layers]

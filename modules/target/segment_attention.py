@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+from ..errors import UserError
 from ..features import Features
 from .flex_segments import FlexSegments
 from .soft_capping import soft_capped
@@ -74,22 +75,54 @@ class Segments:
 
 
 Sight = Tensor | Segments | FlexSegments
-"""What tokens see: a mask [B, N, W], or the segments of training rows, which see themselves causally."""
+"""Sight of tokens: a mask [B, N, W], or the segments of training rows, which see themselves causally."""
 
 
-def visible_text(features: Features) -> Sight:
+def visible_text(features: Features, decoder: Any = None) -> Sight:
     """Sight of the tokens of training rows: inside a block with flex attention the segments for it, elsewhere a mask
-    [B, L, L], or beyond `DENSE_LENGTH` tokens the segments."""
+    [B, L, L], or beyond `DENSE_LENGTH` tokens the segments.
+
+    Args:
+        features: the rows.
+        decoder: of transformers, if one reads them: where it forms its attention itself, it takes a mask alone.
+
+    Raises:
+        UserError: if such a decoder would need a mask of more than `DENSE_LENGTH` tokens.
+    """
+    length = features.tokens_BL.shape[1]
+    if decoder is not None and not takes_segments(decoder):
+        if length > DENSE_LENGTH:
+            raise UserError(f"{type(decoder).__name__} forms its attention itself, by a mask of all positions of a row "
+                            f"of {length} tokens; set row_length to at most {DENSE_LENGTH}, or choose another target")
+        return features.visible()
     if (flex := FlexSegments.asked(features)) is not None:
         return flex
-    return features.visible() if features.tokens_BL.shape[1] <= DENSE_LENGTH else Segments.of(features)
+    return features.visible() if length <= DENSE_LENGTH else Segments.of(features)
 
 
-def mask_arguments(visible: Sight, device: torch.device) -> dict[str, Any]:
-    """The arguments by which a decoder of transformers hands a mask [B, N, W], or segments, to `tree_attention`."""
+def takes_segments(decoder: Any) -> bool:
+    """True for a decoder of transformers whose attention is a function that can be replaced, by `tree_attention`."""
+    return bool(getattr(decoder, "_supports_attention_backend", False))
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A boolean mask as numbers to be added to the scores: 0 where it is True, minus infinity elsewhere."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+
+
+def mask_arguments(visible: Sight, decoder: Any, like: Tensor) -> dict[str, Any]:
+    """The arguments by which a decoder of transformers hands a mask [B, N, W], or segments, to `tree_attention`; one
+    that forms its attention itself adds the mask to its scores.
+
+    Args:
+        visible: sight of the tokens.
+        decoder: that is called.
+        like: states on the device and in the number format of its scores.
+    """
     if isinstance(visible, Segments | FlexSegments):
-        return {"attention_mask": visible.blank(device), "segments": visible}
-    return {"attention_mask": visible[:, None]}
+        return {"attention_mask": visible.blank(like.device), "segments": visible}
+    mask = visible[:, None]
+    return {"attention_mask": mask if takes_segments(decoder) else additive(mask, like.dtype)}
 
 
 @dataclass(frozen=True, kw_only=True)

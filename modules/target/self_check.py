@@ -120,8 +120,9 @@ def is_half(dtype: torch.dtype) -> bool:
 def check_attention(
     name: str, config: Any, windows: Sequence[int | None], calls: Sequence[AttentionCall], passes: int,
     context_length: int,
-) -> None:
-    """Compare what each layer handed to the attention function with what the config declares.
+) -> int:
+    """Compare what each layer handed to the attention function with what the config declares; returns how often a layer
+    calls it in a pass.
 
     A layer may call it several times a pass, all layers equally often. Models that never call it form their attention
     themselves: the logits show whether they read the mask, but a window would show in longer texts only.
@@ -131,7 +132,7 @@ def check_attention(
     """
     fields = config.to_dict()
     if not calls and not any("window" in key and value for key, value in fields.items()):
-        return
+        return 0
     each, odd = divmod(len(calls), passes * len(windows))
     if odd or not each:
         raise UserError(
@@ -152,6 +153,7 @@ def check_attention(
                 f"layer {layer} of {name} has {_words(given)}, but its attention is not given the positions to apply "
                 "it by. Choose another target"
             )
+    return each
 
 
 def _words(window: int | None) -> str:

@@ -125,11 +125,6 @@ def _folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: fl
     return out.reshape(rows, heads, queries, width)
 
 
-def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A boolean mask as numbers to be added to the scores: 0 where it is True, minus infinity elsewhere."""
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-
-
 def register() -> None:
     """Make the function known to transformers; without the mask entry a padding mask would be dropped in silence."""
     for name, function in ((NAME, tree_attention), (_RECORDED, _recorded_attention)):

@@ -4,8 +4,8 @@
         [--context N] [--recipes NAME ...] [--minutes N] [--device cpu|cuda]
 
 Compared are the plain loop, `generate` of transformers with its growing and its static cache, its assisted generation
-with the target's first layers, and every family of drafters with a chain and a tree; on CUDA also with CUDA graphs and
-with layers that torch.compile has compiled, and both. The drafters have random weights
+with the target's first layers, and every family of drafters with a chain and a tree; where they run, also with CUDA
+graphs, with layers that torch.compile has compiled, and with both. The drafters have random weights
 and do all their work, but their guesses are replaced: the guess of rank r after a node is right with chance
 a (1 - a)^r, by the target's answers, which are computed once (`tests/support/oracle.py`). So a figure is the speed that
 a drafter of this acceptance would have. Each method decodes twice; the second time counts, prompts included. What no

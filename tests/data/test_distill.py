@@ -24,6 +24,7 @@ from draftsmith.modules import DecodeSettings, Request, Target, UserError, decod
 from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
 from support.chats import THINKING
 from support.prompt_files import WORDS, contents, many, rows, shards, write_prompts
+from support.tiers import others_long
 
 SMALL = DistillConfig(
     shard_prompts=4, slots=3, max_new_tokens=8, temperatures=(0.0, 1.0), validation_prompts=2, test_prompts=1
@@ -220,7 +221,7 @@ class Killed(BaseException):
     """Stands for a process that ends here."""
 
 
-@pytest.mark.parametrize("source", ["file", "own", "kinds"])
+@pytest.mark.parametrize("source", others_long(["file", "own", "kinds"], kept=("file", "own")))
 def test_a_run_killed_at_any_write_ends_in_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:

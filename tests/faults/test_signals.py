@@ -66,11 +66,12 @@ def left_by(run: Path, *gone: str) -> None:
 
 @pytest.mark.parametrize(("number", "owner", "name", "at", "gone"), [
     (signal.SIGTERM, Distillation, "_write_shard", 2, ("data", "train", "artifact")),
-    (signal.SIGINT, feature_store, "write_tensors", 2, ("data", "train", "artifact")),
+    pytest.param(signal.SIGINT, feature_store, "write_tensors", 2, ("data", "train", "artifact"),
+                 marks=pytest.mark.long),
     (signal.SIGTERM, MedusaModule, "training_step", 13, ("train", "artifact")),
     (signal.SIGINT, MedusaModule, "training_step", 8, ("train", "artifact")),
-    (signal.SIGHUP, MedusaModule, "training_step", 1, ("train", "artifact")),
-    (signal.SIGUSR1, MedusaModule, "training_step", 9, ("train", "artifact")),
+    pytest.param(signal.SIGHUP, MedusaModule, "training_step", 1, ("train", "artifact"), marks=pytest.mark.long),
+    pytest.param(signal.SIGUSR1, MedusaModule, "training_step", 9, ("train", "artifact"), marks=pytest.mark.long),
     (signal.SIGTERM, pipeline, "measure_cost", 1, ("artifact",)),
     (signal.SIGHUP, pipeline, "write_report", 1, ("report.html",)),
 ], ids=["distillation", "states", "training", "training-ctrl-c", "training-hangup", "training-slurm", "artifact",

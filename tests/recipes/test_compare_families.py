@@ -12,6 +12,8 @@ from draftsmith.recipes.compare_families import workspace_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -73,7 +75,6 @@ def test_nothing_is_done_twice(recipe: Path, finished: Path, capfd: pytest.Captu
     assert {file: file.stat().st_mtime_ns for file in finished.rglob("*.safetensors")} == before
 
 
-@pytest.mark.long
 def test_the_states_of_all_rows_are_kept_while_the_target_answers(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,7 +97,6 @@ def test_the_states_of_all_rows_are_kept_while_the_target_answers(
     assert left == {(0,): 0, (1,): 0}
 
 
-@pytest.mark.long
 def test_a_baseline_alone_has_the_data_distilled_for_it(recipe: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert main(["families", "--config", str(recipe), "--out", str(out), "--only", "prompt_lookup"]) == 0
@@ -120,7 +120,6 @@ def headed(recipe: Path) -> Path:
     return folder / "headed.yaml"
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_a_row_takes_the_artifact_of_another_and_trains_heads_for_it(
     headed: Path, capfd: pytest.CaptureFixture[str]

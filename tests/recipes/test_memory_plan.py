@@ -12,6 +12,7 @@ from draftsmith.recipes.device_rates import Rates
 from draftsmith.recipes.memory_plan import plan_recipe
 from draftsmith.recipes.pipeline import ALL, COMMANDS
 from draftsmith.recipes.stage_plans import StagePlan, cache_bytes
+from support.tiers import others_long
 from transformers import LlamaConfig
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -51,8 +52,7 @@ def test_a_name_that_leads_nowhere_is_told_in_one_sentence(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [pytest.param(name, marks=[pytest.mark.long] if name.endswith("_8b") else [])
-                                    for name in TRAINING])
+@pytest.mark.parametrize("recipe", others_long(TRAINING, kept=("tiny", "eagle3", "fastdraft")))
 def test_every_recipe_states_memory_and_hours_of_its_stages(
     recipe: str, large: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -75,7 +75,7 @@ def test_one_process_distils_two_train_and_one_evaluates(
 
 
 @pytest.mark.distributed
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(int(os.environ.get("KILLS", "1"))))
 def test_a_process_killed_at_a_random_moment_changes_no_weight(
     trained: Trained, tmp_path: Path, seed: int
@@ -94,7 +94,7 @@ def test_a_process_killed_at_a_random_moment_changes_no_weight(
 
 
 @pytest.mark.distributed
-@pytest.mark.slow
+@pytest.mark.long
 def test_batches_made_when_they_are_due_give_the_same_weights(trained: Trained, tmp_path: Path) -> None:
     """Processes that share a target read their own rows, and each has a thread that reads ahead."""
     out = tmp_path / "out"

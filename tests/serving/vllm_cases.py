@@ -42,6 +42,7 @@ VLLM_CASES = (
     Case(name="draft_lm", layout="huggingface", weights="int8", asked=DRAFT, wrong="scales of other rows",
          change=rolled, least=ROUNDED),
     Case(name="draft_lm", layout="huggingface", weights="float8", asked=DRAFT, least=ROUNDED),
+    Case(name="draft_lm, own output", layout="huggingface", weights="int8", asked=DRAFT, least=ROUNDED),
     Case(name="draft_lm, own output", layout="huggingface", weights="float8", asked=DRAFT, least=ROUNDED),
     Case(name="draft_lm, mask tokens", layout="huggingface", asked=(*DRAFT, ("parallel_drafting", True))),
     Case(name="eagle", layout="eagle", asked=FIRST),

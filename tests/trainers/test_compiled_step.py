@@ -118,7 +118,7 @@ def test_attention_that_does_not_run_leaves_masks_and_a_warning(tiny_target: Tar
     step.try_attention(tiny_target, module.drafter, CPU, torch.float32)
     assert len(step.refusals) == 1
     assert "does not support backward on CPU" in step.refusals[0]
-    with pytest.warns(UserWarning, match="is computed without: flex attention does not run here"):
+    with pytest.warns(UserWarning, match="is not compiled: flex attention does not run here"):
         step.complain()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

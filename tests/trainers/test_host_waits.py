@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.data.collate import Piece, pack
-from draftsmith.modules import Features, Target
+from draftsmith.data.collate import Piece, packed
+from draftsmith.data.packed_batch import PackedBatch
+from draftsmith.modules import Target
 from draftsmith.trainers.metrics import weighted_mean_loss
 from draftsmith.trainers.unread_steps import READ_EVERY, FinishedStep, UnreadSteps
 from support.families import CASES, randomised
@@ -20,11 +21,11 @@ UPLOADING = {"modules/target/read_text.py"}
 """Files whose uploads are empty: transformers makes a new cache of empty lists."""
 
 
-def batch() -> Features:
+def batch() -> PackedBatch:
     def piece(length: int) -> Piece:
         return Piece(tokens_N=torch.randint(4, 90, (length,)), supervised_N=torch.arange(length) >= 3)
 
-    return pack([[piece(12), piece(9)], [piece(20)]], 24)
+    return packed([[piece(12), piece(9)], [piece(20)]], 24)
 
 
 def waits_of(name: str, target: Target, **settings: Any) -> Waits:

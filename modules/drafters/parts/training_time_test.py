@@ -26,8 +26,7 @@ from torch.nn import functional
 
 from ...features import Features
 from ...target.flex_segments import FlexSegments
-from ...target.segment_attention import SegmentForm, Segments, Sight, attend_inside, visible_text
-from ...target.tree_attention import additive
+from ...target.segment_attention import SegmentForm, Segments, Sight, additive, attend_inside, visible_text
 from .decoder_block import AttentionContext
 from .fused_segments import attend_segments
 

@@ -21,6 +21,7 @@ from draftsmith.modules.verification.acceptance_rules import Chances, exact_rule
 from support.families import CASES, randomised
 from support.policy_cases import EVERY, medusa
 from support.tables import draws_for
+from support.tiers import others_long
 from torch import Tensor
 
 
@@ -78,7 +79,7 @@ def test_expand_and_accept_are_one_graph_each(tiny_target: Target, policy: Polic
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 @pytest.mark.parametrize(("policy", "hot"), [(StaticTree(Topology((-1, 0, 0, 1, 2), (0, 0, 1, 0, 1))), False),
                                             (DySpecTree(7, 2, 4), True)], ids=["static", "sampled"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", others_long(CASES))
 def test_the_drafts_of_every_family_are_one_graph(tiny_target: Target, name: str, policy: Policy, hot: bool) -> None:
     """Two tokens deep, which every case answers."""
     drafter, roots = randomised(CASES[name].make(tiny_target)), torch.tensor([3, 4])

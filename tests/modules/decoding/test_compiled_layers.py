@@ -25,6 +25,8 @@ from support.targets import random_target
 from torch import Tensor, nn
 
 TREE = Topology((-1, 0, 0, 1, 2), (0, 0, 1, 0, 1))
+ADDING_NO_LAYERS = ("prompt-tokens", "hidden-transfer")
+"""Cases whose drafters have no layers to compile: the target's own layers guess."""
 GRAPHS = 4
 """Graphs of one kind of layer: with one row or several, and one token or several."""
 
@@ -67,6 +69,7 @@ def test_every_family_drafts_the_same_with_compiled_layers(name: str) -> None:
     assert [one.emitted for one in quick.generations] == [one.emitted for one in plain.generations]
     assert quick.stats.compile_refusal == ""
     assert target.compiler.graphs > 0
+    assert bool(drafter._forms and drafter._forms.forwards) != (name in ADDING_NO_LAYERS)
     # Compiled, a drafted answer is the plain loop's too.
     assert tokens(quick) == tokens(answered(target, compiled=True))
 
@@ -77,6 +80,8 @@ def test_sampled_answers_of_compiled_layers_are_those_of_the_plain_loop() -> Non
     drafted = answered(target, compiled=True, temperature=0.8, drafter=drafter, policy=StaticTree(TREE))
     assert tokens(drafted) == tokens(answered(target, compiled=True, temperature=0.8))
     assert tokens(drafted) == tokens(answered(target, compiled=False, temperature=0.8))
+    assert drafted.stats.compile_refusal == ""
+    assert target.compiler.graphs > 0
 
 
 def test_drafters_that_draft_together_are_compiled() -> None:
@@ -96,6 +101,8 @@ def test_the_targets_own_layers_draft_compiled(name: str) -> None:
     drafter, policy = baseline(name, target)
     plain, quick = (answered(target, compiled=compiled, drafter=drafter, policy=policy) for compiled in (False, True))
     assert tokens(quick) == tokens(plain)
+    assert quick.stats.compile_refusal == ""
+    assert target.compiler.graphs > 0
 
 
 def test_windows_and_capped_scores_are_those_of_each_layer() -> None:
@@ -127,10 +134,11 @@ def test_a_second_run_makes_no_graph_and_counts_no_seconds() -> None:
     assert second.compile_seconds == 0
 
 
-def test_without_the_setting_nothing_is_compiled(tiny_target: Target) -> None:
-    answered(tiny_target, compiled=False)
-    assert tiny_target.compiler.graphs == 0
-    assert all("forward" not in vars(layer) for layer in tiny_target.layers)
+def test_without_the_setting_nothing_is_compiled() -> None:
+    target = unpacked()
+    answered(target, compiled=False)
+    assert target.compiler.graphs == 0
+    assert all("forward" not in vars(layer) for layer in target.layers)
 
 
 def test_compiled_forms_are_gone_after_each_pass() -> None:

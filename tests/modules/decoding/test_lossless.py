@@ -44,6 +44,7 @@ from scipy.stats import chi2
 from support.drafters import ScriptedDrafter, TargetDrafter
 from support.native_answers import native_greedy, requests_for
 from support.tables import DepthDrafter, TableDrafter, random_log_probs
+from support.tiers import others_long
 from torch import Tensor
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
@@ -165,7 +166,8 @@ def test_every_policy_is_lossless_when_greedy(tiny_target_f64: Target, name: str
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("name", ["prompt_lookup", "recycling", "ngrams", "layer_skip"])
+@pytest.mark.parametrize("name", others_long(["prompt_lookup", "recycling", "ngrams", "layer_skip"],
+                                             kept=("prompt_lookup", "recycling")))
 def test_every_policy_serves_drafters_that_name_candidates(
     tiny_target_f64: Target, name: str, temperature: float
 ) -> None:

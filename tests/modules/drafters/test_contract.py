@@ -35,6 +35,7 @@ from draftsmith.trainers.chunked_losses import supervise
 from safetensors.torch import load_file
 from support.cycle import CycleData, cycle_target
 from support.families import CASES, randomised
+from support.tiers import others_long
 from torch import Tensor
 
 TREE = Topology((-1, 0, 0, 1, 1, 2), (0, 0, 1, 0, 1, 0))
@@ -376,7 +377,7 @@ def accuracy(module: DraftModule) -> float:
     return float((rank_table(module.drafter, rows)[:, 0] == 0).double().mean())
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", others_long(CASES))
 def test_training_learns_a_deterministic_text(name: str, tmp_path: Path) -> None:
     before = CASES[name].teacher().identity.weights_hash
     module = trained(name, tmp_path)
@@ -396,7 +397,7 @@ def test_a_new_drafter_depends_on_the_seed_alone(name: str) -> None:
     assert all(torch.equal(weights[1][key], tensor) for key, tensor in weights[0].items())
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", others_long(CASES))
 def test_labels_one_position_off_do_not_train_a_useful_drafter(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,8 +4,9 @@ import pytest
 import torch
 from draftsmith.modules import Target, Topology
 from draftsmith.modules.target import tree_attention as attention
+from draftsmith.modules.target.segment_attention import additive
 from draftsmith.modules.target.tiny_model import tiny_tokenizer
-from draftsmith.modules.target.tree_attention import additive, tree_attention
+from draftsmith.modules.target.tree_attention import tree_attention
 from torch import Tensor, nn
 from transformers import MistralConfig, MistralForCausalLM
 
