@@ -33,19 +33,6 @@ def medusa_blocks(drafter: Medusa) -> Blocks:
             for part, tensor in [*blocks.children()][0 if config.tie_blocks else layer].state_dict().items()}
 
 
-def over_all_tokens(rows: Tensor, ids_Q: Tensor | None, vocab_size: int) -> Tensor:
-    """A trained output layer [Q, D], or its bias [Q], with rows for the whole vocabulary: [V, D] or [V].
-
-    The rows of tokens outside the draft vocabulary are the mean of the trained ones. Their logit is then the mean of
-    the other logits, so that none of them is ever the best token of a head.
-    """
-    if ids_Q is None:
-        return rows
-    whole = rows.detach().mean(0).expand(vocab_size, *rows.shape[1:]).clone()
-    whole[ids_Q] = rows.detach()
-    return whole
-
-
 def equal_outputs(outputs: Mapping[int, Tensor]) -> bool:
     """True if several heads have the same output layer [Q, D]: one layer, written once for each head."""
     _, *others = outputs or (0,)

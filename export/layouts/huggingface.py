@@ -48,7 +48,7 @@ def export_huggingface(drafter: Drafter, target: Target, out: Path, weights: str
     """
     if not isinstance(drafter, DraftLM):
         raise wrong_family("huggingface", "draft language models", drafter)
-    model = as_model(drafter, target)
+    model = as_model(drafter)
     if target.model.generation_config is not None:
         model.generation_config = copy.deepcopy(target.model.generation_config)
     with whole_folder(out, EXPORT) as partial:
@@ -122,5 +122,5 @@ def _readme(drafter: DraftLM, target: Target) -> str:
                           "is not in this folder: here it drafts one by one. Train with `mask_token_id` to export it.")
     if drafter.token_ids is not None:
         paragraphs.append(f"Its output layer was trained for the {len(drafter.token_ids)} tokens in {TRAINED} alone; "
-                          "the rows of all others are the initial ones.")
+                          "the rows of all others are the mean of the trained ones, so that none is drafted.")
     return layout_readme("A draft language model", target, *paragraphs)

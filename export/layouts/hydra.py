@@ -17,8 +17,9 @@ from torch import Tensor
 
 from ...modules import Drafter, Hydra, HydraConfig, Target, UserError
 from ...modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
+from ...modules.target.draft_vocabulary import over_all_tokens
 from ..artifact import portable
-from .head_blocks import over_all_tokens, tied
+from .head_blocks import tied
 from .layout_folder import layout_readme, stored, write_layout, wrong_family
 from .safetensors_reader import check_embedding, loaded, read_config, read_tensors
 from .tensor_table import Table, TensorForm, layer_table

@@ -67,7 +67,7 @@ def export_gguf(drafter: Drafter, target: Target, out: Path, vocabulary: Path | 
         file = partial / GGUF_FILE
         if isinstance(drafter, DraftLM):
             readme = _draft_readme(drafter, target)
-            table = write_model(file, as_model(drafter, target), tokens, weights)
+            table = write_model(file, as_model(drafter), tokens, weights)
         else:
             readme = _third_readme(drafter, target)
             table = _write_third(file, drafter, target, tokens, weights)

@@ -15,8 +15,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from ...modules import Drafter, Medusa, MedusaConfig, Target, UserError
+from ...modules.target.draft_vocabulary import over_all_tokens
 from ..artifact import portable
-from .head_blocks import equal_outputs, medusa_blocks, over_all_tokens, require_no_bias, tied
+from .head_blocks import equal_outputs, medusa_blocks, require_no_bias, tied
 from .layout_folder import layout_readme, stored, write_layout, wrong_family
 from .medusa_vllm import BLOCK, OUTPUT_OF_HEAD, take_output
 from .safetensors_reader import loaded, read_tensors

@@ -25,7 +25,7 @@ from ..interfaces.drafter import Drafter, Drafts
 from ..interfaces.family_card import FamilyCard
 from ..interfaces.proposer import Scores
 from ..target.compiled_layers import CompiledLayers, of_transformers
-from ..target.draft_vocabulary import require_ids
+from ..target.draft_vocabulary import over_all_tokens, require_ids
 from ..target.excerpt import layer_list
 from ..target.hf_folder import require_vocabulary
 from ..target.identity import TargetIdentity
@@ -353,16 +353,12 @@ def _last_norm(decoder: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def as_model(drafter: DraftLM, target: Target) -> Any:
+def as_model(drafter: DraftLM) -> Any:
     """The draft as a causal language model of transformers, over the whole vocabulary, up to the exit that drafts.
 
-    A reduced output layer becomes a whole one: the trained rows, and for all other tokens the embedding's rows when the
-    two are tied, or the target's when the draft was initialised with layers of the target.
-
-    Raises:
-        UserError: if the first rows of a reduced output layer are no longer available.
+    A reduced output layer becomes a whole one, in which no other token is ever the best one (`over_all_tokens`).
     """
-    output = _whole_output(drafter, target)
+    output = _whole_output(drafter)
     given = fields_of(drafter.architecture)
     given |= {"num_hidden_layers": drafter.depth, "tie_word_embeddings": output is None}
     if given.get("layer_types"):
@@ -377,19 +373,9 @@ def as_model(drafter: DraftLM, target: Target) -> Any:
     return model.to(drafter.embedding_weight().dtype).eval()
 
 
-def _whole_output(drafter: DraftLM, target: Target) -> dict[str, Tensor] | None:
+def _whole_output(drafter: DraftLM) -> dict[str, Tensor] | None:
     """The output layer over the whole vocabulary; None when it is the embedding."""
     if drafter.head is None:
         return None
-    weights = {name: parameter.detach() for name, parameter in drafter.head.named_parameters()}
-    if drafter.token_ids is None:
-        return weights
-    tied = drafter.architecture.tie_word_embeddings
-    if not (tied or drafter.config.layers) or "bias" in weights:
-        raise UserError(f"this draft proposes {len(drafter.token_ids)} tokens and has no rows for the others; train "
-                        "with layers of the target, with tied: true or with vocabulary_size: null for a whole output "
-                        "layer")
-    base_VD = drafter.embedding_weight() if tied else target.output_weight()
-    whole_VD = base_VD.to(weights["weight"]).clone()
-    whole_VD[drafter.token_ids] = weights["weight"]
-    return {"weight": whole_VD}
+    return {name: over_all_tokens(parameter.detach(), drafter.token_ids, drafter.vocab_size)
+            for name, parameter in drafter.head.named_parameters()}

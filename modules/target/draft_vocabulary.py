@@ -76,6 +76,19 @@ def require_distinct(ids_Q: Tensor | None) -> None:
                         "as draftsmith.modules.target.draft_vocabulary.choose does")
 
 
+def over_all_tokens(rows: Tensor, ids_Q: Tensor | None, vocab_size: int) -> Tensor:
+    """A trained output layer [Q, D], or its bias [Q], with rows for the whole vocabulary: [V, D] or [V].
+
+    The rows of tokens outside the draft vocabulary are the mean of the trained ones. Their logit is then the mean of
+    the other logits, so that none of them is ever the best one.
+    """
+    if ids_Q is None:
+        return rows
+    whole = rows.detach().mean(0).expand(vocab_size, *rows.shape[1:]).clone()
+    whole[ids_Q] = rows.detach()
+    return whole
+
+
 def draft_index(ids_Q: Tensor, vocab_size: int) -> Tensor:
     """The entry of the draft vocabulary that stands for each target token, [V] int64; -1 where none does."""
     index_V = torch.full((vocab_size,), -1, dtype=torch.long, device=ids_Q.device)
