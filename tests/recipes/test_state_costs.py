@@ -136,7 +136,7 @@ def test_a_disk_without_room_and_unlimited_answers_mean_computed(tmp_path: Path,
     assert "the disk has 1.0 KiB free" in reason
     recipe = parsed("--out", str(tmp_path)).values
     endless = replace(recipe, distill=replace(recipe.distill, budget_tokens=None))
-    assert "distill.budget_tokens would tell" in choose_states(endless, tmp_path / "data", RATES)[1]
+    assert "set distill.budget_tokens, or batch.states: stored" in choose_states(endless, tmp_path / "data", RATES)[1]
 
 
 def chosen(monkeypatch: pytest.MonkeyPatch, choice: str) -> None:

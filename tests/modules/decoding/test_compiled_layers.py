@@ -217,7 +217,8 @@ def test_a_layer_of_several_layers_of_the_cache_runs_as_it_is() -> None:
     target = unpacked()
     target.layers[1].mlp.layer_idx = 7  # type: ignore[union-attr, assignment]
     result = answered(target, compiled=True)
-    assert result.stats.compile_refusal == "LlamaDecoderLayer has the layers [1, 7] of the cache and not one"
+    assert result.stats.compile_refusal == (
+        "LlamaDecoderLayer writes to the layers [1, 7] of the cache; a compiled layer must write to one")
     assert tokens(result) == tokens(answered(target, compiled=False))
 
 
