@@ -87,7 +87,7 @@ def test_two_processes_with_split_weights_equal_one(alone: Path, tmp_path: Path)
 
 STAGES = ("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
 SHARES = {"deepspeed_stage_1": (2.5 / 4, 1), "deepspeed_stage_2": (2.5 / 4, 0), "deepspeed_stage_3": (2 / 4, 0)}
-"""What each of two processes holds under ZeRO: of a weight, its copy in the optimizer's vector and its two moments; of
+"""Shares of each of two processes under ZeRO: of a weight, its copy in the optimizer's vector and its two moments; of
 gradients, between the last micro-batch and the step, as those of weights."""
 
 
