@@ -41,6 +41,34 @@ class SplitDrafter:
         self.copy.train().to("cpu")
 
 
+class WholeCheckpoints:
+    """A strategy whose checkpoints hold whole weights and optimizer states under the names that one process gives them,
+    so that any other strategy and number of processes resumes them."""
+
+    lightning_module: Any
+    checkpoint_io: Any
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """True: optimizer states are read from the checkpoint as those of one process are."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole weights; all processes must call it."""
+        return {name: tensor.cpu() for name, tensor in whole_state(self._module).items()}
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """The content of a checkpoint, read whole by every process."""
+        found: dict[str, Any] = self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+        return found
+
+    @property
+    def _module(self) -> Any:
+        if self.lightning_module is None:
+            raise RuntimeError("the strategy is not connected to a module")
+        return self.lightning_module
+
+
 def shard_fully(module: nn.Module, drafter: Drafter, mesh: Any) -> None:
     """Split a drafter's weights in place (FSDP2).
 

@@ -8,7 +8,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch.optim import Optimizer
 
 from ..modules.errors import UserError
-from .split_drafter import load_whole_optimizer_state, load_whole_state, whole_optimizer_state, whole_state
+from .split_drafter import WholeCheckpoints, load_whole_optimizer_state, load_whole_state, whole_optimizer_state
 from .train_config import TrainConfig
 from .zero_strategy import ZERO_STAGES, ZeroDrafter
 
@@ -18,7 +18,7 @@ SPLITTING = (FSDP2, *ZERO_STAGES)
 """Names of the strategies that split something of the drafter among the processes."""
 
 
-class FullyShardedDrafter(ModelParallelStrategy):
+class FullyShardedDrafter(WholeCheckpoints, ModelParallelStrategy):
     """FSDP2 over all processes.
 
     A checkpoint holds whole weights and optimizer states under the names that one process gives them, so that any
@@ -34,23 +34,9 @@ class FullyShardedDrafter(ModelParallelStrategy):
     def __init__(self, world: int) -> None:
         super().__init__(data_parallel_size=world, tensor_parallel_size=1, save_distributed_checkpoint=False)
 
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """True: optimizer states are read from the checkpoint as those of one process are."""
-        return True
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole weights; all processes must call it."""
-        return {name: tensor.cpu() for name, tensor in whole_state(self._module).items()}
-
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state of the optimizer; all processes must call it."""
         return whole_optimizer_state(optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """The content of a checkpoint, read whole by every process."""
-        found: dict[str, Any] = self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
-        return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Keep this process's part of each weight."""
@@ -60,12 +46,6 @@ class FullyShardedDrafter(ModelParallelStrategy):
         """Keep this process's part of each state."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             load_whole_optimizer_state(optimizer, state)
-
-    @property
-    def _module(self) -> Any:
-        if self.lightning_module is None:
-            raise RuntimeError("the strategy is not connected to a module")
-        return self.lightning_module
 
 
 def strategy_for(config: TrainConfig) -> str | Strategy:

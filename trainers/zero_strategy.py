@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ..modules.deepspeed_import import prepare_deepspeed, require_deepspeed
 from ..modules.errors import UserError
-from .split_drafter import SplitDrafter, whole_state
+from .split_drafter import SplitDrafter, WholeCheckpoints
 from .zero_states import load_optimizer_state, optimizer_layout, whole_optimizer_state
 
 ZERO_STAGES = {f"deepspeed_stage_{stage}": stage for stage in (1, 2, 3)}
@@ -29,7 +29,7 @@ BUCKET = 50_000_000
 """Most elements of gradients that are sent at once."""
 
 
-class ZeroDrafter(DeepSpeedStrategy):
+class ZeroDrafter(WholeCheckpoints, DeepSpeedStrategy):
     """ZeRO over all processes, on CUDA devices or on the CPU, which Lightning's own refuses.
 
     Args:
@@ -147,15 +147,6 @@ class ZeroDrafter(DeepSpeedStrategy):
         """False: weights are read before they are divided."""
         return False
 
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """True: optimizer states are read from the checkpoint as those of one process are."""
-        return True
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole weights; all processes must call it."""
-        return {name: tensor.cpu() for name, tensor in whole_state(self._module).items()}
-
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state of the optimizer; all processes must call it."""
         return whole_optimizer_state(self.deepspeed_engine.optimizer, self._layout)
@@ -165,11 +156,6 @@ class ZeroDrafter(DeepSpeedStrategy):
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """The content of a checkpoint, read whole by every process."""
-        found: dict[str, Any] = self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
-        return found
-
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Take the weights, which are whole yet."""
         self._module.load_state_dict(checkpoint["state_dict"], strict=strict)
@@ -177,12 +163,6 @@ class ZeroDrafter(DeepSpeedStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Keep this process's part of each state."""
         load_optimizer_state(self.deepspeed_engine.optimizer, self._layout, checkpoint["optimizer_states"][0])
-
-    @property
-    def _module(self) -> Any:
-        if self.lightning_module is None:
-            raise RuntimeError("the strategy is not connected to a module")
-        return self.lightning_module
 
 
 class EnginePrecision(DeepSpeedPrecision):
