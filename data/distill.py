@@ -18,6 +18,7 @@ from .answer_server import AnswerServer
 from .answered_shards import shard_of, states_of
 from .answering import Answerer, Conversation, take_given
 from .chat import ChatTemplate
+from .continuous_batching import BatchAnswerer
 from .distill_config import DistillConfig, check_recipe, describe_recipe, package_versions
 from .distill_stats import added, read_stats, write_stats
 from .feature_store import WantedStates
@@ -25,6 +26,7 @@ from .held_out import prompt_lines, read_held_out
 from .progress import Progress
 from .prompts import Prompt, PromptConfig, ReadPrompts, Source
 from .self_prompting import OwnPrompts
+from .engine_answering import EngineAnswerer
 from .server_answering import ServerAnswerer
 from .shard_states import ShardStates
 from .token_store import (
@@ -138,6 +140,8 @@ class Distillation:
     def _answerer(self, train_target: Target, settings: DecodeSettings) -> Answerer:
         """Of train prompts."""
         given = train_target, self.template, settings, self.config.max_new_tokens, self._count
+        if self.config.engine == "transformers":
+            return BatchAnswerer(*given)
         if self.config.server is None:
             return Answerer(*given, on_slots=self.progress.count_slots)
         return ServerAnswerer(AnswerServer(self.config.server), *given)
@@ -154,7 +158,7 @@ class Distillation:
             return self.manifest
         # A folder that cannot be written to is reported now, not after the first shard.
         self._write_stats()
-        self._check_server()
+        self._try_engine()
         if self.manifest.held_out is None:
             self._hold_out()
         with self.progress.stage(*self._goal()):
@@ -162,10 +166,10 @@ class Distillation:
         self._report()
         return self.manifest
 
-    def _check_server(self) -> None:
-        """Compare the server's answers with the target's, where a server answers. Raises UserError."""
-        if isinstance(self.answerer, ServerAnswerer):
-            with self.progress.stage("trial of the server", None, "tok"):
+    def _try_engine(self) -> None:
+        """Compare the engine's answers with the target's, where another engine answers. Raises UserError."""
+        if isinstance(self.answerer, EngineAnswerer):
+            with self.progress.stage("trial of the engine", None, "tok"):
                 self.answerer.check()
 
     # Earlier runs --------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ MOST_WORKERS = 1024
 """Most processes that one command starts."""
 ONE_QUEUE = "one queue"
 """Record of any number of workers."""
+Engine = Literal["own", "transformers", "server"]
+"""Writers of the target's answers."""
 TrainFormat = Literal["own", "fastest", "float32", "bfloat16"]
 """Number formats for train prompts. A target in float16 has another hash of its weights than in float32."""
 
@@ -67,10 +69,11 @@ class DistillConfig:
     folder keeps. Held-out prompts are always answered in the target's own format."""
     document_tokens: int = 512
     """Longest piece of a plain document, in tokens; each piece is a row of its own."""
-    engine: Literal["own", "server"] = "own"
-    """Writer of the target's answers to train prompts. own: this project's decoding loop; server: an inference server
-    of the same model, which must return token ids and is compared with the target first. Its answers may differ from
-    one run to the next, finished shards do not. Held-out prompts and drafts' rows are always decoded here."""
+    engine: Engine = "own"
+    """Writer of the target's answers to train prompts. own: this project's decoding loop; transformers: its continuous
+    batching, for a target that is whole on one GPU; server: an inference server of the same model, which must return
+    token ids. The answers of the last two are compared with the target's first, and may differ from one run to the
+    next; finished shards do not. Held-out prompts and drafts' rows are always decoded here."""
     server: str | None = None
     """Address of that server: http://host:port/v1 of vLLM or another OpenAI-style server with `return_token_ids`, or
     http://host:port/generate of SGLang. Its key, where it asks for one, is the environment's DRAFTSMITH_SERVER_KEY."""
@@ -117,11 +120,14 @@ class DistillConfig:
         train_target.identity.require_same(target.identity)
 
     def _check_engine(self) -> None:
-        if self.engine not in ("own", "server"):
-            raise UserError(f"distill.engine must be own or server, got {self.engine!r}")
+        if self.engine not in get_args(Engine):
+            raise UserError(f"distill.engine must be one of {', '.join(get_args(Engine))}, got {self.engine!r}")
         if (self.engine == "server") != (self.server is not None):
             raise UserError(f"distill.engine is {self.engine} and distill.server is {self.server}; give an address "
                             "with engine server, and only with it")
+        if self.engine == "transformers" and "target" not in self.shares:
+            raise UserError(f"distill.engine is transformers, which answers for the target, and distill.answered_by is "
+                            f"{self.answered_by}; set a share of the target, or distill.engine: own")
         if self.server is None:
             return
         check_address(self.server)
@@ -200,7 +206,8 @@ def describe_recipe(prompts: PromptConfig, config: DistillConfig, writer: Writer
     if prompts.origin == "file":
         source["sha256"] = hash_file(Path(str(prompts.path)))
     answers = {**asdict(config), "draft": None if writer is None else writer.digest}
-    if answers.pop("server") is None:
+    del answers["server"]
+    if config.engine == "own":
         del answers["engine"]
     if answers.pop("workers") is not None:
         # Their number decides nothing, the sizes of a queue's shards do.

@@ -105,7 +105,7 @@ class QueuedDistillation(Distillation):
                     self._resume()
                 if not self.manifest.complete:
                     self._agree_on_states()
-                    self._check_server()
+                    self._try_engine()
                 if self.manifest.held_out is None:
                     self._write_stats()
                     self._hold_out()

@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from ..data import DistillConfig, Prompt, WantedStates, read_held_out
+from ..data.continuous_batching import require_whole
+from ..data.continuous_batching import require_whole
 from ..data.datamodule import DraftDataModule
 from ..data.disk_room import require_room
 from ..data.distill_config import require_enough
@@ -82,6 +84,8 @@ def distill_stage(workspace: Workspace, more: Sequence[WantedStates] = ()) -> Se
     workspace.check()
     recipe = workspace.recipe
     require_enough(recipe.prompts, recipe.distill)
+    if recipe.distill.engine == "transformers":
+        require_whole(workspace.placement)
     wanted = [*workspace.wanted_states(), *more]
     predict_states(workspace, wanted)
     manifest = answers(workspace, wanted)

@@ -144,7 +144,7 @@ def data_amount(recipe: Recipe, target: Target, module: DraftModule, data: Path,
     config = recipe.distill
     tokens = round(answers * (1 + opening(recipe) / config.max_new_tokens))
     elsewhere = config.shares.get("text", 0.0)
-    elsewhere += config.shares.get("target", 0.0) if config.engine == "server" else 0.0
+    elsewhere += config.shares.get("target", 0.0) if config.engine != "own" else 0.0
     return DataAmount(tokens=tokens, missing=tokens, unread=round(elsewhere * tokens))
 
 

@@ -17,9 +17,9 @@ from draftsmith.data import (
     distill,
     distill_from_queue,
     encode,
-    server_answering,
+    engine_answering,
 )
-from draftsmith.data.server_answering import PROBES
+from draftsmith.data.engine_answering import PROBES
 from draftsmith.modules import Target, UserError
 from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
 from support.answer_servers import Change, Server, serving
@@ -118,7 +118,7 @@ def test_a_server_that_fails_now_and_then_is_asked_again(tmp_path: Path, tiny_ta
 def test_differences_within_rounding_are_reported(
     tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(server_answering, "STEPS", 1e9)
+    monkeypatch.setattr(engine_answering, "STEPS", 1e9)
     with serving(Server(other_target())) as server, caplog.at_level(logging.WARNING):
         run(tiny_target, write_prompts(tmp_path, many(9)), asking(server), tmp_path / "out")
     assert "of 8 answers of http://127.0.0.1" in caplog.text
@@ -156,7 +156,7 @@ def test_wrong_responses_are_refused(tmp_path: Path, tiny_target: Target, name: 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_another_model_is_refused(tmp_path: Path, tiny_target: Target, path: str) -> None:
-    message = (r"does not serve the target: after \d+ tokens of an answer to '.*' it writes '.*' where the target "
+    message = (r"does not answer as the target does: after \d+ tokens of an answer to '.*' it writes '.*' where the target "
                r"writes '.*', whose logit is larger by .* \(rounding explains .*\); serve tiny-random, or set")
     with serving(Server(other_target())) as server, pytest.raises(UserError, match=message):
         run(tiny_target, write_prompts(tmp_path, many(9)), asking(server, path), tmp_path / "out")
@@ -213,7 +213,7 @@ def test_finished_shards_outlive_the_server(tmp_path: Path, tiny_target: Target)
     ({"engine": "server", "server": "localhost:8000"}, r"must be an address such as http"),
     ({"engine": "server", "server": "http://x/v1", "train_dtype": "bfloat16"}, r"set train_dtype: own and a share"),
     ({"engine": "server", "server": "http://x/v1", "answered_by": "text"}, r"answered_by text; set train_dtype: own"),
-    ({"engine": "vllm"}, r"distill.engine must be own or server, got 'vllm'"),
+    ({"engine": "vllm"}, r"distill.engine must be one of own, transformers, server, got 'vllm'"),
 ])
 def test_settings_that_make_no_sense_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
