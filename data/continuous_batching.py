@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils.import_utils import is_flash_attn_2_available
 
 from ..modules import DecodeSettings, Generation, Request, Target, UserError
 from ..modules.target.placement import Placement
@@ -82,22 +82,22 @@ class BatchAnswerer(EngineAnswerer):
         longest = max(len(request.tokens) + request.max_new_tokens for request in requests)
         slots = min(self.settings.batch_size, len(requests))
         filters = {"temperature": temperature, "top_k": self.settings.top_k or None, "top_p": self.settings.top_p}
-        sampling = GenerationConfig(do_sample=temperature > 0, eos_token_id=list(self.target.eos_ids) or -1,
-                                    pad_token_id=0, **(filters if temperature > 0 else {}))
+        sampling = GenerationConfig(  # type: ignore[no-untyped-call]
+            do_sample=temperature > 0, eos_token_id=list(self.target.eos_ids) or -1, pad_token_id=0,
+            **(filters if temperature > 0 else {}))
         half = self.target.dtype in (torch.float16, torch.bfloat16)
         config = ContinuousBatchingConfig(
             page_size=PAGE, num_blocks=slots * ceil(longest / PAGE) + SPARE_PAGES, max_requests_per_batch=slots,
-            max_batch_tokens=max(slots, BATCH_TOKENS), seed=self.settings.seed,
+            max_batch_tokens=max(slots, BATCH_TOKENS), seed=self.seed_of(requests[0]),
             auto_switch_to_flash=half and self.target.device.type == "cuda" and is_flash_attn_2_available())
         with self.target.native() as model:
-            manager = None
             try:
                 manager = model.init_continuous_batching(sampling, config)
                 manager.warmup()
-                manager.start()
             except Exception as error:
                 raise UserError(f"{self.engine} does not take {self.target.identity.name}: {error}; {self.remedy}"
                                 ) from error
+            manager.start()
             try:
                 yield manager
             finally:
@@ -124,8 +124,7 @@ class BatchAnswerer(EngineAnswerer):
                 raise UserError(f"{self.engine} ended an answer: {result.error}; {self.remedy}")
             elif result.is_finished():
                 tokens = list(result.generated_tokens)
-                finish = "eos" if tokens[-1] in self.target.eos_ids else "length"
-                yield Generation(open_requests.pop(result.request_id), tokens, finish=finish)
+                yield self.generation(open_requests.pop(result.request_id), tokens)
 
     def _require_running(self, manager: Any) -> None:
         if not manager.is_running():

@@ -21,12 +21,12 @@ from .chat import ChatTemplate
 from .continuous_batching import BatchAnswerer
 from .distill_config import DistillConfig, check_recipe, describe_recipe, package_versions
 from .distill_stats import added, read_stats, write_stats
+from .engine_answering import EngineAnswerer
 from .feature_store import WantedStates
 from .held_out import prompt_lines, read_held_out
 from .progress import Progress
 from .prompts import Prompt, PromptConfig, ReadPrompts, Source
 from .self_prompting import OwnPrompts
-from .engine_answering import EngineAnswerer
 from .server_answering import ServerAnswerer
 from .shard_states import ShardStates
 from .token_store import (

@@ -1,5 +1,6 @@
 """Answers of the target from another engine, after a trial that it is the same model."""
 
+import hashlib
 import logging
 import time
 from abc import abstractmethod
@@ -95,7 +96,16 @@ class EngineAnswerer(Answerer):
         final_BLD = self.target.encode(features.to(self.target.device)).final()
         return self.target.logits(final_BLD[0, -1]).float()
 
-    # Requests --------------------------------------------------------------------------------------------------------
+    # Answers ---------------------------------------------------------------------------------------------------------
+
+    def seed_of(self, request: Request) -> int:
+        """Seed of 31 bits for a request's random stream."""
+        digest = hashlib.sha256(f"{self.settings.seed} {request.index}".encode()).digest()
+        return int.from_bytes(digest[:4], "little") >> 1
+
+    def generation(self, request: Request, tokens: list[int]) -> Generation:
+        """A whole answer of the engine, which ended at an end token or at the limit."""
+        return Generation(request, tokens, finish="eos" if tokens[-1] in self.target.eos_ids else "length")
 
     def _recorder(self, taps: tuple[int, ...] | None) -> StateRecorder | None:
         return None

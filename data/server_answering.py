@@ -1,6 +1,5 @@
 """Answers of the target from a server."""
 
-import hashlib
 import logging
 import queue
 import threading
@@ -69,9 +68,8 @@ class ServerAnswerer(EngineAnswerer):
         """The outcome of a request; an error belongs to the thread that waits for it."""
         if deadline is not None and time.monotonic() >= deadline:
             return None
-        digest = hashlib.sha256(f"{self.settings.seed} {request.index}".encode()).digest()
         try:
-            return self.server.answer(request, self.sampling, int.from_bytes(digest[:4], "little") >> 1)
+            return self.server.answer(request, self.sampling, self.seed_of(request))
         except Exception as error:  # noqa: BLE001 raised again where it is waited for
             return error
 
@@ -83,7 +81,6 @@ class ServerAnswerer(EngineAnswerer):
             if isinstance(tokens, Exception):
                 raise tokens
             if tokens is not None:
-                finish = "eos" if tokens[-1] in self.sampling.eos_ids else "length"
-                found[request.index] = Generation(request, tokens, finish=finish)  # type: ignore[arg-type]
+                found[request.index] = self.generation(request, tokens)
                 self.on_tokens(len(tokens))
         return [found[request.index] for request in requests if request.index in found]

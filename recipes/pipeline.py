@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 from ..data import DistillConfig, Prompt, WantedStates, read_held_out
 from ..data.continuous_batching import require_whole
-from ..data.continuous_batching import require_whole
 from ..data.datamodule import DraftDataModule
 from ..data.disk_room import require_room
 from ..data.distill_config import require_enough

@@ -3,9 +3,10 @@
     python tests/benchmarks/distillation.py [--target NAME] [--answers N] [--slots N] [--new-tokens N] [--taps N ...]
                                             [--repeats N]
 
-Each repeat distils the same small folder in four ways that take turns: with a sampler that sorts the whole vocabulary
+Each repeat distils the same small folder in five ways that take turns: with a sampler that sorts the whole vocabulary
 and adds up all of it; with the sampling of this package; with that, while the states are kept; and so again, with
-prompts and answers in bfloat16. After the first two, a second pass computes the states. Medians are printed, and the
+prompts and answers in bfloat16; and with answers by transformers' continuous batching. After the first two and the last
+one, a second pass computes the states. Medians are printed, and the
 medians of the ratios within a repeat, which other work on the machine affects least.
 """
 
@@ -23,12 +24,13 @@ from unittest.mock import patch
 
 import torch
 from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, WantedStates, distill, encode
+from draftsmith.data.distill_config import Engine
 from draftsmith.modules import DEFAULT_NAME, Sampling, Target, TargetConfig, load_target
 from draftsmith.modules.decoding import batch_verifier
 from draftsmith.modules.verification import acceptance_rules
 from torch import Tensor
 
-WAYS = ("sorted", "ours", "kept", "half")
+WAYS = ("sorted", "ours", "kept", "half", "batched")
 TEMPERATURES = (0.0, 0.0, 0.8)
 """Of the answers, as in the recipes for the embedded target."""
 
@@ -52,12 +54,13 @@ def sorting() -> Iterator[None]:
 
 def measured(
     target: Target, config: DistillConfig, prompts: PromptConfig, folder: Path, taps: tuple[int, ...], *, kept: bool,
-    half: Target | None = None,
+    half: Target | None = None, engine: Engine = "own",
 ) -> dict[str, float]:
-    """Tokens per second of answers, and of prompts that the target writes; seconds of the answers with their states,
-    and of the second pass for a thousand tokens."""
+    """Tokens per second of passes over answers, and over prompts that the target writes, where they are ours, and of
+    answers with their prompts' passes (`written`); seconds of the answers with their states, and of the second pass for
+    a thousand tokens."""
     states = [WantedStates(taps=taps)] if kept else []
-    config = config if half is None else replace(config, train_dtype="bfloat16")
+    config = replace(config, engine=engine, train_dtype="own" if half is None else "bfloat16")
     distill(target, prompts, config, ChatTemplate(target.tokenizer), folder, train_target=half, states=states,
             progress=False)
     stats = json.loads((folder / "stats.json").read_text())
@@ -66,8 +69,10 @@ def measured(
     seconds = time.perf_counter() - started
     speeds = {part: stats[f"{part}_busy_slots"] / stats[f"{part}_seconds"] for part in ("prompts", "answers")
               if stats.get(f"{part}_seconds")}
-    return {**speeds, "both": stats["answers_seconds"] + stats["states_seconds"] + seconds,
-            "states": 1000 * seconds / sum(record.tokens for record in Manifest.load(folder).shards)}
+    manifest = Manifest.load(folder)
+    written = manifest.total("train", "supervised") / stats["answers_seconds"]
+    return {**speeds, "written": written, "both": stats["answers_seconds"] + stats["states_seconds"] + seconds,
+            "states": 1000 * seconds / sum(record.tokens for record in manifest.shards)}
 
 
 def line(title: str, part: str, found: dict[str, list[dict[str, float]]], pair: tuple[str, str], digits: int) -> str:
@@ -97,7 +102,8 @@ def main() -> None:
         for way in WAYS:
             with tempfile.TemporaryDirectory() as folder, sorting() if way == "sorted" else nullcontext():
                 found[way].append(measured(target, config, prompts, Path(folder), tuple(options.taps),
-                                           kept=way in ("kept", "half"), half=half if way == "half" else None))
+                                           kept=way in ("kept", "half"), half=half if way == "half" else None,
+                                           engine="transformers" if way == "batched" else "own"))
     print(f"{options.target}, {options.slots} slots, {torch.get_num_threads()} threads, torch {torch.__version__}")
     print("| part | whole vocabulary sorted | ours | ratio |\n|---|---|---|---|")
     for part in ("prompts", "answers"):
@@ -110,6 +116,8 @@ def main() -> None:
     print("\n| part | float32 | bfloat16 | ratio |\n|---|---|---|---|")
     for part in ("prompts", "answers"):
         print(line(f"{part}, tokens/s", part, found, ("kept", "half"), 0))
+    print("\n| part | own loop | continuous batching | ratio |\n|---|---|---|---|")
+    print(line("prompts' passes and answers, tokens/s", "written", found, ("ours", "batched"), 0))
 
 
 if __name__ == "__main__":

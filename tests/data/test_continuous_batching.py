@@ -130,12 +130,12 @@ def test_a_target_that_caps_attention_scores_is_refused() -> None:
     config = Gemma2Config(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
                           num_attention_heads=4, num_key_value_heads=2, head_dim=8, attn_logit_softcapping=50.0)
     target = Target(Gemma2ForCausalLM(config).eval(), tiny_tokenizer(), name="gemma")
-    with pytest.raises(UserError, match="gemma caps its attention scores at 50, which .* leaves out; set distill"):
+    with pytest.raises(UserError, match=r"gemma caps its attention scores at 50, which .* leaves out; set distill"):
         answerer(target)
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(UserError, match="which answers for the target, and distill.answered_by is text"):
+    with pytest.raises(UserError, match=r"which answers for the target, and distill.answered_by is text"):
         replace(SERVED, answered_by="text")
-    with pytest.raises(UserError, match="distill.engine is transformers and distill.server is http://x/v1"):
+    with pytest.raises(UserError, match=r"distill.engine is transformers and distill.server is http://x/v1"):
         replace(SERVED, server="http://x/v1")

@@ -156,8 +156,8 @@ def test_wrong_responses_are_refused(tmp_path: Path, tiny_target: Target, name: 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_another_model_is_refused(tmp_path: Path, tiny_target: Target, path: str) -> None:
-    message = (r"does not answer as the target does: after \d+ tokens of an answer to '.*' it writes '.*' where the target "
-               r"writes '.*', whose logit is larger by .* \(rounding explains .*\); serve tiny-random, or set")
+    message = (r"does not answer as the target does: after \d+ tokens of an answer to '.*' it writes '.*' where the "
+               r"target writes '.*', whose logit is larger by .* \(rounding explains .*\); serve tiny-random, or set")
     with serving(Server(other_target())) as server, pytest.raises(UserError, match=message):
         run(tiny_target, write_prompts(tmp_path, many(9)), asking(server, path), tmp_path / "out")
 

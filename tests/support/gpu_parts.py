@@ -18,6 +18,7 @@ import torch
 from benchmarks import decode_overhead, decode_speed, distillation, pass_cost, training_step
 from benchmarks.against_transformers import chat_prompts
 from draftsmith.data import DistillConfig, PromptConfig
+from draftsmith.data.distill_config import Engine
 from draftsmith.export import load_artifact
 from draftsmith.export.evaluation.contention import ContentionProbe
 from draftsmith.modules import Chain, StaticTree, Target, TargetConfig, baseline, load_target
@@ -30,6 +31,10 @@ ACCEPTANCE = 0.7
 """Chance that the first guess of a drafter is right."""
 LARGE, MEDIUM, SMALL = "llama-3.1-8b", "qwen3-0.6b", "tiny"
 """Shapes of the targets."""
+WAYS_OF_ANSWERING: tuple[tuple[str, bool, Engine], ...] = (
+    ("states kept", True, "own"), ("states by a second pass", False, "own"),
+    ("continuous batching, states by a second pass", False, "transformers"))
+"""Names, whether states are kept, and engines."""
 TREE_SIZES = (8, 16, 64)
 """Nodes of the trees of trained drafters."""
 
@@ -204,13 +209,14 @@ def answering(settings: Settings) -> Measured:
         file = Path(folder) / "prompts.jsonl"
         file.write_text("".join(f'{{"prompt": "Question {number}: what is {number} times seven?"}}\n'
                                 for number in range(count)), encoding="utf-8")
-        for name, kept in (("states kept", True), ("states by a second pass", False)):
+        for name, kept, engine in WAYS_OF_ANSWERING:
             if found and time.monotonic() > settings.deadline:
                 break
             prompts = PromptConfig(origin="file", path=str(file))
-            found[name] = distillation.measured(target, config, prompts, Path(folder) / name, taps, kept=kept)
-    lines = ["| states | answers, tokens/s | answers and states, s |", "|---|--:|--:|"]
-    lines += [f"| {name} | {one['answers']:.0f} | {one['both']:.1f} |" for name, one in found.items()]
+            found[name] = distillation.measured(target, config, prompts, Path(folder) / name, taps, kept=kept,
+                                                engine=engine)
+    lines = ["| answers | tokens/s | answers and states, s |", "|---|--:|--:|"]
+    lines += [f"| {name} | {one['written']:.0f} | {one['both']:.1f} |" for name, one in found.items()]
     return Measured(found, {f"Writing training data, {shape}, {slots} rows, {new_tokens} tokens": lines})
 
 
