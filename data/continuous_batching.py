@@ -28,7 +28,7 @@ WAIT = 1.0
 
 def require_whole(placement: Placement) -> None:
     """Refuse a target that is not whole on one device. Raises UserError."""
-    if placement.spread or placement.shared:
+    if placement.spread:
         raise UserError(f"distill.engine is transformers, which takes a target that is whole on one device, and "
                         f"target.placement is {placement.name}; set distill.engine: own, or target.placement: "
                         "replicated")

@@ -125,16 +125,15 @@ class DistillConfig:
         if (self.engine == "server") != (self.server is not None):
             raise UserError(f"distill.engine is {self.engine} and distill.server is {self.server}; give an address "
                             "with engine server, and only with it")
-        if self.engine == "transformers" and "target" not in self.shares:
-            raise UserError(f"distill.engine is transformers, which answers for the target, and distill.answered_by is "
-                            f"{self.answered_by}; set a share of the target, or distill.engine: own")
+        if self.engine != "own" and "target" not in self.shares:
+            raise UserError(f"distill.engine is {self.engine}, which answers for the target, and distill.answered_by "
+                            f"is {self.answered_by}; set a share of the target, or distill.engine: own")
         if self.server is None:
             return
         check_address(self.server)
-        if self.train_dtype != "own" or "target" not in self.shares:
-            raise UserError(f"a server answers for the target in its own number format, but distill.train_dtype is "
-                            f"{self.train_dtype} and distill.answered_by {self.answered_by}; set train_dtype: own and "
-                            "a share of the target, or distill.engine: own")
+        if self.train_dtype != "own":
+            raise UserError(f"a server answers in its own number format, but distill.train_dtype is "
+                            f"{self.train_dtype}; set train_dtype: own, or distill.engine: own")
 
     def _check_shares(self) -> None:
         if (self.answered_by == "mix") != (self.mix is not None):

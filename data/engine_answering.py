@@ -32,7 +32,7 @@ class EngineAnswerer(Answerer):
     engine: str
     """Name in messages."""
     remedy: str
-    """What is to be done if it does not answer as the target does."""
+    """Remedy if it does not answer as the target does, the end of a message."""
 
     def _introduce(self) -> None:
         """Ask the engine what it is, before its trial."""

@@ -60,7 +60,7 @@ def test_greedy_answers_end_where_the_target_ends_them(tiny_target: Target) -> N
     assert {one.finish for one in found} == {"eos", "length"}
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.7, 0, 1.0), (1.0, 3, 1.0), (1.5, 0, 0.5)])
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.2, 0, 1.0), (1.0, 3, 1.0), (1.5, 0, 0.5)])
 def test_sampled_tokens_follow_the_filtered_distribution(
     tiny_target: Target, temperature: float, top_k: int, top_p: float
 ) -> None:
@@ -74,6 +74,13 @@ def test_sampled_tokens_follow_the_filtered_distribution(
     assert distance < 2 * (len({*found, *own}) / (torch.pi * count)) ** 0.5
     if top_k or top_p < 1:
         assert len({*found, *own}) < 90, "no filter was at work"
+
+
+def test_each_shard_has_a_random_stream_of_its_own(tiny_target: Target) -> None:
+    first, second = ([one.tokens for one in answers(tiny_target, [Request((5, 9, 22), number, 16, 1.0)
+                                                                  for number in numbers])]
+                     for numbers in ((0, 1), (2, 3)))
+    assert first != second
 
 
 def test_no_answer_is_started_after_the_deadline(tiny_target: Target) -> None:

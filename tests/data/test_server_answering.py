@@ -211,8 +211,8 @@ def test_finished_shards_outlive_the_server(tmp_path: Path, tiny_target: Target)
     ({"server": "http://x/v1"}, r"distill.engine is own and distill.server is http://x/v1"),
     ({"engine": "server", "server": "file:///etc/passwd"}, r"must be an address such as http://localhost:8000/v1, got"),
     ({"engine": "server", "server": "localhost:8000"}, r"must be an address such as http"),
-    ({"engine": "server", "server": "http://x/v1", "train_dtype": "bfloat16"}, r"set train_dtype: own and a share"),
-    ({"engine": "server", "server": "http://x/v1", "answered_by": "text"}, r"answered_by text; set train_dtype: own"),
+    ({"engine": "server", "server": "http://x/v1", "train_dtype": "bfloat16"}, r"bfloat16; set train_dtype: own"),
+    ({"engine": "server", "server": "http://x/v1", "answered_by": "text"}, r"is text; set a share of the target"),
     ({"engine": "vllm"}, r"distill.engine must be one of own, transformers, server, got 'vllm'"),
 ])
 def test_settings_that_make_no_sense_are_refused(fields: dict[str, Any], message: str) -> None:
