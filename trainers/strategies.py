@@ -21,9 +21,8 @@ SPLITTING = (FSDP2, *ZERO_STAGES)
 class FullyShardedDrafter(WholeCheckpoints, ModelParallelStrategy):
     """FSDP2 over all processes.
 
-    A checkpoint holds whole weights and optimizer states under the names that one process gives them, so that any
-    other strategy and number of processes resumes it. Lightning's own saves ids in the order of the module's weights
-    and reads those of one process in that order too, which is not the order of the optimizer's groups.
+    Optimizer states are saved by name: Lightning's own saves ids in the order of the module's weights and reads those of
+    one process in that order too, which is not the order of the optimizer's groups.
 
     Args:
         world: number of processes.
