@@ -21,8 +21,8 @@ SPLITTING = (FSDP2, *ZERO_STAGES)
 class FullyShardedDrafter(WholeCheckpoints, ModelParallelStrategy):
     """FSDP2 over all processes.
 
-    Optimizer states are saved by name: Lightning's own saves ids in the order of the module's weights and reads those of
-    one process in that order too, which is not the order of the optimizer's groups.
+    Optimizer states are saved by name: Lightning's own saves ids in the order of the module's weights and reads those
+    of one process in that order too, which is not the order of the optimizer's groups.
 
     Args:
         world: number of processes.
