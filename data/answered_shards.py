@@ -45,6 +45,11 @@ def shard_file(split: SplitName, number: int) -> str:
     return f"{split}-{number:05d}.safetensors"
 
 
+def shard_number(file: str) -> int:
+    """The number in a shard's file name."""
+    return int(file.removesuffix(".safetensors").rpartition("-")[2])
+
+
 def states_of(conversations: Sequence[Conversation]) -> list[RecordedStates | None]:
     """The recorded states of each row of a shard."""
     return [one.states_of(row) for one in conversations for row in one.rows]

@@ -24,7 +24,7 @@ from .chat import Surroundings
 from .collate import Piece, packed, pad, plan_bins
 from .feature_shards import FeatureShard, open_features, stored_format
 from .feature_store import GIB, affordable
-from .learned_tokens import LearnedTokens, LoopUse, require_own
+from .learned_tokens import LearnedTokens, LoopUse, wrote_prompts
 from .loops import loops
 from .packed_batch import PackedBatch
 from .prefetch import Prefetched
@@ -61,7 +61,8 @@ class BatchConfig:
     of the validation that chooses checkpoints and sizes trees; drop: training leaves the whole row out too; keep:
     nothing is left out."""
     own_prompts: bool = False
-    """Learn the tokens of prompts too, where the target has written them (prompts.origin own)."""
+    """Learn the tokens of prompts too, where the target has written them (prompts.origin own), by itself or after given
+    first words (prompts.own_openings). Other prompts are never learned."""
     prefetch: int = 2
     """Micro-batches that a thread reads and packs while earlier ones are trained on, in host memory, page-locked where
     training is on a GPU; 0 reads each when it is due. It changes no batch and no weight."""
@@ -238,11 +239,10 @@ class DraftDataModule(lightning.LightningDataModule):
         folder: of `distill` (and `encode`).
         config: shape and order of the batches.
         taps: layers whose stored outputs the drafter reads.
-        around: tokens around the prompts that the target wrote, needed with `config.own_prompts`.
+        around: tokens around the prompts that the target wrote, needed where `config.own_prompts` learns them.
 
     Raises:
-        UserError: if the folder is not complete, a file is corrupted, no train token is learned, or the target did not
-            write the prompts that are to be learned.
+        UserError: if the folder is not complete, a file is corrupted, or no train token is learned.
     """
 
     def __init__(self, folder: str | Path, config: BatchConfig, taps: tuple[int, ...] = (),
@@ -355,12 +355,13 @@ def _padded(read: Callable[[Window], Piece], row: Window) -> Features:
 def learned(manifest: Manifest, config: BatchConfig, around: Surroundings | None) -> LearnedTokens:
     """The choice of labels in training.
 
-    Raises:
-        UserError: if prompts are to be learned that the target did not write.
+    Args:
+        manifest: of the data.
+        config: whether loops and prompts are among them.
+        around: tokens around the prompts that the target wrote; None where it wrote none, or none are learned.
     """
-    if not config.own_prompts:
+    if not config.own_prompts or not wrote_prompts(manifest.recipe["prompts"]):
         return LearnedTokens(loops=config.loops)
-    require_own(manifest)
     if around is None:
         raise ValueError("prompts are found by the tokens around them; give those of ChatTemplate.user_turn")
     return LearnedTokens(loops=config.loops, around=around)

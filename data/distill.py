@@ -51,6 +51,8 @@ SIZE_MARGIN = 1.05
 """The shard meant to reach the token budget is a little larger than expected, so that another one is seldom needed."""
 BARREN_CANDIDATES = 256
 """Prompts written by the target without a usable one among them after which the run stops."""
+LIMITS = ("budget_tokens", "budget_minutes")
+"""Settings that end the answers and change none of them."""
 log = logging.getLogger(__name__)
 
 
@@ -74,7 +76,8 @@ def distill(
         config: how much is answered, and how.
         template: of the target's tokenizer.
         out: folder of validation-00000.safetensors, test.jsonl, train-*.safetensors, manifest.json and stats.json. A
-            folder started with the same recipe is finished; a complete one is left as it is.
+            folder started with the same recipe is finished; a complete one is left as it is, or gets more answers where
+            a limit of tokens or minutes is higher than it was.
         train_target: the same target in the number format that `config.train_dtype` names, where it names one; it
             writes prompts and answers those of the train split.
         writer: the draft of the artifact that `config.draft` names, where a draft writes rows.
@@ -180,6 +183,9 @@ class Distillation:
         wanted = self.manifest
         found.target.require_same(wanted.target)
         self._require_same("the chat template or its settings", found.template_hash, wanted.template_hash)
+        grows = self._asks_for_more(found)
+        if grows:
+            found = replace(found, recipe=wanted.recipe, complete=False)
         for part in ("prompts", "distill"):
             former = found.recipe.get(part, {})
             for key in sorted({*former, *wanted.recipe[part]}):
@@ -191,7 +197,18 @@ class Distillation:
         if found.held_out is not None:
             self.seen.update(prompt.key for prompt in read_held_out(self.out))
         self.before = read_stats(self.out)
+        if grows:
+            # Processes that answer together see it in the file, too; what is refused above leaves the folder complete.
+            found.save(self.out)
         self.manifest = found
+
+    def _asks_for_more(self, found: Manifest) -> bool:
+        """True if the recipe of an earlier run differs in nothing but lower limits of tokens or minutes."""
+        former, wanted = (one.recipe.get("distill", {}) for one in (found, self.manifest))
+        higher = {limit: wanted[limit] for limit in LIMITS if former.get(limit) is not None
+                  and (wanted[limit] is None or wanted[limit] > former[limit])}
+        raised = {**found.recipe, "distill": {**former, **higher}}
+        return bool(higher) and raised == self.manifest.recipe
 
     def _require_same(self, what: str, found: object, wanted: object) -> None:
         if found != wanted:

@@ -43,7 +43,8 @@ class DistillConfig:
     top_p: float = 1.0
     """Sample within this share of the probability."""
     budget_tokens: int | None = None
-    """Stop after the shard that reaches this many answer tokens; None stops when the prompts are used up."""
+    """Stop after the shard that reaches this many answer tokens; None stops when the prompts are used up. A larger
+    number adds answers to a folder that is complete."""
     budget_minutes: float | None = None
     """Start no answer after this many minutes, interrupted runs included. Not repeatable; tokens are."""
     validation_prompts: int = 32
@@ -79,9 +80,9 @@ class DistillConfig:
     http://host:port/generate of SGLang. Its key, where it asks for one, is the environment's DRAFTSMITH_SERVER_KEY."""
     workers: int | None = None
     """Processes that are started here to answer train prompts from one queue, each on a GPU of its own where there are
-    several; the same command on another machine with the same disk joins in. Their number and their ends change no byte
-    of the data. All shards then have `shard_prompts` prompts, where null, one process without a queue, makes the last
-    ones smaller."""
+    several, or with one thread of the processor; the same command on another machine with the same disk joins in. Their
+    number and their ends change no byte of the data. All shards then have `shard_prompts` prompts, where null, one
+    process without a queue, makes the last ones smaller."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "distill.", shard_prompts=(1, MOST_ROWS), slots=(1, MOST_ROWS),
@@ -101,9 +102,6 @@ class DistillConfig:
         if self.train_dtype not in get_args(TrainFormat):
             raise UserError(f"distill.train_dtype must be one of {', '.join(get_args(TrainFormat))}, got "
                             f"{self.train_dtype!r}")
-        if self.workers is not None and self.train_dtype == "fastest":
-            raise UserError(f"distill.train_dtype is fastest, which may differ between the machines of distill.workers "
-                            f"{self.workers}; name one of own, float32, bfloat16")
         self._check_shares()
         self._check_engine()
 

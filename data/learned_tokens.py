@@ -3,16 +3,15 @@
 Shapes: T tokens of a shard.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
-from ..modules import UserError
 from .chat import Surroundings
 from .loops import loops
-from .token_store import Manifest, TokenShard
+from .token_store import TokenShard
 
 LoopUse = Literal["keep", "cut", "drop"]
 """Uses of answers that end in loops."""
@@ -58,16 +57,17 @@ def _between(tokens: Sequence[int], around: Surroundings) -> tuple[int, int]:
     return len(before), next(ends, len(before))
 
 
-def require_own(manifest: Manifest) -> None:
-    """Refuse to learn prompts that the target did not write. Raises UserError."""
-    origin = manifest.recipe["prompts"].get("origin")
-    if origin != "own":
-        raise UserError(f"batch.own_prompts learns the prompts that the target wrote, but those of this data are of "
-                        f"prompts.origin {origin}; set batch.own_prompts: false")
-    for key in ("own_kinds", "own_turns"):
-        if (value := manifest.recipe["prompts"].get(key)) is not None:
-            raise UserError("batch.own_prompts learns prompts that were written after the chat template alone, and "
-                            f"those of this data were not (prompts.{key} is {value!r}); set batch.own_prompts: false")
+def wrote_prompts(prompts: Mapping[str, Any]) -> bool:
+    """True if the prompts of data are text of the target that follows its chat template alone, or first words.
+
+    Given words are learned like the text after them: the target's probabilities are right after any. Prompts that a
+    system prompt asked for followed other tokens than those of the data, and later turns are laid out elsewhere.
+
+    Args:
+        prompts: section of the recipe that the data were made by.
+    """
+    steered = prompts.get("own_kinds") is not None and not prompts.get("own_openings")
+    return prompts.get("origin") == "own" and prompts.get("own_turns") is None and not steered
 
 
 @dataclass(frozen=True, kw_only=True)

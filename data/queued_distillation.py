@@ -8,15 +8,17 @@ answering, which another takes over.
 
 import json
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..modules import Target
 from ..modules.json_records import read_record
-from .answered_shards import shard_file, shard_of, states_of
+from .answered_shards import shard_file, shard_number, shard_of, states_of
 from .chat import ChatTemplate
 from .distill import BARREN_CANDIDATES, Distillation, barren_error, nothing_supervised
 from .distill_config import DistillConfig
@@ -94,6 +96,10 @@ class QueuedDistillation(Distillation):
         """Amounts of this process that stats.json holds already."""
         self.number = 0
         """The shard that is being answered."""
+        self.mine: set[int] = set()
+        """Shards that this process has finished, which its progress counted answer by answer."""
+        self.others: dict[str, int] = {}
+        """Answer tokens and prompts of the other finished shards, as far as its progress has counted them."""
         self.checked = time.monotonic()
 
     def _finish(self) -> Manifest:
@@ -109,7 +115,7 @@ class QueuedDistillation(Distillation):
                 if self.manifest.held_out is None:
                     self._write_stats()
                     self._hold_out()
-            self._work(ShardQueue(self.out, self.locks, self.config.shard_prompts, self.config.budget_tokens))
+            self._work(self._new_queue())
         clear_queue(self.out, self.manifest)
         return self.manifest
 
@@ -122,13 +128,20 @@ class QueuedDistillation(Distillation):
         else:
             write_bytes(file, json.dumps(asdict(AgreedStates(wanted=self.states.wanted))).encode())
 
+    def _new_queue(self) -> ShardQueue:
+        """The shards after those that the data have."""
+        last = max((shard_number(record.file) for record in self.manifest.split("train")), default=-1)
+        budget = self.config.budget_tokens
+        left = None if budget is None else budget - self.manifest.total("train", "supervised")
+        return ShardQueue(self.out, self.locks, self.config.shard_prompts, left, first=last + 1)
+
     def _work(self, queue: ShardQueue) -> None:
         """Answer shards until the data are complete."""
         self.queue = queue
         self.queued = QueuedPrompts(self.source, self.out, self.locks, start=self.manifest.candidates,
-                                    size=queue.size, held=self.seen)
+                                    size=queue.size, held=self.seen, first=queue.first)
         if not self.manifest.complete:
-            with self.progress.stage(*self._goal()):
+            with self.progress.stage(*self._goal()), one_thread():
                 while not self._merged():
                     self._take_part(queue)
             if self.progress.shown:
@@ -194,6 +207,7 @@ class QueuedDistillation(Distillation):
             # A killed process may have left other files of it.
             remove_shards(self.out, lambda name: name == shard_file("train", number), written)
             queue.publish(number, finished)
+            self.mine.add(number)
             self._write_stats()
         self.progress.advance("prompt", taken.read)
 
@@ -208,8 +222,16 @@ class QueuedDistillation(Distillation):
         super()._count(tokens)
         if self.queue is not None and time.monotonic() - self.checked > CHECK_SECONDS:
             self.checked = time.monotonic()
+            self._count_others(self.queue)
             if self._merged():
                 raise MergedError
+
+    def _count_others(self, queue: ShardQueue) -> None:
+        """Count the shards that other processes have finished since the last call."""
+        found = self._sums([one for number, one in queue.finished().items() if number not in self.mine])
+        for unit, amount in found.items():
+            self.progress.advance(unit, amount - self.others.get(unit, 0))
+        self.others = found
 
     # The data --------------------------------------------------------------------------------------------------------
 
@@ -255,9 +277,13 @@ class QueuedDistillation(Distillation):
 
     def _goal(self) -> tuple[str, float | None, str, float]:
         title, total, unit, done = super()._goal()
-        finished = [] if self.queue is None else list(self.queue.finished().values())
-        more = {"tok": sum(one.supervised for one in finished), "prompt": sum(one.read for one in finished)}
-        return title, total, unit, done + more.get(unit, 0)
+        self.others = {} if self.queue is None else self._sums(list(self.queue.finished().values()))
+        return title, total, unit, done + self.others.get(unit, 0)
+
+    @staticmethod
+    def _sums(shards: Sequence[FinishedShard]) -> dict[str, int]:
+        """Answer tokens and prompts of these shards, by the units of the progress."""
+        return {"tok": sum(one.supervised for one in shards), "prompt": sum(one.read for one in shards)}
 
     def _write_stats(self) -> None:
         """Add this process's measurements to those of the others."""
@@ -265,3 +291,14 @@ class QueuedDistillation(Distillation):
         new = {name: value - self.counted.get(name, 0.0) for name, value in amounts.items()}
         write_stats(self.out, added(stored, new), max(self._seconds(), stored.get("seconds", 0.0)))
         self.counted = amounts
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Context in which torch computes with one thread: as many as there are may add up in another order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

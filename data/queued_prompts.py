@@ -32,7 +32,7 @@ class WrittenPrompts:
 
 
 class QueuedPrompts:
-    """Candidates start + number * size and following, without repetitions.
+    """Candidates start + (number - first) * size and following, without repetitions.
 
     A prompt belongs to the first shard in which it occurs. Prompts of a file are read by each process; those that the
     target writes become files of the queue, each written by the first process that needs it.
@@ -41,19 +41,20 @@ class QueuedPrompts:
         source: of candidates.
         folder: of the data.
         locks: of that folder.
-        start: number of the first candidate that was not tried for the held-out prompts.
+        start: number of the first candidate that was not tried, for the held-out prompts or earlier shards.
         size: candidates of a shard.
-        held: keys of the held-out prompts.
+        held: keys of the prompts that were tried.
+        first: number of the queue's first shard.
     """
 
     def __init__(self, source: Source, folder: Path, locks: FolderLocks, *, start: int, size: int,
-                 held: Set[int]) -> None:
+                 held: Set[int], first: int = 0) -> None:
         self.source, self.folder, self.locks = source, folder / QUEUE, locks
-        self.start, self.size, self.held = start, size, held
+        self.start, self.size, self.held, self.first = start, size, held, first
         self._keys: dict[int, list[int]] = {}
 
     def fresh(self, number: int) -> Taken:
-        """Candidates of a shard that neither an earlier shard nor the held-out prompts have.
+        """Candidates of a shard that no earlier shard and no held-out prompt has.
 
         Raises:
             UserError: if the source cannot be read, a file of the queue is damaged, or the disk is full.
@@ -62,7 +63,7 @@ class QueuedPrompts:
             # Its own first: while it waits for those of earlier shards, it would write nothing.
             self._candidates(number)
         seen = set(self.held)
-        for earlier in range(number):
+        for earlier in range(self.first, number):
             if earlier not in self._keys:
                 self._candidates(earlier)
             seen.update(self._keys[earlier])
@@ -79,7 +80,7 @@ class QueuedPrompts:
         return taken
 
     def _take(self, number: int) -> Taken:
-        return self.source.take(self.start + number * self.size, self.size)
+        return self.source.take(self.start + (number - self.first) * self.size, self.size)
 
     def _written(self, number: int) -> Taken:
         """Candidates that the target writes, from their file."""

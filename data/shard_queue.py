@@ -60,11 +60,12 @@ class ShardQueue:
         folder: of the data.
         locks: of that folder.
         size: prompts of a shard.
-        budget: answer tokens of the data; None for no limit.
+        budget: answer tokens of its shards; None for no limit.
+        first: number of its first shard, after those that the data had before.
     """
 
-    def __init__(self, folder: Path, locks: FolderLocks, size: int, budget: int | None) -> None:
-        self.folder, self.locks, self.size, self.budget = folder / QUEUE, locks, size, budget
+    def __init__(self, folder: Path, locks: FolderLocks, size: int, budget: int | None, first: int = 0) -> None:
+        self.folder, self.locks, self.size, self.budget, self.first = folder / QUEUE, locks, size, budget, first
         self._finished: dict[int, FinishedShard] = {}
 
     def finished(self) -> Mapping[int, FinishedShard]:
@@ -75,7 +76,7 @@ class ShardQueue:
         """
         for file in self.folder.glob("train-*.json"):
             number = int(file.stem.removeprefix("train-"))
-            if number not in self._finished:
+            if number >= self.first and number not in self._finished:
                 try:
                     self._finished[number] = read_record(FinishedShard, file, REMEDY)
                 except UserError:
@@ -85,8 +86,9 @@ class ShardQueue:
         return self._finished
 
     def end(self) -> int | None:
-        """Number of shards in the data, once it is known: those that reach the budget or the end of the source."""
-        finished, total, number = self.finished(), 0, 0
+        """Number after the last shard, once it is known: that of the shard that reaches the budget or the end of the
+        source."""
+        finished, total, number = self.finished(), 0, self.first
         while self.budget is None or total < self.budget:
             if number not in finished:
                 return None
@@ -113,7 +115,7 @@ class ShardQueue:
         finished, total = self.finished(), 0.0
         answered = [one.supervised for one in finished.values() if one.read == self.size]
         each = sum(answered) / len(answered) if answered else expected
-        for number in count():
+        for number in count(self.first):
             one = finished.get(number)
             if self.budget is not None and total >= self.budget:
                 return

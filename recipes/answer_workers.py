@@ -16,8 +16,6 @@ from ..data import Manifest, WantedStates, distill, distill_from_queue
 from ..data.folder_locks import FolderLocks
 from ..data.shard_queue import clear_queue
 from ..data.token_store import MANIFEST
-from ..modules import UserError
-from ..modules.target.loading import FASTEST
 from .draft_writer import writer_of
 from .parsing import TRUST
 from .recipe import Recipe
@@ -33,20 +31,8 @@ HELPS = "DRAFTSMITH_HELPS"
 
 
 def is_shared(recipe: Recipe) -> bool:
-    """True if several processes may answer the prompts of a recipe.
-
-    Raises:
-        UserError: if it leaves a number format or the origin of states to each machine.
-    """
-    if recipe.distill.workers is None or recipe.data is not None:
-        return False
-    if recipe.target.dtype == FASTEST:
-        raise UserError(f"target.dtype is fastest, which may differ between the machines of distill.workers "
-                        f"{recipe.distill.workers}; name one, such as float32")
-    if recipe.batch.states == "auto":
-        raise UserError(f"batch.states is auto, which may differ between the machines of distill.workers "
-                        f"{recipe.distill.workers}; name stored or computed, as draftsmith plan chooses here")
-    return True
+    """True if several processes may answer the prompts of a recipe."""
+    return recipe.distill.workers is not None and recipe.data is None
 
 
 def is_answered(workspace: Workspace) -> bool:
@@ -80,9 +66,11 @@ def answers(workspace: Workspace, states: Sequence[WantedStates]) -> Manifest:
     """
     recipe = workspace.recipe
     work = distill if recipe.distill.workers is None else distill_from_queue
+    # What is measured for this machine is measured before the others start, who would disturb it.
+    config, train_target = workspace.distill_config, workspace.train_target()
     with helpers(workspace):
-        manifest = work(workspace.target, recipe.prompts, workspace.distill_config, workspace.template, workspace.data,
-                        train_target=workspace.train_target(), writer=writer_of(workspace), states=states,
+        manifest = work(workspace.target, recipe.prompts, config, workspace.template, workspace.data,
+                        train_target=train_target, writer=writer_of(workspace), states=states,
                         progress=HELPS not in os.environ)
     clear_queue(workspace.data, manifest)
     return manifest

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,7 +15,9 @@ from ..data import ChatTemplate, DistillConfig, Manifest, WantedStates
 from ..data.chat import Surroundings
 from ..data.datamodule import BatchConfig, learned
 from ..data.distill_config import ONE_QUEUE
+from ..data.folder_locks import FolderLocks
 from ..data.label_weights import weigh_labels
+from ..data.learned_tokens import wrote_prompts
 from ..modules import Target, UserError, load_target
 from ..modules.atomic_files import write_file
 from ..modules.json_records import read_record
@@ -32,6 +35,8 @@ from .terminal_text import say
 
 MACHINE = "machine.json"
 """File of what a run has measured or chosen for this machine before its first stage."""
+CHOOSING = "machine.lock"
+"""File whose lock is held by the process that measures and chooses, where several answer."""
 CHOSEN = {"dtype": "target.dtype fastest", "train_dtype": "distill.train_dtype fastest", "states": "batch.states auto"}
 """Settings by the names of the choices that they leave open."""
 
@@ -122,21 +127,34 @@ class Workspace:
         Raises:
             UserError: if the file is damaged, or several processes would choose.
         """
+        if (found := getattr(self._machine_record(), name)) is not None:
+            return found
+        if Processes.launched().world > 1:
+            raise UserError(f"{self.out / MACHINE} does not say yet what this run takes for {CHOSEN[name]}; run "
+                            "draftsmith distill with this recipe without torchrun, or name it in the recipe")
+        if self.recipe.distill.workers is None:
+            return self._choose(name, choose)
+        with closing(FolderLocks(self.out / CHOOSING)) as locks, locks.holding(0):
+            # Another process, on this machine or another, may have chosen in the meantime: its choice is that of all.
+            found = getattr(self._machine_record(), name)
+            return self._choose(name, choose) if found is None else found
+
+    def _machine_record(self) -> MachineRecord:
+        """The choices that the run's folder keeps. Raises UserError if the file is damaged."""
         file = self.out / MACHINE
-        record = MachineRecord()
-        if file.is_file():
-            record = read_record(MachineRecord, file, "delete the folder's data too if you delete it: they may be in "
-                                 "another format")
-        if getattr(record, name) is None:
-            if Processes.launched().world > 1:
-                raise UserError(f"{file} does not say yet what this run takes for {CHOSEN[name]}; run draftsmith "
-                                "distill with this recipe without torchrun, or name it in the recipe")
-            chosen: dict[str, Any] = {}
-            chosen[name], reason = choose()
-            record = replace(record, **chosen)
-            kept = {key: value for key, value in asdict(record).items() if value is not None}
-            write_file(file, json.dumps(kept, indent=2) + "\n")
-            say(f"     {reason}; {file} keeps that")
+        if not file.is_file():
+            return MachineRecord()
+        return read_record(MachineRecord, file, "delete the folder's data too if you delete it: they may be in another "
+                           "format")
+
+    def _choose(self, name: str, choose: Callable[[], tuple[str, str]]) -> Any:
+        """Make a choice and keep it."""
+        chosen: dict[str, Any] = {}
+        chosen[name], reason = choose()
+        record = replace(self._machine_record(), **chosen)
+        kept = {key: value for key, value in asdict(record).items() if value is not None}
+        write_file(self.out / MACHINE, json.dumps(kept, indent=2) + "\n")
+        say(f"     {reason}; {self.out / MACHINE} keeps that")
         return getattr(record, name)
 
     @cached_property
@@ -166,7 +184,8 @@ class Workspace:
     @cached_property
     def around_prompts(self) -> Surroundings | None:
         """Tokens around a prompt that the target wrote; None where prompts are not learned."""
-        return self.template.user_turn() if self.recipe.batch.own_prompts else None
+        learned = self.recipe.batch.own_prompts and wrote_prompts(self.manifest().recipe["prompts"])
+        return self.template.user_turn() if learned else None
 
     @cached_property
     def label_weights(self) -> Tensor:

@@ -12,7 +12,7 @@ from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig,
 from draftsmith.data.collate import pad
 from draftsmith.data.datamodule import BatchConfig, DraftDataModule
 from draftsmith.data.label_weights import count_labels
-from draftsmith.data.learned_tokens import LearnedTokens, require_own
+from draftsmith.data.learned_tokens import LearnedTokens, wrote_prompts
 from draftsmith.data.token_store import Row, ShardRecord, hash_file
 from draftsmith.modules import Features, Target, UserError
 
@@ -196,7 +196,7 @@ def test_loops_are_left_out_of_batches_and_of_validation(
     assert [int(row.supervised_BL.sum()) for row in data.looping_features()] == [53, 31]
 
 
-def test_prompts_that_the_target_wrote_are_learned_on_request(own: Path, folder: Path, tiny_target: Target) -> None:
+def test_prompts_that_the_target_wrote_are_learned_on_request(own: Path, tiny_target: Target) -> None:
     template = ChatTemplate(tiny_target.tokenizer)
     config = replace(CONFIG, row_length=256, own_prompts=True)
     module = DraftDataModule(own, config, around=template.user_turn())
@@ -211,16 +211,17 @@ def test_prompts_that_the_target_wrote_are_learned_on_request(own: Path, folder:
     answers = [int(row.supervised_BL.sum()) for row in module.validation_features()]
     assert answers == [int(row.supervised_BL.sum()) for row in DraftDataModule(
         own, replace(config, own_prompts=False)).validation_features()], "held-out prompts are not drafted"
-    with pytest.raises(UserError, match=r"prompts\.origin file; set batch\.own_prompts: false"):
-        DraftDataModule(folder, config, around=template.user_turn())
 
 
-def test_prompts_written_after_other_tokens_are_not_learned(own: Path) -> None:
-    manifest = Manifest.load(own)
-    prompts = {**manifest.recipe["prompts"], "own_kinds": ["math"]}
-    with pytest.raises(UserError, match=r"after the chat template alone, .* \(prompts\.own_kinds is \['math'\]\); set"):
-        require_own(replace(manifest, recipe={**manifest.recipe, "prompts": prompts}))
-    require_own(manifest)
+def test_only_prompts_that_the_target_wrote_after_these_tokens_are_learned(own: Path, folder: Path) -> None:
+    prompts = Manifest.load(own).recipe["prompts"]
+    assert wrote_prompts(prompts)
+    assert wrote_prompts({**prompts, "own_kinds": ["math"], "own_openings": True})
+    assert not wrote_prompts({**prompts, "own_kinds": ["math"]}), "after a system prompt"
+    assert not wrote_prompts({**prompts, "own_kinds": ["math"], "own_openings": True, "own_turns": 2})
+    given = [DraftDataModule(folder, replace(CONFIG, own_prompts=learned)) for learned in (False, True)]
+    labels = [[module.train.piece(window).supervised_N.tolist() for window in module.windows] for module in given]
+    assert labels[0] == labels[1], "prompts of a file are never learned"
 
 
 class Recorder(lightning.LightningModule):  # type: ignore[misc]

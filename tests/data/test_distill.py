@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from draftsmith.data import (
     Manifest,
     Prompt,
     PromptConfig,
+    TokenShard,
     distill,
     read_prompts,
 )
@@ -285,15 +287,69 @@ def test_a_resumed_run_redoes_no_finished_shard(
     [
         ({"seed": 1}, r"distill.seed was 0 and is now 1; choose another --out"),
         ({"temperatures": (0.0,)}, r"distill.temperatures was \[0.0, 1.0\] and is now \[0.0\]"),
+        ({"budget_tokens": 500}, r"distill.budget_tokens was 1000 and is now 500"),
+        ({"budget_tokens": 2000, "seed": 1}, r"distill.budget_tokens was 1000 and is now 2000"),
     ],
 )
 def test_changed_settings_are_refused(
     tmp_path: Path, tiny_target: Target, change: dict[str, Any], message: str
 ) -> None:
-    prompts = write_prompts(tmp_path, many(8))
-    run(tiny_target, prompts, SMALL, tmp_path / "out")
+    prompts, config = write_prompts(tmp_path, many(8)), replace(SMALL, budget_tokens=1000)
+    run(tiny_target, prompts, config, tmp_path / "out")
     with pytest.raises(UserError, match=message):
-        run(tiny_target, prompts, replace(SMALL, **change), tmp_path / "out")
+        run(tiny_target, prompts, replace(config, **change), tmp_path / "out")
+
+
+@pytest.mark.parametrize("limit", [60, None])
+def test_a_higher_limit_adds_answers_to_a_complete_folder(
+    tmp_path: Path, tiny_target: Target, limit: int | None
+) -> None:
+    prompts, out = write_prompts(tmp_path, many(24)), tmp_path / "out"
+    few = run(tiny_target, prompts, replace(SMALL, budget_tokens=20), out)
+    before = contents(out)
+    more = run(tiny_target, prompts, replace(SMALL, budget_tokens=limit), out)
+    assert more.complete
+    assert more.shards[:len(few.shards)] == few.shards
+    assert all((out / shard.file).read_bytes() == before[shard.file] for shard in few.shards)
+    assert more.total("train", "supervised") >= (limit or 100)
+    keys = [key for shard in more.shards for key in TokenShard.read(out / shard.file, shard.sha256).keys_P.tolist()]
+    assert len(keys) == len(set(keys)), "a prompt was answered twice"
+    assert Manifest.load(out).recipe["distill"]["budget_tokens"] == limit
+    assert run(tiny_target, prompts, replace(SMALL, budget_tokens=limit), out) == more, "it is complete"
+
+
+def test_data_that_may_not_grow_stay_complete(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, out, config = write_prompts(tmp_path, many(24)), tmp_path / "out", replace(SMALL, budget_tokens=20)
+    run(tiny_target, prompts, config, out)
+    before = contents(out)
+    monkeypatch.setattr(sys.modules[distill.__module__], "package_versions", lambda: {"torch": "another"})
+    with pytest.raises(UserError, match="the installed versions was"):
+        run(tiny_target, prompts, replace(config, budget_tokens=60), out)
+    assert contents(out) == before
+    assert run(tiny_target, prompts, config, out).complete
+
+
+def test_growing_data_are_finished_by_the_higher_limit_alone(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, out = write_prompts(tmp_path, many(24)), tmp_path / "out"
+    higher = replace(SMALL, budget_tokens=60)
+    run(tiny_target, prompts, replace(SMALL, budget_tokens=20), out)
+    run(tiny_target, prompts, higher, out)
+    expected, few = contents(out), tmp_path / "few"
+    run(tiny_target, prompts, replace(SMALL, budget_tokens=20), few)
+
+    def die(self: Answerer, *given: Any) -> Any:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Answerer, "answer", die)
+        with pytest.raises(Killed):
+            run(tiny_target, prompts, higher, few)
+    run(tiny_target, prompts, higher, few)
+    assert contents(few) == expected
 
 
 def test_changed_prompts_template_and_target_are_refused(tmp_path: Path, tiny_target: Target) -> None:

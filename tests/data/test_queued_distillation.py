@@ -7,12 +7,14 @@ import os
 import random
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from draftsmith.data import (
     ChatTemplate,
     DistillConfig,
@@ -30,6 +32,7 @@ from draftsmith.data.feature_shards import state_file
 from draftsmith.data.feature_store import affordable
 from draftsmith.data.folder_locks import FolderLocks
 from draftsmith.data.prompts import Prompt, Taken
+from draftsmith.data.queued_distillation import QueuedDistillation
 from draftsmith.data.queued_prompts import QueuedPrompts
 from draftsmith.data.self_prompting import OwnPrompts
 from draftsmith.data.shard_queue import FIRST, LOCKS, QUEUE, FinishedShard, ShardQueue, answers_lock
@@ -211,12 +214,76 @@ def test_the_budget_ends_the_data_at_the_shard_that_reaches_it(tmp_path: Path, t
     assert not (out / LOCKS).exists()
 
 
+@pytest.mark.parametrize("origin", ["file", "own"])
+def test_data_grown_by_a_higher_budget_have_the_bytes_of_data_made_at_once(
+    tmp_path: Path, tiny_target: Target, origin: str
+) -> None:
+    target, prompts = tiny_target, write_prompts(tmp_path, many(60))
+    if origin == "own":
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = None
+        target, prompts = Target(tiny_model(), tokenizer, name="base"), PromptConfig()
+    higher = partial(make, target, prompts, replace(SMALL, budget_tokens=200))
+    whole = higher(tmp_path / "whole")
+    out = tmp_path / "grown"
+    few = make(target, prompts, replace(SMALL, budget_tokens=60), out)
+    assert 0 < len(few.split("train")) < len(whole.split("train"))
+    assert together(higher, out, 5, 6) == [-9, -9], "killed while the data grow"
+    assert not Manifest.load(out).complete
+    assert together(higher, out, 0, 0) == [0, 0]
+    assert contents(out) == contents(tmp_path / "whole")
+    with pytest.raises(UserError, match=r"distill.budget_tokens was 200 and is now 60; choose another --out"):
+        make(target, prompts, replace(SMALL, budget_tokens=60), out)
+
+
+def test_each_process_answers_with_one_thread(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    answer = Answerer.answer
+
+    def count(self: Answerer, *given: Any, **settings: Any) -> Any:
+        threads.append(torch.get_num_threads())
+        return answer(self, *given, **settings)
+
+    monkeypatch.setattr(Answerer, "answer", count)
+    torch.set_num_threads(3)
+    make(tiny_target, write_prompts(tmp_path, many(11)), SMALL, tmp_path / "out")
+    assert threads == [3, 3, 1, 1], "held-out prompts are answered while the others wait"
+    assert torch.get_num_threads() == 3
+
+
+def test_the_progress_counts_what_others_have_finished(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advanced: list[tuple[str, int]] = []
+    part = QueuedDistillation(tiny_target, write_prompts(tmp_path, many(30)), replace(SMALL, budget_tokens=500),
+                              ChatTemplate(tiny_target.tokenizer), tmp_path / "out", train_target=tiny_target,
+                              writer=None, states=(), progress=False)
+    monkeypatch.setattr(part.progress, "advance", lambda *given: advanced.append(given))
+    with closing(FolderLocks(tmp_path / "out" / LOCKS)) as locks:
+        part.queue = ShardQueue(tmp_path / "out", locks, 4, 500)
+        (tmp_path / "out" / QUEUE).mkdir(parents=True, exist_ok=True)
+        part.queue.publish(0, finished(0, 40))
+        assert part._goal()[-1] == 40, "finished by an earlier run"
+        for number, tokens in ((1, 50), (2, 60)):
+            part.queue.publish(number, finished(number, tokens))
+        part.mine.add(2)
+        part._count_others(part.queue)
+        part._count_others(part.queue)
+    assert [given for given in advanced if given[1]] == [("tok", 50), ("prompt", 4)]
+
+
+def finished(number: int, supervised: int) -> FinishedShard:
+    """A finished shard of four prompts with some answer tokens."""
+    return FinishedShard(read=4, fresh=4, record=shards_record(number, supervised), states={})
+
+
 def test_no_shard_is_started_that_the_budget_will_hardly_need(tmp_path: Path) -> None:
     queue = ShardQueue(tmp_path, FolderLocks(tmp_path / LOCKS), size=4, budget=100)
     assert list(queue._wanted(40.0)) == [0, 1, 2]
     for number, supervised in ((0, 30), (2, 50)):
-        record = shards_record(number, supervised)
-        queue.publish(number, FinishedShard(read=4, fresh=4, record=record, states={}))
+        queue.publish(number, finished(number, supervised))
     assert list(queue._wanted(40.0)) == [1], "30 of the first, 40 expected of the second, 50 of the third"
     assert queue.end() is None
     queue.publish(1, FinishedShard(read=4, fresh=0, record=None, states={}))
@@ -323,8 +390,6 @@ def test_more_workers_than_any_machine_has_are_refused() -> None:
         replace(SMALL, workers=0)
     with pytest.raises(UserError, match=r"distill.workers must be at most 1,024, got 2000; lower it"):
         replace(SMALL, workers=2000)
-    with pytest.raises(UserError, match=r"train_dtype is fastest, .* distill.workers 2; name one of own"):
-        replace(SMALL, train_dtype="fastest")
 
 
 # Locks ---------------------------------------------------------------------------------------------------------------

@@ -142,10 +142,38 @@ def test_the_number_of_workers_is_in_no_record() -> None:
     assert "workers" not in none.decisive["distill"]
 
 
-def test_a_measured_number_format_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TINY, "2", "--out", str(tmp_path), "--target.dtype", "fastest"]) == 2
-    assert "target.dtype is fastest, which may differ between the machines of distill.workers 2; name" in (
-        capsys.readouterr().err)
+def test_a_number_format_is_measured_before_others_start(
+    tmp_path: Path, alone: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[str] = []
+
+    def popen(*given: Any, **options: Any) -> Started:
+        kept.append((tmp_path / "out" / "machine.json").read_text())
+        return Started(*given, **options)
+
+    monkeypatch.setattr(answer_workers, "subprocess", SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL))
+    monkeypatch.setattr("draftsmith.recipes.workspace.fastest_format", lambda *_: "float32")
+    words = ["--target.dtype", "fastest", "--distill.train_dtype", "fastest", "--batch.states", "auto"]
+    assert main([*TINY, "2", "--out", str(tmp_path / "out"), *words]) == 0
+    assert [set(json.loads(one)) for one in kept] == [{"dtype", "train_dtype", "states"}]
+    assert contents(tmp_path / "out" / "data")["train-00000.safetensors"] == alone["train-00000.safetensors"]
+
+
+def test_processes_that_measure_otherwise_take_the_choice_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choose(number: int) -> None:
+        def measured(*_: Any) -> str:
+            time.sleep(0.5)
+            return "float32" if number else "bfloat16"
+
+        monkeypatch.setattr("draftsmith.recipes.workspace.fastest_format", measured)
+        found = workspace("--distill.workers", "2", "--target.dtype", "fastest", "--out", str(tmp_path / "out"))
+        (tmp_path / f"{number}.txt").write_text(found.number_format)
+
+    assert [ended(process) for process in [start(partial(choose, number)) for number in range(4)]] == [0] * 4
+    found = {(tmp_path / f"{number}.txt").read_text() for number in range(4)}
+    assert found == {json.loads((tmp_path / "out" / "machine.json").read_text())["dtype"]}
 
 
 def test_a_process_that_helped_a_comparison_trains_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

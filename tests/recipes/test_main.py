@@ -27,11 +27,12 @@ from draftsmith.recipes import (
 from draftsmith.recipes.__main__ import COMMANDS, main
 from draftsmith.recipes.parsing import SECTIONS, TRUST, Command, CommandLine
 from draftsmith.recipes.recipe import Recipe
+from draftsmith.recipes.recipe_files import read_recipe
 from draftsmith.trainers.families import family_configs, family_names
 
 SHIPPED = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml"))
 FAMILIES = next(path for path in SHIPPED if path.stem == "families")
-RECIPES = [path for path in SHIPPED if "\nfamily:" in path.read_text()]
+RECIPES = [path for path in SHIPPED if "family" in read_recipe(str(path))]
 TINY = next(path for path in RECIPES if path.stem == "tiny")
 FILES = {"pipeline": pipeline, "compare_families": compare_families, "memory_plan": memory_plan,
          "artifact_commands": artifact_commands, "acceptance_head": acceptance_head, "publishing": publishing}
