@@ -1,8 +1,10 @@
 """The processes of one training: which of them this is, and how they divide work and join their results."""
 
+import atexit
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -57,3 +59,18 @@ ALONE = Processes()
 def local_rank() -> int:
     """Number of this process on its machine, by which it takes its device; 0 where no launcher has given one."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+@cache
+def leave_at_exit() -> None:
+    """Have this process leave the others when its program ends, before Python does.
+
+    Threads of gloo may still hold tensors of the last collective then, and abort a program that has done its work:
+    https://github.com/pytorch/pytorch/issues/190489. Lightning leaves only the processes of NCCL.
+    """
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

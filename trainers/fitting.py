@@ -18,7 +18,7 @@ from ..modules.atomic_files import make_folder
 from ..modules.errors import UserError
 from ..modules.features import Features
 from ..modules.interfaces.drafter import Drafter
-from ..modules.processes import Processes
+from ..modules.processes import Processes, leave_at_exit
 from ..modules.tuning.replay_acceptance import held_out_acceptance
 from .base import DraftModule
 from .callbacks import BEST, LAST, DecodedAcceptance, LastCheckpoint, ProgressLine, nothing_held_out
@@ -80,6 +80,7 @@ def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, pr
     """
     out = Path(out)
     make_folder(out)
+    leave_at_exit()
     measure = partial(_measure, nodes=module.config.validation_nodes)
     acceptance = DecodedAcceptance(module, partial(_held_out, module, datamodule), measure, out=out)
     last, signals = out / LAST, StopAtSignal(module)

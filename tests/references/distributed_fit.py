@@ -4,6 +4,7 @@ Arguments: folder, accumulate, and minutes for a run that ends by time: then the
 With a fourth argument SIGTERM reaches the second process alone, amid its third micro-batch.
 """
 
+import atexit
 import os
 import signal
 import sys
@@ -29,7 +30,13 @@ class Signalled(MedusaModule):
         return super().training_step(batch, batch_idx)
 
 
+def tell_joined() -> None:
+    print(f"joined at the end: {torch.distributed.is_initialized()}.")
+
+
 def main() -> None:
+    # What is registered first comes last.
+    atexit.register(tell_joined)
     torch.set_num_threads(1)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     minutes = float(sys.argv[3]) if len(sys.argv) > 3 else None

@@ -15,6 +15,7 @@ def run(out: Path, accumulate: int, processes: int, *more: str) -> list[str]:
     command = [str(SCRIPT), str(out), str(accumulate), *more]
     answer = torchrun(processes, *command) if processes > 1 else start(*command)
     assert answer.returncode == 0, answer.stderr[-3000:]
+    assert answer.stdout.count("joined at the end: False.") == processes, "Python may abort with them joined"
     # Two processes write to one pipe: their lines may be joined.
     return re.findall(r"step \d+, accepted length \d+\.\d{6}, \d+ steps", answer.stdout)
 
