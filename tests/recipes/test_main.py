@@ -428,3 +428,14 @@ def test_other_settings_do_not_mix_with_finished_work(copied_run: Path, capsys: 
     sentence = refused(capsys, "run", "--config", TINY, "--out", copied_run, "--train.lr", "0.25")
     assert "lr" in sentence
     assert "0.25" in sentence
+
+
+@pytest.mark.parametrize(("given", "used"), [(None, "1"), ("0", "0")])
+def test_commands_use_large_pages_unless_told_otherwise(
+    given: str | None, used: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    if given is not None:
+        monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", given)
+    assert main(["generate", "--no_such_key", "1"]) == 2
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == used
