@@ -84,7 +84,7 @@ class Falcon(FeatureDrafter):
     card = FamilyCard(
         name="Falcon", papers=("2412.12639",),
         guesses="a recurrent network and one decoder layer draft a block of tokens (two by default) in one run",
-        cost="one layer run for every two levels of the tree; no figures of a real run yet",
+        cost="one layer run for every two levels of the tree",
     )
     export_refusal = ("no serving engine runs a Falcon drafter, and its official code does not run as released: there "
                       "is no layout to write; decode the artifact with draftsmith")
