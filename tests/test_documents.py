@@ -61,6 +61,11 @@ LANGUAGES = ("bash", "python", "yaml", "json", "text", "bibtex", "")
 """Languages of blocks; bash and python run, yaml and json are parsed."""
 
 
+def is_missing_row(artifact: Path) -> bool:
+    """Tell whether a path (runs/OUT/ROW/artifact) is that of a row of `families`, absent after a tiny run."""
+    return len(artifact.parts) == 4 and not artifact.is_dir()
+
+
 class Reader:
     """Somebody who types all commands of one document, in order, in one folder."""
 
@@ -117,7 +122,7 @@ class Reader:
             self.plan(command, words, run)
         elif words[0] == "plan" and run and find_default_gguf() is not None:
             enter(command, words)
-        elif words[0] == "specdec" and not Path(option(words, "--artifact") or "").is_dir():
+        elif words[0] in ("specdec", "evaluate") and is_missing_row(Path(option(words, "--artifact") or "")):
             parsed(command, words)
         elif run and words[0] in QUICK | dict.fromkeys(("run", "distill", "train", "export")):
             enter(command, [*words, *QUICK.get(words[0], ())])
