@@ -221,8 +221,8 @@ class _AtOnce(torch.autograd.Function):
     that do not exist the order says nothing."""
 
     @staticmethod
-    def forward(ctx: Any, gates_BNG: Tensor, weight_GD: Tensor, output_BD: Tensor, cell_BD: Tensor,
-                continues_BN1: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, gates_BNG: Tensor, weight_GD: Tensor, output_BD: Tensor,
+                cell_BD: Tensor) -> tuple[Tensor, Tensor]:
         shape = (*gates_BNG.shape[:2], weight_GD.shape[1])
         steps = [gates_BNG.new_empty(shape), gates_BNG.new_empty(shape), torch.empty_like(gates_BNG)]
         sums_BNG = steps[0] @ weight_GD.mT
@@ -239,4 +239,4 @@ class _AtOnce(torch.autograd.Function):
         product_BND = gates_BNG @ weight_GD
         del product_BND
         first_BD = torch.empty_like(output_BND[:, 0])
-        return gates_BNG, gates_BNG.flatten(0, 1).mT @ read_BND.flatten(0, 1), first_BD, first_BD.clone(), None
+        return gates_BNG, gates_BNG.flatten(0, 1).mT @ read_BND.flatten(0, 1), first_BD, first_BD.clone()

@@ -34,6 +34,7 @@ from .parts.block_cache import BlockRows
 from .parts.decoder_block import AttentionContext, BlockConfig
 from .parts.feature_drafter import DEPTHS, FIRST_OFFSET, FeatureConfig, FeatureDrafter
 from .parts.lstm import LSTM, Memory
+from .parts.segment_rows import SegmentRows
 from .parts.training_time_test import BlockRollout
 
 _RECURRENT_LAYERS = 2
@@ -150,7 +151,7 @@ class Falcon(FeatureDrafter):
             final_BLD = torch.where(glanced_BL[..., None], later_BLD, final_BLD)
             following_BLD = torch.where(glanced_BL[..., None], self.following(features, 1 + size), following_BLD)
         read_BLZ = torch.cat([following_BLD, final_BLD], dim=-1)
-        memory = self.lstm(read_BLZ, self.lstm.zero_memory(len(final_BLD)), _continues(features))
+        memory = self._remembered(read_BLZ, features.segments_BL)
         states_BLD = self._layer_input(memory, final_BLD)
         queries = [_before(states_BLD, features, places) for places in reversed(range(size))]
         estimates = self._estimates(queries, attentions(0))
@@ -159,6 +160,12 @@ class Falcon(FeatureDrafter):
             memory, queries = self._read(memory, newest, features, first)
             estimates += self._estimates(queries, attentions(block))
         return estimates
+
+    def _remembered(self, read_BLZ: Tensor, segments_BL: Tensor) -> Memory:
+        """(outputs, cells) of the recurrent layers after every position of each segment, [M, B, L, D] each."""
+        rows = SegmentRows(segments_BL)
+        output_MSND, cell_MSND = self.lstm(rows.split(read_BLZ), self.lstm.zero_memory(rows.count))
+        return rows.join(output_MSND), rows.join(cell_MSND)
 
     def _estimates(self, queries: list[Tensor], attention: AttentionContext) -> list[Tensor]:
         """Estimated target states for each position of a block, [B, L, D] each."""
@@ -202,7 +209,7 @@ class Falcon(FeatureDrafter):
         read_RNZ = torch.cat([self._embed(observation.next_BN), final_RND], dim=-1)
         rows, counts = observation.on_host(rows_R)
         with self._packing.installed():
-            memory = self.lstm(read_RNZ, held.memory_of(rows_R), torch.ones_like(real_RN))
+            memory = self.lstm(read_RNZ, held.memory_of(rows_R))
             states_RND = torch.cat([held.recent.values[rows_R], self._layer_input(memory, final_RND)], dim=1)
             # The queries of the block's positions before the last one run again; a row without new
             # positions has none.
@@ -262,12 +269,6 @@ class Falcon(FeatureDrafter):
     def keep(self, state: DraftState, rows_R: Tensor) -> None:
         """Keep the rows `rows_R`, in that order."""
         _falcon_state(state).keep(rows_R)
-
-
-def _continues(features: Features) -> Tensor:
-    """True where a position belongs to the same segment as the one before it, [B, L]."""
-    segments_BL = features.segments_BL
-    return functional.pad(segments_BL[:, 1:] == segments_BL[:, :-1], (1, 0), value=False)
 
 
 def _before(states_BLD: Tensor, features: Features, places: int) -> Tensor:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.modules import FalconConfig, Features, Target, UserError
+from draftsmith.modules.drafters.parts.segment_rows import SegmentRows
 from draftsmith.trainers import FalconModule, FalconTrainConfig
 from draftsmith.trainers.objectives import Objective, hard, soft, teacher_output_of
 from torch import Tensor
@@ -33,7 +34,7 @@ def reads(made: FalconModule, batch: Features, glanced_BL: Tensor | None) -> Ten
     hook = made.drafter.lstm.register_forward_pre_hook(lambda _module, given: found.append(given[0].detach()))
     made.drafter(batch, glanced_BL)
     hook.remove()
-    return found[0]
+    return SegmentRows(batch.segments_BL).join(found[0])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -112,12 +113,11 @@ def test_dropout_is_between_the_recurrent_layers_in_training(tiny_target_f64: Ta
     made = module(tiny_target_f64, drafter=FalconConfig(dropout=0.5, skip=False))
     lstm, batch = made.drafter.lstm, features(tiny_target_f64)
     read = torch.randn(2, 16, 2 * tiny_target_f64.hidden_size, dtype=torch.float64)
-    continues = torch.ones(2, 16, dtype=torch.bool)
-    first, second = (lstm(read, lstm.zero_memory(2), continues)[0] for _ in range(2))
+    first, second = (lstm(read, lstm.zero_memory(2))[0] for _ in range(2))
     assert torch.equal(first[0], second[0]), "the input of the first layer is whole"
     assert not torch.equal(first[1], second[1])
     made.eval()
-    first, second = (lstm(read, lstm.zero_memory(2), continues)[0] for _ in range(2))
+    first, second = (lstm(read, lstm.zero_memory(2))[0] for _ in range(2))
     assert torch.equal(first, second)
     assert bool(torch.isfinite(made.loss(batch).total))
     with pytest.raises(UserError, match=r"dropout must be at least 0 and below 1, got 1\.0"):

@@ -1,7 +1,7 @@
 """A long short-term memory whose state is known after every position, so that a draft can continue from any of them.
 
-torch's own LSTM returns the state after the last position alone and cannot restart inside a row; the arithmetic is the
-same, gate by gate (arXiv:1402.1128, without peepholes).
+torch's own LSTM returns the cell after the last position alone; the arithmetic is the same, gate by gate
+(arXiv:1402.1128, without peepholes).
 
 Shapes: B rows, N positions, Z input width, D hidden size, G gates (4 D: input, forget, cell, output), M layers; a
 leading `...` stands for any batch dimensions.
@@ -27,19 +27,17 @@ class LSTMLayer(nn.Module):
         self.input = nn.Linear(input_size, 4 * size)
         self.hidden = nn.Linear(size, 4 * size)
 
-    def forward(self, read_BNZ: Tensor, output_BD: Tensor, cell_BD: Tensor, continues_BN: Tensor) -> Memory:
+    def forward(self, read_BNZ: Tensor, output_BD: Tensor, cell_BD: Tensor) -> Memory:
         """(output, cell) after every position, [B, N, D] each.
 
         Args:
             read_BNZ: the input.
             output_BD: the output before the first position.
             cell_BD: the cell before the first position.
-            continues_BN: False where a position starts a new sequence.
         """
         gates_BNG = self.input(read_BNZ) + self.hidden.bias
         weight_GD = self.hidden.weight
-        continues_BN1 = continues_BN.to(weight_GD.dtype)[..., None]
-        given = gates_BNG.to(weight_GD.dtype), weight_GD, output_BD, cell_BD, continues_BN1
+        given = gates_BNG.to(weight_GD.dtype), weight_GD, output_BD, cell_BD
         # In the weight's own precision: rounding would add up from position to position.
         with torch.autocast(read_BNZ.device.type, enabled=False):
             if torch.is_grad_enabled():
@@ -79,11 +77,11 @@ class LSTM(nn.Module):
         zeros = weight.new_zeros(len(self.layers), rows, self.size)
         return zeros, zeros
 
-    def forward(self, read_BNZ: Tensor, before: Memory, continues_BN: Tensor) -> Memory:
+    def forward(self, read_BNZ: Tensor, before: Memory) -> Memory:
         """(outputs, cells) of the layers after every position, [M, B, N, D] each."""
         outputs, cells = [], []
         for layer, output_BD, cell_BD in zip(self._each(), *before, strict=True):
-            output_BND, cell_BND = layer(read_BNZ, output_BD, cell_BD, continues_BN)
+            output_BND, cell_BND = layer(read_BNZ, output_BD, cell_BD)
             outputs.append(output_BND)
             cells.append(cell_BND)
             read_BNZ = self._dropped(output_BND)
@@ -119,13 +117,11 @@ def _cell_step(gates: Tensor, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return emit * cell.tanh(), cell, torch.cat([enter, forget, candidate, emit], dim=-1)
 
 
-def _walk(
-    gates_BNG: Tensor, weight_GD: Tensor, output_BD: Tensor, cell_BD: Tensor, continues_BN1: Tensor
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _walk(gates_BNG: Tensor, weight_GD: Tensor, output_BD: Tensor, cell_BD: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The result of `_cell_step` at position after position."""
-    for gates_BG, continues_B1 in zip(gates_BNG.unbind(1), continues_BN1.unbind(1), strict=True):
-        sums_BG = torch.addmm(gates_BG, output_BD * continues_B1, weight_GD.mT)
-        output_BD, cell_BD, activated_BG = _cell_step(sums_BG, cell_BD * continues_B1)
+    for gates_BG in gates_BNG.unbind(1):
+        sums_BG = torch.addmm(gates_BG, output_BD, weight_GD.mT)
+        output_BD, cell_BD, activated_BG = _cell_step(sums_BG, cell_BD)
         yield output_BD, cell_BD, activated_BG
 
 
@@ -133,30 +129,26 @@ class _Recurrence(torch.autograd.Function):
     """All positions in order; the weight's gradient is one product at the end, in place of one for each position."""
 
     @staticmethod
-    def forward(
-        ctx: Any, gates_BNG: Tensor, weight_GD: Tensor, output_BD: Tensor, cell_BD: Tensor, continues_BN1: Tensor
-    ) -> Memory:
-        walked = zip(*_walk(gates_BNG, weight_GD, output_BD, cell_BD, continues_BN1), strict=True)
+    def forward(ctx: Any, gates_BNG: Tensor, weight_GD: Tensor, output_BD: Tensor, cell_BD: Tensor) -> Memory:
+        walked = zip(*_walk(gates_BNG, weight_GD, output_BD, cell_BD), strict=True)
         output_BND, cell_BND, activated_BNG = (torch.stack(parts, dim=1) for parts in walked)
-        ctx.save_for_backward(output_BD, cell_BD, output_BND, cell_BND, activated_BNG, weight_GD, continues_BN1)
+        ctx.save_for_backward(output_BD, cell_BD, output_BND, cell_BND, activated_BNG, weight_GD)
         return output_BND, cell_BND
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_output_BND: Tensor, d_cell_BND: Tensor) -> tuple[Tensor | None, ...]:
-        first_output_BD, first_cell_BD, output_BND, cell_BND, *rest = ctx.saved_tensors
-        activated_BNG, weight_GD, continues_BN1 = rest
-        before_BND = torch.cat([first_cell_BD[:, None], cell_BND[:, :-1]], dim=1) * continues_BN1
+        first_output_BD, first_cell_BD, output_BND, cell_BND, activated_BNG, weight_GD = ctx.saved_tensors
+        before_BND = torch.cat([first_cell_BD[:, None], cell_BND[:, :-1]], dim=1)
         d_output_BD, d_cell_BD, gates = torch.zeros_like(first_output_BD), torch.zeros_like(first_cell_BD), []
         for place in reversed(range(d_output_BND.shape[1])):
             gates_BG, d_cell_BD = _back(d_output_BND[:, place] + d_output_BD, d_cell_BND[:, place] + d_cell_BD,
                                         activated_BNG[:, place], before_BND[:, place], cell_BND[:, place])
             gates.append(gates_BG)
-            d_output_BD = (gates_BG @ weight_GD) * continues_BN1[:, place]
-            d_cell_BD = d_cell_BD * continues_BN1[:, place]
+            d_output_BD = gates_BG @ weight_GD
         gates_BNG = torch.stack(gates[::-1], dim=1)
-        read_BND = torch.cat([first_output_BD[:, None], output_BND[:, :-1]], dim=1) * continues_BN1
-        return gates_BNG, gates_BNG.flatten(0, 1).mT @ read_BND.flatten(0, 1), d_output_BD, d_cell_BD, None
+        read_BND = torch.cat([first_output_BD[:, None], output_BND[:, :-1]], dim=1)
+        return gates_BNG, gates_BNG.flatten(0, 1).mT @ read_BND.flatten(0, 1), d_output_BD, d_cell_BD
 
 
 def _back(d_output_BD: Tensor, d_cell_BD: Tensor, activated_BG: Tensor, before_BD: Tensor, after_BD: Tensor) -> Memory:

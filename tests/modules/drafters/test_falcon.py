@@ -22,6 +22,7 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.drafters.falcon_state import FalconState
 from draftsmith.modules.drafters.parts.lstm import LSTM
+from draftsmith.modules.drafters.parts.segment_rows import SegmentRows
 from draftsmith.trainers import FalconModule, FalconTrainConfig
 from references.falcon import told, torch_lstm
 from support.families import randomised
@@ -79,7 +80,7 @@ def test_the_lstm_and_its_gradients_equal_torchs() -> None:
     theirs, read_BNZ = torch_lstm(own), torch.randn(3, 5, 6, dtype=torch.float64, requires_grad=True)
     before = tuple(torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
     weights = torch.randn(3, 5, 4, dtype=torch.float64)
-    said, kept = own(read_BNZ, before, torch.ones(3, 5, dtype=torch.bool))
+    said, kept = own(read_BNZ, before)
     expected, (last_said, last_kept) = theirs(read_BNZ, before)
     for found, wanted in ((said[-1], expected), (said[:, :, -1], last_said), (kept[:, :, -1], last_kept)):
         torch.testing.assert_close(found, wanted)
@@ -93,18 +94,39 @@ def test_the_lstm_and_its_gradients_equal_torchs() -> None:
         torch.testing.assert_close(found, wanted)
 
 
-def test_the_lstm_restarts_and_continues_anywhere_with_right_gradients() -> None:
+def test_the_lstm_continues_anywhere_with_right_gradients() -> None:
     torch.manual_seed(0)
     own, read_BNZ = LSTM(3, 2, 2).double(), torch.randn(2, 5, 3, dtype=torch.float64)
-    going = torch.tensor([[False, True, True, False, True]] * 2)
-    said, kept = own(read_BNZ, own.zero_memory(2), going)
-    alone = own(read_BNZ[:, 3:], own.zero_memory(2), torch.ones(2, 2, dtype=torch.bool))
-    torch.testing.assert_close((said[:, :, 3:], kept[:, :, 3:]), alone)
+    said, kept = own(read_BNZ, own.zero_memory(2))
     torch.testing.assert_close(own.step(read_BNZ[:, 2], (said[:, :, 1], kept[:, :, 1])), (said[:, :, 2], kept[:, :, 2]))
+    after = own(read_BNZ[:, 3:], (said[:, :, 2], kept[:, :, 2]))
+    torch.testing.assert_close((said[:, :, 3:], kept[:, :, 3:]), after)
     before = tuple(torch.randn(2, 2, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    going[1, 0] = True
     given = (read_BNZ.requires_grad_(), *before)
-    assert torch.autograd.gradcheck(lambda read, *memory: own(read, memory, going), given)
+    assert torch.autograd.gradcheck(lambda read, *memory: own(read, memory), given)
+
+
+def test_segments_side_by_side_equal_each_alone() -> None:
+    """Outputs, cells and gradients of packed segments; gaps of padding, and two segments of one number in two rows."""
+    torch.manual_seed(0)
+    own = LSTM(3, 2, 2).double()
+    segments_BL = torch.tensor([[0, 0, 0, 1, 1, -1, -1], [0, -1, 1, 1, 1, 1, 1]])
+    read_BLZ = torch.randn(2, 7, 3, dtype=torch.float64, requires_grad=True)
+    rows = SegmentRows(segments_BL)
+    assert (rows.count, rows.longest) == (6, 5), "as many steps as the longest segment has positions"
+    split = rows.split(read_BLZ)
+    assert torch.equal(rows.join(split), read_BLZ)
+    together = [rows.join(part) for part in own(split, own.zero_memory(rows.count))]
+    weights = torch.randn(2, 2, 2, 7, 2, dtype=torch.float64)
+    total, expected = (torch.stack(together) * weights).sum(), torch.zeros(1, dtype=torch.float64)
+    for row, start, end in ((0, 0, 3), (0, 3, 5), (0, 5, 7), (1, 0, 1), (1, 1, 2), (1, 2, 7)):
+        alone = own(read_BLZ[row : row + 1, start:end], own.zero_memory(1))
+        for part, found in zip(alone, together, strict=True):
+            torch.testing.assert_close(part[:, 0], found[:, row, start:end])
+        expected = expected + (torch.stack(alone)[:, :, 0] * weights[:, :, row, start:end]).sum()
+    inputs = [read_BLZ, *own.parameters()]
+    for found, wanted in zip(torch.autograd.grad(total, inputs), torch.autograd.grad(expected.sum(), inputs), strict=True):
+        torch.testing.assert_close(found, wanted)
 
 
 # Blocks ---------------------------------------------------------------------------------------------------------------
