@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from ...features import Features
 from ...target.flex_segments import FlexSegments
-from ...target.segment_attention import SegmentForm, Segments, Sight, additive, attend_inside, visible_text
+from ...target.segment_attention import SegmentForm, Segments, Sight, additive, attend_inside
 from .decoder_block import AttentionContext
 from .fused_segments import attend_segments
 
@@ -56,12 +56,7 @@ class StepAttention(AttentionContext):
 
     def attend(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:
         """Attention output over step 0 and the heads' own positions, [B, H, L, E]."""
-        if isinstance(self.visible_BNW, Segments) and query_BHNE.device.type == "cpu":
-            held = self.keys.setdefault(layer, _Keys((key_BGNE, value_BGNE), self.visible_BNW))
-            if self.step:
-                held.own.append((key_BGNE, value_BGNE))
-            return attend_segments(query_BHNE, *held.past_BGLX, self.visible_BNW, held.own)
-        if isinstance(self.visible_BNW, FlexSegments):
+        if _needs_no_room(self.visible_BNW, query_BHNE):
             held = self.keys.setdefault(layer, _Keys((key_BGNE, value_BGNE), self.visible_BNW))
             if self.step:
                 held.own.append((key_BGNE, value_BGNE))
@@ -102,7 +97,8 @@ class BlockAttention(AttentionContext):
     written: dict[int, tuple[Tensor, Tensor]]
     """Keys and values of the text by layer, written by block 0."""
     keys: dict[int, _Keys]
-    """These keys and values with room for the diagonal, and those of the later blocks; created by block 1."""
+    """These keys and values, with room for the diagonal where it is needed, and those of the later blocks; created by
+    block 1."""
 
     def attend(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:
         """Attention output over the text and the blocks after the heads' own positions, [B, H, K * L, E]."""
@@ -114,8 +110,8 @@ class BlockAttention(AttentionContext):
                     for query_BHLE in query_BHNE.chunk(self.size, dim=2)]
             return torch.cat(read, dim=2)
         if layer not in self.keys:
-            flex = isinstance(self.visible_BNW, FlexSegments)
-            past = self.written[layer] if flex else _with_room(*self.written[layer])
+            as_it_is = _needs_no_room(self.visible_BNW, query_BHNE)
+            past = self.written[layer] if as_it_is else _with_room(*self.written[layer])
             self.keys[layer] = _Keys(past, _with_column(self.visible_BNW, key_BGNE.dtype))
         held = self.keys[layer]
         held.own += zip(keys, values, strict=True)
@@ -132,7 +128,7 @@ class BlockRollout:
 
     def __init__(self, features: Features, size: int) -> None:
         self.size = size
-        self.first = AttentionContext(positions_BN=features.positions_BL, visible_BNW=visible_text(features))
+        self.first = AttentionContext.training(features)
         self.written: dict[int, tuple[Tensor, Tensor]] = {}
         self.keys: dict[int, _Keys] = {}
 
@@ -144,6 +140,11 @@ class BlockRollout:
             positions_BN=torch.cat(positions, dim=1), visible_BNW=self.first.visible_BNW,
             block=block, size=self.size, written=self.written, keys=self.keys,
         )
+
+
+def _needs_no_room(visible: Sight, query_BHLE: Tensor) -> bool:
+    """True where the attention over step 0 comes with its log-sum-exp: by segments on a CPU, or by flex attention."""
+    return isinstance(visible, FlexSegments) or (isinstance(visible, Segments) and query_BHLE.device.type == "cpu")
 
 
 def _with_column(visible_BLL: Sight, dtype: torch.dtype) -> Sight:
@@ -177,6 +178,8 @@ def _joined(query_BHLE: Tensor, held: _Keys) -> Tensor:
     """
     if isinstance(held.visible, FlexSegments):
         return _joined_sums(query_BHLE, held, held.visible)
+    if isinstance(held.visible, Segments) and query_BHLE.device.type == "cpu":
+        return attend_segments(query_BHLE, *held.past_BGLX, held.visible, held.own)
     size = query_BHLE.shape[-1]
     scale = size**-0.5
     rows, _, length, _ = query_BHLE.shape
