@@ -3,11 +3,15 @@
     python tests/benchmarks/step_versions.py eagle3 hydra_plus_plus medusa --steps 8
     mkdir -p /tmp/before && git archive main --prefix=draftsmith/ | tar -x -C /tmp/before
     python tests/benchmarks/step_versions.py eagle3 hydra_plus_plus --against /tmp/before
+    python tests/benchmarks/step_versions.py eagle3 hydra_plus_plus --operations 8
 
 The target's states are computed beforehand, as in a run that stores them. Rows hold conversations of random tokens, all
 in the draft vocabulary; the first fourth of each is a prompt, from which nothing is learned. Both precisions take
 turns, and with --against also both versions, each in a process of its own, so that contention affects all alike. On a
 CPU the time is that of the process on all its threads: seconds of the clock would count other work on the machine.
+
+With --operations a bf16 step is profiled instead: the share of torch's operations in its time. That of the matrix
+products bounds what any other change of the step can gain.
 """
 
 import argparse
@@ -18,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +30,12 @@ from draftsmith.modules import Features, load_target
 from draftsmith.recipes.pipeline import COMMANDS
 from draftsmith.trainers import DraftModule
 from draftsmith.trainers.metrics import weighted_mean_loss
+from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity, profile
 
 WAYS = ("32-true", "bf16-mixed")
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+"""Matrix products by torch's names."""
 
 
 def conversations(rows: int, length: int, each: int, entries: int) -> Features:
@@ -69,18 +77,34 @@ class Steps:
             found = {}
             for way in WAYS:
                 started = clock(device)
-                with torch.autocast(device, torch.bfloat16, enabled=way == "bf16-mixed"):
-                    learned = self.module.loss(self.batch)
-                learned.total.backward()
-                count = float(weighted_mean_loss(learned.sums_KC, learned.weights)[1])
-                for parameter in self.module.parameters():
-                    if parameter.grad is not None:
-                        parameter.grad.div_(count)
-                torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
+                self._take(optimizer, device, way)
                 found[way] = clock(device) - started
             yield found
+
+    def operations(self) -> dict[str, float]:
+        """Share of each of torch's operations in the time of a bf16 step, largest first."""
+        optimizer, device = self.module.configure_optimizers()["optimizer"], self.module.target.device.type
+        for _ in range(2):
+            self._take(optimizer, device, "bf16-mixed")
+        kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device == "cuda")
+        with profile(activities=kinds) as profiled:
+            self._take(optimizer, device, "bf16-mixed")
+        own = {one.key: float(one.self_device_time_total if device == "cuda" else one.self_cpu_time_total)
+               for one in profiled.key_averages()}
+        return {name: own[name] / sum(own.values()) for name in sorted(own, key=own.__getitem__, reverse=True)}
+
+    def _take(self, optimizer: Optimizer, device: str, way: str) -> None:
+        """One optimizer step in the precision `way`."""
+        with torch.autocast(device, torch.bfloat16, enabled=way == "bf16-mixed"):
+            learned = self.module.loss(self.batch)
+        learned.total.backward()
+        count = float(weighted_mean_loss(learned.sums_KC, learned.weights)[1])
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(count)
+        torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def clock(device: str) -> float:
@@ -96,6 +120,16 @@ def serve(name: str, each: int) -> None:
     steps = Steps.of(name, each).taken()
     for _ in sys.stdin:
         print(json.dumps(next(steps)), flush=True)
+
+
+def print_operations(recipes: Sequence[str], each: int, count: int) -> None:
+    """Print the share of the matrix products of each recipe's step, and of its `count` largest operations."""
+    print("| recipe | matrix products, % | largest operations, % |\n|---|--:|---|")
+    for name in recipes:
+        shares = Steps.of(name, each).operations()
+        products = sum(shares.get(one, 0.0) for one in PRODUCTS)
+        largest = ", ".join(f"`{one.removeprefix('aten::')}` {shares[one]:.0%}" for one in list(shares)[:count])
+        print(f"| {name} | {products:.0%} | {largest} |", flush=True)
 
 
 def started(name: str, each: int, folder: str | None) -> Callable[[], dict[str, float]]:
@@ -129,7 +163,12 @@ def main() -> None:
     parser.add_argument("--conversation", type=int, default=170, help="tokens of a conversation")
     parser.add_argument("--against", metavar="FOLDER", help="folder of another version, as FOLDER/draftsmith")
     parser.add_argument("--serve", action="store_true", help="take a step for each line of the input; no table")
+    parser.add_argument("--operations", type=int, metavar="N",
+                        help="print the shares of the N largest operations of a bf16 step instead")
     options = parser.parse_args()
+    if options.operations is not None:
+        print_operations(options.recipes, options.conversation, options.operations)
+        return
     if options.serve:
         serve(options.recipes[0], options.conversation)
         return

@@ -125,7 +125,8 @@ def test_segments_side_by_side_equal_each_alone() -> None:
             torch.testing.assert_close(part[:, 0], found[:, row, start:end])
         expected = expected + (torch.stack(alone)[:, :, 0] * weights[:, :, row, start:end]).sum()
     inputs = [read_BLZ, *own.parameters()]
-    for found, wanted in zip(torch.autograd.grad(total, inputs), torch.autograd.grad(expected.sum(), inputs), strict=True):
+    ours, theirs = torch.autograd.grad(total, inputs), torch.autograd.grad(expected.sum(), inputs)
+    for found, wanted in zip(ours, theirs, strict=True):
         torch.testing.assert_close(found, wanted)
 
 
