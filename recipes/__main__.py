@@ -150,7 +150,8 @@ def quiet_libraries() -> None:
 
 
 def use_huge_pages() -> None:
-    """Let torch take tensors from transparent huge pages of 2 MiB: the system hands out those of 4 KiB one by one, in every step again.
+    """Let torch take tensors from transparent huge pages, of 2 MiB: the system hands out those of 4 KiB one by one, in
+    every step again.
 
     Torch reads the variable when it allocates first.
     """
