@@ -252,7 +252,8 @@ def parsed(command: Command, words: list[str]) -> dict[str, Any]:
 
 def made(words: list[str]) -> Any:
     """The settings objects of a command, which refuse what does not go together. Raises UserError."""
-    return import_module(f"draftsmith.recipes.{COMMANDS[words[0]][0]}").COMMANDS[words[0]].parse(words[1:]).values
+    name, *given = (word for word in words if word != "--print_config")
+    return import_module(f"draftsmith.recipes.{COMMANDS[name][0]}").COMMANDS[name].parse(given).values
 
 
 def accept(command: Command, script: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
