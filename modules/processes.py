@@ -23,7 +23,7 @@ class Processes:
 
     @classmethod
     def launched(cls) -> "Processes":
-        """Those that torchrun has started, before they have a process group; this one alone where it has started none."""
+        """Those that torchrun has started, before they have a group; this one alone where it has started none."""
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return cls()
         return cls(rank=int(os.environ["RANK"]), world=int(os.environ["WORLD_SIZE"]))
