@@ -24,7 +24,7 @@ from .chat import Surroundings
 from .collate import Piece, packed, pad, plan_bins
 from .feature_shards import FeatureShard, open_features, stored_format
 from .feature_store import GIB, affordable
-from .learned_tokens import LearnedTokens, LoopUse, wrote_prompts
+from .learned_tokens import LearnedTokens, LoopUse, prompts_learnable
 from .loops import loops
 from .packed_batch import PackedBatch
 from .prefetch import Prefetched
@@ -360,7 +360,7 @@ def learned(manifest: Manifest, config: BatchConfig, around: Surroundings | None
         config: whether loops and prompts are among them.
         around: tokens around the prompts that the target wrote; None where it wrote none, or none are learned.
     """
-    if not config.own_prompts or not wrote_prompts(manifest.recipe["prompts"]):
+    if not config.own_prompts or not prompts_learnable(manifest.recipe["prompts"]):
         return LearnedTokens(loops=config.loops)
     if around is None:
         raise ValueError("prompts are found by the tokens around them; give those of ChatTemplate.user_turn")

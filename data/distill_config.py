@@ -18,6 +18,8 @@ from .writers import Writer, check_shares
 
 MOST_WORKERS = 1024
 """Most processes that one command starts."""
+AUTO = "auto"
+"""Workers: as many as GPUs or threads, as long as prompts and memory last."""
 ONE_QUEUE = "one queue"
 """Record of any number of workers."""
 Engine = Literal["own", "transformers", "server"]
@@ -78,17 +80,20 @@ class DistillConfig:
     server: str | None = None
     """Address of that server: http://host:port/v1 of vLLM or another OpenAI-style server with `return_token_ids`, or
     http://host:port/generate of SGLang. Its key, where it asks for one, is the environment's DRAFTSMITH_SERVER_KEY."""
-    workers: int | None = None
-    """Processes that are started here to answer train prompts from one queue, each on a GPU of its own where there are
-    several, or with one thread of the processor; the same command on another machine with the same disk joins in. Their
-    number and their ends change no byte of the data. All shards then have `shard_prompts` prompts, where null, one
-    process without a queue, makes the last ones smaller."""
+    workers: int | Literal["auto"] | None = None
+    """Processes that are started here to answer train prompts from one queue, each with one thread of the processor, or
+    on a GPU of its own; no more than there are GPUs, or shards of prompts where their number is known. auto: one for
+    each GPU, or for each thread of torch (OMP_NUM_THREADS), at most eight and as many as memory holds copies of the
+    target. The same command on another machine with the same disk joins in. Their number and their ends change no byte
+    of the data, as long as one kind of machine answers. All shards then have `shard_prompts` prompts, where null, one
+    process without a queue and with all threads, makes the last ones smaller."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "distill.", shard_prompts=(1, MOST_ROWS), slots=(1, MOST_ROWS),
                      max_new_tokens=(1, MOST_TOKENS), validation_prompts=(0, MOST_ROWS), test_prompts=(0, MOST_ROWS),
-                     workers=(1, MOST_WORKERS),
                      top_k=(0, MOST_TOKENS), draft_tokens=(1, MOST_ROWS), document_tokens=(2, MOST_TOKENS))
+        if self.workers != AUTO:
+            check_bounds(self, "distill.", workers=(1, MOST_WORKERS))
         if not self.temperatures or not all(map(is_temperature, self.temperatures)):
             raise UserError(f"distill.temperatures must be one or more numbers, each {TEMPERATURES}, got "
                             f"{list(self.temperatures)}")

@@ -57,8 +57,9 @@ def _between(tokens: Sequence[int], around: Surroundings) -> tuple[int, int]:
     return len(before), next(ends, len(before))
 
 
-def wrote_prompts(prompts: Mapping[str, Any]) -> bool:
-    """True if the prompts of data are text of the target that follows its chat template alone, or first words.
+def prompts_learnable(prompts: Mapping[str, Any]) -> bool:
+    """True if the prompts of data can be labels: text of the target that follows its chat template alone, or given
+    first words.
 
     Given words are learned like the text after them: the target's probabilities are right after any. Prompts that a
     system prompt asked for followed other tokens than those of the data, and later turns are laid out elsewhere.

@@ -23,14 +23,14 @@ class Processes:
 
     @classmethod
     def launched(cls) -> "Processes":
-        """Those that torchrun has started, before they are joined; this one alone where it has started none."""
+        """Those that torchrun has started, before they have a group; this one alone where it has started none."""
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return cls()
         return cls(rank=int(os.environ["RANK"]), world=int(os.environ["WORLD_SIZE"]))
 
     @classmethod
-    def joined(cls) -> "Processes":
-        """Those that can talk to each other now, whoever started them."""
+    def grouped(cls) -> "Processes":
+        """Those of the process group, whoever started them; this one alone where there is no group."""
         if not (dist.is_available() and dist.is_initialized()):
             return cls()
         return cls(rank=dist.get_rank(), world=dist.get_world_size())
@@ -62,15 +62,15 @@ def local_rank() -> int:
 
 
 @cache
-def leave_at_exit() -> None:
-    """Have this process leave the others when its program ends, before Python does.
+def destroy_group_at_exit() -> None:
+    """Destroy the process group when the program ends, before Python does.
 
     Threads of gloo may still hold tensors of the last collective then, and abort a program that has done its work:
-    https://github.com/pytorch/pytorch/issues/190489. Lightning leaves only the processes of NCCL.
+    https://github.com/pytorch/pytorch/issues/190489. Lightning destroys only groups of NCCL.
     """
-    atexit.register(_leave)
+    atexit.register(_destroy)
 
 
-def _leave() -> None:
+def _destroy() -> None:
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

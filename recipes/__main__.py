@@ -113,7 +113,7 @@ def complain(message: str) -> int:
 def run_command(name: str, arguments: list[str]) -> int:
     """Import what the command needs, parse, run, and turn every mistake of the user into one sentence."""
     quiet_libraries()
-    use_large_pages()
+    use_huge_pages()
     # No process that is started from here, such as Lightning's for other devices, imports from the working folder.
     os.environ["PYTHONSAFEPATH"] = "1"
     from jsonargparse import ArgumentError
@@ -149,8 +149,9 @@ def quiet_libraries() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def use_large_pages() -> None:
-    """Let torch take tensors from pages of 2 MiB: the system hands out those of 4 KiB one by one, in every step again.
+def use_huge_pages() -> None:
+    """Let torch take tensors from transparent huge pages, of 2 MiB: the system hands out those of 4 KiB one by one, in
+    every step again.
 
     Torch reads the variable when it allocates first.
     """

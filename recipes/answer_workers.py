@@ -13,13 +13,16 @@ import torch
 import yaml
 
 from ..data import Manifest, WantedStates, distill, distill_from_queue
+from ..data.distill_config import AUTO
 from ..data.folder_locks import FolderLocks
 from ..data.shard_queue import clear_queue
 from ..data.token_store import MANIFEST
 from .draft_writer import writer_of
+from .memory_plan import resident_bytes
 from .parsing import TRUST
 from .recipe import Recipe
 from .terminal_text import say
+from .worker_count import MOST_ON_CPU, fitting, gpus_of, worker_count
 from .workspace import Workspace
 
 LOCK = "workers.lock"
@@ -98,13 +101,13 @@ def on_own_device(workspace: Workspace) -> Workspace:
 
 @contextmanager
 def helpers(workspace: Workspace) -> Iterator[None]:
-    """Context in which other processes of this machine help to answer, as many as the recipe asks for with this one;
+    """Context in which other processes of this machine help to answer, as many as `workers_here` says with this one;
     none where this process is one of several already.
 
     They are killed at its end: that costs nothing but the shards that they were answering.
     """
-    workers = workspace.recipe.distill.workers or 1
-    if workers == 1 or RANK in os.environ:
+    workers = 1 if RANK in os.environ else workers_here(workspace.recipe)
+    if workers == 1:
         yield
         return
     processes: list[subprocess.Popen[bytes]] = []
@@ -119,6 +122,22 @@ def helpers(workspace: Workspace) -> Iterator[None]:
                 process.kill()
             for process in processes:
                 process.wait()
+
+
+def workers_here(recipe: Recipe) -> int:
+    """Processes that answer on this machine, this one included, which has loaded the target.
+
+    Where `auto` leaves threads of a processor idle, that is reported.
+    """
+    gpus = gpus_of(recipe.target)
+    count = worker_count(recipe, gpus)
+    if recipe.distill.workers != AUTO or gpus:
+        return count
+    threads, count = min(torch.get_num_threads(), MOST_ON_CPU), fitting(count, resident_bytes())
+    if count < threads:
+        say(f"     {count} of {threads} threads answer, each in a process of its own: there are no more shards of "
+            "prompts, or no more memory; distill.workers null answers with all threads of one process")
+    return count
 
 
 def helper_words(recipe: Recipe, file: str) -> list[str]:

@@ -121,7 +121,8 @@ def lines(plan: Plan, recipe: Recipe) -> Iterator[str]:
     yield ""
     for stage in plan.stages:
         parts = ", ".join(f"{name} {in_words(size)}" for name, size in stage.parts.items() if size)
-        yield f"{stage.name:<10}{in_words(stage.peak):>10} a {where}, {hours(stage.seconds)}: {parts}"
+        each = f"a {where}" if stage.processes == 1 else f"a {where}, {stage.processes} of them at once"
+        yield f"{stage.name:<10}{in_words(stage.peak):>10} {each}, {hours(stage.seconds)}: {parts}"
         for name, size in stage.host.items():
             if size:
                 yield f"{'':<10}{in_words(size):>10} of the machine's memory: {name}"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.learned_tokens import wrote_prompts
+from ..data.learned_tokens import prompts_learnable
 from ..modules import Features, Target, TokenTree, Topology
 from ..modules.drafters.parts import lstm
 from ..modules.target.kv_cache import FIRST_SLOTS
@@ -110,8 +110,9 @@ class PlannedWork:
         recipe, ids_Q = self.recipe, self.module.drafter.token_ids_Q
         rows, length = recipe.batch.rows_per_batch, recipe.batch.row_length
         each = min(length, max(opening(recipe) + recipe.distill.max_new_tokens, -(-length // ROW_CONVERSATIONS)))
-        learns_prompts = recipe.batch.own_prompts and wrote_prompts(vars(recipe.prompts))
-        order_L, learns_all = torch.arange(length), learns_prompts or "text" in recipe.distill.shares
+        learns_prompts = recipe.batch.own_prompts and prompts_learnable(vars(recipe.prompts))
+        learns_all = learns_prompts or "text" in recipe.distill.shares
+        order_L = torch.arange(length)
         first = 1 if learns_all else min(opening(recipe), each - 1)
         return Features(
             tokens_BL=torch.full((rows, length), 0 if ids_Q is None else int(ids_Q[0])),

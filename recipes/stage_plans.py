@@ -18,6 +18,7 @@ from .chat_settings import handwritten_prompts
 from .device_rates import Rates
 from .planned_work import PlannedWork, opening
 from .recipe import Recipe
+from .worker_count import gpus_of, worker_count
 
 FLOAT32 = 4
 """Bytes of a number of a drafter in training."""
@@ -40,6 +41,8 @@ class StagePlan:
     """Seconds; None where the recipe does not limit the work."""
     host: dict[str, int] = field(default_factory=dict)
     """Bytes by purpose in the memory of the machine, next to those of an accelerator."""
+    processes: int = 1
+    """Processes of this stage on one machine, each of which takes the parts; 1 where the recipe's training decides."""
 
     @property
     def peak(self) -> int:
@@ -74,6 +77,9 @@ class StagePlans:
         self.trained = sum(weight.numel() for weight in module.parameters() if weight.requires_grad)
         self.drafter = FLOAT32 * sum(weight.numel() for weight in module.parameters())
         self.work = PlannedWork(recipe, target, module, accelerator=accelerator)
+        self.threads = torch.get_num_threads()
+        self.answering = worker_count(recipe, (gpus_of(recipe.target) or None) if accelerator else 0)
+        """Processes that answer prompts on one machine, as far as its memory holds them."""
         self.moments = moments(module)
         self.zero = ZERO_STAGES.get(recipe.train.strategy, 0)
         self.split = recipe.train.world if recipe.train.strategy == FSDP2 or self.zero == 3 else 1
@@ -95,8 +101,8 @@ class StagePlans:
     # Answers ---------------------------------------------------------------------------------------------------------
 
     def answers(self) -> StagePlan:
-        """`distill`: the target answers prompts in all slots at once."""
-        config = self.recipe.distill
+        """`distill`: the target answers prompts in all slots at once, in each of the processes that answer."""
+        config, processes = self.recipe.distill, self.answering
         prompt, rows = opening(self.recipe), min(config.slots, config.shard_prompts)
         # One row more holds the start that all prompts share.
         work = self.work.decoding(rows + 1, prompt, config.max_new_tokens, 1)
@@ -108,7 +114,8 @@ class StagePlans:
             parts["second number format"] = (self.base["target"] + self.base["packed"]) // 2
         if not self.accelerator:
             parts["kept states"] = kept
-        return StagePlan(name="distill", parts=parts, host={"kept states": kept} if self.accelerator else {},
+        host = {"kept states, of all processes": processes * kept} if self.accelerator else {}
+        return StagePlan(name="distill", parts=parts, host=host, processes=processes,
                          seconds=self._answer_seconds(rows, prompt, work.operations))
 
     def _answer_seconds(self, rows: int, prompt: int, operations: int) -> float | None:
@@ -124,7 +131,11 @@ class StagePlans:
         read = self.weights + rows * self.longest * cache_bytes(self.target) / 2
         reading = answers * prompt * operations / rows
         seconds = written / rows * self.rates.seconds(operations, read) + self.rates.seconds(reading)
-        seconds /= config.workers or 1
+        if self.accelerator:
+            seconds /= self.answering
+        elif config.workers is not None:
+            # The rate is that of all threads, and each process answers with one of them.
+            seconds *= self.threads / min(self.answering, self.threads)
         return seconds if limit is None else min(seconds, limit)
 
     # States ----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from ..data.datamodule import BatchConfig, learned
 from ..data.distill_config import ONE_QUEUE
 from ..data.folder_locks import FolderLocks
 from ..data.label_weights import weigh_labels
-from ..data.learned_tokens import wrote_prompts
+from ..data.learned_tokens import prompts_learnable
 from ..modules import Target, UserError, load_target
 from ..modules.atomic_files import write_file
 from ..modules.json_records import read_record
@@ -183,9 +183,15 @@ class Workspace:
 
     @cached_property
     def around_prompts(self) -> Surroundings | None:
-        """Tokens around a prompt that the target wrote; None where prompts are not learned."""
-        learned = self.recipe.batch.own_prompts and wrote_prompts(self.manifest().recipe["prompts"])
-        return self.template.user_turn() if learned else None
+        """Tokens around a prompt that the target wrote; None where prompts are not learned, which is reported where the
+        recipe asks for it."""
+        if not self.recipe.batch.own_prompts:
+            return None
+        if prompts_learnable(self.manifest().recipe["prompts"]):
+            return self.template.user_turn()
+        say("     batch.own_prompts has no effect: the target did not write these prompts after its chat template "
+            "alone; only answers are learned")
+        return None
 
     @cached_property
     def label_weights(self) -> Tensor:

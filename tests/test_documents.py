@@ -26,9 +26,9 @@ from typing import Any
 import pytest
 import yaml
 from draftsmith.export import save_artifact
-from draftsmith.modules import TargetConfig, Topology, load_target
+from draftsmith.modules import TargetConfig, Topology, UserError, load_target
 from draftsmith.modules.target.loading import find_default_gguf
-from draftsmith.recipes.__main__ import main
+from draftsmith.recipes.__main__ import COMMANDS, main
 from support.documents import DOCUMENTS, MARKS, NAMES, ROOT, Block, Command, blocks, commands, statements, unsafe_in_zsh
 from support.families import CASES, randomised
 
@@ -243,7 +243,17 @@ def parsed(command: Command, words: list[str]) -> dict[str, Any]:
     code, printed = call([*words, "--print_config"])
     assert code == 0, f"{command.place}: draftsmith {shlex.join(words)} was refused with {code}"
     settings: dict[str, Any] = yaml.safe_load(printed)
+    try:
+        made(words)
+    except UserError as error:
+        raise AssertionError(f"{command.place}: draftsmith {shlex.join(words)} was refused: {error}") from error
     return settings
+
+
+def made(words: list[str]) -> Any:
+    """The settings objects of a command, which refuse what does not go together. Raises UserError."""
+    name, *given = (word for word in words if word != "--print_config")
+    return import_module(f"draftsmith.recipes.{COMMANDS[name][0]}").COMMANDS[name].parse(given).values
 
 
 def accept(command: Command, script: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,6 +332,8 @@ def example(language: str, text: str) -> Block:
     ("pip install 'draftsmith[everything]'", r"no extra \['everything'\]"),
     ("pip install requests", "requests is no package of this project"),
     ("draftsmith run --config quickstart --target.nam x", "was refused with 2"),
+    ("draftsmith distill --config quickstart --distill.engine server --distill.server http://localhost:8000/v1",
+     "was refused: a server answers in its own number format, but distill.train_dtype is fastest"),
     ("draftsmith generate --prompt hello", "ended with 2"),
     ("python tests/benchmarks/nothing.py", "there is no tests/benchmarks/nothing.py"),
     ("torchrun --nproc-per-node 2 -m draftsmith.recipes distill", "draftsmith distill works in one"),
@@ -390,6 +402,11 @@ def anchors(document: Path) -> set[str]:
     """The fragments that links to a document may have."""
     headings = re.findall(r"^#+ (.+)$", document.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_recipe_that_is_explained_is_the_shipped_one() -> None:
+    shown = next(block for block in blocks("recipes/README.md") if block.language == "yaml")
+    assert yaml.safe_load(shown.text) == yaml.safe_load((ROOT / "recipes/eagle3.yaml").read_text(encoding="utf-8"))
 
 
 def test_the_readme_is_short() -> None:

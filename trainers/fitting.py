@@ -18,7 +18,7 @@ from ..modules.atomic_files import make_folder
 from ..modules.errors import UserError
 from ..modules.features import Features
 from ..modules.interfaces.drafter import Drafter
-from ..modules.processes import Processes, leave_at_exit
+from ..modules.processes import Processes, destroy_group_at_exit
 from ..modules.tuning.replay_acceptance import held_out_acceptance
 from .base import DraftModule
 from .callbacks import BEST, LAST, DecodedAcceptance, LastCheckpoint, ProgressLine, nothing_held_out
@@ -80,7 +80,7 @@ def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, pr
     """
     out = Path(out)
     make_folder(out)
-    leave_at_exit()
+    destroy_group_at_exit()
     measure = partial(_measure, nodes=module.config.validation_nodes)
     acceptance = DecodedAcceptance(module, partial(_held_out, module, datamodule), measure, out=out)
     last, signals = out / LAST, StopAtSignal(module)
@@ -137,7 +137,7 @@ def explained_devices(config: TrainConfig) -> Iterator[None]:
 
 
 def _measure(drafter: Drafter, rows: Sequence[Features], nodes: int) -> Any:
-    return held_out_acceptance(drafter, rows, nodes, Processes.joined())
+    return held_out_acceptance(drafter, rows, nodes, Processes.grouped())
 
 
 def _held_out(module: DraftModule, datamodule: Any) -> list[Features]:
@@ -145,7 +145,7 @@ def _held_out(module: DraftModule, datamodule: Any) -> list[Features]:
     rows = datamodule.validation_features()[: module.validation_rows]
     if not rows:
         raise nothing_held_out()
-    processes = Processes.joined()
+    processes = Processes.grouped()
     own = processes.share(rows, together=2)
     # Processes that share a target read equally often: those with fewer rows read the first one in vain.
     missing = processes.largest_share(len(rows), together=2) - len(own)

@@ -16,7 +16,7 @@ from torch import nn
 from ..bounded_reading import read_bounded_text
 from ..deepspeed_import import name_deepspeeds_device
 from ..errors import UserError
-from ..processes import Processes, leave_at_exit, local_rank
+from ..processes import Processes, destroy_group_at_exit, local_rank
 from .claimed_sizes import check_claims, check_layers, check_parameters, stored_bytes
 from .gguf_reading import gguf_config, parsed_once
 from .linear_forms import Pack
@@ -231,7 +231,7 @@ def _read_stored(config: TargetConfig, source: str, options: dict[str, Any], dty
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     world = Processes.launched().world
-    leave_at_exit()
+    destroy_group_at_exit()
     # Its warning that float32 is faster is about weights that stay quantised, and these are dequantised on reading.
     logging.getLogger("transformers.quantizers.quantizer_gguf").setLevel(logging.ERROR)
     with _one_sentence(config), parsed_once() if "gguf_file" in options else nullcontext():

@@ -12,7 +12,7 @@ from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig,
 from draftsmith.data.collate import pad
 from draftsmith.data.datamodule import BatchConfig, DraftDataModule
 from draftsmith.data.label_weights import count_labels
-from draftsmith.data.learned_tokens import LearnedTokens, wrote_prompts
+from draftsmith.data.learned_tokens import LearnedTokens, prompts_learnable
 from draftsmith.data.token_store import Row, ShardRecord, hash_file
 from draftsmith.modules import Features, Target, UserError
 
@@ -215,10 +215,10 @@ def test_prompts_that_the_target_wrote_are_learned_on_request(own: Path, tiny_ta
 
 def test_only_prompts_that_the_target_wrote_after_these_tokens_are_learned(own: Path, folder: Path) -> None:
     prompts = Manifest.load(own).recipe["prompts"]
-    assert wrote_prompts(prompts)
-    assert wrote_prompts({**prompts, "own_kinds": ["math"], "own_openings": True})
-    assert not wrote_prompts({**prompts, "own_kinds": ["math"]}), "after a system prompt"
-    assert not wrote_prompts({**prompts, "own_kinds": ["math"], "own_openings": True, "own_turns": 2})
+    assert prompts_learnable(prompts)
+    assert prompts_learnable({**prompts, "own_kinds": ["math"], "own_openings": True})
+    assert not prompts_learnable({**prompts, "own_kinds": ["math"]}), "after a system prompt"
+    assert not prompts_learnable({**prompts, "own_kinds": ["math"], "own_openings": True, "own_turns": 2})
     given = [DraftDataModule(folder, replace(CONFIG, own_prompts=learned)) for learned in (False, True)]
     labels = [[module.train.piece(window).supervised_N.tolist() for window in module.windows] for module in given]
     assert labels[0] == labels[1], "prompts of a file are never learned"

@@ -13,9 +13,9 @@ import pytest
 import torch
 from draftsmith.data import Manifest
 from draftsmith.data.folder_locks import FolderLocks
-from draftsmith.recipes import answer_workers, compare_families
+from draftsmith.recipes import answer_workers, compare_families, worker_count
 from draftsmith.recipes.__main__ import main
-from draftsmith.recipes.answer_workers import HELPS, LOCK, RANK, helper_words, on_own_device
+from draftsmith.recipes.answer_workers import HELPS, LOCK, RANK, helper_words, helpers, on_own_device
 from draftsmith.recipes.pipeline import COMMANDS
 from draftsmith.recipes.workspace import Workspace
 from support.forked_workers import ended, kill, start
@@ -112,6 +112,56 @@ def test_a_command_starts_the_others_with_its_recipe_and_ends_them(
     assert contents(tmp_path / "out" / "data") == alone
 
 
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
+    """The helpers that a command starts, none of which really runs."""
+    monkeypatch.setattr(answer_workers, "subprocess", SimpleNamespace(Popen=Started, DEVNULL=subprocess.DEVNULL))
+    Started.all.clear()
+    return Started.all
+
+
+def helped(*words: str) -> int:
+    """Helpers that a recipe starts."""
+    Started.all.clear()
+    with helpers(workspace(*words)):
+        return len(Started.all)
+
+
+def test_a_process_answers_on_each_gpu_and_none_beside_it(started: list[Started], monkeypatch: pytest.MonkeyPatch
+                                                          ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for gpus, asked, count in ((1, "2", 1), (1, "auto", 1), (4, "8", 4), (4, "3", 3), (4, "auto", 4)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert helped("--distill.workers", asked) == count - 1
+        assert helped("--distill.workers", asked, "--target.device", "cuda:0") == 0, "that one is not shared"
+        assert helped("--distill.workers", asked, "--target.placement", "layers") == 0, "one target is on all"
+
+
+def test_auto_takes_the_threads_as_far_as_prompts_and_memory_last(
+    started: list[Started], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory, prompts = tmp_path / "meminfo", tmp_path / "prompts.jsonl"
+    monkeypatch.setattr(worker_count, "MEMINFO", memory)
+    monkeypatch.setattr(answer_workers, "resident_bytes", lambda: 1024)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    memory.write_text("MemTotal: 99 kB\nMemAvailable: 99 kB\n")
+    assert helped("--distill.workers", "auto") == 3
+    assert "threads answer" not in capsys.readouterr().out
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    assert helped("--distill.workers", "auto") == 7, "each has a copy of the target"
+    memory.write_text("MemTotal: 99 kB\nMemAvailable: 5 kB\n")
+    assert helped("--distill.workers", "auto") == 2, "this one and two more of 2 kB, of which it holds one already"
+    assert helped("--distill.workers", "6") == 5, "a number is taken at its word"
+    # Of 40 prompts 28 are held out, which leaves two shards of 8.
+    prompts.write_text("".join(f'{{"prompt": "Tell me {place}."}}\n' for place in range(40)))
+    given = ("--prompts.origin", "file", "--prompts.path", str(prompts))
+    capsys.readouterr()
+    assert helped(*given, "--distill.workers", "auto") == 1
+    assert "2 of 8 threads answer, each in a process of its own" in capsys.readouterr().out
+    assert helped(*given, "--distill.workers", "6") == 1
+    assert helped(*given, "--distill.workers", "auto", "--prompts.limit", "36") == 0
+
+
 @pytest.mark.slow
 def test_a_helper_that_was_started_answers(tmp_path: Path, alone: dict[str, bytes]) -> None:
     recipe = tmp_path / "recipe.yaml"
@@ -136,8 +186,8 @@ def test_each_process_has_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_number_of_workers_is_in_no_record() -> None:
-    two, three, none = (workspace("--distill.workers", number) for number in ("2", "3", "null"))
-    assert two.decisive == three.decisive
+    two, three, auto, none = (workspace("--distill.workers", number) for number in ("2", "3", "auto", "null"))
+    assert two.decisive == three.decisive == auto.decisive
     assert two.decisive != none.decisive
     assert "workers" not in none.decisive["distill"]
 

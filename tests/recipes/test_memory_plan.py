@@ -62,9 +62,9 @@ def test_every_recipe_states_memory_and_hours_of_its_stages(
     assert main(["plan", "--config", recipe, *words]) == 0
     message = capsys.readouterr().out
     assert re.search(r"drafter +[\d,]+ trained parameters", message)
-    where = "GPU" if kind else "process"
+    where = "a GPU" if kind else r"a process(, \d of them at once)?"
     for stage in ALL:
-        assert re.search(rf"^{stage} +[\d.]+ [GMK]iB a {where}, [\d.e+-]+ h: ", message, re.MULTILINE)
+        assert re.search(rf"^{stage} +[\d.]+ [GMK]iB {where}, [\d.e+-]+ h: ", message, re.MULTILINE)
     assert ("as stated" in message) == bool(kind)
     if kind:
         assert re.search(PARAMETERS[kind], message)
@@ -135,6 +135,30 @@ def test_stages_grow_with_what_they_hold() -> None:
     layers = sum(weight.nbytes for weight in load_target(TargetConfig(name="tiny-random", dtype="bfloat16"))
                  .layers.parameters())
     assert few["train"].parts["target"] - shared["train"].parts["target"] == layers // 2
+
+
+def test_hours_and_memory_are_those_of_the_processes_that_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rate of a processor is that of all its threads, of which each process has one; a GPU's is its own."""
+    def answers(*words: str, stated: Rates | None = None) -> StagePlan:
+        return plan_recipe(COMMANDS["run"].parse(["--config", "tiny", *words]).values, stated).stages[0]
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(Rates, "measured", lambda *_: RATES)
+    seconds = {}
+    for workers, count, times in (("null", 1, 1), ("auto", 4, 1), ("2", 2, 2), ("1", 1, 4), ("8", 8, 1)):
+        stage = answers("--distill.workers", workers)
+        assert stage.processes == count
+        assert stage.seconds is not None
+        seconds[workers] = stage.seconds / times
+    assert max(seconds.values()) == pytest.approx(min(seconds.values()))
+    one, eight = (answers("--distill.workers", workers, stated=RATES) for workers in ("1", "8"))
+    assert one.seconds == pytest.approx(8 * (eight.seconds or 0))
+    assert eight.host == {"kept states, of all processes": 8 * one.host["kept states, of all processes"]}
+    assert answers("--distill.workers", "auto", stated=RATES).processes == 1
+    assert main(["plan", "--config", "tiny", "--distill.workers", "2"]) == 0
+    assert re.search(r"^distill +[\d.]+ [GMK]iB a process, 2 of them at once, ", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("words", "says"), [

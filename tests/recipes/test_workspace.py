@@ -1,9 +1,12 @@
 """Recipes that cannot work are refused before a token is distilled."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from draftsmith.recipes.__main__ import main
+from draftsmith.recipes.pipeline import COMMANDS
+from draftsmith.recipes.workspace import Workspace
 
 TINY = str(Path(__file__).resolve().parents[2] / "recipes" / "tiny.yaml")
 TWO = ("--train.devices", "2", "--train.accelerator", "cpu")
@@ -82,3 +85,22 @@ def test_a_command_for_one_process_is_refused_in_several(
         assert main([command, *words]) == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("asked", "prompts", "says"), [
+    ("true", {"origin": "file"}, True),
+    ("true", {"origin": "own", "own_kinds": ["math"]}, True),
+    ("true", {"origin": "own"}, False),
+    ("false", {"origin": "file"}, False),
+])
+def test_prompts_that_cannot_be_learned_are_reported(
+    asked: str, prompts: dict[str, object], says: bool, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str]
+) -> None:
+    parsed = COMMANDS["run"].parse(["--config", "tiny", "--batch.own_prompts", asked])
+    given = Workspace(parsed.values, parsed.settings)
+    monkeypatch.setattr(given, "manifest", lambda: SimpleNamespace(recipe={"prompts": prompts}))
+    monkeypatch.setattr(given, "template", SimpleNamespace(user_turn=lambda: "around"))
+    assert given.around_prompts == ("around" if asked == "true" and not says else None)
+    assert given.around_prompts == given.around_prompts
+    assert capsys.readouterr().out.count("batch.own_prompts has no effect") == says, "once"

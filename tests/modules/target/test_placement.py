@@ -184,7 +184,7 @@ def test_processes_of_torchrun_are_known_before_they_are_joined(monkeypatch: pyt
     assert Processes.launched() == Processes(), "a variable of somebody else"
     launch(monkeypatch, 8, 5)
     assert Processes.launched() == Processes(rank=5, world=8)
-    assert Processes.joined().gather("alone") == ["alone"]
+    assert Processes.grouped().gather("alone") == ["alone"]
 
 
 def test_alone_every_placement_reads_its_own_rows_as_they_are() -> None:
