@@ -302,7 +302,7 @@ def test_a_queue_is_cleared_when_its_data_are_complete_and_no_process_is_there(
         locks = FolderLocks(out / LOCKS)
         assert locks.take(number)
         held.touch()
-        time.sleep(60)
+        time.sleep(600)
 
     for number in (MERGE, HELD_OUT, FIRST, answers_lock(7)):
         held.unlink(missing_ok=True)
@@ -434,7 +434,7 @@ def test_data_whose_time_was_up_grow_to_the_bytes_of_data_made_at_once(
     # A shard without answers, its prompts being repeated, is the first or the second.
     repeated = many(9) + many(4) + many(40)[9:] if held is None else many(60)
     prompts, out, ready = write_prompts(tmp_path, repeated), tmp_path / "out", tmp_path / "held"
-    few, more = (partial(make, tiny_target, prompts, replace(SMALL, budget_minutes=minutes)) for minutes in (1.0, 9.0))
+    few, more = (partial(make, tiny_target, prompts, replace(SMALL, budget_minutes=limit)) for limit in (100.0, 200.0))
     whole = more(tmp_path / "whole")
     holding: list[int] = []
 
@@ -442,7 +442,7 @@ def test_data_whose_time_was_up_grow_to_the_bytes_of_data_made_at_once(
         locks = FolderLocks(out / LOCKS)
         assert locks.take(answers_lock(1))
         ready.touch()
-        time.sleep(60)
+        time.sleep(600)
 
     if held is not None:
         holding.append(start(hold))
@@ -453,7 +453,7 @@ def test_data_whose_time_was_up_grow_to_the_bytes_of_data_made_at_once(
     def late(self: ShardQueue, number: int, shard: FinishedShard) -> None:
         publish(self, number, shard)
         if number == (1 if held is None else 3):
-            spent[0] = 60.0
+            spent[0] = 6000.0
             for process in holding:
                 kill(process)
 
