@@ -19,7 +19,7 @@ from .answered_shards import shard_of, states_of
 from .answering import Answerer, Conversation, take_given
 from .chat import ChatTemplate
 from .continuous_batching import BatchAnswerer
-from .distill_config import DistillConfig, check_recipe, describe_recipe, package_versions
+from .distill_config import DistillConfig, check_recipe, describe_recipe, package_versions, raised_limits
 from .distill_stats import added, read_stats, write_stats
 from .engine_answering import EngineAnswerer
 from .feature_store import WantedStates
@@ -51,8 +51,6 @@ SIZE_MARGIN = 1.05
 """The shard meant to reach the token budget is a little larger than expected, so that another one is seldom needed."""
 BARREN_CANDIDATES = 256
 """Prompts written by the target without a usable one among them after which the run stops."""
-LIMITS = ("budget_tokens", "budget_minutes")
-"""Settings that end the answers and change none of them."""
 log = logging.getLogger(__name__)
 
 
@@ -77,7 +75,7 @@ def distill(
         template: of the target's tokenizer.
         out: folder of validation-00000.safetensors, test.jsonl, train-*.safetensors, manifest.json and stats.json. A
             folder started with the same recipe is finished; a complete one is left as it is, or gets more answers where
-            a limit of tokens or minutes is higher than it was.
+            a limit of tokens or minutes is higher than it was and nothing else is different.
         train_target: the same target in the number format that `config.train_dtype` names, where it names one; it
             writes prompts and answers those of the train split.
         writer: the draft of the artifact that `config.draft` names, where a draft writes rows.
@@ -86,8 +84,8 @@ def distill(
         progress: show progress bars.
 
     Raises:
-        UserError: if the recipe does not fit the source, the target or what `out` holds; a finished shard is corrupted;
-            the disk is full; or no token would be supervised.
+        UserError: if the recipe does not fit the source, the target or what `out` holds; a higher limit would add no
+            answer; a finished shard is corrupted; the disk is full; or no token would be supervised.
     """
     if config.workers is not None:
         raise ValueError(f"distill.workers is {config.workers}, which is a queue: call distill_from_queue")
@@ -178,14 +176,18 @@ class Distillation:
     # Earlier runs --------------------------------------------------------------------------------
 
     def _resume(self) -> None:
-        """Resume after the finished shards of an earlier run."""
+        """Continue the folder of an earlier run: complete data of lower limits grow, all others are taken over."""
         found = Manifest.load(self.out)
+        if found.complete and self._asks_for_more(found):
+            self._grow(found)
+        else:
+            self._take_over(found)
+
+    def _take_over(self, found: Manifest) -> None:
+        """Go on after the finished shards of a run with the same settings. Raises UserError if they are others."""
         wanted = self.manifest
         found.target.require_same(wanted.target)
         self._require_same("the chat template or its settings", found.template_hash, wanted.template_hash)
-        grows = self._asks_for_more(found)
-        if grows:
-            found = replace(found, recipe=wanted.recipe, complete=False)
         for part in ("prompts", "distill"):
             former = found.recipe.get(part, {})
             for key in sorted({*former, *wanted.recipe[part]}):
@@ -197,18 +199,39 @@ class Distillation:
         if found.held_out is not None:
             self.seen.update(prompt.key for prompt in read_held_out(self.out))
         self.before = read_stats(self.out)
-        if grows:
-            # Processes that answer together see it in the file, too; what is refused above leaves the folder complete.
-            found.save(self.out)
         self.manifest = found
+
+    def _grow(self, complete: Manifest) -> None:
+        """Open complete data for the answers that this recipe's higher limits add.
+
+        Raises:
+            UserError: if there are none, or the data were made otherwise; the folder then stays complete.
+        """
+        self._take_over(replace(complete, recipe=self.manifest.recipe, complete=False))
+        if (reason := self._spent()) is not None:
+            raise UserError(f"no answer would be added to the complete data in {self.out}: {reason}, or go back to the "
+                            "former limits")
+        # All processes that answer together read it.
+        self.manifest.save(self.out)
 
     def _asks_for_more(self, found: Manifest) -> bool:
         """True if the recipe of an earlier run differs in nothing but lower limits of tokens or minutes."""
         former, wanted = (one.recipe.get("distill", {}) for one in (found, self.manifest))
-        higher = {limit: wanted[limit] for limit in LIMITS if former.get(limit) is not None
-                  and (wanted[limit] is None or wanted[limit] > former[limit])}
+        higher = raised_limits(former, wanted)
         raised = {**found.recipe, "distill": {**former, **higher}}
         return bool(higher) and raised == self.manifest.recipe
+
+    def _spent(self) -> str | None:
+        """The limit that is reached already, or the prompts that are used up, with a remedy; None if there is none."""
+        tokens, asked, total = self.manifest.total("train", "supervised"), self.manifest.candidates, self.source.total
+        if self.config.budget_tokens is not None and tokens >= self.config.budget_tokens:
+            return f"they hold {tokens:,} answer tokens; raise distill.budget_tokens above that"
+        if self.config.budget_minutes is not None and self._late():
+            return (f"they have taken {self._seconds() / 60:.1f} minutes; raise distill.budget_minutes "
+                    f"({self.config.budget_minutes:g}) above that")
+        if total is not None and asked >= total:
+            return f"all {total:,} prompts have been asked; choose another --out for more prompts"
+        return None
 
     def _require_same(self, what: str, found: object, wanted: object) -> None:
         if found != wanted:
@@ -321,6 +344,8 @@ class Distillation:
                 break
         if self.manifest.total("train", "supervised") == 0:
             raise nothing_supervised(self.out, self.manifest.candidates)
+        # Whether more minutes remain is read from them.
+        self._write_stats()
         self.manifest = replace(self.manifest, complete=True)
         self.manifest.save(self.out)
 

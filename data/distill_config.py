@@ -1,6 +1,7 @@
 """Settings of distillation: their checks, and their record in the manifest."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +21,8 @@ MOST_WORKERS = 1024
 """Most processes that one command starts."""
 AUTO = "auto"
 """Workers: as many as GPUs or threads, as long as prompts and memory last."""
+LIMITS = ("budget_tokens", "budget_minutes")
+"""Settings that end the answers and change none of them; None is no limit."""
 ONE_QUEUE = "one queue"
 """Record of any number of workers."""
 Engine = Literal["own", "transformers", "server"]
@@ -216,6 +219,17 @@ def describe_recipe(prompts: PromptConfig, config: DistillConfig, writer: Writer
         answers["workers"] = ONE_QUEUE
     recipe: dict[str, Any] = json.loads(json.dumps({"prompts": source, "distill": answers}))
     return recipe
+
+
+def raised_limits(former: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Limits of answer tokens and minutes that are higher in `wanted` than in `former`, by name.
+
+    Args:
+        former: settings of the answers, as a manifest's recipe has them.
+        wanted: the same of another recipe.
+    """
+    return {limit: wanted[limit] for limit in LIMITS if former.get(limit) is not None
+            and (wanted[limit] is None or wanted[limit] > former[limit])}
 
 
 def package_versions() -> dict[str, str]:

@@ -8,7 +8,7 @@ answering, which another takes over.
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..modules import Target
+from ..modules import Target, UserError
 from ..modules.json_records import read_record
 from .answered_shards import shard_file, shard_number, shard_of, states_of
 from .chat import ChatTemplate
@@ -66,11 +66,15 @@ def distill_from_queue(
     writer: Writer | None = None,
     states: Sequence[WantedStates] = (),
     progress: bool = True,
+    grow: bool = True,
 ) -> Manifest:
     """Work on a folder of token shards, with every other process that does, until it is complete.
 
-    The arguments and the result are those of `distill`. With `config.budget_minutes` no shard is started after them;
-    how much that is depends on the machines.
+    The other arguments and the result are those of `distill`. With `config.budget_minutes` no shard is started after
+    them; how much that is depends on the machines.
+
+    Args:
+        grow: add answers to complete data of lower limits; False where another process uses them, and they are refused.
 
     Raises:
         UserError: as `distill` does; also if the file system has no locks.
@@ -79,7 +83,7 @@ def distill_from_queue(
         raise ValueError("distill.workers is None, which is one process alone: call distill")
     given = target, prompts, config, template, Path(out)
     return QueuedDistillation(*given, train_target=train_target or target, writer=writer, states=states,
-                              progress=progress).run()
+                              progress=progress, grow=grow).run()
 
 
 class QueuedDistillation(Distillation):
@@ -88,8 +92,9 @@ class QueuedDistillation(Distillation):
     locks: FolderLocks
     queued: QueuedPrompts
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
+    def __init__(self, *args: Any, grow: bool = True, **settings: Any) -> None:
         super().__init__(*args, **settings)
+        self.grow = grow
         self.queue: ShardQueue | None = None
         """None until prompts are held out."""
         self.counted: dict[str, float] = {}
@@ -116,7 +121,7 @@ class QueuedDistillation(Distillation):
                     self._write_stats()
                     self._hold_out()
             self._work(self._new_queue())
-        clear_queue(self.out, self.manifest)
+        clear_queue(self.out)
         return self.manifest
 
     def _agree_on_states(self) -> None:
@@ -129,7 +134,7 @@ class QueuedDistillation(Distillation):
             write_bytes(file, json.dumps(asdict(AgreedStates(wanted=self.states.wanted))).encode())
 
     def _new_queue(self) -> ShardQueue:
-        """The shards after those that the data have."""
+        """Queue of the train shards after those in the manifest, up to the answer tokens that these lack."""
         last = max((shard_number(record.file) for record in self.manifest.split("train")), default=-1)
         budget = self.config.budget_tokens
         left = None if budget is None else budget - self.manifest.total("train", "supervised")
@@ -152,10 +157,10 @@ class QueuedDistillation(Distillation):
     def _take_part(self, queue: ShardQueue) -> None:
         """Complete the data, answer a shard, or wait for other processes."""
         if (end := queue.end()) is not None:
-            self._merge({number: one for number, one in queue.finished().items() if number < end})
+            self._merge([queue.finished()[number] for number in range(queue.first, end)])
         elif self._late():
             if queue.idle():
-                self._merge(queue.finished())
+                self._merge(queue.unbroken())
             else:
                 time.sleep(POLL_SECONDS)
         elif (number := self._claim(queue)) is None:
@@ -235,28 +240,40 @@ class QueuedDistillation(Distillation):
 
     # The data --------------------------------------------------------------------------------------------------------
 
-    def _merged(self) -> bool:
-        """True once the manifest of the complete data is there."""
-        if not self.manifest.complete:
-            self.manifest = Manifest.load(self.out)
-        return self.manifest.complete
+    def _asks_for_more(self, found: Manifest) -> bool:
+        return self.grow and super()._asks_for_more(found)
 
-    def _merge(self, finished: Mapping[int, FinishedShard]) -> None:
-        """Write the manifest of these shards.
+    def _merged(self) -> bool:
+        """True once the manifest of the complete data is there.
 
         Raises:
-            UserError: if they hold no answer, or the disk is full.
+            UserError: if another process has since let them grow by a higher limit.
+        """
+        if not self.manifest.complete:
+            found = Manifest.load(self.out)
+            if found.recipe != self.manifest.recipe:
+                raise UserError(f"the limits of the data in {self.out} were raised while this process answered; start "
+                                "it again with the same ones, or choose another --out")
+            self.manifest = found
+        return self.manifest.complete
+
+    def _merge(self, ordered: Sequence[FinishedShard]) -> None:
+        """Write the manifest of these shards, which follow those that it has.
+
+        Raises:
+            UserError: as `_merged` does; if the data hold no answer, or the disk is full.
         """
         with self.locks.holding(MERGE):
             if self._merged():
                 return
-            ordered = [finished[number] for number in sorted(finished)]
             records = [one.record for one in ordered if one.record is not None]
             manifest = replace(self.manifest, shards=(*self.manifest.shards, *records), complete=True,
                                candidates=self.manifest.candidates + sum(one.read for one in ordered))
             if manifest.total("train", "supervised") == 0:
                 raise nothing_supervised(self.out, manifest.candidates)
             self.states.add(self._kept_states(ordered))
+            # Whether more minutes remain is read from them.
+            self._write_stats()
             manifest.save(self.out)
             self.manifest = manifest
 

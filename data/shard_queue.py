@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from itertools import count
+from itertools import count, takewhile
 from pathlib import Path
 
 from ..modules import UserError
@@ -20,7 +20,8 @@ from .folder_locks import FolderLocks
 from .token_store import Manifest, ShardRecord, write_bytes
 
 QUEUE, LOCKS = "queue", "queue.lock"
-"""Folder of the finished shards' records, and the file of the locks, both gone when the data are complete."""
+"""Folder of the finished shards' records, gone when the data are complete; and the file of the locks, which stays: a
+process that has opened it and one that finds it removed would lock two different files."""
 MERGE, HELD_OUT, FIRST = 0, 1, 2
 """Locks: of the list of finished shards, of the held-out prompts, and of the first shard's prompts; those of its
 answers, and of the shards after it, follow in turn."""
@@ -97,6 +98,15 @@ class ShardQueue:
             total, number = total + finished[number].supervised, number + 1
         return number
 
+    def unbroken(self) -> list[FinishedShard]:
+        """Finished shards from the first one to the last answered one before any that is missing: those that data whose
+        time is up have, so that the next number and the next prompts follow from them when they grow."""
+        finished = self.finished()
+        found = [finished[number] for number in takewhile(finished.__contains__, count(self.first))]
+        while found and found[-1].record is None:
+            found.pop()
+        return found
+
     def claim(self, expected: float) -> int | None:
         """Take the first free shard that the data are likely to need; None where there is none.
 
@@ -164,15 +174,18 @@ def remove_shards(folder: Path, unwanted: Callable[[str], bool], kept: Set[str] 
             file.unlink(missing_ok=True)
 
 
-def clear_queue(folder: Path, manifest: Manifest) -> None:
+def clear_queue(folder: Path) -> None:
     """Remove the queue of complete data, shards that do not belong to them, and what killed processes left
-    half-written, unless a process still works there."""
+    half-written, unless a process still works there or the data have started to grow.
+
+    Raises:
+        UserError: if the manifest is damaged.
+    """
     if not (folder / LOCKS).exists():
         return
     with closing(FolderLocks(folder / LOCKS)) as locks:
-        if locks.take(FIRST, 0):
+        if locks.take(MERGE, 0) and (manifest := Manifest.load(folder)).complete:
             shutil.rmtree(folder / QUEUE, ignore_errors=True)
             known = {record.file for record in manifest.shards}
             remove_shards(folder, lambda name: name not in known)
             remove_leftovers(folder)
-            locks.path.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ Shapes: T tokens of all rows one after another, R rows, S = R + 1 borders of row
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -151,9 +152,10 @@ class ShardRecord:
     """Answers with more than 30 % repeated 4-grams."""
 
     def __post_init__(self) -> None:
-        # States are written next to it under a name made of this one: it must lead to no other folder.
-        if Path(self.file).name != self.file:
-            raise ValueError(f"file must be the name of a file in the folder, got {self.file!r}")
+        # States are written next to it under a name made of this one, and the next shard has the number after its own.
+        if re.fullmatch(rf"{self.split}-[0-9]{{5,18}}\.safetensors", self.file) is None:
+            raise ValueError(f"file must be the name of a file in the folder, {self.split}-00000.safetensors or one "
+                             f"with another number, got {self.file!r}")
         if wrong := [name for name, value in vars(self).items() if isinstance(value, int) and value < 0]:
             raise ValueError(f"{wrong[0]} of {self.file} must be at least 0, got {getattr(self, wrong[0])}")
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -16,12 +17,13 @@ from ..data import Manifest, WantedStates, distill, distill_from_queue
 from ..data.distill_config import AUTO
 from ..data.folder_locks import FolderLocks
 from ..data.shard_queue import clear_queue
-from ..data.token_store import MANIFEST
+from ..modules.processes import Processes, local_rank
 from .draft_writer import writer_of
 from .memory_plan import resident_bytes
 from .parsing import TRUST
 from .recipe import Recipe
 from .terminal_text import say
+from .training_folder import refuse_growth
 from .worker_count import MOST_ON_CPU, fitting, gpus_of, worker_count
 from .workspace import Workspace
 
@@ -38,9 +40,14 @@ def is_shared(recipe: Recipe) -> bool:
     return recipe.distill.workers is not None and recipe.data is None
 
 
-def is_answered(workspace: Workspace) -> bool:
-    """True if the data of a run are complete. Raises UserError if their manifest is damaged."""
-    return (workspace.data / MANIFEST).is_file() and Manifest.load(workspace.data).complete
+def started_to_train() -> bool:
+    """True if Lightning or torchrun has started this process as one of several of a training."""
+    return local_rank() > 0 or Processes.launched().world > 1
+
+
+def started_to_help() -> bool:
+    """True if this process was started together with the one that leads, by it or by torchrun."""
+    return HELPS in os.environ or Processes.launched().world > 1
 
 
 @contextmanager
@@ -60,33 +67,42 @@ def leading(out: Path) -> Iterator[bool]:
         locks.close()
 
 
-def answers(workspace: Workspace, states: Sequence[WantedStates]) -> Manifest:
+def answers(workspace: Workspace, states: Sequence[WantedStates], *, grow: bool = True) -> Manifest:
     """The answers of the run, complete: by this process alone, or together with others where the recipe says so.
 
     Args:
         workspace: of the run.
         states: the target's states that trainings will read.
+        grow: whether data that others have completed with lower limits may grow.
     """
     recipe = workspace.recipe
-    work = distill if recipe.distill.workers is None else distill_from_queue
+    work = distill if recipe.distill.workers is None else partial(distill_from_queue, grow=grow)
     # What is measured for this machine is measured before the others start, who would disturb it.
     config, train_target = workspace.distill_config, workspace.train_target()
     with helpers(workspace):
         manifest = work(workspace.target, recipe.prompts, config, workspace.template, workspace.data,
                         train_target=train_target, writer=writer_of(workspace), states=states,
                         progress=HELPS not in os.environ)
-    clear_queue(workspace.data, manifest)
+    clear_queue(workspace.data)
     return manifest
 
 
 def help_to_answer(workspace: Workspace, states: Sequence[WantedStates]) -> None:
-    """Answer prompts of a run that another process leads, until its answers are complete."""
-    if is_answered(workspace):
+    """Answer prompts of a run that another process leads, until its answers are complete.
+
+    A process that was started together with the leading one may find complete data which that one is about to let grow.
+
+    Raises:
+        UserError: as `answers` does; if a training was made on these data.
+    """
+    refuse_growth(workspace, workspace.training)
+    if workspace.answered_data is not None and not (started_to_help() and workspace.raised_limits):
         say("     another process leads this run, and its answers are complete")
         return
     say("     another process leads this run; this one helps to answer its prompts")
     workspace.check()
-    answers(workspace, states)
+    # A process that came by itself would let the data grow under the run that has just completed them.
+    answers(workspace, states, grow=started_to_help())
     say("     the answers are complete; the leading process goes on")
 
 

@@ -27,6 +27,7 @@ from .recipe import Recipe, TreeConfig
 from .recipe_files import read_recipe, recipe_path
 from .stages import Stage, run_stages
 from .terminal_text import say, stage_line
+from .training_folder import refuse_growth
 from .workspace import Workspace
 
 RECIPE_FILE = "recipe.yaml"
@@ -101,7 +102,8 @@ def families(parsed: Parsed[FamiliesArguments]) -> None:
     # Any row's recipe will do: the sections that decide the data are the same for all rows.
     source = next(iter(files.values()), None) or next((compose(*row, parsed) for row in recipes.items()), None)
     states = [one for workspace in workspaces for one in workspace.wanted_states()]
-    if not distil_once(source, given.out, trust, states):
+    trainings = [given.out / row_name(row) / "train" for row in given.rows]
+    if not distil_once(source, given.out, trust, states, trainings):
         return
     for number, name in enumerate(wanted, 1):
         say(f"\n== row {number}/{len(wanted)}: {name}")
@@ -138,15 +140,22 @@ def trusting(given: FamiliesArguments) -> list[str]:
             f"--target.trust_remote_code={str(given.target.trust_remote_code).lower()}"]
 
 
-def distil_once(file: Path | None, out: Path, trust: Sequence[str], states: Sequence[WantedStates]) -> bool:
+def distil_once(file: Path | None, out: Path, trust: Sequence[str], states: Sequence[WantedStates],
+                trainings: Sequence[Path]) -> bool:
     """The data that all rows train on, by the recipe of one of them, with the states that their trainings read.
+
+    Raises:
+        UserError: if they would grow, and one of the trainings was made on them as they are.
 
     Returns:
         Whether this process goes on; one that only helped another to answer does not.
     """
     if file is None:
         return True
-    return perform_stages(workspace_of(file, "--out", str(out), "--data", "null", *trust), ["distill"], states)
+    workspace = workspace_of(file, "--out", str(out), "--data", "null", *trust)
+    for training in trainings:
+        refuse_growth(workspace, training)
+    return perform_stages(workspace, ["distill"], states)
 
 
 def workspace_of(file: Path, *words: str) -> Workspace:

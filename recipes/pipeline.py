@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from ..data import DistillConfig, Prompt, WantedStates, read_held_out
+from ..data import DistillConfig, Manifest, Prompt, WantedStates, read_held_out
 from ..data.continuous_batching import require_whole
 from ..data.datamodule import DraftDataModule
 from ..data.disk_room import require_room
 from ..data.distill_config import require_enough
 from ..data.feature_store import Encoding
 from ..data.label_weights import coverage
+from ..data.shard_queue import QUEUE
 from ..data.token_store import MANIFEST
 from ..export import (
     Method,
@@ -59,7 +60,7 @@ from ..modules.target.loading import sketch_target
 from ..modules.tuning.replay_acceptance import held_out_acceptance
 from ..trainers import DraftModule, FitResult, TrainConfig, families, fit
 from ..trainers.draft_vocabulary import reduced_vocabulary
-from .answer_workers import answers, help_to_answer, is_answered, is_shared, leading, on_own_device
+from .answer_workers import answers, help_to_answer, is_shared, leading, on_own_device, started_to_train
 from .chat_settings import handwritten_prompts, prompt_sets
 from .draft_writer import require_teacher, writer_digest
 from .dry_run import dry_run
@@ -68,7 +69,7 @@ from .parsing import Command, Parsed
 from .recipe import Recipe
 from .stages import Stage, run_stages
 from .terminal_text import say, stage_line
-from .training_folder import check_settings, read_result, time_in_words, write_result
+from .training_folder import check_settings, read_result, refuse_growth, time_in_words, trained_on, write_result
 from .workspace import Workspace
 
 ALL = ("distill", "encode", "train", "artifact", "evaluate")
@@ -81,6 +82,7 @@ def distill_stage(workspace: Workspace, more: Sequence[WantedStates] = ()) -> Se
     """Prompts are answered by the target, or by whoever else writes the training rows; the states of what it decodes
     are stored for this recipe's training and for `more`."""
     workspace.check()
+    refuse_growth(workspace, workspace.training)
     recipe = workspace.recipe
     require_enough(recipe.prompts, recipe.distill)
     if recipe.distill.engine == "transformers":
@@ -94,18 +96,29 @@ def distill_stage(workspace: Workspace, more: Sequence[WantedStates] = ()) -> Se
 
 
 def predict_states(workspace: Workspace, wanted: Sequence[WantedStates]) -> None:
-    """Say what the states of the answers will take on disk, where a token budget tells.
+    """Say what the states of the answers that are still missing will take on disk, where a token budget tells.
 
     Those of the prompts come on top; what several trainings share is counted once, for the one that reads most.
 
     Raises:
         UserError: if the disk has no room for them.
     """
-    tokens, target = workspace.recipe.distill.budget_tokens, workspace.target
-    if tokens is None or not wanted or (workspace.data / MANIFEST).is_file():
+    tokens = missing_tokens(workspace)
+    if not tokens or not wanted:
         return
-    needed = max(one.bytes(tokens, one.width(target)) for one in wanted)
+    needed = max(one.bytes(tokens, one.width(workspace.target)) for one in wanted)
     say(f"     {require_room(workspace.data, needed, f'the states of {tokens:,} answer tokens')}")
+
+
+def missing_tokens(workspace: Workspace) -> int:
+    """Answer tokens that data lack of their budget when a run starts or lets them grow; 0 without a budget."""
+    budget, data = workspace.recipe.distill.budget_tokens, workspace.data
+    ended = workspace.answered_data is not None and not workspace.raised_limits
+    # Part of an interrupted queue's states is on disk, and all of them had room when it was started.
+    if budget is None or ended or (data / QUEUE).is_dir():
+        return 0
+    held = Manifest.load(data).total("train", "supervised") if (data / MANIFEST).is_file() else 0
+    return max(budget - held, 0)
 
 
 def encode_stage(workspace: Workspace) -> Sequence[Path]:
@@ -301,7 +314,7 @@ def provenance(workspace: Workspace, result: FitResult, expected: tuple[float, .
     return {
         "recipe": {**{name: workspace.settings[name] for name in workspace.settings if name not in PLACES},
                    "distill": workspace.answered, "train": workspace.trained, "batch": workspace.batched},
-        "data_manifest": workspace.manifest().hash,
+        "data_manifest": trained_on(workspace.training),
         "acceptance": {"accepted_length": result.accepted_length, "by_position": list(result.by_position)},
         "training": {"best_step": result.step, "steps": result.steps},
         "expected_accepted_length": list(expected),
@@ -362,9 +375,9 @@ def perform_stages(
         Whether this process leads, and goes on.
     """
     names = list(chosen or (ALL if workspace.recipe.data is None else ALL[1:]))
-    # Lightning starts this command again for other devices: these join the training.
-    trains = "train" in names and is_answered(workspace)
-    if "distill" not in names or not is_shared(workspace.recipe) or trains:
+    # Lightning starts this command again for other devices: these join the training of the process that leads.
+    joins = "train" in names and started_to_train() and workspace.answered_data is not None
+    if "distill" not in names or not is_shared(workspace.recipe) or joins:
         _perform(workspace, names, more)
         return True
     workspace = on_own_device(workspace)

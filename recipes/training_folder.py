@@ -7,7 +7,7 @@ from typing import get_type_hints
 
 from ..modules import UserError
 from ..modules.atomic_files import write_file
-from ..modules.json_records import MistypedError, read_object, typed_fields
+from ..modules.json_records import MistypedError, read_object, record_of, typed_fields
 from ..modules.processes import Processes
 from ..trainers import FitResult
 from .workspace import Workspace
@@ -33,6 +33,32 @@ def check_settings(workspace: Workspace) -> None:
     elif file.read_text(encoding="utf-8") != content:
         raise UserError(f"{workspace.training} was started with {difference(file, content)}; delete it to train anew, "
                         "or choose another --out")
+
+
+def trained_on(folder: Path) -> str:
+    """Hash of the data that a training was started on, which may have grown since. Raises UserError if its settings are
+    missing or damaged."""
+    file, remedy = folder / SETTINGS_FILE, f"delete {folder} to train anew"
+    return record_of(str, read_object(file, remedy).get("data"), f"the key data of {file}", remedy)
+
+
+def refuse_growth(workspace: Workspace, training: Path) -> None:
+    """Refuse to let the data of a run grow where a training was made on them as they are: it could not be resumed.
+
+    Args:
+        workspace: of the run that answers.
+        training: folder of the training; it need not be there.
+
+    Raises:
+        UserError: with the limit that is higher than it was.
+    """
+    found, raised = workspace.answered_data, workspace.raised_limits
+    if found is None or not raised or not (training / SETTINGS_FILE).is_file() or trained_on(training) != found.hash:
+        return
+    name, wanted = next(iter(raised.items()))
+    raise UserError(f"{training} was trained on the answers in {workspace.data}, which would grow: distill.{name} was "
+                    f"{found.recipe['distill'][name]} and is now {wanted}; go back to the former setting, or copy "
+                    f"{workspace.data} into the folder of another --out and let it grow there")
 
 
 def difference(file: Path, content: str) -> str:

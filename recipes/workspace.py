@@ -14,10 +14,11 @@ from torch import Tensor
 from ..data import ChatTemplate, DistillConfig, Manifest, WantedStates
 from ..data.chat import Surroundings
 from ..data.datamodule import BatchConfig, learned
-from ..data.distill_config import ONE_QUEUE
+from ..data.distill_config import ONE_QUEUE, raised_limits
 from ..data.folder_locks import FolderLocks
 from ..data.label_weights import weigh_labels
 from ..data.learned_tokens import prompts_learnable
+from ..data.token_store import MANIFEST
 from ..modules import Target, UserError, load_target
 from ..modules.atomic_files import write_file
 from ..modules.json_records import read_record
@@ -122,7 +123,13 @@ class Workspace:
         return self._kept(name, measured)
 
     def _kept(self, name: Literal["dtype", "train_dtype", "states"], choose: Callable[[], tuple[str, str]]) -> Any:
-        """The choice that the run's folder keeps under this name; made, with its reason, and kept where there is none.
+        """Setting that was measured or chosen for this machine once, kept in the run's folder under this name.
+
+        Where several processes answer, the first one that asks chooses, and the others wait until it has.
+
+        Args:
+            name: of the setting.
+            choose: returns it, with its reason for people; called where the folder keeps none.
 
         Raises:
             UserError: if the file is damaged, or several processes would choose.
@@ -234,6 +241,21 @@ class Workspace:
         """The settings of training, without those that decide no weight."""
         return {name: value for name, value in self.settings["train"].items() if name not in UNDECISIVE}
 
+    @property
+    def answered_data(self) -> Manifest | None:
+        """The manifest of the data; None where they are not complete. Raises UserError if it is damaged."""
+        if not (self.data / MANIFEST).is_file():
+            return None
+        found = Manifest.load(self.data)
+        return found if found.complete else None
+
+    @property
+    def raised_limits(self) -> dict[str, Any]:
+        """Limits of this recipe that let its complete data grow, by name; empty where the data are not complete, or
+        have as high ones. Raises UserError if their manifest is damaged."""
+        found = self.answered_data
+        return {} if found is None else raised_limits(found.recipe.get("distill", {}), asdict(self.recipe.distill))
+
     def manifest(self) -> Manifest:
         """The manifest of finished data.
 
@@ -243,7 +265,7 @@ class Workspace:
         if self.recipe.data is not None and not self.recipe.data.is_dir():
             raise UserError(f"data names {self.recipe.data}, which is no folder; give the data folder of a finished "
                             "run, or leave it out to distil")
-        if not (self.data / "manifest.json").is_file() or not (manifest := Manifest.load(self.data)).complete:
+        if (manifest := self.answered_data) is None:
             raise UserError(f"{self.data} holds no complete data; run draftsmith distill with this recipe first")
         return manifest
 

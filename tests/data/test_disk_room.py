@@ -42,6 +42,19 @@ def test_answers_are_not_written_for_which_the_states_have_no_room(
     assert not (tmp_path / "data").exists()
 
 
+def test_data_do_not_grow_for_which_the_states_have_no_room(
+    copied_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(copied_run / "train")
+    before = Manifest.load(copied_run / "data")
+    missing = 1600 - before.total("train", "supervised")
+    free(monkeypatch, 1000)
+    assert main(["distill", "--config", "tiny", "--out", str(copied_run), "--distill.budget_tokens", "1600"]) == 2
+    said = capsys.readouterr().err
+    assert f"the states of {missing:,} answer tokens take {in_words(missing * 32 * 4)}, and the disk" in said
+    assert Manifest.load(copied_run / "data") == before
+
+
 def test_a_second_pass_says_what_it_writes_and_is_refused_without_room(
     copied_run: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -350,6 +351,49 @@ def test_growing_data_are_finished_by_the_higher_limit_alone(
             run(tiny_target, prompts, higher, few)
     run(tiny_target, prompts, higher, few)
     assert contents(few) == expected
+
+
+def test_growth_that_would_add_nothing_is_refused(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, out = write_prompts(tmp_path, many(24)), tmp_path / "out"
+    config = replace(SMALL, budget_tokens=1000, budget_minutes=100.0)
+    now, spent, answer, calls = time.monotonic, [0.0], Answerer.answer, []
+
+    def slow(self: Answerer, *given: Any, **settings: Any) -> Any:
+        calls.append(given)
+        if len(calls) < len(("greedy", "drawn", "first shard", "second shard")):
+            return answer(self, *given, **settings)
+        spent[0] = 6000.0
+        return []
+
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: now() + spent[0])
+        patch.setattr(Answerer, "answer", slow)
+        few = run(tiny_target, prompts, config, out)
+    assert len(few.split("train")) == 1
+    before, tokens = contents(out), few.total("train", "supervised")
+    with pytest.raises(UserError, match=r"no answer would be added to the complete data in .*: they have taken "
+                                        r"100\.\d minutes; raise distill.budget_minutes \(100\) above that, or go"):
+        run(tiny_target, prompts, replace(config, budget_tokens=2000), out)
+    assert contents(out) == before
+    more = run(tiny_target, prompts, replace(config, budget_minutes=200.0), out)
+    assert more.total("train", "supervised") > tokens
+    before = contents(out)
+    with pytest.raises(UserError, match=r": all 24 prompts have been asked; choose another --out for more prompts"):
+        run(tiny_target, prompts, replace(config, budget_minutes=300.0), out)
+    assert contents(out) == before
+
+
+def test_growth_up_to_what_the_data_hold_is_refused(tmp_path: Path, tiny_target: Target) -> None:
+    prompts, out = write_prompts(tmp_path, many(24)), tmp_path / "out"
+    config = replace(SMALL, budget_tokens=20, budget_minutes=200.0)
+    held = run(tiny_target, prompts, config, out).total("train", "supervised")
+    before = contents(out)
+    for higher in ({"budget_minutes": 300.0}, {"budget_tokens": held}):
+        with pytest.raises(UserError, match=rf": they hold {held} answer tokens; raise distill.budget_tokens above"):
+            run(tiny_target, prompts, replace(config, **higher), out)
+        assert contents(out) == before
 
 
 def test_changed_prompts_template_and_target_are_refused(tmp_path: Path, tiny_target: Target) -> None:

@@ -35,7 +35,17 @@ from draftsmith.data.prompts import Prompt, Taken
 from draftsmith.data.queued_distillation import QueuedDistillation
 from draftsmith.data.queued_prompts import QueuedPrompts
 from draftsmith.data.self_prompting import OwnPrompts
-from draftsmith.data.shard_queue import FIRST, LOCKS, QUEUE, FinishedShard, ShardQueue, answers_lock
+from draftsmith.data.shard_queue import (
+    FIRST,
+    HELD_OUT,
+    LOCKS,
+    MERGE,
+    QUEUE,
+    FinishedShard,
+    ShardQueue,
+    answers_lock,
+    clear_queue,
+)
 from draftsmith.data.state_formats import FORMATS
 from draftsmith.modules import Target, UserError
 from draftsmith.modules.atomic_files import remove_leftovers
@@ -211,7 +221,6 @@ def test_the_budget_ends_the_data_at_the_shard_that_reaches_it(tmp_path: Path, t
     assert {file.name for file in out.glob("*train*")} == {
         name for shard in whole[:3] for name in (shard.file, state_file(shard, "final"), state_file(shard, "tap_1"))}
     assert not (out / "queue").exists()
-    assert not (out / LOCKS).exists()
 
 
 @pytest.mark.parametrize("origin", ["file", "own"])
@@ -234,6 +243,78 @@ def test_data_grown_by_a_higher_budget_have_the_bytes_of_data_made_at_once(
     assert contents(out) == contents(tmp_path / "whole")
     with pytest.raises(UserError, match=r"distill.budget_tokens was 200 and is now 60; choose another --out"):
         make(target, prompts, replace(SMALL, budget_tokens=60), out)
+
+
+def test_data_grow_once_they_are_complete_and_by_no_process_that_helps(tmp_path: Path, tiny_target: Target) -> None:
+    prompts, out = write_prompts(tmp_path, many(60)), tmp_path / "out"
+    lower, higher = (partial(make, tiny_target, prompts, replace(SMALL, budget_tokens=tokens)) for tokens in (60, 200))
+    lower(tmp_path / "few")
+    higher(tmp_path / "whole")
+    assert together(lower, out, 12) == [-9]
+    with pytest.raises(UserError, match=r"distill.budget_tokens was 60 and is now 200; choose another --out"):
+        higher(out)
+    lower(out)
+    assert contents(out) == contents(tmp_path / "few")
+    with pytest.raises(UserError, match=r"distill.budget_tokens was 60 and is now 200; choose another --out"):
+        distill_from_queue(tiny_target, prompts, replace(SMALL, budget_tokens=200), ChatTemplate(tiny_target.tokenizer),
+                           out, progress=False, grow=False)
+    assert contents(out) == contents(tmp_path / "few")
+    higher(out)
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_a_process_does_not_complete_data_whose_limits_another_has_raised(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, out = write_prompts(tmp_path, many(60)), tmp_path / "out"
+    end = ShardQueue.end
+
+    def grown_meanwhile(self: ShardQueue) -> int | None:
+        if (found := end(self)) is not None:
+            # Another process of the same limits has completed the data, and a third one lets them grow.
+            before = Manifest.load(out)
+            replace(before, recipe={**before.recipe, "distill": {**before.recipe["distill"], "budget_tokens": 200}}
+                    ).save(out)
+        return found
+
+    monkeypatch.setattr(ShardQueue, "end", grown_meanwhile)
+    with pytest.raises(UserError, match=r"were raised while this process answered; start it again with the same ones"):
+        make(tiny_target, prompts, replace(SMALL, budget_tokens=60), out)
+    assert not Manifest.load(out).complete
+
+
+def test_a_queue_is_cleared_when_its_data_are_complete_and_no_process_is_there(
+    tmp_path: Path, tiny_target: Target
+) -> None:
+    prompts, out, held = write_prompts(tmp_path, many(60)), tmp_path / "out", tmp_path / "held"
+    higher = partial(make, tiny_target, prompts, replace(SMALL, budget_tokens=200))
+    make(tiny_target, prompts, replace(SMALL, budget_tokens=60), out)
+    locks_file = (out / LOCKS).stat().st_ino
+    assert together(higher, out, 12) == [-9]
+    finished = sorted((out / QUEUE).glob("train-*.json"))
+    clear_queue(out)
+    assert finished
+    assert sorted((out / QUEUE).glob("train-*.json")) == finished, "the data grow"
+    higher(out)
+    (out / QUEUE).mkdir()
+
+    def hold(number: int) -> None:
+        locks = FolderLocks(out / LOCKS)
+        assert locks.take(number)
+        held.touch()
+        time.sleep(600)
+
+    for number in (MERGE, HELD_OUT, FIRST, answers_lock(7)):
+        held.unlink(missing_ok=True)
+        holding = start(partial(hold, number))
+        while not held.exists():
+            time.sleep(0.01)
+        clear_queue(out)
+        assert (out / QUEUE).exists(), f"lock {number} is held"
+        kill(holding)
+    clear_queue(out)
+    assert not (out / QUEUE).exists()
+    assert (out / LOCKS).stat().st_ino == locks_file, "processes that opened it before would lock another file"
 
 
 def test_each_process_answers_with_one_thread(
@@ -344,6 +425,45 @@ def test_time_ends_the_queue(tmp_path: Path, tiny_target: Target, monkeypatch: p
     assert manifest.candidates == 5 + 3 * 4
     with pytest.raises(UserError, match=r"no train token would be supervised.*larger budget"):
         make(tiny_target, prompts, replace(SMALL, budget_minutes=1e-9), tmp_path / "none")
+
+
+@pytest.mark.parametrize("held", [1, None])
+def test_data_whose_time_was_up_grow_to_the_bytes_of_data_made_at_once(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, held: int | None
+) -> None:
+    # A shard without answers, its prompts being repeated, is the first or the second.
+    repeated = many(9) + many(4) + many(40)[9:] if held is None else many(60)
+    prompts, out, ready = write_prompts(tmp_path, repeated), tmp_path / "out", tmp_path / "held"
+    few, more = (partial(make, tiny_target, prompts, replace(SMALL, budget_minutes=limit)) for limit in (100.0, 200.0))
+    whole = more(tmp_path / "whole")
+    holding: list[int] = []
+
+    def hold() -> None:
+        locks = FolderLocks(out / LOCKS)
+        assert locks.take(answers_lock(1))
+        ready.touch()
+        time.sleep(600)
+
+    if held is not None:
+        holding.append(start(hold))
+        while not ready.exists():
+            time.sleep(0.01)
+    now, spent, publish = time.monotonic, [0.0], ShardQueue.publish
+
+    def late(self: ShardQueue, number: int, shard: FinishedShard) -> None:
+        publish(self, number, shard)
+        if number == (1 if held is None else 3):
+            spent[0] = 6000.0
+            for process in holding:
+                kill(process)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(queued_distillation.time, "monotonic", lambda: now() + spent[0])
+        patch.setattr(ShardQueue, "publish", late)
+        assert few(out).split("train") == whole.split("train")[:1]
+    assert not (out / "train-00003.safetensors").exists()
+    more(out)
+    assert contents(out) == contents(tmp_path / "whole")
 
 
 def test_a_target_without_usable_prompts_is_refused(

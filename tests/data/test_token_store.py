@@ -12,7 +12,17 @@ from draftsmith.data.collate import pad
 from draftsmith.data.datamodule import BatchConfig, Split
 from draftsmith.data.feature_shards import FEATURES, open_features
 from draftsmith.data.learned_tokens import LearnedTokens
-from draftsmith.data.token_store import HeldOut, Row, ShardRecord, hash_file, write_bytes, write_tensors
+from draftsmith.data.token_store import (
+    MANIFEST,
+    HeldOut,
+    Row,
+    ShardRecord,
+    _json,
+    hash_bytes,
+    hash_file,
+    write_bytes,
+    write_tensors,
+)
 from draftsmith.modules import Target, UserError
 from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
 
@@ -28,6 +38,20 @@ def record(**fields: object) -> ShardRecord:
          "truncated", "repetitive"), 2
     )
     return replace(ShardRecord(file="train-00000.safetensors", split="train", sha256="0", **counts), **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["train-last.safetensors", "train-1.safetensors", "validation-00000.safetensors",
+                                  "train-00000", "a/train-00000.safetensors"])
+def test_a_shard_of_another_name_is_refused_where_the_manifest_is_read(distilled: Path, name: str) -> None:
+    file = distilled / MANIFEST
+    content = json.loads(file.read_text())
+    del content["sha256"]
+    train = next(shard for shard in content["shards"] if shard["split"] == "train")
+    train["file"] = name
+    file.write_text(json.dumps({**content, "sha256": hash_bytes(_json(content))}))
+    with pytest.raises(UserError, match=r"manifest.json is damaged: file must be .* train-00000.safetensors or one "
+                                        r"with another number, got .*; delete the folder .* and distil again"):
+        Manifest.load(distilled)
 
 
 @pytest.fixture

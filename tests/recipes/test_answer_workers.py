@@ -13,7 +13,7 @@ import pytest
 import torch
 from draftsmith.data import Manifest
 from draftsmith.data.folder_locks import FolderLocks
-from draftsmith.recipes import answer_workers, compare_families, worker_count
+from draftsmith.recipes import answer_workers, compare_families, pipeline, worker_count
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.answer_workers import HELPS, LOCK, RANK, helper_words, helpers, on_own_device
 from draftsmith.recipes.pipeline import COMMANDS
@@ -26,10 +26,30 @@ TINY = ("distill", "--config", "tiny", "--distill.validation_prompts", "2", "--d
         "--distill.max_new_tokens", "32", "--distill.budget_tokens", "250", "--distill.workers")
 
 
-def call(out: Path, workers: int, **variables: str) -> None:
+HIGHER = ("--distill.budget_tokens", "600")
+
+
+def call(out: Path, workers: int, *words: str, **variables: str) -> None:
     """The command in a process with more variables of the environment."""
     os.environ.update(variables)
-    assert main([*TINY, str(workers), "--out", str(out)]) == 0
+    assert main([*TINY, str(workers), "--out", str(out), *words]) == 0
+
+
+def hold_lead(out: Path) -> int:
+    """A process that leads a run and does nothing else."""
+    held = out / "held"
+
+    def lead() -> None:
+        locks = FolderLocks(out / LOCK)
+        assert locks.take(0)
+        held.touch()
+        time.sleep(600)
+
+    leading = start(lead)
+    while not held.exists():
+        time.sleep(0.01)
+    held.unlink()
+    return leading
 
 
 def workspace(*words: str) -> Workspace:
@@ -53,6 +73,55 @@ def test_a_command_and_its_helpers_leave_the_data_of_one_process(tmp_path: Path,
     assert contents(out / "data") == alone
     assert set(json.loads((out / "stages.json").read_text())) == {"distill", "encode"}
     assert sorted(path.name for path in out.iterdir()) == ["data", "stages.json", "workers.lock"]
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_helper_lets_data_grow_that_its_command_has_not_opened_yet(tmp_path: Path, alone: dict[str, bytes]) -> None:
+    out, whole = tmp_path / "alone", tmp_path / "whole"
+    call(whole, 1, *HIGHER)
+    # It is faster than the command that started it.
+    assert ended(start(partial(call, out, 2, *HIGHER, **{RANK: "1", HELPS: "1"}))) == 0
+    assert contents(out / "data") == contents(whole / "data") != alone
+    stages = (out / "stages.json").read_bytes()
+    call(out, 1, *HIGHER)
+    assert contents(out / "data") == contents(whole / "data")
+    assert (out / "stages.json").read_bytes() != stages
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_lower_and_a_higher_budget_are_never_mixed(
+    tmp_path: Path, alone: dict[str, bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    call(whole, 1, *HIGHER)
+    assert ended(start(partial(call, out, 1), killed_at=14)) == -9
+    leading = hold_lead(out)
+    assert main([*TINY, "1", "--out", str(out), *HIGHER]) == 2
+    assert "distill.budget_tokens was 250 and is now 600; choose another --out" in capsys.readouterr().err
+    kill(leading)
+    call(out, 1)
+    assert contents(out / "data") == alone
+    call(out, 1, *HIGHER)
+    assert contents(out / "data") == contents(whole / "data")
+
+
+def test_data_grow_by_the_command_that_leads_alone(
+    tmp_path: Path, alone: dict[str, bytes], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, performed = tmp_path / "alone", list[list[str]]()
+    monkeypatch.setattr(pipeline, "_perform", lambda _, names, __: performed.append(names))
+    words = ["run", *TINY[1:], "1", "--out", str(out)]
+    leading = hold_lead(out)
+    assert main([*words, *HIGHER]) == 0
+    assert "another process leads this run, and its answers are complete" in capsys.readouterr().out
+    assert not performed
+    assert contents(out / "data") == alone
+    monkeypatch.setenv(RANK, "1")
+    assert main(words) == 0
+    assert performed, "Lightning has started it to train"
+    kill(leading)
 
 
 def test_a_second_command_helps_the_one_that_leads(

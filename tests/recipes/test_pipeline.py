@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,14 +25,16 @@ from draftsmith.modules import (
     Target,
     TargetConfig,
     Topology,
+    UserError,
     compiler,
     decode,
     load_target,
     stream,
 )
 from draftsmith.modules.target.packed_linear import can_pack
-from draftsmith.recipes import pipeline
+from draftsmith.recipes import compare_families, pipeline
 from draftsmith.recipes.__main__ import main
+from draftsmith.recipes.workspace import Workspace
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,6 +153,61 @@ def test_a_lost_report_is_made_again_without_training(copied_run: Path, capsys: 
     run(copied_run)
     assert capsys.readouterr().out.count("already complete, skipped") == STAGES - 1
     assert (copied_run / "report.html").is_file()
+
+
+def workspace(out: Path, *words: str) -> Workspace:
+    parsed = pipeline.COMMANDS["run"].parse(["--config", str(TINY), "--out", str(out), *words])
+    return Workspace(parsed.values, parsed.settings)
+
+
+def test_data_that_a_training_was_made_on_do_not_grow(
+    copied_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {file: file.read_bytes() for file in copied_run.rglob("*") if file.is_file()}
+    for command in ("run", "distill"):
+        assert main([command, "--config", str(TINY), "--out", str(copied_run), "--distill.budget_tokens", "1600"]) == 2
+        assert re.search(r"train was trained on the answers in .*/data, which would grow: distill.budget_tokens was "
+                         r"1200 and is now 1600; go back to the former setting, or copy .*/data into the folder of "
+                         r"another --out and let it grow there", capsys.readouterr().err)
+    assert {file: file.read_bytes() for file in copied_run.rglob("*") if file.is_file()} == before
+    few = Manifest.load(shutil.copytree(copied_run / "data", tmp_path / "more" / "data"))
+    run(tmp_path / "more", "--distill.budget_tokens", "1600", command="distill")
+    more = Manifest.load(tmp_path / "more" / "data")
+    assert more.total("train", "supervised") >= 1600
+    assert more.shards[: len(few.shards)] == few.shards
+
+
+def test_rows_of_a_comparison_keep_the_data_that_they_were_trained_on(
+    copied_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare_families, "perform_stages", lambda *_: pytest.fail("prompts were answered"))
+    shutil.copytree(copied_run / "train", copied_run / "tiny" / "train")
+    words = ["families", "--config", "tiny", "--rows", '[tiny, "prompt_lookup"]', "--only", "prompt_lookup"]
+    assert main([*words, "--out", str(copied_run), "--distill.budget_tokens", "1600"]) == 2
+    assert "tiny/train was trained on the answers in" in capsys.readouterr().err
+
+
+def test_an_artifact_names_the_data_that_it_was_trained_on(copied_run: Path) -> None:
+    found = Manifest.load(copied_run / "data")
+    grown = {**found.recipe, "distill": {**found.recipe["distill"], "budget_tokens": 1600}}
+    replace(found, recipe=grown, complete=False).save(copied_run / "data")
+    result = pipeline.read_result(copied_run / "train")
+    assert pipeline.provenance(workspace(copied_run), result, (1.0,))["data_manifest"] == found.hash
+    file = copied_run / "train" / "settings.json"
+    file.write_text("{}")
+    with pytest.raises(UserError, match=r"the key data of .*settings.json is damaged: .*; delete .* to train anew"):
+        pipeline.provenance(workspace(copied_run), result, (1.0,))
+
+
+def test_the_room_for_states_is_that_of_the_tokens_still_missing(copied_run: Path) -> None:
+    held = Manifest.load(copied_run / "data").total("train", "supervised")
+    higher = "--distill.budget_tokens", "1600"
+    assert pipeline.missing_tokens(workspace(copied_run)) == 0
+    assert pipeline.missing_tokens(workspace(copied_run, *higher)) == 1600 - held > 0
+    assert pipeline.missing_tokens(workspace(copied_run, "--distill.budget_tokens", "null")) == 0
+    assert pipeline.missing_tokens(workspace(copied_run / "new", *higher)) == 1600
+    (copied_run / "data" / "queue").mkdir()
+    assert pipeline.missing_tokens(workspace(copied_run, *higher)) == 0, "an interrupted one was counted before"
 
 
 def test_lost_states_are_made_again_and_a_damaged_shard_is_named(
