@@ -84,12 +84,13 @@ class DistillConfig:
     """Address of that server: http://host:port/v1 of vLLM or another OpenAI-style server with `return_token_ids`, or
     http://host:port/generate of SGLang. Its key, where it asks for one, is the environment's DRAFTSMITH_SERVER_KEY."""
     workers: int | Literal["auto"] | None = None
-    """Processes that are started here to answer train prompts from one queue, each with one thread of the processor, or
-    on a GPU of its own; no more than there are GPUs, or shards of prompts where their number is known. auto: one for
-    each GPU, or for each thread of torch (OMP_NUM_THREADS), at most eight and as many as memory holds copies of the
-    target. The same command on another machine with the same disk joins in. Their number and their ends change no byte
-    of the data, as long as one kind of machine answers. All shards then have `shard_prompts` prompts, where null, one
-    process without a queue and with all threads, makes the last ones smaller."""
+    """Processes that are started here to answer train prompts from one queue, each with one thread of the processor
+    (all of them where one shard is all there is), or on a GPU of its own; no more than there are GPUs, or shards of
+    prompts where their number is known. auto: one for each GPU, or for each thread of torch (OMP_NUM_THREADS), at most
+    eight and as many as memory holds copies of the target. The same command on another machine with the same disk joins
+    in. Their number and their ends change no byte of the data, as long as one kind of machine answers. All shards then
+    have `shard_prompts` prompts, where null, one process without a queue and with all threads, makes the last ones
+    smaller."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "distill.", shard_prompts=(1, MOST_ROWS), slots=(1, MOST_ROWS),

@@ -9,7 +9,7 @@ answering, which another takes over.
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -146,11 +146,16 @@ class QueuedDistillation(Distillation):
         self.queued = QueuedPrompts(self.source, self.out, self.locks, start=self.manifest.candidates,
                                     size=queue.size, held=self.seen, first=queue.first)
         if not self.manifest.complete:
-            with self.progress.stage(*self._goal()), one_thread():
+            with self.progress.stage(*self._goal()), self._threads(queue):
                 while not self._merged():
                     self._take_part(queue)
             if self.progress.shown:
                 self._report()
+
+    def _threads(self, queue: ShardQueue) -> AbstractContextManager[None]:
+        """Context of the threads that answer: one, or all where the prompts left make one shard, for one process."""
+        left = None if self.source.total is None else self.source.total - self.manifest.candidates
+        return nullcontext() if left is not None and left <= queue.size else one_thread()
 
     # Work ------------------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from .parsing import TRUST
 from .recipe import Recipe
 from .terminal_text import say
 from .training_folder import refuse_growth
-from .worker_count import MOST_ON_CPU, fitting, gpus_of, worker_count
+from .worker_count import MOST_ON_CPU, fitting, gpus_of, most_shards, worker_count
 from .workspace import Workspace
 
 LOCK = "workers.lock"
@@ -143,14 +143,14 @@ def helpers(workspace: Workspace) -> Iterator[None]:
 def workers_here(recipe: Recipe) -> int:
     """Processes that answer on this machine, this one included, which has loaded the target.
 
-    Where `auto` leaves threads of a processor idle, that is reported.
+    Where `auto` leaves threads of a processor idle, that is reported; a single shard is answered with all of them.
     """
     gpus = gpus_of(recipe.target)
     count = worker_count(recipe, gpus)
     if recipe.distill.workers != AUTO or gpus:
         return count
     threads, count = min(torch.get_num_threads(), MOST_ON_CPU), fitting(count, resident_bytes())
-    if count < threads:
+    if count < threads and most_shards(recipe) != 1:
         say(f"     {count} of {threads} threads answer, each in a process of its own: there are no more shards of "
             "prompts, or no more memory; distill.workers null answers with all threads of one process")
     return count

@@ -317,9 +317,11 @@ def test_a_queue_is_cleared_when_its_data_are_complete_and_no_process_is_there(
     assert (out / LOCKS).stat().st_ino == locks_file, "processes that opened it before would lock another file"
 
 
-def test_each_process_answers_with_one_thread(
-    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("prompts", "used"), [(9, [3, 3, 3]), (10, [3, 3, 1, 1])])
+def test_each_process_answers_with_one_thread_unless_one_shard_is_left(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, prompts: int, used: list[int]
 ) -> None:
+    """Held-out prompts, the first two answers, are answered while the others wait."""
     threads: list[int] = []
     answer = Answerer.answer
 
@@ -329,8 +331,8 @@ def test_each_process_answers_with_one_thread(
 
     monkeypatch.setattr(Answerer, "answer", count)
     torch.set_num_threads(3)
-    make(tiny_target, write_prompts(tmp_path, many(11)), SMALL, tmp_path / "out")
-    assert threads == [3, 3, 1, 1], "held-out prompts are answered while the others wait"
+    make(tiny_target, write_prompts(tmp_path, many(prompts)), SMALL, tmp_path / "out")
+    assert threads == used
     assert torch.get_num_threads() == 3
 
 
