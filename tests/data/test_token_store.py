@@ -106,7 +106,7 @@ def test_a_manifest_is_read_back_and_its_bytes_are_its_content(tmp_path: Path, t
         recipe={"prompts": {"origin": "own"}, "distill": {"seed": 0}},
         versions={"torch": "2"},
         candidates=4,
-        shards=(record(), record(split="validation")),
+        shards=(record(), record(split="validation", file="validation-00000.safetensors")),
         held_out=HeldOut(file="test.jsonl", sha256="1", prompts=2),
         complete=True,
     )
