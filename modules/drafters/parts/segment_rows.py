@@ -16,7 +16,7 @@ class SegmentRows:
     """The places of a batch's positions in rows of one segment each; padding counts as a segment.
 
     Args:
-        segments_BL: number of each token's segment; the tokens of a segment are adjacent. The host waits for its
+        segments_BL: number of each token's segment; the tokens of a segment are adjacent. The host waits once for its
             device.
     """
 
@@ -25,8 +25,10 @@ class SegmentRows:
         starts_BL = functional.pad(segments_BL[:, 1:] != segments_BL[:, :-1], (1, 0), value=True)
         starts_P = starts_BL.flatten()
         self.row_P = starts_P.cumsum(0) - 1
-        self.place_P = torch.arange(len(starts_P), device=starts_P.device) - starts_P.nonzero()[:, 0][self.row_P]
-        self.count, self.longest = int(self.row_P[-1]) + 1, int(self.place_P.max()) + 1
+        order_P = torch.arange(len(starts_P), device=starts_P.device)
+        self.place_P = order_P - (order_P * starts_P).cummax(0).values
+        last_row, last_place = torch.stack([self.row_P[-1], self.place_P.max()]).tolist()
+        self.count, self.longest = last_row + 1, last_place + 1
 
     def split(self, packed_BLZ: Tensor) -> Tensor:
         """One row for each segment, [S, N, Z]; zero after its end."""
