@@ -37,4 +37,5 @@ class SegmentRows:
 
     def join(self, rows: Tensor) -> Tensor:
         """The packed rows [..., B, L, Z] of segments [..., S, N, Z]."""
-        return rows[..., self.row_P, self.place_P, :].unflatten(-2, self.shape)
+        found = rows[..., self.row_P, self.place_P, :]
+        return torch.unflatten(found, -2, self.shape)
