@@ -77,10 +77,11 @@ def answers(workspace: Workspace, states: Sequence[WantedStates], *, grow: bool 
     """
     recipe = workspace.recipe
     work = distill if recipe.distill.workers is None else partial(distill_from_queue, grow=grow)
-    # What is measured for this machine is measured before the others start, who would disturb it.
-    config, train_target = workspace.distill_config, workspace.train_target()
+    # What is measured for this machine is measured before the others start, who would disturb it; how many have room
+    # follows from the memory of this one with its target.
+    target, config, train_target = workspace.target, workspace.distill_config, workspace.train_target()
     with helpers(workspace):
-        manifest = work(workspace.target, recipe.prompts, config, workspace.template, workspace.data,
+        manifest = work(target, recipe.prompts, config, workspace.template, workspace.data,
                         train_target=train_target, writer=writer_of(workspace), states=states,
                         progress=HELPS not in os.environ)
     clear_queue(workspace.data)

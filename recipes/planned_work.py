@@ -222,22 +222,22 @@ class _AtOnce(torch.autograd.Function):
     that do not exist the order says nothing."""
 
     @staticmethod
-    def forward(ctx: Any, gates_BNG: Tensor, weight_GD: Tensor, output_BD: Tensor,
-                cell_BD: Tensor) -> tuple[Tensor, Tensor]:
-        shape = (*gates_BNG.shape[:2], weight_GD.shape[1])
-        steps = [gates_BNG.new_empty(shape), gates_BNG.new_empty(shape), torch.empty_like(gates_BNG)]
-        sums_BNG = steps[0] @ weight_GD.mT
-        del sums_BNG
-        output_BND, cell_BND, activated_BNG = (torch.empty_like(step) for step in steps)
-        ctx.save_for_backward(output_BND, cell_BND, activated_BNG, weight_GD)
-        return output_BND, cell_BND
+    def forward(ctx: Any, gates_PG: Tensor, weight_GD: Tensor, output_BD: Tensor, cell_BD: Tensor,
+                sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        shape = (len(gates_PG), weight_GD.shape[1])
+        steps = [gates_PG.new_empty(shape), gates_PG.new_empty(shape), torch.empty_like(gates_PG)]
+        sums_PG = steps[0] @ weight_GD.mT
+        del sums_PG
+        output_PD, cell_PD, activated_PG = (torch.empty_like(step) for step in steps)
+        ctx.save_for_backward(output_BD, output_PD, cell_PD, activated_PG, weight_GD)
+        return output_PD, cell_PD
 
     @staticmethod
-    def backward(ctx: Any, d_output_BND: Tensor, d_cell_BND: Tensor) -> tuple[Tensor | None, ...]:
-        output_BND, cell_BND, activated_BNG, weight_GD = ctx.saved_tensors
-        before_BND, gates = torch.empty_like(cell_BND), torch.empty_like(activated_BNG)
-        gates_BNG, read_BND = torch.empty_like(gates), torch.empty_like(before_BND)
-        product_BND = gates_BNG @ weight_GD
-        del product_BND
-        first_BD = torch.empty_like(output_BND[:, 0])
-        return gates_BNG, gates_BNG.flatten(0, 1).mT @ read_BND.flatten(0, 1), first_BD, first_BD.clone()
+    def backward(ctx: Any, d_output_PD: Tensor, d_cell_PD: Tensor) -> tuple[Tensor | None, ...]:
+        output_BD, _, cell_PD, activated_PG, weight_GD = ctx.saved_tensors
+        before_PD, gates = torch.empty_like(cell_PD), torch.empty_like(activated_PG)
+        gates_PG, read_PD = torch.empty_like(gates), torch.empty_like(before_PD)
+        product_PD = gates_PG @ weight_GD
+        del product_PD
+        first_BD = torch.empty_like(output_BD)
+        return gates_PG, gates_PG.mT @ read_PD, first_BD, first_BD.clone(), None

@@ -18,7 +18,7 @@ from .chat_settings import handwritten_prompts
 from .device_rates import Rates
 from .planned_work import PlannedWork, opening
 from .recipe import Recipe
-from .worker_count import gpus_of, worker_count
+from .worker_count import gpus_of, most_shards, worker_count
 
 FLOAT32 = 4
 """Bytes of a number of a drafter in training."""
@@ -133,8 +133,8 @@ class StagePlans:
         seconds = written / rows * self.rates.seconds(operations, read) + self.rates.seconds(reading)
         if self.accelerator:
             seconds /= self.answering
-        elif config.workers is not None:
-            # The rate is that of all threads, and each process answers with one of them.
+        elif config.workers is not None and most_shards(self.recipe) != 1:
+            # The rate is that of all threads, and each process answers with one of them where there are several shards.
             seconds *= self.threads / min(self.answering, self.threads)
         return seconds if limit is None else min(seconds, limit)
 

@@ -34,7 +34,7 @@ from .parts.block_cache import BlockRows
 from .parts.decoder_block import AttentionContext, BlockConfig
 from .parts.feature_drafter import DEPTHS, FIRST_OFFSET, FeatureConfig, FeatureDrafter
 from .parts.lstm import LSTM, Memory
-from .parts.segment_rows import SegmentRows
+from .parts.segment_steps import SegmentSteps
 from .parts.training_time_test import BlockRollout
 
 _RECURRENT_LAYERS = 2
@@ -163,9 +163,10 @@ class Falcon(FeatureDrafter):
 
     def _remembered(self, read_BLZ: Tensor, segments_BL: Tensor) -> Memory:
         """(outputs, cells) of the recurrent layers after every position of each segment, [M, B, L, D] each."""
-        rows = SegmentRows(segments_BL)
-        output_MSND, cell_MSND = self.lstm(rows.split(read_BLZ), self.lstm.zero_memory(rows.count))
-        return rows.join(output_MSND), rows.join(cell_MSND)
+        steps = SegmentSteps(segments_BL)
+        before = self.lstm.zero_memory(steps.sizes[0])
+        output_MPD, cell_MPD = self.lstm.through(steps.split(read_BLZ), before, steps.sizes)
+        return steps.join(output_MPD), steps.join(cell_MPD)
 
     def _estimates(self, queries: list[Tensor], attention: AttentionContext) -> list[Tensor]:
         """Estimated target states for each position of a block, [B, L, D] each."""

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.modules import FalconConfig, Features, Target, UserError
-from draftsmith.modules.drafters.parts.segment_rows import SegmentRows
+from draftsmith.modules.drafters.parts.segment_steps import SegmentSteps
 from draftsmith.trainers import FalconModule, FalconTrainConfig
 from draftsmith.trainers.objectives import Objective, hard, soft, teacher_output_of
 from torch import Tensor
@@ -31,10 +31,11 @@ def module(target: Target, **changes: Any) -> FalconModule:
 def reads(made: FalconModule, batch: Features, glanced_BL: Tensor | None) -> Tensor:
     """Inputs of the recurrent network, [B, L, 2 D]."""
     found: list[Tensor] = []
-    hook = made.drafter.lstm.register_forward_pre_hook(lambda _module, given: found.append(given[0].detach()))
+    first = made.drafter.lstm.layers[0]
+    hook = first.register_forward_pre_hook(lambda _module, given: found.append(given[0].detach()))
     made.drafter(batch, glanced_BL)
     hook.remove()
-    return SegmentRows(batch.segments_BL).join(found[0])
+    return SegmentSteps(batch.segments_BL).join(found[0])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -16,7 +16,7 @@ from support.pretended_device import DEVICE, Waits, pretended_device
 from support.steady_waits import moved, on_device
 
 READING = {"draft-lm-depths": {"modules/drafters/parts/mask_tokens.py": 1},
-           **{name: {"modules/drafters/parts/segment_rows.py": 1} for name in CASES if name.startswith("falcon")}}
+           **{name: {"modules/drafters/parts/segment_steps.py": 1} for name in CASES if name.startswith("falcon")}}
 """Reads of cases whose step waits: a pass is as wide as the most mask tokens that were drawn for a row, and a recurrent
 network takes as many steps as the longest segment has positions: many times the launches that the wait costs."""
 UPLOADING = {"modules/target/read_text.py"}

@@ -3,11 +3,14 @@
 torch's own LSTM returns the cell after the last position alone; the arithmetic is the same, gate by gate
 (arXiv:1402.1128, without peepholes).
 
-Shapes: B rows, N positions, Z input width, D hidden size, G gates (4 D: input, forget, cell, output), M layers; a
-leading `...` stands for any batch dimensions.
+Sequences are read side by side. Their positions lie one step after another, the first positions of all sequences, then
+the second ones, the longest sequence first: those that a step holds are the first ones of the step before it.
+
+Shapes: B sequences, N positions of each, P positions of all, S sequences of a step, Z input width, D hidden size, G
+gates (4 D: input, forget, cell, output), M layers; a leading `...` stands for any dimensions.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -27,23 +30,24 @@ class LSTMLayer(nn.Module):
         self.input = nn.Linear(input_size, 4 * size)
         self.hidden = nn.Linear(size, 4 * size)
 
-    def forward(self, read_BNZ: Tensor, output_BD: Tensor, cell_BD: Tensor) -> Memory:
-        """(output, cell) after every position, [B, N, D] each.
+    def forward(self, read_PZ: Tensor, output_BD: Tensor, cell_BD: Tensor, sizes: Sequence[int]) -> Memory:
+        """(output, cell) after every position, [P, D] each.
 
         Args:
-            read_BNZ: the input.
+            read_PZ: the input, step after step.
             output_BD: the output before the first position.
             cell_BD: the cell before the first position.
+            sizes: sequences of each step, from B on falling.
         """
-        gates_BNG = self.input(read_BNZ) + self.hidden.bias
+        gates_PG = self.input(read_PZ) + self.hidden.bias
         weight_GD = self.hidden.weight
-        given = gates_BNG.to(weight_GD.dtype), weight_GD, output_BD, cell_BD
+        given = gates_PG.to(weight_GD.dtype), weight_GD, output_BD, cell_BD, tuple(sizes)
         # In the weight's own precision: rounding would add up from position to position.
-        with torch.autocast(read_BNZ.device.type, enabled=False):
+        with torch.autocast(read_PZ.device.type, enabled=False):
             if torch.is_grad_enabled():
                 return cast(Memory, _Recurrence.apply(*given))  # type: ignore[no-untyped-call]
-            outputs, cells = zip(*((output_BD, cell_BD) for output_BD, cell_BD, _ in _walk(*given)), strict=True)
-            return torch.stack(outputs, dim=1), torch.stack(cells, dim=1)
+            outputs, cells, _ = zip(*_walk(*given), strict=True)
+            return torch.cat(outputs), torch.cat(cells)
 
     def step(self, read: Tensor, output: Tensor, cell: Tensor) -> Memory:
         """(output, cell) after one more position, [..., D] each."""
@@ -78,13 +82,26 @@ class LSTM(nn.Module):
         return zeros, zeros
 
     def forward(self, read_BNZ: Tensor, before: Memory) -> Memory:
-        """(outputs, cells) of the layers after every position, [M, B, N, D] each."""
+        """(outputs, cells) of the layers after every position of sequences of one length, [M, B, N, D] each."""
+        rows, length, _ = read_BNZ.shape
+        memory = self.through(read_BNZ.transpose(0, 1).flatten(0, 1), before, (rows,) * length)
+        output_MBND, cell_MBND = (torch.unflatten(part, 1, (length, rows)).transpose(1, 2) for part in memory)
+        return output_MBND, cell_MBND
+
+    def through(self, read_PZ: Tensor, before: Memory, sizes: Sequence[int]) -> Memory:
+        """(outputs, cells) of the layers after every position of sequences of any length, [M, P, D] each.
+
+        Args:
+            read_PZ: the input, step after step.
+            before: the memory before the first positions, [M, B, D] each.
+            sizes: sequences of each step, from B on falling.
+        """
         outputs, cells = [], []
         for layer, output_BD, cell_BD in zip(self._each(), *before, strict=True):
-            output_BND, cell_BND = layer(read_BNZ, output_BD, cell_BD)
-            outputs.append(output_BND)
-            cells.append(cell_BND)
-            read_BNZ = self._dropped(output_BND)
+            output_PD, cell_PD = layer(read_PZ, output_BD, cell_BD, sizes)
+            outputs.append(output_PD)
+            cells.append(cell_PD)
+            read_PZ = self._dropped(output_PD)
         return torch.stack(outputs), torch.stack(cells)
 
     def step(self, read: Tensor, before: Memory) -> Memory:
@@ -117,38 +134,51 @@ def _cell_step(gates: Tensor, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return emit * cell.tanh(), cell, torch.cat([enter, forget, candidate, emit], dim=-1)
 
 
-def _walk(gates_BNG: Tensor, weight_GD: Tensor, output_BD: Tensor, cell_BD: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The result of `_cell_step` at position after position."""
-    for gates_BG in gates_BNG.unbind(1):
-        sums_BG = torch.addmm(gates_BG, output_BD, weight_GD.mT)
-        output_BD, cell_BD, activated_BG = _cell_step(sums_BG, cell_BD)
-        yield output_BD, cell_BD, activated_BG
+def _walk(gates_PG: Tensor, weight_GD: Tensor, output_BD: Tensor, cell_BD: Tensor,
+          sizes: tuple[int, ...]) -> Iterator[tuple[Tensor, ...]]:
+    """The result of `_cell_step` at step after step."""
+    for gates_SG in torch.split(gates_PG, list(sizes)):
+        count = len(gates_SG)
+        sums_SG = torch.addmm(gates_SG, output_BD[:count], weight_GD.mT)
+        output_BD, cell_BD, activated_SG = _cell_step(sums_SG, cell_BD[:count])
+        yield output_BD, cell_BD, activated_SG
+
+
+def _one_before(first_BD: Tensor, after_PD: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """The values before each position, [P, D], of those before the first ones and those after each."""
+    steps = first_BD, *torch.split(after_PD, list(sizes))
+    return torch.cat([step[:count] for step, count in zip(steps, sizes, strict=False)])
 
 
 class _Recurrence(torch.autograd.Function):
-    """All positions in order; the weight's gradient is one product at the end, in place of one for each position."""
+    """All steps in order; the weight's gradient is one product at the end, in place of one for each step."""
 
     @staticmethod
-    def forward(ctx: Any, gates_BNG: Tensor, weight_GD: Tensor, output_BD: Tensor, cell_BD: Tensor) -> Memory:
-        walked = zip(*_walk(gates_BNG, weight_GD, output_BD, cell_BD), strict=True)
-        output_BND, cell_BND, activated_BNG = (torch.stack(parts, dim=1) for parts in walked)
-        ctx.save_for_backward(output_BD, cell_BD, output_BND, cell_BND, activated_BNG, weight_GD)
-        return output_BND, cell_BND
+    def forward(ctx: Any, gates_PG: Tensor, weight_GD: Tensor, output_BD: Tensor, cell_BD: Tensor,
+                sizes: tuple[int, ...]) -> Memory:
+        walked = zip(*_walk(gates_PG, weight_GD, output_BD, cell_BD, sizes), strict=True)
+        output_PD, cell_PD, activated_PG = (torch.cat(parts) for parts in walked)
+        ctx.sizes = sizes
+        ctx.save_for_backward(output_BD, cell_BD, output_PD, cell_PD, activated_PG, weight_GD)
+        return output_PD, cell_PD
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_output_BND: Tensor, d_cell_BND: Tensor) -> tuple[Tensor | None, ...]:
-        first_output_BD, first_cell_BD, output_BND, cell_BND, activated_BNG, weight_GD = ctx.saved_tensors
-        before_BND = torch.cat([first_cell_BD[:, None], cell_BND[:, :-1]], dim=1)
-        d_output_BD, d_cell_BD, gates = torch.zeros_like(first_output_BD), torch.zeros_like(first_cell_BD), []
-        for place in reversed(range(d_output_BND.shape[1])):
-            gates_BG, d_cell_BD = _back(d_output_BND[:, place] + d_output_BD, d_cell_BND[:, place] + d_cell_BD,
-                                        activated_BNG[:, place], before_BND[:, place], cell_BND[:, place])
-            gates.append(gates_BG)
-            d_output_BD = gates_BG @ weight_GD
-        gates_BNG = torch.stack(gates[::-1], dim=1)
-        read_BND = torch.cat([first_output_BD[:, None], output_BND[:, :-1]], dim=1)
-        return gates_BNG, gates_BNG.flatten(0, 1).mT @ read_BND.flatten(0, 1), d_output_BD, d_cell_BD
+    def backward(ctx: Any, d_output_PD: Tensor, d_cell_PD: Tensor) -> tuple[Tensor | None, ...]:
+        first_output_BD, first_cell_BD, output_PD, cell_PD, activated_PG, weight_GD = ctx.saved_tensors
+        before_PD = _one_before(first_cell_BD, cell_PD, ctx.sizes)
+        steps = [torch.split(part, list(ctx.sizes)) for part in (d_output_PD, d_cell_PD, activated_PG, before_PD, cell_PD)]
+        d_output_SD, d_cell_SD, gates = d_output_PD[:0], d_cell_PD[:0], []
+        for own_output_SD, own_cell_SD, *rest in reversed(list(zip(*steps, strict=True))):
+            # Sequences that end at this step have no gradient from a later one.
+            ended = (0, 0, 0, len(own_output_SD) - len(d_output_SD))
+            gates_SG, d_cell_SD = _back(own_output_SD + functional.pad(d_output_SD, ended),
+                                        own_cell_SD + functional.pad(d_cell_SD, ended), *rest)
+            gates.append(gates_SG)
+            d_output_SD = gates_SG @ weight_GD
+        gates_PG = torch.cat(gates[::-1])
+        read_PD = _one_before(first_output_BD, output_PD, ctx.sizes)
+        return gates_PG, gates_PG.mT @ read_PD, d_output_SD, d_cell_SD, None
 
 
 def _back(d_output_BD: Tensor, d_cell_BD: Tensor, activated_BG: Tensor, before_BD: Tensor, after_BD: Tensor) -> Memory:

@@ -22,7 +22,7 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.drafters.falcon_state import FalconState
 from draftsmith.modules.drafters.parts.lstm import LSTM
-from draftsmith.modules.drafters.parts.segment_rows import SegmentRows
+from draftsmith.modules.drafters.parts.segment_steps import SegmentSteps
 from draftsmith.trainers import FalconModule, FalconTrainConfig
 from references.falcon import told, torch_lstm
 from support.families import randomised
@@ -112,11 +112,11 @@ def test_segments_side_by_side_equal_each_alone() -> None:
     own = LSTM(3, 2, 2).double()
     segments_BL = torch.tensor([[0, 0, 0, 1, 1, -1, -1], [0, -1, 1, 1, 1, 1, 1]])
     read_BLZ = torch.randn(2, 7, 3, dtype=torch.float64, requires_grad=True)
-    rows = SegmentRows(segments_BL)
-    assert (rows.count, rows.longest) == (6, 5), "as many steps as the longest segment has positions"
-    split = rows.split(read_BLZ)
-    assert torch.equal(rows.join(split), read_BLZ)
-    together = [rows.join(part) for part in own(split, own.zero_memory(rows.count))]
+    steps = SegmentSteps(segments_BL)
+    assert steps.sizes == (6, 4, 2, 1, 1), "as many steps as the longest segment has positions, and nothing twice"
+    split = steps.split(read_BLZ)
+    assert torch.equal(steps.join(split), read_BLZ)
+    together = [steps.join(part) for part in own.through(split, own.zero_memory(6), steps.sizes)]
     weights = torch.randn(2, 2, 2, 7, 2, dtype=torch.float64)
     total, expected = (torch.stack(together) * weights).sum(), torch.zeros(1, dtype=torch.float64)
     for row, start, end in ((0, 0, 3), (0, 3, 5), (0, 5, 7), (1, 0, 1), (1, 1, 2), (1, 2, 7)):
