@@ -167,7 +167,8 @@ class _Recurrence(torch.autograd.Function):
     def backward(ctx: Any, d_output_PD: Tensor, d_cell_PD: Tensor) -> tuple[Tensor | None, ...]:
         first_output_BD, first_cell_BD, output_PD, cell_PD, activated_PG, weight_GD = ctx.saved_tensors
         before_PD = _one_before(first_cell_BD, cell_PD, ctx.sizes)
-        steps = [torch.split(part, list(ctx.sizes)) for part in (d_output_PD, d_cell_PD, activated_PG, before_PD, cell_PD)]
+        parts = d_output_PD, d_cell_PD, activated_PG, before_PD, cell_PD
+        steps = [torch.split(part, list(ctx.sizes)) for part in parts]
         d_output_SD, d_cell_SD, gates = d_output_PD[:0], d_cell_PD[:0], []
         for own_output_SD, own_cell_SD, *rest in reversed(list(zip(*steps, strict=True))):
             # Sequences that end at this step have no gradient from a later one.
