@@ -235,10 +235,12 @@ class ReadPrompts:
 
     @property
     def total(self) -> int | None:
-        """The config's limit, or the lines of the file; unknown for a dataset without a limit."""
-        if self.config.limit is not None or self.config.origin != "file":
-            return self.config.limit
-        return sum(1 for line in read_text(Path(self.config.path or ""), "prompts").split("\n") if line.strip())
+        """The lines of the file, at most the config's limit; that alone for a dataset, unknown where it has none."""
+        limit = self.config.limit
+        if self.config.origin != "file":
+            return limit
+        lines = sum(1 for line in read_text(Path(self.config.path or ""), "prompts").split("\n") if line.strip())
+        return lines if limit is None else min(limit, lines)
 
     def take(self, start: int, count: int) -> Taken:
         """Candidates start to start + count - 1; going back reads the source from its start again."""

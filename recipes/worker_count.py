@@ -13,6 +13,8 @@ MOST_ON_CPU = 8
 """Most processes that `auto` starts on a CPU, each with a copy of the target: more threads gain a small one nothing."""
 MEMINFO = Path("/proc/meminfo")
 """File in which Linux says how much memory is free."""
+CGROUP = Path("/sys/fs/cgroup")
+"""Folder in which a container's limit of memory stands, where it has one (cgroups, version 2)."""
 
 
 def worker_count(recipe: Recipe, gpus: int | None) -> int:
@@ -64,8 +66,20 @@ def fitting(count: int, resident: int) -> int:
         count: processes, this one included.
         resident: bytes of this process, its target loaded and its cache not made.
     """
-    if not MEMINFO.is_file():
+    if (free := free_memory()) is None:
         return count
-    free = next(int(line.split()[1]) * 1024 for line in MEMINFO.read_text().splitlines() if "MemAvailable" in line)
     # This one grows too.
     return min(count, max(1, (free + resident) // (2 * resident)))
+
+
+def free_memory() -> int | None:
+    """Bytes that processes can still take, of the machine and within its container's limit; None where no one says."""
+    known = []
+    if MEMINFO.is_file():
+        known += [int(line.split()[1]) * 1024 for line in MEMINFO.read_text().splitlines() if "MemAvailable" in line]
+    limit, used, details = (CGROUP / f"memory.{name}" for name in ("max", "current", "stat"))
+    if all(file.is_file() for file in (limit, used, details)) and limit.read_text().strip() != "max":
+        # Pages of files count as used, but are given back.
+        files = dict(line.split() for line in details.read_text().splitlines()).get("inactive_file", "0")
+        known.append(int(limit.read_text()) - int(used.read_text()) + int(files))
+    return max(0, min(known)) if known else None

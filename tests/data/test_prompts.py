@@ -127,6 +127,12 @@ def test_candidates_are_the_same_however_often_they_are_asked_for(tmp_path: Path
     assert ReadPrompts(config, seed=4).take(0, 4) != first
 
 
+@pytest.mark.parametrize(("limit", "total"), [(None, 9), (7, 7), (10, 9)])
+def test_a_file_has_as_many_candidates_as_lines_up_to_the_limit(tmp_path: Path, limit: int | None, total: int) -> None:
+    file = write_lines(tmp_path, *({"prompt": str(number)} for number in range(9)))
+    assert ReadPrompts(PromptConfig(origin="file", path=str(file), limit=limit), seed=0).total == total
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_local_dataset(tmp_path: Path, streaming: bool) -> None:
     pytest.importorskip("datasets")

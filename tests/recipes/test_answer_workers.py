@@ -196,7 +196,7 @@ def helped(*words: str) -> int:
         return len(Started.all)
 
 
-def test_a_process_answers_on_each_gpu_and_none_beside_it(started: list[Started], monkeypatch: pytest.MonkeyPatch
+def test_a_process_answers_on_each_gpu_and_no_other(started: list[Started], monkeypatch: pytest.MonkeyPatch
                                                           ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for gpus, asked, count in ((1, "2", 1), (1, "auto", 1), (4, "8", 4), (4, "3", 3), (4, "auto", 4)):
@@ -221,6 +221,13 @@ def test_auto_takes_the_threads_as_far_as_prompts_and_memory_last(
     memory.write_text("MemTotal: 99 kB\nMemAvailable: 5 kB\n")
     assert helped("--distill.workers", "auto") == 2, "this one and two more of 2 kB, of which it holds one already"
     assert helped("--distill.workers", "6") == 5, "a number is taken at its word"
+    # A container whose processes hold 4 kB of 6 kB, one of them in pages of files that can be given back.
+    for name, content in (("max", "6144\n"), ("current", "4096\n"), ("stat", "anon 3072\ninactive_file 1024\n")):
+        (tmp_path / f"memory.{name}").write_text(content)
+    monkeypatch.setattr(worker_count, "CGROUP", tmp_path)
+    assert helped("--distill.workers", "auto") == 1, "3 kB are left, and one more takes 2"
+    (tmp_path / "memory.max").write_text("max\n")
+    assert helped("--distill.workers", "auto") == 2, "a container without a limit"
     # Of 40 prompts 28 are held out, which leaves two shards of 8.
     prompts.write_text("".join(f'{{"prompt": "Tell me {place}."}}\n' for place in range(40)))
     given = ("--prompts.origin", "file", "--prompts.path", str(prompts))

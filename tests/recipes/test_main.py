@@ -431,7 +431,7 @@ def test_other_settings_do_not_mix_with_finished_work(copied_run: Path, capsys: 
 
 
 @pytest.mark.parametrize(("given", "used"), [(None, "1"), ("0", "0")])
-def test_commands_use_huge_pages_unless_told_otherwise(
+def test_commands_use_huge_pages_unless_the_variable_says_otherwise(
     given: str | None, used: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
