@@ -164,7 +164,7 @@ class Eagle3(EagleDrafter):
         name="EAGLE-3, EAGLE-3.1", papers=("2503.01840", "2605.09992"),
         exports=("eagle", "speculators", "gguf", "openvino"),
         guesses="one decoder layer (or more) over several of the target's states, trained on its own states",
-        cost="needs the longest training; one layer run for each level of the tree",
+        cost="four stored states of a token, where EAGLE-1 has one; one layer run for each level of the tree",
     )
     config: Eagle3Config
     config_class = Eagle3Config

@@ -1,13 +1,14 @@
-"""Settings of a recipe compared at equal seconds of training: accepted lengths on own and on hand-written prompts.
+"""Settings of a recipe compared at equal seconds, or steps, of training: accepted lengths on two kinds of prompts.
 
     python tests/benchmarks/recipe_trials.py --recipe eagle3 --data runs/families/data --out runs/trials \\
         --seconds 240 --seeds 0 1 --trial 'recipe:' --trial 'muon: train.optimizer=muon train.lr=1e-3'
 
 A trial is a name and overrides of the recipe's sections family, drafter, train and batch. Each is trained by the stages
 of `draftsmith train`, on the same finished data and for as many seconds, by the clock of `train.max_minutes`, which
-leaves validation and checkpoints out. Trials take turns: all of the first seed, then all of the second in reverse
-order, so that a machine that grows busier does not favour one. An interrupted training is resumed, a finished trial
-skipped.
+leaves validation and checkpoints out. With --steps each takes as many optimizer steps instead, however long they take:
+what a setting learns from the same batches, whatever the machine and its load. Trials take turns: all of the first
+seed, then all of the second in reverse order, so that a machine that grows busier does not favour one. An interrupted
+training is resumed, a finished trial skipped.
 
 Each draft is measured with a tree of 64 nodes that is searched on held-out answers to own prompts. *own* is counted
 along the same answers, of two halves each with the tree searched on the other; *own, before loops* along these answers
@@ -132,6 +133,8 @@ class Trials:
             raise UserError(f"two trials have one name among {', '.join(names)}; name each differently")
         if not options.seconds > 0:
             raise UserError(f"--seconds must be above 0, got {options.seconds}")
+        if options.steps is not None and options.steps < 1:
+            raise UserError(f"--steps must be at least 1, got {options.steps}")
         self.turns = [(trial, seed) for number, seed in enumerate(options.seeds)
                       for trial in (self.trials[::-1] if number % 2 else self.trials)]
         self.workspaces = {turn: self._workspace(*turn) for turn in self.turns}
@@ -147,8 +150,10 @@ class Trials:
         """Answers to the hand-written prompts with the target's states, by taps."""
 
     def _workspace(self, trial: Trial, seed: int) -> Workspace:
-        given = {"out": self.out / trial.name / f"seed-{seed}", "data": self.options.data, "train.max_steps": "null",
-                 "train.max_minutes": self.options.seconds / 60, "train.seed": seed, "batch.seed": seed}
+        steps, minutes = self.options.steps, self.options.seconds / 60
+        given = {"out": self.out / trial.name / f"seed-{seed}", "data": self.options.data, "train.seed": seed,
+                 "batch.seed": seed, "train.max_steps": "null" if steps is None else steps,
+                 "train.max_minutes": minutes if steps is None else "null"}
         # The draft of the last step is measured: choosing among several would take other seconds for each trial.
         words = [f"--train.validate_every={MOST_STEPS}", *(f"--{word}" for word in trial.overrides),
                  *(f"--{key}={value}" for key, value in given.items())]
@@ -308,7 +313,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--recipe", required=True, help="shipped recipe by name, or a YAML file")
     parser.add_argument("--data", required=True, help="folder of finished data; missing states are added to it")
     parser.add_argument("--out", required=True, help="folder of the trials")
-    parser.add_argument("--seconds", type=float, default=240, help="training time of each trial")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--seconds", type=float, default=240, help="training time of each trial")
+    length.add_argument("--steps", type=int, help="optimizer steps of each trial instead")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="seeds of training and batches")
     parser.add_argument("--trial", action="append", required=True, metavar="'NAME: KEY=VALUE ...'",
                         help="a trial; the first one is what others are compared with")

@@ -10,8 +10,8 @@ in the draft vocabulary; the first fourth of each is a prompt, from which nothin
 turns, and with --against also both versions, each in a process of its own, so that contention affects all alike. On a
 CPU the time is that of the process on all its threads: seconds of the clock would count other work on the machine.
 
-With --operations a bf16 step is profiled instead: the share of torch's operations in its time. That of the matrix
-products bounds what any other change of the step can gain.
+With --operations a bf16 step is profiled instead: the share of torch's operations in its time, and that of the
+optimizer. The matrix products bound what any change can gain that computes the same.
 """
 
 import argparse
@@ -36,6 +36,8 @@ from torch.profiler import ProfilerActivity, profile
 WAYS = ("32-true", "bf16-mixed")
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 """Matrix products by torch's names."""
+OPTIMIZER = "Optimizer.step#"
+"""How torch's profiler names the step of an optimizer."""
 
 
 def conversations(rows: int, length: int, each: int, entries: int) -> Features:
@@ -47,6 +49,21 @@ def conversations(rows: int, length: int, each: int, entries: int) -> Features:
         segments_BL=(order_L // each).expand(rows, length),
         positions_BL=(order_L % each).expand(rows, length),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """Where the time of a step goes."""
+
+    operations: dict[str, float]
+    """Share of each of torch's operations, largest first."""
+    optimizer: float
+    """Share of the optimizer, its matrix products included."""
+
+    @property
+    def products(self) -> float:
+        """Share of the matrix products."""
+        return sum(self.operations.get(one, 0.0) for one in PRODUCTS)
 
 
 @dataclass(frozen=True)
@@ -81,17 +98,21 @@ class Steps:
                 found[way] = clock(device) - started
             yield found
 
-    def operations(self) -> dict[str, float]:
-        """Share of each of torch's operations in the time of a bf16 step, largest first."""
+    def shares(self) -> Shares:
+        """Where the time of a bf16 step goes."""
         optimizer, device = self.module.configure_optimizers()["optimizer"], self.module.target.device.type
         for _ in range(2):
             self._take(optimizer, device, "bf16-mixed")
         kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device == "cuda")
         with profile(activities=kinds) as profiled:
             self._take(optimizer, device, "bf16-mixed")
-        own = {one.key: float(one.self_device_time_total if device == "cuda" else one.self_cpu_time_total)
-               for one in profiled.key_averages()}
-        return {name: own[name] / sum(own.values()) for name in sorted(own, key=own.__getitem__, reverse=True)}
+        events, where = profiled.key_averages(), "device" if device == "cuda" else "cpu"
+        own = {one.key: float(getattr(one, f"self_{where}_time_total")) for one in events}
+        # An optimizer of several parts is marked as a whole and part by part.
+        marked = [float(getattr(one, f"{where}_time_total")) for one in events if one.key.startswith(OPTIMIZER)]
+        total = sum(own.values())
+        return Shares(operations={name: own[name] / total for name in sorted(own, key=own.__getitem__, reverse=True)},
+                      optimizer=max(marked) / total)
 
     def _take(self, optimizer: Optimizer, device: str, way: str) -> None:
         """One optimizer step in the precision `way`."""
@@ -123,13 +144,13 @@ def serve(name: str, each: int) -> None:
 
 
 def print_operations(recipes: Sequence[str], each: int, count: int) -> None:
-    """Print the share of the matrix products of each recipe's step, and of its `count` largest operations."""
-    print("| recipe | matrix products, % | largest operations, % |\n|---|--:|---|")
+    """Print the shares of a step: matrix products, optimizer and the `count` largest operations of each recipe."""
+    print("| recipe | matrix products, % | optimizer, % | largest operations, % |\n|---|--:|--:|---|")
     for name in recipes:
-        shares = Steps.of(name, each).operations()
-        products = sum(shares.get(one, 0.0) for one in PRODUCTS)
-        largest = ", ".join(f"`{one.removeprefix('aten::')}` {shares[one]:.0%}" for one in list(shares)[:count])
-        print(f"| {name} | {products:.0%} | {largest} |", flush=True)
+        found = Steps.of(name, each).shares()
+        largest = ", ".join(f"`{one.removeprefix('aten::')}` {found.operations[one]:.0%}"
+                            for one in list(found.operations)[:count])
+        print(f"| {name} | {found.products:.0%} | {found.optimizer:.0%} | {largest} |", flush=True)
 
 
 def started(name: str, each: int, folder: str | None) -> Callable[[], dict[str, float]]:

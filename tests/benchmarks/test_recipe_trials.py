@@ -57,6 +57,20 @@ def test_trials_of_all_seeds_take_turns_and_finished_ones_are_skipped(
     assert remade == found[0]
 
 
+def test_trials_of_equal_steps_end_by_their_steps(benchmark: ModuleType, copied_run: Path, tmp_path: Path) -> None:
+    given = [word for word in words(copied_run, tmp_path) if word not in ("--seconds", "0.3")]
+    benchmark.main([*given, "--steps", "7", "--seeds", "0", "--trial", "recipe:", "--trial", "slow: train.lr=1e-6"])
+    assert [one["steps"] for one in json.loads((tmp_path / "trials.json").read_text())] == [7, 7]
+
+
+def test_steps_exclude_seconds_and_must_be_positive(benchmark: ModuleType, copied_run: Path, tmp_path: Path) -> None:
+    given = words(copied_run, tmp_path, "--trial", "recipe:")
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.main([*given, "--steps", "7"])
+    with pytest.raises(SystemExit, match="--steps must be at least 1, got 0"):
+        benchmark.main([*(word for word in given if word not in ("--seconds", "0.3")), "--steps", "0"])
+
+
 def test_accepted_lengths_are_those_of_decoding(benchmark: ModuleType, tiny_target_f64: Target) -> None:
     case = CASES["eagle3"]
     torch.manual_seed(7)
