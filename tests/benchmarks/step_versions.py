@@ -53,7 +53,7 @@ def conversations(rows: int, length: int, each: int, entries: int) -> Features:
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """Where the time of a step goes."""
+    """The parts of a step, as shares of its time."""
 
     operations: dict[str, float]
     """Share of each of torch's operations, largest first."""
@@ -99,7 +99,7 @@ class Steps:
             yield found
 
     def shares(self) -> Shares:
-        """Where the time of a bf16 step goes."""
+        """The parts of a bf16 step, as shares of its time."""
         optimizer, device = self.module.configure_optimizers()["optimizer"], self.module.target.device.type
         for _ in range(2):
             self._take(optimizer, device, "bf16-mixed")
