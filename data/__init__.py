@@ -1,14 +1,14 @@
 """Prompts, answers by the target, and batches. `DraftDataModule` is imported from its file: it needs Lightning."""
 
-from .chat import ChatTemplate
-from .distill import distill
-from .distill_config import DistillConfig
-from .feature_store import WantedStates, encode
-from .held_out import read_held_out
-from .prompts import Prompt, PromptConfig, load_prompts, read_prompts
-from .queued_distillation import distill_from_queue
-from .token_store import Manifest, ShardRecord, TokenShard
-from .writers import Writer
+from .answers.distill import distill
+from .answers.distill_config import DistillConfig
+from .answers.queued_distillation import distill_from_queue
+from .answers.writers import Writer
+from .prompts.chat import ChatTemplate
+from .prompts.sources import Prompt, PromptConfig, load_prompts, read_prompts
+from .store.feature_store import WantedStates, encode
+from .store.held_out import read_held_out
+from .store.token_store import Manifest, ShardRecord, TokenShard
 
 __all__ = [
     "ChatTemplate",

@@ -25,9 +25,9 @@ from ..modules import (
     UserError,
     chain_for,
 )
-from ..modules.atomic_files import file_sha256, write_file
-from ..modules.json_records import read_object, read_record, typed_fields
-from ..modules.owned_folders import whole_folder
+from ..modules.files.atomic_files import file_sha256, write_file
+from ..modules.files.json_records import read_object, read_record, typed_fields
+from ..modules.files.owned_folders import whole_folder
 from ..modules.policies.registry import MOST
 from ..modules.tuning.drafted_tokens import HEAD as HEAD_RULE
 from ..modules.tuning.drafted_tokens import NAMES

@@ -38,14 +38,14 @@ from ..modules import (
     parse_policy,
     policy_named,
 )
-from ..modules.atomic_files import file_sha256, write_file
 from ..modules.baselines.joined_policies import PolicyName, copying, joined_drafter, joined_policy
-from ..modules.json_records import read_object, shortened, typed_fields
-from ..modules.owned_folders import whole_folder
+from ..modules.files.atomic_files import file_sha256, write_file
+from ..modules.files.json_records import read_object, shortened, typed_fields
+from ..modules.files.owned_folders import whole_folder
 from ..modules.policies.registry import MOST
 from ..modules.target.adapter import PREFIX
 from ..modules.target.draft_vocabulary import require_distinct
-from ..modules.target.loading import is_local
+from ..modules.target.loading.loading import is_local
 from .acceptance_heads import StoredHead, load_heads, temperature_name
 from .artifact_files import AGAIN, CARD, CONFIG, HEAD, TUNING, WEIGHTS, as_json
 from .claimed_shapes import check_shapes

@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 
 from ..modules import UserError
-from ..modules.json_records import read_object
-from ..modules.target.loading import DEFAULT_HUB_ID, DEFAULT_NAME, is_local
-from ..modules.target.tiny_model import TINY_NAME
+from ..modules.files.json_records import read_object
+from ..modules.target.loading.loading import DEFAULT_HUB_ID, DEFAULT_NAME, is_local
+from ..modules.target.loading.tiny_model import TINY_NAME
 
 _GIVE = "give the evaluation.json that draftsmith evaluate wrote"
 

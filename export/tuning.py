@@ -20,9 +20,9 @@ from ..modules import (
     choose_size,
     choose_trial,
 )
-from ..modules.atomic_files import write_file
-from ..modules.json_records import read_record
-from ..modules.target.linear_forms import Packing
+from ..modules.files.atomic_files import write_file
+from ..modules.files.json_records import read_record
+from ..modules.target.linears.linear_forms import Packing
 from .artifact_files import TUNING, as_json
 
 

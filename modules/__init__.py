@@ -45,8 +45,8 @@ from .policies.stopping_rules import (
 )
 from .random_streams import Draws
 from .target.adapter import Adapter
-from .target.identity import TargetIdentity
-from .target.loading import DEFAULT_NAME, TargetConfig, load_target
+from .target.loading.identity import TargetIdentity
+from .target.loading.loading import DEFAULT_NAME, TargetConfig, load_target
 from .target.model import Target
 from .target.pass_output import PassOutput
 from .target.target_rows import TargetRows

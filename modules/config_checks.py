@@ -4,7 +4,7 @@ from dataclasses import fields
 from typing import Any, get_type_hints
 
 from .errors import UserError
-from .json_records import typed
+from .files.json_records import typed
 
 PARTS = frozenset({"num_layers", "num_heads", "num_kv_heads", "depths", "steps", "exit_layer", "block_size", "blocks",
                    "gamma"})

@@ -10,8 +10,8 @@ from importlib import import_module
 from importlib.metadata import version
 from io import TextIOWrapper
 
-from .interruption import Stopped, stopped_by_signals
-from .terminal_text import one_sentence
+from .terminal.interruption import Stopped, stopped_by_signals
+from .terminal.terminal_text import one_sentence
 
 COMMANDS = {
     "run": ("pipeline", "from a recipe to a report: distill, train, evaluate; finished stages are skipped"),
@@ -25,7 +25,7 @@ COMMANDS = {
     "push": ("publishing", "artifact or exported folder -> a model on the Hugging Face Hub, with its card"),
     "generate": ("artifact_commands", "prompt -> answer, drafted and verified, printed as it grows"),
 }
-"""Each command: the file whose COMMANDS defines it, and its line in `draftsmith --help`."""
+"""Each command: the file of `commands` whose COMMANDS defines it, and its line in `draftsmith --help`."""
 
 TOGETHER = ("run", "train")
 """Commands that several processes of torchrun may run; each says what it needs."""
@@ -121,7 +121,7 @@ def run_command(name: str, arguments: list[str]) -> int:
     from ..modules.errors import UserError
 
     try:
-        import_module(f".{COMMANDS[name][0]}", __package__).COMMANDS[name].execute(arguments)
+        import_module(f".commands.{COMMANDS[name][0]}", __package__).COMMANDS[name].execute(arguments)
     except (ArgumentError, UserError) as error:
         return complain(f"{error}" if isinstance(error, UserError) else f"{error}; see draftsmith {name} --help")
     except ModuleNotFoundError as error:

@@ -9,8 +9,8 @@ from typing import Any
 from ..data import ChatTemplate, Prompt, read_prompts
 from ..export import PromptSets, Question, read_description
 from ..modules import Target, TargetConfig, TargetIdentity, UserError, load_target
-from ..modules.json_records import read_json
-from ..modules.target.loading import is_local
+from ..modules.files.json_records import read_json
+from ..modules.target.loading.loading import is_local
 
 ARTIFACT_TARGET = "artifact"
 """Stands for the target that the artifact names."""

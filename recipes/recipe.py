@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ..data import DistillConfig, PromptConfig
-from ..data.datamodule import BatchConfig
+from ..data.batches.datamodule import BatchConfig
 from ..export import EvaluateConfig
 from ..modules import Target, TargetConfig, UserError
 from ..modules.policies.registry import MOST

@@ -12,8 +12,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 from draftsmith.modules import Target, TargetConfig, load_target
-from draftsmith.modules.target.loading import find_default_gguf
-from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
+from draftsmith.modules.target.loading.loading import find_default_gguf
+from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.recipes.__main__ import main
 from filelock import FileLock
 

@@ -27,7 +27,7 @@ import pytest
 import yaml
 from draftsmith.export import save_artifact
 from draftsmith.modules import TargetConfig, Topology, UserError, load_target
-from draftsmith.modules.target.loading import find_default_gguf
+from draftsmith.modules.target.loading.loading import find_default_gguf
 from draftsmith.recipes.__main__ import COMMANDS, main
 from support.documents import DOCUMENTS, MARKS, NAMES, ROOT, Block, Command, blocks, commands, statements, unsafe_in_zsh
 from support.families import CASES, randomised

@@ -14,7 +14,7 @@ from ..modules.drafters.acceptance_head import AcceptanceHead, AcceptanceHeadCon
 from ..modules.errors import UserError
 from ..modules.tuning.acceptance_examples import Examples
 from ..modules.tuning.confidence_calibration import ConfidenceCurve, ConfidenceTally
-from .schedules import warmup_cosine
+from .steps.schedules import warmup_cosine
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,22 +26,22 @@ from ..modules.interfaces.family_card import FamilyCard
 from ..modules.target.adapter import Adapter
 from ..modules.target.draft_vocabulary import draft_index
 from ..modules.target.model import Target
-from .activation_checkpointing import checkpoint_activations
-from .checkpoints import require_same_settings
-from .chunked_losses import VocabularyLoss
-from .compiled_step import CompiledStep
 from .draft_vocabulary import reduced_vocabulary
-from .metrics import describe, weighted_mean_loss
-from .objectives import Objective, Teacher
-from .optimizers import optimizer_for
-from .schedules import time_leads, warmup_cosine
-from .split_drafter import SplitDrafter, shard_fully, whole_state
-from .step_guard import StepGuard
-from .strategies import SPLITTING
-from .train_config import TrainConfig, decisive_settings
-from .training_clock import Clock, DataWait, peak_memory_bytes
-from .unread_steps import FinishedStep, UnreadSteps
-from .zero_strategy import ZeroDrafter
+from .losses.chunked_losses import VocabularyLoss
+from .losses.metrics import describe, weighted_mean_loss
+from .losses.objectives import Objective, Teacher
+from .processes.split_drafter import SplitDrafter, shard_fully, whole_state
+from .processes.strategies import SPLITTING
+from .processes.zero_strategy import ZeroDrafter
+from .steps.activation_checkpointing import checkpoint_activations
+from .steps.checkpoints import require_same_settings
+from .steps.compiled_step import CompiledStep
+from .steps.optimizers import optimizer_for
+from .steps.schedules import time_leads, warmup_cosine
+from .steps.step_guard import StepGuard
+from .steps.train_config import TrainConfig, decisive_settings
+from .steps.training_clock import Clock, DataWait, peak_memory_bytes
+from .steps.unread_steps import FinishedStep, UnreadSteps
 
 PATIENCE = 8
 """Optimizer steps without a supervised token after which a run stops: long prompts may fill one step, but not eight."""

@@ -14,8 +14,8 @@ from ..modules.errors import UserError
 from ..modules.features import Features
 from ..modules.interfaces.drafter import Drafter
 from .base import DraftModule
-from .checkpoints import save_weights
-from .schedules import time_leads
+from .steps.checkpoints import save_weights
+from .steps.schedules import time_leads
 
 FEWEST_TOKENS = 1000
 """Fewest decoded tokens for a meaningful choice of the checkpoint; with fewer it is mostly noise."""

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard, get_type_hints
 from ..modules import DRAFTERS
 from ..modules.errors import UserError
 from .base import DraftModule
-from .train_config import TrainConfig
+from .steps.train_config import TrainConfig
 
 VARIANTS = ("medusa2",)
 """Other ways to train a drafter of `DRAFTERS`, each with a module of its own."""
@@ -45,7 +45,7 @@ def family_module(name: str, *, trust: bool = False) -> type[DraftModule]:
         UserError: if there is no such family or class, the class is no DraftModule, or it is not trusted.
     """
     if name in family_names():
-        return _own_module(import_module(f".{name}", __package__))
+        return _own_module(import_module(f".drafters.{name}", __package__))
     dotted = "." in name and all(part.isidentifier() for part in name.split("."))
     if dotted and not trust:
         raise UserError(f"family {name} is a class outside the package, whose file would be imported and run; if you "

@@ -14,18 +14,18 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from ..modules.atomic_files import make_folder
 from ..modules.errors import UserError
 from ..modules.features import Features
+from ..modules.files.atomic_files import make_folder
 from ..modules.interfaces.drafter import Drafter
 from ..modules.processes import Processes, destroy_group_at_exit
 from ..modules.tuning.replay_acceptance import held_out_acceptance
 from .base import DraftModule
 from .callbacks import BEST, LAST, DecodedAcceptance, LastCheckpoint, ProgressLine, nothing_held_out
-from .checkpoints import AtomicCheckpointIO, load_weights
 from .interruption import StopAtSignal
-from .strategies import strategy_for
-from .train_config import TrainConfig
+from .processes.strategies import strategy_for
+from .steps.checkpoints import AtomicCheckpointIO, load_weights
+from .steps.train_config import TrainConfig
 
 BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")
 """Instruction sets of x86 CPUs that multiply bfloat16 matrices faster than float32 ones."""

@@ -5,9 +5,9 @@ import json
 from pathlib import Path
 
 from ...modules import Target, UserError
-from ...modules.atomic_files import write_file
-from ...modules.bounded_reading import PROMPT_BYTES
-from ...modules.json_records import MistypedError, read_json, typed_fields
+from ...modules.files.atomic_files import write_file
+from ...modules.files.bounded_reading import PROMPT_BYTES
+from ...modules.files.json_records import MistypedError, read_json, typed_fields
 from ...modules.target.submodel import fields_of
 from .contention import machine
 from .methods import EvaluateConfig

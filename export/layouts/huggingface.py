@@ -12,9 +12,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ...modules import Drafter, DraftLM, Target
-from ...modules.atomic_files import write_file
 from ...modules.drafters.draft_lm import as_model
-from ...modules.owned_folders import whole_folder
+from ...modules.files.atomic_files import write_file
+from ...modules.files.owned_folders import whole_folder
 from .compressed_tensors import compressed, compressed_config, compressed_note, compressed_table
 from .gguf_file import BFLOAT16, FLOAT32
 from .layout_folder import EXPORT, layout_readme, wrong_family

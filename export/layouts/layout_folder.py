@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...modules import Drafter, Target, UserError
-from ...modules.atomic_files import write_file
-from ...modules.owned_folders import whole_folder
+from ...modules.files.atomic_files import write_file
+from ...modules.files.owned_folders import whole_folder
 from ..artifact import portable
 from .tensor_table import Table, require_table, with_table
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ...modules import Drafter, DraftLM, Eagle3, Target, UserError
-from ...modules.atomic_files import write_file
 from ...modules.drafters.draft_lm import as_model
 from ...modules.drafters.parts.rotary import frequencies
-from ...modules.owned_folders import whole_folder
+from ...modules.files.atomic_files import write_file
+from ...modules.files.owned_folders import whole_folder
 from .compressed_tensors import OUTPUT
 from .eagle import borrows_output, third_tensors
 from .eagle_folder import MIDLAYER, third_table

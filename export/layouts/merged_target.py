@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...modules import Medusa, UserError
-from ...modules.atomic_files import write_file
-from ...modules.owned_folders import whole_folder
+from ...modules.files.atomic_files import write_file
+from ...modules.files.owned_folders import whole_folder
 from ..artifact import Artifact, portable
 from .layout_folder import EXPORT
 from .medusa import medusa_tensors

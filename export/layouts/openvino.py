@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ...modules import Drafter, DraftLM, Eagle3, Target, UserError
-from ...modules.atomic_files import write_file
-from ...modules.owned_folders import whole_folder
+from ...modules.files.atomic_files import write_file
+from ...modules.files.owned_folders import whole_folder
 from ..engine_process import EngineProcess
 from .eagle import EAGLE_FILE, export_eagle
 from .huggingface import export_huggingface

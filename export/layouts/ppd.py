@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...modules import Drafter, PromptTokens, PromptTokensConfig, Target, UserError
-from ...modules.json_records import read_object
+from ...modules.files.json_records import read_object
 from ..artifact import portable
 from .layout_folder import layout_readme, stored, write_layout, wrong_family
 from .safetensors_reader import loaded, read_tensors

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ...modules import Drafter, Target, UserError
-from ...modules.json_records import read_object
+from ...modules.files.json_records import read_object
 from ...modules.target.draft_vocabulary import require_distinct
 from ..weight_checks import require_weights
 

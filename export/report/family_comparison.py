@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...modules.atomic_files import write_file
-from ...modules.bounded_reading import bounded_json, read_bounded_text
+from ...modules.files.atomic_files import write_file
+from ...modules.files.bounded_reading import bounded_json, read_bounded_text
 from .markdown import JSON_NAME
 from .phrases import number, percent, times
 from .plots import standings as plot

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from textwrap import wrap
 
-from ...modules.atomic_files import write_file
+from ...modules.files.atomic_files import write_file
 from ..artifact import Artifact
 from ..evaluation.results import Evaluation, EvaluationRun, Measures
 from .acceptance_heads import HEADS_NOTE, drafted_table, head_verdicts, reliability_table, title

@@ -15,9 +15,9 @@ from ..drafters.parts.decoder_block import AttentionContext
 from ..errors import UserError
 from ..features import Features
 from ..interfaces.proposer import Scores
+from ..target.attention.segment_attention import mask_arguments
 from ..target.layer_skipping import skipping
 from ..target.model import Target
-from ..target.segment_attention import mask_arguments
 
 
 class LayerDraft(CausalDraft):

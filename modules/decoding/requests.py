@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from ..errors import UserError
-from ..target.generation_defaults import GenerationDefaults
+from ..target.loading.generation_defaults import GenerationDefaults
 from ..verification.acceptance_rules import Rule
 from ..verification.sampling import TEMPERATURES, SamplingSetting, is_temperature
 

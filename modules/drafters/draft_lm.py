@@ -24,16 +24,16 @@ from ..features import Features
 from ..interfaces.drafter import Drafter, Drafts
 from ..interfaces.family_card import FamilyCard
 from ..interfaces.proposer import Scores
-from ..target.compiled_layers import CompiledLayers, of_transformers
+from ..target.attention.segment_attention import Sight, mask_arguments, visible_text
+from ..target.devices.compiled_layers import CompiledLayers, of_transformers
 from ..target.draft_vocabulary import over_all_tokens, require_ids
-from ..target.excerpt import layer_list
-from ..target.hf_folder import require_vocabulary
-from ..target.identity import TargetIdentity
 from ..target.kv_cache import RowCache
 from ..target.layer_skipping import skipping
-from ..target.linear_forms import LinearForms
+from ..target.linears.linear_forms import LinearForms
+from ..target.loading.excerpt import layer_list
+from ..target.loading.hf_folder import require_vocabulary
+from ..target.loading.identity import TargetIdentity
 from ..target.model import Target, post_process
-from ..target.segment_attention import Sight, mask_arguments, visible_text
 from ..target.submodel import config_of, fields_of, new_model
 from .draft_lm_config import DraftLMConfig, check_fit, initial_model
 from .parts.causal_drafter import SLOT, CausalDraft, CausalState

@@ -8,7 +8,7 @@ from typing import Any
 from ..config_checks import check_sizes
 from ..errors import UserError
 from ..interfaces.drafter import DrafterConfig
-from ..target.hf_folder import read_config, read_model
+from ..target.loading.hf_folder import read_config, read_model
 from ..target.model import Target
 from ..target.submodel import chosen, copy_layers, new_model, smaller
 

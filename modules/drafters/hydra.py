@@ -21,9 +21,9 @@ from ..interfaces.drafter import Drafts
 from ..interfaces.family_card import FamilyCard
 from ..interfaces.proposer import DraftState, Frontier, Observation, Scores
 from ..row_buffers import RowBuffer
-from ..target.compiled_layers import CompiledLayers
-from ..target.identity import TargetIdentity
+from ..target.devices.compiled_layers import CompiledLayers
 from ..target.kv_cache import RowCache
+from ..target.loading.identity import TargetIdentity
 from ..target.model import Target
 from .hydra_heads import ConditionedBlock, HydraConfig, HydraHead, PrefixLayer
 from .medusa import ResidualBlock

@@ -20,7 +20,7 @@ from ..features import Features
 from ..interfaces.drafter import Drafts
 from ..interfaces.family_card import FamilyCard
 from ..interfaces.proposer import ChainLimits, DraftState, Frontier, Observation, Scores, VerifiedRows
-from ..target.compiled_layers import CompiledLayers
+from ..target.devices.compiled_layers import CompiledLayers
 from ..target.early_layers import EarlyLayers
 from ..target.kv_cache import RowCache
 from ..target.model import Target

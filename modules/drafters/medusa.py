@@ -18,8 +18,8 @@ from ..interfaces.drafter import Drafts
 from ..interfaces.family_card import FamilyCard
 from ..interfaces.proposer import DraftState, Frontier, Observation, Scores
 from ..row_buffers import RowBuffer
-from ..target.compiled_layers import CompiledLayers
-from ..target.identity import TargetIdentity
+from ..target.devices.compiled_layers import CompiledLayers
+from ..target.loading.identity import TargetIdentity
 from ..target.model import Target
 from .parts.compiled_blocks import forms_of
 from .parts.heads import HeadConfig, HeadDrafter

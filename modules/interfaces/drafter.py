@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from ..compiler import Compiler
 from ..features import Features
-from ..target.compiled_layers import CompiledLayers
+from ..target.devices.compiled_layers import CompiledLayers
 from ..target.draft_vocabulary import OutputRows
-from ..target.identity import TargetIdentity
+from ..target.linears.packed_linear import DecodingLinears
+from ..target.loading.identity import TargetIdentity
 from ..target.model import Target
-from ..target.packed_linear import DecodingLinears
 from .family_card import FamilyCard
 from .proposer import Proposer
 

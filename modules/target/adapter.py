@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UserError
-from ..json_records import typed_fields
+from ..files.json_records import typed_fields
 
 PREFIX = "adapter."
 """Prefix of an adapter's tensors wherever they are stored with others."""

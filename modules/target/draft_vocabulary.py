@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import UserError
+from .linears.packed_linear import by_tokens, can_pack_weight, packed_linear
 from .model import Target
-from .packed_linear import by_tokens, can_pack_weight, packed_linear
 
 
 def choose(counts_V: Tensor, size: int, *, always: Sequence[int] = ()) -> Tensor:

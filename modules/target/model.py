@@ -15,20 +15,20 @@ from transformers.cache_utils import Cache
 from ..compiler import Compiler
 from ..errors import UserError
 from ..features import Features
-from . import self_check
 from .adapter import Adapter
+from .attention.segment_attention import additive, mask_arguments, visible_text
+from .attention.tree_attention import NAME, recording, register
 from .broken_embeddings import readable_tokens, tokens_without_embedding
-from .compiled_layers import PACKED, CompiledLayers, of_transformers
-from .excerpt import copy_modules, excerpt, layer_list
-from .generation_defaults import GenerationDefaults, read_defaults
-from .identity import TargetIdentity, hash_weights
-from .linear_forms import LinearForms, Pack, Packing
+from .devices.compiled_layers import PACKED, CompiledLayers, of_transformers
+from .devices.placement import Placement
+from .devices.split_weights import plain_class
+from .linears.linear_forms import LinearForms, Pack, Packing
+from .loading import self_check
+from .loading.excerpt import copy_modules, excerpt, layer_list
+from .loading.generation_defaults import GenerationDefaults, read_defaults
+from .loading.identity import TargetIdentity, hash_weights
 from .pass_layout import PassLayout
-from .placement import Placement
-from .segment_attention import additive, mask_arguments, visible_text
-from .split_weights import plain_class
 from .target_rows import TargetRows
-from .tree_attention import NAME, recording, register
 
 
 class Target:

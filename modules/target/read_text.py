@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ..features import Features
+from .attention.segment_attention import mask_arguments, visible_text
 from .layer_skipping import later_layers
 from .pass_layout import PassLayout
-from .segment_attention import mask_arguments, visible_text
 
 if TYPE_CHECKING:
     from .model import Target

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from ..errors import UserError
-from .claimed_sizes import check_claims
-from .excerpt import layer_list
+from .attention.tree_attention import NAME, register
+from .devices.split_weights import whole
+from .loading.claimed_sizes import check_claims
+from .loading.excerpt import layer_list
 from .model import Target
-from .split_weights import whole
-from .tree_attention import NAME, register
 
 _FALLBACK_FIELDS = ("rms_norm_eps", "initializer_range", "rope_parameters", "bos_token_id", "eos_token_id",
                     "pad_token_id", "max_position_embeddings", "hidden_act")

@@ -31,11 +31,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from draftsmith.data import Manifest, ShardRecord, TokenShard
-from draftsmith.data.datamodule import BatchConfig, DraftDataModule
-from draftsmith.data.feature_shards import state_names
-from draftsmith.data.feature_store import StateStore
-from draftsmith.data.state_formats import FORMATS
-from draftsmith.data.token_store import Row, hash_file
+from draftsmith.data.batches.datamodule import BatchConfig, DraftDataModule
+from draftsmith.data.store.feature_shards import state_names
+from draftsmith.data.store.feature_store import StateStore
+from draftsmith.data.store.state_formats import FORMATS
+from draftsmith.data.store.token_store import Row, hash_file
 from draftsmith.modules import Target
 from draftsmith.trainers import DraftModule
 from support.model_shapes import SHAPES, shaped_target

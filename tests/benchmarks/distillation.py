@@ -24,7 +24,7 @@ from unittest.mock import patch
 
 import torch
 from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, WantedStates, distill, encode
-from draftsmith.data.distill_config import Engine
+from draftsmith.data.answers.distill_config import Engine
 from draftsmith.modules import DEFAULT_NAME, Sampling, Target, TargetConfig, load_target
 from draftsmith.modules.decoding import batch_verifier
 from draftsmith.modules.verification import acceptance_rules

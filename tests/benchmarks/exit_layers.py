@@ -38,7 +38,7 @@ from draftsmith.modules.tuning.exit_search import (
     untrained_lengths,
 )
 from draftsmith.trainers import fit
-from draftsmith.trainers.kangaroo import KangarooModule, KangarooTrainConfig
+from draftsmith.trainers.drafters.kangaroo import KangarooModule, KangarooTrainConfig
 from torch.utils.data import DataLoader
 
 CHAIN = 6

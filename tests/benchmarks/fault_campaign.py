@@ -228,7 +228,7 @@ def damaged(bench: Bench, name: str, out: Path, case: str) -> str:
 
 def damaged_gguf(bench: Bench, name: str, _out: Path, case: str) -> str:
     """The embedded target's GGUF file with a byte of its header changed, or cut short."""
-    from draftsmith.modules.target.loading import find_default_gguf
+    from draftsmith.modules.target.loading.loading import find_default_gguf
 
     source = find_default_gguf()
     if source is None:

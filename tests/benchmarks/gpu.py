@@ -25,7 +25,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from draftsmith.export.evaluation.contention import processor
-from draftsmith.modules.target.loading import find_default_gguf
+from draftsmith.modules.target.loading.loading import find_default_gguf
 from packaging.requirements import Requirement
 from support.gpu_parts import PARTS, ROOT, Settings
 

@@ -26,7 +26,7 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.baselines.registry import BASELINES, baseline
 from draftsmith.modules.baselines.token_recycling import recycling_tree
-from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
+from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.families import CASES, randomised
 from support.steady_waits import GREEDY, MIXED, Way, moved, steady
 

@@ -33,7 +33,8 @@ from pathlib import Path
 
 import torch
 import transformers
-from draftsmith.modules import UserError, atomic_files
+from draftsmith.modules import UserError
+from draftsmith.modules.files import atomic_files
 from scipy.stats import kstest
 from support import campaign_fuzz, campaign_greedy, campaign_sampled
 from support.campaign_outcome import Outcome

@@ -30,7 +30,7 @@ from draftsmith.modules import (
     load_target,
 )
 from draftsmith.modules.baselines.token_recycling import recycling_tree
-from draftsmith.recipes.counted_storages import CountedStorages
+from draftsmith.recipes.planning.counted_storages import CountedStorages
 
 BOUND = 1.10
 """Largest allowed ratio of drafted decoding to plain decoding and the drafter together."""

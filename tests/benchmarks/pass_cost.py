@@ -12,8 +12,8 @@ import time
 
 import torch
 from draftsmith.modules import DEFAULT_NAME, Target, TargetConfig, TokenTree, Topology, load_target
-from draftsmith.modules.target.linear_forms import Packing
-from draftsmith.modules.target.packed_linear import has_packed_product
+from draftsmith.modules.target.linears.linear_forms import Packing
+from draftsmith.modules.target.linears.packed_linear import has_packed_product
 
 SIZES = (1, 2, 4, 8, 16, 32)
 FORMS = ("packed", "plain", "chosen")

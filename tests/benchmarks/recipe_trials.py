@@ -30,20 +30,20 @@ from pathlib import Path
 
 import torch
 from draftsmith.data import Prompt
-from draftsmith.data.answering import Answerer
-from draftsmith.data.token_store import TokenShard, write_bytes
+from draftsmith.data.answers.answering import Answerer
+from draftsmith.data.store.token_store import TokenShard, write_bytes
 from draftsmith.export import busy_warning
 from draftsmith.modules import DecodeSettings, Drafter, Features, Target, Topology, UserError, search_tree
-from draftsmith.modules.atomic_files import write_file
 from draftsmith.modules.config_checks import MOST_STEPS
-from draftsmith.modules.json_records import read_json, record_of
+from draftsmith.modules.files.atomic_files import write_file
+from draftsmith.modules.files.json_records import read_json, record_of
 from draftsmith.modules.read_rows import ReadRows
 from draftsmith.modules.tuning.held_out_ranks import RankedText, proposed_text
 from draftsmith.modules.tuning.rank_walk import walk
 from draftsmith.recipes.chat_settings import handwritten_prompts
-from draftsmith.recipes.pipeline import COMMANDS, batches_for, encoded, perform_stages
-from draftsmith.recipes.training_folder import read_result
-from draftsmith.recipes.workspace import Workspace
+from draftsmith.recipes.commands.pipeline import COMMANDS, batches_for, encoded, perform_stages
+from draftsmith.recipes.stages.training_folder import read_result
+from draftsmith.recipes.stages.workspace import Workspace
 from draftsmith.trainers import DraftModule
 from safetensors.torch import load_file
 from tqdm import tqdm

@@ -64,7 +64,7 @@ def cases(base: Case, longest: int) -> dict[str, list[Case]]:
 def measure(case: Case, rank: int, port: int) -> dict[str, float]:
     """Seconds and MiB of one case, in this process."""
     import torch
-    from draftsmith.recipes.counted_storages import CountedStorages
+    from draftsmith.recipes.planning.counted_storages import CountedStorages
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -88,7 +88,7 @@ def made(case: Case) -> Any:
     """The training module of a case, with equal weights in every process."""
     import torch
     from draftsmith.modules import Eagle3Config, HydraConfig, KangarooConfig, MedusaConfig, Target
-    from draftsmith.modules.target.tiny_model import tiny_tokenizer
+    from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
     from draftsmith.trainers.families import family_configs, family_module
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -109,7 +109,7 @@ def made(case: Case) -> Any:
 def batch(case: Case) -> Any:
     """Rows of conversations with labels everywhere."""
     import torch
-    from draftsmith.data.collate import Piece, pack
+    from draftsmith.data.store.collate import Piece, pack
 
     size = min(case.segment, case.length)
     piece = Piece(tokens_N=torch.randint(4, case.vocabulary, (size,)), supervised_N=torch.ones(size, dtype=torch.bool))
@@ -139,8 +139,8 @@ def peak() -> float:
 def batches(lengths: list[int], row_length: int, rows: int) -> tuple[float, float]:
     """(share of padding in the batches of an epoch, seconds to make one of them)."""
     import torch
-    from draftsmith.data.collate import Piece, pack
-    from draftsmith.data.datamodule import BatchConfig, BatchPlan
+    from draftsmith.data.batches.datamodule import BatchConfig, BatchPlan
+    from draftsmith.data.store.collate import Piece, pack
 
     plan = BatchPlan(lengths, BatchConfig(row_length=row_length, rows_per_batch=rows, states="computed"))
     plan.batch(0)

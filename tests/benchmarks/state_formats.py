@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from draftsmith.data.state_formats import CHANNELS, FORMATS, STATES, TOKENS, StateFormat, unpacked
+from draftsmith.data.store.state_formats import CHANNELS, FORMATS, STATES, TOKENS, StateFormat, unpacked
 from draftsmith.modules import Features, Target, TargetConfig, load_target
 from torch import Tensor
 from torch.nn import functional

@@ -27,9 +27,9 @@ from dataclasses import dataclass
 
 import torch
 from draftsmith.modules import Features, load_target
-from draftsmith.recipes.pipeline import COMMANDS
+from draftsmith.recipes.commands.pipeline import COMMANDS
 from draftsmith.trainers import DraftModule
-from draftsmith.trainers.metrics import weighted_mean_loss
+from draftsmith.trainers.losses.metrics import weighted_mean_loss
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 

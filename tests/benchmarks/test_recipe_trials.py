@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.modules import DecodeSettings, Features, Request, Target, decode, replay
-from draftsmith.recipes import pipeline
+from draftsmith.recipes.commands import pipeline
 from support.families import CASES, randomised
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -34,18 +34,18 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from draftsmith.data.collate import Piece, packed, pad, plan_bins
-from draftsmith.data.packed_batch import PackedBatch
-from draftsmith.data.prefetch import Prefetched
+from draftsmith.data.batches.prefetch import Prefetched
+from draftsmith.data.store.collate import Piece, packed, pad, plan_bins
+from draftsmith.data.store.packed_batch import PackedBatch
 from draftsmith.modules import Drafter, DraftLM, Features, Target
 from draftsmith.modules.compiler import Compiler
 from draftsmith.modules.drafters.parts.decoder_block import GatedMLP
-from draftsmith.recipes.counted_storages import CountedStorages
+from draftsmith.recipes.planning.counted_storages import CountedStorages
 from draftsmith.trainers import DraftModule
-from draftsmith.trainers.activation_checkpointing import checkpoint_activations
-from draftsmith.trainers.chunked_losses import VocabularyLoss
-from draftsmith.trainers.compiled_step import CompiledStep
-from draftsmith.trainers.metrics import weighted_mean_loss
+from draftsmith.trainers.losses.chunked_losses import VocabularyLoss
+from draftsmith.trainers.losses.metrics import weighted_mean_loss
+from draftsmith.trainers.steps.activation_checkpointing import checkpoint_activations
+from draftsmith.trainers.steps.compiled_step import CompiledStep
 from references.textbook_step import textbook_gradient
 from support.model_shapes import SHAPES, shaped_target
 from support.shaped_modules import RECIPES, shaped_module, shaped_recipe

@@ -37,8 +37,8 @@ def measure(variant: str, options: argparse.Namespace) -> dict[str, float]:
 
     def chunked(states, final, features):
         from draftsmith.modules.interfaces.drafter import Drafts
-        from draftsmith.trainers.chunked_losses import VocabularyLoss
-        from draftsmith.trainers.objectives import Objective, teacher_output_of
+        from draftsmith.trainers.losses.chunked_losses import VocabularyLoss
+        from draftsmith.trainers.losses.objectives import Objective, teacher_output_of
 
         def teacher(rows):
             return teacher_output_of(functional.linear(rows, weight), rows.new_zeros(len(rows)))

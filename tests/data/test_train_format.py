@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from draftsmith.data import ChatTemplate, DistillConfig, WantedStates, distill
-from draftsmith.data.feature_shards import stored_format
+from draftsmith.data.store.feature_shards import stored_format
 from draftsmith.modules import Target, UserError
-from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
+from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from safetensors.torch import load_file
 from support.prompt_files import contents, many, write_prompts
 

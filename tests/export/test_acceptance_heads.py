@@ -40,7 +40,7 @@ from draftsmith.modules import (
     decode,
     policy_named,
 )
-from draftsmith.modules.atomic_files import file_sha256
+from draftsmith.modules.files.atomic_files import file_sha256
 from draftsmith.modules.tuning.confidence_calibration import ConfidenceTally
 from draftsmith.modules.tuning.drafted_tokens import NAMES
 from safetensors.torch import load_file, save_file

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.modules import bounded_reading
+from draftsmith.modules.files import bounded_reading
 from draftsmith.recipes.__main__ import main
 from support.faults import Fault, Place, check, ids
 
@@ -152,7 +152,7 @@ def _small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds that are reached in a moment."""
     monkeypatch.setattr(bounded_reading, "SILENCE", 0.2)
     monkeypatch.setattr(bounded_reading, "STREAM_BYTES", 2**20)
-    monkeypatch.setattr("draftsmith.data.bounded_template.MOST_STEPS", 20_000)
+    monkeypatch.setattr("draftsmith.data.prompts.bounded_template.MOST_STEPS", 20_000)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=ids(FAULTS))

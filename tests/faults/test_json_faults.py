@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.data.feature_shards import stored_format
+from draftsmith.data.store.feature_shards import stored_format
 from draftsmith.modules import UserError
-from draftsmith.recipes.training_folder import read_result
-from draftsmith.trainers.checkpoints import PARTS, AtomicCheckpointIO
+from draftsmith.recipes.stages.training_folder import read_result
+from draftsmith.trainers.steps.checkpoints import PARTS, AtomicCheckpointIO
 from support.faults import Fault, Place, check, ids
 
 VALUES: dict[str, Any] = {

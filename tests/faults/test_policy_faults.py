@@ -27,5 +27,5 @@ def test_a_wrong_policy_is_refused_before_the_target_is_loaded(
     def loaded(*_: object) -> None:
         raise AssertionError("the target was loaded first")
 
-    monkeypatch.setattr("draftsmith.recipes.artifact_commands.artifact_target", loaded)
+    monkeypatch.setattr("draftsmith.recipes.commands.artifact_commands.artifact_target", loaded)
     check(fault, place, monkeypatch, capfd)

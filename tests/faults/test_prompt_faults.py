@@ -75,8 +75,8 @@ def test_a_wrong_prompt_file_is_refused_before_the_target_is_loaded(
     def loaded(*_: object) -> None:
         raise AssertionError("the target was loaded first")
 
-    monkeypatch.setattr("draftsmith.recipes.artifact_commands.artifact_target", loaded)
-    monkeypatch.setattr("draftsmith.recipes.workspace.load_target", loaded)
+    monkeypatch.setattr("draftsmith.recipes.commands.artifact_commands.artifact_target", loaded)
+    monkeypatch.setattr("draftsmith.recipes.stages.workspace.load_target", loaded)
     check(fault, place, monkeypatch, capfd)
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.data import feature_store
-from draftsmith.data.distill import Distillation
-from draftsmith.recipes import artifact_commands, pipeline
+from draftsmith.data.answers.distill import Distillation
+from draftsmith.data.store import feature_store
 from draftsmith.recipes.__main__ import main
-from draftsmith.recipes.interruption import Stopped, call, stopped_by_signals
+from draftsmith.recipes.commands import artifact_commands, pipeline
+from draftsmith.recipes.terminal.interruption import Stopped, call, stopped_by_signals
 from draftsmith.trainers import MedusaModule
 from safetensors.torch import load_file
 

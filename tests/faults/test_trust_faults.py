@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.data.token_store import _json, hash_bytes
-from draftsmith.recipes import compare_families
+from draftsmith.data.store.token_store import _json, hash_bytes
 from draftsmith.recipes.__main__ import main
+from draftsmith.recipes.commands import compare_families
 from support.faults import Fault, Place, check, ids
 
 MARK = "import pathlib; pathlib.Path({!r}).write_text('ran')\n"
@@ -60,8 +60,9 @@ FAULTS = [
     Fault("help for a dotted class", "train --config r.yaml --help", rf"family hostile\.Module {FLAG}",
           recipe(f"{NAMED}family: hostile.Module\n")),
     Fault("a function of the system", "plan --config {tiny} --family os.system", rf"family os\.system {FLAG}"),
-    Fault("a class of the package by its path", "plan --config {tiny} --family draftsmith.trainers.medusa.MedusaModule",
-          rf"family draftsmith\.trainers\.medusa\.MedusaModule {FLAG}"),
+    Fault("a class of the package by its path",
+          "plan --config {tiny} --family draftsmith.trainers.drafters.medusa.MedusaModule",
+          rf"family draftsmith\.trainers\.drafters\.medusa\.MedusaModule {FLAG}"),
     Fault("a dotted path of no names", "plan --config {tiny} --family ..os.system --trust",
           r"unknown family '\.\.os\.system': choose one of"),
     Fault("a trusted function", "plan --config {tiny} --family os.system --trust",

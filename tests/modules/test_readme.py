@@ -25,7 +25,7 @@ def test_the_steps_hold_for_every_family() -> None:
     """Each family has the files that the steps name, but for those shared with another family."""
     for family in (cls.family for cls in DRAFTERS):
         assert f"{family}.py" in {path.name for path in (ROOT / "modules" / "drafters").glob("*.py")}
-        for step in (f"trainers/{family}.py", f"tests/support/families/{family}.py"):
+        for step in (f"trainers/drafters/{family}.py", f"tests/support/families/{family}.py"):
             assert (ROOT / step).is_file(), step
     named = re.findall(r"`((?:modules|trainers|recipes|tests|export)/[\w/.<>]+)`", section("Add a method"))
     assert len(named) >= 10

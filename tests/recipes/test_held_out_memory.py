@@ -2,11 +2,11 @@
 
 
 import pytest
-from draftsmith.data.datamodule import DraftDataModule
+from draftsmith.data.batches.datamodule import DraftDataModule
 from draftsmith.modules.read_rows import ReadRows
-from draftsmith.recipes.counted_storages import CountedStorages
-from draftsmith.recipes.pipeline import COMMANDS, artifact_stage, perform_stages
-from draftsmith.recipes.workspace import Workspace
+from draftsmith.recipes.commands.pipeline import COMMANDS, artifact_stage, perform_stages
+from draftsmith.recipes.planning.counted_storages import CountedStorages
+from draftsmith.recipes.stages.workspace import Workspace
 from support.wide_model import wide_model
 
 TIMES = 6

@@ -15,19 +15,19 @@ from typing import Any
 
 import pytest
 from draftsmith.modules import BASELINES
-from draftsmith.recipes import (
+from draftsmith.recipes.__main__ import COMMANDS, main
+from draftsmith.recipes.commands import (
     acceptance_head,
-    answer_workers,
     artifact_commands,
     compare_families,
     memory_plan,
     pipeline,
     publishing,
 )
-from draftsmith.recipes.__main__ import COMMANDS, main
-from draftsmith.recipes.parsing import SECTIONS, TRUST, Command, CommandLine
+from draftsmith.recipes.reading.parsing import SECTIONS, TRUST, Command, CommandLine
+from draftsmith.recipes.reading.recipe_files import read_recipe
 from draftsmith.recipes.recipe import Recipe
-from draftsmith.recipes.recipe_files import read_recipe
+from draftsmith.recipes.stages import answer_workers
 from draftsmith.trainers.families import family_configs, family_names
 
 SHIPPED = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml"))

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.modules import load_target
-from draftsmith.modules.target import linear_forms, packed_linear, self_check
-from draftsmith.modules.target.linear_times import TOKENS, LinearTimes
-from draftsmith.modules.target.loading import load_in_format
-from draftsmith.recipes import workspace
+from draftsmith.modules.target.linears import linear_forms, packed_linear
+from draftsmith.modules.target.linears.linear_times import TOKENS, LinearTimes
+from draftsmith.modules.target.loading import self_check
+from draftsmith.modules.target.loading.loading import load_in_format
 from draftsmith.recipes.__main__ import main
-from draftsmith.recipes.pipeline import COMMANDS
+from draftsmith.recipes.commands.pipeline import COMMANDS
+from draftsmith.recipes.stages import workspace
 
 TINY = Path(__file__).resolve().parents[2] / "recipes" / "tiny.yaml"
 PLAIN_PAYS = LinearTimes(dtype="float32", tokens=TOKENS, plain=(1.0,) * 6, packed=(2.0,) * 6)

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from draftsmith.modules.target.loading import find_default_gguf
-from draftsmith.recipes.pipeline import ALL
+from draftsmith.modules.target.loading.loading import find_default_gguf
+from draftsmith.recipes.commands.pipeline import ALL
 from support.wide_model import wide_model
 
 pytestmark = [

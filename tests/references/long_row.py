@@ -12,11 +12,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from draftsmith.data.collate import Piece, pack
+from draftsmith.data.store.collate import Piece, pack
 from draftsmith.modules import Eagle3Config, KangarooConfig, Target
-from draftsmith.modules.target.tiny_model import tiny_tokenizer
-from draftsmith.trainers.eagle3 import Eagle3Module, Eagle3TrainConfig
-from draftsmith.trainers.kangaroo import KangarooModule, KangarooTrainConfig
+from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
+from draftsmith.trainers.drafters.eagle3 import Eagle3Module, Eagle3TrainConfig
+from draftsmith.trainers.drafters.kangaroo import KangarooModule, KangarooTrainConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 
 WAYS = {"eagle3": lambda target: Eagle3Module(target, Eagle3TrainConfig(drafter=Eagle3Config(steps=2))),

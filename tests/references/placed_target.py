@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from draftsmith.modules import DecodeSettings, Features, Request, StaticTree, Target, Topology, decode
 from draftsmith.modules.drafters.eagle3 import Eagle3Config
-from draftsmith.modules.target.loading import TargetConfig, load_target
+from draftsmith.modules.target.loading.loading import TargetConfig, load_target
 from draftsmith.trainers import FitResult, fit
-from draftsmith.trainers.eagle3 import Eagle3Module, Eagle3TrainConfig
+from draftsmith.trainers.drafters.eagle3 import Eagle3Module, Eagle3TrainConfig
 from support.cycle import CYCLE, CycleData, cycle_rows
 
 TAPS = (0, 2, 5)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 from draftsmith.modules.target.draft_vocabulary import draft_index
-from draftsmith.trainers.objectives import Teacher
+from draftsmith.trainers.losses.objectives import Teacher
 from torch.nn import functional
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from draftsmith.export.layouts.gguf_file import FLOAT32
 from draftsmith.modules import DRAFTERS, Drafter
-from draftsmith.modules.atomic_files import write_file
-from draftsmith.recipes.method_table import filled
+from draftsmith.modules.files.atomic_files import write_file
+from draftsmith.recipes.commands.method_table import filled
 from support.engine_contracts import CONTRACTS
 
 FIGURES = Path(__file__).with_name("figures.json")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from draftsmith.export import Artifact, TrialSettings, export_artifact, load_artifact, try_export
 from draftsmith.modules import Medusa, TargetConfig, UserError
-from draftsmith.recipes.artifact_commands import trial_prompts
 from draftsmith.recipes.chat_settings import ARTIFACT_TARGET, TemplateConfig, artifact_target
+from draftsmith.recipes.commands.artifact_commands import trial_prompts
 
 
 def layout_of(artifact: Artifact) -> str:

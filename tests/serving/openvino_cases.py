@@ -9,7 +9,7 @@ import torch
 from draftsmith.export.engine_process import EngineProcess
 from draftsmith.export.engines import openvino_run
 from draftsmith.export.layouts import openvino_conversion
-from draftsmith.modules.target.tiny_model import tiny_tokenizer
+from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from serving.overfitted import ANSWER_TOKENS, HEAD_DIM, ROPE_BASE, STEPS, Texts
 from serving.proof import Case
 

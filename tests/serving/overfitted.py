@@ -26,7 +26,7 @@ from draftsmith.modules import (
     Topology,
 )
 from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
-from draftsmith.modules.target.tiny_model import tiny_tokenizer
+from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from support.gguf_vocabulary import write_vocabulary
 from torch import Tensor
 from torch.nn import functional

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import transformers
 from draftsmith.modules import Target
-from draftsmith.modules.target.tiny_model import tiny_tokenizer
+from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -3,7 +3,7 @@
 from functools import cache
 from typing import Any
 
-from draftsmith.modules.target.tiny_model import CHATML
+from draftsmith.modules.target.loading.tiny_model import CHATML
 
 SPECIAL = (
     "<pad>",

@@ -6,7 +6,7 @@ from typing import Any
 import lightning as L
 import torch
 from draftsmith.modules import Features, Target
-from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
+from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from torch.utils.data import DataLoader, IterableDataset
 
 CYCLE = tuple(range(30, 46))

@@ -18,11 +18,11 @@ import torch
 from benchmarks import decode_overhead, decode_speed, distillation, pass_cost, training_step
 from benchmarks.against_transformers import chat_prompts
 from draftsmith.data import DistillConfig, PromptConfig
-from draftsmith.data.distill_config import Engine
+from draftsmith.data.answers.distill_config import Engine
 from draftsmith.export import load_artifact
 from draftsmith.export.evaluation.contention import ContentionProbe
 from draftsmith.modules import Chain, StaticTree, Target, TargetConfig, UserError, baseline, load_target
-from draftsmith.modules.target.loading import find_default_gguf
+from draftsmith.modules.target.loading.loading import find_default_gguf
 from support.model_shapes import shaped_target
 from support.shaped_modules import RECIPES, shaped_module, shaped_recipe
 

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from draftsmith.modules import Target
-from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
+from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors

@@ -3,7 +3,7 @@ passages of random tokens, so that drafts are accepted whole in some places and 
 
 import torch
 from draftsmith.modules import Features, Medusa, MedusaConfig, Target
-from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
+from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 

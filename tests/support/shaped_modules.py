@@ -2,7 +2,7 @@
 
 import torch
 from draftsmith.modules import Target
-from draftsmith.recipes.pipeline import COMMANDS
+from draftsmith.recipes.commands.pipeline import COMMANDS
 from draftsmith.recipes.recipe import Recipe
 from draftsmith.trainers import DraftModule
 from support.model_shapes import SHAPES

@@ -13,9 +13,9 @@ import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from draftsmith.recipes.memory_plan import plan_recipe
-from draftsmith.recipes.pipeline import ALL, COMMANDS, perform_stages
-from draftsmith.recipes.workspace import Workspace
+from draftsmith.recipes.commands.memory_plan import plan_recipe
+from draftsmith.recipes.commands.pipeline import ALL, COMMANDS, perform_stages
+from draftsmith.recipes.stages.workspace import Workspace
 
 
 def peak_bytes() -> int:

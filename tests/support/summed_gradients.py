@@ -3,7 +3,7 @@
 import torch
 from draftsmith.modules import Features, Target
 from draftsmith.trainers import DraftModule
-from draftsmith.trainers.metrics import weighted_mean_loss
+from draftsmith.trainers.losses.metrics import weighted_mean_loss
 from support.families import CASES, randomised
 from torch import Tensor
 

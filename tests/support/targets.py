@@ -8,7 +8,7 @@ from draftsmith.modules import (
     Target,
 )
 from draftsmith.modules.target.adapter import LowRank, choose_layers, linear_layers
-from draftsmith.modules.target.tiny_model import tiny_tokenizer
+from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from draftsmith.modules.target.tiny_model import tiny_tokenizer
+from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.data.collate import Piece, pack, pad
+from draftsmith.data.store.collate import Piece, pack, pad
 from draftsmith.modules import Features, Target, UserError
 from draftsmith.trainers import DraftModule, MedusaModule, MedusaTrainConfig
 from support.families import CASES

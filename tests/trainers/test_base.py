@@ -10,9 +10,9 @@ import torch
 from draftsmith.modules import Features, Target, UserError
 from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
 from draftsmith.modules.interfaces.drafter import Drafts
-from draftsmith.modules.target.identity import hash_weights
+from draftsmith.modules.target.loading.identity import hash_weights
 from draftsmith.trainers import FitResult, MedusaModule, MedusaTrainConfig, fit
-from draftsmith.trainers.metrics import weighted_mean_loss
+from draftsmith.trainers.losses.metrics import weighted_mean_loss
 from support.cycle import CYCLE, CycleData, cycle_rows, cycle_target
 from torch import Tensor
 

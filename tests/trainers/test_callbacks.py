@@ -12,7 +12,7 @@ import torch
 from draftsmith.modules import Target, UserError
 from draftsmith.modules.drafters.medusa import MedusaConfig
 from draftsmith.trainers import MedusaModule, MedusaTrainConfig, fit, fitting
-from draftsmith.trainers.checkpoints import load_weights, save_weights
+from draftsmith.trainers.steps.checkpoints import load_weights, save_weights
 from safetensors.torch import load_file
 from support.cycle import CycleData, cycle_target
 

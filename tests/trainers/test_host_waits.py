@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.data.collate import Piece, packed
-from draftsmith.data.packed_batch import PackedBatch
+from draftsmith.data.store.collate import Piece, packed
+from draftsmith.data.store.packed_batch import PackedBatch
 from draftsmith.modules import Target
-from draftsmith.trainers.metrics import weighted_mean_loss
-from draftsmith.trainers.unread_steps import READ_EVERY, FinishedStep, UnreadSteps
+from draftsmith.trainers.losses.metrics import weighted_mean_loss
+from draftsmith.trainers.steps.unread_steps import READ_EVERY, FinishedStep, UnreadSteps
 from support.families import CASES, randomised
 from support.pretended_device import DEVICE, Waits, pretended_device
 from support.steady_waits import moved, on_device

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from draftsmith.data.collate import Piece, pack
+from draftsmith.data.store.collate import Piece, pack
 from draftsmith.modules import Features, Target
 from support.families import CASES
 from support.summed_gradients import gradients, module_of
 
-DENSE = "draftsmith.modules.target.segment_attention.DENSE_LENGTH"
+DENSE = "draftsmith.modules.target.attention.segment_attention.DENSE_LENGTH"
 SCRIPT = Path(__file__).resolve().parents[1] / "references" / "long_row.py"
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.modules import load_target
-from draftsmith.modules.target.loading import TargetConfig
-from draftsmith.modules.target.tiny_model import tiny_tokenizer
+from draftsmith.modules.target.loading.loading import TargetConfig
+from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from draftsmith.trainers import FitResult
 from references.placed_target import Found, show, train
 from support.torchrun import torchrun

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...compiler import Compiler
-from ...target.apart_attention import Asked, attend_apart, attending
-from ...target.compiled_layers import CompiledLayers, Form
+from ...target.attention.apart_attention import Asked, attend_apart, attending
+from ...target.devices.compiled_layers import CompiledLayers, Form
 from .decoder_block import Attention, AttentionContext, BlockConfig
 from .rotary import Rotation
 

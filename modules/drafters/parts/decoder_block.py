@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 from ...config_checks import check_sizes
 from ...errors import UserError
 from ...features import Features
-from ...json_records import MistypedError, typed_fields
-from ...target.flex_segments import FlexSegments
+from ...files.json_records import MistypedError, typed_fields
+from ...target.attention.flex_segments import FlexSegments
+from ...target.attention.segment_attention import Segments, Sight, attend_inside
 from ...target.kv_cache import RowCache
 from ...target.model import Target
-from ...target.segment_attention import Segments, Sight, attend_inside
 from .fused_segments import attend_segments, visible_rows
 from .rotary import SCALINGS, Rotation, rotate, rotation
 

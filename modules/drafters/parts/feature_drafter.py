@@ -15,8 +15,8 @@ from ...compiler import Compiler
 from ...config_checks import settings_of
 from ...features import Features
 from ...interfaces.drafter import DrafterConfig
-from ...target.compiled_layers import CompiledLayers
-from ...target.identity import TargetIdentity
+from ...target.devices.compiled_layers import CompiledLayers
+from ...target.loading.identity import TargetIdentity
 from ...target.model import Target
 from .compiled_blocks import forms_of
 from .decoder_block import OFFICIAL_ROPE_BASE, BlockConfig, ResidualLayer

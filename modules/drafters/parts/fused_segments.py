@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...features import Features
-from ...target.flex_segments import FlexSegments
-from ...target.segment_attention import Segments, Sight, Span, visible_text
+from ...target.attention.flex_segments import FlexSegments
+from ...target.attention.segment_attention import Segments, Sight, Span, visible_text
 
 
 def visible_rows(features: Features) -> Sight:

@@ -20,8 +20,8 @@ from ...features import Features
 from ...interfaces.drafter import DrafterConfig, Drafts
 from ...interfaces.proposer import AheadStates, DraftState, Frontier, Observation, Scores, VerifiedRows
 from ...row_buffers import RowBuffer
-from ...target.identity import TargetIdentity
 from ...target.kv_cache import RowCache
+from ...target.loading.identity import TargetIdentity
 from ...target.model import Target
 from ...target.read_text import ReadText
 from ...target.target_rows import TargetRows

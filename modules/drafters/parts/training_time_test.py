@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...features import Features
-from ...target.flex_segments import FlexSegments
-from ...target.segment_attention import SegmentForm, Segments, Sight, additive, attend_inside
+from ...target.attention.flex_segments import FlexSegments
+from ...target.attention.segment_attention import SegmentForm, Segments, Sight, additive, attend_inside
 from .decoder_block import AttentionContext
 from .fused_segments import attend_segments
 

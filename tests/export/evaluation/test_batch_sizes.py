@@ -30,7 +30,7 @@ from draftsmith.modules import (
     decode,
 )
 from draftsmith.modules.compiler import Compiler
-from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
+from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.families import randomised
 
 TREE = Topology.from_paths([(0,), (1,), (0, 0), (2,), (3,), (0, 1), (1, 0)])

@@ -13,7 +13,7 @@ from draftsmith.export.evaluation.lossless import (
     sampled_judge,
 )
 from draftsmith.modules import DecodeSettings, Request, Target, decode
-from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
+from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 
 PROMPTS = [*((1, 5 + place, 40, 9) for place in range(5)), *((1, 30 + place, 8) for place in range(3))]
 

@@ -23,7 +23,7 @@ from draftsmith.modules import (
     Union,
     decode,
 )
-from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
+from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 
 SHORT = Request((5, 9, 30), 0, 12)
 

@@ -26,7 +26,7 @@ from draftsmith.modules.drafters.eagle3 import WideBlock
 from draftsmith.modules.drafters.eagle_base import EagleDrafter
 from draftsmith.modules.drafters.parts.decoder_block import BlockConfig
 from draftsmith.modules.drafters.parts.training_time_test import Rollout
-from draftsmith.modules.target.tiny_model import tiny_tokenizer
+from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.families import IDS, randomised

@@ -7,7 +7,7 @@ import pytest
 import torch
 from draftsmith.export import Artifact, export_artifact, import_hydra
 from draftsmith.modules import Features, Hydra, HydraConfig, Observation, StaticTree, Target, Topology, UserError
-from draftsmith.modules.target.tiny_model import tiny_tokenizer
+from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.families import randomised

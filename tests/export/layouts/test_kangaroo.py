@@ -11,7 +11,7 @@ from draftsmith.modules import Drafter, Features, Kangaroo, KangarooConfig, Medu
 from draftsmith.modules.drafters.medusa import Medusa
 from draftsmith.modules.drafters.parts.block_cache import BlockRows
 from draftsmith.modules.interfaces.proposer import Frontier
-from draftsmith.modules.target.tiny_model import tiny_tokenizer
+from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.families import randomised

@@ -8,7 +8,7 @@ import torch
 from draftsmith.export import FORMATS, Artifact, export_artifact, import_medusa
 from draftsmith.modules import Features, Target, UserError
 from draftsmith.modules.drafters.medusa import Medusa
-from draftsmith.modules.target.tiny_model import tiny_tokenizer
+from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.artifacts import TREE, heads

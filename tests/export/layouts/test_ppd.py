@@ -18,7 +18,7 @@ from draftsmith.modules import (
     UserError,
 )
 from draftsmith.modules.drafters.medusa import Medusa
-from draftsmith.modules.target.tiny_model import tiny_tokenizer
+from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.families import randomised

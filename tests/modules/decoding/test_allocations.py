@@ -17,7 +17,7 @@ from draftsmith.modules import (
 from draftsmith.modules.baselines.token_recycling import recycling_tree
 from draftsmith.modules.drafters.parts.feature_drafter import FeatureDrafter
 from draftsmith.modules.drafters.parts.lookahead_drafter import LookaheadDrafter
-from draftsmith.recipes.counted_storages import CountedStorages
+from draftsmith.recipes.planning.counted_storages import CountedStorages
 from support.families import CASES
 
 NODES = 4

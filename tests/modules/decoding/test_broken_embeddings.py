@@ -28,7 +28,7 @@ from draftsmith.modules import (
     Topology,
     decode,
 )
-from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
+from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from scipy.stats import chisquare
 from support.tables import TableDrafter
 from support.wrapped_drafter import Wrapped

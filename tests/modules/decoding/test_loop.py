@@ -9,7 +9,7 @@ import torch
 from draftsmith.modules import Chain, DecodeSettings, Generation, Request, Target, UserError, decode, stream
 from draftsmith.modules.decoding.loop import shared_prefix
 from draftsmith.modules.decoding.stop_texts import first_stop
-from draftsmith.modules.target.tiny_model import tiny_tokenizer
+from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from support.drafters import ScriptedDrafter
 
 pytestmark = pytest.mark.usefixtures("on_device")

@@ -37,7 +37,7 @@ from draftsmith.modules import (
     follow,
 )
 from draftsmith.modules.decoding import batch_verifier as referee
-from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
+from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.modules.verification import acceptance_rules as rules
 from draftsmith.modules.verification.sampling import probabilities
 from scipy.stats import chi2

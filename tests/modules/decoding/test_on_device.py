@@ -3,7 +3,7 @@
 import pytest
 import torch
 from draftsmith.modules import Features, Target, Topology
-from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
+from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.on_device import tensors_on
 from support.pretended_device import DEVICE, pretended_device
 

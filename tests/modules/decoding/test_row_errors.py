@@ -31,7 +31,7 @@ from draftsmith.modules import (
     decode,
     stream,
 )
-from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
+from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.drafters import ScriptedDrafter
 from support.tables import TableDrafter, random_log_probs
 from torch import Tensor

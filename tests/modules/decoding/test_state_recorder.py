@@ -19,7 +19,7 @@ from draftsmith.modules import (
     decode,
 )
 from draftsmith.modules.decoding.state_recorder import RecordedStates, StateRecorder
-from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
+from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.drafters import ScriptedDrafter
 from support.families import CASES, randomised
 

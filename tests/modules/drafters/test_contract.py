@@ -31,7 +31,7 @@ from draftsmith.modules import (
     rank_table,
 )
 from draftsmith.trainers import DraftModule, fit
-from draftsmith.trainers.chunked_losses import supervise
+from draftsmith.trainers.losses.chunked_losses import supervise
 from safetensors.torch import load_file
 from support.cycle import CycleData, cycle_target
 from support.families import CASES, randomised

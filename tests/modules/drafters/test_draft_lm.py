@@ -30,9 +30,9 @@ from draftsmith.modules import (
 from draftsmith.modules.drafters.draft_lm import as_model
 from draftsmith.modules.drafters.draft_lm_config import planned
 from draftsmith.modules.drafters.parts.mask_tokens import conditional_drop, pack, useful, visible
-from draftsmith.modules.target.hf_folder import folder_digest
-from draftsmith.modules.target.loading import sketch_target
-from draftsmith.modules.target.tiny_model import tiny_tokenizer
+from draftsmith.modules.target.loading.hf_folder import folder_digest
+from draftsmith.modules.target.loading.loading import sketch_target
+from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from draftsmith.trainers import DraftLMModule, DraftLMTrainConfig
 from references.mask_tokens import state_behind
 from support.campaign_targets import build

@@ -21,9 +21,9 @@ from draftsmith.modules.drafters.eagle3 import chosen_taps
 from draftsmith.modules.drafters.eagle_base import EagleDrafter, EagleState
 from draftsmith.modules.drafters.parts.decoder_block import AttentionContext
 from draftsmith.modules.drafters.parts.training_time_test import Rollout
-from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
-from draftsmith.trainers.eagle import EagleModule, EagleTrainConfig
-from draftsmith.trainers.eagle3 import Eagle3Module, Eagle3TrainConfig
+from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
+from draftsmith.trainers.drafters.eagle import EagleModule, EagleTrainConfig
+from draftsmith.trainers.drafters.eagle3 import Eagle3Module, Eagle3TrainConfig
 from references.eagle import PlainRollout, fspad, harmonised
 from support.families import randomised
 from torch import Tensor

@@ -28,8 +28,8 @@ from draftsmith.modules.drafters.parts.virtual_nodes import Slots, extended
 from draftsmith.modules.interfaces.proposer import DraftState, Frontier, Observation
 from draftsmith.modules.target.read_text import ReadText
 from draftsmith.modules.token_tree import Lookahead
-from draftsmith.trainers.lookahead_base import rolled_out
-from draftsmith.trainers.prompt_tokens import PromptTokensModule, PromptTokensTrainConfig
+from draftsmith.trainers.drafters.lookahead_base import rolled_out
+from draftsmith.trainers.drafters.prompt_tokens import PromptTokensModule, PromptTokensTrainConfig
 from references.lookahead import states_after
 from support.encoded_answers import encoded_answers
 from support.families import randomised

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "tests" / "support" / "new_family"
 OWN_FILES = {
     "drafter.py": "modules/drafters/bigram.py",
-    "module.py": "trainers/bigram.py",
+    "module.py": "trainers/drafters/bigram.py",
     "recipe.yaml": "recipes/bigram.yaml",
     "recipe_8b.yaml": "recipes/bigram_8b.yaml",
     "cases.py": "tests/support/families/bigram.py",
@@ -29,7 +29,7 @@ EDITS = {
     "modules/README.md": (("| `medusa` · ", "`bigram` · "),),
 }
 """The edits of steps 7 and 8: in each file, what is inserted after which place."""
-COMMANDS = (("draftsmith.recipes.method_table", "README.md"), ("draftsmith.recipes.key_reference",))
+COMMANDS = (("draftsmith.recipes.commands.method_table", "README.md"), ("draftsmith.recipes.commands.key_reference",))
 """The commands of step 8."""
 
 

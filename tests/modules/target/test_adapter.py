@@ -7,9 +7,9 @@ import pytest
 import torch
 from draftsmith.modules import Adapter, DecodeSettings, Features, Request, Target, UserError, decode
 from draftsmith.modules.target.adapter import LowRank, choose_layers
-from draftsmith.modules.target.identity import hash_weights
-from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
-from draftsmith.trainers.lora import LearningTarget, LoraConfig
+from draftsmith.modules.target.loading.identity import hash_weights
+from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
+from draftsmith.trainers.drafters.lora import LearningTarget, LoraConfig
 from support.targets import random_adapter, tied_target
 
 TOKENS = torch.tensor([[5, 9, 30, 31, 60, 7, 8, 44]])

@@ -16,7 +16,7 @@ from draftsmith.modules import (
     decode,
     load_target,
 )
-from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
+from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.virtual_nodes import unplaced
 
 pytestmark = pytest.mark.usefixtures("on_device")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from draftsmith.modules import DecodeSettings, Features, Request, Target, UserError, decode
 from draftsmith.modules.compiler import Compiler
-from draftsmith.modules.target import segment_attention
-from draftsmith.modules.target.tiny_model import tiny_tokenizer
-from draftsmith.trainers.compiled_step import CompiledStep
+from draftsmith.modules.target.attention import segment_attention
+from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
+from draftsmith.trainers.steps.compiled_step import CompiledStep
 from support.architectures import MUST_LOAD, random_model
 from support.flex import unfused_flex
 

@@ -37,7 +37,7 @@ from draftsmith.modules.decoding import loop
 from draftsmith.modules.target import recorded_passes, target_rows
 from draftsmith.modules.target.recorded_passes import NO_CUDA, recorder_for, steps_to
 from draftsmith.modules.target.target_rows import TargetRows
-from draftsmith.recipes.counted_storages import CountedStorages
+from draftsmith.recipes.planning.counted_storages import CountedStorages
 from support.families import CASES, randomised
 from support.policy_cases import EVERY
 from support.recorded_operations import Records

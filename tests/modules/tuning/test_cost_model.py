@@ -21,7 +21,7 @@ from draftsmith.modules import (
     decode,
     measure_cost,
 )
-from draftsmith.modules.json_records import record_of
+from draftsmith.modules.files.json_records import record_of
 from draftsmith.modules.tuning.cost_model import least_squares
 from scipy.optimize import nnls
 from support.drafters import ScriptedDrafter

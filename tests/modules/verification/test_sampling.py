@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 from draftsmith.modules import Sampling, TokenTree, Topology, choose, follow
-from draftsmith.modules.target.tiny_model import tiny_model
+from draftsmith.modules.target.loading.tiny_model import tiny_model
 from draftsmith.modules.verification import sampling as sampling_module
 from draftsmith.modules.verification.sampling import (
     _NUCLEUS_CANDIDATES,

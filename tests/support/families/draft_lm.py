@@ -1,7 +1,7 @@
 """Draft language models: token by token, with early exits, with mask tokens."""
 
 from draftsmith.modules import DraftLMConfig
-from draftsmith.trainers.draft_lm import DraftLMModule, DraftLMTrainConfig
+from draftsmith.trainers.drafters.draft_lm import DraftLMModule, DraftLMTrainConfig
 from support.cases import IDS, case
 
 CASES = {

@@ -2,7 +2,7 @@
 
 import torch
 from draftsmith.modules import EagleConfig
-from draftsmith.trainers.eagle import EagleModule, EagleTrainConfig
+from draftsmith.trainers.drafters.eagle import EagleModule, EagleTrainConfig
 from support.cases import IDS, Case, case
 
 

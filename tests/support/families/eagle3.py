@@ -2,7 +2,7 @@
 
 import torch
 from draftsmith.modules import Eagle3Config
-from draftsmith.trainers.eagle3 import Eagle3Module, Eagle3TrainConfig
+from draftsmith.trainers.drafters.eagle3 import Eagle3Module, Eagle3TrainConfig
 from support.cases import IDS, Case, case
 
 

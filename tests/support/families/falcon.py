@@ -2,7 +2,7 @@
 
 import torch
 from draftsmith.modules import FalconConfig
-from draftsmith.trainers.falcon import FalconModule, FalconTrainConfig
+from draftsmith.trainers.drafters.falcon import FalconModule, FalconTrainConfig
 from support.cases import IDS, Case, case
 
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from draftsmith.modules import HiddenTransferConfig
-from draftsmith.trainers.hidden_transfer import HiddenTransferModule, HiddenTransferTrainConfig
+from draftsmith.trainers.drafters.hidden_transfer import HiddenTransferModule, HiddenTransferTrainConfig
 from support.cases import case
 
 CASES = {

@@ -1,7 +1,7 @@
 """Hydra heads, and Hydra++."""
 
 from draftsmith.modules import HydraConfig
-from draftsmith.trainers.hydra import HydraModule, HydraTrainConfig
+from draftsmith.trainers.drafters.hydra import HydraModule, HydraTrainConfig
 from support.cases import IDS, case
 
 CASES = {

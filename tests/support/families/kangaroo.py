@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 from draftsmith.modules import KangarooConfig
-from draftsmith.trainers.kangaroo import KangarooModule, KangarooTrainConfig
+from draftsmith.trainers.drafters.kangaroo import KangarooModule, KangarooTrainConfig
 from support.cases import IDS, Case, case
 
 

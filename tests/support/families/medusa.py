@@ -3,9 +3,9 @@
 import torch
 from draftsmith.modules import Adapter, MedusaConfig, Target
 from draftsmith.modules.target.adapter import LowRank, choose_layers
-from draftsmith.trainers.lora import LoraConfig
-from draftsmith.trainers.medusa import MedusaModule, MedusaTrainConfig
-from draftsmith.trainers.medusa2 import Medusa2Module, Medusa2TrainConfig
+from draftsmith.trainers.drafters.lora import LoraConfig
+from draftsmith.trainers.drafters.medusa import MedusaModule, MedusaTrainConfig
+from draftsmith.trainers.drafters.medusa2 import Medusa2Module, Medusa2TrainConfig
 from support.cases import IDS, Case, case
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from draftsmith.modules import PromptTokensConfig, Target
-from draftsmith.modules.target.tiny_model import tiny_model, tiny_tokenizer
-from draftsmith.trainers.prompt_tokens import PromptTokensModule, PromptTokensTrainConfig
+from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
+from draftsmith.trainers.drafters.prompt_tokens import PromptTokensModule, PromptTokensTrainConfig
 from support.cases import IDS, Case, case
 from support.cycle import cycle_rows, cycle_target
 

@@ -1,7 +1,7 @@
 """Bigram drafters."""
 
 from draftsmith.modules.drafters.bigram import BigramConfig
-from draftsmith.trainers.bigram import BigramModule, BigramTrainConfig
+from draftsmith.trainers.drafters.bigram import BigramModule, BigramTrainConfig
 from support.cases import IDS, case
 
 CASES = {

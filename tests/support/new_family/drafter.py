@@ -15,7 +15,7 @@ from ..features import Features
 from ..interfaces.drafter import DrafterConfig, Drafts
 from ..interfaces.family_card import FamilyCard
 from ..interfaces.proposer import DraftState, Frontier, Observation, Scores
-from ..target.identity import TargetIdentity
+from ..target.loading.identity import TargetIdentity
 from ..target.model import Target
 from .parts.shared_embeddings import BorrowingDrafter
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from draftsmith.modules import Features
 from draftsmith.modules.drafters.parts.fused_segments import attend_segments, visible_rows
-from draftsmith.modules.target.segment_attention import Segments
+from draftsmith.modules.target.attention.segment_attention import Segments
 from torch import Tensor
 
 SEGMENTS = torch.tensor([[0, 0, 0, 0, 1, 1, -1, -1], [0, 1, 1, 1, 1, 1, 1, 1], [-1] * 8])

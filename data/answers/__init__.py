@@ -1,0 +1,1 @@
+"""The target answers prompts, and the answers become shards of training tokens."""

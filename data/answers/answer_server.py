@@ -1,0 +1,213 @@
+"""An inference server that continues token ids: vLLM's OpenAI-style endpoint, or SGLang's own.
+
+Text would have to be tokenized again, and gives other tokens where the model did not write the tokenizer's choice: only
+servers that return token ids are used.
+"""
+
+import http.client
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from ...modules import Request, UserError
+from ...modules.files.json_records import MistypedError, parse_json, shortened, typed
+
+KEY = "DRAFTSMITH_SERVER_KEY"
+"""Variable of the environment with the server's key, where it asks for one."""
+GENERATE = "/generate"
+"""End of the address of SGLang's own endpoint."""
+ANSWER_SECONDS = 600.0
+"""Longest wait for an answer."""
+PAUSES = (1.0, 4.0, 16.0)
+"""Seconds before each repetition of a request that failed on the way or in the server."""
+ANSWER_BYTES = 64 * 2**20
+"""Largest response."""
+REMEDY = "set distill.engine: own, or use a server of the same model"
+
+
+class ServerError(Exception):
+    """A request that may succeed when it is repeated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Sampling that all requests of a run share."""
+
+    top_k: int
+    """Sample among this many best tokens; 0 is all of them."""
+    top_p: float
+    """Sample within this share of the probability."""
+    eos_ids: tuple[int, ...]
+    """Tokens that end an answer."""
+    vocab_size: int
+    """Bound of the token ids."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerAnswer:
+    """A server's response to one request."""
+
+    tokens: list[int]
+    """New token ids."""
+    finish: str | None
+    """Why it stopped: "stop" or "length"."""
+    stopped_by: object = None
+    """The token that ended it, where the server names it."""
+    prompt: list[int] | None = None
+    """The prompt as the server read it, where it says so."""
+
+
+class AnswerServer:
+    """A server by its address.
+
+    Args:
+        address: http://host:port/v1 of an OpenAI-style server, or http://host:port/generate of SGLang.
+
+    Raises:
+        UserError: if it is no address of a server.
+    """
+
+    def __init__(self, address: str) -> None:
+        check_address(address)
+        self.address = address.rstrip("/")
+        self.kind: Literal["openai", "sglang"] = "sglang" if self.address.endswith(GENERATE) else "openai"
+
+    @cached_property
+    def model(self) -> str:
+        """Name of the first model that an OpenAI-style server lists.
+
+        Raises:
+            UserError: if it lists none, or cannot be reached.
+        """
+        listed = self._repeated(f"{self.address}/models", None)
+        try:
+            models = typed([entry["id"] for entry in listed["data"]], list[str], "data")
+        except (MistypedError, KeyError, TypeError) as error:
+            raise UserError(f"{self.address}/models lists no models; give the address of an OpenAI-style server, which "
+                            "ends in /v1") from error
+        if not models:
+            raise UserError(f"{self.address} serves no model; start it with the target")
+        return str(models[0])
+
+    def answer(self, request: Request, sampling: Sampling, seed: int) -> list[int]:
+        """New tokens of a request, the end token included.
+
+        Args:
+            request: what to continue.
+            sampling: filters.
+            seed: of a sampled answer.
+
+        Raises:
+            UserError: if the server cannot be reached, refuses, or gives an answer that is none.
+        """
+        sent = self._openai(request, sampling, seed) if self.kind == "openai" else _sglang(request, sampling, seed)
+        where = f"{self.address}/completions" if self.kind == "openai" else self.address
+        content = self._repeated(where, sent)
+        try:
+            answer = _of_openai(content) if self.kind == "openai" else _of_sglang(content)
+        except (MistypedError, KeyError, TypeError, IndexError) as error:
+            raise UserError(f"{self.address} returned no token ids ({shortened(content)}); use a server that does "
+                            "(vLLM's return_token_ids, SGLang's /generate), or set distill.engine: own") from error
+        return self._checked(answer, request, sampling)
+
+    def _openai(self, request: Request, sampling: Sampling, seed: int) -> dict[str, Any]:
+        # All that a server would otherwise take from the checkpoint's generation defaults is given.
+        return {"model": self.model, "prompt": list(request.tokens), "max_tokens": request.max_new_tokens,
+                "temperature": request.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or -1,
+                "min_p": 0.0, "repetition_penalty": 1.0, "seed": seed, "stop_token_ids": list(sampling.eos_ids),
+                "return_token_ids": True, "skip_special_tokens": False}
+
+    def _checked(self, answer: ServerAnswer, request: Request, sampling: Sampling) -> list[int]:
+        """The tokens of a sound answer, up to its end."""
+        if answer.prompt is not None and answer.prompt != list(request.tokens):
+            raise UserError(f"{self.address} read another prompt than it was given ({len(answer.prompt)} tokens for "
+                            f"{len(request.tokens)}); {REMEDY}")
+        if wrong := [token for token in answer.tokens if not 0 <= token < sampling.vocab_size]:
+            raise UserError(f"{self.address} wrote token {wrong[0]}, and the target's ids are 0 to "
+                            f"{sampling.vocab_size - 1}; {REMEDY}")
+        tokens = answer.tokens[: request.max_new_tokens]
+        ends = [place for place, token in enumerate(tokens) if token in sampling.eos_ids]
+        if ends:
+            return tokens[: ends[0] + 1]
+        if len(tokens) == request.max_new_tokens:
+            return tokens
+        # Some servers leave the end token out.
+        named: list[object] = [answer.stopped_by] if answer.stopped_by in sampling.eos_ids else list(sampling.eos_ids)
+        if answer.finish == "stop" and len(named) == 1 and isinstance(named[0], int):
+            return [*tokens, named[0]]
+        raise UserError(f"{self.address} ended an answer after {len(tokens)} of {request.max_new_tokens} tokens without"
+                        f" end token ({answer.finish}); raise its context length, or lower distill.max_new_tokens")
+
+    # HTTP ------------------------------------------------------------------------------------------------------------
+
+    def _repeated(self, where: str, sent: dict[str, Any] | None) -> Any:
+        """The response to a request, which is repeated where the connection or the server fails."""
+        for pause in (*PAUSES, None):
+            try:
+                return _response(where, sent)
+            except ServerError as error:
+                if pause is None:
+                    raise UserError(f"{self.address} does not answer ({error}); start the server and the same command "
+                                    "again: finished shards are kept") from error
+                time.sleep(pause)
+        raise AssertionError("the last try returns or raises")
+
+
+def check_address(address: str) -> None:
+    """Refuse what is no address of a server. Raises UserError."""
+    parts = urlsplit(address)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise UserError(f"distill.server must be an address such as http://localhost:8000/v1, got {address!r}")
+
+
+def _response(where: str, sent: dict[str, Any] | None) -> Any:
+    """The JSON that one request gives.
+
+    Raises:
+        ServerError: if the connection or the server fails.
+        UserError: if the server refuses the request, or its response is not JSON.
+    """
+    headers = {"Content-Type": "application/json"}
+    if KEY in os.environ:
+        headers["Authorization"] = f"Bearer {os.environ[KEY]}"
+    body = None if sent is None else json.dumps(sent).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(where, body, headers), timeout=ANSWER_SECONDS) as response:
+            content = response.read(ANSWER_BYTES)
+    except urllib.error.HTTPError as error:
+        with error:
+            said = " ".join(error.read(2000).decode("utf-8", "replace").split())[:200]
+        if error.code >= 500 or error.code in (408, 429):
+            raise ServerError(f"status {error.code}: {said}") from error
+        raise UserError(f"{where} refuses a request (status {error.code}: {said}); correct distill.server, or set "
+                        "distill.engine: own") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise ServerError(str(getattr(error, "reason", "") or error or type(error).__name__)) from error
+    return parse_json(content, where, "give the address of an inference server")
+
+
+def _sglang(request: Request, sampling: Sampling, seed: int) -> dict[str, Any]:
+    return {"input_ids": list(request.tokens), "sampling_params": {
+        "max_new_tokens": request.max_new_tokens, "temperature": request.temperature, "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0, "sampling_seed": seed,
+        "stop_token_ids": list(sampling.eos_ids), "skip_special_tokens": False}}
+
+
+def _of_openai(content: Any) -> ServerAnswer:
+    [choice] = content["choices"]
+    prompt = choice.get("prompt_token_ids")
+    return ServerAnswer(tokens=typed(choice["token_ids"], list[int], "token_ids"), finish=choice.get("finish_reason"),
+                        stopped_by=choice.get("stop_reason"),
+                        prompt=None if prompt is None else typed(prompt, list[int], "prompt_token_ids"))
+
+
+def _of_sglang(content: Any) -> ServerAnswer:
+    reason = content.get("meta_info", {}).get("finish_reason") or {}
+    return ServerAnswer(tokens=typed(content["output_ids"], list[int], "output_ids"), finish=reason.get("type"),
+                        stopped_by=reason.get("matched"))

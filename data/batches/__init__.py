@@ -1,0 +1,1 @@
+"""Training batches: which tokens are learned, their weights, and the data module."""

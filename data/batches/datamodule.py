@@ -1,0 +1,367 @@
+"""Batches for Lightning: micro-batch n is a pure function of the seed, n, the rank and the world size.
+
+Shapes: B packed rows, L tokens of a row, N tokens of a piece, T tokens of a shard.
+"""
+
+import hashlib
+import math
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import Literal
+
+import lightning
+import torch
+from torch import Tensor
+
+from ...modules import Features, UserError
+from ...modules.config_checks import MOST_ROWS, MOST_TOKENS, check_bounds
+from ...modules.read_rows import ReadRows
+from ..prompts.chat import Surroundings
+from ..store.collate import Piece, packed, pad, plan_bins
+from ..store.feature_shards import FeatureShard, open_features, stored_format
+from ..store.feature_store import GIB, affordable
+from ..store.packed_batch import PackedBatch
+from ..store.state_formats import FormatName, format_named
+from ..store.token_store import Manifest, ShardRecord, TokenShard
+from .learned_tokens import LearnedTokens, LoopUse, prompts_learnable
+from .loops import loops
+from .prefetch import Prefetched
+
+MOST_PREFETCHED = 64
+"""Most micro-batches that are read ahead: more would only fill memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """Shape and order of the training batches."""
+
+    row_length: int = 512
+    """Tokens of a packed row. A longer conversation becomes windows of stored states; without those its end is cut."""
+    rows_per_batch: int = 4
+    """Packed rows of one micro-batch on one device."""
+    seed: int = 0
+    """Seed of the order of the conversations."""
+    states: Literal["stored", "computed", "mixed", "auto"] = "stored"
+    """Origin of the target's states. stored: written to disk beforehand, kept while the target decodes answers and
+    computed for other text; computed: by the target in the training step; mixed: those of the first shards are stored,
+    as many as `store_gib` has room for, the others computed; auto: stored or computed, whichever is predicted to take
+    less time, computed where the disk has no room; the run's folder keeps the choice. Batches of mixed and of computed
+    hold the same pieces in the same order."""
+    store_gib: float | None = None
+    """GiB on disk for stored states, with `mixed`. Shards are stored in their order, each whole."""
+    states_format: FormatName | None = None
+    """Number format of stored states. null: the target's own; int8 and fp8 (e4m3): a byte a number, with scales for
+    tokens, and of int8 for channels."""
+    loops: LoopUse = "cut"
+    """Use of answers that repeat a phrase up to their end. cut: the repetitions are left out of training, and
+    of the validation that chooses checkpoints and sizes trees; drop: training leaves the whole row out too; keep:
+    nothing is left out."""
+    own_prompts: bool = False
+    """Learn the tokens of prompts too, where the target has written them (prompts.origin own), by itself or after given
+    first words (prompts.own_openings). Other prompts are never learned."""
+    prefetch: int = 2
+    """Micro-batches that a thread reads and packs while earlier ones are trained on, in host memory, page-locked where
+    training is on a GPU; 0 reads each when it is due. It changes no batch and no weight."""
+
+    def __post_init__(self) -> None:
+        if self.loops not in ("keep", "cut", "drop"):
+            raise UserError(f"batch.loops must be keep, cut or drop, got {self.loops!r}")
+        if self.states not in ("stored", "computed", "mixed", "auto"):
+            raise UserError(f"batch.states must be stored, computed, mixed or auto, got {self.states!r}")
+        if self.states == "mixed" and not 0 < (self.store_gib or 0) < math.inf:
+            raise UserError(f"batch.store_gib must be above 0 with batch.states mixed, got {self.store_gib}; say how "
+                            "many GiB of states may be stored, or set batch.states: computed")
+        if self.states != "mixed" and self.store_gib is not None:
+            raise UserError(f"batch.store_gib {self.store_gib} means nothing with batch.states {self.states}; set "
+                            "batch.states: mixed, or leave it out")
+        format_named(self.states_format, torch.float32)
+        check_bounds(self, "batch.", row_length=(2, MOST_TOKENS), rows_per_batch=(1, MOST_ROWS),
+                     prefetch=(0, MOST_PREFETCHED))
+
+    @property
+    def store_bytes(self) -> int | None:
+        """Bytes that stored states may take; None for no limit."""
+        return None if self.store_gib is None else int(self.store_gib * GIB)
+
+
+@dataclass(frozen=True)
+class Window:
+    """Part of a row of a shard that fits a packed row."""
+
+    shard: int
+    start: int
+    stop: int
+    first: int
+
+    @property
+    def length(self) -> int:
+        """Tokens of the window."""
+        return self.stop - self.start
+
+
+class Split:
+    """The shards of one split, cut into pieces.
+
+    Args:
+        folder: of `distill`.
+        name: train or validation.
+        config: says where states come from.
+        taps: tapped layers whose stored states are wanted too.
+        learned: choice of the labels in training.
+
+    Raises:
+        UserError: if a shard or its states are missing or corrupted.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, name: str, config: BatchConfig, taps: tuple[int, ...],
+                 learned: LearnedTokens) -> None:
+        records = manifest.split(name)
+        self.files = [record.file for record in records]
+        """Names of the shards."""
+        self.shards = [TokenShard.read(folder / record.file, record.sha256) for record in records]
+        self.learned = [learned.of(shard) for shard in self.shards]
+        """True at the tokens of each shard that are learned, bool [T]."""
+        self.all_stored = config.states == "stored"
+        stored = [record for record in _stored(folder, manifest, config, taps) if record.split == name]
+        opened = dict(zip(stored, open_features(folder, stored, taps), strict=True))
+        self.states: list[FeatureShard | None] = [opened.get(record) for record in records]
+
+    def windows(self, length: int) -> list[Window]:
+        """All rows up to their last learned token, cut into windows; those in which nothing is learned are left out.
+
+        Unless all states are stored, only the first window of a row can be used: the target would not see the tokens
+        before the others.
+
+        Args:
+            length: tokens of a window.
+        """
+        found = []
+        for number, (shard, learned_T) in enumerate(zip(self.shards, self.learned, strict=True)):
+            for row in range(shard.num_rows):
+                start, stop = shard.span(row)
+                places_N = learned_T[start:stop].nonzero()[:, 0]
+                stop = start + int(places_N[-1]) + 1 if len(places_N) else start
+                stop = stop if self.all_stored else min(stop, start + length)
+                cuts = (Window(number, at, min(stop, at + length), at - start) for at in range(start, stop, length))
+                found += [cut for cut in cuts if bool(learned_T[cut.start : cut.stop].any())]
+        return found
+
+    def rows(self, temperature: float) -> list[Window]:
+        """The rows with answers at a temperature, whole; those without an answer are left out."""
+        found = [Window(number, *shard.span(row), 0) for number, shard in enumerate(self.shards)
+                 for row in shard.answered_at(temperature)]
+        return [row for row in found if bool(self.shards[row.shard].supervised_T[row.start : row.stop].any())]
+
+    def row(self, window: Window) -> int:
+        """Number of the row in its shard that a window is cut from."""
+        return bisect_right(self.shards[window.shard].starts_S.tolist(), window.start) - 1
+
+    def learns(self, window: Window) -> bool:
+        """True if a window has labels of the training."""
+        return bool(self.learned[window.shard][window.start : window.stop].any())
+
+    def whole(self, row: Window) -> Piece:
+        """A row with all its answers as labels."""
+        return self._piece(row, self.shards[row.shard].supervised_T)
+
+    def piece(self, window: Window) -> Piece:
+        """Tokens, labels of the training and, where they are stored, states of a window."""
+        return self._piece(window, self.learned[window.shard])
+
+    def _piece(self, window: Window, labels_T: Tensor) -> Piece:
+        shard, place = self.shards[window.shard], slice(window.start, window.stop)
+        states = self.states[window.shard]
+        final, taps = (None, {}) if states is None else states.slices(window.start, window.stop)
+        return Piece(tokens_N=shard.tokens_T[place], supervised_N=labels_T[place], first=window.first, final=final,
+                     taps=taps)
+
+
+def _stored(folder: Path, manifest: Manifest, config: BatchConfig, taps: tuple[int, ...]) -> tuple[ShardRecord, ...]:
+    """The shards whose states are read from disk."""
+    if config.states == "computed":
+        return ()
+    if config.states == "stored":
+        return manifest.shards
+    return affordable(manifest, taps, stored_format(folder), config.store_bytes)
+
+
+class BatchPlan:
+    """The endless order of packed batches: every epoch a new order of the pieces, packed anew.
+
+    Args:
+        lengths: tokens of each piece.
+        config: shape of the batches and seed.
+    """
+
+    def __init__(self, lengths: list[int], config: BatchConfig) -> None:
+        self.lengths, self.config = lengths, config
+        self.ends: list[int] = []
+        self.latest: tuple[int, list[list[list[int]]]] | None = None
+        self._lock = Lock()
+
+    def batch(self, number: int) -> list[list[int]]:
+        """The pieces of each row of batch `number`, by index; any thread may ask."""
+        with self._lock:
+            while not self.ends or self.ends[-1] <= number:
+                self.ends.append((self.ends[-1] if self.ends else 0) + len(self._epoch(len(self.ends))))
+            epoch = bisect_right(self.ends, number)
+            return self._epoch(epoch)[number - (self.ends[epoch - 1] if epoch else 0)]
+
+    def _epoch(self, epoch: int) -> list[list[list[int]]]:
+        if self.latest is None or self.latest[0] != epoch:
+            self.latest = (epoch, self._plan(epoch))
+        return self.latest[1]
+
+    def _plan(self, epoch: int) -> list[list[list[int]]]:
+        """Batches of one epoch; the last may have fewer rows."""
+        digest = hashlib.sha256(f"{self.config.seed} {epoch}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        order = torch.randperm(len(self.lengths), generator=generator).tolist()
+        bins = plan_bins([self.lengths[piece] for piece in order], self.config.row_length)
+        rows = [[order[place] for place in row] for row in bins]
+        # Packing leaves the emptiest rows for the end; a second shuffle spreads them.
+        shuffled = [rows[place] for place in torch.randperm(len(rows), generator=generator).tolist()]
+        size = self.config.rows_per_batch
+        return [shuffled[at : at + size] for at in range(0, len(shuffled), size)]
+
+
+class DraftDataModule(lightning.LightningDataModule):
+    """The shards of one folder as Lightning wants them.
+
+    Training takes `Trainer(use_distributed_sampler=False)`: batches are dealt to the ranks here. A resumed run goes on
+    at the micro-batch after the last optimizer step, since Lightning restores `global_step` before it asks for batches.
+
+    Args:
+        folder: of `distill` (and `encode`).
+        config: shape and order of the batches.
+        taps: layers whose stored outputs the drafter reads.
+        around: tokens around the prompts that the target wrote, needed where `config.own_prompts` learns them.
+
+    Raises:
+        UserError: if the folder is not complete, a file is corrupted, or no train token is learned.
+    """
+
+    def __init__(self, folder: str | Path, config: BatchConfig, taps: tuple[int, ...] = (),
+                 around: Surroundings | None = None) -> None:
+        super().__init__()
+        if config.states == "auto":
+            raise ValueError("batch.states auto is chosen by draftsmith.recipes; name stored or computed here")
+        self.folder, self.config, self.taps = Path(folder), config, taps
+        self.manifest = Manifest.load(folder)
+        if not self.manifest.complete:
+            raise UserError(f"the data in {folder} is not complete; finish it with draftsmith distill")
+        self.train = Split(self.folder, self.manifest, "train", config, taps, learned(self.manifest, config, around))
+        # Of held-out rows only the answers are drafted.
+        answered = LearnedTokens(loops="keep" if config.loops == "keep" else "cut")
+        self.validation = Split(self.folder, self.manifest, "validation", config, taps, answered)
+        self.windows = self.train.windows(config.row_length)
+        if not self.windows:
+            raise UserError(
+                f"no token in the train shards of {folder} is learned within row_length {config.row_length} with "
+                f"batch.loops {config.loops}; raise batch.row_length, set batch.loops: keep, or distil with answers"
+            )
+        self.plan = BatchPlan([window.length for window in self.windows], config)
+        self._batches: Prefetched[PackedBatch | Features] | None = None
+
+    def micro_batch(self, number: int, rank: int = 0, world: int = 1) -> Features:
+        """Training micro-batch `number` of one rank: batch number * world + rank of the one order all ranks share."""
+        return self.packed_batch(number, rank, world).to("cpu")
+
+    def packed_batch(self, number: int, rank: int = 0, world: int = 1) -> PackedBatch:
+        """The same with its states as they are stored.
+
+        Raises:
+            UserError: if a file of states was altered since it was opened.
+        """
+        rows = self.plan.batch(number * world + rank)
+        pieces = [[self.train.piece(self.windows[piece]) for piece in row] for row in rows]
+        return packed(pieces, self.config.row_length)
+
+    def rows_of(self, number: int, rank: int = 0, world: int = 1) -> list[str]:
+        """Names of the rows in a micro-batch, as file:row, counted from 0."""
+        pieces = [self.windows[piece] for row in self.plan.batch(number * world + rank) for piece in row]
+        return [f"{self.train.files[one.shard]}:{self.train.row(one)}" for one in pieces]
+
+    def train_dataloader(self) -> Prefetched[PackedBatch | Features]:
+        """Endless micro-batches of this rank, from the trainer's step on; `to` moves them to its device."""
+        trainer = self.trainer
+        if trainer is None:
+            raise ValueError("the data module is not attached to a trainer; use micro_batch outside of one")
+        start = trainer.global_step * trainer.accumulate_grad_batches
+        rank, world, device = trainer.global_rank, trainer.world_size, trainer.strategy.root_device
+
+        def make(number: int) -> PackedBatch | Features:
+            batch = self.packed_batch(number, rank, world)
+            return batch.pin_memory() if device.type == "cuda" else batch.to("cpu")
+
+        self.close()
+        self._batches = Prefetched(make, start, self.config.prefetch, device)
+        return self._batches
+
+    @property
+    def waited(self) -> float:
+        """Seconds that training has waited for batches."""
+        return 0.0 if self._batches is None else self._batches.waited
+
+    def close(self) -> None:
+        """End the thread that reads ahead."""
+        if self._batches is not None:
+            self._batches.close()
+
+    def teardown(self, stage: str) -> None:
+        """End the thread that reads ahead, after training."""
+        self.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """End it after an error or a signal too, when Lightning calls no `teardown`."""
+        self.close()
+
+    def validation_features(self) -> ReadRows:
+        """The conversations that choose checkpoints: held-out rows with greedy answers, one a batch.
+
+        Answers end where their loops begin, unless `config.loops` keeps them. Empty when none were held out.
+        """
+        return _rows(self.validation.piece, [row for row in self.validation.rows(0.0) if self.validation.learns(row)])
+
+    def held_out_features(self, temperature: float = 0.0) -> ReadRows:
+        """The held-out conversations whole, one row a batch, to be replayed. Empty when none were held out.
+
+        Args:
+            temperature: of their answers: 0 for greedy ones, SIZING_TEMPERATURE for drawn ones.
+        """
+        return _rows(self.validation.whole, self.validation.rows(temperature))
+
+    def looping_features(self) -> ReadRows:
+        """Those of `held_out_features` whose greedy answers end in loops."""
+        starts = {(number, shard.span(row)[0]) for number, shard in enumerate(self.validation.shards)
+                  for row, *_ in loops(shard)}
+        return _rows(self.validation.whole, [row for row in self.validation.rows(0.0)
+                                             if (row.shard, row.start) in starts])
+
+
+def _rows(read: Callable[[Window], Piece], rows: list[Window]) -> ReadRows:
+    """Rows of a split, each a batch."""
+    return ReadRows(partial(_padded, read, row) for row in rows)
+
+
+def _padded(read: Callable[[Window], Piece], row: Window) -> Features:
+    return pad([read(row)])
+
+
+def learned(manifest: Manifest, config: BatchConfig, around: Surroundings | None) -> LearnedTokens:
+    """The choice of labels in training.
+
+    Args:
+        manifest: of the data.
+        config: whether loops and prompts are among them.
+        around: tokens around the prompts that the target wrote; None where it wrote none, or none are learned.
+    """
+    if not config.own_prompts or not prompts_learnable(manifest.recipe["prompts"]):
+        return LearnedTokens(loops=config.loops)
+    if around is None:
+        raise ValueError("prompts are found by the tokens around them; give those of ChatTemplate.user_turn")
+    return LearnedTokens(loops=config.loops, around=around)

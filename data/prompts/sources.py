@@ -1,0 +1,386 @@
+"""Prompts from a file or a dataset, in the usual four shapes."""
+
+import hashlib
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from ...modules import UserError
+from ...modules.files.bounded_reading import PROMPT_BYTES, bounded_json, read_bounded_text, require_ordinary
+from ...modules.files.json_records import problem
+from ...modules.verification.sampling import GREATEST_TEMPERATURE, LEAST_TEMPERATURE
+from .prompt_kinds import named_kinds
+
+ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
+"""Roles by their names in OpenAI-like `messages` and in ShareGPT `conversations`."""
+STREAM_BUFFER = 10_000
+"""Rows a streamed dataset is shuffled among."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptConfig:
+    """Origin of the prompts, and which of them are read."""
+
+    origin: Literal["own", "file", "dataset"] = "own"
+    """own: the target writes them (arXiv:2406.08464); file: a JSONL file; dataset: a name or folder for `datasets`."""
+    path: str | None = None
+    """JSONL file: one object a line with prompt, messages, conversations (ShareGPT), turns (Spec-Bench) or, for a plain
+    document, text."""
+    name: str | None = None
+    """Hub name or local folder of the dataset (origin dataset)."""
+    subset: str | None = None
+    """Configuration of the dataset, where it has several."""
+    split: str = "train"
+    """Split of the dataset."""
+    revision: str | None = None
+    """Commit or tag of a dataset on the hub."""
+    streaming: bool = False
+    """Read the dataset while it downloads instead of downloading it first."""
+    column: str | None = None
+    """Column or key with the prompt text, where it is none of prompt, messages, conversations, turns."""
+    limit: int | None = None
+    """Read at most this many prompts; None reads all."""
+    shuffle: bool = False
+    """Shuffle the prompts by the seed of the run (a streamed dataset: within a buffer of 10,000)."""
+    skip_malformed: bool = False
+    """Leave out rows that are in none of the known shapes instead of stopping at the first."""
+    max_prompt_tokens: int | None = None
+    """Leave out prompts longer than this, in tokens; None stops at a prompt that leaves no room for an answer."""
+    own_max_tokens: int = 64
+    """Longest prompt the target may write (origin own), in tokens; longer ones are dropped."""
+    own_temperature: float = 1.0
+    """Temperature at which the target writes prompts (origin own)."""
+    own_top_p: float = 0.95
+    """Nucleus from which the target draws when it writes prompts (origin own)."""
+    own_kinds: tuple[str, ...] | None = None
+    """Kinds of prompts that the target writes (origin own), drawn for each prompt with equal chance: a system prompt
+    that is not kept asks for coding, dialogue, extraction, humanities, math, reasoning, retrieval, rewriting, roleplay,
+    stem, summary, translation or writing, and none for `any`; `all` is all of them. None asks for nothing."""
+    own_openings: bool = False
+    """Give the first words of each prompt of a kind (own_kinds), drawn from a list, for the target to go on from, in
+    place of a system prompt, which a small target hardly follows."""
+    own_turns: int | None = None
+    """Most user turns of a conversation that the target writes (origin own); each has 1 to this many. The target
+    answers greedily before it writes the next one. None writes one turn."""
+
+    def __post_init__(self) -> None:
+        needed = {"file": self.path, "dataset": self.name, "own": "nothing"}
+        if not needed[self.origin]:
+            key = "path" if self.origin == "file" else "name"
+            raise UserError(f"prompts.origin {self.origin} needs prompts.{key}; give it")
+        for key, origin, value in (("path", "file", self.path), ("name", "dataset", self.name)):
+            if value is not None and self.origin != origin:
+                raise UserError(f"prompts.{key} is {value!r}, but prompts.origin is {self.origin}, which does not read "
+                                f"it; set prompts.origin to {origin}, or leave prompts.{key} out")
+        if self.origin == "file":
+            require_ordinary(Path(self.path or ""))
+        if self.own_kinds is not None:
+            named_kinds(self.own_kinds)
+        elif self.own_openings:
+            raise UserError("prompts.own_openings is true, but prompts.own_kinds is null, and an opening is that of a "
+                            "kind; set prompts.own_kinds: [all], or leave prompts.own_openings out")
+        for key in ("limit", "max_prompt_tokens", "own_max_tokens", "own_turns"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise UserError(f"prompts.{key} must be at least 1, got {value}")
+        if not LEAST_TEMPERATURE <= self.own_temperature <= GREATEST_TEMPERATURE:
+            raise UserError(f"prompts.own_temperature must lie between {LEAST_TEMPERATURE:g} and "
+                            f"{GREATEST_TEMPERATURE:g}, got {self.own_temperature}; try 1.0")
+        if not 0 < self.own_top_p <= 1:
+            raise UserError(f"prompts.own_top_p must lie in (0, 1], got {self.own_top_p}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """User turns to be answered in order, or a plain document, which is not answered."""
+
+    turns: tuple[str, ...]
+    """Text of each user turn: at least one, but none of a document."""
+    id: str
+    """Name of the prompt in its source: a question_id, or file:line."""
+    category: str | None = None
+    """Kind of prompt, where the source names one."""
+    system: str | None = None
+    """System prompt of this conversation; None leaves it to the chat template."""
+    answers: tuple[str, ...] | None = None
+    """Ready-made assistant text of each turn (off-policy); None where the source has none."""
+    document: str | None = None
+    """Plain text; None for a prompt."""
+
+    def opening(self) -> list[dict[str, str]]:
+        """The messages up to and including the first user turn."""
+        return self.messages(())
+
+    def messages(self, answers: Sequence[str]) -> list[dict[str, str]]:
+        """The conversation with its first len(answers) turns answered so, up to the next user turn if there is one.
+
+        Raises:
+            UserError: if it is a document.
+        """
+        if self.document is not None:
+            raise UserError(
+                f"{self.id} is a plain document, which is not answered; train on it with distill.answered_by: text"
+            )
+        messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+        for turn, text in enumerate(self.turns[: len(answers) + 1]):
+            messages.append({"role": "user", "content": text})
+            if turn < len(answers):
+                messages.append({"role": "assistant", "content": answers[turn]})
+        return messages
+
+    @property
+    def key(self) -> int:
+        """Signed 64-bit hash of the user turns, ignoring case and spacing: equal prompts are duplicates."""
+        texts = self.turns if self.document is None else (self.document,)
+        text = "\n".join(" ".join(turn.casefold().split()) for turn in texts)
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
+
+
+def parse_prompt(row: Any, where: str, column: str | None = None) -> Prompt:
+    """Make a prompt of one row: `prompt`, `messages`, `conversations` or `turns`, or the text under `column`.
+
+    A row with none of them but `text` is a plain document.
+
+    Raises:
+        UserError: naming `where` and what is wrong.
+    """
+    if not isinstance(row, Mapping):
+        raise UserError(f"{where}: expected a JSON object, got {type(row).__name__}; write one object a line")
+    identifier = _text({"question_id": str(row.get("question_id", where))}, "question_id", where)
+    category, system = (_optional_text(row, key, where) for key in ("category", "system"))
+    common: dict[str, Any] = {"id": identifier, "category": category}
+    if column is not None or "prompt" in row:
+        return Prompt(turns=(_text(row, column or "prompt", where),), system=system, **common)
+    if "turns" in row:
+        return Prompt(turns=_turns(row["turns"], where), system=system, **common)
+    for key, speaker, words in (("messages", "role", "content"), ("conversations", "from", "value")):
+        if key in row:
+            return _conversation(_messages(row[key], where, speaker, words), where, system, common)
+    if "text" in row:
+        return Prompt(turns=(), document=_text(row, "text", where), **common)
+    raise UserError(
+        f"{where}: none of prompt, messages, conversations, turns, text among the keys "
+        f"{sorted(map(str, row))}; rename one or set prompts.column"
+    )
+
+
+def read_prompts(path: str | Path, *, column: str | None = None, skip_malformed: bool = False) -> list[Prompt]:
+    """Read a JSONL file of prompts, one to a line.
+
+    Raises:
+        UserError: if the file is missing, unreadable or empty, or a line is malformed (the message says which).
+    """
+    file = Path(path)
+    # Only "\n" ends a line: splitlines() would also cut JSON strings at U+2028.
+    lines = read_text(file, "prompts").rstrip("\n").split("\n")
+    rows = ((f"{file.name}:{number}", line) for number, line in enumerate(lines, 1)) if any(lines) else iter(())
+    prompts = list(_parsed(rows, lambda line, where: parse_prompt(_json(line, where), where, column), skip_malformed))
+    if not prompts:
+        raise UserError(f'{file} holds no prompt; write one JSON object a line, such as {{"prompt": "..."}}')
+    return prompts
+
+
+def read_text(file: Path, what: str) -> str:
+    """Text of a UTF-8 file. Raises UserError naming `what` it should have been."""
+    try:
+        return read_bounded_text(file, PROMPT_BYTES)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8") from error
+    except OSError as error:
+        raise UserError(f"cannot read the {what} {file}: {error.strerror}; check the path") from error
+
+
+def load_prompts(config: PromptConfig, seed: int) -> Iterator[Prompt]:
+    """Yield the prompts of a file or dataset, in an order that is a pure function of the config and `seed`.
+
+    Raises:
+        UserError: if the source cannot be read or a row is malformed.
+    """
+    found = _from_file(config, seed) if config.origin == "file" else _from_dataset(config, seed)
+    return islice(found, config.limit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """Consecutive candidates."""
+
+    prompts: list[tuple[int, Prompt]]
+    """The usable ones, each with its number."""
+    read: int
+    """Number of candidates; fewer than asked for when the source has no more."""
+
+
+class Source(Protocol):
+    """Numbered candidates for prompts; candidate n is the same whenever it is asked for."""
+
+    @property
+    def total(self) -> int | None:
+        """Largest number of candidates, where that is known."""
+
+    def take(self, start: int, count: int) -> Taken:
+        """Candidates start to start + count - 1, as far as there are."""
+
+
+class ReadPrompts:
+    """Candidates from a file or dataset."""
+
+    def __init__(self, config: PromptConfig, seed: int) -> None:
+        self.config, self.seed = config, seed
+        self.position = 0
+        self.rest = load_prompts(config, seed)
+
+    @property
+    def total(self) -> int | None:
+        """The lines of the file, at most the config's limit; that alone for a dataset, unknown where it has none."""
+        limit = self.config.limit
+        if self.config.origin != "file":
+            return limit
+        lines = sum(1 for line in read_text(Path(self.config.path or ""), "prompts").split("\n") if line.strip())
+        return lines if limit is None else min(limit, lines)
+
+    def take(self, start: int, count: int) -> Taken:
+        """Candidates start to start + count - 1; going back reads the source from its start again."""
+        if start < self.position:
+            self.rest, self.position = load_prompts(self.config, self.seed), 0
+        for _ in islice(self.rest, start - self.position):
+            self.position += 1
+        found = [(start + place, prompt) for place, prompt in enumerate(islice(self.rest, count))]
+        self.position += len(found)
+        return Taken(prompts=found, read=len(found))
+
+
+def _from_file(config: PromptConfig, seed: int) -> Iterator[Prompt]:
+    prompts = read_prompts(config.path or "", column=config.column, skip_malformed=config.skip_malformed)
+    if config.shuffle:
+        random.Random(seed).shuffle(prompts)
+    return iter(prompts)
+
+
+def _from_dataset(config: PromptConfig, seed: int) -> Iterator[Prompt]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError("prompts.origin dataset needs the package datasets; pip install 'draftsmith[train]'") from error
+    with _explained(config):
+        data = _open_dataset(datasets, config)
+        if config.shuffle:
+            data = data.shuffle(seed=seed, buffer_size=STREAM_BUFFER) if config.streaming else data.shuffle(seed=seed)
+    rows = ((f"{config.name}[{config.split}]:{number}", row) for number, row in enumerate(_dataset_rows(data, config)))
+    return _parsed(rows, lambda row, where: parse_prompt(row, where, config.column), config.skip_malformed)
+
+
+def _open_dataset(datasets: Any, config: PromptConfig) -> Any:
+    name = str(config.name)
+    if any((Path(name) / mark).exists() for mark in ("state.json", "dataset_dict.json")):
+        saved = datasets.load_from_disk(name)
+        return saved[config.split] if isinstance(saved, datasets.DatasetDict) else saved
+    return datasets.load_dataset(
+        name, config.subset, split=config.split, streaming=config.streaming, revision=config.revision
+    )
+
+
+def _dataset_rows(data: Any, config: PromptConfig) -> Iterator[Any]:
+    """The rows; a streamed dataset fails only here."""
+    with _explained(config):
+        yield from data
+
+
+@contextmanager
+def _explained(config: PromptConfig) -> Iterator[None]:
+    """Report an error of `datasets` about a name, split or file in one sentence."""
+    from datasets.exceptions import DatasetsError
+
+    try:
+        yield
+    except UserError:
+        raise
+    except (DatasetsError, OSError, ValueError, KeyError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"cannot load the dataset {config.name!r}, split {config.split!r}: {reason}; "
+            "check prompts.name, prompts.subset and prompts.split"
+        ) from error
+
+
+def _parsed(
+    rows: Iterable[tuple[str, Any]], parse: Callable[[Any, str], Prompt], skip_malformed: bool
+) -> Iterator[Prompt]:
+    for where, row in rows:
+        try:
+            prompt = parse(row, where)
+        except UserError:
+            if not skip_malformed:
+                raise
+            continue
+        yield prompt
+
+
+def _json(line: str, where: str) -> Any:
+    if not line.strip():
+        raise UserError(f"{where}: the line is empty; delete it, or write a JSON object there")
+    try:
+        return bounded_json(line)
+    except ValueError as error:
+        raise UserError(f"{where}: not JSON ({problem(error)}); write one object a line") from error
+
+
+def _text(row: Mapping[str, Any], key: str, where: str) -> str:
+    value = row.get(key)
+    if not isinstance(value, str) or not value.strip():
+        raise UserError(f"{where}: {key} must be text that is not empty, got {_short(value)}")
+    if any("\ud800" <= sign <= "\udfff" for sign in value):
+        raise UserError(f"{where}: {key} holds half of a surrogate pair, which is no character; write the whole one")
+    return value
+
+
+def _optional_text(row: Mapping[str, Any], key: str, where: str) -> str | None:
+    return None if row.get(key) is None else _text(row, key, where)
+
+
+def _turns(value: Any, where: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value:
+        raise UserError(f"{where}: turns must be a list of texts, got {_short(value)}")
+    return tuple(_text({"turns": text}, "turns", where) for text in value)
+
+
+def _messages(value: Any, where: str, speaker: str, words: str) -> list[tuple[str, str]]:
+    """(role, text) of each message."""
+    if not isinstance(value, list) or not value:
+        raise UserError(f"{where}: expected a list of messages that is not empty, got {_short(value)}; give each as an "
+                        "object with its speaker and its text")
+    found = []
+    for message in value:
+        if not isinstance(message, Mapping):
+            raise UserError(f"{where}: a message must be an object, got {_short(message)}")
+        keys = (speaker, words) if speaker in message else ("role", "content")
+        role = _text(message, keys[0], where)
+        if role not in ROLES:
+            raise UserError(f"{where}: {keys[0]} must be one of {sorted(ROLES)}, got {role!r}")
+        found.append((ROLES[role], _text(message, keys[1], where)))
+    return found
+
+
+def _conversation(messages: list[tuple[str, str]], where: str, system: str | None, common: dict[str, Any]) -> Prompt:
+    """A prompt of alternating messages; assistant messages before the first user turn are left out."""
+    if messages[0][0] == "system":
+        system, messages = messages[0][1], messages[1:]
+    while messages and messages[0][0] == "assistant":
+        messages = messages[1:]
+    for number, (role, _) in enumerate(messages):
+        wanted = ("user", "assistant")[number % 2]
+        if role != wanted:
+            raise UserError(f"{where}: message {number + 1} must be the {wanted}'s, got {role}; let the two take turns")
+    turns = tuple(text for role, text in messages if role == "user")
+    answers = tuple(text for role, text in messages if role == "assistant")
+    if not turns:
+        raise UserError(f"{where}: no user message; there is nothing to answer")
+    return Prompt(turns=turns, system=system, answers=answers or None, **common)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

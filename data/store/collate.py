@@ -1,0 +1,160 @@
+"""Batches from rows of tokens and states: padded one conversation a row, or packed several to a row.
+
+Shapes: N tokens of a piece, B rows, L positions in a row, F files of states, D hidden size of the target.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ...modules import Features, UserError
+from .packed_batch import PackedBatch, PackedScales, PackedStates
+from .state_formats import StateSlice
+
+OPEN_BINS = 16
+"""Rows that wait for a piece that fits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One conversation, or a window of one."""
+
+    tokens_N: Tensor
+    """Token ids."""
+    supervised_N: Tensor
+    """Written by the assistant, bool."""
+    first: int = 0
+    """Position of the first token in its conversation."""
+    final: StateSlice | None = None
+    """The target's final states as they are stored; None when the target computes them in the step."""
+    taps: dict[int, StateSlice] = field(default_factory=dict)
+    """Outputs of the tapped layers by layer index, likewise."""
+
+
+def plan_bins(lengths: Sequence[int], row_length: int) -> list[list[int]]:
+    """Distribute pieces over rows of `row_length` tokens, in order: each goes into the fullest open row that has room.
+
+    Args:
+        lengths: tokens of each piece.
+        row_length: tokens of a row.
+
+    Returns:
+        The pieces of each row by index; every piece stands in exactly one.
+
+    Raises:
+        UserError: if a piece is longer than a row.
+    """
+    if max(lengths, default=0) > row_length:
+        raise UserError(f"row_length {row_length} is shorter than a piece of {max(lengths)} tokens; raise it")
+    closed: list[list[int]] = []
+    still_open: list[tuple[int, list[int]]] = []
+    for index, length in enumerate(lengths):
+        fitting = [place for place, (used, _) in enumerate(still_open) if used + length <= row_length]
+        if fitting:
+            used, row = still_open.pop(max(fitting, key=lambda place: still_open[place][0]))
+        else:
+            used, row = 0, []
+            if len(still_open) == OPEN_BINS:
+                closed.append(still_open.pop(max(range(OPEN_BINS), key=lambda place: still_open[place][0]))[1])
+        row.append(index)
+        still_open.append((used + length, row))
+    return closed + [row for _, row in still_open]
+
+
+def pack(rows: Sequence[Sequence[Piece]], row_length: int | None = None) -> Features:
+    """The batch of `packed`, its states decoded on the host. Raises UserError as that does."""
+    return packed(rows, row_length).to("cpu")
+
+
+def packed(rows: Sequence[Sequence[Piece]], row_length: int | None = None) -> PackedBatch:
+    """Lay the pieces of each row one after another as isolated segments, padded on the right.
+
+    Args:
+        rows: the pieces of each row; a row may be empty, but not all of them.
+        row_length: tokens of a row; None takes the longest.
+
+    Raises:
+        UserError: if a row does not fit.
+    """
+    used = max(sum(len(piece.tokens_N) for piece in row) for row in rows)
+    width = used if row_length is None else row_length
+    if used > width:
+        raise UserError(f"row_length {width} is shorter than a row of {used} tokens; raise it")
+    shape = (len(rows), width)
+    tokens_BL = torch.zeros(shape, dtype=torch.int64)
+    supervised_BL = torch.zeros(shape, dtype=torch.bool)
+    segments_BL = torch.full(shape, -1, dtype=torch.int64)
+    positions_BL = torch.zeros(shape, dtype=torch.int64)
+    places = _places(rows)
+    for place in places:
+        here, piece = (place.row, slice(place.start, place.stop)), place.piece
+        tokens_BL[here] = piece.tokens_N
+        supervised_BL[here] = piece.supervised_N
+        segments_BL[here] = place.segment
+        positions_BL[here] = torch.arange(piece.first, piece.first + place.stop - place.start)
+    text = Features(tokens_BL=tokens_BL, supervised_BL=supervised_BL, segments_BL=segments_BL,
+                    positions_BL=positions_BL)
+    held = [place for place in places if place.piece.final is not None]
+    if not held:
+        return PackedBatch(text=text, taps={})
+    missing_BL = segments_BL >= 0
+    for place in held:
+        missing_BL[place.row, place.start : place.stop] = False
+    kinds = {layer: [place.piece.taps[layer] for place in held] for layer in held[0].piece.taps}
+    final = [place.piece.final for place in held if place.piece.final is not None]
+    return PackedBatch(
+        text=text, final=_pack_states(held, final, shape), missing_BL=missing_BL if bool(missing_BL.any()) else None,
+        taps={layer: _pack_states(held, slices, shape) for layer, slices in kinds.items()})
+
+
+def pad(pieces: Sequence[Piece]) -> Features:
+    """One piece a row, padded on the right to the longest."""
+    return pack([[piece] for piece in pieces])
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A piece in a batch."""
+
+    row: int
+    segment: int
+    start: int
+    """Index of its first token in the row."""
+    piece: Piece
+
+    @property
+    def stop(self) -> int:
+        """Index after its last token."""
+        return self.start + len(self.piece.tokens_N)
+
+
+def _places(rows: Sequence[Sequence[Piece]]) -> list[_Place]:
+    """The place of every piece."""
+    places = list[_Place]()
+    for row, pieces in enumerate(rows):
+        start = 0
+        for segment, piece in enumerate(pieces):
+            places.append(_Place(row, segment, start, piece))
+            start = places[-1].stop
+    return places
+
+
+def _pack_states(places: Sequence[_Place], slices: Sequence[StateSlice], shape: tuple[int, int]) -> PackedStates:
+    """The states of one kind of pieces, in the places of their tokens."""
+    codes_BLD = torch.zeros(*shape, slices[0].codes_ND.shape[1], dtype=slices[0].codes_ND.dtype)
+    for place, one in zip(places, slices, strict=True):
+        codes_BLD[place.row, place.start : place.stop] = one.codes_ND
+    scales = [one.scales for one in slices if one.scales is not None]
+    if not scales:
+        return PackedStates(codes_BLD=codes_BLD)
+    # The pieces of a file have one tensor of channels' scales.
+    files = {id(channels_D): channels_D for channels_D, _ in scales}
+    numbers = {key: number for number, key in enumerate(files)}
+    tokens_BL, files_BL = torch.zeros(shape), torch.zeros(shape, dtype=torch.int64)
+    for place, (channels_D, tokens_N) in zip(places, scales, strict=True):
+        tokens_BL[place.row, place.start : place.stop] = tokens_N
+        files_BL[place.row, place.start : place.stop] = numbers[id(channels_D)]
+    return PackedStates(codes_BLD=codes_BLD, scales=PackedScales(
+        tokens_BL=tokens_BL, channels_FD=torch.stack(list(files.values())), files_BL=files_BL))

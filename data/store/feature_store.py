@@ -1,0 +1,302 @@
+"""The target's states at every token of a token shard, written once; `feature_shards` reads them slice by slice.
+
+Each kind of state has a file of its own, so that drafters which read different layers share what they have in common.
+Where the target has decoded a shard, its states are stored with it (`shard_states`); `encode` is a second pass of the
+target over what has none: given text, layers that another drafter reads, lost files. Both give the same states within
+rounding, not the same bytes.
+
+Shapes: B rows of a pass, T tokens of a shard, N tokens of a slice or a row, D hidden size of the target.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from ...modules import Target, UserError
+from .collate import Piece, pad
+from .disk_room import require_room
+from .feature_shards import FEATURES, FINAL, StoredFile, read_features, state_file, state_names
+from .state_formats import StateFormat, format_named
+from .token_store import FORMAT_VERSION, Manifest, ShardRecord, TokenShard, hash_file, write_bytes, write_tensors
+
+PASS_TOKENS = 1024
+"""Tokens of one pass of the target, padding included; a longer row is a pass of its own."""
+GIB = 2**30
+"""Bytes of a GiB."""
+
+
+def affordable(
+    manifest: Manifest, taps: Sequence[int], form: StateFormat, room: int | None
+) -> tuple[ShardRecord, ...]:
+    """The first shards of the data, as many as have room on disk for the states that a drafter reads.
+
+    They follow from the data alone, not from what else is stored: a resumed run reads the same states from disk.
+
+    Args:
+        taps: layers whose outputs the drafter reads.
+        form: of the stored states.
+        room: bytes; None for no limit.
+
+    Raises:
+        UserError: if there is no room for the first one.
+    """
+    if room is None:
+        return manifest.shards
+    width = len(state_names(taps)) * form.token_bytes(manifest.target.hidden_size)
+    ends = list(accumulate(record.tokens * width for record in manifest.shards))
+    found = tuple(record for record, end in zip(manifest.shards, ends, strict=True) if end <= room)
+    if not found:
+        raise UserError(f"batch.store_gib {room / GIB:.3g} has no room for the states of the first shard, which take "
+                        f"{ends[0] / GIB:.3g} GiB; raise it, or set batch.states: computed")
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class WantedStates:
+    """States that the training of a drafter reads from disk."""
+
+    taps: tuple[int, ...] = ()
+    """Layers whose outputs it reads, next to the final states."""
+    room: int | None = None
+    """Bytes that they may take; None for no limit."""
+    form: str | None = None
+    """Name of their number format on disk; None is the target's own."""
+
+    def width(self, target: Target) -> int:
+        """Bytes on disk of one state of a token of this target."""
+        return format_named(self.form, target.dtype).token_bytes(target.hidden_size)
+
+    def bytes(self, tokens: int, width: int) -> int:
+        """Bytes of the states of so many tokens, of `width` bytes each."""
+        every = tokens * width * len(state_names(self.taps))
+        return every if self.room is None else min(every, self.room)
+
+    def fitting(self, tokens: int, width: int) -> tuple[str, ...]:
+        """Names of the states of the first `tokens` tokens of the data, of `width` bytes each; none where there is no
+        room for them."""
+        names = state_names(self.taps)
+        return names if self.room is None or tokens * width * len(names) <= self.room else ()
+
+
+class StateStore:
+    """The files of states in a folder of data, and their list in features.json.
+
+    Args:
+        folder: of `distill`.
+        target: the one that the shards were made with.
+        form: of the stored states. Files of another target or number format are forgotten and written anew.
+
+    Raises:
+        UserError: if the list is damaged.
+    """
+
+    def __init__(self, folder: Path, target: Target, form: StateFormat) -> None:
+        self.folder, self.hidden_size, self.form = folder, target.hidden_size, form
+        self.dtype = target.dtype if form.scaled else form.dtype
+        """Of states in memory, until they are written."""
+        self.key = {
+            "format_version": FORMAT_VERSION,
+            "target": target.identity.weights_hash,
+            "dtype": form.name,
+        }
+        self.files = _known_features(folder, self.key)
+
+    def lacks(self, record: ShardRecord, names: Sequence[str]) -> list[str]:
+        """Those of the named states that are not stored for a shard as they were written."""
+        return [name for name in names if not self.holds(state_file(record, name), record.sha256)]
+
+    def write(
+        self, record: ShardRecord, names: Sequence[str], rows: Sequence[Mapping[str, Tensor]]
+    ) -> dict[str, StoredFile]:
+        """Write the named states of a shard, one kind after the other; `add` lists the files.
+
+        Args:
+            record: the shard.
+            names: of the states.
+            rows: those of each row by name, each [N, D].
+
+        Returns:
+            The hashes of the files by their names.
+
+        Raises:
+            UserError: if the disk is full.
+        """
+        written = {}
+        for name in names:
+            states_TD = torch.empty(record.tokens, self.hidden_size, dtype=self.dtype)
+            if rows:
+                torch.cat([row[name] for row in rows], out=states_TD)
+            file = state_file(record, name)
+            written[file] = self._write(file, record.sha256, self.form.packed(states_TD))
+        return written
+
+    def add(self, files: Mapping[str, StoredFile]) -> None:
+        """List finished files. Raises UserError if the disk is full."""
+        self.files |= {name: asdict(file) for name, file in files.items()}
+        listed = {**self.key, "files": self.files}
+        write_bytes(self.folder / FEATURES, json.dumps(listed, indent=2, sort_keys=True).encode())
+
+    def holds(self, name: str, tokens: str) -> bool:
+        """True if a file is stored as it was written for data of this hash."""
+        return _is_written(self.folder / name, tokens, self.files)
+
+    def keep(self, name: str, tokens: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write another file that the target and the data of this hash decide, then the list.
+
+        Raises:
+            UserError: if the disk is full.
+        """
+        self.add({name: self._write(name, tokens, tensors)})
+
+    def _write(self, name: str, tokens: str, tensors: Mapping[str, Tensor]) -> StoredFile:
+        write_tensors(self.folder / name, tensors)
+        return StoredFile(tokens=tokens, sha256=hash_file(self.folder / name))
+
+
+class Encoding:
+    """The second pass of the target over a folder of data: it reads whatever has no stored states.
+
+    Args:
+        target: the one that the shards were made with.
+        folder: of `distill`.
+        taps: layers whose outputs are stored too.
+        form: name of the number format of the stored states, such as float16 or int8; None keeps the target's.
+        room: bytes that the states of this drafter may take: the first shards that fit are stored; None stores all.
+
+    Raises:
+        UserError: if the target is another, or there is no room for one shard.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        folder: Path,
+        taps: tuple[int, ...] = (),
+        *,
+        form: str | None = None,
+        room: int | None = None,
+    ) -> None:
+        manifest = Manifest.load(folder)
+        manifest.target.require_same(target.identity)
+        self.target, self.folder, self.names = target, folder, state_names(taps)
+        self.store = StateStore(folder, target, format_named(form, target.dtype))
+        self.records = affordable(manifest, taps, self.store.form, room)
+        lacking = {record: self.store.lacks(record, self.names) for record in self.records}
+        self.missing = {record: names for record, names in lacking.items() if names}
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that have to be read."""
+        return sum(record.tokens for record in self.missing)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the states that will be written."""
+        width, form = self.target.hidden_size, self.store.form
+        return sum(form.file_bytes(record.tokens, width, self.target.dtype) * len(names)
+                   for record, names in self.missing.items())
+
+    def run(self, *, progress: bool = True) -> list[Path]:
+        """Read them and store their states; returns the files that hold the states of all shards.
+
+        Raises:
+            UserError: if a shard is corrupted, or the disk has no room.
+        """
+        require_room(self.folder, self.bytes, f"the states of {self.tokens:,} tokens")
+        bar = tqdm(total=self.tokens, desc="target states", unit="tok", disable=not (progress and self.missing))
+        with self.target.reproducible(), bar:
+            for record, names in self.missing.items():
+                shard = TokenShard.read(self.folder / record.file, record.sha256)
+                read = read_rows(self.target, shard, range(shard.num_rows), names, self.store.dtype, bar.update)
+                self.store.add(self.store.write(record, names, [read[row] for row in range(shard.num_rows)]))
+        return [self.folder / state_file(record, name) for record in self.records for name in self.names]
+
+
+def encode(
+    target: Target,
+    folder: str | Path,
+    taps: tuple[int, ...] = (),
+    *,
+    form: str | None = None,
+    room: int | None = None,
+    progress: bool = True,
+) -> list[Path]:
+    """Store the target's final states (and taps) at every token next to the token shards, skipping stored ones.
+
+    States stored for another drafter stay: drafters with different taps share a folder.
+
+    The arguments are those of `Encoding`; `progress` shows a progress bar.
+
+    Returns:
+        The files that hold them.
+
+    Raises:
+        UserError: if the target is another, a shard is corrupted, the disk is full, or there is no room for one shard.
+    """
+    return Encoding(target, Path(folder), taps, form=form, room=room).run(progress=progress)
+
+
+def _known_features(folder: Path, key: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Finished files of this very target and number format; none when they were made with others."""
+    content = read_features(folder)
+    files: dict[str, dict[str, str]] = content.pop("files", {})
+    return files if content == dict(key) else {}
+
+
+def _is_written(file: Path, tokens: str, done: Mapping[str, Mapping[str, str]]) -> bool:
+    """True if a listed file belongs to the tokens with this hash and has not changed since."""
+    entry = done.get(file.name)
+    return entry is not None and entry["tokens"] == tokens and file.exists() and hash_file(file) == entry["sha256"]
+
+
+def read_rows(
+    target: Target,
+    shard: TokenShard,
+    rows: Sequence[int],
+    names: Sequence[str],
+    dtype: torch.dtype,
+    advance: Callable[[int], object] | None = None,
+) -> dict[int, dict[str, Tensor]]:
+    """The named states of these rows of a shard, each [N, D] on the CPU, by a pass of the target over the rows.
+
+    Args:
+        target: reads them.
+        shard: tokens of the rows.
+        rows: by number.
+        names: of the states.
+        dtype: of the states.
+        advance: called with the number of tokens of each pass.
+    """
+    taps = {name: int(name.removeprefix("tap_")) for name in names if name != FINAL}
+    found: dict[int, dict[str, Tensor]] = {}
+    for group in _alike({row: shard.span(row)[1] - shard.span(row)[0] for row in rows}):
+        spans = [slice(*shard.span(row)) for row in group]
+        pieces = [Piece(tokens_N=shard.tokens_T[span], supervised_N=shard.supervised_T[span]) for span in spans]
+        encoded = target.encode(pad(pieces), tuple(taps.values()))
+        kinds = {name: encoded.taps[taps[name]] if name in taps else encoded.final() for name in names}
+        for place, (row, piece) in enumerate(zip(group, pieces, strict=True)):
+            count = len(piece.tokens_N)
+            found[row] = {name: kind[place, :count].to("cpu", dtype, copy=True) for name, kind in kinds.items()}
+        if advance is not None:
+            advance(sum(len(piece.tokens_N) for piece in pieces))
+    return found
+
+
+def _alike(lengths: Mapping[int, int]) -> list[list[int]]:
+    """Rows of these lengths in groups of like length and at most PASS_TOKENS tokens, padding included.
+
+    Not packed: a packed row of 1,024 tokens spends a third of its pass on attention between strangers.
+    """
+    groups: list[list[int]] = []
+    for row in sorted(lengths, key=lambda row: lengths[row]):
+        if not groups or lengths[row] * (len(groups[-1]) + 1) > PASS_TOKENS:
+            groups.append([])
+        groups[-1].append(row)
+    return groups

@@ -1,0 +1,96 @@
+"""States of decoded rows: recorded while the target writes a shard, and stored with it.
+
+The files of a shard's states are written before the manifest names the shard, and they are a pure function of the same
+decoding as its tokens: a killed run makes shard and states again, with the same bytes.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from ...modules import Target, UserError
+from ...modules.decoding.state_recorder import RecordedStates
+from .feature_shards import FINAL, StoredFile, tap
+from .feature_store import StateStore, WantedStates, read_rows
+from .state_formats import format_named
+from .token_store import ShardRecord, TokenShard
+
+
+class ShardStates:
+    """The states of the shards of one distillation, for every training that will read them from disk.
+
+    Those of one shard are in memory: tokens x hidden size x (1 + number of taps) x bytes of a number, and one kind of
+    state once more while its file is written.
+
+    Args:
+        target: writes the answers; in memory the states are in its number format.
+        folder: of the data.
+        wanted: states of each training; none keeps nothing.
+
+    Raises:
+        UserError: if the folder's list of states is damaged, or the trainings want states in several number formats.
+    """
+
+    def __init__(self, target: Target, folder: Path, wanted: Sequence[WantedStates]) -> None:
+        self.target, self.wanted = target, tuple(wanted)
+        forms = {format_named(one.form, target.dtype) for one in wanted}
+        if len(forms) > 1:
+            raise UserError("trainings on the same data ask for states in the number formats "
+                            f"{', '.join(sorted(form.name for form in forms))}; set batch.states_format of all to one "
+                            "of them")
+        self.store = StateStore(folder, target, forms.pop()) if forms else None
+        self.seconds = 0.0
+        """Time spent on reading what was not recorded, and on writing."""
+
+    def taps(self, tokens: int) -> tuple[int, ...] | None:
+        """Layers to be recorded in the next shard, after shards of so many tokens; None where nothing has room."""
+        chosen = [one for one in self.wanted if self._fitting(one, tokens + 1)]
+        return tuple(sorted({layer for one in chosen for layer in one.taps})) if chosen else None
+
+    def write(self, tokens: int, record: ShardRecord, shard: TokenShard,
+              rows: Sequence[RecordedStates | None]) -> dict[str, StoredFile]:
+        """Write the states of a shard that have room; `add` lists the files.
+
+        Rows without recorded states are read by the target; a shard without any is left to `encode`.
+
+        Args:
+            tokens: those of the shards before it.
+            record: its entry in the manifest.
+            shard: its tokens.
+            rows: recorded states of each row.
+
+        Returns:
+            The hashes of the files by their names.
+
+        Raises:
+            UserError: if the disk is full.
+        """
+        names = self.fitting(tokens + record.tokens)
+        if self.store is None or not names or all(one is None for one in rows):
+            return {}
+        started = time.monotonic()
+        missing = [row for row, one in enumerate(rows) if one is None]
+        read = read_rows(self.target, shard, missing, names, self.store.dtype)
+        named = [read[row] if one is None else _named(one) for row, one in enumerate(rows)]
+        files = self.store.write(record, names, named)
+        self.seconds += time.monotonic() - started
+        return files
+
+    def add(self, files: Mapping[str, StoredFile]) -> None:
+        """List files that `write` has written. Raises UserError if the disk is full."""
+        if self.store is not None and files:
+            self.store.add(files)
+
+    def fitting(self, tokens: int) -> tuple[str, ...]:
+        """Names of the states of the last shard of so many tokens, as far as they have room."""
+        return tuple(sorted({name for one in self.wanted for name in self._fitting(one, tokens)}))
+
+    def _fitting(self, one: WantedStates, tokens: int) -> tuple[str, ...]:
+        return one.fitting(tokens, one.width(self.target))
+
+
+def _named(states: RecordedStates) -> dict[str, Tensor]:
+    """The states of a row by their names in files."""
+    return {FINAL: states.final_LD, **{tap(layer): tapped_LD for layer, tapped_LD in states.taps.items()}}

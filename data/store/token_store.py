@@ -1,0 +1,309 @@
+"""Token shards, and the manifest with their hashes. Nothing here is pickled.
+
+Shapes: T tokens of all rows one after another, R rows, S = R + 1 borders of rows, P prompts.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save, save_file
+from torch import Tensor
+
+from ...modules import TargetIdentity, UserError
+from ...modules.files.atomic_files import file_sha256, write_atomically
+from ...modules.files.bounded_reading import require_ordinary
+from ...modules.files.json_records import read_json, record_of, shortened
+
+FORMAT_VERSION = 4
+"""Layout of shards and manifest."""
+MANIFEST = "manifest.json"
+SourceName = Literal["target", "text", "draft"]
+SplitName = Literal["train", "validation"]
+SOURCES: tuple[SourceName, ...] = ("target", "text", "draft")
+"""target: the target's own answers; text: what the prompt source brings; draft: answers that an artifact's draft wrote,
+on which the target's distribution is learnt (arXiv:2310.08461, section 4). A shard stores the place in this list."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One conversation as the target saw it."""
+
+    tokens: tuple[int, ...]
+    """Prompt and answer."""
+    supervised: tuple[bool, ...]
+    """True for the tokens that the assistant wrote."""
+    prompt: int
+    """Number of its prompt, also the key of its random stream."""
+    temperature: float = 0.0
+    """Sampling temperature of the answer; 0 is greedy."""
+    truncated: bool = False
+    """Whether an answer was cut by the length limit."""
+    source: SourceName = "target"
+    """Writer of the supervised tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenShard:
+    """Rows of tokens, one after another."""
+
+    tokens_T: Tensor
+    """Token ids, int32."""
+    supervised_T: Tensor
+    """Written by the assistant, bool."""
+    starts_S: Tensor
+    """Start index of each row and end of the last: R + 1 entries, int64."""
+    prompts_R: Tensor
+    """Number of each row's prompt, int64."""
+    temperatures_R: Tensor
+    """Temperature of each row, float32."""
+    truncated_R: Tensor
+    """Whether an answer of the row was cut by the length limit, bool."""
+    sources_R: Tensor
+    """Writer of the row, as its index in `SOURCES`, uint8."""
+    keys_P: Tensor
+    """Hash of each prompt of the shard (`Prompt.key`), int64; later shards must not repeat them."""
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Row], keys: Sequence[int]) -> "TokenShard":
+        """Lay rows one after another."""
+        lengths = torch.tensor([0] + [len(row.tokens) for row in rows], dtype=torch.int64)
+        return cls(
+            tokens_T=torch.tensor([token for row in rows for token in row.tokens], dtype=torch.int32),
+            supervised_T=torch.tensor([flag for row in rows for flag in row.supervised], dtype=torch.bool),
+            starts_S=lengths.cumsum(0),
+            prompts_R=torch.tensor([row.prompt for row in rows], dtype=torch.int64),
+            temperatures_R=torch.tensor([row.temperature for row in rows], dtype=torch.float32),
+            truncated_R=torch.tensor([row.truncated for row in rows], dtype=torch.bool),
+            sources_R=torch.tensor([SOURCES.index(row.source) for row in rows], dtype=torch.uint8),
+            keys_P=torch.tensor(list(keys), dtype=torch.int64),
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return len(self.prompts_R)
+
+    def written(self, source: SourceName) -> int:
+        """Number of rows that this source wrote."""
+        return int((self.sources_R == SOURCES.index(source)).sum())
+
+    def answered_at(self, temperature: float | None) -> list[int]:
+        """Rows whose answers have this temperature; all rows for None."""
+        return [row for row, found in enumerate(self.temperatures_R.tolist()) if temperature in (None, found)]
+
+    def span(self, row: int) -> tuple[int, int]:
+        """First index of a row and the one after its last."""
+        return int(self.starts_S[row]), int(self.starts_S[row + 1])
+
+    def to_bytes(self) -> bytes:
+        """The safetensors file; equal shards give equal bytes."""
+        return save({name: tensor.contiguous() for name, tensor in vars(self).items()})
+
+    @classmethod
+    def read(cls, file: Path, sha256: str | None = None) -> "TokenShard":
+        """Read a shard, checking its hash if one is given. Raises UserError when it is missing or corrupted."""
+        data = read_bytes(file)
+        if sha256 is not None and hash_bytes(data) != sha256:
+            raise UserError(corrupted(file))
+        try:
+            return cls(**load(data))
+        except (SafetensorError, TypeError) as error:
+            raise UserError(corrupted(file)) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardRecord:
+    """Entry of one shard in the manifest."""
+
+    file: str
+    """Name inside the folder."""
+    split: SplitName
+    """The part of the data that it belongs to."""
+    sha256: str
+    """Hash of the file's bytes."""
+    candidates: int
+    """Prompts read or written for it, before filtering."""
+    prompts: int
+    """Number of prompts in it."""
+    rows: int
+    """Number of rows in it; a conversation takes several where the template rewrites earlier turns."""
+    by_target: int
+    """Number of these that the target answered."""
+    by_text: int
+    """Number of these that are given text."""
+    by_draft: int
+    """Number of these that a draft answered."""
+    tokens: int
+    """Tokens in all rows."""
+    supervised: int
+    """Tokens written by the assistant."""
+    answers: int
+    """Assistant turns."""
+    truncated: int
+    """Answers cut by the length limit."""
+    repetitive: int
+    """Answers with more than 30 % repeated 4-grams."""
+
+    def __post_init__(self) -> None:
+        # States are written next to it under a name made of this one, and the next shard has the number after its own.
+        if re.fullmatch(rf"{self.split}-[0-9]{{5,18}}\.safetensors", self.file) is None:
+            raise ValueError(f"file must be the name of a file in the folder, {self.split}-00000.safetensors or one "
+                             f"with another number, got {self.file!r}")
+        if wrong := [name for name, value in vars(self).items() if isinstance(value, int) and value < 0]:
+            raise ValueError(f"{wrong[0]} of {self.file} must be at least 0, got {getattr(self, wrong[0])}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """The file of prompts that are only ever evaluated."""
+
+    file: str
+    """Name inside the folder; JSONL."""
+    sha256: str
+    """Hash of the file's bytes."""
+    prompts: int
+    """Number of prompts in it."""
+
+    def __post_init__(self) -> None:
+        # States are written next to it under a name made of this one: it must lead to no other folder.
+        if Path(self.file).name != self.file:
+            raise ValueError(f"file must be the name of a file in the folder, got {self.file!r}")
+        if self.prompts < 0:
+            raise ValueError(f"prompts of {self.file} must be at least 0, got {self.prompts}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Description of a folder of shards: a pure function of the recipe, without times and paths."""
+
+    target: TargetIdentity
+    """Identity of the target that wrote the answers."""
+    template_hash: str
+    """Hash of the chat template and its settings."""
+    recipe: dict[str, dict[str, Any]]
+    """Prompt source, sampling settings, budget and seed."""
+    versions: dict[str, str]
+    """Versions of the packages that decide the bytes."""
+    candidates: int = 0
+    """Prompts read or written so far, all splits."""
+    shards: tuple[ShardRecord, ...] = ()
+    """Finished shards in the order they were made."""
+    held_out: HeldOut | None = None
+    """Prompts kept for evaluation; None when none were asked for."""
+    complete: bool = False
+    """Whether the budget is spent or the prompts are used up."""
+
+    def split(self, name: str) -> tuple[ShardRecord, ...]:
+        """Shards of one split, train or validation."""
+        return tuple(shard for shard in self.shards if shard.split == name)
+
+    def total(self, split: str, count: str) -> int:
+        """Sum of one count of ShardRecord over a split, such as total("train", "supervised")."""
+        return sum(int(getattr(shard, count)) for shard in self.split(split))
+
+    def written(self, source: SourceName) -> int:
+        """Train rows that this source wrote."""
+        return self.total("train", f"by_{source}")
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the manifest's bytes: the identity of the data."""
+        return hash_bytes(self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """The JSON file; equal manifests give equal bytes."""
+        content = {"format_version": FORMAT_VERSION, **vars(self)}
+        content["target"] = self.target.to_dict()
+        content["shards"] = [asdict(shard) for shard in self.shards]
+        content["held_out"] = None if self.held_out is None else asdict(self.held_out)
+        return _json({**content, "sha256": hash_bytes(_json(content))})
+
+    def save(self, folder: Path) -> None:
+        """Write `manifest.json` in one step."""
+        write_bytes(folder / MANIFEST, self.to_bytes())
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "Manifest":
+        """Read `manifest.json`.
+
+        Raises:
+            UserError: if it is missing, is not a manifest, is of another format version, or was changed since.
+        """
+        file = Path(folder) / MANIFEST
+        if not file.exists():
+            raise UserError(f"{folder} holds no {MANIFEST}; make the data with draftsmith distill, or name its folder")
+        remedy = f"delete the folder {file.parent} and distil again"
+        content = read_json(file, remedy)
+        if not isinstance(content, dict) or "format_version" not in content:
+            raise UserError(corrupted(file))
+        version = content.pop("format_version")
+        if version != FORMAT_VERSION:
+            raise UserError(f"{file} has format version {shortened(version)}, this version reads {FORMAT_VERSION}; "
+                            f"{remedy}")
+        digest = content.pop("sha256", None)
+        # Every field is written, also those that have a default while a manifest grows.
+        if missing := sorted({one.name for one in fields(cls)} - content.keys()):
+            raise UserError(f"{file} is damaged: its content lacks {', '.join(missing)}; {remedy}")
+        if digest != hash_bytes(_json({"format_version": version, **content})):
+            raise UserError(corrupted(file))
+        return record_of(cls, content, str(file), remedy)
+
+
+# Files ---------------------------------------------------------------------------------------------------------------
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    """JSON for people; equal contents give equal bytes."""
+    return (json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def hash_bytes(data: bytes) -> str:
+    """SHA-256 in hex."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def hash_file(file: Path) -> str:
+    """SHA-256 of a file in hex. Raises UserError when it cannot be read."""
+    require_ordinary(file)
+    try:
+        return file_sha256(file)
+    except OSError as error:
+        raise UserError(unreadable(file, error)) from error
+
+
+def read_bytes(file: Path) -> bytes:
+    """A file's bytes. Raises UserError when it cannot be read."""
+    require_ordinary(file)
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise UserError(unreadable(file, error)) from error
+
+
+def unreadable(file: Path, error: OSError) -> str:
+    """Message about a file that is missing or cannot be read."""
+    return f"cannot read {file}: {error.strerror}; delete the folder {file.parent} and distil again"
+
+
+def corrupted(file: Path) -> str:
+    """Message about a file whose content has changed."""
+    return (
+        f"{file} is corrupted (its content is not what was written); delete the folder {file.parent} and distil again"
+    )
+
+
+def write_bytes(file: Path, data: bytes) -> None:
+    """Write a file whole or not at all, even when the process is killed."""
+    write_atomically(file, lambda partial: partial.write_bytes(data))
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file whole or not at all."""
+    write_atomically(file, lambda partial: save_file(dict(tensors), partial))

@@ -1,0 +1,109 @@
+"""Files that appear whole or not at all: written next to their place, forced to disk, then renamed into it.
+
+What a killed process was writing is a leftover: a hidden file or folder `.NAME.partial` next to NAME, or `.tmp` and six
+letters or digits, by which safetensors names a file that it is writing.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from ..errors import UserError
+
+_SAFETENSORS = re.compile(r"\.tmp[0-9A-Za-z]{6}")
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> Path:
+    """Let `write` fill a file that then becomes `path`; whoever reads `path` sees the old file or the whole new one.
+
+    Folders above it are made where they are missing.
+
+    Raises:
+        UserError: if the disk is full or the folder may not be written; nothing half-written stays.
+    """
+    partial = partial_of(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(partial)
+        share(partial)
+        to_disk(partial)
+        partial.replace(path)
+        to_disk(path.parent)
+    except (OSError, SafetensorError) as error:
+        raise cannot_write(path, error) from error
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+    return path
+
+
+def partial_of(path: Path) -> Path:
+    """The hidden place in which a file or folder is written before it is renamed to `path`."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def is_leftover(path: Path) -> bool:
+    """True for the name of a file or folder that a killed process left half-written."""
+    return path.match(".?*.partial") or _SAFETENSORS.fullmatch(path.name) is not None
+
+
+def remove_leftovers(folder: Path, shared: Path | None = None) -> None:
+    """Remove everything half-written in a folder and below it. No other process may be writing there, but in the folder
+    `shared`, which is left as it is."""
+    for path in [path for path in folder.rglob(".*") if is_leftover(path) and shared not in path.parents]:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it. Raises UserError where that is not allowed."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def share(path: Path) -> None:
+    """Give a file the rights that the user's umask gives new files: safetensors writes for the owner alone."""
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
+
+
+def to_disk(path: Path) -> None:
+    """Force a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def cannot_write(path: Path, error: OSError | SafetensorError) -> UserError:
+    """The error for a place that cannot be written."""
+    reason = (isinstance(error, OSError) and error.strerror) or str(error)
+    return UserError(f"cannot write {path}: {reason}; make room or choose another folder that you may write to, then "
+                     "start again: finished work is kept")
+
+
+def write_file(path: Path, content: str) -> Path:
+    """Write text; see `write_atomically`. Returns the path.
+
+    Raises:
+        UserError: if the disk is full or the folder may not be written.
+    """
+    return write_atomically(path, lambda partial: partial.write_text(content, encoding="utf-8"))
+
+
+def file_sha256(path: Path) -> str:
+    """The SHA-256 of a file's bytes, in hex. Raises OSError if it cannot be read."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,177 @@
+"""Folders that are replaced as a whole, and only if nothing in them is anybody else's.
+
+A folder written here holds a marker with the hash of each of its files. It is replaced as long as every file in it is
+in the marker and unchanged; a folder that holds anything else is refused.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import NoReturn
+
+from safetensors import SafetensorError
+
+from ..errors import UserError
+from .atomic_files import cannot_write, file_sha256, is_leftover, partial_of, share, to_disk, write_file
+from .bounded_reading import bounded_json, read_bounded_text
+
+MARKER = ".draftsmith.json"
+"""The file that says what a folder is and which files were written into it."""
+NAMED = 3
+"""Number of foreign files that a refusal names."""
+
+
+@contextmanager
+def whole_folder(
+    folder: Path, kind: str, *, changing: frozenset[str] = frozenset(), inside: str | None = None
+) -> Iterator[Path]:
+    """Give a hidden folder to fill; when the block ends well it takes the place of `folder`, else it vanishes.
+
+    An existing `folder` is replaced if it is empty, or all it holds was written here as the same kind and is unchanged.
+
+    Args:
+        folder: its place.
+        kind: what it is, for its marker and for people: "artifact".
+        changing: names of files that may be added or changed later.
+        inside: kind of the folders written here that may have been put into it later.
+
+    Raises:
+        UserError: if `folder` is a link, a file or the current folder, holds anything else, or cannot be written.
+    """
+    folder = Path(os.path.abspath(folder))
+    _recover(folder)
+    _refuse_foreign(folder, kind, changing, inside)
+    partial = partial_of(folder)
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        _mark(partial, kind)
+        for path in (*partial.rglob("*"), partial):
+            if path.is_file():
+                share(path)
+            to_disk(path)
+        _swap(partial, folder)
+    except (OSError, SafetensorError) as error:
+        raise cannot_write(folder, error) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _mark(folder: Path, kind: str) -> None:
+    """Write the marker of a filled folder."""
+    files = {str(path.relative_to(folder)): file_sha256(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    write_file(folder / MARKER, json.dumps({"written_by": "draftsmith", "kind": kind, "files": files}, indent=2,
+                                           sort_keys=True) + "\n")
+
+
+def _refuse_foreign(folder: Path, kind: str, changing: frozenset[str], inside: str | None) -> None:
+    if folder.is_symlink():
+        raise UserError(f"{folder} is a link to {folder.readlink()} and would be replaced by a folder; give the path "
+                        "of a new folder")
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise UserError(f"{folder} is a file, a folder was expected; choose another place")
+    # No more than are named: it may be somebody's home.
+    if foreign := list(islice(_foreign(folder, kind, changing, inside), NAMED + 1)):
+        more = ", ..." if len(foreign) > NAMED else ""
+        raise UserError(f"{folder} holds other files ({', '.join(foreign[:NAMED])}{more}) than an unchanged {kind} of "
+                        "draftsmith and would be replaced as a whole; choose another folder, or move them away")
+    if folder.samefile(Path.cwd()):
+        raise UserError(f"{folder} is the current folder, which cannot be replaced; choose another one")
+
+
+def own_files(folder: Path, kinds: Sequence[str], *, changing: frozenset[str] = frozenset(),
+              inside: str | None = None) -> tuple[str, list[str]]:
+    """(kind, names of the files) of a folder that was written here and holds nothing else.
+
+    Args:
+        folder: the folder.
+        kinds: what it may be.
+        changing: names of files that may have been added or changed later.
+        inside: kind of the folders written here that may have been put into it later.
+
+    Raises:
+        UserError: if it is none of the kinds, or holds another or a changed file.
+    """
+    kind = next((one for one in kinds if _written(folder, one) is not None), None)
+    if kind is None:
+        raise UserError(f"{folder} is no {' or '.join(kinds)} of draftsmith; give the folder of one")
+    if foreign := list(islice(_foreign(folder, kind, changing, inside), NAMED + 1)):
+        more = ", ..." if len(foreign) > NAMED else ""
+        raise UserError(f"{folder} holds other or changed files ({', '.join(foreign[:NAMED])}{more}) than draftsmith "
+                        f"wrote as an {kind}; move them away, or write the {kind} again")
+    return kind, [str(path.relative_to(folder)) for path in _files(folder)]
+
+
+def _foreign(folder: Path, kind: str, changing: frozenset[str], inside: str | None) -> Iterator[str]:
+    """Names in a folder that were not written here as this kind, or were changed since."""
+    written = _written(folder, kind)
+    for path in _files(folder):
+        holder = next(above for above in path.parents if above == folder or (above / MARKER).exists())
+        hashes = written if holder == folder else _written(holder, inside)
+        name = str(path.relative_to(holder))
+        known = name == MARKER or (holder == folder and name in changing)
+        if written is None or hashes is None or not (known or _is_unchanged(path, hashes.get(name))):
+            yield str(path.relative_to(folder))
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Everything below a folder that is no folder, leftovers of killed processes apart."""
+    for parent, folders, files in os.walk(folder, onerror=_raise):
+        links = [name for name in folders if Path(parent, name).is_symlink()]
+        folders[:] = sorted(name for name in folders if not is_leftover(Path(parent, name)))
+        yield from (path for path in (Path(parent, name) for name in sorted([*files, *links])) if not is_leftover(path))
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
+
+
+def _written(folder: Path, kind: str | None) -> dict[str, str] | None:
+    """Hashes of the files that were written into a folder; None where they were not, or as another kind."""
+    marker = folder / MARKER
+    if not _is_plain(marker):
+        return None
+    try:
+        content = bounded_json(read_bounded_text(marker))
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return None
+    if not isinstance(content, dict) or content.get("written_by") != "draftsmith" or content.get("kind") != kind:
+        return None
+    files = content.get("files")
+    return files if isinstance(files, dict) else None
+
+
+def _is_unchanged(path: Path, digest: str | None) -> bool:
+    return digest is not None and _is_plain(path) and file_sha256(path) == digest
+
+
+def _is_plain(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def _former(folder: Path) -> Path:
+    """The hidden place of the folder that is being replaced."""
+    return folder.with_name(f".{folder.name}.former")
+
+
+def _recover(folder: Path) -> None:
+    """Undo a replacement that was killed between its two renamings."""
+    if folder.name and (_former(folder) / MARKER).is_file() and not os.path.lexists(folder):
+        _former(folder).rename(folder)
+
+
+def _swap(partial: Path, folder: Path) -> None:
+    former = _former(folder)
+    if folder.exists():
+        shutil.rmtree(former, ignore_errors=True)
+        folder.rename(former)
+    partial.rename(folder)
+    to_disk(folder.parent)
+    shutil.rmtree(former, ignore_errors=True)

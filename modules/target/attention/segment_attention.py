@@ -1,0 +1,212 @@
+"""Attention of long training rows: causal inside each segment, without a mask of all positions.
+
+A mask of L x L positions has a GiB at 32,768 tokens, four as numbers to be added to the scores, and where no fused
+kernel takes it the scores of every head are as large. A segment of a packed row is a text of its own: its attention is
+plain causal attention, which fused kernels compute without a mask and without the other segments. Layers with a window
+or with capped scores go through their queries in blocks, each with the keys that it can see.
+
+Shapes: B rows, L positions, H query heads, G key-value heads, R query heads of a key-value head, N tokens of a segment,
+W keys of a block of queries, E head dimension.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from ...errors import UserError
+from ...features import Features
+from .flex_segments import FlexSegments
+from .soft_capping import soft_capped
+
+Span = tuple[int, slice]
+"""A row, and the places of one of its segments."""
+DENSE_LENGTH = 2048
+"""Longest rows, in tokens, whose attention reads a mask of all positions: 4 MiB a row."""
+_QUERIES = 256
+"""Queries of a block where a layer has a window or caps its scores."""
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The segments of training rows: each token sees those of its own segment up to itself; padding sees nothing."""
+
+    lengths: tuple[tuple[int, ...], ...]
+    """Tokens of each run of equal segment numbers, row by row, padding included; on the host."""
+    padding: tuple[tuple[bool, ...], ...]
+    """Which of these runs are padding."""
+
+    @classmethod
+    def of(cls, features: Features) -> "Segments":
+        """The segments of a batch; the host waits once for its device.
+
+        Raises:
+            ValueError: if the tokens of a segment are not adjacent.
+        """
+        lengths, padding = [], []
+        for segments_L in features.segments_BL.cpu():
+            numbers, counts = segments_L.unique_consecutive(return_counts=True)
+            texts = numbers[numbers >= 0]
+            if len(texts) != len(texts.unique()):
+                raise ValueError("the tokens of a segment are not adjacent in their row; pack each as one piece")
+            lengths.append(tuple(counts.tolist()))
+            padding.append(tuple((numbers < 0).tolist()))
+        return cls(tuple(lengths), tuple(padding))
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The segments, padding left out."""
+        found = []
+        for row, (sizes, blanks) in enumerate(zip(self.lengths, self.padding, strict=True)):
+            ends = tuple(accumulate(sizes))
+            found += [(row, slice(end - size, end)) for size, end, blank in zip(sizes, ends, blanks, strict=True)
+                      if not blank]
+        return tuple(found)
+
+    def blank(self, device: torch.device) -> Tensor:
+        """A mask [B, 1, 1, 1] that stands for these segments where a mask of all positions is expected."""
+        return torch.zeros(len(self.lengths), 1, 1, 1, dtype=torch.bool, device=device)
+
+
+Sight = Tensor | Segments | FlexSegments
+"""Sight of tokens: a mask [B, N, W], or the segments of training rows, which see themselves causally."""
+
+
+def visible_text(features: Features, decoder: Any = None) -> Sight:
+    """Sight of the tokens of training rows: inside a block with flex attention the segments for it, elsewhere a mask
+    [B, L, L], or beyond `DENSE_LENGTH` tokens the segments.
+
+    Args:
+        features: the rows.
+        decoder: of transformers, if one reads them: where it forms its attention itself, it takes a mask alone.
+
+    Raises:
+        UserError: if such a decoder would need a mask of more than `DENSE_LENGTH` tokens.
+    """
+    length = features.tokens_BL.shape[1]
+    if decoder is not None and not takes_segments(decoder):
+        if length > DENSE_LENGTH:
+            raise UserError(f"{type(decoder).__name__} forms its attention itself, by a mask of all positions of a row "
+                            f"of {length} tokens; set row_length to at most {DENSE_LENGTH}, or choose another target")
+        return features.visible()
+    if (flex := FlexSegments.asked(features)) is not None:
+        return flex
+    return features.visible() if length <= DENSE_LENGTH else Segments.of(features)
+
+
+def takes_segments(decoder: Any) -> bool:
+    """True for a decoder of transformers whose attention is a function that can be replaced, by `tree_attention`."""
+    return bool(getattr(decoder, "_supports_attention_backend", False))
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A boolean mask as numbers to be added to the scores: 0 where it is True, minus infinity elsewhere."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+
+
+def mask_arguments(visible: Sight, decoder: Any, like: Tensor) -> dict[str, Any]:
+    """The arguments by which a decoder of transformers hands a mask [B, N, W], or segments, to `tree_attention`; one
+    that forms its attention itself adds the mask to its scores.
+
+    Args:
+        visible: sight of the tokens.
+        decoder: that is called.
+        like: states on the device and in the number format of its scores.
+    """
+    if isinstance(visible, Segments | FlexSegments):
+        return {"attention_mask": visible.blank(like.device), "segments": visible}
+    mask = visible[:, None]
+    return {"attention_mask": mask if takes_segments(decoder) else additive(mask, like.dtype)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentForm:
+    """Differences of one layer's attention from plain causal attention."""
+
+    scaling: float | None = None
+    """Factor of the scores; None takes one over the root of the head dimension."""
+    window: int | None = None
+    """Newest tokens that a token sees, itself included; None for all."""
+    softcap: float | None = None
+    """Bound of the scores; None for none."""
+    first: tuple[Tensor, Tensor] | None = None
+    """A key and a value before each segment that all of its tokens see, each [B, G, 1, E]; not with the other two."""
+
+
+def attend_inside(
+    query_BHLE: Tensor, key_BGLE: Tensor, value_BGLE: Tensor, segments: Segments, form: SegmentForm | None = None
+) -> Tensor:
+    """Attention output [B, H, L, E] inside each segment; zero at padding."""
+    form, rows = form or SegmentForm(), []
+    for row, sizes in enumerate(segments.lengths):
+        # Split, not sliced: the gradient of a slice has the size of the whole row.
+        parts = zip(*(torch.split(states[row], list(sizes), dim=1) for states in (query_BHLE, key_BGLE, value_BGLE)),
+                    segments.padding[row], strict=True)
+        attend = partial(_text, form=_of_row(form, row))
+        rows.append(torch.cat([torch.zeros_like(query) if blank else attend(query, key, value)
+                               for query, key, value, blank in parts], dim=1))
+    return torch.stack(rows)
+
+
+def _of_row(form: SegmentForm, row: int) -> SegmentForm:
+    """The form for one row, whose key in front has no row any more."""
+    if form.first is None:
+        return form
+    return replace(form, first=(form.first[0][row], form.first[1][row]))
+
+
+def _text(query_HNE: Tensor, key_GNE: Tensor, value_GNE: Tensor, form: SegmentForm) -> Tensor:
+    """Attention output of one text, [H, N, E]."""
+    if form.first is not None:
+        # A query in front of the others makes room for the key in front: causal attention aligns their starts.
+        key_GNE, value_GNE = torch.cat([form.first[0], key_GNE], 1), torch.cat([form.first[1], value_GNE], 1)
+        return _causal(pad(query_HNE, (0, 0, 1, 0)), key_GNE, value_GNE, form.scaling)[:, 1:]
+    if form.softcap is None and (form.window is None or form.window >= query_HNE.shape[1]):
+        return _causal(query_HNE, key_GNE, value_GNE, form.scaling)
+    return _in_blocks(query_HNE, key_GNE, value_GNE, form)
+
+
+def _causal(query_HNE: Tensor, key_GNE: Tensor, value_GNE: Tensor, scaling: float | None) -> Tensor:
+    """Plain causal attention. The heads of a group are rows that share keys through a view: on a CPU the fused kernel
+    takes no groups, and without it the scores of all heads are in memory."""
+    out_RGNE = scaled_dot_product_attention(*_grouped(query_HNE, key_GNE, value_GNE), is_causal=True, scale=scaling)
+    return out_RGNE.transpose(0, 1).flatten(0, 1)
+
+
+def _grouped(query_HNE: Tensor, key_GWE: Tensor, value_GWE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [R, G, N, E] with keys and values [R, G, W, E]: views."""
+    query_RGNE = torch.unflatten(query_HNE, 0, (len(key_GWE), -1)).transpose(0, 1)
+    key, value = (states_GWE.expand(len(query_RGNE), -1, -1, -1) for states_GWE in (key_GWE, value_GWE))
+    return query_RGNE, key, value
+
+
+def _in_blocks(query_HNE: Tensor, key_GNE: Tensor, value_GNE: Tensor, form: SegmentForm) -> Tensor:
+    """The same in blocks of queries, whose masks and scores are computed again for a gradient, not kept."""
+    attend: Callable[..., Tensor] = partial(_block, form=form)
+    if torch.is_grad_enabled() and any(states.requires_grad for states in (query_HNE, key_GNE, value_GNE)):
+        attend = partial(checkpoint, attend, use_reentrant=False)
+    found, length = [], query_HNE.shape[1]
+    for start in range(0, length, _QUERIES):
+        stop = min(length, start + _QUERIES)
+        oldest = 0 if form.window is None else max(0, start + 1 - form.window)
+        found.append(attend(query_HNE[:, start:stop], key_GNE[:, oldest:stop], value_GNE[:, oldest:stop]))
+    return torch.cat(found, dim=1)
+
+
+def _block(query_HNE: Tensor, key_GWE: Tensor, value_GWE: Tensor, form: SegmentForm) -> Tensor:
+    """Attention output [H, N, E] of the last N of W tokens."""
+    queries, width = query_HNE.shape[1], key_GWE.shape[1]
+    places_W = torch.arange(width, device=query_HNE.device)
+    apart_NW = places_W[width - queries :, None] - places_W
+    seen_NW = (apart_NW >= 0) & (apart_NW < (form.window or width))
+    if form.softcap is not None:
+        return soft_capped(query_HNE[None], key_GWE[None], value_GWE[None], seen_NW, form.scaling, form.softcap)[0]
+    out_RGNE = scaled_dot_product_attention(*_grouped(query_HNE, key_GWE, value_GWE), attn_mask=seen_NW,
+                                            scale=form.scaling)
+    return out_RGNE.transpose(0, 1).flatten(0, 1)

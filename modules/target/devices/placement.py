@@ -1,0 +1,408 @@
+"""Placements of a target's weights: whole on one device of each process, split among processes, or spread over the
+devices of one process.
+
+Only the decoder's layers are split or spread. Embedding, last norm and output layer stay whole on the device where a
+process trains: a drafter borrows them, and its own rows pass through them without a word to other processes. What is
+split is read with transformers' `DistributedConfig`, each process its own part.
+
+Shapes: B rows, L positions.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import import_module
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+
+from ...deepspeed_import import require_deepspeed
+from ...errors import UserError
+from ...features import Features
+from ...processes import local_rank
+from ..linears.linear_forms import Pack
+from ..loading.excerpt import layer_list
+from .zero3_weights import DTYPES, gather_by_layer, keep_whole, read_divided, zero3_settings
+
+PlacementName = Literal["replicated", "tensor_parallel", "fully_sharded", "zero3", "layers"]
+"""Names of placements in a recipe."""
+Encode = Callable[[Features], Features]
+"""A pass of the target over whole rows."""
+
+
+class Placement:
+    """The target whole on one device of each process. Other placements say what differs.
+
+    Args:
+        degree: processes that share one target; None for all. Of no meaning where none do.
+    """
+
+    name: ClassVar[str] = "replicated"
+    shared: ClassVar[bool] = False
+    """Whether several processes hold one target, so that all of them must take part in each of its passes."""
+    spread: ClassVar[bool] = False
+    """Whether the layers are not plain tensors on one device: then they cannot be packed, copied or moved."""
+
+    def __init__(self, degree: int | None = None) -> None:
+        if degree is not None and degree < 1:
+            raise UserError(f"target.degree must be at least 1, got {degree}; leave it out to share the target among "
+                            "all processes")
+        self.degree = degree
+
+    def size(self, world: int) -> int:
+        """Processes that hold one target together, of `world` that train.
+
+        Raises:
+            UserError: if as many cannot.
+        """
+        return 1
+
+    def require_fit(self, sketch: Any, world: int, *, gguf: bool) -> None:
+        """Refuse a model that cannot be placed so, before its weights are read.
+
+        Args:
+            sketch: the model without values.
+            world: processes that train.
+            gguf: whether it is read from a GGUF file.
+
+        Raises:
+            UserError: naming what does not fit.
+        """
+
+    def require_processes(self, world: int) -> None:
+        """Refuse a number of processes that cannot train with it. Raises UserError."""
+
+    def reading(self, sketch: Any, device: torch.device, world: int) -> AbstractContextManager[dict[str, Any]]:
+        """A block in which transformers reads the weights to their places, with these options of `from_pretrained`.
+
+        Raises:
+            UserError: if the device is not one of those that are used.
+        """
+        return nullcontext({})
+
+    def settled(self, model: Any, device: torch.device) -> Any:
+        """The model that was read, ready for passes."""
+        return model.to(device)
+
+    def pack(self, asked: Pack) -> Pack:
+        """The forms of the linear layers that are possible. Raises UserError if others were set."""
+        if not self.spread:
+            return asked
+        if asked not in ("auto", 0):
+            raise UserError(f"target.pack {asked} packs whole linear layers for oneDNN, but target.placement "
+                            f"{self.name} does not keep them whole on one CPU; set target.pack: auto")
+        return 0
+
+    def own_states(self, encode: Encode, features: Features) -> Features:
+        """This process's rows with the target's states, where each process has rows of its own.
+
+        All processes that share the target must call it equally often.
+        """
+        return encode(features)
+
+
+class _Shared(Placement):
+    """One target that several processes hold together."""
+
+    shared, spread = True, True
+
+    def size(self, world: int) -> int:
+        """The degree, or all processes."""
+        size = world if self.degree is None else self.degree
+        if world == 1:
+            raise UserError(f"target.placement {self.name} shares one target among several processes, but this is one; "
+                            "start draftsmith train with torchrun --nproc-per-node, or with --target.placement layers "
+                            "spread the target over the devices of one process")
+        if size < 2 or world % size:
+            raise UserError(f"target.degree {size} does not divide the {world} processes of this run into groups of at "
+                            f"least 2; set it to a divisor of {world}, such as {_divisor(world)}, or start another "
+                            "number of processes")
+        return size
+
+    def require_fit(self, sketch: Any, world: int, *, gguf: bool) -> None:
+        """Refuse weights that are stored in a way that no process can read a part of."""
+        self.size(world)
+        if gguf:
+            raise UserError(f"a GGUF file is dequantised as a whole by every process, so target.placement {self.name} "
+                            "would save no memory; save the model as a Hugging Face folder, or set target.placement: "
+                            "replicated")
+        if (kind := _quantised(sketch)) is not None:
+            raise UserError(f"the target's weights are quantised ({kind}), and target.placement {self.name} splits "
+                            "plain ones only; choose the model's unquantised weights, or set target.placement: "
+                            "replicated")
+
+    def settled(self, model: Any, device: torch.device) -> Any:
+        """The model as it is, its configuration again that of a whole one: models are made of it."""
+        del model.config.distributed_config
+        return model
+
+    def require_accelerator(self, device: torch.device) -> None:
+        """Refuse a device other than the machine's accelerator, on which transformers splits weights."""
+        found = torch.accelerator.current_accelerator()
+        kind = "cpu" if found is None or not torch.accelerator.is_available() else found.type
+        if device.type != kind:
+            raise UserError(f"target.device {device.type!r} was asked for, but target.placement {self.name} splits the "
+                            f"target on this machine's {kind}; set target.device: auto")
+
+
+class TensorParallel(_Shared):
+    """Every layer's heads and channels divided among the processes of a group, which read the same rows together."""
+
+    name = "tensor_parallel"
+    group: Any
+    """The processes that share one target."""
+
+    def require_fit(self, sketch: Any, world: int, *, gguf: bool) -> None:
+        """Refuse heads that do not divide, and models without a plan of what is split."""
+        super().require_fit(sketch, world, gguf=gguf)
+        size, config = self.size(world), sketch.config.get_text_config()
+        for field in ("num_attention_heads", "num_key_value_heads"):
+            heads = getattr(config, field, None)
+            if heads is not None and heads % size:
+                raise UserError(f"target.degree {size} does not divide {field} {heads} of the target; set it to a "
+                                "divisor of both, or set target.placement: fully_sharded")
+        if not any(name.startswith(f"{_layers_name(sketch)}.") for name in sketch.tp_plan):
+            raise UserError(f"transformers has no plan by which {type(sketch).__name__} is divided for tensor "
+                            "parallelism; set target.placement: fully_sharded")
+
+    @contextmanager
+    def reading(self, sketch: Any, device: torch.device, world: int) -> Iterator[dict[str, Any]]:
+        """Each process reads its share of every layer, and all of the rest."""
+        from transformers.distributed.configuration_utils import DistributedConfig
+
+        self.require_accelerator(device)
+        size, inside = self.size(world), f"{_layers_name(sketch)}."
+        whole = {name: "replicate" for name in sketch.tp_plan if not name.startswith(inside)}
+        config = DistributedConfig(tp_size=size, tp_plan=whole)
+        with _groups(world // size) if size < world else nullcontext():
+            yield {"distributed_config": config}
+
+    def settled(self, model: Any, device: torch.device) -> Any:
+        """The model as it is; its group is kept."""
+        self.group = model._device_mesh["tp"].get_group()
+        return super().settled(model, device)
+
+    def own_states(self, encode: Encode, features: Features) -> Features:
+        """The rows of each process of the group in turn, read by all of them; each keeps its own states."""
+        own, own_rank = features, dist.get_rank()
+        for rank, shape in zip(dist.get_process_group_ranks(self.group), self._shapes(features), strict=True):
+            told = _told(features, rank, shape, self.group)
+            states = encode(features if rank == own_rank else told)
+            own = states if rank == own_rank else own
+        return own
+
+    def _shapes(self, features: Features) -> list[list[int]]:
+        """Rows and positions of each process of the group."""
+        own = torch.tensor(features.tokens_BL.shape, device=features.tokens_BL.device)
+        found = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(found, own, group=self.group)
+        shapes: list[list[int]] = torch.stack(found).tolist()
+        return shapes
+
+
+class FullySharded(_Shared):
+    """Every layer's weights divided among the processes of a group, and gathered for the moment in which it runs.
+
+    Each process reads its own rows; all must run equally many passes.
+    """
+
+    name = "fully_sharded"
+
+    @contextmanager
+    def reading(self, sketch: Any, device: torch.device, world: int) -> Iterator[dict[str, Any]]:
+        """Each process reads its part of every weight."""
+        from transformers.distributed.configuration_utils import DistributedConfig
+
+        self.require_accelerator(device)
+        size = self.size(world)
+        yield {"distributed_config": DistributedConfig(
+            fsdp_size=size, dp_replicate_size=world // size,
+            fsdp_plan={f"{_layers_name(sketch)}.*": "free_full_weight"})}
+
+    def settled(self, model: Any, device: torch.device) -> Any:
+        """The model with everything but its layers gathered for good."""
+        from torch.distributed.fsdp import FSDPModule
+
+        model.requires_grad_(False)
+        inside = f"{_layers_name(model)}."
+        for name, module in model.named_modules():
+            if isinstance(module, FSDPModule) and not name.startswith(inside):
+                module.set_reshard_after_forward(False, recurse=False)
+                module.unshard()
+        # An output layer that is the embedding was gathered for itself.
+        model.tie_weights()
+        return super().settled(model, device)
+
+
+class Zero3(_Shared):
+    """As with fully sharded weights, by DeepSpeed among all processes, and in the machine's memory if that is wanted.
+
+    Args:
+        degree: of no use: all processes share one target.
+        offload: keep the parts of the weights in the machine's memory.
+    """
+
+    name = "zero3"
+
+    def __init__(self, degree: int | None = None, *, offload: bool = False) -> None:
+        super().__init__(degree)
+        self.offload = offload
+
+    def size(self, world: int) -> int:
+        """All processes."""
+        if self.degree not in (None, world):
+            raise UserError(f"target.placement zero3 divides the target among all {world} processes, but target.degree "
+                            f"is {self.degree}; leave it out, or set target.placement: fully_sharded")
+        return super().size(world)
+
+    def require_fit(self, sketch: Any, world: int, *, gguf: bool) -> None:
+        """Refuse number formats that DeepSpeed does not divide, and a machine without it."""
+        super().require_fit(sketch, world, gguf=gguf)
+        require_deepspeed("target.placement zero3", "target.placement: fully_sharded")
+        if sketch.dtype not in DTYPES:
+            raise UserError(f"target.dtype {str(sketch.dtype).removeprefix('torch.')} is not divided by DeepSpeed; set "
+                            "target.dtype: float32, or target.placement: fully_sharded")
+
+    @contextmanager
+    def reading(self, sketch: Any, device: torch.device, world: int) -> Iterator[dict[str, Any]]:
+        """Each process keeps its part of every weight that the first one reads."""
+        self.require_accelerator(device)
+        self.size(world)
+        with read_divided(zero3_settings(sketch.dtype, offload=self.offload)):
+            yield {}
+
+    def settled(self, model: Any, device: torch.device) -> Any:
+        """The model with everything but its layers gathered for good."""
+        model.requires_grad_(False)
+        keep_whole(model, inside := _layers_name(model))
+        gather_by_layer(model.get_decoder(), model.get_submodule(inside),
+                        zero3_settings(model.dtype, offload=self.offload))
+        return model
+
+
+class Layers(Placement):
+    """Whole layers on the devices of one process, neighbours together; everything else on the first device."""
+
+    name = "layers"
+    spread = True
+
+    def require_processes(self, world: int) -> None:
+        """Refuse several processes, since each would spread its own copy over the same devices."""
+        if world > 1:
+            raise UserError(f"target.placement layers spreads the target over all devices of one process, but {world} "
+                            "processes train; set train.devices: 1, or target.placement: tensor_parallel")
+
+    def require_fit(self, sketch: Any, world: int, *, gguf: bool) -> None:
+        """Refuse quantised weights."""
+        if (kind := _quantised(sketch)) is not None and not gguf:
+            raise UserError(f"the target's weights are quantised ({kind}), and target.placement layers spreads plain "
+                            "ones only; choose the model's unquantised weights, or set target.placement: replicated")
+
+    def reading(self, sketch: Any, device: torch.device, world: int) -> AbstractContextManager[dict[str, Any]]:
+        """The weights are read to their devices."""
+        count = torch.accelerator.device_count()
+        if count < 2 or device.type == "cpu":
+            raise UserError("target.placement layers spreads the target over the devices of one process, but there "
+                            f"{'is' if count == 1 else 'are'} {count} here; set target.placement: replicated")
+        return nullcontext({"device_map": device_map(sketch, [torch.device(device.type, n) for n in range(count)])})
+
+    def settled(self, model: Any, device: torch.device) -> Any:
+        """The model as it is: transformers has placed it."""
+        return model
+
+
+PLACEMENTS: tuple[type[Placement], ...] = (Placement, TensorParallel, FullySharded, Zero3, Layers)
+"""Every placement."""
+
+
+def placement_named(name: str, degree: int | None, *, offload: bool = False) -> Placement:
+    """The placement of this name. Raises UserError if there is none, the degree is below 1, or it cannot offload."""
+    if name == Zero3.name:
+        return Zero3(degree, offload=offload)
+    if offload:
+        raise UserError(f"target.offload keeps the target's weights in the machine's memory with target.placement zero3"
+                        f" only, and the placement is {name}; set target.placement: zero3, or target.offload: false")
+    for kind in PLACEMENTS:
+        if kind.name == name:
+            return kind(degree)
+    raise UserError(f"target.placement must be {', '.join(kind.name for kind in PLACEMENTS)}, got {name!r}")
+
+
+def device_map(model: Any, devices: list[torch.device]) -> dict[str, torch.device]:
+    """The device of each part of a model: its layers in equal blocks of neighbours, the rest on the first device.
+
+    Where the layers do not divide, later devices hold one more than earlier ones: the first has the rest too.
+    """
+    layers = _layers_name(model)
+    count = model.config.get_text_config().num_hidden_layers
+    found = {f"{layers}.{place}": devices[_block(place, count, len(devices))] for place in range(count)}
+    path = layers.split(".")
+    for depth in range(len(path)):
+        parent = model.get_submodule(".".join(path[:depth]))
+        here = [*parent._modules, *parent._parameters, *parent._buffers]
+        found |= {".".join([*path[:depth], name]): devices[0] for name in here if name != path[depth]}
+    return found
+
+
+def _block(place: int, count: int, blocks: int) -> int:
+    """The block that holds a place, of blocks in ascending size."""
+    sizes = [(count + number) // blocks for number in range(blocks)]
+    ends = [sum(sizes[: number + 1]) for number in range(blocks)]
+    return next(number for number, end in enumerate(ends) if place < end)
+
+
+def _told(features: Features, source: int, shape: list[int], group: Any) -> Features:
+    """The rows of the process `source`, in all processes of its group; without states."""
+    own = (features.tokens_BL, features.supervised_BL.long(), features.segments_BL, features.positions_BL)
+    sent = torch.stack(own) if source == dist.get_rank() else features.tokens_BL.new_empty(4, *shape)
+    dist.broadcast(sent, src=source, group=group)
+    return Features(tokens_BL=sent[0], supervised_BL=sent[1].bool(), segments_BL=sent[2], positions_BL=sent[3])
+
+
+def _layers_name(model: Any) -> str:
+    """Path of the decoder's list of layers inside a model."""
+    layers = layer_list(model.get_decoder(), model.config.get_text_config().num_hidden_layers)
+    found: str = next(name for name, module in model.named_modules() if module is layers)
+    return found
+
+
+def _quantised(model: Any) -> str | None:
+    """Name of the quantisation of a model's stored weights; None where there is none."""
+    settings = getattr(model.config, "quantization_config", None)
+    if settings is None:
+        return None
+    named = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
+    return str(named or "quantization_config")
+
+
+def _divisor(world: int) -> int:
+    """The smallest size of a group that divides the processes."""
+    return next(size for size in range(2, world + 1) if world % size == 0)
+
+
+@contextmanager
+def _groups(count: int) -> Iterator[None]:
+    """A block in which transformers splits a model within each of `count` equal groups of neighbouring processes.
+
+    Of several groups it knows only replicas whose weights are fully sharded too: those copy every layer in each pass.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers.distributed import utils
+
+    # What is replaced is no public name: loading calls it by this one.
+    mixin: Any = import_module("transformers.distributed.mixin")
+
+    def mesh_of(config: Any) -> tuple[torch.device, Any]:
+        kind = torch._C._get_accelerator().type
+        utils._ensure_torch_distributed(kind)
+        shape = (count, config.pp_size, config.dp_replicate_size, config.fsdp_size, config.tp_size)
+        meshes = [init_device_mesh(kind, shape, mesh_dim_names=("group", "pp", "dp_replicate", *names))
+                  for names in (("fsdp", "tp"), ("efsdp", "ep"))]
+        return utils._bind_local_device(kind, local_rank()), utils.TransformersDeviceMesh(*meshes)
+
+    former = mixin.initialize_distributed_mesh
+    mixin.initialize_distributed_mesh = mesh_of
+    try:
+        yield
+    finally:
+        mixin.initialize_distributed_mesh = former

@@ -1,0 +1,96 @@
+"""A frozen model whose layers DeepSpeed's ZeRO-3 divides among all processes (arXiv:1910.02054, section 5.3).
+
+Each process holds a part of every weight of the layers, on its device or in the machine's memory. A layer is gathered
+for the moment in which it runs, while the next one is already on its way.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...deepspeed_import import prepare_deepspeed
+
+DTYPES = {torch.float32: None, torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""Number formats of weights that ZeRO-3 divides, and the sections of DeepSpeed's settings that choose them."""
+
+
+def zero3_settings(dtype: torch.dtype, *, offload: bool) -> dict[str, Any]:
+    """DeepSpeed's settings of a divided model.
+
+    Args:
+        dtype: of its weights, one of `DTYPES`.
+        offload: keep the parts in the machine's memory.
+    """
+    # The efficient form of linear layers would replace torch's own for everything in this process, until its end.
+    divided: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0, "memory_efficient_linear": False}
+    if offload:
+        divided["offload_param"] = {"device": "cpu", "pin_memory": torch.accelerator.is_available()}
+    section = DTYPES[dtype]
+    return {"train_micro_batch_size_per_gpu": 1, "zero_optimization": divided,
+            **({} if section is None else {section: {"enabled": True}})}
+
+
+@contextmanager
+def read_divided(settings: dict[str, Any]) -> Iterator[None]:
+    """A block in which transformers divides the models that it reads: the first process reads every weight and sends
+    it, one at a time."""
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    prepare_deepspeed()
+    # transformers itself refers to it weakly.
+    held = HfDeepSpeedConfig(settings)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        del held
+        unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]
+
+
+def whole_in_zero3(weight: Tensor) -> Tensor:
+    """All of a divided weight; all processes must call it."""
+    from deepspeed import zero
+
+    with zero.GatheredParameters([weight]):
+        return weight.detach().clone()
+
+
+def keep_whole(model: nn.Module, divided: str) -> None:
+    """Give every weight outside the module of this path a place of its own, whole, in each process."""
+    found: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        if path == divided or path.startswith(f"{divided}."):
+            continue
+        for name, weight in module._parameters.items():
+            if weight is None:
+                continue
+            if id(weight) not in found:
+                found[id(weight)] = nn.Parameter(whole_in_zero3(weight), requires_grad=False)
+            module._parameters[name] = found[id(weight)]
+
+
+def gather_by_layer(decoder: nn.Module, layers: nn.ModuleList, settings: dict[str, Any]) -> None:
+    """Let each layer be gathered when it is called, in passes of the decoder or alone."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.utils import set_z3_leaf_module
+    from deepspeed.utils.timer import NoopTimer
+
+    for layer in layers:
+        # At once, and whole: which of its experts a layer calls depends on the rows of a process.
+        set_z3_leaf_module(layer, True)
+    chosen = DeepSpeedConfig(settings).zero_config
+    largest = max(_elements(layer) for layer in layers)
+    gathering = DeepSpeedZeRoOffload(
+        module=layers, timers=NoopTimer(), ds_config=settings, overlap_comm=True, prefetch_bucket_size=largest,
+        max_live_parameters=2 * largest, max_reuse_distance=0, param_persistence_threshold=0,
+        offload_param_config=chosen.offload_param)
+    # It starts its record of the order of the layers anew with each pass; a list of layers has no pass of its own.
+    decoder.register_forward_pre_hook(lambda *_: gathering.get_param_coordinator().reset_step())
+
+
+def _elements(layer: Any) -> int:
+    """Elements of a layer's weights, which are divided."""
+    return sum(weight.ds_numel for weight in layer.parameters())

@@ -1,0 +1,1 @@
+"""Linear layers in the form that is fastest on this machine."""

@@ -1,0 +1,1 @@
+"""Targets by name, folder or GGUF file, and the checks of what was loaded."""

@@ -1,0 +1,126 @@
+"""Copies of a model that share its weights, and an excerpt of it that can be checked exactly at little cost."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import UserError
+from ..devices.split_weights import plain_class, whole
+
+SHORT_WINDOW = 4
+"""Sliding window of an excerpt, in tokens: shorter than the text of the check at load."""
+_EXCERPT_VOCABULARY = 64
+"""Token ids that an excerpt keeps."""
+_FEWEST_LAYERS = 2
+
+
+def copy_modules(model: nn.Module) -> Any:
+    """The model with modules and config of its own around the very same parameters and buffers."""
+    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def excerpt(model: Any, *, short_windows: bool, spread: bool = False) -> Any:
+    """The first layers of a model, at least one of each kind, in float32 or wider.
+
+    It computes what the model computes, with fewer layers and token ids, so whatever is wrong with masks, positions
+    or windows is wrong there too, and float32 tells it from rounding. The model itself stays as it is; tensors that
+    need no conversion are shared.
+
+    Args:
+        short_windows: cut sliding windows to `SHORT_WINDOW` tokens, so that a short text leaves them.
+        spread: the model's layers are split among processes or on several devices; those of the excerpt are gathered
+            on the device of the embeddings. All processes that share the model must call it.
+    """
+    small = unfilled(model) if spread else copy_modules(model)
+    small.generation_config = None
+    config, decoder = small.config.get_text_config(), small.get_decoder()
+    layers = layer_list(decoder, config.num_hidden_layers)
+    count = _first_of_every_kind(layers, getattr(config, "layer_types", None))
+    del layers[count:]
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:count]
+    config.num_hidden_layers = count
+    if spread:
+        fill(small, model)
+    _cut_vocabulary(small)
+    if short_windows:
+        _shorten_windows(small, config)
+    _widen(small)
+    return small
+
+
+def unfilled(model: Any) -> Any:
+    """A model of the same class and configuration, whole in this process, without values."""
+    with torch.device("meta"):
+        return plain_class(model)(copy.deepcopy(model.config)).eval()
+
+
+def fill(small: nn.Module, model: Any) -> None:
+    """Give a model, on the device of another's embeddings, the weights and buffers of the same names there."""
+    device = model.get_input_embeddings().weight.device
+    for path, module in small.named_modules():
+        source = model.get_submodule(path)
+        for name in [name for name, parameter in module._parameters.items() if parameter is not None]:
+            module._parameters[name] = _frozen(whole(source._parameters[name]).to(device))
+        for name in [name for name, buffer in module._buffers.items() if buffer is not None]:
+            module._buffers[name] = source._buffers[name].to(device)
+
+
+def layer_list(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
+    """The decoder's list of layers. Raises UserError when it has none of that length."""
+    for module in decoder.children():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return module
+    raise UserError(f"{type(decoder).__name__} has no list of {num_layers} layers to tap; choose another target")
+
+
+def _first_of_every_kind(layers: nn.ModuleList, layer_types: list[str] | None) -> int:
+    """Length of the shortest prefix that holds a layer of every kind, and two layers where there are as many."""
+    kinds = [(_kind(layer), layer_types[place] if layer_types else "") for place, layer in enumerate(layers)]
+    return min(len(layers), max(_FEWEST_LAYERS, 1 + max(kinds.index(kind) for kind in set(kinds))))
+
+
+def _kind(layer: nn.Module) -> tuple[tuple[str, str, tuple[tuple[str, object], ...]], ...]:
+    """The modules of a layer with their classes and switches; layers that differ by their number only are equal."""
+    return tuple(
+        (name, type(module).__name__, tuple(sorted(
+            (key, value) for key, value in vars(module).items()
+            if isinstance(value, bool | int | str) and key not in ("layer_idx", "layer_id", "layer_index"))))
+        for name, module in layer.named_modules()
+    )
+
+
+def _cut_vocabulary(model: Any) -> None:
+    """Keep the first rows of the embedding and of the output layer, so that their wider copies are small."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear):
+        embedding.padding_idx = None
+        embedding.weight = _frozen(embedding.weight[:_EXCERPT_VOCABULARY])
+        head.weight = _frozen(head.weight[:_EXCERPT_VOCABULARY])
+        if head.bias is not None:
+            head.bias = _frozen(head.bias[:_EXCERPT_VOCABULARY])
+
+
+def _shorten_windows(model: nn.Module, config: Any) -> None:
+    for owner in (config, *model.modules()):
+        window = getattr(owner, "sliding_window", None)
+        if isinstance(window, int) and window > SHORT_WINDOW:
+            owner.sliding_window = SHORT_WINDOW
+
+
+def _widen(model: nn.Module) -> None:
+    """Give the modules float32 copies of their half-precision tensors; the tensors themselves stay."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.dtype in (torch.float16, torch.bfloat16):
+                module._parameters[name] = _frozen(parameter.float())
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.dtype in (torch.float16, torch.bfloat16):
+                module._buffers[name] = buffer.float()
+
+
+def _frozen(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor.detach(), requires_grad=False)

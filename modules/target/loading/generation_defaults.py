@@ -1,0 +1,133 @@
+"""The part of a checkpoint's generation config that decides the answers of transformers' `generate`.
+
+Decoding promises the answer that `generate` gives with the same settings, so every setting of the config that
+`generate` would apply unasked has one of three fates when the target is loaded:
+
+1. Applied: the end tokens. Where the config declares none, `generate` has none to stop at and is normally given the
+   tokenizer's; so is decoding.
+2. Left to the caller: repetition penalty, temperature, top-k, top-p and min-p, in this order as in `generate`. They
+   are fields of `DecodeSettings` and `Request`, whose defaults are neutral; `DecodeSettings.as_generate` and
+   `GenerationDefaults.temperature` give the config's own. A repetition penalty changes greedy answers as well, so one
+   in the config is logged as a warning.
+3. Refused by name: everything else that would change the answer. Filters of sampled answers are refused where the
+   config samples by default; in a greedy config `generate` does not apply them either.
+
+Settings that change no answer (of the cache, of assisted generation, of what `generate` returns, the length limits that
+a request states itself) are ignored.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import UserError
+
+log = logging.getLogger(__name__)
+
+_CHANGES_ANSWERS: dict[str, tuple[object, ...]] = {
+    "num_beams": (None, 1),
+    "num_beam_groups": (None, 1),
+    "penalty_alpha": (None, 0),
+    "dola_layers": (None,),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+    "stop_strings": (None, []),
+    "max_time": (None,),
+    "token_healing": (None, False),
+    "guidance_scale": (None, 1),
+    "sequence_bias": (None, {}, []),
+    "encoder_repetition_penalty": (None, 1),
+    "no_repeat_ngram_size": (None, 0),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "bad_words_ids": (None, []),
+    "min_length": (None, 0),
+    "min_new_tokens": (None, 0),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "exponential_decay_length_penalty": (None,),
+    "suppress_tokens": (None, []),
+    "begin_suppress_tokens": (None, []),
+    "watermarking_config": (None,),
+    "remove_invalid_values": (None, False),
+    "cache_implementation": (None, "dynamic", "offloaded", "static", "offloaded_static", "paged", "sliding_window",
+                             "hybrid", "hybrid_chunked", "offloaded_hybrid", "offloaded_hybrid_chunked"),
+}
+"""Settings that change greedy and sampled answers, with the values at which they do not."""
+_CHANGES_SAMPLES: dict[str, tuple[object, ...]] = {
+    "top_h": (None,),
+    "typical_p": (None, 1),
+    "epsilon_cutoff": (None, 0),
+    "eta_cutoff": (None, 0),
+}
+"""The same for sampled answers alone."""
+_UNSET_TOP_K = 50
+"""The top-k that `generate` samples with where a config names none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationDefaults:
+    """End tokens and sampling settings that `generate` takes from a checkpoint unasked."""
+
+    eos_ids: tuple[int, ...] = ()
+    """Tokens that end an answer, ascending."""
+    temperature: float = 0.0
+    """0 where the config does not sample."""
+    top_k: int = 0
+    """0 keeps all tokens."""
+    top_p: float = 1.0
+    """1 keeps all tokens."""
+    min_p: float = 0.0
+    """0 keeps all tokens."""
+    repetition_penalty: float = 1.0
+    """1 changes nothing."""
+
+
+def read_defaults(config: Any, tokenizer: Any, name: str) -> GenerationDefaults:
+    """The defaults of a generation config; it is not read again.
+
+    Args:
+        config: transformers' `GenerationConfig`, or None.
+        tokenizer: gives the end token where the config declares none; may be None.
+        name: the target, for messages.
+
+    Raises:
+        UserError: if the config asks for something that decoding does not offer.
+    """
+    declared = getattr(config, "eos_token_id", None)
+    if declared is None:
+        declared = getattr(tokenizer, "eos_token_id", None)
+    found = declared if isinstance(declared, list | tuple) else [declared]
+    eos_ids = tuple(sorted({int(token) for token in found if token is not None}))
+    if config is None:
+        return GenerationDefaults(eos_ids=eos_ids)
+    _refuse(config, name)
+    penalty = _given(config, "repetition_penalty", 1.0)
+    if penalty != 1.0:
+        log.warning("the generation config of %s has a repetition penalty of %s, which generate applies unasked; "
+                    "decoding applies it where DecodeSettings has repetition_penalty=%s, draftsmith generate with "
+                    "--repetition-penalty %s", name, penalty, penalty, penalty)
+    if not config.do_sample:
+        return GenerationDefaults(eos_ids=eos_ids, repetition_penalty=penalty)
+    return GenerationDefaults(
+        eos_ids=eos_ids,
+        temperature=_given(config, "temperature", 1.0),
+        top_k=int(_given(config, "top_k", _UNSET_TOP_K)),
+        top_p=_given(config, "top_p", 1.0),
+        min_p=_given(config, "min_p", 0.0),
+        repetition_penalty=penalty,
+    )
+
+
+def _refuse(config: Any, name: str) -> None:
+    table = _CHANGES_ANSWERS | (_CHANGES_SAMPLES if config.do_sample else {})
+    settings = {setting: getattr(config, setting, None) for setting in table}
+    if wrong := [f"{setting}={value}" for setting, value in settings.items() if value not in table[setting]]:
+        raise UserError(
+            f"the generation config of {name} asks generate for {', '.join(wrong)}, which changes its answers and is "
+            "not offered here; remove it from generation_config.json, or choose another target"
+        )
+
+
+def _given(config: Any, setting: str, default: float) -> float:
+    value = getattr(config, setting, None)
+    return default if value is None else float(value)

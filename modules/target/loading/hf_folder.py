@@ -1,0 +1,121 @@
+"""Draft language models read from an ordinary Hugging Face folder."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from ...errors import UserError
+from ..attention.tree_attention import NAME, register
+from ..model import Target
+from ..submodel import is_causal_lm
+from .claimed_sizes import check_claims, check_layers, check_parameters, stored_bytes
+
+_MODEL_FILES = ("config.json", "*.safetensors", "*.bin", "*.index.json")
+"""Files that define the model in a Hugging Face folder; the tokenizer only decides whether it fits."""
+
+
+def read_config(folder: Path, target: Target) -> Any:
+    """The configuration of the causal language model in a Hugging Face folder.
+
+    Raises:
+        UserError: if there is none, it cannot be read, or its vocabulary or tokenizer is not the target's.
+    """
+    from transformers import AutoConfig, PreTrainedConfig
+
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} holds no config.json; give a folder written by save_pretrained or by "
+                        "draftsmith export --format huggingface")
+    try:
+        check_claims(PreTrainedConfig.get_config_dict(folder)[0], str(folder))
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, RecursionError) as error:
+        raise _unreadable(folder, error) from error
+    if not is_causal_lm(config):
+        raise UserError(f"{folder} holds a {type(config).__name__}, no causal language model; give the folder of one")
+    require_vocabulary(config.vocab_size, target, str(folder))
+    _require_tokenizer(folder, target)
+    return config
+
+
+def read_model(folder: Path, target: Target) -> Any:
+    """The causal language model in a Hugging Face folder, in float32.
+
+    Raises:
+        UserError: if `read_config` refuses it, or its weights cannot be read.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = read_config(folder, target)
+    check_layers(config.num_hidden_layers, folder, str(folder))
+    try:
+        with torch.device("meta"):
+            sketch = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+        check_parameters(sketch, stored_bytes(folder), str(folder))
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:
+        raise _unreadable(folder, error) from error
+    register()
+    model.set_attn_implementation(NAME)
+    return model
+
+
+def folder_digest(folder: Path) -> str:
+    """Hash of the model in a Hugging Face folder: of the names, sizes and contents of its configuration and weights.
+
+    Place and time of writing do not enter; a missing folder has the hash of an empty one.
+
+    Raises:
+        UserError: if a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    for file in sorted({file for pattern in _MODEL_FILES for file in folder.glob(pattern)}):
+        try:
+            with file.open("rb") as stream:
+                content = hashlib.file_digest(stream, "sha256").hexdigest()
+        except OSError as error:
+            raise _unreadable(folder, error) from error
+        digest.update(json.dumps([file.name, file.stat().st_size, content]).encode())
+    return digest.hexdigest()
+
+
+def _unreadable(folder: Path, error: Exception) -> UserError:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return UserError(f"the model in {folder} cannot be read ({reason}); copy or export it again")
+
+
+def require_vocabulary(size: int, target: Target, name: str) -> None:
+    """Refuse a draft with more or fewer tokens than the target.
+
+    Raises:
+        UserError: naming both sizes.
+    """
+    if size != target.vocab_size:
+        raise UserError(f"the draft model {name} has a vocabulary of {size} tokens, {target.identity.name} one of "
+                        f"{target.vocab_size}; a draft must have the target's own: choose one of its family, or train "
+                        "one from scratch (leave folder out)")
+
+
+def _require_tokenizer(folder: Path, target: Target) -> None:
+    """Refuse a folder whose tokenizer gives ids another meaning than the target's.
+
+    The sketch of a target has no tokenizer: there is nothing to compare with yet.
+    """
+    from transformers import AutoTokenizer
+
+    if target.tokenizer is None or not (folder / "tokenizer.json").is_file():
+        return
+    theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False).get_vocab()
+    ours = target.tokenizer.get_vocab()
+    if theirs != ours:
+        odd = min(dict(theirs.items() ^ ours.items()).items(), key=lambda item: (item[1], item[0]))
+        raise UserError(f"the tokenizer in {folder} has {len(theirs)} tokens, {target.identity.name}'s {len(ours)}; "
+                        f"they differ first at id {odd[1]} ({odd[0]!r}): the same ids would mean other words; choose "
+                        "a draft with the target's tokenizer, or train one from scratch (leave folder out)")

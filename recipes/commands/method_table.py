@@ -1,0 +1,49 @@
+"""The README's table of methods: `python -m draftsmith.recipes.commands.method_table README.md` writes it."""
+
+import sys
+from pathlib import Path
+
+from ...modules import BASELINES, DRAFTERS, Eagle2Tree, UserError
+from ...modules.files.atomic_files import write_file
+from ...modules.interfaces.family_card import FamilyCard, method_table
+from ...trainers.families import VARIANTS, family_module
+
+MARKERS = ("<!-- families -->", "<!-- /families -->")
+"""Lines of the README before and after the table."""
+
+
+def cards() -> list[FamilyCard]:
+    """Cards of all drafter families, training variants and tree policies, and of drafting without training."""
+    variants = [card for card in (family_module(name).card for name in VARIANTS) if card is not None]
+    training_free = FamilyCard(
+        name="without training", guesses=", ".join(f"`{name}`" for name in BASELINES), needs_export=False,
+        cost="no training; baselines of every evaluation, or next to a draft: `--policy static+lookup`",
+    )
+    return [*(family.card for family in DRAFTERS), *variants, Eagle2Tree.card, training_free]
+
+
+def with_table(text: str) -> str:
+    """A README with the generated table between its markers.
+
+    Raises:
+        UserError: if a marker is missing.
+    """
+    return filled(text, MARKERS, method_table(cards()))
+
+
+def filled(text: str, markers: tuple[str, str], content: str) -> str:
+    """A README with generated content between two lines.
+
+    Raises:
+        UserError: if a line is missing.
+    """
+    before, first, rest = text.partition(markers[0])
+    _, last, after = rest.partition(markers[1])
+    if not (first and last):
+        raise UserError(f"generated tables need the lines {markers[0]} and {markers[1]}; add them")
+    return f"{before}{first}\n{content}\n{last}{after}"
+
+
+if __name__ == "__main__":
+    file = Path(sys.argv[1])
+    write_file(file, with_table(file.read_text(encoding="utf-8")))

@@ -1,0 +1,443 @@
+"""The commands that make an artifact, run, distill and train: each performs some of the same five stages, in order."""
+
+import copy
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from ...data import DistillConfig, Manifest, Prompt, WantedStates, read_held_out
+from ...data.answers.continuous_batching import require_whole
+from ...data.answers.distill_config import require_enough
+from ...data.answers.shard_queue import QUEUE
+from ...data.batches.datamodule import DraftDataModule
+from ...data.batches.label_weights import coverage
+from ...data.store.disk_room import require_room
+from ...data.store.feature_store import Encoding
+from ...data.store.token_store import MANIFEST
+from ...export import (
+    Method,
+    SampledTuning,
+    Tuning,
+    busy_warning,
+    evaluate,
+    load_artifact,
+    measured_heads,
+    save_artifact,
+    save_tuning,
+    terminal_table,
+    with_drift,
+    write_report,
+)
+from ...modules import (
+    JOINED,
+    SIZING_TEMPERATURE,
+    STATIC,
+    Drafter,
+    Features,
+    ProposedText,
+    Target,
+    Topology,
+    UserError,
+    answered_anew,
+    choose_size,
+    drawn_text,
+    expected_lengths,
+    measure_cost,
+    proposed_text,
+    search_tree,
+    size_copies,
+    try_pass_sizes,
+)
+from ...modules.processes import ALONE, Processes
+from ...modules.read_rows import ReadRows
+from ...modules.target.loading.loading import sketch_target
+from ...modules.tuning.replay_acceptance import held_out_acceptance
+from ...trainers import DraftModule, FitResult, TrainConfig, families, fit
+from ...trainers.draft_vocabulary import reduced_vocabulary
+from ..chat_settings import handwritten_prompts, prompt_sets
+from ..planning.dry_run import dry_run
+from ..reading.parsing import Command, Parsed
+from ..recipe import Recipe
+from ..stages.answer_workers import answers, help_to_answer, is_shared, leading, on_own_device, started_to_train
+from ..stages.draft_writer import require_teacher, writer_digest
+from ..stages.left_out import left_out
+from ..stages.records import Stage, run_stages
+from ..stages.training_folder import check_settings, read_result, refuse_growth, time_in_words, trained_on, write_result
+from ..stages.workspace import Workspace
+from ..terminal.terminal_text import say, stage_line
+
+ALL = ("distill", "encode", "train", "artifact", "evaluate")
+"""Names of the stages, in order."""
+PLACES = ("out", "data", "references", "evaluate")
+"""Recipe keys that say nothing about how an artifact was made."""
+
+
+def distill_stage(workspace: Workspace, more: Sequence[WantedStates] = ()) -> Sequence[Path]:
+    """Prompts are answered by the target, or by whoever else writes the training rows; the states of what it decodes
+    are stored for this recipe's training and for `more`."""
+    workspace.check()
+    refuse_growth(workspace, workspace.training)
+    recipe = workspace.recipe
+    require_enough(recipe.prompts, recipe.distill)
+    if recipe.distill.engine == "transformers":
+        require_whole(workspace.placement)
+    wanted = [*workspace.wanted_states(), *more]
+    predict_states(workspace, wanted)
+    manifest = answers(workspace, wanted)
+    held_out = [] if manifest.held_out is None else [manifest.held_out.file]
+    files = ["manifest.json", *held_out, *(shard.file for shard in manifest.shards)]
+    return [workspace.data / file for file in files]
+
+
+def predict_states(workspace: Workspace, wanted: Sequence[WantedStates]) -> None:
+    """Say what the states of the answers that are still missing will take on disk, where a token budget tells.
+
+    Those of the prompts come on top; what several trainings share is counted once, for the one that reads most.
+
+    Raises:
+        UserError: if the disk has no room for them.
+    """
+    tokens = missing_tokens(workspace)
+    if not tokens or not wanted:
+        return
+    needed = max(one.bytes(tokens, one.width(workspace.target)) for one in wanted)
+    say(f"     {require_room(workspace.data, needed, f'the states of {tokens:,} answer tokens')}")
+
+
+def missing_tokens(workspace: Workspace) -> int:
+    """Answer tokens that data lack of their budget when a run starts or lets them grow; 0 without a budget."""
+    budget, data = workspace.recipe.distill.budget_tokens, workspace.data
+    ended = workspace.answered_data is not None and not workspace.raised_limits
+    # Part of an interrupted queue's states is on disk, and all of them had room when it was started.
+    if budget is None or ended or (data / QUEUE).is_dir():
+        return 0
+    held = Manifest.load(data).total("train", "supervised") if (data / MANIFEST).is_file() else 0
+    return max(budget - held, 0)
+
+
+def encode_stage(workspace: Workspace) -> Sequence[Path]:
+    """The target's states at every token that have not been stored while it decoded are computed and stored, unless the
+    recipe has them computed in the training step. A reduced draft vocabulary is chosen by them."""
+    workspace.check()
+    workspace.require_same_origin()
+    files = stored_states(workspace)
+    # Once, before training starts further processes.
+    size, weights_V = workspace.recipe.train.drafter.vocabulary_size, workspace.label_weights
+    if (ids_Q := reduced_vocabulary(size, weights_V, workspace.target)) is not None:
+        say(f"     draft vocabulary of {len(ids_Q):,} tokens: {coverage(workspace.data, ids_Q):.1%} of the tokens of "
+            "held-out answers")
+    return files
+
+
+def stored_states(workspace: Workspace) -> Sequence[Path]:
+    """The files with the states that training reads from disk, complete."""
+    if workspace.batch.states == "computed":
+        say("     nothing to store: batch.states is computed")
+        return []
+    module = dry_run(workspace.recipe, sketch_target(workspace.recipe.target))
+    if not module.needs_states:
+        say("     nothing to store: training reads tokens alone")
+        return []
+    batch = workspace.batch
+    encoding = Encoding(workspace.target, workspace.data, module.drafter.taps, form=batch.states_format,
+                        room=batch.store_bytes)
+    if encoding.tokens:
+        say(f"     {require_room(workspace.data, encoding.bytes, f'the states of {encoding.tokens:,} tokens')}")
+    else:
+        say("     nothing to compute: all of them were stored before, while the answers were decoded or by another run")
+    return encoding.run()
+
+
+def train_stage(workspace: Workspace) -> Sequence[Path]:
+    """The drafter is trained; the checkpoint with the greatest decoded accepted length is kept."""
+    workspace.check()
+    check_settings(workspace)
+    module = workspace.module()
+    if workspace.manifest().written("draft"):
+        require_teacher(module)
+    result = fit(module, batches_for(workspace, module), workspace.training)
+    if module.global_rank != 0:
+        # This process was started for the training alone: the first one goes on.
+        raise SystemExit(0)
+    say(f"     {time_in_words(result)}")
+    return write_result(workspace.training, result)
+
+
+def batches_for(workspace: Workspace, module: DraftModule) -> DraftDataModule:
+    """The batches that a module trains on; without stored states where its training reads none."""
+    config = workspace.batch
+    if not module.needs_states:
+        config = replace(config, states="computed", store_gib=None)
+    return DraftDataModule(workspace.data, config, module.drafter.taps, workspace.around_prompts)
+
+
+def artifact_stage(workspace: Workspace) -> Sequence[Path]:
+    """The tree is searched on held-out text, the artifact written, and the best size of the tree measured here."""
+    result, module = read_result(workspace.training), workspace.module()
+    module.restore(load_file(result.checkpoint))
+    with workspace.target.reproducible(), torch.no_grad():
+        target, held_out = module.verifier(without_loops(workspace, module))
+        looping = loop_acceptance(workspace, module)
+        drafter = copy.deepcopy(module.drafter).to(device=target.device, dtype=target.dtype)
+        drafter.bind(target)
+        drafter.eval()
+        proposed = proposed_text(drafter, held_out)
+    table_PK = proposed.ranked.ranks_PK
+    for one in (module.drafter, drafter):
+        one.count_ranks(table_PK)
+    topology, expected = search_tree(table_PK, workspace.recipe.tree.searched_nodes, workspace.recipe.tree.max_rank)
+    # Saved as trained: what measured above was rounded to the target's number format.
+    save_artifact(workspace.artifact, module.drafter, workspace.target.identity,
+                  {**provenance(workspace, result, expected), **vocabulary(workspace, module), "loops": looping},
+                  topology, module.adapter)
+    # A changed copy of the target was made inside the block: it is measured in the forms that decoding runs.
+    target.linears.use(workspace.target.linears.packing)
+    tuning = tuned(workspace, target, drafter, held_out, proposed, topology, expected)
+    sampled = sized_for_sampling(tuning, drafter, target, drawn(workspace, module, target), topology)
+    tuning = replace(tuning, sampled=sampled)
+    save_tuning(workspace.artifact, tuning)
+    say(f"     tree of {topology.size} nodes; used on this machine: {_use(tuning, 0.0)}; at temperature "
+        f"{SIZING_TEMPERATURE:g} {_use(tuning, SIZING_TEMPERATURE)}")
+    for temperature in (0.0, SIZING_TEMPERATURE):
+        if sentence := _copies(tuning, temperature):
+            say(f"     {sentence}")
+    return [workspace.artifact / name for name in ("config.json", "model.safetensors", "README.md", "tuning.json")]
+
+
+def tuned(workspace: Workspace, target: Target, drafter: Drafter, held_out: Sequence[Features], proposed: ProposedText,
+          topology: Topology, expected: tuple[float, ...]) -> Tuning:
+    """Measurements of this machine for greedy rows, with a tree whose accepted lengths by size are `expected`."""
+    cost = measure_cost(target, drafter, topology)
+    given = workspace.recipe.tree.used_nodes
+    size = min(given or choose_size(expected, cost.curve()).size, topology.size)
+    return replace(Tuning.of(target, size, cost, expected, given=given is not None),
+                   copying=size_copies(drafter, target, held_out, proposed, topology.prefix(size)))
+
+
+def drawn(workspace: Workspace, module: DraftModule, target: Target) -> ReadRows:
+    """Held-out conversations whose answers the verifying target drew at SIZING_TEMPERATURE, with its states."""
+    rows = batches_for(workspace, module).held_out_features(SIZING_TEMPERATURE)
+    if target is module.target:
+        return encoded(workspace, module, rows)
+    # A target that training has changed draws other answers than the stored ones.
+    return answered_anew(target, rows, temperature=SIZING_TEMPERATURE)
+
+
+def sized_for_sampling(tuning: Tuning, drafter: Drafter, target: Target, text: Sequence[Features],
+                       topology: Topology) -> SampledTuning:
+    """The sizes that decode sampled rows fastest on this machine, by answers that the target drew.
+
+    Args:
+        tuning: of greedy rows.
+        drafter: bound to the target, its ranks counted.
+        target: the target that drew the answers.
+        text: encoded answers, one conversation a row.
+        topology: the artifact's tree.
+    """
+    proposed = proposed_text(drafter, text)
+    lengths = expected_lengths(drawn_text(proposed, target, text, SIZING_TEMPERATURE), topology)
+    size = tuning.tree_size if tuning.given else choose_size(lengths, tuning.cost.curve()).size
+    copying = size_copies(drafter, target, text, proposed, topology.prefix(size))
+    return SampledTuning(expected_accepted_length=tuple(lengths), copying=copying,
+                         lookahead=try_pass_sizes(drafter, proposed.ranked, topology.size))
+
+
+def _use(tuning: Tuning, temperature: float) -> str:
+    """Nodes that one row drafts and the tokens expected of them, for people."""
+    size = tuning.size_for(1, temperature)
+    if size == 1:
+        return "none, drafting does not pay"
+    return (f"{size}, {tuning.lengths_at(temperature)[size - 1]:.2f} tokens per pass expected on prompts like the "
+            "training's")
+
+
+def _copies(tuning: Tuning, temperature: float) -> str:
+    """The gain that is predicted of prompt lookup next to the tree, for people; empty where nothing was replayed."""
+    sizing = tuning.copying_at(temperature)
+    if sizing is None:
+        return ""
+    best = sizing.best(tuning.cost)
+    alone, both = (sizing.speedup(trial, tuning.cost) for trial in (sizing.alone, best))
+    pays = tuning.fastest(1, temperature) == JOINED
+    where = f"at temperature {temperature:g} " if temperature else ""
+    return (f"{where}the policy {JOINED} copies up to {best.copied} tokens in passes of up to "
+            f"{sizing.tree_size + best.extra} nodes: {best.accepted_length:.2f} tokens per pass on held-out answers, "
+            f"{STATIC} {sizing.alone.accepted_length:.2f}; predicted speed-ups {both:.2f} and {alone:.2f}, so it "
+            f"is {'' if pays else 'not '}predicted to be faster")
+
+
+def without_loops(workspace: Workspace, module: DraftModule) -> ReadRows:
+    """Held-out conversations with greedy answers up to their loops: copies and deep trees that pay in a loop alone
+    would be chosen for all text. With `batch.loops: keep` they are whole."""
+    return encoded(workspace, module, batches_for(workspace, module).validation_features())
+
+
+def encoded(workspace: Workspace, module: DraftModule, rows: ReadRows) -> ReadRows:
+    """Rows with the target's states, on its device: stored ones, or computed whenever a row is read."""
+    target, taps = workspace.target, module.drafter.taps
+
+    def read(row: Features) -> Features:
+        moved = row.to(target.device)
+        return moved if moved.encoded else target.encode(moved, taps)
+
+    return rows.mapped(read)
+
+
+def loop_acceptance(workspace: Workspace, module: DraftModule) -> dict[str, Any]:
+    """The accepted length on held-out answers that end in loops, apart from that which chose the checkpoint; without
+    such answers their number alone."""
+    rows = batches_for(workspace, module).looping_features()
+    if not rows:
+        return {"answers": 0}
+    _, answers = module.verifier(encoded(workspace, module, rows))
+    found = held_out_acceptance(module.drafter.eval(), answers, workspace.recipe.train.validation_nodes)
+    say(f"     {len(answers)} held-out answers end in a loop: {found.accepted_length:.2f} tokens per pass there")
+    return {"answers": len(answers), "accepted_length": found.accepted_length}
+
+
+def vocabulary(workspace: Workspace, module: DraftModule) -> dict[str, Any]:
+    """A reduced draft vocabulary in figures; empty where it is whole."""
+    ids_Q = module.drafter.token_ids_Q
+    if ids_Q is None:
+        return {}
+    return {"draft_vocabulary": {"tokens": len(ids_Q), "held_out_coverage": coverage(workspace.data, ids_Q)}}
+
+
+def provenance(workspace: Workspace, result: FitResult, expected: tuple[float, ...]) -> dict[str, Any]:
+    """Origin of the artifact: nothing in it depends on the machine."""
+    return {
+        "recipe": {**{name: workspace.settings[name] for name in workspace.settings if name not in PLACES},
+                   "distill": workspace.answered, "train": workspace.trained, "batch": workspace.batched},
+        "data_manifest": trained_on(workspace.training),
+        "acceptance": {"accepted_length": result.accepted_length, "by_position": list(result.by_position)},
+        "training": {"best_step": result.step, "steps": result.steps},
+        "expected_accepted_length": list(expected),
+    }
+
+
+def evaluate_stage(workspace: Workspace) -> Sequence[Path]:
+    """Held-out and hand-written prompts are decoded with the artifact and by the target alone."""
+    artifact = load_artifact(workspace.artifact, workspace.target, trust=workspace.recipe.trust)
+    config = workspace.recipe.evaluate
+    questions = prompt_sets(workspace.template, held_out_sets(workspace.data))
+    methods = [Method.of(artifact, policy=policy, temperature=config.degrees[0]) for policy in config.policy_names]
+    result = evaluate(artifact.target, methods, questions, config, references=workspace.recipe.references,
+                      say=stage_line)
+    if artifact.adapter is not None:
+        result = with_drift(result, workspace.target, artifact.target, questions, max_new_tokens=config.max_new_tokens)
+    result = replace(result, heads=measured_heads({artifact.drafter.family: artifact}, config))
+    result = replace(result, left_out=(*left_out(workspace), *result.left_out),
+                     training=time_in_words(read_result(workspace.training)))
+    written = write_report(workspace.out, result, artifact)
+    say(f"\n{terminal_table(result)}\n{written['html']} shows it with plots")
+    return list(written.values())
+
+
+def held_out_sets(data: Path) -> dict[str, list[Prompt]]:
+    """The target's own prompts that were kept from training, and the hand-written ones."""
+    own = read_held_out(data)
+    return {**({"own": own} if own else {}), "handwritten": handwritten_prompts()}
+
+
+def stages(workspace: Workspace, more: Sequence[WantedStates] = ()) -> tuple[Stage, ...]:
+    """The stages of a run, in order; the first stores `more` states for other trainings on the same data."""
+    trained_by = ("family", "drafter", "train")
+    return (
+        Stage(name="distill", title="the target answers prompts", work=partial(distill_stage, workspace, more),
+              sections=("target", "template", "prompts", "distill")),
+        Stage(name="encode", title="the target's states are stored", work=partial(encode_stage, workspace),
+              sections=("batch", *trained_by)),
+        Stage(name="train", title="the drafter is trained", work=partial(train_stage, workspace), together=True,
+              sections=("batch", *trained_by)),
+        Stage(name="artifact", title="the draft tree is searched, the artifact written", sections=("tree",),
+              work=partial(artifact_stage, workspace)),
+        Stage(name="evaluate", title="held-out prompts are decoded", sections=("evaluate",),
+              work=partial(evaluate_stage, workspace)),
+    )
+
+
+def perform_stages(
+    workspace: Workspace, chosen: Sequence[str] | None = None, more: Sequence[WantedStates] = ()
+) -> bool:
+    """Run stages of a recipe, all by default; the first is left out where the recipe names finished data.
+
+    Of several processes that answer together, all but the first end after that. Several processes that torchrun has
+    started train together: the stages before that must be complete; those after it are done by the first one, unless
+    its part of the target is of no use without the others.
+
+    Returns:
+        Whether this process leads, and goes on.
+    """
+    names = list(chosen or (ALL if workspace.recipe.data is None else ALL[1:]))
+    # Lightning starts this command again for other devices: these join the training of the process that leads.
+    joins = "train" in names and started_to_train() and workspace.answered_data is not None
+    if "distill" not in names or not is_shared(workspace.recipe) or joins:
+        _perform(workspace, names, more)
+        return True
+    workspace = on_own_device(workspace)
+    with leading(workspace.out) as leads:
+        if leads:
+            _perform(workspace, names, more)
+        else:
+            help_to_answer(workspace, [*workspace.wanted_states(), *more])
+    return leads
+
+
+def _perform(workspace: Workspace, names: list[str], more: Sequence[WantedStates]) -> None:
+    """Run stages in this process, the leading one of those that answer together."""
+    every = stages(workspace, more)
+    if workspace.recipe.data is None:
+        before = writer_digest(workspace)
+    else:
+        every, before = every[1:], workspace.data_identity()
+    processes = Processes.launched()
+    answered_together = workspace.data if is_shared(workspace.recipe) else None
+    workspace.trains = "train" in names
+    if answered_together is not None and not workspace.trains:
+        # Those that answer together have a queue, and end when it is empty.
+        processes = ALONE
+    alone = names.index("train") + 1 if processes.world > 1 and workspace.trains else len(names)
+    run_stages(workspace.out, workspace.decisive, every, names[:alone], before, processes, answered_together)
+    if processes.rank or alone == len(names):
+        return
+    if workspace.placement.shared:
+        # The others have ended, and with them their parts of the target.
+        say(f"     trained; for the stages {' and '.join(names[alone:])} start draftsmith run with this recipe again, "
+            "without torchrun, a large target with --target.placement layers")
+        return
+    run_stages(workspace.out, workspace.decisive, every, names[alone:], before)
+
+
+def run(parsed: Parsed[Recipe]) -> None:
+    """Everything in one recipe, from prompts to the report; stages whose output is complete are skipped."""
+    if (warning := busy_warning()) is not None:
+        say(f"warning: {warning}", file=sys.stderr)
+    perform_stages(Workspace(parsed.values, parsed.settings))
+
+
+def distill_command(parsed: Parsed[Recipe]) -> None:
+    """The target answers prompts, and its states are stored at every token where the recipe trains on stored states."""
+    if parsed.values.data is not None:
+        raise UserError(f"data names {parsed.values.data}, which is already distilled; leave data out to distil anew")
+    perform_stages(Workspace(parsed.values, parsed.settings), ["distill", "encode"])
+
+
+def train(parsed: Parsed[Recipe]) -> None:
+    """A drafter is trained on distilled data, its tree searched and the artifact written."""
+    workspace = Workspace(parsed.values, parsed.settings)
+    workspace.manifest()
+    perform_stages(workspace, ["encode", "train", "artifact"])
+
+
+COMMANDS: dict[str, Command[Any]] = {
+    "run": Command(name="run", arguments=Recipe, run=run, families=families),
+    "distill": Command(name="distill", arguments=Recipe, run=distill_command, home=("distill", DistillConfig),
+                       families=families),
+    "train": Command(name="train", arguments=Recipe, run=train, home=("train", TrainConfig), families=families),
+}

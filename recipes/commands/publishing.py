@@ -1,0 +1,114 @@
+"""The command `draftsmith push`: an artifact or an exported folder as a model on the Hugging Face Hub."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ...export.artifact import read_description
+from ...export.artifact_files import CARD, HEAD, TUNING
+from ...export.hub_card import hub_card
+from ...export.layouts.layout_folder import EXPORT
+from ...modules import UserError
+from ...modules.files.owned_folders import MARKER, own_files
+from ..reading.parsing import Command, Parsed
+from ..terminal.terminal_text import say
+
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+KEPT_BACK = (MARKER, TUNING)
+"""Files that are true on this machine alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushArguments:
+    """Arguments of `draftsmith push`."""
+
+    folder: Path
+    """Folder of an artifact, or one that `draftsmith export` wrote."""
+    repository: str
+    """Name of the model on the Hub, OWNER/NAME; it is made if it is not there."""
+    licence: str
+    """Licence of the target, by the Hub's name of it, such as apache-2.0: it binds what is learnt from the target."""
+    artifact: Path | None = None
+    """With an exported folder, the artifact that was exported, for the card."""
+    evaluation: Path | None = None
+    """evaluation.json of the artifact, for the accepted lengths by kind of prompt in the card."""
+    private: bool = True
+    """Make the model private if it is not there yet."""
+    dry_run: bool = True
+    """Show what would be uploaded, and upload nothing; --dry_run false uploads."""
+
+    def __post_init__(self) -> None:
+        if not _REPOSITORY.fullmatch(self.repository):
+            raise UserError(f"repository must be OWNER/NAME, got {self.repository!r}; give both parts")
+
+
+class Hub(Protocol):
+    """The part of huggingface_hub's `HfApi` that is needed."""
+
+    def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> Any:
+        """Make a model's repository."""
+
+    def create_commit(self, repo_id: str, operations: list[Any], *, commit_message: str) -> Any:
+        """Add files to it, all or none; the result has the `commit_url`."""
+
+
+def push(parsed: Parsed[PushArguments]) -> None:
+    """Upload an artifact or an exported folder with its model card."""
+    given = parsed.values
+    files = planned(given)
+    say(listing(files, given.repository))
+    if given.dry_run:
+        say("nothing was uploaded; add --dry_run false to upload")
+        return
+    from huggingface_hub import HfApi
+
+    say(f"uploaded: {upload(HfApi(), given, files)}")
+
+
+def planned(given: PushArguments) -> dict[str, Path | bytes]:
+    """The files of an upload by their names: paths, and the text of the card.
+
+    Raises:
+        UserError: if the folder is neither an artifact nor an export, holds other or changed files, or the artifact of
+            an export is missing.
+    """
+    kind, names = own_files(given.folder, ("artifact", EXPORT), changing=frozenset({TUNING}), inside=HEAD)
+    if kind == EXPORT and given.artifact is None:
+        raise UserError(f"{given.folder} is an export, which does not say how it was trained; give its artifact with "
+                        "--artifact DIR")
+    config = read_description(given.folder if kind != EXPORT or given.artifact is None else given.artifact)
+    card = hub_card((given.folder / CARD).read_text(encoding="utf-8"), config, given.licence, given.evaluation)
+    kept = [name for name in names if Path(name).name not in KEPT_BACK and name != CARD]
+    return {CARD: card.encode(), **{name: given.folder / name for name in kept}}
+
+
+def listing(files: Mapping[str, Path | bytes], repository: str) -> str:
+    """The files of an upload with their sizes."""
+    sizes = {name: len(one) if isinstance(one, bytes) else one.stat().st_size for name, one in files.items()}
+    lines = [f"{repository}: {len(files)} files, {sum(sizes.values()):,} bytes"]
+    return "\n".join([*lines, *(f"  {size:>15,}  {name}" for name, size in sizes.items())])
+
+
+def upload(hub: Hub, given: PushArguments, files: Mapping[str, Path | bytes]) -> str:
+    """Upload files in one commit; returns its address.
+
+    Raises:
+        UserError: if the Hub refuses or cannot be reached.
+    """
+    from huggingface_hub import CommitOperationAdd
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError  # type: ignore[attr-defined]
+
+    operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=one) for name, one in files.items()]
+    try:
+        hub.create_repo(given.repository, private=given.private, exist_ok=True)
+        done = hub.create_commit(given.repository, operations, commit_message=f"{len(files)} files of draftsmith")
+    except (HfHubHTTPError, HTTPError, LocalTokenNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"{given.repository} could not be uploaded ({reason}); check the network, the name, and that "
+                        "you are logged in (hf auth login)") from error
+    return str(done.commit_url)
+
+
+COMMANDS: dict[str, Command[Any]] = {"push": Command(name="push", arguments=PushArguments, run=push)}

@@ -1,0 +1,1 @@
+"""Memory, disk and processes that a recipe needs, counted before it runs."""

@@ -1,0 +1,244 @@
+"""The work of a recipe's stages on tensors without values: passes of the target, training steps, decoding.
+
+Shapes: B rows, L positions, N nodes of a tree, C tokens of a prompt.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...data.batches.learned_tokens import prompts_learnable
+from ...modules import Features, Target, TokenTree, Topology
+from ...modules.drafters.parts import lstm
+from ...modules.target.kv_cache import FIRST_SLOTS
+from ...modules.tuning.held_out_ranks import rank_table
+from ...trainers import DraftModule
+from ...trainers.losses import chunked_losses
+from ..recipe import Recipe
+from .counted_work import CountedWork, blank_tensors
+
+TEMPLATE_TOKENS = 32
+"""Tokens of a chat template around a prompt."""
+USUAL_PROMPT = 256
+"""Tokens of the longest prompt where nothing limits them."""
+ROW_CONVERSATIONS = 16
+"""Most conversations of a planned row: memory does not depend on their number, the time of planning does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Counts of one piece of work."""
+
+    peak: int
+    """Most bytes alive, beyond weights and what was there before."""
+    operations: int
+    """Floating-point operations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """Counts of a training step on one micro-batch."""
+
+    target: Work
+    """The target's pass; nothing where training reads no states."""
+    states: int
+    """Bytes of the target's states that the step reads."""
+    forward: Work
+    """The loss with its gradients of the logits."""
+    whole: Work
+    """Loss and gradients of the weights."""
+    gradients: int
+    """Bytes of the gradients of the weights."""
+
+
+class PlannedWork:
+    """A recipe's target and training module without values, whose work is counted.
+
+    A device other than a CPU is counted as a CPU in its number formats, with its chunks of the loss.
+
+    Args:
+        recipe: what is planned.
+        target: a sketch, see `sketch_target`; its tensors are replaced.
+        module: of `dry_run` with this target; its tensors are replaced.
+        accelerator: whether a GPU is planned for.
+    """
+
+    def __init__(self, recipe: Recipe, target: Target, module: DraftModule, *, accelerator: bool) -> None:
+        self.recipe, self.target, self.module, self.accelerator = recipe, target, module, accelerator
+        self.count = CountedWork()
+        made: dict[int, Tensor] = {}
+        models: list[nn.Module] = [target.model, module]
+        models += [learning.target.model for learning in [getattr(module, "learning", None)] if learning is not None]
+        for model in models:
+            blank_tensors(model, self.count, made)
+        with self.count:
+            module.drafter.bind(target)
+        self.borrowed = self.count.live
+        """Bytes of the target's output rows that a reduced draft vocabulary selects."""
+
+    # Training --------------------------------------------------------------------------------------------------------
+
+    def step(self, mixed: bool) -> StepWork:
+        """A training step on one micro-batch.
+
+        Args:
+            mixed: whether the drafter computes in bfloat16.
+        """
+        module, batch = self.module.train(), self.batch()
+        before = self.count.live
+        target = Work(peak=0, operations=0)
+        with self._counting():
+            if module.needs_states:
+                batch = self.target.encode(batch, module.drafter.taps)
+                target = self._work(before)
+            states, start = self.count.live - before, self.count.live
+            self.count.restart()
+            with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+                learned = module.loss(batch)
+            forward = self._work(start)
+            learned.total.backward()  # type: ignore[no-untyped-call]
+            whole = self._work(start)
+        gradients = sum(weight.grad.nbytes for weight in module.parameters() if weight.grad is not None)
+        module.zero_grad()
+        return StepWork(target=target, states=states, forward=forward, whole=whole, gradients=gradients)
+
+    def batch(self) -> Features:
+        """A micro-batch of packed conversations, as long as the recipe lets them be, whose answers are learned."""
+        recipe, ids_Q = self.recipe, self.module.drafter.token_ids_Q
+        rows, length = recipe.batch.rows_per_batch, recipe.batch.row_length
+        each = min(length, max(opening(recipe) + recipe.distill.max_new_tokens, -(-length // ROW_CONVERSATIONS)))
+        learns_prompts = recipe.batch.own_prompts and prompts_learnable(vars(recipe.prompts))
+        learns_all = learns_prompts or "text" in recipe.distill.shares
+        order_L = torch.arange(length)
+        first = 1 if learns_all else min(opening(recipe), each - 1)
+        return Features(
+            tokens_BL=torch.full((rows, length), 0 if ids_Q is None else int(ids_Q[0])),
+            supervised_BL=(order_L % each >= first).repeat(rows, 1),
+            segments_BL=(order_L // each).repeat(rows, 1),
+            positions_BL=(order_L % each).repeat(rows, 1),
+        )
+
+    # Held-out text ---------------------------------------------------------------------------------------------------
+
+    def held_out(self) -> Work:
+        """A held-out conversation: the target's pass over it, and the drafter's proposals along it."""
+        length = min(opening(self.recipe) + self.recipe.distill.max_new_tokens, self.target.context_length)
+        row = Features(
+            tokens_BL=torch.zeros(1, length, dtype=torch.int64), supervised_BL=(torch.arange(length) > 0)[None],
+            segments_BL=torch.zeros(1, length, dtype=torch.int64), positions_BL=torch.arange(length)[None])
+        self.module.eval()
+        before = self.count.live
+        with self._counting(), torch.no_grad():
+            encoded = self.target.encode(row, self.module.drafter.taps)
+            rank_table(self.module.drafter, [encoded])
+            return self._work(before)
+
+    # Decoding --------------------------------------------------------------------------------------------------------
+
+    def reading(self, rows: int, tokens: int) -> Work:
+        """Reading of the prompts of a batch in one piece, cache included."""
+        before = self.count.live
+        with self._counting(), torch.no_grad():
+            held = self.target.start(rows, tokens)
+            self._read(held, rows, tokens)
+            del held
+            return self._work(before)
+
+    def decoding(self, rows: int, prompt: int, answer: int, nodes: int, taps: tuple[int, ...] = ()) -> Work:
+        """Decoding of a batch from its prompts to its longest answers; the operations are those of its last pass.
+
+        The cache grows as it does in decoding, where the old slots and the new ones of a few layers are alive together;
+        the last growth takes most.
+        """
+        before, longest = self.count.live, prompt + answer + nodes
+        tree = Topology.chain(nodes - 1).plant(torch.zeros(rows, nodes, dtype=torch.int64))
+        with self._counting(), torch.no_grad():
+            held = self.target.start(rows, longest, taps)
+            self._read(held, rows, prompt)
+            for width in (*list(grown(prompt, longest))[-1:], longest):
+                held.cache.assume(width - nodes)
+                self.count.operations = 0
+                logits_BNV = held.run(tree).logits_BMV
+                chosen_BN = logits_BNV.float().softmax(-1).argmax(-1)
+                del logits_BNV, chosen_BN
+            del held
+            return self._work(before)
+
+    def _read(self, held: Any, rows: int, tokens: int) -> None:
+        prompts = TokenTree.prompts(torch.zeros(rows, tokens, dtype=torch.int64), torch.full((rows,), tokens))
+        output = held.run(prompts, select_BM=torch.full((rows, 1), tokens - 1))
+        del output
+
+    def _work(self, before: int) -> Work:
+        return Work(peak=self.count.peak - before, operations=self.count.operations)
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """A block that is counted from zero, in the planned device's chunks."""
+        sizes = chunked_losses.CHUNK_ELEMENTS
+        chunks = {**sizes, "cpu": sizes["cuda"]} if self.accelerator else sizes
+        with (_replaced(chunked_losses, "CHUNK_ELEMENTS", chunks), _replaced(lstm, "_Recurrence", _AtOnce),
+              # Families that train in stages take most in the last one.
+              _replaced(self.module, "progress_at", lambda _step: 1.0), self.count):
+            self.count.restart()
+            yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """A block in which an attribute has another value."""
+    former = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if former is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, former)
+
+
+def opening(recipe: Recipe) -> int:
+    """Longest prompt in tokens, with the template's own: as far as a recipe tells."""
+    prompts = recipe.prompts
+    if prompts.origin == "own":
+        return TEMPLATE_TOKENS + prompts.own_max_tokens
+    return TEMPLATE_TOKENS + (prompts.max_prompt_tokens or USUAL_PROMPT)
+
+
+def grown(prompt: int, longest: int) -> Iterator[int]:
+    """Lengths of a row at which its cache grows, see `RowCache`."""
+    held = min(longest, max(prompt, FIRST_SLOTS))
+    while held < longest:
+        yield held + 1
+        held = min(longest, max(held + 1, held + held // 2))
+
+
+class _AtOnce(torch.autograd.Function):
+    """The recurrence of an LSTM with the tensors and products of all its positions, not one after the other: of values
+    that do not exist the order says nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, gates_PG: Tensor, weight_GD: Tensor, output_BD: Tensor, cell_BD: Tensor,
+                sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        shape = (len(gates_PG), weight_GD.shape[1])
+        steps = [gates_PG.new_empty(shape), gates_PG.new_empty(shape), torch.empty_like(gates_PG)]
+        sums_PG = steps[0] @ weight_GD.mT
+        del sums_PG
+        output_PD, cell_PD, activated_PG = (torch.empty_like(step) for step in steps)
+        ctx.save_for_backward(output_BD, output_PD, cell_PD, activated_PG, weight_GD)
+        return output_PD, cell_PD
+
+    @staticmethod
+    def backward(ctx: Any, d_output_PD: Tensor, d_cell_PD: Tensor) -> tuple[Tensor | None, ...]:
+        output_BD, _, cell_PD, activated_PG, weight_GD = ctx.saved_tensors
+        before_PD, gates = torch.empty_like(cell_PD), torch.empty_like(activated_PG)
+        gates_PG, read_PD = torch.empty_like(gates), torch.empty_like(before_PD)
+        product_PD = gates_PG @ weight_GD
+        del product_PD
+        first_BD = torch.empty_like(output_BD)
+        return gates_PG, gates_PG.mT @ read_PD, first_BD, first_BD.clone(), None

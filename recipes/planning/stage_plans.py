@@ -1,0 +1,317 @@
+"""Peak memory and hours of each stage of a recipe, from shapes and the rates of a device."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch.optim import AdamW, Optimizer
+
+from ...modules import Target
+from ...modules.target.devices.placement import Zero3
+from ...modules.target.linears.packed_linear import has_packed_product, linear_layers
+from ...modules.tuning.copy_sizing import TIMED
+from ...trainers import DraftModule
+from ...trainers.processes.strategies import FSDP2
+from ...trainers.processes.zero_strategy import BUCKET, ZERO_STAGES
+from ...trainers.steps.optimizers import Together
+from ..chat_settings import handwritten_prompts
+from ..recipe import Recipe
+from .device_rates import Rates
+from .planned_work import PlannedWork, opening
+from .worker_count import gpus_of, most_shards, worker_count
+
+FLOAT32 = 4
+"""Bytes of a number of a drafter in training."""
+READINGS = 2
+"""Times that the states of a held-out row are computed or read after training."""
+TIMED_SLOTS = ((1, 1), (1, 1), (4, 1), (8, 1), (16, 1), (1, 4), (4, 4))
+"""Rows of each batch by which a tree's cost is measured, and its context as a multiple of TIMED_CONTEXT."""
+TIMED_CONTEXT = 192
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """The greatest memory that a stage takes, by purpose, and its seconds."""
+
+    name: str
+    """The stage."""
+    parts: dict[str, int]
+    """Bytes by purpose, on each device, or in each process on a CPU; alive together."""
+    seconds: float | None
+    """Seconds; None where the recipe does not limit the work."""
+    host: dict[str, int] = field(default_factory=dict)
+    """Bytes by purpose in the memory of the machine, next to those of an accelerator."""
+    processes: int = 1
+    """Processes of this stage on one machine, each of which takes the parts; 1 where the recipe's training decides."""
+
+    @property
+    def peak(self) -> int:
+        """Sum of the parts."""
+        return sum(self.parts.values())
+
+
+class StagePlans:
+    """The plans of all stages.
+
+    Args:
+        recipe: what is planned.
+        target: a sketch, of which every tensor is on the meta device.
+        module: of `dry_run` with it.
+        rates: of the device.
+        accelerator: whether the device is a GPU.
+        process: bytes of a process before it loads a model; 0 on an accelerator.
+        mixed: whether the drafter computes in bfloat16.
+    """
+
+    def __init__(self, recipe: Recipe, target: Target, module: DraftModule, rates: Rates, *, accelerator: bool,
+                 process: int, mixed: bool) -> None:
+        self.recipe, self.target, self.module, self.rates = recipe, target, module, rates
+        self.accelerator, self.mixed = accelerator, mixed
+        self.width = target.hidden_size * target.dtype.itemsize
+        self.kinds = 1 + len(module.drafter.taps)
+        self.stores = recipe.batch.states != "computed" and module.needs_states
+        self.offloaded = offloaded_bytes(target)
+        self.weights = held_weights(target, recipe) + (0 if accelerator else self.offloaded // recipe.train.world)
+        self.base = {"process": process, "target": self.weights,
+                     "packed": 0 if accelerator else packed_bytes(target)}
+        self.trained = sum(weight.numel() for weight in module.parameters() if weight.requires_grad)
+        self.drafter = FLOAT32 * sum(weight.numel() for weight in module.parameters())
+        self.work = PlannedWork(recipe, target, module, accelerator=accelerator)
+        self.threads = torch.get_num_threads()
+        self.answering = worker_count(recipe, (gpus_of(recipe.target) or None) if accelerator else 0)
+        """Processes that answer prompts on one machine, as far as its memory holds them."""
+        self.moments = moments(module)
+        self.zero = ZERO_STAGES.get(recipe.train.strategy, 0)
+        self.split = recipe.train.world if recipe.train.strategy == FSDP2 or self.zero == 3 else 1
+        """Processes among which the drafter's weights, gradients and moments are divided."""
+        whole = gathered_parameters(module) if not self.zero else parameters_of(module)
+        self.gathered = FLOAT32 * whole if self.split > 1 else 0
+        """Bytes of the weights that a step has whole at once, next to this process's part of all."""
+        self.longest = min(target.context_length, opening(recipe) + recipe.distill.max_new_tokens)
+        self.held_out = self.work.held_out()
+
+    def all(self) -> Iterator[StagePlan]:
+        """The stages, in order."""
+        yield self.answers()
+        yield self.states()
+        yield self.training()
+        yield self.tree()
+        yield self.evaluation()
+
+    # Answers ---------------------------------------------------------------------------------------------------------
+
+    def answers(self) -> StagePlan:
+        """`distill`: the target answers prompts in all slots at once, in each of the processes that answer."""
+        config, processes = self.recipe.distill, self.answering
+        prompt, rows = opening(self.recipe), min(config.slots, config.shard_prompts)
+        # One row more holds the start that all prompts share.
+        work = self.work.decoding(rows + 1, prompt, config.max_new_tokens, 1)
+        kept = config.shard_prompts * self.longest * self.kinds * self.width if self.stores else 0
+        # Its pieces are sorted one kind after the other, and one kind is written at a time.
+        kept += 2 * kept // self.kinds
+        parts = {**self.base, "cache and passes": self._shared(work.peak)}
+        if config.train_dtype != "own" and not self.accelerator:
+            parts["second number format"] = (self.base["target"] + self.base["packed"]) // 2
+        if not self.accelerator:
+            parts["kept states"] = kept
+        host = {"kept states, of all processes": processes * kept} if self.accelerator else {}
+        return StagePlan(name="distill", parts=parts, host=host, processes=processes,
+                         seconds=self._answer_seconds(rows, prompt, work.operations))
+
+    def _answer_seconds(self, rows: int, prompt: int, operations: int) -> float | None:
+        """Seconds of writing: of train prompts where the target writes them, of all answers, of held-out ones twice."""
+        config, own = self.recipe.distill, self.recipe.prompts.origin == "own"
+        limit = None if config.budget_minutes is None else 60 * config.budget_minutes
+        count = self.recipe.prompts.limit
+        tokens = config.budget_tokens or (None if count is None else count * config.max_new_tokens)
+        if tokens is None:
+            return limit
+        answers = tokens / config.max_new_tokens + 2 * config.validation_prompts
+        written = answers * (config.max_new_tokens + (self.recipe.prompts.own_max_tokens if own else 0))
+        read = self.weights + rows * self.longest * cache_bytes(self.target) / 2
+        reading = answers * prompt * operations / rows
+        seconds = written / rows * self.rates.seconds(operations, read) + self.rates.seconds(reading)
+        if self.accelerator:
+            seconds /= self.answering
+        elif config.workers is not None and most_shards(self.recipe) != 1:
+            # The rate is that of all threads, and each process answers with one of them where there are several shards.
+            seconds *= self.threads / min(self.answering, self.threads)
+        return seconds if limit is None else min(seconds, limit)
+
+    # States ----------------------------------------------------------------------------------------------------------
+
+    def states(self) -> StagePlan:
+        """`encode`: the target reads what it has not written itself, a shard at a time."""
+        config = self.recipe.distill
+        reads = self.stores and set(config.shares) == {"text"}
+        kept = config.shard_prompts * self.longest * self.kinds * self.width if reads else 0
+        parts = dict(self.base)
+        if reads:
+            parts["passes"] = self._shared(self.held_out.peak)
+        if not self.accelerator:
+            parts["kept states"] = kept + 2 * kept // self.kinds
+        tokens = (self.recipe.prompts.limit or 0) * self.longest
+        seconds = self.rates.seconds(tokens / self.longest * self.held_out.operations)
+        return StagePlan(name="encode", parts=parts, host={"kept states": kept} if self.accelerator else {},
+                         seconds=0.0 if not reads else seconds or None)
+
+    # Training --------------------------------------------------------------------------------------------------------
+
+    def training(self) -> StagePlan:
+        """`train`: the drafter with its optimizer, a step on a micro-batch, the held-out states."""
+        step = self.work.step(self.mixed)
+        former = self._part(step.gradients) if self.zero != 2 else step.gradients // self.recipe.train.world
+        computed = self.recipe.batch.states != "stored"
+        # The former step's gradients live until its backward pass, and over all micro-batches of a step.
+        forward = former + max(step.forward.peak + step.states, step.target.peak if computed else 0)
+        backward = step.states + step.whole.peak
+        if self.split > 1:
+            # Of gradients too, no more is whole at once than of weights.
+            backward += former - (self.drafter - self.gathered)
+        buckets = step.gradients if self.recipe.train.world > 1 == self.split else 0
+        if self.zero:
+            buckets = FLOAT32 * min(BUCKET, self.trained)
+        parts = {**self.base, "drafter": self._part(self.drafter) + self.gathered + self.work.borrowed,
+                 "optimizer": self._optimizer(), "step": max(forward, backward) + buckets,
+                 "held-out states": self._held_out_states()}
+        # One more than asked for: the training loop fetches a batch before it hands out the last one.
+        ahead = (self.recipe.batch.prefetch + 1) * step.states if self.stores else 0
+        seconds = self._train_seconds(step.whole.operations + (step.target.operations if computed else 0))
+        if not self.accelerator:
+            # A checkpoint is written from memory, in which what a step has freed stays with the process.
+            parts |= {"checkpoint": self._part(self.drafter + self.moments), "batches read ahead": ahead}
+            return StagePlan(name="train", parts=parts, seconds=seconds)
+        host = {"batches read ahead": ahead, "the target's layers, of all processes": self.offloaded}
+        return StagePlan(name="train", parts=parts, host=host, seconds=seconds)
+
+    def _optimizer(self) -> int:
+        """Bytes of the optimizer's states, with DeepSpeed of the weights' copy that it steps."""
+        if not self.zero:
+            return self._part(self.moments)
+        return -(-(self.moments + FLOAT32 * self.trained) // self.recipe.train.world)
+
+    def _part(self, size: int) -> int:
+        """This process's part of what the processes divide."""
+        return -(-size // self.split)
+
+    def _held_out_states(self) -> int:
+        """Bytes of the states of this process's share of the held-out rows, which stay."""
+        recipe = self.recipe
+        rows = min(recipe.distill.validation_prompts, self.module.validation_rows or recipe.distill.validation_prompts)
+        share = -(-rows // recipe.train.world)
+        return share * self.longest * self.kinds * self.width
+
+    def _train_seconds(self, operations: int) -> float | None:
+        config = self.recipe.train
+        limit = None if config.max_minutes is None else 60 * config.max_minutes
+        if config.max_steps is None:
+            return limit
+        # AdamW reads and writes weights, gradients and both moments.
+        update = 2 * (self.drafter + self.moments) + 2 * self.drafter
+        seconds = config.max_steps * (config.accumulate * self.rates.seconds(operations)
+                                      + self.rates.seconds(0, update))
+        return seconds if limit is None else min(seconds, limit)
+
+    # Tree and evaluation ---------------------------------------------------------------------------------------------
+
+    def tree(self) -> StagePlan:
+        """`artifact`: held-out text is proposed along row by row, and passes of several batches are timed, all rows at
+        once."""
+        nodes = self.recipe.tree.searched_nodes
+        slots = sum(rows * (TIMED_CONTEXT * times + nodes) for rows, times in TIMED_SLOTS)
+        timed = slots * cache_bytes(self.target)
+        rows = 2 * self.recipe.distill.validation_prompts
+        parts = {**self.base, "drafter": 2 * self.drafter + self.work.borrowed, "timed passes": self._shared(timed),
+                 "replayed answers": TIMED * self.longest * self.kinds * self.width,
+                 "proposals": self._shared(self.held_out.peak)}
+        seconds = self.rates.seconds(READINGS * rows * self.held_out.operations)
+        return StagePlan(name="artifact", parts=parts, seconds=seconds + 15)
+
+    def evaluation(self) -> StagePlan:
+        """`evaluate`: trees of the largest size in every row, next to the drafter in the target's number format."""
+        config, rows = self.recipe.evaluate, max(self.recipe.evaluate.untimed_batch_size, *self.recipe.evaluate.batches)
+        nodes = self.recipe.tree.used_nodes or self.recipe.tree.searched_nodes
+        prompt = opening(self.recipe)
+        work = self.work.decoding(rows, prompt, config.max_new_tokens, nodes)
+        parts = {**self.base, "drafter": self.drafter // FLOAT32 * self.target.dtype.itemsize + self.work.borrowed,
+                 "cache and passes": self._shared(work.peak)}
+        return StagePlan(name="evaluate", parts=parts, seconds=self._evaluation_seconds(rows, work.operations))
+
+    def _evaluation_seconds(self, rows: int, operations: int) -> float:
+        """Seconds if no draft is accepted: every prompt by `generate` and each method, some alone and timed."""
+        config = self.recipe.evaluate
+        limit = None if config.budget_minutes is None else 60 * config.budget_minutes
+        sets = [self.recipe.distill.test_prompts, len(handwritten_prompts())]
+        sets = [min(size, config.limit or size) for size in sets]
+        ways = (len(config.policy_names) + len(config.baseline_names)) * len(config.degrees)
+        alone = self.rates.seconds(operations / rows, self.weights)
+        together = self.rates.seconds(operations, self.weights)
+        timed = sum(config.timed(size) for size in sets)
+        passes = (sum(sets) - timed) / rows * together * (ways + 1) + timed * alone * (ways + 2 * len(config.degrees))
+        seconds = passes * config.max_new_tokens
+        return seconds if limit is None else min(seconds, limit)
+
+    def _shared(self, count: int) -> int:
+        """Bytes of passes on one of the devices that share the target's layers in decoding."""
+        return count // sharing(self.target, self.recipe)
+
+
+def sharing(target: Target, recipe: Recipe) -> int:
+    """Devices that hold one target together: processes that train, or the devices of one process that decodes.
+
+    Raises:
+        UserError: if as many cannot.
+    """
+    if target.placement.name == "layers":
+        return max(1, torch.accelerator.device_count())
+    return target.placement.size(recipe.train.world)
+
+
+def held_weights(target: Target, recipe: Recipe) -> int:
+    """Bytes of the target's weights on one device: its share of the layers, and all of the rest."""
+    every, layers = parameters_of(target.model), parameters_of(target.layers)
+    if isinstance(target.placement, Zero3):
+        # The layer that runs and the next one are whole.
+        held = 2 * layers // target.num_layers + (0 if target.placement.offload else -(-layers // recipe.train.world))
+        return (every - layers + held) * target.dtype.itemsize
+    return (every - layers + -(-layers // sharing(target, recipe))) * target.dtype.itemsize
+
+
+def offloaded_bytes(target: Target) -> int:
+    """Bytes of the target's weights that all processes together keep in the machine's memory."""
+    if not (isinstance(target.placement, Zero3) and target.placement.offload):
+        return 0
+    return parameters_of(target.layers) * target.dtype.itemsize
+
+
+def packed_bytes(target: Target) -> int:
+    """Bytes of the linear layers packed for oneDNN, next to the plain ones, on a CPU."""
+    if target.placement.spread or not has_packed_product(target.dtype):
+        return 0
+    return sum(layer.weight.numel() for layer in linear_layers(target.model)) * target.dtype.itemsize
+
+
+def parameters_of(module: torch.nn.Module) -> int:
+    """Number of a module's parameters."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def gathered_parameters(module: DraftModule) -> int:
+    """Most parameters of a split drafter that are whole at once: of the parts that are gathered apart, the largest."""
+    apart = [parameters_of(part) for part in module.drafter.gathered_apart()]
+    return parameters_of(module) - sum(apart) + max(apart, default=0)
+
+
+def cache_bytes(target: Target) -> int:
+    """Bytes of keys and values that one token takes in the target."""
+    heads = getattr(target.config, "num_key_value_heads", None) or target.config.num_attention_heads
+    width = getattr(target.config, "head_dim", None) or target.hidden_size // target.config.num_attention_heads
+    return 2 * target.num_layers * int(heads) * int(width) * target.dtype.itemsize
+
+
+def moments(module: DraftModule) -> int:
+    """Bytes of the optimizer's averages: two numbers of a weight with AdamW, one with Muon."""
+    made = module.configure_optimizers()["optimizer"]
+    parts: tuple[Optimizer, ...] = made.parts if isinstance(made, Together) else (made,)
+    return sum((2 if isinstance(part, AdamW) else 1) * FLOAT32 * weight.numel()
+               for part in parts for group in part.param_groups for weight in group["params"])

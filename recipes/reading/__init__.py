@@ -1,0 +1,1 @@
+"""Recipes and arguments: files, keys, checks and the parser."""

@@ -1,0 +1,129 @@
+"""Checks of the keys in recipes and on the command line: one short sentence for an unknown, renamed or mistyped one."""
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ...modules import UserError
+from ...modules.files.json_records import kind_in_words
+from .recipe_keys import Key, allows_null
+
+OPTION = re.compile(r"--([A-Za-z][\w.-]*)(=.*)?", flags=re.DOTALL)
+PARSER_OPTIONS = ("config", "help", "print_config")
+"""Options of the parser itself."""
+FORMER_MODEL = re.compile(r"model(\.init_args)?\.config\.(?P<drafter>drafter\.)?(?P<key>.+)")
+RENAMED = {
+    "prompts.source": "prompts.origin (own, file or dataset)",
+    "batch.source": "batch.states (stored, computed or mixed, formerly features, tokens or mixed)",
+    "distill.source": "distill.answered_by (target, text, draft or mix)",
+    "tree.max_nodes": "tree.searched_nodes",
+    "tree.size": "tree.used_nodes",
+    "model.class_path": "family, such as family: medusa",
+}
+"""Keys that recipes once had, and the keys of today."""
+
+
+def renamed(name: str) -> str | None:
+    """The key of today for a former one; None for a key that never was."""
+    if name in RENAMED:
+        return RENAMED[name]
+    if former := FORMER_MODEL.fullmatch(name):
+        return f"{'drafter' if former['drafter'] else 'train'}.{former['key']}"
+    if name == "model" or name.startswith("model."):
+        return "family, with the sections drafter and train"
+    return None
+
+
+def flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of everything in nested sections, the sections included, outer ones first."""
+    for key, value in content.items():
+        yield f"{prefix}{key}", value
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+
+
+def options(words: Sequence[str]) -> list[str]:
+    """Names of the options on a command line."""
+    return [option[1] for word in words if (option := OPTION.fullmatch(word))]
+
+
+class KeyChecks:
+    """The keys that a command knows, and the sections of recipes that it passes over.
+
+    Args:
+        command: its name, for messages.
+        keys: all keys by dotted name.
+        passed_over: sections that may hold anything.
+    """
+
+    def __init__(self, command: str, keys: Mapping[str, Key], passed_over: Sequence[str]) -> None:
+        self.command, self.keys, self.passed_over = command, keys, tuple(passed_over)
+        self.sections = {name[:place] for name in keys for place, sign in enumerate(name) if sign == "."}
+
+    def check_renamed(self, content: Mapping[str, Any], words: Sequence[str]) -> None:
+        """Refuse a key of a recipe or a command line that has another name today. Raises UserError."""
+        for name in (*(name for name, _ in flat(content)), *options(words)):
+            if name not in self.keys and name not in self.sections and (today := renamed(name)):
+                raise UserError(f"the key {name} is now {today}; rename it")
+
+    def check_content(self, content: Mapping[str, Any]) -> None:
+        """Refuse keys of a recipe that are unknown, or whose value is of the wrong kind. Raises UserError."""
+        for name, value in flat(content):
+            if self._is_free(name):
+                continue
+            self.check_name(name)
+            if name in self.sections and not isinstance(value, Mapping):
+                raise UserError(f"{name} is a section with the keys {', '.join(self._keys_in(name))}, got "
+                                f"{'null' if value is None else repr(value)}; write {name}: and the keys below it")
+            if name in self.keys and value is None and not allows_null(self.keys[name].kind):
+                raise UserError(f"{name} must be {kind_in_words(self.keys[name].kind)}, got null")
+
+    def check_words(self, words: Sequence[str]) -> None:
+        """Refuse options of a command line that are unknown. Raises UserError."""
+        for name in options(words):
+            if name not in PARSER_OPTIONS and not self._is_free(name):
+                self.check_name(name)
+
+    def _is_free(self, name: str) -> bool:
+        """True for a key in a section that is passed over, or inside a value, such as a mapping of shares."""
+        inside = any(name[:place] in self.keys for place, sign in enumerate(name) if sign == ".")
+        return inside or name.partition(".")[0] in self.passed_over
+
+    def check_name(self, name: str) -> None:
+        """Refuse an unknown key, naming the closest one or those of its section. Raises UserError."""
+        if name in self.keys or name in self.sections:
+            return
+        known = [*self.keys, *self.sections]
+        section, _, last = name.rpartition(".")
+        siblings = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == section}
+        close = ([siblings[one] for one in difflib.get_close_matches(last, siblings, n=1)]
+                 or [one for one in known if one.endswith(f".{last}")] or difflib.get_close_matches(name, known, n=1))
+        if close:
+            hint = f"did you mean {close[0]}?"
+        elif siblings:
+            where = f"the section {section}" if section else self.command
+            hint = f"choose one that {where} has: {', '.join(sorted(siblings))}"
+        else:
+            hint = f"draftsmith {self.command} --help lists all keys"
+        raise UserError(f"unknown key {name}: {hint}")
+
+    def _keys_in(self, section: str) -> list[str]:
+        names = [name.removeprefix(f"{section}.") for name in self.keys if name.startswith(f"{section}.")]
+        return list(dict.fromkeys(name.partition(".")[0] for name in names))
+
+    def explain(self, message: str, content: Mapping[str, Any], words: Sequence[str]) -> str | None:
+        """The parser's message about a value of the wrong type as one short sentence; None for any other message."""
+        found = re.search(r'Parser key "([\w.]+)"', message)
+        if found is None or (key := self.keys.get(found[1])) is None:
+            return None
+        return f"{key.name} must be {kind_in_words(key.kind)}, got {self._given(key.name, content, words)}"
+
+    def _given(self, name: str, content: Mapping[str, Any], words: Sequence[str]) -> str:
+        """The value that a key was given: the command line's before the recipe's."""
+        for place, word in reversed(list(enumerate(words))):
+            if word.startswith(f"--{name}="):
+                return repr(word.partition("=")[2])
+            if word == f"--{name}" and place + 1 < len(words):
+                return repr(words[place + 1])
+        return repr(dict(flat(content)).get(name))

@@ -1,0 +1,274 @@
+"""From the command line and a recipe file to a command's arguments, by jsonargparse."""
+
+import json
+import math
+from argparse import SUPPRESS
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
+
+from ...modules import UserError
+from .key_checks import OPTION, KeyChecks, options, renamed
+from .recipe_files import check_plain, check_word, merge, read_recipe, recipe_path
+from .recipe_keys import keys_of
+
+T = TypeVar("T")
+SECTIONS = ("out", "family", "drafter", "train", "target", "template", "prompts", "distill", "data", "references",
+            "batch", "tree", "evaluate")
+"""Top-level keys of a recipe. A command that has no use for one accepts it in a recipe all the same."""
+TRUST = "trust"
+LINE_ONLY = (TRUST, "target.trust_remote_code")
+"""Keys that let code of others run: the command line alone can set them, and no record of a run holds them."""
+
+
+class FamilyConfigs(Protocol):
+    """The dataclasses of a family's settings."""
+
+    @property
+    def drafter(self) -> type[Any]:
+        """Shape of the drafter."""
+
+    @property
+    def train(self) -> type[Any]:
+        """Training; its field `drafter` holds the shape."""
+
+
+class Families(Protocol):
+    """The families that a command can train, as `trainers.families` names them."""
+
+    def family_names(self) -> tuple[str, ...]:
+        """Names of all families of the package."""
+
+    def family_configs(self, name: str, *, trust: bool = False) -> FamilyConfigs:
+        """The dataclasses of a family's settings. Raises UserError for an unknown or an untrusted one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parsed(Generic[T]):
+    """A command's arguments in two forms."""
+
+    values: T
+    """Ready to use: dataclasses and paths."""
+    settings: dict[str, Any]
+    """The same as plain JSON values: what provenance records and stages compare."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command(Generic[T]):
+    """One command: a function of its arguments, which are the fields of a dataclass."""
+
+    name: str
+    """Name on the command line."""
+    arguments: type[T]
+    """Frozen dataclass of the arguments; its field docstrings are the help."""
+    run: Callable[[Parsed[T]], None]
+    """The function."""
+    home: tuple[str, type[Any]] | None = None
+    """A section and its dataclass whose keys may be written without the section: --batch_size, --max_steps."""
+    families: Families | None = None
+    """For a command that trains: its arguments have the fields `family` and `train`, its recipes also `drafter`."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Top-level keys of the arguments."""
+        names = tuple(field.name for field in fields(self.arguments))  # type: ignore[arg-type]
+        return names if self.families is None else (*names, "drafter")
+
+    def execute(self, arguments: Sequence[str]) -> None:
+        """Parse and run. Raises as `parse` does."""
+        self.run(self.parse(arguments))
+
+    def parse(self, arguments: Sequence[str]) -> Parsed[T]:
+        """The arguments in force. Raises UserError or jsonargparse's ArgumentError for what the user got wrong."""
+        line = CommandLine(self, arguments)
+        config = line.namespace()
+        settings = {name: plain(config.as_dict()[name]) for name in self.keys}
+        for key in LINE_ONLY:
+            section, _, name = key.rpartition(".")
+            (settings.get(section, {}) if section else settings).pop(name, None)
+        return Parsed(values=line.values(config), settings=settings)
+
+
+class CommandLine(Generic[T]):
+    """One call of a command: its options, the recipe that they name, and the parser for the recipe's family.
+
+    Args:
+        command: called.
+        arguments: words of the command line after the command's name.
+
+    Raises:
+        UserError: if a recipe cannot be read, or the family is unknown.
+    """
+
+    def __init__(self, command: Command[T], arguments: Sequence[str]) -> None:
+        self.command = command
+        self.content: dict[str, Any] = {}
+        """The recipe, with what it extends and the family of the command line."""
+        words = []
+        rest = iter(underscored(word) for word in arguments)
+        check_plain(list(arguments), "the command line")
+        for word in rest:
+            name, _, value = word.partition("=")
+            if name == "--config" and (file := value or next(rest, "")):
+                self.content = merge(self.content, read_recipe(recipe_path(file)))
+            else:
+                words.append(word)
+        self.configs = self._family_configs(words)
+        """Configs of the family's sections; None without a family."""
+        self.words = self._switched_on([self._at_home(word) for word in words])
+        """The command line without the recipe, every key with its section."""
+
+    def _family_configs(self, words: Sequence[str]) -> FamilyConfigs | None:
+        """Take the family of the command line, else the recipe's; of another one the recipe's drafter is left out."""
+        if self.command.families is None:
+            return None
+        for place, word in enumerate(words):
+            if word.startswith("--family="):
+                self.content = merge(self.content, {"family": word.partition("=")[2]})
+            elif word == "--family" and place + 1 < len(words):
+                self.content = merge(self.content, {"family": words[place + 1]})
+        name, trust = self.content.get("family"), f"--{TRUST}=true" in self._switched_on(words)
+        return None if name is None else self.command.families.family_configs(str(name), trust=trust)
+
+    def _at_home(self, word: str) -> str:
+        """An option of the home section with the section's name."""
+        option, home = OPTION.fullmatch(word), self.command.home
+        if option is None or home is None or option[1] in self.command.keys:
+            return word
+        config = self.configs.train if self.configs is not None and home[0] == "train" else home[1]
+        known = option[1] in {field.name for field in fields(config)} or renamed(f"{home[0]}.{option[1]}")
+        return f"--{home[0]}.{word[2:]}" if known else word
+
+    def _switched_on(self, words: Sequence[str]) -> list[str]:
+        """The words with `=true` after each switch that has no value."""
+        known = fields(self.command.arguments)  # type: ignore[arg-type]
+        switches = {f"--{field.name}" for field in known if field.type is bool}
+        return [f"{word}=true" if word in switches and following.lower() not in ("true", "false") else word
+                for word, following in zip_longest(words, words[1:], fillvalue="")]
+
+    @cached_property
+    def checks(self) -> KeyChecks:
+        """The keys that the command knows for this family."""
+        keys = keys_of(self.command.arguments, skip=() if self.command.families is None else ("train",))
+        if self.configs is not None:
+            keys |= keys_of(self.configs.drafter, "drafter.") | keys_of(self.configs.train, "train.", skip=("drafter",))
+        over = [name for name in SECTIONS if name not in self.command.keys]
+        return KeyChecks(self.command.name, keys, over)
+
+    def namespace(self) -> Namespace:
+        """The parsed arguments. Raises UserError or ArgumentError."""
+        if not {"--help", "-h"} & set(self.words):
+            self._check_keys()
+        words = ["--config", json.dumps(self.content), *self.words] if self.content else self.words
+        try:
+            config: Namespace = self.parser.parse_args(words)
+        except ArgumentError as error:
+            if sentence := self.checks.explain(str(error), self.content, self.words):
+                raise UserError(sentence) from error
+            raise
+        self._check_trust(config)
+        check_finite(config.as_dict())
+        return config
+
+    def _check_keys(self) -> None:
+        """Refuse wrong keys, and to train without a family. Raises UserError."""
+        self.checks.check_renamed(self.content, self.words)
+        if self.command.families is not None and self.configs is None:
+            raise UserError(f"{self.command.name} needs a family; set family in the recipe, or --family, to one of "
+                            f"{', '.join(self.command.families.family_names())}")
+        self.checks.check_content(self.content)
+        self.checks.check_words(self.words)
+        self._check_values()
+
+    def _check_values(self) -> None:
+        """Refuse values of the command line that the parser could not read within its memory. Raises UserError."""
+        for word, following in zip_longest(self.words, self.words[1:], fillvalue=""):
+            option = OPTION.fullmatch(word)
+            key = None if option is None else self.checks.keys.get(option[1])
+            if option is not None and (key is None or key.kind not in (str, Path)):
+                check_word(option[2][1:] if option[2] else following)
+
+    def _check_trust(self, config: Namespace) -> None:
+        """Refuse trust that a file claims: a recipe may come from anybody. Raises UserError."""
+        for key in LINE_ONLY:
+            if config.get(key) and key not in options(self.words):
+                raise UserError(f"{key} lets code of others run, which no file may ask for; remove it from the recipe "
+                                f"and, if you trust that code, add --{key} true to the command line")
+
+    @cached_property
+    def parser(self) -> ArgumentParser:
+        """The parser of the command: its arguments, --config, and the recipe sections that it passes over."""
+        set_parsing_settings(docstring_parse_attribute_docstrings=True)
+        # Without abbreviations: a misspelt key that is the start of another would be taken for it.
+        parser = ArgumentParser(prog=f"draftsmith {self.command.name}", exit_on_error=False, allow_abbrev=False,
+                                description=self._description())
+        parser.add_argument("--config", action="config", help="Recipe: a YAML file or a shipped one's name.")
+        parser.add_class_arguments(self.command.arguments, skip=None if self.command.families is None else {"train"})
+        if self.configs is not None:
+            parser.add_class_arguments(self.configs.drafter, "drafter", instantiate=False)
+            parser.add_class_arguments(self.configs.train, "train", skip={"drafter"}, instantiate=False)
+        for section in SECTIONS:
+            if section not in self.command.keys:
+                parser.add_argument(f"--{section}", type=str | dict[str, Any] | None, help=SUPPRESS)
+        return parser
+
+    def _description(self) -> str:
+        """The docstring of the command's function, and where the keys of a family are listed."""
+        command = self.command
+        text = " ".join((command.run.__doc__ or "").split())
+        if command.home is not None:
+            text += f" Keys of {command.home[0]} may be written without it, as in --{fields(command.home[1])[0].name}."
+        if command.families is not None and self.configs is None:
+            text += (f" The keys of the sections drafter and train depend on the family: draftsmith {command.name} "
+                     f"--family NAME --help lists them, for {', '.join(command.families.family_names())}.")
+        return text
+
+    def values(self, config: Namespace) -> T:
+        """The command's arguments from the parsed ones. Raises UserError when a value is out of its bounds."""
+        try:
+            ready = self.parser.instantiate(config)
+        except ValueError as error:
+            # A check that failed in one of the dataclasses gives its own sentence, unwrapped.
+            raise user_error_of(error) or error from None
+        given = {name: ready[name] for name in self.command.keys if name not in ("drafter", "train")}
+        if self.configs is not None:
+            drafter = self.configs.drafter(**vars(ready["drafter"]))
+            given["train"] = self.configs.train(**vars(ready["train"]), drafter=drafter)
+        return self.command.arguments(**given)
+
+
+def underscored(word: str) -> str:
+    """An option with underscores in place of dashes; any other word as it is."""
+    option = OPTION.fullmatch(word)
+    return word if option is None else f"--{option[1].replace('-', '_')}{option[2] or ''}"
+
+
+def check_finite(value: Any, name: str = "") -> None:
+    """Refuse numbers that are infinite or none, wherever they stand. Raises UserError naming the key."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{name} must be a finite number, got {value}")
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, part in parts:
+        check_finite(part, f"{name}.{key}" if name else str(key))
+
+
+def user_error_of(error: BaseException) -> UserError | None:
+    """The UserError among an error and its causes; None when there is none."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, UserError):
+        cause = cause.__cause__
+    return cause
+
+
+def plain(value: Any) -> Any:
+    """A parsed configuration as JSON values: paths become text, tuples lists."""
+    if isinstance(value, dict):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -1,0 +1,211 @@
+"""Recipe files: found by path or shipped name, read with what they extend, and merged."""
+
+from collections.abc import Hashable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ...modules import UserError
+from ...modules.files.bounded_reading import read_bounded_text
+
+EXTENDS, FAMILY, DRAFTER = "extends", "family", "drafter"
+RECIPE_BYTES = 2**20
+"""Largest recipe file."""
+MOST_LEVELS, MOST_VALUES, MOST_DIGITS = 50, 100_000, 1_000
+"""Bounds of a recipe: levels of nesting, values with all aliases written out, digits of a number."""
+
+
+def recipe_path(name: str) -> str:
+    """`name` itself when such a file exists, else the shipped recipe of that name.
+
+    Raises:
+        UserError: if there is neither.
+    """
+    if Path(name).is_file():
+        return name
+    folder = files("draftsmith.recipes")
+    shipped = {entry.name: str(entry) for entry in folder.iterdir() if entry.name.endswith(".yaml")}
+    found = shipped.get(name) or shipped.get(f"{name}.yaml")
+    if found is None:
+        names = ", ".join(sorted(file.removesuffix(".yaml") for file in shipped))
+        raise UserError(f"there is no recipe {name!r}; give the path of a YAML file or a shipped recipe ({names})")
+    return found
+
+
+def read_recipe(path: str, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The sections of a recipe, those of the recipe that it extends included.
+
+    Args:
+        path: of the file.
+        extended_by: the files that led here, for finding circles.
+
+    Raises:
+        UserError: if the file cannot be read, is not a mapping, has a key twice, or extends itself.
+    """
+    file = Path(path).resolve()
+    if file in extended_by:
+        circle = " -> ".join(one.name for one in (*extended_by[extended_by.index(file):], file))
+        raise UserError(f"recipes extend each other in a circle: {circle}; remove one `extends`")
+    content = load_yaml(file)
+    if EXTENDS not in content:
+        return content
+    base = content.pop(EXTENDS)
+    if not isinstance(base, str):
+        raise UserError(f"{path}: extends must be the name or path of one recipe, got {base!r}")
+    try:
+        found = recipe_path(near(file, base))
+    except UserError as error:
+        raise UserError(f"{path} extends {base!r}, but {error}") from error
+    return merge(read_recipe(found, (*extended_by, file)), content)
+
+
+def near(file: Path, name: str) -> str:
+    """The path of `name` in the folder of `file` where there is such a recipe, else `name`."""
+    found = [path for path in (file.parent / name, file.parent / f"{name}.yaml") if path.is_file()]
+    return str(found[0]) if found else name
+
+
+def load_yaml(file: Path) -> dict[str, Any]:
+    """The mapping in a YAML file; an empty file is an empty one. Raises UserError when it is none."""
+    try:
+        content = yaml.load(read_bounded_text(file, RECIPE_BYTES), Loader=BoundedLoader)
+    except OSError as error:
+        raise UserError(f"cannot read the recipe {file}: {error.strerror}; check its path and permissions") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise UserError(f"{file} is not a YAML file: {_problem(error)}; correct it") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise UserError(f"{file} must hold the sections of a recipe (key: value), got {type(content).__name__}; write "
+                        "it as the shipped recipes are")
+    for key, value in content.items():
+        check_plain(key, f"a key of {file}")
+        check_plain(value, f"{file}: {key}")
+    return {str(key): value for key, value in content.items()}
+
+
+def check_plain(value: Any, where: str) -> None:
+    """Refuse text that UTF-8 cannot hold or no name of a file may. Raises UserError.
+
+    Args:
+        value: of YAML or a command line.
+        where: its place, for the error's sentence.
+    """
+    if isinstance(value, str) and any(sign == "\0" or "\ud800" <= sign <= "\udfff" for sign in value):
+        raise UserError(f"{where} holds text that is not UTF-8, or a null character ({value[:60]!r}); write it in "
+                        "plain UTF-8")
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in parts:
+        check_plain(key, f"a key of {where}")
+        check_plain(part, f"{where}.{key}")
+
+
+def check_word(text: str) -> None:
+    """Refuse a value of the command line that would take all memory or the whole stack to read. Raises UserError."""
+    try:
+        BoundedLoader(text).get_single_node()
+    except TooMuchError as error:
+        raise UserError(f"{error.problem} in {text[:20]}...; shorten it") from error
+    except (yaml.YAMLError, ValueError):
+        # No YAML at all: plain text, or its key's own error.
+        return
+
+
+class TooMuchError(yaml.composer.ComposerError):
+    """A document with too many levels or values."""
+
+
+class BoundedLoader(yaml.SafeLoader):
+    """PyYAML's safe loader within bounds: of levels, of values once its aliases are written out, of digits.
+
+    It reads the values of JSON alone: no dates, bytes, sets or pairs. A key that is given twice is an error.
+    """
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self.level = 0
+        self.values: dict[int, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """A node of the document.
+
+        Raises:
+            TooMuchError: if it lies too deep, holds itself, or stands for too many values.
+        """
+        if self.level > MOST_LEVELS:
+            event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+            raise TooMuchError(None, None, f"more than {MOST_LEVELS} levels", event.start_mark)
+        alias = self.check_event(yaml.AliasEvent)
+        self.level += 1
+        node = super().compose_node(parent, index)
+        self.level -= 1
+        if node is not None and not alias:
+            self.values[id(node)] = self._count(node)
+        elif node is not None and id(node) not in self.values:
+            raise TooMuchError(None, None, "a value that holds itself", node.start_mark)
+        return node
+
+    def _count(self, node: yaml.Node) -> int:
+        """Values of a node with its aliases written out."""
+        parts = node.value if isinstance(node, yaml.CollectionNode) else []
+        flat = [one for pair in parts for one in pair] if isinstance(node, yaml.MappingNode) else parts
+        count = 1 + sum(self.values[id(one)] for one in flat)
+        if count > MOST_VALUES:
+            raise TooMuchError(None, None, f"more than {MOST_VALUES:,} values", node.start_mark)
+        return count
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """A whole number. Raises yaml.YAMLError where it has more digits than any setting."""
+        if len(node.value) > MOST_DIGITS:
+            raise yaml.constructor.ConstructorError(None, None, f"a number of {len(node.value):,} digits",
+                                                    node.start_mark)
+        found: int = super().construct_yaml_int(node)
+        return found
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """A mapping whose keys are all different."""
+        keys = [str(key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for twice in sorted({key for key in keys if keys.count(key) > 1}):
+            raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+# A date is text, as in JSON.
+BoundedLoader.yaml_implicit_resolvers = {
+    sign: [(tag, pattern) for tag, pattern in rules if tag != "tag:yaml.org,2002:timestamp"]
+    for sign, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+BoundedLoader.yaml_constructors = {
+    tag: function for tag, function in yaml.SafeLoader.yaml_constructors.items()
+    if tag is None or tag.rpartition(":")[2] in ("null", "bool", "int", "float", "str", "seq", "map")
+}
+
+
+BoundedLoader.add_constructor("tag:yaml.org,2002:int", BoundedLoader.construct_yaml_int)
+
+
+def _problem(error: yaml.YAMLError | ValueError) -> str:
+    """The problem of a file in one line, with its place."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"{error.problem} (line {error.problem_mark.line + 1})"
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8, {error.reason} at byte {error.start}"
+    return " ".join(str(error).split())
+
+
+def merge(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the keys of `own`, which win, section by section.
+
+    The section `drafter` of `base` is left out where `own` names another family: it is the shape of another drafter.
+    """
+    if FAMILY in own and FAMILY in base and own[FAMILY] != base[FAMILY]:
+        base = {key: value for key, value in base.items() if key != DRAFTER}
+    return {**base, **{key: _merged(base.get(key), value) for key, value in own.items()}}
+
+
+def _merged(base: Any, own: Any) -> Any:
+    if not isinstance(base, dict) or not isinstance(own, dict):
+        return own
+    return {**base, **{key: _merged(base.get(key), value) for key, value in own.items()}}

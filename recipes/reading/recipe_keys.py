@@ -1,0 +1,104 @@
+"""Keys of recipes and commands: name, type, default and meaning of each, read from the dataclasses that hold them."""
+
+import ast
+import inspect
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from itertools import pairwise
+from typing import Any, get_args, get_origin, get_type_hints
+
+from ...modules.files.json_records import kind_in_words
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """A setting of a recipe or a command."""
+
+    name: str
+    """With its section: distill.seed."""
+    kind: Any
+    """Its type annotation."""
+    default: Any
+    """Its default value; MISSING where one must be given."""
+    meaning: str
+    """Its docstring, in one line."""
+
+
+def keys_of(config: type[Any], prefix: str = "", skip: tuple[str, ...] = ()) -> dict[str, Key]:
+    """Keys of a dataclass by name; fields that are dataclasses themselves become sections.
+
+    Args:
+        config: the dataclass.
+        prefix: the section's name with a dot.
+        skip: names of fields to leave out.
+    """
+    found: dict[str, Key] = {}
+    hints, meanings = get_type_hints(config), field_docstrings(config)
+    for field in fields(config):
+        name, kind = f"{prefix}{field.name}", hints[field.name]
+        if field.name in skip:
+            continue
+        if is_dataclass(kind) and inspect.isclass(kind):
+            found |= keys_of(kind, f"{name}.")
+        else:
+            found[name] = Key(name=name, kind=kind, default=default_of(field), meaning=meanings.get(field.name, ""))
+    return found
+
+
+def default_of(field: Field[Any]) -> Any:
+    """The value of a field that is not given; MISSING where it must be."""
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def field_docstrings(config: type[Any]) -> dict[str, str]:
+    """The docstring under each field of a dataclass, in one line; a subclass's own come before its parents'."""
+    found: dict[str, str] = {}
+    for one in reversed(config.__mro__):
+        if is_dataclass(one):
+            found |= dict(_own_docstrings(one))
+    return found
+
+
+def _own_docstrings(config: type[Any]) -> Iterator[tuple[str, str]]:
+    body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(config))).body[0]).body
+    for field, text in pairwise(body):
+        if (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr)
+                and isinstance(text.value, ast.Constant)):
+            yield field.target.id, " ".join(str(text.value.value).split())
+
+
+def allows_null(kind: Any) -> bool:
+    """True where a type annotation includes None."""
+    return kind is Any or (get_origin(kind) in (types.UnionType, typing.Union) and type(None) in get_args(kind))
+
+
+def default_in_words(key: Key) -> str:
+    """A key's default as YAML writes it; "required" where there is none."""
+    value = key.default
+    if value is MISSING:
+        return "required"
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(str, value))}]"
+    if isinstance(value, Mapping):
+        return "{}" if not value else str(value)
+    return str(value) if value != "" else "''"
+
+
+def markdown_table(keys: Mapping[str, Key]) -> str:
+    """The keys as a Markdown table: name, default, allowed values and meaning."""
+    rows = [f"| `{key.name}` | `{default_in_words(key)}` | {_cell(kind_in_words(key.kind))} | {_cell(key.meaning)} |"
+            for key in keys.values()]
+    return "\n".join(["| key | default | value | meaning |", "|---|---|---|---|", *rows])
+
+
+def _cell(text: str) -> str:
+    """Text inside a table; the code's None is null in a recipe."""
+    return re.sub(r"\bNone\b", "null", text).replace("|", "\\|")

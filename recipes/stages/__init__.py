@@ -1,0 +1,1 @@
+"""The stages of a run: their records, the run's folder and what each leaves out."""

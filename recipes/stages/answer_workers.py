@@ -1,0 +1,169 @@
+"""Processes that answer the prompts of one run together: the first leads the command, the others help it to answer."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+import torch
+import yaml
+
+from ...data import Manifest, WantedStates, distill, distill_from_queue
+from ...data.answers.distill_config import AUTO
+from ...data.answers.folder_locks import FolderLocks
+from ...data.answers.shard_queue import clear_queue
+from ...modules.processes import Processes, local_rank
+from ..planning.worker_count import MOST_ON_CPU, fitting, gpus_of, most_shards, resident_bytes, worker_count
+from ..reading.parsing import TRUST
+from ..recipe import Recipe
+from ..terminal.terminal_text import say
+from .draft_writer import writer_of
+from .training_folder import refuse_growth
+from .workspace import Workspace
+
+LOCK = "workers.lock"
+"""File in a run's folder whose lock the leading process holds."""
+RANK = "LOCAL_RANK"
+"""Variable of the environment that numbers the processes of a machine, as torchrun sets it."""
+HELPS = "DRAFTSMITH_HELPS"
+"""Variable of the environment of a process that was started to help."""
+
+
+def is_shared(recipe: Recipe) -> bool:
+    """True if several processes may answer the prompts of a recipe."""
+    return recipe.distill.workers is not None and recipe.data is None
+
+
+def started_to_train() -> bool:
+    """True if Lightning or torchrun has started this process as one of several of a training."""
+    return local_rank() > 0 or Processes.launched().world > 1
+
+
+def started_to_help() -> bool:
+    """True if this process was started together with the one that leads, by it or by torchrun."""
+    return HELPS in os.environ or Processes.launched().world > 1
+
+
+@contextmanager
+def leading(out: Path) -> Iterator[bool]:
+    """Context that says whether this process leads the run in a folder: the first that asks, as long as it lives.
+
+    Raises:
+        UserError: if the folder cannot be written, or its file system has no locks.
+    """
+    if HELPS in os.environ:
+        yield False
+        return
+    locks = FolderLocks(out / LOCK)
+    try:
+        yield locks.take(0)
+    finally:
+        locks.close()
+
+
+def answers(workspace: Workspace, states: Sequence[WantedStates], *, grow: bool = True) -> Manifest:
+    """The answers of the run, complete: by this process alone, or together with others where the recipe says so.
+
+    Args:
+        workspace: of the run.
+        states: the target's states that trainings will read.
+        grow: whether data that others have completed with lower limits may grow.
+    """
+    recipe = workspace.recipe
+    work = distill if recipe.distill.workers is None else partial(distill_from_queue, grow=grow)
+    # What is measured for this machine is measured before the others start, who would disturb it; how many have room
+    # follows from the memory of this one with its target.
+    target, config, train_target = workspace.target, workspace.distill_config, workspace.train_target()
+    with helpers(workspace):
+        manifest = work(target, recipe.prompts, config, workspace.template, workspace.data,
+                        train_target=train_target, writer=writer_of(workspace), states=states,
+                        progress=HELPS not in os.environ)
+    clear_queue(workspace.data)
+    return manifest
+
+
+def help_to_answer(workspace: Workspace, states: Sequence[WantedStates]) -> None:
+    """Answer prompts of a run that another process leads, until its answers are complete.
+
+    A process that was started together with the leading one may find complete data which that one is about to let grow.
+
+    Raises:
+        UserError: as `answers` does; if a training was made on these data.
+    """
+    refuse_growth(workspace, workspace.training)
+    if workspace.answered_data is not None and not (started_to_help() and workspace.raised_limits):
+        say("     another process leads this run, and its answers are complete")
+        return
+    say("     another process leads this run; this one helps to answer its prompts")
+    workspace.check()
+    # A process that came by itself would let the data grow under the run that has just completed them.
+    answers(workspace, states, grow=started_to_help())
+    say("     the answers are complete; the leading process goes on")
+
+
+def on_own_device(workspace: Workspace) -> Workspace:
+    """The workspace with the target on the GPU of this process's number, where the machine has several."""
+    target, count = workspace.recipe.target, torch.cuda.device_count()
+    if RANK not in os.environ or target.device not in ("auto", "cuda") or count < 2:
+        return workspace
+    device = f"cuda:{int(os.environ[RANK]) % count}"
+    return Workspace(replace(workspace.recipe, target=replace(target, device=device)), workspace.settings)
+
+
+@contextmanager
+def helpers(workspace: Workspace) -> Iterator[None]:
+    """Context in which other processes of this machine help to answer, as many as `workers_here` says with this one;
+    none where this process is one of several already.
+
+    They are killed at its end: that costs nothing but the shards that they were answering.
+    """
+    workers = 1 if RANK in os.environ else workers_here(workspace.recipe)
+    if workers == 1:
+        yield
+        return
+    processes: list[subprocess.Popen[bytes]] = []
+    with NamedTemporaryFile("w", suffix=".yaml") as file:
+        yaml.safe_dump(workspace.settings, file, sort_keys=False)
+        file.flush()
+        try:
+            processes += [_started(helper_words(workspace.recipe, file.name), rank) for rank in range(1, workers)]
+            yield
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.wait()
+
+
+def workers_here(recipe: Recipe) -> int:
+    """Processes that answer on this machine, this one included, which has loaded the target.
+
+    Where `auto` leaves threads of a processor idle, that is reported; a single shard is answered with all of them.
+    """
+    gpus = gpus_of(recipe.target)
+    count = worker_count(recipe, gpus)
+    if recipe.distill.workers != AUTO or gpus:
+        return count
+    threads, count = min(torch.get_num_threads(), MOST_ON_CPU), fitting(count, resident_bytes())
+    if count < threads and most_shards(recipe) != 1:
+        say(f"     {count} of {threads} threads answer, each in a process of its own: there are no more shards of "
+            "prompts, or no more memory; distill.workers null answers with all threads of one process")
+    return count
+
+
+def helper_words(recipe: Recipe, file: str) -> list[str]:
+    """The command line of a helper, with its recipe in a file, which can hold no trust."""
+    return [sys.executable, "-P", "-m", "draftsmith.recipes", "distill", "--config", file,
+            f"--{TRUST}={str(recipe.trust).lower()}",
+            f"--target.trust_remote_code={str(recipe.target.trust_remote_code).lower()}"]
+
+
+def _started(words: Sequence[str], rank: int) -> "subprocess.Popen[bytes]":
+    # A group of its own, so that Ctrl-C reaches the leading process alone; that says what a helper would say.
+    return subprocess.Popen(words, process_group=0, stdout=subprocess.DEVNULL,
+                            env={**os.environ, RANK: str(rank), HELPS: "1"})

@@ -1,0 +1,132 @@
+"""Stages of a run and the record of the finished ones: a stage whose output is complete is not done again."""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ...modules import UserError
+from ...modules.files.atomic_files import file_sha256, remove_leftovers, write_file
+from ...modules.files.json_records import read_json, record_of
+from ...modules.processes import ALONE, Processes
+from ..terminal.terminal_text import say
+
+STAGES_FILE = "stages.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A step of a run whose output is kept."""
+
+    name: str
+    """Its name in the list of finished stages."""
+    title: str
+    """Its progress line."""
+    sections: tuple[str, ...]
+    """Recipe sections that decide its output, besides the stages before it."""
+    work: Callable[[], Sequence[Path]]
+    """Does it, resuming what an interrupted run left; returns the files that stand for its whole output."""
+    together: bool = False
+    """Whether several processes do it together: the first one returns from it, the others end there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRecord:
+    """A finished stage as stages.json keeps it."""
+
+    key: str
+    """Hash of everything that decided its output."""
+    files: dict[str, str]
+    """Hash of each file that it wrote, by path from the run's folder."""
+
+
+def run_stages(
+    out: Path, settings: Mapping[str, Any], stages: Sequence[Stage], chosen: Sequence[str], before: str = "",
+    processes: Processes = ALONE,
+    shared: Path | None = None,
+) -> None:
+    """Run the chosen stages in order, skipping those whose output is complete.
+
+    A stage is complete when it ended with the same recipe sections after the same earlier stages and its files are
+    still the ones that it wrote. What a killed process left half-written is removed first.
+
+    Args:
+        out: folder of the run.
+        settings: recipe sections by name.
+        stages: all stages of the run.
+        chosen: names of those to run.
+        before: identity of anything that was done elsewhere before the first stage.
+        processes: those that run the stages together, each calling this; only the last chosen stage may be one for
+            several, and the earlier ones must be complete.
+        shared: folder in which other processes may be writing; what they left is not removed.
+
+    Raises:
+        UserError: if a file that a chosen stage builds on has changed since an earlier stage wrote it, or a stage for
+            one process is not complete and there are several.
+    """
+    if not processes.rank:
+        remove_leftovers(out, shared)
+    finished = read_finished(out)
+    for number, stage in enumerate(stages, 1):
+        key = stage_key(stage, settings, before)
+        label = f"[{number}/{len(stages)}] {stage.title}"
+        record = finished.get(stage.name)
+        changed = changed_files(out, record["files"]) if record is not None and record["key"] == key else None
+        if stage.name not in chosen:
+            if changed and any(later.name in chosen for later in stages[number:]):
+                raise UserError(f"{out / changed[0]} is missing or not what was written ({stage.title}); put it back, "
+                                f"or delete {(out / changed[0]).parent} and start draftsmith run with this recipe")
+        elif changed == []:
+            say(f"{label}: already complete, skipped")
+        else:
+            require_process(stage, processes)
+            record = perform(stage, out, label, key)
+            finished = {**finished, stage.name: record}
+            write_file(out / STAGES_FILE, json.dumps(finished, indent=2, sort_keys=True) + "\n")
+        before = json.dumps(record["files"], sort_keys=True) if record else ""
+
+
+def require_process(stage: Stage, processes: Processes) -> None:
+    """Refuse a stage for one process in one of several, unless the others have ended. Raises UserError."""
+    if processes.world > 1 and not stage.together:
+        raise UserError(f"before {processes.world} processes can train, one must have finished the stage "
+                        f"{stage.name!r} ({stage.title}); run draftsmith distill with this recipe without torchrun, a "
+                        "large target with --target.placement layers")
+
+
+def perform(stage: Stage, out: Path, label: str, key: str) -> dict[str, Any]:
+    """Do a stage and return its record."""
+    say(label)
+    started = time.monotonic()
+    files = {os.path.relpath(file, out): file_sha256(file) for file in stage.work()}
+    say(f"     done in {time.monotonic() - started:.0f} s")
+    return {"key": key, "files": files}
+
+
+def stage_key(stage: Stage, settings: Mapping[str, Any], before: str) -> str:
+    """Hash of everything that decides a stage's output."""
+    sections = {section: settings[section] for section in stage.sections}
+    return hashlib.sha256(json.dumps([stage.name, sections, before], sort_keys=True).encode()).hexdigest()
+
+
+def read_finished(out: Path) -> dict[str, Any]:
+    """Records of the finished stages by name; none when the run is new.
+
+    Raises:
+        UserError: if the file is damaged.
+    """
+    file = out / STAGES_FILE
+    if not file.is_file():
+        return {}
+    remedy = "delete it, finished work is found again"
+    found = record_of(dict[str, StageRecord], read_json(file, remedy), str(file), remedy)
+    return {name: asdict(record) for name, record in found.items()}
+
+
+def changed_files(out: Path, files: Mapping[str, str]) -> list[str]:
+    """Names of recorded files that are not there with the recorded content."""
+    return [name for name, digest in files.items() if not (out / name).is_file() or file_sha256(out / name) != digest]

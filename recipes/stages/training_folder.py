@@ -1,0 +1,108 @@
+"""Folder of a training: the settings that it was started with, and the result that it left."""
+
+import json
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import get_type_hints
+
+from ...modules import UserError
+from ...modules.files.atomic_files import write_file
+from ...modules.files.json_records import MistypedError, read_object, record_of, typed_fields
+from ...modules.processes import Processes
+from ...trainers import FitResult
+from .workspace import Workspace
+
+RESULT_FILE, STATS_FILE, SETTINGS_FILE = "result.json", "stats.json", "settings.json"
+DECISIVE = ("family", "drafter", "train", "batch")
+"""Recipe sections that decide what is trained."""
+
+
+def check_settings(workspace: Workspace) -> None:
+    """Write the settings of a training into its folder, so that another recipe or other data do not resume in it. Of
+    several processes the first one writes.
+
+    Raises:
+        UserError: if the folder was started with other settings or data.
+    """
+    file = workspace.training / SETTINGS_FILE
+    sections = {name: workspace.decisive[name] for name in DECISIVE}
+    content = json.dumps({**sections, "data": workspace.manifest().hash}, indent=2, sort_keys=True) + "\n"
+    if not file.is_file():
+        if not Processes.launched().rank:
+            write_file(file, content)
+    elif file.read_text(encoding="utf-8") != content:
+        raise UserError(f"{workspace.training} was started with {difference(file, content)}; delete it to train anew, "
+                        "or choose another --out")
+
+
+def trained_on(folder: Path) -> str:
+    """Hash of the data that a training was started on, which may have grown since. Raises UserError if its settings are
+    missing or damaged."""
+    file, remedy = folder / SETTINGS_FILE, f"delete {folder} to train anew"
+    return record_of(str, read_object(file, remedy).get("data"), f"the key data of {file}", remedy)
+
+
+def refuse_growth(workspace: Workspace, training: Path) -> None:
+    """Refuse to let the data of a run grow where a training was made on them as they are: it could not be resumed.
+
+    Args:
+        workspace: of the run that answers.
+        training: folder of the training; it need not be there.
+
+    Raises:
+        UserError: with the limit that is higher than it was.
+    """
+    found, raised = workspace.answered_data, workspace.raised_limits
+    if found is None or not raised or not (training / SETTINGS_FILE).is_file() or trained_on(training) != found.hash:
+        return
+    name, wanted = next(iter(raised.items()))
+    raise UserError(f"{training} was trained on the answers in {workspace.data}, which would grow: distill.{name} was "
+                    f"{found.recipe['distill'][name]} and is now {wanted}; go back to the former setting, or copy "
+                    f"{workspace.data} into the folder of another --out and let it grow there")
+
+
+def difference(file: Path, content: str) -> str:
+    """The first line in which a settings file differs, for people."""
+    former, wanted = file.read_text(encoding="utf-8").splitlines(), content.splitlines()
+    pairs = ((a.strip(" ,"), b.strip(" ,")) for a, b in zip(former, wanted, strict=False) if a != b)
+    old, new = next(pairs, ("other settings", "these"))
+    return f"{old}, now it is {new}"
+
+
+def write_result(folder: Path, result: FitResult) -> list[Path]:
+    """Write the result of a training; returns the files that later stages depend on."""
+    content = {**asdict(result), "checkpoint": str(result.checkpoint.relative_to(folder))}
+    # What the machine decides stays out of what later stages depend on.
+    stats = {name: content.pop(name) for name in ("precision", "seconds", "data_wait", "peak_memory_bytes")}
+    write_file(folder / STATS_FILE, json.dumps(stats, indent=2) + "\n")
+    write_file(folder / RESULT_FILE, json.dumps(content, indent=2) + "\n")
+    return [folder / RESULT_FILE, result.checkpoint]
+
+
+def time_in_words(result: FitResult) -> str:
+    """A sentence on the time of a training."""
+    return (f"trained in {result.seconds:,.0f} s ({result.steps:,} steps); {result.data_wait:.1%} of that went by "
+            "waiting for data")
+
+
+def read_result(folder: Path) -> FitResult:
+    """The result of a finished training.
+
+    Raises:
+        UserError: if it has not been run to its end.
+    """
+    files = [folder / name for name in (RESULT_FILE, STATS_FILE)]
+    if not all(file.is_file() for file in files):
+        raise UserError(f"{folder} holds no finished training; run draftsmith train with this recipe first")
+    remedy = f"delete {RESULT_FILE}, and the same command makes it anew from the last checkpoint"
+    content = {name: value for file in files
+               for name, value in read_object(file, remedy).items()}
+    if apart := sorted({one.name for one in fields(FitResult)} ^ content.keys()):
+        raise UserError(f"{folder} was left by another version of draftsmith (its results differ in "
+                        f"{', '.join(apart)}); delete it to train anew, or choose another --out")
+    kinds = {**get_type_hints(FitResult), "checkpoint": str}
+    try:
+        found = typed_fields(content, kinds)
+    except MistypedError as error:
+        raise UserError(f"the results in {folder} are damaged: {error}; {remedy}") from error
+    return FitResult(**{**found, "checkpoint": folder / found["checkpoint"]})

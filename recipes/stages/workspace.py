@@ -1,0 +1,317 @@
+"""Folder of a run: its paths, and what its stages load from it."""
+
+import json
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ...data import ChatTemplate, DistillConfig, Manifest, WantedStates
+from ...data.answers.distill_config import ONE_QUEUE, raised_limits
+from ...data.answers.folder_locks import FolderLocks
+from ...data.batches.datamodule import BatchConfig, learned
+from ...data.batches.label_weights import weigh_labels
+from ...data.batches.learned_tokens import prompts_learnable
+from ...data.prompts.chat import Surroundings
+from ...data.store.token_store import MANIFEST
+from ...modules import Target, UserError, load_target
+from ...modules.files.atomic_files import write_file
+from ...modules.files.json_records import read_record
+from ...modules.processes import Processes
+from ...modules.target.devices.placement import Placement, placement_named
+from ...modules.target.loading.hf_folder import folder_digest
+from ...modules.target.loading.loading import FASTEST, fastest_format, load_in_format, sketch_target
+from ...trainers import DraftModule
+from ...trainers.fitting import require_devices, require_processes
+from ...trainers.steps.train_config import UNDECISIVE, decisive_settings
+from ..planning.dry_run import dry_run
+from ..planning.state_costs import Choice, choose_states
+from ..recipe import Recipe
+from ..terminal.terminal_text import say
+
+MACHINE = "machine.json"
+"""File of what a run has measured or chosen for this machine before its first stage."""
+CHOOSING = "machine.lock"
+"""File whose lock is held by the process that measures and chooses, where several answer."""
+CHOSEN = {"dtype": "target.dtype fastest", "train_dtype": "distill.train_dtype fastest", "states": "batch.states auto"}
+"""Settings by the names of the choices that they leave open."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineRecord:
+    """Measurements of which bytes of a run depend, made once when it started."""
+
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Number format of the target; None where it was not measured."""
+    train_dtype: Literal["float32", "bfloat16"] | None = None
+    """Number format in which it answers train prompts; None where it was not measured."""
+    states: Choice | None = None
+    """Origin of the target's states; None where the recipe names it."""
+
+
+class Workspace:
+    """A run's folder and recipe. The target is loaded when a stage first asks for it.
+
+    Args:
+        recipe: the recipe.
+        settings: the same as JSON values.
+    """
+
+    def __init__(self, recipe: Recipe, settings: dict[str, Any]) -> None:
+        self.recipe, self.settings, self.out = recipe, settings, recipe.out
+        self.data = recipe.data or self.out / "data"
+        self.training, self.artifact = self.out / "train", self.out / "artifact"
+        self.trains = False
+        """Whether this command trains too; others need not have been started in the processes that train."""
+
+    @cached_property
+    def target(self) -> Target:
+        """The target of the recipe."""
+        say(f"     loading the target {self.recipe.target.name}")
+        target = load_target(replace(self.recipe.target, dtype=self.number_format))
+        if target.linears.packing.times is not None:
+            say(f"     {target.linears.packing.in_words}")
+        return target
+
+    @cached_property
+    def number_format(self) -> Any:
+        """The target's number format. A measured one is kept in the run's folder: all its data are made in one format,
+        also when it is resumed.
+
+        Raises:
+            UserError: if that file is damaged.
+        """
+        chosen = self.recipe.target.dtype
+        return self._measured("dtype", "drafted decoding") if chosen == FASTEST else chosen
+
+    @cached_property
+    def distill_config(self) -> DistillConfig:
+        """The settings of the answers, with the number format of train prompts measured where that is asked for.
+
+        Raises:
+            UserError: as `number_format` does.
+        """
+        config = self.recipe.distill
+        if config.train_dtype != FASTEST:
+            return config
+        decodes = self.recipe.prompts.origin == "own" or "target" in config.shares
+        if self.target.device.type != "cpu" or not decodes:
+            return replace(config, train_dtype="own")
+        answering = f"answering {config.slots} prompts at once"
+        return replace(config, train_dtype=self._measured("train_dtype", answering, config.slots))
+
+    def train_target(self) -> Target | None:
+        """The target in the number format of train prompts; None where that is its own."""
+        wanted = self.distill_config.train_dtype
+        if wanted == "own" or self.target.dtype is getattr(torch, wanted):
+            return None
+        say(f"     casting it to {wanted}, to answer train prompts")
+        return load_in_format(self.recipe.target, self.target, getattr(torch, wanted))
+
+    def _measured(self, name: Literal["dtype", "train_dtype"], work: str, rows: int | None = None) -> Any:
+        """The number format that the run's folder keeps under this name, measured where there is none."""
+
+        def measured() -> tuple[str, str]:
+            found = fastest_format(self.recipe.target, rows)
+            return found, f"{work} was measured to be fastest in {found}"
+
+        return self._kept(name, measured)
+
+    def _kept(self, name: Literal["dtype", "train_dtype", "states"], choose: Callable[[], tuple[str, str]]) -> Any:
+        """Setting that was measured or chosen for this machine once, kept in the run's folder under this name.
+
+        Where several processes answer, the first one that asks chooses, and the others wait until it has.
+
+        Args:
+            name: of the setting.
+            choose: returns it, with its reason for people; called where the folder keeps none.
+
+        Raises:
+            UserError: if the file is damaged, or several processes would choose.
+        """
+        if (found := getattr(self._machine_record(), name)) is not None:
+            return found
+        if Processes.launched().world > 1:
+            raise UserError(f"{self.out / MACHINE} does not say yet what this run takes for {CHOSEN[name]}; run "
+                            "draftsmith distill with this recipe without torchrun, or name it in the recipe")
+        if self.recipe.distill.workers is None:
+            return self._choose(name, choose)
+        with closing(FolderLocks(self.out / CHOOSING)) as locks, locks.holding(0):
+            # Another process, on this machine or another, may have chosen in the meantime: its choice is that of all.
+            found = getattr(self._machine_record(), name)
+            return self._choose(name, choose) if found is None else found
+
+    def _machine_record(self) -> MachineRecord:
+        """The choices that the run's folder keeps. Raises UserError if the file is damaged."""
+        file = self.out / MACHINE
+        if not file.is_file():
+            return MachineRecord()
+        return read_record(MachineRecord, file, "delete the folder's data too if you delete it: they may be in another "
+                           "format")
+
+    def _choose(self, name: str, choose: Callable[[], tuple[str, str]]) -> Any:
+        """Make a choice and keep it."""
+        chosen: dict[str, Any] = {}
+        chosen[name], reason = choose()
+        record = replace(self._machine_record(), **chosen)
+        kept = {key: value for key, value in asdict(record).items() if value is not None}
+        write_file(self.out / MACHINE, json.dumps(kept, indent=2) + "\n")
+        say(f"     {reason}; {self.out / MACHINE} keeps that")
+        return getattr(record, name)
+
+    @cached_property
+    def batch(self) -> BatchConfig:
+        """The settings of the batches, with the origin of states chosen where the recipe leaves it open.
+
+        Raises:
+            UserError: as `choose_states` and `_kept` do.
+        """
+        config = self.recipe.batch
+        if config.states != "auto":
+            return config
+        return replace(config, states=self._kept("states", partial(choose_states, self.recipe, self.data)))
+
+    @property
+    def batched(self) -> dict[str, Any]:
+        """The settings of the batches that decide them: the origin of states as it was chosen, without what is read
+        ahead."""
+        found = {name: value for name, value in self.settings["batch"].items() if name != "prefetch"}
+        return {**found, "states": self.batch.states}
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """Its chat template with the recipe's settings."""
+        return self.recipe.template.build(self.target)
+
+    @cached_property
+    def around_prompts(self) -> Surroundings | None:
+        """Tokens around a prompt that the target wrote; None where prompts are not learned, which is reported where the
+        recipe asks for it."""
+        if not self.recipe.batch.own_prompts:
+            return None
+        if prompts_learnable(self.manifest().recipe["prompts"]):
+            return self.template.user_turn()
+        say("     batch.own_prompts has no effect: the target did not write these prompts after its chat template "
+            "alone; only answers are learned")
+        return None
+
+    @cached_property
+    def label_weights(self) -> Tensor:
+        """Weight of each token of the vocabulary as a label in training, [V]: counted, and where a draft vocabulary is
+        reduced also expected by the target."""
+        train = self.recipe.train
+        positions = 0 if train.drafter.vocabulary_size is None else train.vocabulary_positions
+        chosen = learned(self.manifest(), self.recipe.batch, self.around_prompts)
+        return weigh_labels(self.target, self.data, chosen, positions, self.recipe.batch.states_format)
+
+    @cached_property
+    def decisive(self) -> dict[str, Any]:
+        """The settings that decide what stages leave.
+
+        A limit of the batches that is not set decides nothing, nor does the place of the target's and the drafter's
+        weights or the number of processes that answer or, as long as they read as many micro-batches together, train.
+        Where a draft starts from the model in a folder, that model decides: another one may have been put there since.
+        """
+        batch = {name: value for name, value in self.batched.items() if value is not None}
+        drafter, folder = self.settings["drafter"], self.settings["drafter"].get("folder")
+        if folder is not None:
+            drafter = {**drafter, "model_in_folder": folder_digest(Path(folder))}
+        return {**self.settings, "target": self._read_target, "distill": self.answered,
+                "train": decisive_settings(self.settings["train"]), "batch": batch, "drafter": drafter}
+
+    @property
+    def _read_target(self) -> dict[str, Any]:
+        """The settings of the target, wherever its weights are."""
+        placed = ("placement", "degree", "offload")
+        return {name: value for name, value in self.settings["target"].items() if name not in placed}
+
+    @property
+    def answered(self) -> dict[str, Any]:
+        """The settings of the answers, without the number of processes and a server's address, which decide nothing."""
+        found = {name: value for name, value in self.settings["distill"].items() if name not in ("workers", "server")}
+        return found if self.recipe.distill.workers is None else {**found, "workers": ONE_QUEUE}
+
+    @property
+    def trained(self) -> dict[str, Any]:
+        """The settings of training, without those that decide no weight."""
+        return {name: value for name, value in self.settings["train"].items() if name not in UNDECISIVE}
+
+    @property
+    def answered_data(self) -> Manifest | None:
+        """The manifest of the data; None where they are not complete. Raises UserError if it is damaged."""
+        if not (self.data / MANIFEST).is_file():
+            return None
+        found = Manifest.load(self.data)
+        return found if found.complete else None
+
+    @property
+    def raised_limits(self) -> dict[str, Any]:
+        """Limits of this recipe that let its complete data grow, by name; empty where the data are not complete, or
+        have as high ones. Raises UserError if their manifest is damaged."""
+        found = self.answered_data
+        return {} if found is None else raised_limits(found.recipe.get("distill", {}), asdict(self.recipe.distill))
+
+    def manifest(self) -> Manifest:
+        """The manifest of finished data.
+
+        Raises:
+            UserError: if distillation has not been run to its end.
+        """
+        if self.recipe.data is not None and not self.recipe.data.is_dir():
+            raise UserError(f"data names {self.recipe.data}, which is no folder; give the data folder of a finished "
+                            "run, or leave it out to distil")
+        if (manifest := self.answered_data) is None:
+            raise UserError(f"{self.data} holds no complete data; run draftsmith distill with this recipe first")
+        return manifest
+
+    def data_identity(self) -> str:
+        """Identity of data that another run distilled: its hash, and the target and template that read it.
+
+        Raises:
+            UserError: if the data is not complete.
+        """
+        return json.dumps([self.manifest().hash, self._read_target, self.settings["template"]], sort_keys=True)
+
+    def require_same_origin(self) -> None:
+        """Refuse data of another target or another chat template. Raises UserError."""
+        manifest = self.manifest()
+        manifest.target.require_same(self.target.identity)
+        if manifest.template_hash != self.template.hash:
+            raise UserError(f"the data in {self.data} was rendered with another chat template or other settings of it; "
+                            "set template as the run that distilled it did, or leave data out to distil anew")
+
+    def check(self) -> None:
+        """Try the recipe's devices, and the recipe on the target's shape, before any work. Raises UserError."""
+        if self.trains:
+            self.placement.require_processes(self.recipe.train.world)
+            require_processes(self.recipe.train)
+        require_devices(self.recipe.train)
+        dry_run(self.recipe, sketch_target(self.recipe.target))
+
+    @property
+    def placement(self) -> Placement:
+        """The devices and processes that hold the target. Raises UserError if there is no such placement."""
+        target = self.recipe.target
+        return placement_named(target.placement, target.degree, offload=target.offload)
+
+    def wanted_states(self) -> tuple[WantedStates, ...]:
+        """The target's states that training reads from disk; none where it reads none, or has them computed.
+
+        Raises:
+            UserError: if the recipe does not fit the target.
+        """
+        module, batch = dry_run(self.recipe, sketch_target(self.recipe.target)), self.batch
+        if batch.states == "computed" or not module.needs_states:
+            return ()
+        return (WantedStates(taps=module.drafter.taps, room=batch.store_bytes, form=batch.states_format),)
+
+    def module(self) -> DraftModule:
+        """A new LightningModule of the recipe's family, with its drafter."""
+        module = self.recipe.module(self.target, self.label_weights)
+        module.configure_model()
+        return module

@@ -1,0 +1,557 @@
+"""Answers are the target's own, shards pure functions of the recipe, and a killed run ends in the same bytes."""
+
+import itertools
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draftsmith.data import (
+    ChatTemplate,
+    DistillConfig,
+    Manifest,
+    Prompt,
+    PromptConfig,
+    TokenShard,
+    distill,
+    read_prompts,
+)
+from draftsmith.data.answers.answering import Answerer, take_given
+from draftsmith.modules import DecodeSettings, Request, Target, UserError, decode
+from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
+from support.chats import THINKING
+from support.prompt_files import WORDS, contents, many, rows, shards, write_prompts
+from support.tiers import others_long
+
+SMALL = DistillConfig(
+    shard_prompts=4, slots=3, max_new_tokens=8, temperatures=(0.0, 1.0), validation_prompts=2, test_prompts=1
+)
+
+
+def run(target: Target, prompts: PromptConfig, config: DistillConfig, out: Path, **settings: Any) -> Manifest:
+    return distill(target, prompts, config, ChatTemplate(target.tokenizer, **settings), out, progress=False)
+
+
+def base_target() -> Target:
+    """The tiny target without a chat template."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    return Target(tiny_model(), tokenizer, name="base")
+
+
+# What is written -----------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_prompts_with_the_targets_own_answers(tmp_path: Path, tiny_target_f64: Target) -> None:
+    target, config = tiny_target_f64, replace(SMALL, max_new_tokens=24)
+    prompts = write_prompts(tmp_path, many(15))
+    run(target, prompts, config, tmp_path / "out")
+    template, given = ChatTemplate(target.tokenizer), read_prompts(str(prompts.path))
+    found = list(rows(tmp_path / "out"))
+    assert [number for _, _, number, _, _ in found] == list(range(3, 15))
+    for tokens, supervised, number, temperature, truncated in found:
+        prompt = template.prompt(given[number].opening())
+        assert tokens[: len(prompt)] == prompt
+        assert supervised == [False] * len(prompt) + [True] * (len(tokens) - len(prompt))
+        assert temperature == (0.0, 1.0)[number % 2]
+        request = Request(tuple(prompt), number * 1024, 24, temperature)
+        alone = decode(target, [request], DecodeSettings(seed=config.seed)).generations[0]
+        assert tokens[len(prompt) :] == alone.tokens
+        assert truncated == (alone.finish == "length")
+        assert truncated != (tokens[-1] in target.eos_ids), "a cut answer has no end, a whole one has"
+    assert {truncated for *_, truncated in found} == {False, True}
+
+
+def test_validation_prompts_are_answered_greedily_and_drawn_without_filters(
+    tmp_path: Path, tiny_target_f64: Target
+) -> None:
+    target, config = tiny_target_f64, replace(SMALL, top_k=2, max_new_tokens=24)
+    manifest = run(target, write_prompts(tmp_path, many(9)), config, tmp_path / "out")
+    found = list(rows(tmp_path / "out", "validation"))
+    assert [(number, temperature) for _, _, number, temperature, _ in found] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    for tokens, supervised, number, temperature, _ in found:
+        start = supervised.index(True)
+        request = Request(tuple(tokens[:start]), number * 1024, 24, temperature)
+        assert tokens[start:] == decode(target, [request], DecodeSettings(seed=config.seed)).generations[0].tokens
+    [record] = manifest.split("validation")
+    assert (record.prompts, record.rows, record.answers) == (2, 4, 4)
+
+
+def test_test_prompts_are_only_kept(tmp_path: Path, tiny_target: Target) -> None:
+    manifest = run(tiny_target, write_prompts(tmp_path, many(9)), SMALL, tmp_path / "out")
+    kept = read_prompts(tmp_path / "out" / "test.jsonl")
+    assert [prompt.turns for prompt in kept] == [(many(3)[2]["prompt"],)]
+    assert manifest.held_out is not None
+    assert manifest.held_out.prompts == 1
+
+
+def test_held_out_prompts_and_duplicates_never_train(tmp_path: Path, tiny_target: Target) -> None:
+    repeated = many(3) + [{"prompt": row["prompt"].upper() + "  "} for row in many(3)] + many(6) + many(6)
+    manifest = run(tiny_target, write_prompts(tmp_path, repeated), SMALL, tmp_path / "out")
+    assert manifest.total("train", "prompts") == 3
+    assert manifest.candidates == len(repeated)
+    held = {key for shard in shards(tmp_path / "out", "validation") for key in shard.keys_P.tolist()}
+    held |= {prompt.key for prompt in read_prompts(tmp_path / "out" / "test.jsonl")}
+    trained = [key for shard in shards(tmp_path / "out") for key in shard.keys_P.tolist()]
+    assert len(held) == 3
+    assert not held & set(trained)
+    assert len(trained) == len(set(trained))
+
+
+def test_the_target_writes_its_own_prompts(tmp_path: Path, tiny_target: Target) -> None:
+    prompts = PromptConfig(own_max_tokens=150, own_top_p=1.0)
+    config = replace(SMALL, shard_prompts=8, slots=8, budget_tokens=40)
+    manifest = run(tiny_target, prompts, config, tmp_path / "out")
+    assert manifest.complete
+    assert manifest.total("train", "supervised") >= 40
+    assert all(prompt.category == "own" for prompt in read_prompts(tmp_path / "out" / "test.jsonl"))
+    for tokens, supervised, *_ in rows(tmp_path / "out"):
+        text = tiny_target.tokenizer.decode(tokens[: supervised.index(True)])
+        assert text.startswith("<|im_start|>user\n")
+        assert text.endswith("<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_each_turn_is_answered_behind_the_answers_before_it(tmp_path: Path, tiny_target: Target) -> None:
+    turns = [{"turns": [f"{word} one", f"{word} two", f"{word} three"]} for word in WORDS]
+    run(tiny_target, write_prompts(tmp_path, turns), replace(SMALL, test_prompts=0), tmp_path / "out")
+    tokenizer, found = tiny_target.tokenizer, list(rows(tmp_path / "out"))
+    # A random target also writes special tokens; its answer as text has none, so its next turn starts a row of its own.
+    numbers = [number for _, _, number, _, _ in found]
+    whole = [row for row in found if numbers.count(row[2]) == 1]
+    assert len(whole) >= 4
+    for tokens, supervised, number, _, _ in whole:
+        spoken = [tokenizer.decode([t]) + "^" * s for t, s in zip(tokens, supervised, strict=True)]
+        asked = [f"{WORDS[number]} {word}<|im_end|>\n<|im_start|>assistant\n" for word in ("one", "two", "three")]
+        places = ["".join(spoken).index(text) for text in asked]
+        assert places == sorted(places)
+        assert all("".join(spoken)[place + len(text) + 1] == "^" for place, text in zip(places, asked, strict=True))
+
+
+def test_a_template_that_rewrites_history_gives_a_row_a_turn(tiny_target: Target) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = THINKING.replace("split('</think>')", "split('e')")
+    template = ChatTemplate(tokenizer)
+    answerer = Answerer(tiny_target, template, DecodeSettings(batch_size=2), 40, lambda _: None)
+    prompts = [(n, Prompt(turns=(word, "go on"), id=str(n))) for n, word in enumerate(WORDS)]
+    answered_ = answerer.answer(prompts, (1.0,))
+    assert {len(one.rows) for one in answered_} == {1, 2}
+    for one in answered_:
+        assert len(one.turns) == 2
+        for turn, texts in zip(one.turns, ((), one.texts[:1]), strict=True):
+            assert turn.prompt == template.prompt(one.prompt.messages(texts))
+        assert len(one.rows) == 2 or "e" not in one.texts[0]
+        supervised = [t for row in one.rows for t, s in zip(row.tokens, row.supervised, strict=True) if s]
+        assert supervised == one.turns[0].answer + one.turns[1].answer
+
+
+def test_a_conversation_ends_where_the_context_does(tiny_target: Target) -> None:
+    template = ChatTemplate(tiny_target.tokenizer)
+    answerer = Answerer(tiny_target, template, DecodeSettings(), 10, lambda _: None)
+    [one] = answerer.answer([(0, Prompt(turns=("a", "b" * 600, "c"), id="0"))], (0.0,))
+    assert len(one.turns) == 1
+
+
+def test_a_base_model_continues_plain_text(tmp_path: Path) -> None:
+    target = base_target()
+    config = replace(SMALL, budget_tokens=30)
+    manifest = run(target, PromptConfig(), config, tmp_path / "own")
+    assert manifest.complete
+    run(target, write_prompts(tmp_path, many(8)), SMALL, tmp_path / "out")
+    first = next(rows(tmp_path / "out"))
+    assert target.tokenizer.decode(first[0]).startswith(many(4)[3]["prompt"])
+    assert first[1].index(True) == len(many(4)[3]["prompt"])
+
+
+# Ready-made answers --------------------------------------------------------------------------------------------------
+
+
+def answered(count: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"ask {number}"},
+                {"role": "assistant", "content": f"answer {number}"},
+            ]
+        }
+        for number in range(count)
+    ]
+
+
+def test_given_answers_are_used_as_they_are_and_marked(tmp_path: Path, tiny_target: Target) -> None:
+    given = replace(SMALL, answered_by="text")
+    manifest = run(tiny_target, write_prompts(tmp_path, answered(7)), given, tmp_path / "out")
+    assert (manifest.written("text"), manifest.written("target")) == (manifest.total("train", "rows"), 0)
+    decoded = [
+        tiny_target.tokenizer.decode([t for t, s in zip(row[0], row[1], strict=True) if s])
+        for row in rows(tmp_path / "out")
+    ]
+    assert decoded == [f"answer {number}<|im_end|>" for number in range(3, 7)]
+    tokens, supervised, *_ = next(rows(tmp_path / "out", "validation"))
+    assert tiny_target.tokenizer.decode(tokens[supervised.index(True) :]) != "answer 0<|im_end|>", (
+        "validation is on-policy"
+    )
+
+
+def test_given_answers_are_needed_and_must_be_exact(tiny_target: Target, caplog: pytest.LogCaptureFixture) -> None:
+    template = ChatTemplate(tiny_target.tokenizer)
+    with pytest.raises(UserError, match=r"prompt x has no answer of its own; .*distill.answered_by: target"):
+        take_given([(0, Prompt(turns=("a",), id="x"))], template, 100, 64)
+    long = Prompt(turns=("a",), id="y", answers=("b" * 200,))
+    [one], _ = take_given([(0, long)], template, 100, 64)
+    assert (len(one.rows[0].tokens), one.truncated) == (100, 1)
+    tokenizer = tiny_tokenizer()
+    broken = (
+        "{% for m in messages %}{{ 'X' if messages[-1]['content'] == 'bad' else 'Y' }}{{ m['content'] }}{% endfor %}"
+    )
+    tokenizer.chat_template = broken
+    bad, good = (Prompt(turns=("a",), id=text, answers=(text,)) for text in ("bad", "good"))
+    taken, refused = take_given([(0, bad), (1, good)], ChatTemplate(tokenizer), 100, 64)
+    assert (len(taken), len(refused)) == (1, 1)
+    assert "1 of 2 conversations left out; the first because" in caplog.text
+    assert "no longer renders its prompt" in str(refused[0])
+
+
+# Interrupted runs ----------------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """Stands for a process that ends here."""
+
+
+@pytest.mark.parametrize("source", others_long(["file", "own", "kinds"], kept=("file", "own")))
+def test_a_run_killed_at_any_write_ends_in_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    target = base_target() if source == "own" else Target(tiny_model(), tiny_tokenizer(), name="tiny-random")
+    kinds = PromptConfig(own_kinds=("math", "any"), own_turns=2, own_max_tokens=100, own_top_p=1.0)
+    prompts = {"file": write_prompts(tmp_path, many(12)), "own": PromptConfig(), "kinds": kinds}[source]
+    config = replace(SMALL, budget_tokens=50 if source == "file" else 24)
+    run(target, prompts, config, tmp_path / "whole")
+    expected = contents(tmp_path / "whole")
+    replacing = Path.replace
+    # Prompts of kinds take the longest, and are written by the same code: every third write of theirs.
+    for last in itertools.count(step=3 if source == "kinds" else 1):
+        calls = itertools.count()
+
+        def stop(self: Path, to: Path, calls: Iterator[int] = calls, last: int = last) -> Path:
+            if next(calls) == last:
+                raise Killed
+            return replacing(self, to)
+
+        out = tmp_path / f"killed-{last}"
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", stop)
+            try:
+                run(target, prompts, config, out)
+                break
+            except Killed:
+                pass
+        run(target, prompts, config, out)
+        assert contents(out) == expected, f"killed before write {last}"
+    assert last >= 6
+    assert contents(tmp_path / f"killed-{last}") == expected
+
+
+def test_a_resumed_run_redoes_no_finished_shard(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, out = write_prompts(tmp_path, many(12)), tmp_path / "out"
+    run(tiny_target, prompts, SMALL, out)
+    manifest = Manifest.load(out)
+    replace(manifest, shards=manifest.shards[:-1], candidates=11, complete=False).save(out)
+    before = {file.name: file.stat().st_mtime_ns for file in out.glob("*.safetensors")}
+    asked: list[int] = []
+    answer = Answerer.answer
+
+    def count(self: Answerer, numbered: Any, *rest: Any) -> Any:
+        asked.extend(number for number, _ in numbered)
+        return answer(self, numbered, *rest)
+
+    monkeypatch.setattr(Answerer, "answer", count)
+    assert run(tiny_target, prompts, SMALL, out) == manifest
+    assert asked == [11]
+    after = {file.name: file.stat().st_mtime_ns for file in out.glob("*.safetensors")}
+    assert {name for name in before if after[name] != before[name]} == {manifest.shards[-1].file}
+    asked.clear()
+    run(tiny_target, prompts, SMALL, out)
+    assert not asked, "a complete folder is left as it is"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 1}, r"distill.seed was 0 and is now 1; choose another --out"),
+        ({"temperatures": (0.0,)}, r"distill.temperatures was \[0.0, 1.0\] and is now \[0.0\]"),
+        ({"budget_tokens": 500}, r"distill.budget_tokens was 1000 and is now 500"),
+        ({"budget_tokens": 2000, "seed": 1}, r"distill.budget_tokens was 1000 and is now 2000"),
+    ],
+)
+def test_changed_settings_are_refused(
+    tmp_path: Path, tiny_target: Target, change: dict[str, Any], message: str
+) -> None:
+    prompts, config = write_prompts(tmp_path, many(8)), replace(SMALL, budget_tokens=1000)
+    run(tiny_target, prompts, config, tmp_path / "out")
+    with pytest.raises(UserError, match=message):
+        run(tiny_target, prompts, replace(config, **change), tmp_path / "out")
+
+
+@pytest.mark.parametrize("limit", [60, None])
+def test_a_higher_limit_adds_answers_to_a_complete_folder(
+    tmp_path: Path, tiny_target: Target, limit: int | None
+) -> None:
+    prompts, out = write_prompts(tmp_path, many(24)), tmp_path / "out"
+    few = run(tiny_target, prompts, replace(SMALL, budget_tokens=20), out)
+    before = contents(out)
+    more = run(tiny_target, prompts, replace(SMALL, budget_tokens=limit), out)
+    assert more.complete
+    assert more.shards[:len(few.shards)] == few.shards
+    assert all((out / shard.file).read_bytes() == before[shard.file] for shard in few.shards)
+    assert more.total("train", "supervised") >= (limit or 100)
+    keys = [key for shard in more.shards for key in TokenShard.read(out / shard.file, shard.sha256).keys_P.tolist()]
+    assert len(keys) == len(set(keys)), "a prompt was answered twice"
+    assert Manifest.load(out).recipe["distill"]["budget_tokens"] == limit
+    assert run(tiny_target, prompts, replace(SMALL, budget_tokens=limit), out) == more, "it is complete"
+
+
+def test_data_that_may_not_grow_stay_complete(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, out, config = write_prompts(tmp_path, many(24)), tmp_path / "out", replace(SMALL, budget_tokens=20)
+    run(tiny_target, prompts, config, out)
+    before = contents(out)
+    monkeypatch.setattr(sys.modules[distill.__module__], "package_versions", lambda: {"torch": "another"})
+    with pytest.raises(UserError, match="the installed versions was"):
+        run(tiny_target, prompts, replace(config, budget_tokens=60), out)
+    assert contents(out) == before
+    assert run(tiny_target, prompts, config, out).complete
+
+
+def test_growing_data_are_finished_by_the_higher_limit_alone(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, out = write_prompts(tmp_path, many(24)), tmp_path / "out"
+    higher = replace(SMALL, budget_tokens=60)
+    run(tiny_target, prompts, replace(SMALL, budget_tokens=20), out)
+    run(tiny_target, prompts, higher, out)
+    expected, few = contents(out), tmp_path / "few"
+    run(tiny_target, prompts, replace(SMALL, budget_tokens=20), few)
+
+    def die(self: Answerer, *given: Any) -> Any:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Answerer, "answer", die)
+        with pytest.raises(Killed):
+            run(tiny_target, prompts, higher, few)
+    run(tiny_target, prompts, higher, few)
+    assert contents(few) == expected
+
+
+def test_growth_that_would_add_nothing_is_refused(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, out = write_prompts(tmp_path, many(24)), tmp_path / "out"
+    config = replace(SMALL, budget_tokens=1000, budget_minutes=100.0)
+    now, spent, answer, calls = time.monotonic, [0.0], Answerer.answer, []
+
+    def slow(self: Answerer, *given: Any, **settings: Any) -> Any:
+        calls.append(given)
+        if len(calls) < len(("greedy", "drawn", "first shard", "second shard")):
+            return answer(self, *given, **settings)
+        spent[0] = 6000.0
+        return []
+
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: now() + spent[0])
+        patch.setattr(Answerer, "answer", slow)
+        few = run(tiny_target, prompts, config, out)
+    assert len(few.split("train")) == 1
+    before, tokens = contents(out), few.total("train", "supervised")
+    with pytest.raises(UserError, match=r"no answer would be added to the complete data in .*: they have taken "
+                                        r"100\.\d minutes; raise distill.budget_minutes \(100\) above that, or go"):
+        run(tiny_target, prompts, replace(config, budget_tokens=2000), out)
+    assert contents(out) == before
+    more = run(tiny_target, prompts, replace(config, budget_minutes=200.0), out)
+    assert more.total("train", "supervised") > tokens
+    before = contents(out)
+    with pytest.raises(UserError, match=r": all 24 prompts have been asked; choose another --out for more prompts"):
+        run(tiny_target, prompts, replace(config, budget_minutes=300.0), out)
+    assert contents(out) == before
+
+
+def test_growth_up_to_what_the_data_hold_is_refused(tmp_path: Path, tiny_target: Target) -> None:
+    prompts, out = write_prompts(tmp_path, many(24)), tmp_path / "out"
+    config = replace(SMALL, budget_tokens=20, budget_minutes=200.0)
+    held = run(tiny_target, prompts, config, out).total("train", "supervised")
+    before = contents(out)
+    for higher in ({"budget_minutes": 300.0}, {"budget_tokens": held}):
+        with pytest.raises(UserError, match=rf": they hold {held} answer tokens; raise distill.budget_tokens above"):
+            run(tiny_target, prompts, replace(config, **higher), out)
+        assert contents(out) == before
+
+
+def test_changed_prompts_template_and_target_are_refused(tmp_path: Path, tiny_target: Target) -> None:
+    prompts, out = write_prompts(tmp_path, many(8)), tmp_path / "out"
+    run(tiny_target, prompts, SMALL, out)
+    moved = write_prompts(tmp_path / "moved", many(8))
+    assert run(tiny_target, moved, SMALL, out).complete, "the same prompts elsewhere are the same prompts"
+    with pytest.raises(UserError, match="the chat template or its settings was"):
+        run(tiny_target, prompts, SMALL, out, system="Be brief.")
+    with pytest.raises(UserError, match=r"prompts.sha256 was"):
+        run(tiny_target, write_prompts(tmp_path, many(9)), SMALL, out)
+    with pytest.raises(UserError, match="weights_hash"):
+        run(Target(tiny_model(seed=1), tiny_tokenizer(), name="other"), moved, SMALL, out)
+
+
+def test_a_corrupted_shard_or_test_file_is_refused(tmp_path: Path, tiny_target: Target) -> None:
+    prompts, out = write_prompts(tmp_path, many(8)), tmp_path / "out"
+    run(tiny_target, prompts, SMALL, out)
+    file = out / "train-00000.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(UserError, match=r"train-00000.safetensors is corrupted"):
+        run(tiny_target, prompts, SMALL, out)
+    file.write_bytes(data)
+    (out / "test.jsonl").write_text("")
+    with pytest.raises(UserError, match=r"test.jsonl is corrupted"):
+        run(tiny_target, prompts, SMALL, out)
+
+
+def test_a_full_disk_keeps_finished_work_and_leaves_nothing_half(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, out, syncs, sync = write_prompts(tmp_path, many(12)), tmp_path / "out", itertools.count(), os.fsync
+
+    def full(handle: int) -> None:
+        if next(syncs) > 16:
+            raise OSError(28, "No space left on device")
+        sync(handle)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(UserError, match="No space left on device"):
+            run(tiny_target, prompts, SMALL, out)
+    assert not [file for file in out.iterdir() if "partial" in file.name]
+    assert len(Manifest.load(out).shards) >= 1
+    assert run(tiny_target, prompts, SMALL, out).complete
+
+
+# Budgets, counts and warnings ----------------------------------------------------------------------------------------
+
+
+def test_a_token_budget_ends_the_run(tmp_path: Path, tiny_target: Target) -> None:
+    manifest = run(tiny_target, write_prompts(tmp_path, many(60)), replace(SMALL, budget_tokens=70), tmp_path / "out")
+    assert 70 <= manifest.total("train", "supervised") < 70 + SMALL.shard_prompts * SMALL.max_new_tokens
+    assert manifest.candidates < 60
+
+
+def test_a_time_budget_that_is_spent_at_once_says_so(tmp_path: Path, tiny_target: Target) -> None:
+    prompts = write_prompts(tmp_path, many(20))
+    with pytest.raises(UserError, match=r"no train token would be supervised.*larger budget"):
+        run(tiny_target, prompts, replace(SMALL, budget_minutes=1e-9), tmp_path / "none")
+    assert run(tiny_target, prompts, replace(SMALL, budget_minutes=9.0), tmp_path / "all").candidates == 20
+
+
+def test_slots_are_kept_busy_and_the_share_is_reported(tmp_path: Path, tiny_target: Target) -> None:
+    config = replace(SMALL, shard_prompts=60, slots=3, max_new_tokens=24)
+    run(tiny_target, write_prompts(tmp_path, many(63)), config, tmp_path / "out")
+    stats = json.loads((tmp_path / "out" / "stats.json").read_text())
+    assert stats["answers_busy_share"] >= 0.9
+    assert stats["seconds"] > stats["answers_seconds"] > 0
+
+
+def test_counts_and_the_warning_about_cut_answers(
+    tmp_path: Path, tiny_target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifest = run(tiny_target, write_prompts(tmp_path, many(9)), replace(SMALL, max_new_tokens=4), tmp_path / "out")
+    [first, *_] = manifest.split("train")
+    assert (first.prompts, first.rows, first.answers) == (4, 4, 4)
+    assert first.truncated == sum(truncated for *_, truncated in list(rows(tmp_path / "out"))[:4])
+    assert first.supervised == int(shards(tmp_path / "out")[0].supervised_T.sum())
+    assert "answers were cut at 4 tokens" in caplog.text
+
+
+def test_prompts_that_do_not_fit(tmp_path: Path, tiny_target: Target) -> None:
+    rows_ = [*many(5), {"prompt": "x" * 600}, *many(8)[5:]]
+    prompts = write_prompts(tmp_path, rows_)
+    with pytest.raises(
+        UserError, match=r"prompt prompts.jsonl:6 has 6\d\d tokens; .*set prompts.max_prompt_tokens to 504"
+    ):
+        run(tiny_target, prompts, SMALL, tmp_path / "refused")
+    manifest = run(tiny_target, replace(prompts, max_prompt_tokens=504), SMALL, tmp_path / "out")
+    assert manifest.total("train", "prompts") == 5
+
+
+@pytest.mark.parametrize(
+    ("prompts", "config", "message"),
+    [
+        (PromptConfig(), SMALL, "prompts of the target have no limit; set distill.budget_tokens"),
+        (PromptConfig(limit=9), replace(SMALL, answered_by="text"), "no ready-made answers"),
+        (
+            PromptConfig(limit=9),
+            replace(SMALL, max_new_tokens=512),
+            "leaves no room for a prompt in the target's context of 512",
+        ),
+        (PromptConfig(limit=9, max_prompt_tokens=505), SMALL, "exceed the target's context of 512 tokens; lower one"),
+        (PromptConfig(limit=2), SMALL, "usable prompts among the first 2, but 3 are to be held out"),
+    ],
+)
+def test_recipes_that_cannot_work_are_refused(
+    tmp_path: Path, tiny_target: Target, prompts: PromptConfig, config: DistillConfig, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        run(tiny_target, prompts, config, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"slots": 0}, "distill.slots must be at least 1, got 0"),
+        ({"temperatures": ()}, "distill.temperatures must be one or more"),
+        ({"temperatures": (-1.0,)}, "distill.temperatures must be one or more"),
+        ({"temperatures": (0.0, 1e-4)}, r"each 0 \(greedy\) or from 0.001 to 1000, got \[0.0, 0.0001\]"),
+        ({"budget_tokens": 0}, "distill.budget_tokens must be above 0"),
+        ({"top_p": 0.0}, "distill.top_p must lie in"),
+    ],
+)
+def test_bad_settings_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        DistillConfig(**fields)
+
+
+def test_the_progress_bar_shows_tokens_and_idle_slots(
+    tmp_path: Path, tiny_target: Target, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, template = write_prompts(tmp_path, many(20)), ChatTemplate(tiny_target.tokenizer)
+    distill(tiny_target, prompts, replace(SMALL, budget_tokens=40), template, tmp_path / "out")
+    shown = capsys.readouterr().err
+    assert "held-out prompts" in shown
+    assert "/40 [" in shown
+    assert re.search(r"tok/s, \d+% of slots idle\]", shown)
+    distill(tiny_target, prompts, replace(SMALL, max_new_tokens=24), template, tmp_path / "all")
+    shown = capsys.readouterr().err.split("answers:")[-1]
+    assert "20/20" in shown, "the prompts are counted"
+    [(rate, idle)] = re.findall(r"(?:prompt/s|s/prompt), (\d+) tok/s, (\d+)% of slots idle\]", shown)
+    stats = json.loads((tmp_path / "all" / "stats.json").read_text())
+    assert int(rate) > 0
+    assert 0 < int(idle) < 100
+    # Of all stages; the bar's are those of the train shards.
+    assert abs(1 - stats["answers_busy_share"] - int(idle) / 100) < 0.2
+
+
+def test_idle_slots_are_those_without_an_unfinished_answer(tiny_target: Target) -> None:
+    passes: list[tuple[int, int]] = []
+    answerer = Answerer(tiny_target, ChatTemplate(tiny_target.tokenizer), DecodeSettings(batch_size=3), 12,
+                        lambda _: None, on_slots=lambda busy, slots: passes.append((busy, slots)))
+    prompts = [(n, Prompt(turns=(word,), id=str(n))) for n, word in enumerate(WORDS)]
+    answerer.answer(prompts, (1.0,), taps=())
+    assert (sum(busy for busy, _ in passes), sum(slots for _, slots in passes)) == (
+        answerer.stats.busy_slots, answerer.stats.total_slots)
+    assert {slots for _, slots in passes} == {3}
+    assert min(busy for busy, _ in passes) < 3

@@ -1,0 +1,549 @@
+"""Several processes answer from one queue: the bytes are those of one, whatever their number and whoever dies."""
+
+import errno
+import fcntl
+import json
+import os
+import random
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.data import (
+    ChatTemplate,
+    DistillConfig,
+    Manifest,
+    PromptConfig,
+    ShardRecord,
+    WantedStates,
+    distill,
+    distill_from_queue,
+)
+from draftsmith.data.answers import queued_distillation
+from draftsmith.data.answers.answering import Answerer
+from draftsmith.data.answers.distill import BARREN_CANDIDATES
+from draftsmith.data.answers.folder_locks import FolderLocks
+from draftsmith.data.answers.queued_distillation import QueuedDistillation
+from draftsmith.data.answers.queued_prompts import QueuedPrompts
+from draftsmith.data.answers.shard_queue import (
+    FIRST,
+    HELD_OUT,
+    LOCKS,
+    MERGE,
+    QUEUE,
+    FinishedShard,
+    ShardQueue,
+    answers_lock,
+    clear_queue,
+)
+from draftsmith.data.prompts.self_prompting import OwnPrompts
+from draftsmith.data.prompts.sources import Prompt, Taken
+from draftsmith.data.store.feature_shards import state_file
+from draftsmith.data.store.feature_store import affordable
+from draftsmith.data.store.state_formats import FORMATS
+from draftsmith.modules import Target, UserError
+from draftsmith.modules.files.atomic_files import remove_leftovers
+from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
+from support.forked_workers import ended, kill, start
+from support.prompt_files import contents, many, rows, shards, write_prompts
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SMALL = DistillConfig(shard_prompts=4, slots=4, max_new_tokens=16, temperatures=(0.0, 1.0), validation_prompts=3,
+                      test_prompts=2, workers=2)
+STATES = (WantedStates(taps=(1,)),)
+Make = Callable[[Path], Manifest]
+
+
+def make(target: Target, prompts: PromptConfig, config: DistillConfig, out: Path,
+         states: tuple[WantedStates, ...] = STATES) -> Manifest:
+    return distill_from_queue(target, prompts, config, ChatTemplate(target.tokenizer), out, states=states,
+                              progress=False)
+
+
+@pytest.fixture(params=["file", "own", "budget"])
+def make_from(request: pytest.FixtureRequest, tmp_path: Path, tiny_target: Target) -> Make:
+    """Data from repeated prompts of a file, from the target's own, and from those of a file up to a token budget."""
+    if request.param == "own":
+        # Without a chat template every text of a few tokens is a prompt.
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = None
+        target = Target(tiny_model(), tokenizer, name="base")
+        return partial(make, target, PromptConfig(), replace(SMALL, budget_tokens=150))
+    file = write_prompts(tmp_path, many(24) + many(30))
+    return partial(make, tiny_target, file, replace(SMALL, budget_tokens=150) if request.param == "budget" else SMALL)
+
+
+def together(make_data: Make, out: Path, *killed_at: int) -> list[int]:
+    """Exit codes of processes that work at once, some of which kill themselves before a rename."""
+    processes = [start(partial(make_data, out), killed_at=last) for last in killed_at]
+    return [ended(process) for process in processes]
+
+
+# The same bytes ------------------------------------------------------------------------------------------------------
+
+
+def test_two_and_three_processes_leave_the_bytes_of_one(make_from: Make, tmp_path: Path) -> None:
+    manifest = make_from(tmp_path / "one")
+    assert len(manifest.split("train")) > 2
+    for number in (2, 3):
+        out = tmp_path / f"of {number}"
+        assert together(make_from, out, *[0] * number) == [0] * number
+        assert contents(out) == contents(tmp_path / "one")
+        assert Manifest.load(out).hash == manifest.hash
+
+
+@pytest.mark.parametrize("last", [3, 11])
+def test_a_process_that_is_killed_costs_no_byte(make_from: Make, tmp_path: Path, last: int) -> None:
+    make_from(tmp_path / "calm")
+    out = tmp_path / "killed"
+    # Both have too few renames between them for all the work.
+    assert -9 in together(make_from, out, last, last + 1)
+    assert together(make_from, out, 0, 0) == [0, 0]
+    assert contents(out) == contents(tmp_path / "calm")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(int(os.environ.get("KILLS", "2"))))
+def test_kills_at_random_moments_cost_no_byte(make_from: Make, tmp_path: Path, seed: int) -> None:
+    make_from(tmp_path / "calm")
+    out, chance = tmp_path / "killed", random.Random(seed)
+    working = [start(partial(make_from, out)) for _ in range(3)]
+    for _ in range(4):
+        time.sleep(chance.random() / 2)
+        kill(working.pop(0))
+        working.append(start(partial(make_from, out)))
+    assert [ended(process) for process in working] == [0, 0, 0]
+    remove_leftovers(out)
+    assert contents(out) == contents(tmp_path / "calm")
+
+
+def test_prompts_of_several_turns_come_back_from_their_file_as_they_were_written(tmp_path: Path) -> None:
+    class Written(OwnPrompts):
+        def __init__(self) -> None:
+            pass
+
+        def take(self, start: int, count: int) -> Taken:
+            return Taken(prompts=[(start, Prompt(turns=("one", "two"), id=str(start), category="own"))], read=count)
+
+    locks = FolderLocks(tmp_path / "locks")
+    (tmp_path / QUEUE).mkdir()
+    queued = QueuedPrompts(Written(), tmp_path, locks, start=5, size=4, held=set())
+    first, again = queued.fresh(0), queued.fresh(0)
+    locks.close()
+    assert first.prompts == again.prompts == Written().take(5, 4).prompts
+
+
+def test_when_all_are_killed_the_next_one_makes_the_open_shards_alone(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_data: Make = partial(make, tiny_target, write_prompts(tmp_path, many(25)), SMALL)
+    make_data(tmp_path / "calm")
+    out = tmp_path / "out"
+    # Renames of a shard: itself, two files of states, its record, the times. Before them, six of the held-out prompts.
+    assert together(make_data, out, 20) == [-9]
+    finished = sorted(file.stem for file in (out / "queue").glob("train-*.json"))
+    assert finished
+    asked: list[int] = []
+    answer = Answerer.answer
+
+    def noted(self: Answerer, numbered: Any, *rest: Any) -> Any:
+        asked.extend(number for number, _ in numbered)
+        return answer(self, numbered, *rest)
+
+    monkeypatch.setattr(Answerer, "answer", noted)
+    make_data(out)
+    first = SMALL.validation_prompts + SMALL.test_prompts
+    assert asked == list(range(first + 4 * len(finished), 25)), "nothing that was finished is asked again"
+    assert contents(out) == contents(tmp_path / "calm")
+    asked.clear()
+    make_data(out)
+    assert not asked
+
+
+def test_a_free_process_takes_over_while_another_holds_its_shard(tmp_path: Path, tiny_target: Target) -> None:
+    make_data: Make = partial(make, tiny_target, write_prompts(tmp_path, many(25)), SMALL)
+    make_data(tmp_path / "calm")
+    out = tmp_path / "out"
+
+    def hold() -> None:
+        locks = FolderLocks(out / LOCKS)
+        assert locks.take(answers_lock(1))
+        time.sleep(60)
+
+    holding = start(hold)
+    waiting = start(partial(make_data, out))
+    deadline = time.monotonic() + 30
+    while len(list((out / "queue").glob("train-*.json"))) < 5 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    # 20 prompts for training are five shards and an empty one; all but the one that is held are finished.
+    assert not (out / "queue" / "train-00001.json").exists()
+    assert not Manifest.load(out).complete
+    kill(holding)
+    assert ended(waiting) == 0
+    assert contents(out) == contents(tmp_path / "calm")
+
+
+# What belongs to the data --------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_trains_once_and_a_held_out_one_never(tmp_path: Path, tiny_target: Target) -> None:
+    repeated = many(9) + [{"prompt": row["prompt"].upper() + " "} for row in many(9)] + many(14)
+    manifest = make(tiny_target, write_prompts(tmp_path, repeated), SMALL, tmp_path / "out")
+    assert manifest.candidates == len(repeated)
+    assert [number for _, _, number, _, _ in rows(tmp_path / "out")] == [5, 6, 7, 8, *range(27, 32)]
+    held = {key for shard in shards(tmp_path / "out", "validation") for key in shard.keys_P.tolist()}
+    trained = [key for shard in shards(tmp_path / "out") for key in shard.keys_P.tolist()]
+    assert not held & set(trained)
+    assert len(trained) == len(set(trained)) == 9
+
+
+def test_the_rows_are_those_of_a_process_alone(tmp_path: Path, tiny_target: Target) -> None:
+    prompts = write_prompts(tmp_path, many(21))
+    make(tiny_target, prompts, SMALL, tmp_path / "queue")
+    distill(tiny_target, prompts, replace(SMALL, workers=None), ChatTemplate(tiny_target.tokenizer), tmp_path / "alone",
+            progress=False)
+    assert list(rows(tmp_path / "queue")) == list(rows(tmp_path / "alone"))
+
+
+def test_the_budget_ends_the_data_at_the_shard_that_reaches_it(tmp_path: Path, tiny_target: Target) -> None:
+    prompts = write_prompts(tmp_path, many(60))
+    whole = make(tiny_target, prompts, SMALL, tmp_path / "all").split("train")
+    budget = sum(shard.supervised for shard in whole[:3])
+    out = tmp_path / "out"
+    some = make(tiny_target, prompts, replace(SMALL, budget_tokens=budget), out)
+    assert some.split("train") == whole[:3]
+    assert {file.name for file in out.glob("*train*")} == {
+        name for shard in whole[:3] for name in (shard.file, state_file(shard, "final"), state_file(shard, "tap_1"))}
+    assert not (out / "queue").exists()
+
+
+@pytest.mark.parametrize("origin", ["file", "own"])
+def test_data_grown_by_a_higher_budget_have_the_bytes_of_data_made_at_once(
+    tmp_path: Path, tiny_target: Target, origin: str
+) -> None:
+    target, prompts = tiny_target, write_prompts(tmp_path, many(60))
+    if origin == "own":
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = None
+        target, prompts = Target(tiny_model(), tokenizer, name="base"), PromptConfig()
+    higher = partial(make, target, prompts, replace(SMALL, budget_tokens=200))
+    whole = higher(tmp_path / "whole")
+    out = tmp_path / "grown"
+    few = make(target, prompts, replace(SMALL, budget_tokens=60), out)
+    assert 0 < len(few.split("train")) < len(whole.split("train"))
+    assert together(higher, out, 5, 6) == [-9, -9], "killed while the data grow"
+    assert not Manifest.load(out).complete
+    assert together(higher, out, 0, 0) == [0, 0]
+    assert contents(out) == contents(tmp_path / "whole")
+    with pytest.raises(UserError, match=r"distill.budget_tokens was 200 and is now 60; choose another --out"):
+        make(target, prompts, replace(SMALL, budget_tokens=60), out)
+
+
+def test_data_grow_once_they_are_complete_and_by_no_process_that_helps(tmp_path: Path, tiny_target: Target) -> None:
+    prompts, out = write_prompts(tmp_path, many(60)), tmp_path / "out"
+    lower, higher = (partial(make, tiny_target, prompts, replace(SMALL, budget_tokens=tokens)) for tokens in (60, 200))
+    lower(tmp_path / "few")
+    higher(tmp_path / "whole")
+    assert together(lower, out, 12) == [-9]
+    with pytest.raises(UserError, match=r"distill.budget_tokens was 60 and is now 200; choose another --out"):
+        higher(out)
+    lower(out)
+    assert contents(out) == contents(tmp_path / "few")
+    with pytest.raises(UserError, match=r"distill.budget_tokens was 60 and is now 200; choose another --out"):
+        distill_from_queue(tiny_target, prompts, replace(SMALL, budget_tokens=200), ChatTemplate(tiny_target.tokenizer),
+                           out, progress=False, grow=False)
+    assert contents(out) == contents(tmp_path / "few")
+    higher(out)
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_a_process_does_not_complete_data_whose_limits_another_has_raised(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, out = write_prompts(tmp_path, many(60)), tmp_path / "out"
+    end = ShardQueue.end
+
+    def grown_meanwhile(self: ShardQueue) -> int | None:
+        if (found := end(self)) is not None:
+            # Another process of the same limits has completed the data, and a third one lets them grow.
+            before = Manifest.load(out)
+            replace(before, recipe={**before.recipe, "distill": {**before.recipe["distill"], "budget_tokens": 200}}
+                    ).save(out)
+        return found
+
+    monkeypatch.setattr(ShardQueue, "end", grown_meanwhile)
+    with pytest.raises(UserError, match=r"were raised while this process answered; start it again with the same ones"):
+        make(tiny_target, prompts, replace(SMALL, budget_tokens=60), out)
+    assert not Manifest.load(out).complete
+
+
+def test_a_queue_is_cleared_when_its_data_are_complete_and_no_process_is_there(
+    tmp_path: Path, tiny_target: Target
+) -> None:
+    prompts, out, held = write_prompts(tmp_path, many(60)), tmp_path / "out", tmp_path / "held"
+    higher = partial(make, tiny_target, prompts, replace(SMALL, budget_tokens=200))
+    make(tiny_target, prompts, replace(SMALL, budget_tokens=60), out)
+    locks_file = (out / LOCKS).stat().st_ino
+    assert together(higher, out, 12) == [-9]
+    finished = sorted((out / QUEUE).glob("train-*.json"))
+    clear_queue(out)
+    assert finished
+    assert sorted((out / QUEUE).glob("train-*.json")) == finished, "the data grow"
+    higher(out)
+    (out / QUEUE).mkdir()
+
+    def hold(number: int) -> None:
+        locks = FolderLocks(out / LOCKS)
+        assert locks.take(number)
+        held.touch()
+        time.sleep(600)
+
+    for number in (MERGE, HELD_OUT, FIRST, answers_lock(7)):
+        held.unlink(missing_ok=True)
+        holding = start(partial(hold, number))
+        while not held.exists():
+            time.sleep(0.01)
+        clear_queue(out)
+        assert (out / QUEUE).exists(), f"lock {number} is held"
+        kill(holding)
+    clear_queue(out)
+    assert not (out / QUEUE).exists()
+    assert (out / LOCKS).stat().st_ino == locks_file, "processes that opened it before would lock another file"
+
+
+@pytest.mark.parametrize(("prompts", "used"), [(9, [3, 3, 3]), (10, [3, 3, 1, 1])])
+def test_each_process_answers_with_one_thread_unless_one_shard_is_left(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, prompts: int, used: list[int]
+) -> None:
+    """Held-out prompts, the first two answers, are answered while the others wait."""
+    threads: list[int] = []
+    answer = Answerer.answer
+
+    def count(self: Answerer, *given: Any, **settings: Any) -> Any:
+        threads.append(torch.get_num_threads())
+        return answer(self, *given, **settings)
+
+    monkeypatch.setattr(Answerer, "answer", count)
+    torch.set_num_threads(3)
+    make(tiny_target, write_prompts(tmp_path, many(prompts)), SMALL, tmp_path / "out")
+    assert threads == used
+    assert torch.get_num_threads() == 3
+
+
+def test_the_progress_counts_what_others_have_finished(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advanced: list[tuple[str, int]] = []
+    part = QueuedDistillation(tiny_target, write_prompts(tmp_path, many(30)), replace(SMALL, budget_tokens=500),
+                              ChatTemplate(tiny_target.tokenizer), tmp_path / "out", train_target=tiny_target,
+                              writer=None, states=(), progress=False)
+    monkeypatch.setattr(part.progress, "advance", lambda *given: advanced.append(given))
+    with closing(FolderLocks(tmp_path / "out" / LOCKS)) as locks:
+        part.queue = ShardQueue(tmp_path / "out", locks, 4, 500)
+        (tmp_path / "out" / QUEUE).mkdir(parents=True, exist_ok=True)
+        part.queue.publish(0, finished(0, 40))
+        assert part._goal()[-1] == 40, "finished by an earlier run"
+        for number, tokens in ((1, 50), (2, 60)):
+            part.queue.publish(number, finished(number, tokens))
+        part.mine.add(2)
+        part._count_others(part.queue)
+        part._count_others(part.queue)
+    assert [given for given in advanced if given[1]] == [("tok", 50), ("prompt", 4)]
+
+
+def finished(number: int, supervised: int) -> FinishedShard:
+    """A finished shard of four prompts with some answer tokens."""
+    return FinishedShard(read=4, fresh=4, record=shards_record(number, supervised), states={})
+
+
+def test_no_shard_is_started_that_the_budget_will_hardly_need(tmp_path: Path) -> None:
+    queue = ShardQueue(tmp_path, FolderLocks(tmp_path / LOCKS), size=4, budget=100)
+    assert list(queue._wanted(40.0)) == [0, 1, 2]
+    for number, supervised in ((0, 30), (2, 50)):
+        queue.publish(number, finished(number, supervised))
+    assert list(queue._wanted(40.0)) == [1], "30 of the first, 40 expected of the second, 50 of the third"
+    assert queue.end() is None
+    queue.publish(1, FinishedShard(read=4, fresh=0, record=None, states={}))
+    assert list(queue._wanted(40.0)) == [3]
+    queue.publish(3, FinishedShard(read=2, fresh=2, record=shards_record(3, 10), states={}))
+    assert queue.end() == 4
+    assert list(queue._wanted(40.0)) == []
+
+
+def shards_record(number: int, supervised: int) -> ShardRecord:
+    """An entry of the manifest with some answer tokens."""
+    counts = dict.fromkeys(("candidates", "prompts", "rows", "by_target", "by_text", "by_draft", "answers", "truncated",
+                            "repetitive"), 0)
+    return ShardRecord(file=f"train-{number:05d}.safetensors", split="train", sha256="", tokens=supervised,
+                       supervised=supervised, **counts)
+
+
+def test_states_have_the_room_that_the_recipe_gives(tmp_path: Path, tiny_target: Target) -> None:
+    prompts = write_prompts(tmp_path, many(25))
+    tokens = [shard.tokens for shard in make(tiny_target, prompts, SMALL, tmp_path / "all").shards]
+    width = 2 * tiny_target.hidden_size * 4
+    room = (WantedStates(taps=(1,), room=width * sum(tokens[:3])),)
+    for name, killed_at in (("one", (0,)), ("three", (0, 0, 0)), ("killed", (16, 0, 0))):
+        assert together(partial(make, tiny_target, prompts, SMALL, states=room), tmp_path / name, *killed_at)[-1] == 0
+        assert contents(tmp_path / name) == contents(tmp_path / "one")
+    manifest = Manifest.load(tmp_path / "one")
+    fitting = affordable(manifest, (1,), FORMATS["float32"], room[0].room)
+    assert fitting == manifest.shards[:3]
+    assert {file.name for file in (tmp_path / "one").glob("final-*")} == {state_file(one, "final") for one in fitting}
+    listed = json.loads((tmp_path / "one" / "features.json").read_text())["files"]
+    assert set(listed) == {file.name for kind in ("final", "tap_1") for file in (tmp_path / "one").glob(f"{kind}-*")}
+
+
+def test_all_processes_store_the_states_that_the_first_was_asked_for(tmp_path: Path, tiny_target: Target) -> None:
+    prompts, out = write_prompts(tmp_path, many(25)), tmp_path / "out"
+    assert together(partial(make, tiny_target, prompts, SMALL), out, 12) == [-9]
+    make(tiny_target, prompts, SMALL, out, ())
+    make(tiny_target, prompts, SMALL, tmp_path / "calm")
+    assert contents(out) == contents(tmp_path / "calm")
+
+
+# Time, and what is refused -------------------------------------------------------------------------------------------
+
+
+def test_time_ends_the_queue(tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, config = write_prompts(tmp_path, many(40)), replace(SMALL, budget_minutes=1.0)
+    now, spent = time.monotonic, [0.0]
+    monkeypatch.setattr(queued_distillation.time, "monotonic", lambda: now() + spent[0])
+    publish = ShardQueue.publish
+
+    def late(self: ShardQueue, number: int, shard: FinishedShard) -> None:
+        publish(self, number, shard)
+        spent[0] += 60.0 * (number == 2)
+
+    monkeypatch.setattr(ShardQueue, "publish", late)
+    manifest = make(tiny_target, prompts, config, tmp_path / "out")
+    assert len(manifest.split("train")) == 3
+    assert manifest.candidates == 5 + 3 * 4
+    with pytest.raises(UserError, match=r"no train token would be supervised.*larger budget"):
+        make(tiny_target, prompts, replace(SMALL, budget_minutes=1e-9), tmp_path / "none")
+
+
+@pytest.mark.parametrize("held", [1, None])
+def test_data_whose_time_was_up_grow_to_the_bytes_of_data_made_at_once(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, held: int | None
+) -> None:
+    # A shard without answers, its prompts being repeated, is the first or the second.
+    repeated = many(9) + many(4) + many(40)[9:] if held is None else many(60)
+    prompts, out, ready = write_prompts(tmp_path, repeated), tmp_path / "out", tmp_path / "held"
+    few, more = (partial(make, tiny_target, prompts, replace(SMALL, budget_minutes=limit)) for limit in (100.0, 200.0))
+    whole = more(tmp_path / "whole")
+    holding: list[int] = []
+
+    def hold() -> None:
+        locks = FolderLocks(out / LOCKS)
+        assert locks.take(answers_lock(1))
+        ready.touch()
+        time.sleep(600)
+
+    if held is not None:
+        holding.append(start(hold))
+        while not ready.exists():
+            time.sleep(0.01)
+    now, spent, publish = time.monotonic, [0.0], ShardQueue.publish
+
+    def late(self: ShardQueue, number: int, shard: FinishedShard) -> None:
+        publish(self, number, shard)
+        if number == (1 if held is None else 3):
+            spent[0] = 6000.0
+            for process in holding:
+                kill(process)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(queued_distillation.time, "monotonic", lambda: now() + spent[0])
+        patch.setattr(ShardQueue, "publish", late)
+        assert few(out).split("train") == whole.split("train")[:1]
+    assert not (out / "train-00003.safetensors").exists()
+    more(out)
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_a_target_without_usable_prompts_is_refused(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OwnPrompts, "_text", lambda *_: "")
+    config = replace(SMALL, shard_prompts=BARREN_CANDIDATES, slots=BARREN_CANDIDATES, validation_prompts=0,
+                     test_prompts=0, budget_tokens=9)
+    with pytest.raises(UserError, match=rf"none of {BARREN_CANDIDATES} prompts that the target wrote can be used"):
+        make(tiny_target, PromptConfig(own_max_tokens=4), config, tmp_path / "out")
+
+
+def test_a_folder_of_one_process_and_one_of_a_queue_are_not_mixed(tmp_path: Path, tiny_target: Target) -> None:
+    prompts, template, alone = write_prompts(tmp_path, many(25)), ChatTemplate(tiny_target.tokenizer), replace(
+        SMALL, workers=None)
+    make(tiny_target, prompts, SMALL, tmp_path / "queue")
+    assert make(tiny_target, prompts, replace(SMALL, workers=7), tmp_path / "queue").complete
+    with pytest.raises(UserError, match=r"distill.workers was 'one queue' and is now None; choose another --out"):
+        distill(tiny_target, prompts, alone, template, tmp_path / "queue", progress=False)
+    distill(tiny_target, prompts, alone, template, tmp_path / "alone", progress=False)
+    with pytest.raises(UserError, match=r"distill.workers was None and is now 'one queue'"):
+        make(tiny_target, prompts, SMALL, tmp_path / "alone")
+    with pytest.raises(ValueError, match=r"which is one process alone: call distill"):
+        make(tiny_target, prompts, alone, tmp_path / "other")
+    with pytest.raises(ValueError, match=r"which is a queue: call distill_from_queue"):
+        distill(tiny_target, prompts, SMALL, template, tmp_path / "other", progress=False)
+
+
+def test_a_damaged_record_of_the_queue_is_named(tmp_path: Path, tiny_target: Target) -> None:
+    make_data: Make = partial(make, tiny_target, write_prompts(tmp_path, many(25)), SMALL)
+    assert together(make_data, tmp_path / "out", 20) == [-9]
+    file = tmp_path / "out" / "queue" / "train-00000.json"
+    file.write_text("{}")
+    with pytest.raises(UserError, match=r"train-00000.json is damaged: .* lacks .*; delete it, the shard is then"):
+        make_data(tmp_path / "out")
+    file.unlink()
+    make_data(tmp_path / "out")
+    make_data(tmp_path / "calm")
+    assert contents(tmp_path / "out") == contents(tmp_path / "calm")
+
+
+def test_more_workers_than_any_machine_has_are_refused() -> None:
+    with pytest.raises(UserError, match=r"distill.workers must be at least 1, got 0"):
+        replace(SMALL, workers=0)
+    with pytest.raises(UserError, match=r"distill.workers must be at most 1,024, got 2000; lower it"):
+        replace(SMALL, workers=2000)
+
+
+# Locks ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_lock_is_one_processs_and_goes_with_it(tmp_path: Path) -> None:
+    locks, other = FolderLocks(tmp_path / "locks"), tmp_path / "taken"
+
+    def hold() -> None:
+        mine = FolderLocks(tmp_path / "locks")
+        assert mine.take(FIRST + 3)
+        other.touch()
+        time.sleep(60)
+
+    process = start(hold)
+    while not other.exists():
+        time.sleep(0.01)
+    assert locks.take(FIRST)
+    assert not locks.take(FIRST + 3)
+    assert not locks.take(FIRST, 0), "all from the first on: one of them is held"
+    assert locks.take(FIRST + 4, 0)
+    kill(process)
+    assert locks.take(FIRST + 3)
+    locks.close()
+
+
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    locks = FolderLocks(tmp_path / "locks")
+
+    def refused(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", refused)
+    with pytest.raises(UserError, match=r"locks cannot be locked \(No locks available\).*choose an --out on another"):
+        locks.take(0)

@@ -1,0 +1,261 @@
+"""Writers of the training rows: the target, the given text, a draft, or a mix; a kill changes no byte."""
+
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, TokenShard, Writer, distill
+from draftsmith.data.answers.distill import Distillation
+from draftsmith.data.answers.writers import source_of
+from draftsmith.data.store.token_store import SOURCES
+from draftsmith.modules import DecodeSettings, Request, Target, UserError, decode
+from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
+from draftsmith.modules.policies.static_tree import Chain, StaticTree
+from draftsmith.modules.token_tree import Topology
+from draftsmith.modules.verification.acceptance_rules import AcceptAll
+from draftsmith.recipes.stages.draft_writer import require_teacher
+from draftsmith.trainers import MedusaModule, MedusaTrainConfig
+from support.drafters import ScriptedDrafter
+from support.prompt_files import contents, many, write_prompts
+
+SMALL = DistillConfig(shard_prompts=6, slots=3, max_new_tokens=8, temperatures=(0.0, 1.0), validation_prompts=2)
+MIX: dict[str, float] = {"target": 0.5, "text": 0.25, "draft": 0.25}
+DRAFT = {"draft": "some/folder"}
+SEA = "The sea is wide and the sea is deep, and nobody who sails on it knows how many fish there are below the keel. "
+
+
+def draft(target: Target, digest: str = "d1", seed: int = 3) -> Writer:
+    torch.manual_seed(seed)
+    drafter = Medusa.create(MedusaConfig(num_heads=3), target)
+    for parameter in drafter.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    return Writer.of(drafter.eval(), 5, digest)
+
+
+def make(
+    target: Target, prompts: PromptConfig, config: DistillConfig, out: Path, writer: Writer | None = None
+) -> Manifest:
+    return distill(target, prompts, config, ChatTemplate(target.tokenizer), out, writer=writer, progress=False)
+
+
+def rows(out: Path) -> list[tuple[list[int], list[bool], int, str]]:
+    """(tokens, supervised, prompt, source) of the train rows."""
+    found = []
+    for record in Manifest.load(out).split("train"):
+        shard = TokenShard.read(out / record.file, record.sha256)
+        for row in range(shard.num_rows):
+            start, stop = shard.span(row)
+            found.append((shard.tokens_T[start:stop].tolist(), shard.supervised_T[start:stop].tolist(),
+                          int(shard.prompts_R[row]), SOURCES[int(shard.sources_R[row])]))
+    return found
+
+
+def answered(count: int) -> list[dict[str, Any]]:
+    return [{"messages": [{"role": "user", "content": f"what is {number}?"},
+                          {"role": "assistant", "content": f"it is {number} indeed"}]} for number in range(count)]
+
+
+# Shares ---------------------------------------------------------------------------------------------------------------
+
+
+def test_shares_are_kept_and_hang_on_the_prompt_alone() -> None:
+    config = replace(SMALL, answered_by="mix", mix=MIX, **DRAFT)
+    dealt = [source_of(number, config.shares, seed=5) for number in range(4000)]
+    counts = Counter(dealt)
+    for name, share in MIX.items():
+        assert counts[name] / 4000 == pytest.approx(share, abs=0.03)
+    assert dealt[1234] == source_of(1234, dict(reversed(config.shares.items())), seed=5)
+    assert dealt != [source_of(number, config.shares, seed=6) for number in range(4000)]
+    assert {source_of(number, {"text": 1.0}, 0) for number in range(50)} == {"text"}
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"answered_by": "mix", "mix": {"target": 0.5, "text": 0.3}}, r"sum to 1, got 0.8 \(target: 0.5, text: 0.3\)"),
+    ({"answered_by": "mix", "mix": {"target": 1.5, "text": -0.5}}, "must be above 0 and sum to 1"),
+    ({"answered_by": "mix", "mix": {"target": 0.5, "books": 0.5}}, "distill.mix knows target, text, draft, got books"),
+    ({"answered_by": "mix"}, "distill.answered_by is mix and distill.mix is None; give shares with answered_by mix"),
+    ({"mix": {"target": 1.0}}, "distill.answered_by is target and distill.mix is .*; give shares"),
+    ({"answered_by": "draft"}, "distill.draft is None, but a draft writes 100% of the train rows; name an artifact"),
+    ({"answered_by": "mix", "mix": {"target": 0.8, "draft": 0.2}}, "distill.draft is None, but a draft writes 20%"),
+    ({"draft": "a"}, "distill.draft is a, but a draft writes 0% of the train rows"),
+    ({"answered_by": "books"}, "distill.answered_by must be one of target, text, draft, mix, got 'books'"),
+    ({"draft_tokens": 0}, "distill.draft_tokens must be at least 1, got 0"),
+    ({"document_tokens": 1}, "distill.document_tokens must be at least 2, got 1"),
+])
+def test_impossible_sources_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        DistillConfig(**settings)
+
+
+# The draft's own words ------------------------------------------------------------------------------------------------
+
+
+def test_the_draft_is_taken_at_its_word(tiny_target_f64: Target) -> None:
+    """A draft that counts writes 3 tokens, the target the next one, and so on; the loop does not call it lossless."""
+    target, prompt = tiny_target_f64, (5, 6, 7, 8)
+    drafter = ScriptedDrafter(target.vocab_size, [], "oracle")
+    drafter._truth = lambda known, depth: 20 + (len(known) + depth) % 7  # type: ignore[method-assign]
+    settings = DecodeSettings(lossy=AcceptAll())
+    result = decode(target, [Request(prompt, 0, 13)], settings, drafter=drafter, policy=Chain(3))
+    assert not result.stats.lossless
+    found = result.generations[0].tokens
+    assert result.generations[0].emitted == [4, 4, 4]
+    for place, token in enumerate(found):
+        if place % 4 == 0:
+            # The first token and every bonus are the target's after everything before them.
+            with target.native() as model, torch.no_grad():
+                logits = model(torch.tensor([[*prompt, *found[:place]]])).logits[0, -1]
+            assert token == int(logits.argmax())
+        else:
+            assert token == 20 + (len(prompt) + place) % 7
+
+
+def test_only_a_chain_is_taken_as_it_is(tiny_target: Target) -> None:
+    drafter = ScriptedDrafter(tiny_target.vocab_size, [], "random")
+    tree = StaticTree(Topology.from_paths([(), (0,), (1,)]))
+    with pytest.raises(ValueError, match="only a chain is taken as it is, here a node has 2 children"):
+        decode(tiny_target, [Request((5, 6), 0, 4)], DecodeSettings(lossy=AcceptAll()), drafter=drafter, policy=tree)
+
+
+def test_a_draft_writes_the_rows_and_the_target_the_held_out_ones(tmp_path: Path, tiny_target: Target) -> None:
+    prompts, config = write_prompts(tmp_path, many(14)), replace(SMALL, answered_by="draft", **DRAFT)
+    manifest = make(tiny_target, prompts, config, tmp_path / "draft", draft(tiny_target))
+    own = make(tiny_target, prompts, SMALL, tmp_path / "target")
+    assert manifest.written("draft") == manifest.total("train", "rows") == own.written("target") == 12
+    assert {source for *_, source in rows(tmp_path / "draft")} == {"draft"}
+    for mine, other in zip(rows(tmp_path / "draft"), rows(tmp_path / "target"), strict=True):
+        prompt = mine[1].index(True)
+        assert mine[0][: prompt + 1] == other[0][: prompt + 1], "prompt and first token are the target's"
+        assert mine[0] != other[0]
+    held = [(tmp_path / name / "validation-00000.safetensors").read_bytes() for name in ("draft", "target")]
+    assert held[0] == held[1]
+
+
+def test_the_chain_is_no_longer_than_the_family_reaches(tiny_target: Target) -> None:
+    assert draft(tiny_target).policy.max_size == 1 + 3
+
+
+def test_a_hard_objective_is_refused_on_a_drafts_words(tiny_target: Target) -> None:
+    with pytest.raises(UserError, match=r"a draft writes train rows, .* objective is hard .*; choose another"):
+        require_teacher(MedusaModule(tiny_target, MedusaTrainConfig(objective="hard")))
+    require_teacher(MedusaModule(tiny_target, MedusaTrainConfig(objective="lk_hybrid")))
+
+
+# Given text -----------------------------------------------------------------------------------------------------------
+
+
+def test_documents_are_learnt_whole_in_pieces(tmp_path: Path, tiny_target: Target) -> None:
+    texts = [SEA * 9 + str(number) for number in range(5)]
+    prompts = write_prompts(tmp_path, [{"text": text} for text in texts])
+    config = replace(SMALL, answered_by="text", document_tokens=100)
+    manifest = make(tiny_target, prompts, config, tmp_path / "out")
+    found, tokenizer = rows(tmp_path / "out"), tiny_target.tokenizer
+    assert max(len(tokens) for tokens, *_ in found) == 100
+    for number in range(2, 5):
+        pieces = [one for one in found if one[2] == number]
+        joined = [token for tokens, *_ in pieces for token in tokens]
+        learnt = [token for tokens, flags, *_ in pieces for token, flag in zip(tokens, flags, strict=True) if flag]
+        assert joined == tokenizer(texts[number])["input_ids"][: len(joined)]
+        assert learnt == tokenizer(texts[number], add_special_tokens=False)["input_ids"][: len(learnt)]
+        assert len(tokenizer(texts[number])["input_ids"]) - len(joined) <= 1
+    assert manifest.written("text") == len(found)
+
+
+def test_of_a_held_out_document_the_target_continues_the_beginning(tmp_path: Path, tiny_target: Target) -> None:
+    prompts = write_prompts(tmp_path, [{"text": SEA + str(number)} for number in range(5)])
+    make(tiny_target, prompts, replace(SMALL, answered_by="text"), tmp_path / "out")
+    [record] = Manifest.load(tmp_path / "out").split("validation")
+    shard = TokenShard.read(tmp_path / "out" / record.file)
+    start, stop = shard.span(0)
+    tokens, flags = shard.tokens_T[start:stop].tolist(), shard.supervised_T[start:stop].tolist()
+    opening = flags.index(True)
+    assert tokens[:opening] == tiny_target.tokenizer(SEA + "0")["input_ids"][:32]
+    greedy = decode(tiny_target, [Request(tuple(tokens[:opening]), 0, 8)], DecodeSettings()).generations[0].tokens
+    assert tokens[opening:] == greedy
+
+
+@pytest.mark.parametrize(("lines", "settings", "message"), [
+    ([{"text": SEA + str(number)} for number in range(6)], {}, "prompts.jsonl:3 is a plain document, which is not"),
+    ([{"text": SEA + str(number)} for number in range(6)], {"answered_by": "text", "test_prompts": 1},
+     "plain documents are no prompts .* set distill.test_prompts: 0"),
+    (many(8), {"answered_by": "text"}, "has no answer of its own; .* distill.answered_by: target"),
+    (many(30), {"answered_by": "mix", "mix": {"target": 0.5, "text": 0.5}}, "has no answer of its own"),
+])
+def test_prompts_that_do_not_fit_the_source(
+    lines: list[dict[str, Any]], settings: dict[str, Any], message: str, tmp_path: Path, tiny_target: Target
+) -> None:
+    with pytest.raises(UserError, match=message):
+        make(tiny_target, write_prompts(tmp_path, lines), replace(SMALL, **settings), tmp_path / "out")
+
+
+# Mixes ----------------------------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """As SIGKILL: nothing cleans up."""
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_killed_mix_ends_in_the_same_bytes(
+    at: int, tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, config = write_prompts(tmp_path, answered(26)), replace(SMALL, answered_by="mix", mix=MIX, **DRAFT)
+    manifest = make(tiny_target, prompts, config, tmp_path / "peace", draft(tiny_target))
+    found = rows(tmp_path / "peace")
+    assert {source for *_, source in found} == set(SOURCES)
+    assert [number for _, _, number, _ in found] == sorted(number for _, _, number, _ in found)
+    for _, _, number, source in found:
+        assert source == source_of(number, config.shares, config.seed)
+    assert sum(manifest.written(name) for name in SOURCES) == len(found)
+
+    write, seen = Distillation._write_shard, []
+
+    def dies(self: Any, split: str, *rest: Any) -> None:
+        seen.append(split)
+        if seen.count("train") > at:
+            raise Killed
+        write(self, split, *rest)
+
+    monkeypatch.setattr(Distillation, "_write_shard", dies)
+    with pytest.raises(Killed):
+        make(tiny_target, prompts, config, tmp_path / "killed", draft(tiny_target))
+    monkeypatch.undo()
+    make(tiny_target, prompts, config, tmp_path / "killed", draft(tiny_target))
+    assert contents(tmp_path / "killed") == contents(tmp_path / "peace")
+
+
+def test_the_manifest_hangs_on_sources_shares_and_the_artifact(tmp_path: Path, tiny_target: Target) -> None:
+    prompts, hashes = write_prompts(tmp_path, answered(14)), set()
+    shares = {"target": 0.5, "text": 0.5}
+    for number, (settings, writer) in enumerate([
+        ({}, None), ({"answered_by": "text"}, None), ({"answered_by": "mix", "mix": shares}, None),
+        ({"answered_by": "mix", "mix": {"target": 0.6, "text": 0.4}}, None),
+        ({"answered_by": "draft", **DRAFT}, draft(tiny_target)),
+        ({"answered_by": "draft", **DRAFT}, draft(tiny_target, "d2")),
+    ]):
+        hashes.add(make(tiny_target, prompts, replace(SMALL, **settings), tmp_path / str(number), writer).hash)
+    assert len(hashes) == 6
+    with pytest.raises(UserError, match=r"started with other settings: distill.draft was 'd2' and is now 'd1'"):
+        make(tiny_target, prompts, replace(SMALL, answered_by="draft", **DRAFT), tmp_path / "5", draft(tiny_target))
+    elsewhere = replace(SMALL, answered_by="draft", draft="elsewhere")
+    moved = make(tiny_target, prompts, elsewhere, tmp_path / "4", draft(tiny_target))
+    assert moved == Manifest.load(tmp_path / "4"), "the folder's name is no part of it"
+
+
+def test_texts_that_are_all_refused_end_no_mix(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard of a mix may hold very few of them; where there is nothing else, the template is at fault."""
+    refused = [UserError("this conversation cannot be rendered")]
+    monkeypatch.setattr(sys.modules[Distillation.__module__], "take_given", lambda *_given: ([], refused))
+    prompts = write_prompts(tmp_path, answered(26))
+    mixed = replace(SMALL, answered_by="mix", mix={"target": 0.5, "text": 0.5})
+    manifest = make(tiny_target, prompts, mixed, tmp_path / "mix")
+    assert manifest.written("text") == 0
+    assert manifest.written("target") > 0
+    with pytest.raises(UserError, match="cannot be rendered"):
+        make(tiny_target, prompts, replace(SMALL, answered_by="text"), tmp_path / "text")

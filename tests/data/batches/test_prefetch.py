@@ -1,0 +1,274 @@
+"""Batches that are made ahead: the same in the same order, with errors where they are due, and no thread left."""
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, distill, encode
+from draftsmith.data.batches.datamodule import BatchConfig, DraftDataModule
+from draftsmith.data.batches.prefetch import THREAD, Prefetched
+from draftsmith.data.store.feature_shards import FINAL, state_file
+from draftsmith.modules import Features, MedusaConfig, Target, UserError
+from draftsmith.recipes.__main__ import main
+from draftsmith.recipes.commands.pipeline import COMMANDS, batches_for, provenance
+from draftsmith.recipes.stages.training_folder import read_result
+from draftsmith.recipes.stages.workspace import Workspace
+from draftsmith.trainers import fit
+from draftsmith.trainers.drafters.medusa import MedusaModule, MedusaTrainConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+CONFIG = BatchConfig(row_length=96, rows_per_batch=2, seed=1)
+TRAIN = MedusaTrainConfig(drafter=MedusaConfig(num_heads=1), max_steps=5, warmup_steps=1, checkpoint_every=2,
+                          validate_every=5, accumulate=2, accelerator="cpu", precision="32-true")
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith(THREAD)]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    """Every test leaves as many threads that read ahead as it found."""
+    assert threads() == []
+    yield
+    assert threads() == []
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_batches_come_in_order_and_no_more_are_made_than_asked_for(ahead: int) -> None:
+    made: list[tuple[int, str]] = []
+
+    def make(number: int) -> int:
+        made.append((number, threading.current_thread().name))
+        return number * 10
+
+    batches = Prefetched(make, 4, ahead)
+    assert list(islice(iter(batches), 5)) == [40, 50, 60, 70, 80]
+    batches.close()
+    assert [number for number, _ in made] == list(range(4, 9 + max(0, ahead)))[: len(made)]
+    assert 5 <= len(made) <= 5 + ahead
+    assert all(name.startswith(THREAD) == bool(ahead) for _, name in made)
+
+
+def test_the_wait_is_that_for_batches_that_are_not_ready() -> None:
+    def make(_number: int) -> None:
+        time.sleep(0.05)
+
+    at_once, ahead = Prefetched(make, 0, 0), Prefetched(make, 0, 2)
+    for batches in (at_once, ahead):
+        for _ in islice(iter(batches), 4):
+            time.sleep(0.15)
+        batches.close()
+    assert at_once.waited >= 0.2
+    assert ahead.waited < 0.6 * at_once.waited, "the first batch alone is waited for"
+
+
+def test_an_error_comes_where_its_batch_is_due() -> None:
+    def make(number: int) -> int:
+        if number == 2:
+            raise UserError("batch 2 cannot be read")
+        return number
+
+    batches = iter(Prefetched(make, 0, 4))
+    assert [next(batches), next(batches)] == [0, 1]
+    with pytest.raises(UserError, match="batch 2 cannot be read"):
+        next(batches)
+
+
+def test_a_signal_ends_the_wait_for_a_batch() -> None:
+    class Asked(BaseException):
+        pass
+
+    def stop(_number: int, _frame: object) -> None:
+        raise Asked
+
+    def make(_number: int) -> None:
+        if _number:
+            time.sleep(0.5)
+
+    former = signal.signal(signal.SIGTERM, stop)
+    batches = iter(Prefetched(make, 0, 2))
+    next(batches)
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    try:
+        with pytest.raises(Asked):
+            next(batches)
+    finally:
+        signal.signal(signal.SIGTERM, former)
+        timer.join()
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    """Three threads of torch, more than one whatever the tests run with."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_the_threads_of_torch_stay_those_of_the_training() -> None:
+    """The thread that reads has one, also after the training's number was set again."""
+    found: list[int] = []
+    batches = Prefetched(lambda _number: found.append(torch.get_num_threads()), 0, 1)
+    coming = iter(batches)
+    next(coming)
+    next(coming)
+    batches.close()
+    assert set(found) == {1}
+    later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    later.start()
+    later.join()
+    assert torch.get_num_threads() == 3 == found[-1]
+
+
+# Training -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target) -> Path:
+    """Three validation and twelve train conversations with final states in int8."""
+    base = tmp_path_factory.mktemp("data")
+    texts = ["abcdefghijklmno"[: n + 1] * 2 for n in range(15)]
+    (base / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    config = DistillConfig(shard_prompts=5, slots=4, max_new_tokens=12, validation_prompts=3)
+    source = PromptConfig(origin="file", path=str(base / "prompts.jsonl"))
+    distill(tiny_target, source, config, ChatTemplate(tiny_target.tokenizer), base / "out", progress=False)
+    encode(tiny_target, base / "out", form="int8", progress=False)
+    return base / "out"
+
+
+@pytest.fixture
+def folder(stored: Path, tmp_path: Path) -> Path:
+    """The same, to be damaged."""
+    return Path(shutil.copytree(stored, tmp_path / "data"))
+
+
+def data(folder: Path, prefetch: int, **changes: Any) -> DraftDataModule:
+    return DraftDataModule(folder, replace(CONFIG, prefetch=prefetch, **changes))
+
+
+class Power(Exception):
+    """An interruption of the run."""
+
+
+class Interrupted(MedusaModule):
+    """A module whose training ends amid an epoch and amid an optimizer step."""
+
+    def on_train_batch_start(self, batch: Features, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if batch_idx == 7:
+            assert len(threads()) == 1
+            raise Power
+
+
+class Terminated(MedusaModule):
+    """A module whose training is asked to end in its second step."""
+
+    def on_train_batch_start(self, batch: Features, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if batch_idx == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("states", ["stored", "computed"])
+def test_a_run_ends_in_the_same_bits_with_prefetching_without_and_resumed(
+    states: Any, stored: Path, tmp_path: Path, tiny_target: Target
+) -> None:
+    def trained(prefetch: int, out: Path, kind: type[MedusaModule] = MedusaModule) -> bytes:
+        fit(kind(tiny_target, TRAIN), data(stored, prefetch, states=states), out, progress=False)
+        return (out / "best.safetensors").read_bytes()
+
+    plain = trained(0, tmp_path / "plain")
+    assert trained(3, tmp_path / "ahead") == plain
+    with pytest.raises(Power):
+        trained(2, tmp_path / "parts", Interrupted)
+    assert threads() == []
+    assert trained(3, tmp_path / "parts") == plain
+
+
+def test_a_request_to_end_leaves_no_thread_and_the_run_goes_on(
+    stored: Path, tmp_path: Path, tiny_target: Target, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole = fit(MedusaModule(tiny_target, TRAIN), data(stored, 2), tmp_path / "whole", progress=True)
+    assert "data wait %=" in capfd.readouterr().err
+    assert 0 < whole.data_wait < 1
+
+    class Asked(BaseException):
+        pass
+
+    def stop(_number: int, _frame: object) -> None:
+        raise Asked
+
+    former = signal.signal(signal.SIGTERM, stop)
+    try:
+        with pytest.raises(Asked):
+            fit(Terminated(tiny_target, TRAIN), data(stored, 2), tmp_path / "parts", progress=False)
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert threads() == []
+    fit(MedusaModule(tiny_target, TRAIN), data(stored, 2), tmp_path / "parts", progress=False)
+    assert (tmp_path / "parts/best.safetensors").read_bytes() == (tmp_path / "whole/best.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_states_that_are_altered_while_they_are_read_end_the_training(
+    prefetch: int, folder: Path, tmp_path: Path, tiny_target: Target
+) -> None:
+    batches = data(folder, prefetch)
+    file = folder / state_file(Manifest.load(folder).split("train")[0], FINAL)
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=r"final-train-\S+ was altered while training reads it; run draftsmith distill"):
+        fit(MedusaModule(tiny_target, TRAIN), batches, tmp_path / "out", progress=False)
+    file.unlink()
+    with pytest.raises(UserError, match=r"final-train-\S+ is gone while training reads it \(No such file"):
+        batches.micro_batch(0)
+
+
+@pytest.mark.parametrize("prefetch", [-1, 65])
+def test_impossible_numbers_are_refused(prefetch: int) -> None:
+    with pytest.raises(UserError, match=rf"batch\.prefetch must .*, got {prefetch}"):
+        BatchConfig(prefetch=prefetch)
+
+
+def test_a_command_names_altered_states_in_one_sentence(copied_run: Path, tmp_path: Path, capsys: Any,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    start = DraftDataModule.train_dataloader
+
+    def altered(self: DraftDataModule) -> Any:
+        file = self.folder / state_file(self.manifest.split("train")[0], FINAL)
+        content = file.read_bytes()
+        file.write_bytes(content[: len(content) // 2])
+        return start(self)
+
+    monkeypatch.setattr(DraftDataModule, "train_dataloader", altered)
+    words = ["--config", "tiny", "--out", str(tmp_path / "out"), "--data", str(copied_run / "data")]
+    assert main(["train", *words]) == 2
+    error = capsys.readouterr().err
+    assert "was altered while training reads it; run draftsmith distill with the same recipe" in error
+    assert "Traceback" not in error
+
+
+def test_prefetching_decides_nothing_of_a_run(tiny_run: Path) -> None:
+    found = []
+    for prefetch in ("0", "3"):
+        given = COMMANDS["run"].parse(["--config", "tiny", "--out", str(tiny_run), "--batch.prefetch", prefetch])
+        workspace = Workspace(given.values, given.settings)
+        assert batches_for(workspace, workspace.module()).config.prefetch == int(prefetch)
+        found.append((workspace.decisive, provenance(workspace, read_result(workspace.training), ())))
+    assert found[0] == found[1]
+    assert "prefetch" not in json.dumps(found[0][1])

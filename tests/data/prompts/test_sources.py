@@ -1,0 +1,354 @@
+"""Prompts are read in every shape people keep them in, and a bad line is named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draftsmith.data import ChatTemplate, Prompt, PromptConfig, load_prompts, read_prompts
+from draftsmith.data.prompts import self_prompting
+from draftsmith.data.prompts.prompt_kinds import OPENINGS, SYSTEM_PROMPTS, drawn_kind, drawn_opening, drawn_turns
+from draftsmith.data.prompts.self_prompting import OwnPrompts, prompt_seed
+from draftsmith.data.prompts.sources import ReadPrompts
+from draftsmith.modules import Generation, Request, Target, UserError, decode
+from draftsmith.modules.target.loading.tiny_model import CHATML, tiny_model, tiny_tokenizer
+from support.chats import MISTRAL, merging_tokenizer
+
+
+def write_lines(folder: Path, *rows: Any) -> Path:
+    file = folder / "prompts.jsonl"
+    file.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8"
+    )
+    return file
+
+
+def test_all_four_shapes(tmp_path: Path) -> None:
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    shared = [{"from": "gpt", "value": "cut off"}, {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    file = write_lines(
+        tmp_path,
+        {"prompt": "a"},
+        {"messages": chat},
+        {"conversations": shared},
+        {"question_id": 81, "category": "math", "turns": ["a", "c"]},
+    )
+    assert read_prompts(file) == [
+        Prompt(turns=("a",), id="prompts.jsonl:1"),
+        Prompt(turns=("a", "c"), id="prompts.jsonl:2", system="Be brief.", answers=("b",)),
+        Prompt(turns=("a",), id="prompts.jsonl:3", answers=("b",)),
+        Prompt(turns=("a", "c"), id="81", category="math"),
+    ]
+
+
+def test_a_line_separator_inside_a_text_does_not_end_the_line(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a\u2028b"}\n', encoding="utf-8")
+    assert read_prompts(file)[0].turns == ("a\u2028b",)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (" ", r"prompts.jsonl:2: the line is empty; delete it"),
+        ('{"prompt": "a"', r"prompts.jsonl:2: not JSON \(.* at column"),
+        ("[1]", "prompts.jsonl:2: expected a JSON object, got list"),
+        ('{"words": "a"}', r"prompts.jsonl:2: none of prompt, messages.*\['words'\]; rename one or set prompts.column"),
+        ('{"prompt": " "}', "prompts.jsonl:2: prompt must be text that is not empty"),
+        ('{"turns": []}', "prompts.jsonl:2: turns must be a list of texts"),
+        ('{"turns": ["a", 3]}', "prompts.jsonl:2: turns must be text"),
+        ('{"messages": [{"role": "tool", "content": "a"}]}', "prompts.jsonl:2: role must be one of .* got 'tool'"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}',
+            "let the two take turns",
+        ),
+        ('{"messages": [{"role": "system", "content": "a"}]}', "prompts.jsonl:2: no user message"),
+        ('{"messages": ["a"]}', "prompts.jsonl:2: a message must be an object"),
+        ('{"conversations": "a"}', "prompts.jsonl:2: expected a list of messages"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+    file = write_lines(tmp_path, {"prompt": "fine"}, line)
+    with pytest.raises(UserError, match=message):
+        read_prompts(file)
+    assert [prompt.turns for prompt in read_prompts(file, skip_malformed=True)] == [("fine",)]
+
+
+def test_missing_empty_and_undecodable_files(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot read the prompts .*nowhere.*No such file"):
+        read_prompts(tmp_path / "nowhere.jsonl")
+    with pytest.raises(UserError, match="holds no prompt; write one JSON object a line"):
+        read_prompts(write_lines(tmp_path, ""))
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9"}')
+    with pytest.raises(UserError, match="not UTF-8 text"):
+        read_prompts(tmp_path / "latin.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"origin": "file"}, "needs prompts.path"),
+        ({"origin": "dataset"}, "needs prompts.name"),
+        ({"limit": 0}, "prompts.limit must be at least 1, got 0"),
+        ({"own_temperature": 0.0}, "own_temperature must lie between 0.001 and 1000"),
+        ({"own_top_p": 1.5}, "own_top_p must lie in"),
+    ],
+)
+def test_bad_settings_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        PromptConfig(**fields)
+
+
+def test_messages_carry_the_answers_given_so_far() -> None:
+    prompt = Prompt(turns=("a", "c"), id="1", system="s")
+    assert [message["content"] for message in prompt.opening()] == ["s", "a"]
+    assert [message["content"] for message in prompt.messages(["b"])] == ["s", "a", "b", "c"]
+    assert [message["role"] for message in prompt.messages(["b", "d"])][-1] == "assistant"
+
+
+def test_equal_prompts_have_equal_keys_whatever_case_and_spacing() -> None:
+    same = [Prompt(turns=("Hello  there",), id="1"), Prompt(turns=("hello\nthere",), id="2")]
+    assert same[0].key == same[1].key != Prompt(turns=("hello", "there"), id="3").key
+
+
+def test_candidates_are_the_same_however_often_they_are_asked_for(tmp_path: Path) -> None:
+    file = write_lines(tmp_path, *({"prompt": str(number)} for number in range(9)))
+    config = PromptConfig(origin="file", path=str(file), shuffle=True, limit=7)
+    source = ReadPrompts(config, seed=3)
+    first, second = source.take(0, 4), source.take(4, 4)
+    assert (first.read, second.read) == (4, 3)
+    assert [number for number, _ in first.prompts + second.prompts] == list(range(7))
+    assert source.take(2, 3).prompts == (first.prompts + second.prompts)[2:5]
+    assert ReadPrompts(config, seed=3).take(4, 4) == second
+    assert ReadPrompts(config, seed=4).take(0, 4) != first
+
+
+@pytest.mark.parametrize(("limit", "total"), [(None, 9), (7, 7), (10, 9)])
+def test_a_file_has_as_many_candidates_as_lines_up_to_the_limit(tmp_path: Path, limit: int | None, total: int) -> None:
+    file = write_lines(tmp_path, *({"prompt": str(number)} for number in range(9)))
+    assert ReadPrompts(PromptConfig(origin="file", path=str(file), limit=limit), seed=0).total == total
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_local_dataset(tmp_path: Path, streaming: bool) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "set").mkdir()
+    write_lines(tmp_path / "set", *({"question": f"q{number}"} for number in range(5)))
+    config = PromptConfig(origin="dataset", name=str(tmp_path / "set"), column="question", streaming=streaming)
+    assert [prompt.turns[0] for prompt in load_prompts(config, 0)] == [f"q{number}" for number in range(5)]
+
+
+def test_a_dataset_saved_to_disk_and_one_that_is_missing(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"prompt": ["a", "b"]}).save_to_disk(tmp_path / "saved")
+    saved = PromptConfig(origin="dataset", name=str(tmp_path / "saved"))
+    assert [prompt.turns for prompt in load_prompts(saved, 0)] == [("a",), ("b",)]
+    with pytest.raises(UserError, match=r"cannot load the dataset .*check prompts.name"):
+        load_prompts(PromptConfig(origin="dataset", name=str(tmp_path / "nowhere")), 0)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_broken_dataset_is_one_sentence(tmp_path: Path, streaming: bool) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
+    config = PromptConfig(origin="dataset", name=str(tmp_path / "set"), streaming=streaming)
+    with pytest.raises(UserError, match=r"cannot load the dataset .*check prompts.name"):
+        list(load_prompts(config, 0))
+    (tmp_path / "set" / "rows.jsonl").write_text('{"words": "a"}\n')
+    with pytest.raises(UserError, match=r"set\[train\]:0: none of prompt, messages"):
+        list(load_prompts(config, 0))
+
+
+# Written by the target -----------------------------------------------------------------------------------------------
+
+
+def own(target: Target, **fields: Any) -> OwnPrompts:
+    config = PromptConfig(own_max_tokens=200, own_top_p=1.0, **fields)
+    return OwnPrompts(target, ChatTemplate(target.tokenizer), config, seed=0, slots=8,
+                      answer_tokens=12)
+
+
+def test_the_target_writes_prompts_that_depend_on_their_number_alone(tiny_target_f64: Target) -> None:
+    written = own(tiny_target_f64).take(0, 16)
+    assert written.read == 16
+    assert written.prompts, "no prompt of sixteen was usable"
+    again = own(tiny_target_f64).take(8, 8)
+    assert again.prompts == [(number, prompt) for number, prompt in written.prompts if number >= 8]
+    assert all(prompt.turns[0] == prompt.turns[0].strip() for _, prompt in written.prompts)
+
+
+def test_kinds_and_turns_depend_on_the_number_alone(tiny_target_f64: Target) -> None:
+    fields = {"own_kinds": ("coding", "any", "summary"), "own_openings": True, "own_turns": 2}
+    written = dict(short(tiny_target_f64, **fields).take(0, 160).prompts)
+    assert {len(prompt.turns) for prompt in written.values()} == {1, 2}
+    again = dict(short(tiny_target_f64, **fields).take(80, 80).prompts)
+    assert {number: prompt.key for number, prompt in again.items()} == {
+        number: prompt.key for number, prompt in written.items() if number >= 80}
+
+
+def short(target: Target, **fields: Any) -> OwnPrompts:
+    config = PromptConfig(own_max_tokens=100, own_top_p=1.0, **fields)
+    return OwnPrompts(target, ChatTemplate(target.tokenizer), config, seed=0, slots=8, answer_tokens=12)
+
+
+def test_each_prompt_is_written_after_the_system_prompt_of_its_kind(
+    tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, kinds = dict[int, str](), ("coding", "any", "summary")
+
+    def watched(target: Target, requests: list[Request], settings: Any) -> Any:
+        asked.update({request.index: target.tokenizer.decode(list(request.tokens)) for request in requests})
+        return decode(target, requests, settings)
+
+    monkeypatch.setattr(self_prompting, "decode", watched)
+    written = short(tiny_target_f64, own_kinds=kinds).take(0, 12)
+    assert len(asked) == 12
+    for number, before in asked.items():
+        kind = drawn_kind(kinds, 0, number)
+        system = "" if kind == "any" else f"<|im_start|>system\n{SYSTEM_PROMPTS[kind]}<|im_end|>\n"
+        assert before == f"{system}<|im_start|>user\n"
+    assert written.prompts
+    assert all(prompt.system is None for _, prompt in written.prompts), "it is answered as if it came by itself"
+
+
+def test_the_target_goes_on_from_the_opening_of_a_kind(
+    tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, kinds = dict[int, tuple[str, str]](), ("coding", "any", "summary")
+
+    def watched(target: Target, requests: list[Request], settings: Any) -> Any:
+        result = decode(target, requests, settings)
+        for one in result.generations:
+            asked, text = (target.tokenizer.decode(list(tokens)) for tokens in (one.request.tokens, one.tokens))
+            written.setdefault(one.request.index, (asked, text.replace("<|im_end|>", "")))
+        return result
+
+    monkeypatch.setattr(self_prompting, "decode", watched)
+    prompts = dict(short(tiny_target_f64, own_kinds=kinds, own_openings=True, own_turns=2).take(0, 160).prompts)
+    for number, (asked, text) in written.items():
+        opening = drawn_opening(drawn_kind(kinds, 0, number), 0, number)
+        assert asked == f"<|im_start|>user\n{opening}", "no system prompt"
+        if number in prompts:
+            assert prompts[number].turns[0] == f"{opening}{text}".strip()
+    longer = [prompt for prompt in prompts.values() if len(prompt.turns) == 2]
+    openings = tuple(opening for kind in kinds[::2] for opening in OPENINGS[kind])
+    assert longer
+    assert not any(prompt.turns[1].startswith(openings) for prompt in longer)
+
+
+def test_a_second_turn_follows_the_targets_greedy_answer(
+    tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def watched(target: Target, requests: list[Request], settings: Any) -> Any:
+        result = decode(target, requests, settings)
+        asked.append({one.request.index: one for one in result.generations})
+        return result
+
+    monkeypatch.setattr(self_prompting, "decode", watched)
+    template = ChatTemplate(tiny_target_f64.tokenizer)
+    found = dict(short(tiny_target_f64, own_turns=2).take(0, 96).prompts)
+    first, answers, second = asked
+    longer = {number: prompt for number, prompt in found.items() if len(prompt.turns) == 2}
+    assert longer
+    assert set(answers) == set(second) == {number for number in found if drawn_turns(2, 0, number) == 2}
+    for number, prompt in longer.items():
+        answer = answers[number]
+        assert answer.request.temperature == 0
+        assert list(answer.request.tokens) == template.prompt(prompt.opening())
+        said = [*prompt.opening(), {"role": "assistant", "content": tiny_target_f64.tokenizer.decode(
+            answer.tokens, skip_special_tokens=True)}]
+        assert second[number].request.tokens == template.user_turn(said).before
+        assert first[number].tokens != second[number].tokens
+
+
+def test_the_seed_of_a_first_turn_is_that_of_prompts_of_one_turn() -> None:
+    assert prompt_seed(7) == prompt_seed(7, 0) != prompt_seed(7, 1) != prompt_seed(8, 1)
+
+
+NO_SYSTEM = CHATML.replace("{% for message", "{% if messages[0]['role'] == 'system' %}"
+                           "{{ raise_exception('no system') }}{% endif %}{% for message")
+SILENT = CHATML.replace("{% for message in messages %}", "{% for message in messages if message['role'] != 'system' %}")
+
+
+@pytest.mark.parametrize(("template", "fields", "told"), [
+    (NO_SYSTEM, {"own_kinds": ("math",)}, r"own_kinds asks for math by a system prompt, .* refuses \(.*no system"),
+    (SILENT, {"own_kinds": ("any", "math")}, r"own_kinds asks for math by a system prompt, .* does not show; leave"),
+    (None, {"own_kinds": ("any",)}, r"own_kinds without .*own_openings, .* chat template, .* set prompts\.own_open"),
+    (None, {"own_turns": 2}, r"and prompts\.own_turns, need a chat template, .* leave prompts\.own_turns out"),
+])
+def test_a_template_that_cannot_show_kinds_or_turns_is_refused(
+    template: str | None, fields: dict[str, Any], told: str
+) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match=told):
+        short(Target(tiny_model(), tokenizer, name="tiny"), **fields)
+
+
+@pytest.mark.parametrize("template", [NO_SYSTEM, SILENT])
+def test_openings_need_no_system_prompts(template: str) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    source = short(Target(tiny_model(), tokenizer, name="tiny"), own_kinds=("math",), own_openings=True)
+    assert source.asked_kinds == ()
+
+
+def test_a_target_without_a_template_goes_on_from_openings(tiny_target_f64: Target) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    target = Target(tiny_target_f64.model, tokenizer, name="tiny")
+    prompts = short(target, own_kinds=("math", "writing"), own_openings=True).take(0, 8).prompts
+    assert prompts
+    for number, prompt in prompts:
+        opening = drawn_opening(drawn_kind(("math", "writing"), 0, number), 0, number)
+        assert prompt.turns[0].startswith(opening)
+        assert len(prompt.turns[0]) > len(opening)
+
+
+@pytest.mark.parametrize(("fields", "told"), [
+    ({"own_kinds": ("poems",)}, r"own_kinds must be one or more different names among"),
+    ({"own_openings": True}, r"own_openings is true, but prompts\.own_kinds is null, .* set prompts\.own_kinds: \[al"),
+    ({"own_turns": 0}, r"prompts\.own_turns must be at least 1, got 0"),
+])
+def test_wrong_kinds_and_turns_are_refused(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        PromptConfig(**fields)
+
+
+def test_a_limit_ends_the_writing(tiny_target: Target) -> None:
+    source = own(tiny_target, limit=3)
+    assert [source.take(0, 2).read, source.take(2, 2).read, source.take(3, 2).read] == [2, 1, 0]
+
+
+def test_unfit_prompts_are_dropped(tiny_target: Target) -> None:
+    encode, source = tiny_target.tokenizer, own(tiny_target)
+
+    def text(words: str, finish: str = "eos") -> str:
+        tokens = encode(words + ("<|im_end|>" if finish == "eos" else ""), add_special_tokens=False)["input_ids"]
+        return source._text(Generation(Request((1,), 0, 8), tokens=tokens, finish=finish))  # type: ignore[arg-type]
+
+    assert text(" How far? ") == " How far? "
+    assert text("How far", finish="length") == ""
+    assert text("12 + 3?") == ""
+    assert text("one<|im_start|>two") == ""
+    assert text("ha ha ha ha ha ha ha ha") == ""
+    assert text("") == ""
+
+
+def test_a_turn_that_ends_in_no_end_token_is_cut_at_its_end(tiny_target: Target) -> None:
+    tokenizer = merging_tokenizer(MISTRAL)
+    around = ChatTemplate(tokenizer).user_turn()
+    assert tokenizer.decode(list(around.before)) == "<bos>[INST]"
+    source = own(tiny_target)
+    source.around, source.settings = around, type(source.settings)(stop=("[/INST]",))
+    source.target = type("Stub", (), {"tokenizer": tokenizer})()  # type: ignore[assignment]
+    tokens = tokenizer("how are you?[/INST]", add_special_tokens=False)["input_ids"]
+    assert source._text(Generation(Request((1,), 0, 8), tokens=tokens, finish="stop")) == "how are you?"

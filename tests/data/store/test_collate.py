@@ -1,0 +1,93 @@
+"""Packing moves every piece whole, keeps segments apart and loses nothing."""
+
+import pytest
+import torch
+from draftsmith.data.store.collate import OPEN_BINS, Piece, pack, pad, plan_bins
+from draftsmith.data.store.state_formats import StateSlice
+from draftsmith.modules import Target, UserError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+def piece(length: int, seed: int = 0, first: int = 0, states: bool = False) -> Piece:
+    generator = torch.Generator().manual_seed(1000 * length + seed)
+    final_ND = torch.randn(length, 3, generator=generator)
+    return Piece(
+        tokens_N=torch.randint(4, 90, (length,), generator=generator, dtype=torch.int32),
+        supervised_N=torch.rand(length, generator=generator) < 0.5,
+        first=first,
+        final=StateSlice(final_ND) if states else None,
+        taps={2: StateSlice(final_ND * 2)} if states else {},
+    )
+
+
+@settings(deadline=None)
+@given(lengths=st.lists(st.integers(1, 40), max_size=60), row_length=st.integers(40, 90))
+def test_every_piece_stands_in_one_row_that_holds_it(lengths: list[int], row_length: int) -> None:
+    rows = plan_bins(lengths, row_length)
+    assert sorted(place for row in rows for place in row) == list(range(len(lengths)))
+    assert all(sum(lengths[place] for place in row) <= row_length for row in rows)
+    # The rows that were closed for want of room were the fullest: at most the open ones may be half empty.
+    assert sum(2 * sum(lengths[place] for place in row) <= row_length for row in rows) <= OPEN_BINS
+
+
+def test_rows_are_well_filled() -> None:
+    lengths = torch.randint(40, 240, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    assert sum(lengths) / (512 * len(plan_bins(lengths, 512))) > 0.9
+
+
+def test_a_packed_row_written_out() -> None:
+    first = Piece(tokens_N=torch.tensor([5, 6]), supervised_N=torch.tensor([False, True]))
+    second = Piece(tokens_N=torch.tensor([7, 8, 9]), supervised_N=torch.tensor([True, True, False]), first=4)
+    batch = pack([[first, second], [second]], 6)
+    assert batch.tokens_BL.tolist() == [[5, 6, 7, 8, 9, 0], [7, 8, 9, 0, 0, 0]]
+    assert batch.segments_BL.tolist() == [[0, 0, 1, 1, 1, -1], [0, 0, 0, -1, -1, -1]]
+    assert batch.positions_BL.tolist() == [[0, 1, 4, 5, 6, 0], [4, 5, 6, 0, 0, 0]]
+    assert batch.supervised_BL.long().tolist() == [[0, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0]]
+    labels, valid = batch.labels(1)
+    assert valid.long().tolist() == [[1, 0, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0]], "no label across segments"
+    assert labels[0, 0] == 6
+
+
+def test_states_follow_their_tokens() -> None:
+    pieces = [piece(3, states=True), piece(4, seed=1, states=True)]
+    batch = pack([[pieces[0], pieces[1]], [pieces[1]]], 9)
+    assert torch.equal(batch.final()[0, 3:7], batch.final()[1, :4])
+    assert torch.equal(batch.taps[2], batch.final() * 2)
+    assert not batch.final()[1, 4:].any()
+
+
+def test_states_that_some_pieces_lack_are_marked() -> None:
+    held = piece(3, states=True)
+    batch = pack([[held, piece(2)], [piece(4)]], 6)
+    assert batch.missing_BL is not None
+    assert batch.missing_BL.long().tolist() == [[0, 0, 0, 1, 1, 0], [1, 1, 1, 1, 0, 0]]
+    assert batch.final_BLD is not None
+    assert held.final is not None
+    assert torch.equal(batch.final_BLD[0, :3], held.final.states())
+    assert not batch.encoded
+    with pytest.raises(ValueError, match="hold only some target states; encode them"):
+        batch.final()
+    left = batch.unread()
+    assert left.tokens_BL.tolist() == [[*batch.tokens_BL[0, 3:5].tolist(), *left.tokens_BL[0, 2:].tolist()],
+                                       batch.tokens_BL[1, :4].tolist()]
+    assert left.segments_BL.tolist() == [[1, 1, -1, -1], [0, 0, 0, 0]]
+    assert left.positions_BL[1].tolist() == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="no states of these features are missing in part"):
+        pack([[held]]).unread()
+
+
+def test_oversized_pieces_are_refused() -> None:
+    with pytest.raises(UserError, match="row_length 4 is shorter than a row of 5 tokens"):
+        pack([[piece(5)]], 4)
+    with pytest.raises(UserError, match="row_length 4 is shorter than a piece of 5 tokens"):
+        plan_bins([1, 5], 4)
+
+
+def test_packing_changes_no_state_of_the_target(tiny_target_f64: Target) -> None:
+    pieces = [piece(7), piece(5, seed=1), piece(9, seed=2)]
+    alone = tiny_target_f64.encode(pad(pieces), (1,))
+    together = tiny_target_f64.encode(pack([pieces[:2], pieces[2:]], 20), (1,))
+    for (row, start), (number, length) in zip([(0, 0), (0, 7), (1, 0)], [(0, 7), (1, 5), (2, 9)], strict=True):
+        for packed, single in ((together.final(), alone.final()), (together.taps[1], alone.taps[1])):
+            torch.testing.assert_close(packed[row, start : start + length], single[number, :length], rtol=0, atol=1e-10)

@@ -1,0 +1,253 @@
+"""States stored with their shard: those of the second pass within rounding, and the same bytes after every kill."""
+
+import itertools
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.data import (
+    ChatTemplate,
+    DistillConfig,
+    Manifest,
+    Prompt,
+    PromptConfig,
+    TokenShard,
+    WantedStates,
+    Writer,
+    distill,
+)
+from draftsmith.data.answers.answering import Answerer
+from draftsmith.data.answers.distill import Distillation
+from draftsmith.data.store import shard_states
+from draftsmith.data.store.feature_shards import open_features
+from draftsmith.data.store.feature_store import Encoding
+from draftsmith.modules import DecodeSettings, Target, UserError
+from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
+from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
+from support.chats import THINKING
+from support.prompt_files import WORDS, contents, many, write_prompts
+
+SMALL = DistillConfig(
+    shard_prompts=4, slots=3, max_new_tokens=8, temperatures=(0.0, 1.0), validation_prompts=2, test_prompts=1
+)
+BOTH = (WantedStates(taps=(1,)), WantedStates(taps=(0,)))
+"""Two trainings that read different layers."""
+
+
+def run(
+    target: Target, prompts: PromptConfig, config: DistillConfig, out: Path,
+    states: Sequence[WantedStates] = BOTH, writer: Writer | None = None,
+) -> Manifest:
+    template = ChatTemplate(target.tokenizer)
+    return distill(target, prompts, config, template, out, states=states, writer=writer, progress=False)
+
+
+def gap(target: Target, folder: Path, taps: tuple[int, ...] = (0, 1)) -> float:
+    """The largest difference between the states in a folder and those that a second pass stores in a copy of it."""
+    other = Path(shutil.copytree(folder, folder.with_name(f"{folder.name}-again")))
+    for file in (other / "features.json", *other.glob("final-*"), *other.glob("tap_*")):
+        file.unlink()
+    records = Manifest.load(folder).shards
+    assert Encoding(target, folder, taps).tokens == 0
+    Encoding(target, other, taps).run(progress=False)
+    found = 0.0
+    for record, *pair in zip(records, *(open_features(one, records, taps) for one in (folder, other)), strict=True):
+        mine, theirs = ({-1: one.final(0, record.tokens), **one.taps(0, record.tokens)} for one in pair)
+        assert {states.shape for states in (*mine.values(), *theirs.values())} == {(record.tokens, target.hidden_size)}
+        found = max([found, *(float((mine[kind].double() - theirs[kind].double()).abs().max()) for kind in mine)])
+    return found
+
+
+def draft(target: Target) -> Writer:
+    torch.manual_seed(3)
+    return Writer.of(Medusa.create(MedusaConfig(num_heads=3), target).to(target.dtype).eval(), 5, "d1")
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Number of rows of each shard that were read once more while it was made."""
+    counts: list[int] = []
+    original = shard_states.read_rows
+
+    def counted(target: Target, shard: TokenShard, rows: Sequence[int], *rest: Any) -> Any:
+        counts.append(len(rows))
+        return original(target, shard, rows, *rest)
+
+    monkeypatch.setattr(shard_states, "read_rows", counted)
+    return counts
+
+
+def test_decoded_rows_have_the_states_of_the_second_pass(
+    tmp_path: Path, tiny_target_f64: Target, read: list[int]
+) -> None:
+    target = tiny_target_f64
+    run(target, write_prompts(tmp_path, many(12)), SMALL, tmp_path / "file")
+    run(target, PromptConfig(), replace(SMALL, budget_tokens=24), tmp_path / "own")
+    assert set(read) == {0}, "every token was decoded"
+    for name in ("file", "own"):
+        assert gap(target, tmp_path / name) < 1e-9
+
+
+def test_states_in_float32_differ_by_rounding(tmp_path: Path, tiny_target: Target) -> None:
+    run(tiny_target, write_prompts(tmp_path, many(12)), SMALL, tmp_path / "out")
+    assert gap(tiny_target, tmp_path / "out") < 1e-4
+
+
+def test_turns_and_documents_have_the_states_of_the_second_pass(
+    tmp_path: Path, tiny_target_f64: Target, read: list[int]
+) -> None:
+    turns = [{"turns": [f"{word} one", f"{word} two", f"{word} three"]} for word in WORDS]
+    run(tiny_target_f64, write_prompts(tmp_path / "a", turns), replace(SMALL, test_prompts=0), tmp_path / "turns")
+    assert gap(tiny_target_f64, tmp_path / "turns") < 1e-9
+    # Of validation, both kinds, and of two shards; none of train of the documents below.
+    assert read == [0, 0, 0]
+    texts = write_prompts(tmp_path / "b", [{"text": f"{' '.join(WORDS)} {number}"} for number in range(5)])
+    config = replace(SMALL, answered_by="text", test_prompts=0)
+    run(tiny_target_f64, texts, config, tmp_path / "texts")
+    assert read == [0, 0, 0, 0]
+    held = {file.name for file in (tmp_path / "texts").glob("final-*")}
+    assert held == {"final-validation-00000.safetensors"}, "nothing of given text was decoded: encode reads it"
+    assert Encoding(tiny_target_f64, tmp_path / "texts").tokens == Manifest.load(tmp_path / "texts").total(
+        "train", "tokens")
+
+
+def test_rewritten_turns_have_a_row_and_states_each(tiny_target_f64: Target) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = THINKING.replace("split('</think>')", "split('e')")
+    answerer = Answerer(tiny_target_f64, ChatTemplate(tokenizer), DecodeSettings(batch_size=2), 40, lambda _: None)
+    prompts = [(n, Prompt(turns=(word, "go on"), id=str(n))) for n, word in enumerate(WORDS)]
+    conversations = answerer.answer(prompts, (1.0,), taps=(0,))
+    assert {len(one.rows) for one in conversations} == {1, 2}
+    for one in conversations:
+        assert [states.tokens for states in one.states] == [row.tokens for row in one.rows]
+        assert all(one.states_of(row) is not None for row in one.rows)
+
+
+def test_states_of_other_tokens_are_never_taken(tiny_target: Target) -> None:
+    answerer = Answerer(tiny_target, ChatTemplate(tiny_target.tokenizer), DecodeSettings(), 8, lambda _: None)
+    [one] = answerer.answer([(0, Prompt(turns=("a",), id="0"))], (0.0,), taps=())
+    [row] = one.rows
+    assert one.states_of(row) is one.states[0]
+    changed = (*row.tokens[:-1], row.tokens[-1] ^ 1)
+    for tokens in (changed, row.tokens[:-1], (*row.tokens, 5)):
+        assert one.states_of(replace(row, tokens=tokens)) is None
+
+
+def mixed_prompts(folder: Path, count: int = 16) -> PromptConfig:
+    return write_prompts(folder, [
+        {"messages": [{"role": "user", "content": f"what is {number}?"},
+                      {"role": "assistant", "content": f"it is {number} indeed"}]} for number in range(count)])
+
+
+@pytest.mark.parametrize("taps", [(), (0,)])
+def test_rows_of_a_mix_are_read_where_they_were_not_recorded(
+    taps: tuple[int, ...], tmp_path: Path, tiny_target_f64: Target, read: list[int]
+) -> None:
+    """Medusa taps no layer: where one is wanted, the rows that it wrote are read once more, as given text always is."""
+    config = replace(SMALL, shard_prompts=8, answered_by="mix", mix={"target": 0.5, "text": 0.25, "draft": 0.25},
+                     draft="some/folder")
+    manifest = run(tiny_target_f64, mixed_prompts(tmp_path), config, tmp_path / "out", [WantedStates(taps=taps)],
+                   draft(tiny_target_f64))
+    assert manifest.written("draft") > 0 < manifest.written("text")
+    assert sum(read) == manifest.written("text") + (manifest.written("draft") if taps else 0)
+    assert gap(tiny_target_f64, tmp_path / "out", taps) < 1e-9
+
+
+def test_nothing_is_kept_that_has_no_room(tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = write_prompts(tmp_path, many(15))
+    manifest = run(tiny_target, prompts, SMALL, tmp_path / "none", states=())
+    assert not list((tmp_path / "none").glob("final-*"))
+    assert not (tmp_path / "none" / "features.json").exists()
+    first = sum(record.tokens for record in manifest.shards[:2])
+    width = tiny_target.hidden_size * 4
+    asked: list[tuple[int, ...] | None] = []
+    answer = Answerer.answer
+
+    def noted(self: Answerer, prompts: Any, temperatures: Any, deadline: Any = None, taps: Any = None) -> Any:
+        asked.append(taps)
+        return answer(self, prompts, temperatures, deadline, taps)
+
+    monkeypatch.setattr(Answerer, "answer", noted)
+    wanted = [WantedStates(taps=(0,), room=first * 2 * width), WantedStates(room=(first - 1) * width)]
+    assert run(tiny_target, prompts, SMALL, tmp_path / "some", wanted).shards == manifest.shards
+    held = {file.name for file in (tmp_path / "some").glob("*-*-*.safetensors")}
+    names = [record.file for record in manifest.shards]
+    assert held == {f"{kind}-{name}" for kind in ("final", "tap_0") for name in names[:2]}
+    assert asked == [(0,), (0,), (0,), None, None], "validation twice, two shards with room, then none"
+
+
+class Killed(BaseException):
+    """Stands for a process that ends here."""
+
+
+@pytest.mark.parametrize("source", ["target", "mix"])
+def test_a_run_killed_at_any_write_ends_in_the_same_bytes(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, prompts = Target(tiny_model(), tiny_tokenizer(), name="tiny-random"), mixed_prompts(tmp_path, 9)
+    config, writer = replace(SMALL, shard_prompts=3, max_new_tokens=4), None
+    if source == "mix":
+        shares = {"target": 0.5, "draft": 0.5}
+        config = replace(config, shard_prompts=6, answered_by="mix", mix=shares, draft="some/folder")
+        writer = draft(target)
+    run(target, prompts, config, tmp_path / "whole", writer=writer)
+    expected = contents(tmp_path / "whole")
+    replacing = Path.replace
+    for last in itertools.count():
+        calls = itertools.count()
+
+        def stop(self: Path, to: Path, calls: Iterator[int] = calls, last: int = last) -> Path:
+            if next(calls) == last:
+                raise Killed
+            return replacing(self, to)
+
+        out = tmp_path / f"killed-{last}"
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", stop)
+            try:
+                run(target, prompts, config, out, writer=writer)
+                break
+            except Killed:
+                pass
+        if (out / "manifest.json").is_file():
+            records = Manifest.load(out).shards
+            assert len(open_features(out, records, (0, 1))) == len(records), "states come before the manifest"
+        run(target, prompts, config, out, writer=writer)
+        assert contents(out) == expected, f"killed before write {last}"
+    assert last >= 12
+    assert contents(tmp_path / f"killed-{last}") == expected
+
+
+def test_finished_shards_keep_their_states_when_others_are_wanted(tmp_path: Path, tiny_target: Target) -> None:
+    """A run that was stopped goes on for another training: what is missing is left to encode."""
+    prompts, out = write_prompts(tmp_path, many(12)), tmp_path / "out"
+    whole = run(tiny_target, prompts, SMALL, out, states=())
+    replace(whole, shards=whole.shards[:-1], candidates=11, complete=False).save(out)
+    assert run(tiny_target, prompts, SMALL, out) == whole
+    assert {file.name for file in out.glob("final-*")} == {f"final-{whole.shards[-1].file}"}
+    assert Encoding(tiny_target, out, (0,)).tokens == sum(record.tokens for record in whole.shards[:-1])
+    before = (out / f"tap_1-{whole.shards[-1].file}").read_bytes()
+    Encoding(tiny_target, out, (0, 1)).run(progress=False)
+    assert (out / f"tap_1-{whole.shards[-1].file}").read_bytes() == before
+
+
+def test_a_damaged_list_of_states_is_named_before_anything_is_decoded(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "features.json").write_text("{")
+    monkeypatch.setattr(Distillation, "run", lambda _self: pytest.fail("decoded"))
+    with pytest.raises(UserError, match=r"features.json cannot be read as JSON"):
+        run(tiny_target, write_prompts(tmp_path, many(8)), SMALL, out)
+
+
+def test_the_time_of_states_is_noted(tmp_path: Path, tiny_target: Target) -> None:
+    run(tiny_target, write_prompts(tmp_path, many(8)), SMALL, tmp_path / "out")
+    stats = json.loads((tmp_path / "out" / "stats.json").read_text())
+    assert 0 < stats["states_seconds"] < stats["seconds"]

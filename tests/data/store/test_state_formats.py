@@ -1,0 +1,178 @@
+"""States in eight bits: the size of their errors, of their files, and of the change of the loss."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, WantedStates, distill, encode
+from draftsmith.data.batches.datamodule import BatchConfig, DraftDataModule
+from draftsmith.data.store.feature_shards import open_features, state_file, stored_format
+from draftsmith.data.store.feature_store import Encoding
+from draftsmith.data.store.shard_states import ShardStates
+from draftsmith.data.store.state_formats import CHANNELS, FORMATS, STATES, TOKENS, format_named, unpacked
+from draftsmith.modules import Eagle3Config, Target, UserError
+from draftsmith.recipes.__main__ import main
+from draftsmith.recipes.commands.memory_plan import plan_recipe
+from draftsmith.recipes.commands.pipeline import COMMANDS
+from draftsmith.recipes.planning.device_rates import Rates
+from draftsmith.trainers.drafters.eagle3 import Eagle3Module, Eagle3TrainConfig
+from safetensors.torch import load_file
+from torch import Tensor
+
+EIGHT_BITS = ("int8", "fp8")
+TAPS = (0,)
+TINY = str(Path(__file__).resolve().parents[3] / "recipes" / "tiny.yaml")
+
+
+def uneven(tokens: int = 60, width: int = 48) -> Tensor:
+    """States as of a language model: two channels and a token are far larger than the others."""
+    states_TD = torch.randn(tokens, width, generator=torch.Generator().manual_seed(0))
+    states_TD[:, 7] *= 40
+    states_TD[:, 20] *= 300
+    states_TD[0] *= 100
+    return states_TD
+
+
+@pytest.mark.parametrize("name", EIGHT_BITS)
+def test_no_number_is_further_off_than_half_a_step(name: str) -> None:
+    """Of int8 a step is a scale; of e4m3 an eighth of the power of two below the number, and 2**-9 near zero."""
+    states_TD = uneven()
+    held = FORMATS[name].packed(states_TD)
+    scales_TD = held[TOKENS][:, None] * held[CHANNELS]
+    half_TD = 0.5 * scales_TD if name == "int8" else torch.maximum(states_TD.abs() / 16, 2.0**-10 * scales_TD)
+    found_TD = unpacked(held[STATES], held[CHANNELS], held[TOKENS])
+    assert bool(((found_TD - states_TD).abs() <= 1.0001 * half_TD).all())
+
+
+@pytest.mark.parametrize(("name", "bound"), [("int8", 0.05), ("fp8", 0.04)])
+def test_small_channels_are_kept_next_to_large_ones(name: str, bound: float) -> None:
+    """Of int8 with scales of tokens alone the channels of usual size would have codes of 0; with scales of channels
+    alone the large token would leave few codes to the others."""
+    states_TD = uneven()
+    held = FORMATS[name].packed(states_TD)
+    apart_TD = unpacked(held[STATES], held[CHANNELS], held[TOKENS]) - states_TD
+    others_TD, apart_TD = states_TD[1:], apart_TD[1:]
+    assert float((apart_TD.norm(dim=0) / others_TD.norm(dim=0)).max()) < bound
+    single = (others_TD / (others_TD.abs().amax(1, keepdim=True) / 127)).round()
+    assert float((single[:, 3] == 0).float().mean()) > 0.4, "these states would not tell the ways apart"
+
+
+@pytest.mark.parametrize("name", EIGHT_BITS)
+def test_states_are_read_back_in_their_own_format(name: str) -> None:
+    """The rounding of a channel's scale to it adds nothing to that of the codes and of the result."""
+    states_TD = uneven()
+    for dtype, bound in ((torch.bfloat16, 0.045), (torch.float64, 0.04)):
+        held = FORMATS[name].packed(states_TD.to(dtype))
+        found_TD = unpacked(held[STATES], held[CHANNELS], held[TOKENS])
+        assert found_TD.dtype == dtype
+        assert float((found_TD - states_TD)[1:].norm()) < bound * float(states_TD[1:].norm())
+
+
+@pytest.mark.parametrize("name", EIGHT_BITS)
+def test_zeros_and_no_tokens_have_scales_too(name: str) -> None:
+    for states_TD in (torch.zeros(3, 4), torch.zeros(0, 4), torch.eye(4)):
+        held = FORMATS[name].packed(states_TD)
+        torch.testing.assert_close(unpacked(held[STATES], held[CHANNELS], held[TOKENS]), states_TD)
+
+
+@pytest.mark.parametrize("name", EIGHT_BITS)
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_state_that_is_not_finite_is_not_hidden(name: str, wrong: float) -> None:
+    """Training stops at it; a code would be some number."""
+    states_TD = uneven()
+    states_TD[3, 5] = wrong
+    held = FORMATS[name].packed(states_TD)
+    finite_TD = unpacked(held[STATES], held[CHANNELS], held[TOKENS]).isfinite()
+    assert not bool(finite_TD[3, 5])
+    assert bool(torch.cat([finite_TD[:3], finite_TD[4:]]).all())
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target) -> Path:
+    """Two validation and twelve train conversations, without states."""
+    base = tmp_path_factory.mktemp("data")
+    texts = ["abcdefghijklmno"[: n + 1] * 2 for n in range(14)]
+    (base / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    config = DistillConfig(shard_prompts=4, slots=4, max_new_tokens=12, validation_prompts=2)
+    source = PromptConfig(origin="file", path=str(base / "prompts.jsonl"))
+    distill(tiny_target, source, config, ChatTemplate(tiny_target.tokenizer), base / "out", progress=False)
+    return base / "out"
+
+
+@pytest.fixture
+def folder(tokens: Path, tmp_path: Path) -> Path:
+    """The same, to be written into."""
+    return Path(shutil.copytree(tokens, tmp_path / "data"))
+
+
+@pytest.mark.parametrize("name", EIGHT_BITS)
+def test_files_hold_what_was_predicted_and_slices_are_those_of_the_whole(
+    name: str, folder: Path, tiny_target: Target
+) -> None:
+    encoding = Encoding(tiny_target, folder, TAPS, form=name)
+    records, width = Manifest.load(folder).shards, tiny_target.hidden_size
+    assert WantedStates(taps=TAPS, form=name).width(tiny_target) == width + 4
+    predicted = encoding.bytes
+    assert predicted == encoding.tokens * 2 * (width + 4) + len(records) * 2 * 4 * width
+    encoding.run(progress=False)
+    assert stored_format(folder).name == name
+    written = 0
+    for record, shard in zip(records, open_features(folder, records, TAPS), strict=True):
+        held = load_file(folder / state_file(record, "final"))
+        whole_TD = unpacked(held[STATES], held[CHANNELS], held[TOKENS])
+        assert torch.equal(shard.final(0, record.tokens), whole_TD)
+        assert torch.equal(shard.final(5, 9), whole_TD[5:9])
+        assert shard.taps(5, 9)[0].shape == (4, width)
+        written += 2 * sum(tensor.nbytes for tensor in held.values())
+    assert written == predicted
+    assert Encoding(tiny_target, folder, TAPS, form=name).tokens == 0
+    assert Encoding(tiny_target, folder, TAPS).tokens > 0, "another format is made anew"
+
+
+@pytest.mark.parametrize(("name", "bound"), [(None, 1e-6), ("int8", 0.005), ("fp8", 0.02)])
+def test_the_loss_on_stored_states_is_that_on_computed_ones(
+    name: str | None, bound: float, folder: Path, tiny_target: Target
+) -> None:
+    """Relative to the loss, of EAGLE-3 on taps with the target as teacher; the gradient likewise. States in the
+    target's own format differ by the rounding of passes of another shape."""
+    encode(tiny_target, folder, TAPS, form=name, progress=False)
+    config = BatchConfig(row_length=96, rows_per_batch=2, seed=1)
+    stored = DraftDataModule(folder, replace(config, states_format=name), TAPS)
+    computed = DraftDataModule(folder, replace(config, states="computed"), TAPS)
+    module = Eagle3Module(tiny_target, Eagle3TrainConfig(objective="soft", drafter=Eagle3Config(steps=2, taps=TAPS)))
+    module.configure_model()
+    assert all(torch.equal(stored.micro_batch(number).tokens_BL, computed.micro_batch(number).tokens_BL)
+               for number in range(3))
+    found = []
+    for data in (stored, computed):
+        module.zero_grad()
+        total = sum((module.loss(data.micro_batch(number)).total for number in range(3)), torch.zeros(()))
+        torch.autograd.backward(total)
+        found.append((float(total.detach()), torch.cat([weight.grad.flatten() for weight in module.parameters()])))
+    (loss, gradient), (exact, wanted) = found
+    assert name is None or loss != exact, "nothing was rounded"
+    assert abs(loss - exact) <= bound * exact
+    assert float((gradient - wanted).norm()) <= 10 * bound * float(wanted.norm())
+
+
+def test_formats_are_refused_that_are_unknown_or_differ(folder: Path, tiny_target: Target) -> None:
+    with pytest.raises(UserError, match=r"batch\.states_format must be null or one of float16, .* fp8, got 'int4'"):
+        BatchConfig(states_format="int4")  # type: ignore[arg-type]
+    wanted = [WantedStates(form="int8"), WantedStates(taps=(1,), form="fp8")]
+    with pytest.raises(UserError, match=r"in the number formats fp8, int8; set batch\.states_format of all to one"):
+        ShardStates(tiny_target, folder, wanted)
+    assert format_named(None, torch.bfloat16).name == "bfloat16"
+
+
+def test_a_recipe_stores_the_states_of_its_answers_in_eight_bits(tmp_path: Path) -> None:
+    words = ["--config", TINY, "--out", str(tmp_path), "--batch.states_format", "int8"]
+    assert main(["distill", *words]) == 0
+    data = tmp_path / "data"
+    assert stored_format(data).name == "int8"
+    records = Manifest.load(data).shards
+    assert all(len(shard.final(0, 2)) == 2 for shard in open_features(data, records, ()))
+    given = COMMANDS["run"].parse([*words, "--distill.budget_tokens", "1000"]).values
+    assert plan_recipe(given, Rates(flops=1e12, bandwidth=1e11, origin="as stated")).stored_states == 1000 * (32 + 4)

@@ -1,0 +1,176 @@
+"""Every shipped recipe can be planned, and what is planned is what its stages then take."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from draftsmith.modules import TargetConfig, TokenTree, UserError, load_target
+from draftsmith.modules.target.loading.loading import sketch_target
+from draftsmith.recipes.__main__ import main
+from draftsmith.recipes.commands.memory_plan import plan_recipe
+from draftsmith.recipes.commands.pipeline import ALL, COMMANDS
+from draftsmith.recipes.planning.device_rates import Rates
+from draftsmith.recipes.planning.stage_plans import StagePlan, cache_bytes
+from support.tiers import others_long
+from transformers import LlamaConfig
+
+RECIPES = Path(__file__).resolve().parents[3] / "recipes"
+TRAINING = sorted(file.stem for file in RECIPES.glob("*.yaml") if "\nfamily:" in file.read_text())
+ELSEWHERE = ["--flops", "4e14", "--bandwidth", "3e12"]
+RATES = Rates(flops=4e14, bandwidth=3e12, origin="as stated")
+LARGE = {"8b": (4096, 14336, 32, 32), "70b": (8192, 28672, 80, 64)}
+"""Width, width inside, layers and heads of the models of Llama 3."""
+PARAMETERS = {"8b": r"8,030,261,248 parameters, 15\.0 GiB",
+              "70b": r"70,553,706,496 parameters, 19\.9 GiB a process",
+              "70b_zero3": r"70,553,706,496 parameters, 7\.1 GiB a process"}
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders with the shapes of Llama 3 and no weights."""
+    folders = {}
+    for name, (width, inside, layers, heads) in LARGE.items():
+        folders[name] = tmp_path_factory.mktemp(f"llama-{name}")
+        LlamaConfig(vocab_size=128256, hidden_size=width, intermediate_size=inside, num_hidden_layers=layers,
+                    num_attention_heads=heads, num_key_value_heads=8, max_position_embeddings=131072,
+                    architectures=["LlamaForCausalLM"]).save_pretrained(folders[name])
+    return folders
+
+
+def test_a_sketch_has_the_shape_of_the_target_and_no_values() -> None:
+    sketch, target = sketch_target(TargetConfig(name="tiny-random")), load_target(TargetConfig(name="tiny-random"))
+    same = {**target.identity.to_dict(), "weights_hash": ""}
+    assert sketch.identity.to_dict() == same
+    assert sketch.output_weight().device == torch.device("meta")
+    assert sketch.eos_ids == () or set(sketch.eos_ids) <= set(target.eos_ids)
+
+
+def test_a_name_that_leads_nowhere_is_told_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"holds no config\.json"):
+        sketch_target(TargetConfig(name=str(tmp_path)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", others_long(TRAINING, kept=("tiny", "eagle3", "fastdraft")))
+def test_every_recipe_states_memory_and_hours_of_its_stages(
+    recipe: str, large: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind = next((kind for kind in PARAMETERS if recipe.endswith(f"_{kind}")), "")
+    shape = kind.partition("_")[0]
+    words = ["--target.name", str(large[shape]), *ELSEWHERE] if kind else []
+    assert main(["plan", "--config", recipe, *words]) == 0
+    message = capsys.readouterr().out
+    assert re.search(r"drafter +[\d,]+ trained parameters", message)
+    where = "a GPU" if kind else r"a process(, \d of them at once)?"
+    for stage in ALL:
+        assert re.search(rf"^{stage} +[\d.]+ [GMK]iB {where}, [\d.e+-]+ h: ", message, re.MULTILINE)
+    assert ("as stated" in message) == bool(kind)
+    if kind:
+        assert re.search(PARAMETERS[kind], message)
+    offloaded = "127.5 GiB of the machine's memory: the target's layers, of all processes" in message
+    assert offloaded == recipe.endswith("_zero3")
+
+
+def test_the_figures_are_those_of_the_real_drafter() -> None:
+    parsed = COMMANDS["run"].parse(["--config", "tiny"])
+    target = load_target(TargetConfig(name="tiny-random"))
+    plan = plan_recipe(parsed.values, RATES)
+    module = parsed.values.module(target, torch.ones(target.vocab_size))
+    module.configure_model()
+    assert plan.drafter_parameters == sum(parameter.numel() for parameter in module.drafter.parameters())
+    assert plan.target_parameters == sum(parameter.numel() for parameter in target.model.parameters())
+    rows = target.start(1, 10)
+    rows.run(TokenTree.prompts(torch.tensor([[5]]), torch.tensor([1])))
+    assert rows.cache.storage is not None
+    assert rows.cache.storage.nbytes == 10 * cache_bytes(target)
+
+
+def test_stages_of_zero_take_less_each() -> None:
+    """Of four processes: a quarter of the moments and of the weights' copy, then of gradients, then of weights."""
+    def planned(*words: str) -> dict[str, int]:
+        parsed = COMMANDS["run"].parse(["--config", "tiny", "--train.devices", "4", *words])
+        return next(stage.parts for stage in plan_recipe(parsed.values, RATES).stages if stage.name == "train")
+
+    whole = planned()
+    stages = [planned("--train.strategy", f"deepspeed_stage_{stage}") for stage in (1, 2, 3)]
+    trained = whole["optimizer"] // 8
+    assert [parts["optimizer"] for parts in stages] == [3 * trained] * 3
+    assert [parts["drafter"] - whole["drafter"] for parts in stages] == [0, 0, trained]
+    steps = [parts["step"] for parts in stages]
+    assert steps[0] >= steps[1] >= steps[2] > 0
+
+
+def test_split_drafters_take_less_in_each_process() -> None:
+    """Heads are gathered together, the layers of a language model one after the other."""
+    def planned(family: str, *words: str) -> tuple[int, int, int]:
+        plan = plan_recipe(COMMANDS["run"].parse(["--config", "tiny", "--family", family, *words]).values, RATES)
+        parts = next(stage.parts for stage in plan.stages if stage.name == "train")
+        return plan.drafter_parameters, parts["drafter"], parts["optimizer"]
+
+    split = ("--train.devices", "4", "--train.strategy", "fsdp2")
+    trained, whole, moments = planned("medusa", "--train.devices", "4")
+    assert moments == 8 * trained
+    assert planned("medusa", *split) == (trained, whole + trained, 2 * trained), "a quarter, and all for the step"
+    layers = ("--drafter.num_layers", "3")
+    trained, whole, _ = planned("draft_lm", "--train.devices", "4", *layers)
+    one = trained - planned("draft_lm", *split, "--drafter.num_layers", "2")[0]
+    assert planned("draft_lm", *split, *layers)[1] - whole == trained + 4 * (trained - 2 * one) - 4 * trained
+
+
+def test_stages_grow_with_what_they_hold() -> None:
+    def stages(*words: str) -> dict[str, StagePlan]:
+        parsed = COMMANDS["run"].parse(["--config", "tiny", *words])
+        return {stage.name: stage for stage in plan_recipe(parsed.values, RATES).stages}
+
+    few, many = stages(), stages("--distill.slots", "4", "--batch.rows_per_batch", "8", "--train.max_steps", "60",
+                                 "--evaluate.untimed_batch_size", "16")
+    assert many["distill"].parts["cache and passes"] < few["distill"].parts["cache and passes"]
+    assert 1.5 < many["train"].parts["step"] / few["train"].parts["step"] < 2.1
+    assert few["train"].seconds is not None
+    assert many["train"].seconds is not None
+    assert 2 < many["train"].seconds / few["train"].seconds < 4, "twice the steps, each of twice the rows"
+    assert many["evaluate"].parts["cache and passes"] > 1.8 * few["evaluate"].parts["cache and passes"]
+    shared = stages("--target.placement", "tensor_parallel", "--train.devices", "2")
+    layers = sum(weight.nbytes for weight in load_target(TargetConfig(name="tiny-random", dtype="bfloat16"))
+                 .layers.parameters())
+    assert few["train"].parts["target"] - shared["train"].parts["target"] == layers // 2
+
+
+def test_hours_and_memory_are_those_of_the_processes_that_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rate of a processor is that of all its threads, of which each process has one; a GPU's is its own."""
+    def answers(*words: str, stated: Rates | None = None) -> StagePlan:
+        return plan_recipe(COMMANDS["run"].parse(["--config", "tiny", *words]).values, stated).stages[0]
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(Rates, "measured", lambda *_: RATES)
+    seconds = {}
+    for workers, count, times in (("null", 1, 1), ("auto", 4, 1), ("2", 2, 2), ("1", 1, 4), ("8", 8, 1)):
+        stage = answers("--distill.workers", workers)
+        assert stage.processes == count
+        assert stage.seconds is not None
+        seconds[workers] = stage.seconds / times
+    assert max(seconds.values()) == pytest.approx(min(seconds.values()))
+    one, eight = (answers("--distill.workers", workers, stated=RATES) for workers in ("1", "8"))
+    assert one.seconds == pytest.approx(8 * (eight.seconds or 0))
+    assert eight.host == {"kept states, of all processes": 8 * one.host["kept states, of all processes"]}
+    assert answers("--distill.workers", "auto", stated=RATES).processes == 1
+    assert main(["plan", "--config", "tiny", "--distill.workers", "2"]) == 0
+    assert re.search(r"^distill +[\d.]+ [GMK]iB a process, 2 of them at once, ", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    (["--flops", "1e14"], "a device that is not here is stated by --flops and --bandwidth, and bandwidth is missing"),
+    (["--bandwidth", "1e12"], "and flops is missing; give both"),
+    (["--flops", "0", "--bandwidth", "1e12"], "flops must be above 0 and finite, in units a second, got 0"),
+    (["--flops", "1e14", "--bandwidth", "-1"], "bandwidth must be above 0 and finite, in units a second, got -1"),
+])
+def test_a_wrong_device_is_refused_in_one_sentence_before_the_target_is_read(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--config", "tiny", "--target.name", "nowhere/at-all", *words]) == 2
+    message = capsys.readouterr().err
+    assert says in message
+    assert message.count("\n") == 1

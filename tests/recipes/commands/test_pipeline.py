@@ -1,0 +1,491 @@
+"""The tiny recipe from end to end, as a user runs it."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import yaml
+from draftsmith.data import Manifest, TokenShard
+from draftsmith.data.batches.loops import answers
+from draftsmith.export import Artifact, export_artifact, load_artifact
+from draftsmith.modules import (
+    DecodeSettings,
+    DraftLM,
+    DraftLMConfig,
+    Request,
+    Target,
+    TargetConfig,
+    Topology,
+    UserError,
+    compiler,
+    decode,
+    load_target,
+    stream,
+)
+from draftsmith.modules.target.linears.packed_linear import can_pack
+from draftsmith.recipes.__main__ import main
+from draftsmith.recipes.commands import compare_families, pipeline
+from draftsmith.recipes.stages.workspace import Workspace
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[3]
+TINY = ROOT / "recipes" / "tiny.yaml"
+STAGES = 5
+"""Stages of a run."""
+KEYS = {"family", "target", "prompts", "batch_size", "temperature", "new_tokens", "target_passes", "accepted_length",
+        "acceptance_by_position", "tokens_per_second", "plain_tokens_per_second", "generate_tokens_per_second",
+        "speedup", "contended", "draft_time_share", "lossless"}
+
+
+def run(out: Path, *words: str, command: str = "run") -> None:
+    """A command on the tiny recipe that must succeed."""
+    assert main([command, "--config", str(TINY), "--out", str(out), *words]) == 0
+
+
+def test_a_run_leaves_an_artifact_and_a_report(tiny_run: Path) -> None:
+    assert {file.name for file in (tiny_run / "artifact").iterdir()} == {
+        ".draftsmith.json", "config.json", "model.safetensors", "README.md", "tuning.json"}
+    assert "<svg" in (tiny_run / "report.html").read_text()
+    assert (tiny_run / "data" / "manifest.json").is_file()
+
+
+def test_the_evaluation_has_the_promised_keys_and_is_lossless(tiny_run: Path) -> None:
+    content = json.loads((tiny_run / "evaluation.json").read_text())
+    assert set(content) >= KEYS
+    lossless = content["lossless"]
+    assert lossless["prompts"] == content["prompts"] == 8
+    assert lossless["identical"] + lossless["near_tie_divergences"] == lossless["prompts"]
+    assert content["accepted_length"] >= 1
+
+
+def test_a_second_call_skips_every_stage(copied_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {file: file.stat().st_mtime_ns for file in copied_run.rglob("*") if file.is_file()}
+    run(copied_run)
+    assert capsys.readouterr().out.count("already complete, skipped") == STAGES
+    assert {file: file.stat().st_mtime_ns for file in copied_run.rglob("*") if file.is_file()} == before
+
+
+def test_an_artifacts_draft_writes_rows_for_the_next_one(
+    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixed = ["--distill.answered_by", "mix", "--distill.mix", '{"target": 0.5, "draft": 0.5}', "--distill.draft",
+             str(tiny_run / "artifact"), "--distill.budget_tokens", "600"]
+    words = ["--config", str(TINY), "--out", str(tmp_path), *mixed]
+    assert main(["distill", *words]) == 2
+    assert "objective is hard and the text is learnt as it stands; choose another objective" in capsys.readouterr().err
+    assert not (tmp_path / "data").exists(), "message before anything is written"
+    assert main(["distill", *words, "--train.objective", "soft"]) == 0
+    manifest = Manifest.load(tmp_path / "data")
+    assert manifest.written("draft") > 0 < manifest.written("target")
+    assert main(["train", *words]) == 2
+    assert "objective is hard and the text is learnt as it stands; choose another objective" in capsys.readouterr().err
+
+
+def test_a_draft_vocabulary_is_chosen_once_and_its_coverage_reported(
+    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = Path(shutil.copytree(tiny_run / "data", tmp_path / "data"))
+    words = ["--config", str(TINY), "--data", str(data), "--drafter.vocabulary_size", "40", "--train.max_steps", "2",
+             "--train.vocabulary_positions", "40000"]
+    assert main(["run", *words, "--out", str(tmp_path / "one"), "--evaluate.limit", "1"]) == 0
+    said = re.search(r"draft vocabulary of 40 tokens: ([\d.]+)% of the tokens of held-out answers",
+                     capsys.readouterr().out)
+    assert said is not None
+    facts = json.loads((tmp_path / "one" / "artifact" / "config.json").read_text())["provenance"]["draft_vocabulary"]
+    assert facts["tokens"] == 40
+    assert f"{facts['held_out_coverage']:.1%}" == f"{said[1]}%"
+    assert f"| draft vocabulary | 40 tokens, {said[1]}% of those in held-out answers |" in (
+        tmp_path / "one" / "artifact" / "README.md").read_text()
+    assert "draft vocabulary" in (tmp_path / "one" / "report.html").read_text()
+    kept = {file: file.stat().st_mtime_ns for file in data.glob("probabilities-*")}
+    assert len(kept) == 1
+    assert main(["train", *words, "--out", str(tmp_path / "two")]) == 0
+    assert {file: file.stat().st_mtime_ns for file in data.glob("probabilities-*")} == kept, "made twice"
+    one, two = (load_file(tmp_path / name / "artifact" / "model.safetensors") for name in ("one", "two"))
+    assert torch.equal(one["token_ids"], two["token_ids"])
+    counted = ["--out", str(tmp_path / "three"), "--train.vocabulary_positions", "0"]
+    assert main(["train", *words, *counted]) == 0
+    three = load_file(tmp_path / "three" / "artifact" / "model.safetensors")
+    assert not torch.equal(one["token_ids"], three["token_ids"]), "the probabilities decide nothing"
+
+
+def test_loops_are_left_out_by_default_and_reported(
+    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the last five tokens of every longer answer repeated those before them."""
+    def last_five(shard: TokenShard) -> Iterator[tuple[int, int, int]]:
+        return ((row, stop - 5, stop) for row, start, stop in answers(shard) if stop - start > 40)
+
+    for module in ("learned_tokens", "datamodule"):
+        monkeypatch.setattr(f"draftsmith.data.{module}.loops", last_five)
+    learned: list[int] = []
+    original = pipeline.proposed_text
+    monkeypatch.setattr(pipeline, "proposed_text", lambda drafter, rows: (
+        learned.append(sum(int(row.supervised_BL.sum()) for row in rows)), original(drafter, rows))[1])
+    words = ["--config", str(TINY), "--data", str(tiny_run / "data"), "--out", str(tmp_path), "--train.max_steps", "2"]
+    assert main(["run", *words, "--evaluate.limit", "1"]) == 0
+    assert re.search(r"\d+ held-out answers end in a loop: [\d.]+ tokens per pass there", capsys.readouterr().out)
+    manifest = Manifest.load(tiny_run / "data")
+    shards = [TokenShard.read(tiny_run / "data" / record.file) for record in manifest.split("train")]
+    found = sum(1 for shard in shards for _ in last_five(shard))
+    assert json.loads((tmp_path / "evaluation.json").read_text())["left_out"] == [
+        f"training text: {found} of {manifest.total('train', 'answers')} answers end in a loop, whose {5 * found} "
+        f"repeated tokens of {manifest.total('train', 'supervised'):,} in all are not learned (batch.loops cut)"]
+    loops = json.loads((tmp_path / "artifact" / "config.json").read_text())["provenance"]["loops"]
+    assert loops["answers"] > 0
+    assert loops["accepted_length"] >= 1
+    [held_out] = [TokenShard.read(tiny_run / "data" / record.file) for record in manifest.split("validation")]
+    greedy = sum(int(held_out.supervised_T[slice(*held_out.span(row))].sum()) for row in held_out.answered_at(0.0))
+    assert learned[0] == greedy - 5 * loops["answers"], "trees and copies are sized by text without loops"
+
+
+def test_a_lost_report_is_made_again_without_training(copied_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (copied_run / "report.html").unlink()
+    run(copied_run)
+    assert capsys.readouterr().out.count("already complete, skipped") == STAGES - 1
+    assert (copied_run / "report.html").is_file()
+
+
+def workspace(out: Path, *words: str) -> Workspace:
+    parsed = pipeline.COMMANDS["run"].parse(["--config", str(TINY), "--out", str(out), *words])
+    return Workspace(parsed.values, parsed.settings)
+
+
+def test_data_that_a_training_was_made_on_do_not_grow(
+    copied_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {file: file.read_bytes() for file in copied_run.rglob("*") if file.is_file()}
+    for command in ("run", "distill"):
+        assert main([command, "--config", str(TINY), "--out", str(copied_run), "--distill.budget_tokens", "1600"]) == 2
+        assert re.search(r"train was trained on the answers in .*/data, which would grow: distill.budget_tokens was "
+                         r"1200 and is now 1600; go back to the former setting, or copy .*/data into the folder of "
+                         r"another --out and let it grow there", capsys.readouterr().err)
+    assert {file: file.read_bytes() for file in copied_run.rglob("*") if file.is_file()} == before
+    few = Manifest.load(shutil.copytree(copied_run / "data", tmp_path / "more" / "data"))
+    run(tmp_path / "more", "--distill.budget_tokens", "1600", command="distill")
+    more = Manifest.load(tmp_path / "more" / "data")
+    assert more.total("train", "supervised") >= 1600
+    assert more.shards[: len(few.shards)] == few.shards
+
+
+def test_rows_of_a_comparison_keep_the_data_that_they_were_trained_on(
+    copied_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare_families, "perform_stages", lambda *_: pytest.fail("prompts were answered"))
+    shutil.copytree(copied_run / "train", copied_run / "tiny" / "train")
+    words = ["families", "--config", "tiny", "--rows", '[tiny, "prompt_lookup"]', "--only", "prompt_lookup"]
+    assert main([*words, "--out", str(copied_run), "--distill.budget_tokens", "1600"]) == 2
+    assert "tiny/train was trained on the answers in" in capsys.readouterr().err
+
+
+def test_an_artifact_names_the_data_that_it_was_trained_on(copied_run: Path) -> None:
+    found = Manifest.load(copied_run / "data")
+    grown = {**found.recipe, "distill": {**found.recipe["distill"], "budget_tokens": 1600}}
+    replace(found, recipe=grown, complete=False).save(copied_run / "data")
+    result = pipeline.read_result(copied_run / "train")
+    assert pipeline.provenance(workspace(copied_run), result, (1.0,))["data_manifest"] == found.hash
+    file = copied_run / "train" / "settings.json"
+    file.write_text("{}")
+    with pytest.raises(UserError, match=r"the key data of .*settings.json is damaged: .*; delete .* to train anew"):
+        pipeline.provenance(workspace(copied_run), result, (1.0,))
+
+
+def test_the_room_for_states_is_that_of_the_tokens_still_missing(copied_run: Path) -> None:
+    held = Manifest.load(copied_run / "data").total("train", "supervised")
+    higher = "--distill.budget_tokens", "1600"
+    assert pipeline.missing_tokens(workspace(copied_run)) == 0
+    assert pipeline.missing_tokens(workspace(copied_run, *higher)) == 1600 - held > 0
+    assert pipeline.missing_tokens(workspace(copied_run, "--distill.budget_tokens", "null")) == 0
+    assert pipeline.missing_tokens(workspace(copied_run / "new", *higher)) == 1600
+    (copied_run / "data" / "queue").mkdir()
+    assert pipeline.missing_tokens(workspace(copied_run, *higher)) == 0, "an interrupted one was counted before"
+
+
+def test_lost_states_are_made_again_and_a_damaged_shard_is_named(
+    copied_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    states, weights = (copied_run / name for name in ("data/final-train-00000.safetensors",
+                                                      "artifact/model.safetensors"))
+    # A copy: what is loaded is the mapped file, which is changed below.
+    before, trained = load_file(states)["states"].clone(), weights.read_bytes()
+    content = states.read_bytes()
+    states.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    run(copied_run)
+    # They were kept while the answers were decoded; a second pass rounds differently.
+    torch.testing.assert_close(load_file(states)["states"], before, rtol=0, atol=1e-4)
+    message = capsys.readouterr().out
+    assert "[1/5] the target answers prompts: already complete, skipped" in message
+    assert "nothing to compute" not in message
+    assert weights.read_bytes() == trained, "a finished training takes no further step"
+    shard = copied_run / "data" / "train-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    assert main(["run", "--config", str(TINY), "--out", str(copied_run)]) == 2
+    assert "train-00000.safetensors is corrupted" in capsys.readouterr().err
+    shard.unlink()
+    assert main(["run", "--config", str(TINY), "--out", str(copied_run)]) == 2
+    assert "delete the folder" in capsys.readouterr().err
+
+
+def test_the_artifact_decodes_to_the_targets_own_words(tiny_run: Path) -> None:
+    target = load_target(TargetConfig(name="tiny-random"))
+    artifact = load_artifact(tiny_run / "artifact", target)
+    requests = [Request(tuple(target.tokenizer(text).input_ids), index, 40) for index, text in enumerate(("a", "bc d"))]
+    drafted = decode(target, requests, DecodeSettings(), drafter=artifact.drafter, policy=artifact.policy("static-8"))
+    plain = decode(target, requests, DecodeSettings())
+    assert [one.tokens for one in drafted.generations] == [one.tokens for one in plain.generations]
+
+
+def test_distill_then_train_is_the_same_as_run(
+    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path / "run", command="distill")
+    assert "nothing to compute: all of them were stored before" in capsys.readouterr().out
+    assert not (tmp_path / "run" / "train").exists()
+    run(tmp_path / "run", command="train")
+    for name in ("config.json", "model.safetensors", "README.md"):
+        assert (tmp_path / "run" / "artifact" / name).read_bytes() == (tiny_run / "artifact" / name).read_bytes()
+
+
+def test_generate_streams_the_plain_answer(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    artifact = str(tiny_run / "artifact")
+    assert main(["generate", "--artifact", artifact, "--prompt", "hello", "--max-new-tokens", "30"]) == 0
+    message = capsys.readouterr()
+    target = load_target(TargetConfig(name="tiny-random"))
+    tokens = target.tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], add_generation_prompt=True,
+                                                  tokenize=True, return_dict=False)
+    plain, = decode(target, [Request(tuple(tokens), 0, 30)], DecodeSettings()).generations
+    assert message.out.rstrip("\n") == target.tokenizer.decode(plain.tokens, skip_special_tokens=True).rstrip("\n")
+    assert "tokens per pass" in message.err
+
+
+def test_generate_says_why_graphs_were_not_replayed(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answers = []
+    for asked in ([], ["--graphs"]):
+        assert main(["generate", "--artifact", str(tiny_run / "artifact"), "--prompt", "hello", "--max-new-tokens", "9",
+                     *asked]) == 0
+        answers.append(capsys.readouterr())
+    assert answers[0].out == answers[1].out
+    assert "CUDA graphs" not in answers[0].err
+    assert "[not replayed as CUDA graphs: there is no CUDA device]" in answers[1].err
+
+
+def test_generate_compiles_where_it_can_and_says_so(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With unpacked layers, whose compiler is watched; packed ones are named."""
+    answers = []
+    for asked in ([], ["--compile"], ["--compile", "--target.pack", "0"]):
+        with patch.object(compiler, "BACKEND", "eager"):
+            assert main(["generate", "--artifact", str(tiny_run / "artifact"), "--prompt", "hello", "--max-new-tokens",
+                         "9", *asked]) == 0
+        answers.append(capsys.readouterr())
+    assert answers[0].out == answers[1].out == answers[2].out
+    assert "compil" not in answers[0].err
+    if can_pack(load_target(TargetConfig(name="tiny-random")).model):
+        assert "[not compiled: the linear layers are packed for oneDNN, which no graph can hold" in answers[1].err
+    assert answers[2].err.count("[compiling the layers: minutes at the first use on a machine]") == 1
+    assert re.search(r"\[layers compiled in \d+\.\d s\]", answers[2].err)
+
+
+def test_generate_copies_beside_the_tree_in_the_sizes_tuned_here(
+    tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(tiny_run / "artifact", tmp_path / "artifact")
+    file = tmp_path / "artifact" / "tuning.json"
+    tuning = json.loads(file.read_text())
+    assert tuning["copying"]["tree_size"] == tuning["tree_size"]
+    assert {trial["copied"] for trial in tuning["copying"]["trials"]} == {4, 7, 10}
+    trial = {"copied": 5, "extra": 3, "accepted_length": 9.0, "nodes": 4.0}
+    file.write_text(json.dumps(tuning | {"tree_size": 4, "copying": tuning["copying"] | {"trials": [trial]}}))
+    unions, answers = [], []
+
+    def watched(*given: Any, policy: Any, **more: Any) -> Any:
+        unions.append(policy)
+        return stream(*given, policy=policy, **more)
+
+    monkeypatch.setattr("draftsmith.recipes.commands.artifact_commands.stream", watched)
+    for policy in ("static", "static+lookup"):
+        assert main(["generate", "--artifact", str(tmp_path / "artifact"), "--prompt", "la la la la la la",
+                     "--max-new-tokens", "20", "--policy", policy]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1]
+    assert [one.max_size for one in unions] == [4, 4 + 3]
+    assert unions[1].policies[0].max_size == 1 + 5
+
+
+def test_a_sampled_answer_is_drafted_by_the_tree_for_it(
+    tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(tiny_run / "artifact", tmp_path / "artifact")
+    file = tmp_path / "artifact" / "tuning.json"
+    # Nothing is accepted of a sampling target: it is not drafted for at all.
+    tuning = json.loads(file.read_text())
+    tuning |= {"tree_size": 4, "given": False, "sampled": tuning["sampled"] | {"expected_accepted_length": [1.0] * 8}}
+    file.write_text(json.dumps(tuning))
+    sizes = []
+
+    def watched(*given: Any, policy: Any, **more: Any) -> Any:
+        sizes.append(policy.max_size)
+        return stream(*given, policy=policy, **more)
+
+    monkeypatch.setattr("draftsmith.recipes.commands.artifact_commands.stream", watched)
+    for degree in ("0", "0.8"):
+        assert main(["generate", "--artifact", str(tmp_path / "artifact"), "--prompt", "hello", "--max-new-tokens", "5",
+                     "--temperature", degree]) == 0
+    assert sizes == [4, 1]
+    said = capsys.readouterr().err
+    assert said.count("nothing was drafted") == 1
+    assert "because on this machine no tree makes decoding faster at temperature 0.8; --policy static-16" in said
+
+
+@pytest.mark.parametrize("words", [["generate", "--prompt", "hello", "--max-new-tokens", "8"],
+                                   ["export", "--format", "medusa", "--out", "{out}"]])
+def test_an_artifact_is_used_without_the_extras(words: list[str], tiny_run: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "for name in 'lightning pytorch_lightning datasets peft tensorboard matplotlib deepspeed'.split():\n"
+        "    sys.modules[name] = None\n"
+        "from draftsmith.recipes.__main__ import main\n"
+        "sys.exit(main(sys.argv[1:]))\n")
+    given = [word.format(out=tmp_path / "out") for word in words]
+    subprocess.run([sys.executable, "-c", program, *given, "--artifact", str(tiny_run / "artifact")], check=True)
+
+
+def test_evaluate_on_a_file_in_a_batch(tiny_run: Path, tmp_path: Path) -> None:
+    lines = [{"question_id": n, "category": "writing", "turns": [f"say {n} things"]} for n in range(4)]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["evaluate", "--artifact", str(tiny_run / "artifact"), "--prompts", str(tmp_path / "mine.jsonl"),
+                 "--out", str(tmp_path / "report"), "--batch-sizes", "4", "--max-new-tokens", "12",
+                 "--speed-prompts", "4"]) == 0
+    content = json.loads((tmp_path / "report" / "evaluation.json").read_text())
+    assert content["batch_size"] == 4
+    assert content["prompts"] == 4
+    assert (tmp_path / "report" / "report.html").is_file()
+
+
+def test_evaluate_a_file_of_two_turns_with_a_baseline_batches_and_temperatures(tiny_run: Path, tmp_path: Path) -> None:
+    """Two artifacts and a baseline, as a person would compare them."""
+    again = shutil.copytree(tiny_run / "artifact", tmp_path / "again" / "artifact")
+    lines = [{"question_id": n, "category": ("math", "writing")[n % 2], "turns": [f"say {n} things", "and more"]}
+             for n in range(4)]
+    (tmp_path / "spec.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["evaluate", "--artifact", f"[{tiny_run / 'artifact'},{again}]", "--prompts",
+                 str(tmp_path / "spec.jsonl"), "--out", str(tmp_path / "report"), "--batch-sizes", "[1,2]",
+                 "--temperatures", "[0,0.9]", "--max-new-tokens", "8", "--speed-prompts", "2",
+                 "--baselines", "[prompt_lookup]"]) == 0
+    content = json.loads((tmp_path / "report" / "evaluation.json").read_text())
+    measured = content["measurements"]
+    assert {(one["temperature"], one["batch_size"]) for one in measured} == {(t, b) for t in (0, 0.9) for b in (1, 2)}
+    assert len({one["method"] for one in measured}) == 3
+    assert "prompt_lookup" in {one["method"] for one in measured}
+    assert content["prompts"] == 8  # four questions, two turns each
+    assert {one["turn"] for one in measured} == {None, "1", "2"}
+    assert all(one["lossless"]["identical"] + one["lossless"]["near_tie_divergences"] == one["prompts"]
+               for one in measured)
+    assert measured[0]["accepted_length"] == content["accepted_length"]
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "rows of the batch" in page
+    assert "temperature" in page
+
+
+def test_baselines_are_evaluated_without_an_artifact(tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "hello"}\n')
+    assert main(["evaluate", "--target.name", "tiny-random", "--baselines", "[recycling,prompt_lookup]", "--out",
+                 str(tmp_path), "--prompts", str(tmp_path / "mine.jsonl"), "--max-new-tokens", "8"]) == 0
+    content = json.loads((tmp_path / "evaluation.json").read_text())
+    assert (content["method"], content["lossless"]["identical"]) == ("recycling", 1)
+
+
+def test_export_writes_the_medusa_layout(tiny_run: Path, tmp_path: Path) -> None:
+    assert main(["export", "--artifact", str(tiny_run / "artifact"), "--format", "medusa", "--out",
+                 str(tmp_path / "medusa")]) == 0
+    assert list((tmp_path / "medusa").glob("*.safetensors"))
+
+
+def test_the_example_of_the_readme_runs(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    assert len(example.splitlines()) <= 12
+    program = example.replace("smollm2-135m-instruct", "tiny-random").replace("runs/quickstart", str(tiny_run))
+    exec(compile(program, "README.md", "exec"), {})
+    assert len(capsys.readouterr().out) > 20
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_two_kills_change_no_byte(tmp_path: Path) -> None:
+    campaign = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "benchmarks" / "fault_campaign.py"), "--state", str(tmp_path / "state"),
+         "--only", "kill at a random moment", "--subject", "medusa", "--kills", "2", "--processes", "1"],
+        capture_output=True, text=True, check=False)
+    assert "| run, medusa | 2 of 2 |" in campaign.stdout, campaign.stderr
+    assert campaign.returncode == 0
+
+
+def test_another_run_trains_on_the_same_data(
+    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, data = tmp_path / "second", tiny_run / "data"
+    before = {file: file.stat().st_mtime_ns for file in data.iterdir()}
+    run(out, "--data", str(data), "--drafter.num_heads", "2")
+    message = capsys.readouterr().out
+    assert "[1/4] the target's states are stored" in message
+    assert not (out / "data").exists()
+    assert {file: file.stat().st_mtime_ns for file in data.iterdir()} == before
+    run(out, "--data", str(data), "--drafter.num_heads", "2")
+    assert capsys.readouterr().out.count("already complete, skipped") == STAGES - 1
+
+
+def test_data_is_read_with_the_template_it_was_rendered_with(
+    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--config", str(TINY), "--out", str(tmp_path / "out"), "--data", str(tiny_run / "data")]
+    assert main(["train", *words, "--template.system", "Be brief."]) == 2
+    assert "was rendered with another chat template or other settings of it" in capsys.readouterr().err
+
+
+def test_data_of_another_run_must_be_there(
+    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--config", str(TINY), "--out", str(tmp_path / "out")]
+    assert main(["run", *words, "--data", str(tmp_path / "none")]) == 2
+    assert "none, which is no folder; give the data folder of a finished run" in capsys.readouterr().err
+    assert main(["distill", *words, "--data", str(tiny_run / "data")]) == 2
+    assert "already distilled; leave data out" in capsys.readouterr().err
+
+
+def beginning_with(folder: Path, target: Target, layers: tuple[int, ...], out: Path) -> list[str]:
+    """Put these layers of the target into a folder as a model, and train on from there: words of `train`."""
+    drafter = DraftLM.create(DraftLMConfig(layers=layers), target)
+    export_artifact(Artifact(drafter=drafter, target=target, topology=Topology.chain(2), identity=target.identity,
+                             provenance={}), target, "huggingface", folder)
+    content = yaml.safe_load(TINY.read_text())
+    content |= {"family": "draft_lm", "drafter": {"folder": str(folder)},
+                "train": {"max_steps": 2, "warmup_steps": 1, "checkpoint_every": 1}}
+    out.mkdir(exist_ok=True)
+    (out / "recipe.yaml").write_text(yaml.safe_dump(content))
+    return ["--config", str(out / "recipe.yaml"), "--out", str(out)]
+
+
+def test_another_model_in_the_same_folder_is_noticed(
+    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, data = load_target(TargetConfig(name="tiny-random")), ["--data", str(tiny_run / "data")]
+    words = beginning_with(tmp_path / "draft", target, (0,), tmp_path / "out") + data
+    assert main(["train", *words]) == 0
+    weights = (tmp_path / "out" / "artifact" / "model.safetensors").read_bytes()
+    capsys.readouterr()
+    assert main(["train", *words]) == 0
+    assert capsys.readouterr().out.count("already complete, skipped") == 3
+    beginning_with(tmp_path / "draft", target, (1,), tmp_path / "out")
+    assert main(["train", *words]) == 2
+    assert 'was started with "model_in_folder": ' in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "out" / "train")
+    assert main(["train", *words]) == 0
+    assert (tmp_path / "out" / "artifact" / "model.safetensors").read_bytes() != weights

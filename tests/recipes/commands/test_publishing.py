@@ -1,0 +1,171 @@
+"""`draftsmith push`: what it uploads, its card, and what it refuses; a stand-in takes the place of the Hub."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from draftsmith.export import Artifact, export_artifact, save_artifact
+from draftsmith.modules import Target, UserError
+from draftsmith.recipes.__main__ import main
+from draftsmith.recipes.commands.publishing import PushArguments, listing, planned, upload
+from support.artifacts import TREE, heads
+
+RECIPE = {"distill": {"answered_by": "target"},
+          "prompts": {"origin": "dataset", "name": "owner/questions", "path": None}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_target: Target) -> Path:
+    save_artifact(tmp_path / "artifact", heads(tiny_target), replace(tiny_target.identity, name="owner/model"),
+                  {"recipe": RECIPE, "data_manifest": "1234"}, TREE)
+    return tmp_path / "artifact"
+
+
+def given(folder: Path, **settings: Any) -> PushArguments:
+    return PushArguments(**{"folder": folder, "repository": "owner/draft", "licence": "apache-2.0", **settings})
+
+
+def evaluation(file: Path, **changes: Any) -> Path:
+    """evaluation.json with the fields that the card shows."""
+    measured = {"prompts": 6, "accepted_length": 2.0}
+    file.write_text(json.dumps({
+        "method": "medusa, static", "family": "medusa", "temperature": 0.0, "batch_size": 1, "speedup": 1.5,
+        "header": {"dtype": "float32", "machine": {"processor": "a CPU"}}, **measured,
+        "by_category": {"math": {"prompts": 4, "accepted_length": 2.5},
+                        "writing": {"prompts": 2, "accepted_length": 1.0}},
+        **changes}))
+    return file
+
+
+class StandIn:
+    """A Hub that notes what it is asked for."""
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.failure, self.made, self.files = failure, {}, {}
+
+    def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self.made = {"repo_id": repo_id, "private": private, "exist_ok": exist_ok}
+
+    def create_commit(self, repo_id: str, operations: list[Any], *, commit_message: str) -> Any:
+        self.files = {one.path_in_repo: one.path_or_fileobj for one in operations}
+        return type("Commit", (), {"commit_url": f"https://hub/{repo_id}"})
+
+
+def fields(card: str) -> dict[str, Any]:
+    return dict(yaml.safe_load(card.split("---\n")[1]))
+
+
+def test_an_artifact_with_its_card(folder: Path, tmp_path: Path) -> None:
+    (folder / "tuning.json").write_text("{}")
+    arguments = given(folder, evaluation=evaluation(tmp_path / "evaluation.json"), private=False)
+    files = planned(arguments)
+    # What is true on this machine alone stays here.
+    assert list(files) == ["README.md", "config.json", "model.safetensors"]
+    hub = StandIn()
+    assert upload(hub, arguments, files) == "https://hub/owner/draft"
+    assert hub.made == {"repo_id": "owner/draft", "private": False, "exist_ok": True}
+    assert hub.files["model.safetensors"] == str(folder / "model.safetensors")
+    card = hub.files["README.md"].decode()
+    assert fields(card) == {"license": "apache-2.0", "library_name": "draftsmith",
+                            "tags": ["speculative-decoding", "medusa"], "base_model": "owner/model"}
+    assert (folder / "README.md").read_text().rstrip("\n") in card
+    assert "| all | 6 | 2.00 |\n| math | 4 | 2.50 |\n| writing | 2 | 1.00 |" in card
+    assert "1.50 times as fast as without drafts" in card
+    assert "Prompts: dataset, name owner/questions. Answers written by: target. Manifest `1234`." in card
+    recipe = card.split("```yaml\n")[1].split("```")[0]
+    assert yaml.safe_load(recipe) == RECIPE
+
+
+def test_an_export_takes_its_card_from_the_artifact(folder: Path, tmp_path: Path, tiny_target: Target) -> None:
+    artifact = Artifact(drafter=heads(tiny_target), target=tiny_target, topology=TREE, identity=tiny_target.identity,
+                        provenance={})
+    out = export_artifact(artifact, tiny_target, "medusa", tmp_path / "out")
+    with pytest.raises(UserError, match="is an export, which does not say how it was trained; give its artifact"):
+        planned(given(out))
+    files = planned(given(out, artifact=folder))
+    assert list(files) == ["README.md", "config.json", "medusa_lm_head.safetensors"]
+    card = bytes(files["README.md"]).decode()
+    assert "text-generation-launcher" in card
+    assert "## Training data" in card
+
+
+def test_what_would_be_uploaded_is_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = (folder / "model.safetensors").stat().st_size
+    files = planned(given(folder))
+    assert f"{size:>15,}  model.safetensors" in listing(files, "owner/draft")
+    assert main(["push", "--folder", str(folder), "--repository", "owner/draft", "--licence", "mit"]) == 0
+    said = capsys.readouterr()
+    assert "owner/draft: 3 files" in said.out + said.err
+    assert "nothing was uploaded; add --dry_run false to upload" in said.out + said.err
+
+
+def test_only_the_word_of_the_user_uploads(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub = StandIn()
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
+    words = ["push", "--folder", str(folder), "--repository", "owner/draft", "--licence", "mit"]
+    assert main(words) == 0
+    assert not hub.made
+    assert main([*words, "--dry_run", "false"]) == 0
+    assert hub.made["private"] is True
+    said = capsys.readouterr()
+    assert "uploaded: https://hub/owner/draft" in said.out + said.err
+
+
+def strange(folder: Path) -> None:
+    (folder / "notes.txt").write_text("mine")
+
+
+def changed(folder: Path) -> None:
+    (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
+
+
+def unmarked(folder: Path) -> None:
+    (folder / ".draftsmith.json").unlink()
+
+
+@pytest.mark.parametrize(("change", "reason"), [
+    (strange, r"holds other or changed files \(notes.txt\)"),
+    (changed, r"holds other or changed files \(config.json\)"),
+    (unmarked, "is no artifact or export of draftsmith"),
+])
+def test_a_folder_with_anything_else_is_refused(folder: Path, change: Callable[[Path], None], reason: str) -> None:
+    change(folder)
+    with pytest.raises(UserError, match=reason):
+        planned(given(folder))
+
+
+def test_another_evaluation_is_refused(folder: Path, tmp_path: Path) -> None:
+    other = evaluation(tmp_path / "evaluation.json", family="hydra")
+    with pytest.raises(UserError, match="is the evaluation of a hydra drafter, this one is medusa; give its own"):
+        planned(given(folder, evaluation=other))
+    other.write_text('{"family": "medusa"}')
+    with pytest.raises(UserError, match="is no evaluation of draftsmith; give the evaluation"):
+        planned(given(folder, evaluation=other))
+
+
+def test_a_target_in_a_folder_has_no_name_on_the_hub(tmp_path: Path, tiny_target: Target) -> None:
+    for name in ("./models/mine", "tiny-random"):
+        identity = replace(tiny_target.identity, name=name)
+        save_artifact(tmp_path / "artifact", heads(tiny_target), identity, {}, TREE)
+        card = bytes(planned(given(tmp_path / "artifact"))["README.md"]).decode()
+        assert "base_model" not in fields(card)
+        assert "## Training data" not in card
+        assert "## Recipe" not in card
+
+
+def test_a_failed_upload_is_one_sentence(folder: Path) -> None:
+    from huggingface_hub.errors import LocalTokenNotFoundError, OfflineModeIsEnabled
+
+    for failure in (OfflineModeIsEnabled("no network"), LocalTokenNotFoundError("no token")):
+        with pytest.raises(UserError, match=f"owner/draft could not be uploaded \\({failure}\\); check the network"):
+            upload(StandIn(failure), given(folder), planned(given(folder)))
+    with pytest.raises(UserError, match=r"repository must be OWNER/NAME, got 'draft'; give both parts"):
+        given(folder, repository="draft")

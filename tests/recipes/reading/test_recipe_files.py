@@ -1,0 +1,119 @@
+"""Recipe files: what they extend, which keys win, and files that cannot be read."""
+
+from pathlib import Path
+
+import pytest
+from draftsmith.modules import UserError
+from draftsmith.recipes.commands.pipeline import COMMANDS
+from draftsmith.recipes.reading.recipe_files import merge, read_recipe, recipe_path
+
+
+def write(folder: Path, **texts: str) -> Path:
+    """Write recipe files by name; returns the first."""
+    for name, text in texts.items():
+        (folder / f"{name}.yaml").write_text(text)
+    return folder / f"{next(iter(texts))}.yaml"
+
+
+def test_own_keys_win_section_by_section(tmp_path: Path) -> None:
+    file = write(tmp_path, mine="extends: base\nout: a\ntrain:\n  lora:\n    rank: 2\n",
+                 base="out: b\ntrain:\n  lr: 1.0\n  lora:\n    rank: 1\n    alpha: 3\ntree:\n  max_rank: 1\n")
+    assert read_recipe(str(file)) == {"out": "a", "train": {"lr": 1.0, "lora": {"rank": 2, "alpha": 3}},
+                                      "tree": {"max_rank": 1}}
+
+
+def test_a_recipe_extends_by_a_path_relative_to_itself_or_a_shipped_name(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    write(tmp_path, base="extends: embedded\nout: b\n")
+    file = write(tmp_path / "inner", mine="extends: ../base.yaml\nfamily: medusa\n")
+    content = read_recipe(str(file))
+    assert content["out"] == "b"
+    assert content["target"] == read_recipe(recipe_path("embedded"))["target"]
+
+
+def test_a_file_beside_the_recipe_comes_before_a_shipped_one(tmp_path: Path) -> None:
+    file = write(tmp_path, mine="extends: embedded\n", embedded="out: own\n")
+    assert read_recipe(str(file)) == {"out": "own"}
+
+
+def test_another_family_brings_its_own_drafter(tmp_path: Path) -> None:
+    base = {"family": "medusa", "drafter": {"num_heads": 3}, "train": {"lr": 1.0}}
+    assert merge(base, {"family": "eagle3"}) == {"family": "eagle3", "train": {"lr": 1.0}}
+    assert merge(base, {"family": "medusa"}) == base
+    words = ["--config", "tiny", "--out", str(tmp_path), "--family", "eagle3"]
+    given = COMMANDS["run"].parse(words).settings
+    assert (given["family"], given["train"]["max_steps"], given["drafter"]["steps"]) == ("eagle3", 30, 7)
+
+
+@pytest.mark.parametrize(("texts", "message"), [
+    ({"a": "extends: b\n", "b": "extends: c\n", "c": "extends: b\n"},
+     r"recipes extend each other in a circle: b.yaml -> c.yaml -> b.yaml; remove one `extends`"),
+    ({"a": "extends: a\n"}, r"in a circle: a.yaml -> a.yaml"),
+    ({"a": "extends: gone\n"}, r"a.yaml extends 'gone', but there is no recipe 'gone'; give the path"),
+    ({"a": "extends: [b, c]\n"}, r"a.yaml: extends must be the name or path of one recipe, got \['b', 'c'\]"),
+    ({"a": "out: a\nout: b\n"}, r"a.yaml is not a YAML file: the key 'out' is given twice \(line 1\)"),
+    ({"a": "extends: b\n", "b": "tree:\n  max_rank: 1\n  max_rank: 2\n"}, r"b.yaml is not .* 'max_rank' is given"),
+    ({"a": "- out\n"}, r"a.yaml must hold the sections of a recipe \(key: value\), got list"),
+])
+def test_recipes_that_cannot_be_read(texts: dict[str, str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        read_recipe(str(write(tmp_path, **texts)))
+
+
+def test_an_empty_recipe_is_an_empty_one(tmp_path: Path) -> None:
+    assert read_recipe(str(write(tmp_path, a="# nothing\n"))) == {}
+
+
+@pytest.mark.parametrize("base", ["embedded", "eight_billion"])
+def test_what_recipes_share_stands_once(base: str, tmp_path: Path) -> None:
+    """No recipe repeats a value that it inherits."""
+    shared = read_recipe(recipe_path(base))
+    extending = [file for file in Path(recipe_path(base)).parent.glob("*.yaml")
+                 if f"\nextends: {base}" in file.read_text()]
+    assert len(extending) > 5
+    for file in extending:
+        own = "\n".join(line for line in file.read_text().splitlines() if not line.startswith("extends:"))
+        assert not repeated(read_recipe(str(write(tmp_path, own=own))), shared), file.name
+
+
+def test_recipes_for_8b_targets_learn_from_many_long_conversations() -> None:
+    """Their steps read the answers, without prompts, two to ten times."""
+    names = [file.stem for file in Path(recipe_path("eight_billion")).parent.glob("*_8b.yaml")]
+    for name in sorted({*names} - {"specdec_8b"}):
+        recipe = COMMANDS["run"].parse(["--config", name]).values
+        batch, train = recipe.batch, recipe.train
+        read = (train.max_steps or 0) * train.accumulate * batch.rows_per_batch * batch.row_length
+        assert 2 <= read / (recipe.distill.budget_tokens or 1) <= 10, name
+        assert recipe.prompts.origin == "dataset", "the target's own prompts have one turn"
+        large = name not in ("prompt_tokens_8b", "hidden_transfer_8b")
+        assert (recipe.distill.budget_tokens or 0) >= (200_000_000 if large else 20_000_000)
+        assert recipe.distill.max_new_tokens == (2048 if large else 512)
+        if recipe.family in ("medusa", "medusa2"):
+            assert train.drafter.output == "one_copy", "vLLM reads one output layer, with its own tokens"
+
+
+def repeated(own: dict[str, object], shared: dict[str, object]) -> list[str]:
+    """Keys of both with the same value."""
+    found = []
+    for key in {*own} & {*shared}:
+        mine, theirs = own[key], shared[key]
+        if isinstance(mine, dict) and isinstance(theirs, dict):
+            found += repeated(mine, theirs)
+        elif mine == theirs:
+            found.append(key)
+    return found
+
+
+@pytest.mark.parametrize("words", [
+    ["--prompts.origin", "file", "--prompts.path", "prompts.jsonl"],
+    ["--prompts.origin", "dataset", "--prompts.name", "some/dataset"],
+])
+def test_a_recipe_whose_target_writes_its_prompts_takes_others_too(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the README: what says how the target writes prompts then means nothing."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Tell me a fact."}\n')
+    recipe = COMMANDS["run"].parse(["--config", "quickstart", *words]).values
+    assert recipe.prompts.own_kinds is not None
+    assert recipe.prompts.origin == words[1]

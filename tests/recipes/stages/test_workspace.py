@@ -1,0 +1,106 @@
+"""Recipes that cannot work are refused before a token is distilled."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from draftsmith.recipes.__main__ import main
+from draftsmith.recipes.commands.pipeline import COMMANDS
+from draftsmith.recipes.stages.workspace import Workspace
+
+TINY = str(Path(__file__).resolve().parents[3] / "recipes" / "tiny.yaml")
+TWO = ("--train.devices", "2", "--train.accelerator", "cpu")
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--tree.searched_nodes", "3", "--tree.used_nodes", "2"],
+     "a tree of tree.searched_nodes 3 is at most 2 tokens deep, but this drafter guesses 3; raise tree"),
+    (["--evaluate.policies", "[static, chain-8]"],
+     "the tree is 8 tokens deep, but this medusa drafter answers 3; choose a tree of at most that depth"),
+    (["--evaluate.policies", "[static-64]"], "a tree of 64 nodes was asked for; this artifact's has"),
+    (["--family", "medusa2"], "batch.states is 'stored', but Medusa2Module trains the"),
+    (["--family", "medusa2", "--batch.states", "computed", "--train.lora.modules",
+      "[c_attn]"], "c_attn"),
+    (["--family", "draft_lm", "--drafter.layers", "[0, 7]"], "7"),
+    (["--drafter.vocabulary_size", "100000"], "100000"),
+    (["--family", "eagle3", "--drafter.taps", "[0, 2]"],
+     "tap 2 would be the state after the last norm of tiny-random, which is no layer's output; its last layer is 1"),
+    (["--family", "eagle3", "--drafter.steps", "40", "--batch.row_length", "41"],
+     "40 draft steps need rows of at least 42 tokens, but batch.row_length is 41; raise it, or train fewer steps"),
+    (["--family", "eagle", "--drafter.vocabulary_size", "101"],
+     "between 1 and 100 entries"),
+    (["--family", "eagle3", "--drafter.taps", "[0, 5]"],
+     "tap 5 is not a layer of tiny-random; choose from 0 to 1"),
+    (["--family", "eagle3", "--drafter.vocabulary_size", "101"],
+     "between 1 and 100 entries (the target's vocabulary), got 101; set vocabulary_size within these bounds"),
+    (["--family", "eagle3", "--drafter.hidden_size", "24"],
+     "hidden_size is 24, but the states of tiny-random are 32 wide; set target_hidden_size to 32"),
+    (["--family", "eagle3", "--train.positions.offset", "600"],
+     "positions.offset is 600, but the context of tiny-random ends at 512 tokens; lower it, or set it to max"),
+    (["--target.placement", "tensor_parallel"], "shares one target among several processes, but this is one; start"),
+    (["--target.placement", "tensor_parallel", "--train.devices", "4", "--train.accelerator", "cpu"],
+     "target.degree 4 does not divide num_key_value_heads 2 of the target; set it to a divisor of both"),
+    (["--target.placement", "fully_sharded", *TWO],
+     "but this is one; start draftsmith train with torchrun --nproc-per-node, or with --target.placement layers"),
+    (["--target.placement", "fully_sharded", "--target.degree", "3", "--train.devices", "4", "--train.accelerator",
+      "cpu"], "target.degree 3 does not divide the 4 processes of this run into groups"),
+    (["--target.placement", "fully_sharded", *TWO, "--target.pack", "1"],
+     "target.pack 1 packs whole linear layers for oneDNN, but target.placement fully_sharded does not keep them whole"),
+    (["--target.placement", "fully_sharded", *TWO, "--family", "medusa2", "--batch.states", "computed"],
+     "Medusa2Module trains through the target's layers, which target.placement fully"),
+    (["--target.placement", "fully_sharded", *TWO, "--batch.states", "mixed", "--batch.store_gib", "1"],
+     "batch.states is 'mixed', but with target.placement fully_sharded all proces"),
+    (["--target.placement", "layers"], "spreads the target over the devices of one process, but there are 0 here"),
+    (["--train.strategy", "deepspeed_stage_3_offload"],
+     "train.strategy 'deepspeed_stage_3_offload' is DeepSpeed of another kind than those here; set train.strategy to"),
+    (["--target.placement", "zero3", "--target.degree", "2", "--train.devices", "4", "--train.accelerator", "cpu"],
+     "target.placement zero3 divides the target among all 4 processes, but target.degree is 2; leave it out, or set"),
+    (["--target.placement", "fully_sharded", *TWO, "--target.offload", "true"],
+     "target.offload keeps the target's weights in the machine's memory with target.placement zero3 only, and the"),
+    (["--train.strategy", "fsdp"], "train.strategy 'fsdp' is FSDP of another kind than the one here; set train.strate"),
+    (["--family", "medusa2", "--batch.states", "computed", "--train.strategy", "fsdp2"],
+     "train.strategy fsdp2 splits the drafter's weights or their optimizer, and Medusa2Module trains weights of the"),
+    (["--train.num_nodes", "2"], "train.num_nodes is 2, but this process was started alone; start draftsmith train on"),
+])
+def test_a_run_that_cannot_work_leaves_nothing(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["run", "--config", TINY, "--out", str(out), *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not (out / "data").exists()
+
+
+def test_a_command_for_one_process_is_refused_in_several(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "run", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    words = ["--config", TINY, "--out", str(tmp_path / "out"), "--train.accelerator", "cpu"]
+    for command, message in (
+        ("distill", "torchrun has started 2 processes, but draftsmith distill works in one; start it without torchrun"),
+        ("train", "holds no complete data; run draftsmith distill with this recipe first"),
+        ("run", "before 2 processes can train, one must have finished the stage 'distill'"),
+    ):
+        assert main([command, *words]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("asked", "prompts", "says"), [
+    ("true", {"origin": "file"}, True),
+    ("true", {"origin": "own", "own_kinds": ["math"]}, True),
+    ("true", {"origin": "own"}, False),
+    ("false", {"origin": "file"}, False),
+])
+def test_prompts_that_cannot_be_learned_are_reported(
+    asked: str, prompts: dict[str, object], says: bool, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str]
+) -> None:
+    parsed = COMMANDS["run"].parse(["--config", "tiny", "--batch.own_prompts", asked])
+    given = Workspace(parsed.values, parsed.settings)
+    monkeypatch.setattr(given, "manifest", lambda: SimpleNamespace(recipe={"prompts": prompts}))
+    monkeypatch.setattr(given, "template", SimpleNamespace(user_turn=lambda: "around"))
+    assert given.around_prompts == ("around" if asked == "true" and not says else None)
+    assert given.around_prompts == given.around_prompts
+    assert capsys.readouterr().out.count("batch.own_prompts has no effect") == says, "once"

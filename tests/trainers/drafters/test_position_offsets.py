@@ -1,0 +1,184 @@
+"""Position offsets in training: the positions that get one, its size, and that nothing else changes."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.modules import Eagle3Config, Features, Target, UserError
+from draftsmith.modules.drafters.falcon import FalconConfig
+from draftsmith.trainers import fit
+from draftsmith.trainers.drafters.eagle import EagleModule, EagleTrainConfig
+from draftsmith.trainers.drafters.eagle3 import Eagle3Module, Eagle3TrainConfig
+from draftsmith.trainers.drafters.falcon import FalconModule, FalconTrainConfig
+from draftsmith.trainers.drafters.position_offsets import PositionConfig, with_offsets
+from support.cycle import CycleData, cycle_target
+from torch import Tensor
+
+SMALL = Eagle3TrainConfig(max_steps=6, lr=1e-2, warmup_steps=2, validate_every=3, validation_nodes=4,
+                          checkpoint_every=2, accumulate=2, objective="hard", drafter=Eagle3Config(steps=3),
+                          precision="32-true", accelerator="cpu", positions=PositionConfig(offset="max"))
+
+
+def rows() -> Features:
+    """A window from its sixth token on with a whole conversation, and a window alone after padding."""
+    segments = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, -1], [-1, -1, 0, 0, 0, 0, 0, 0, 0]])
+    positions = torch.tensor([[5, 6, 7, 0, 1, 2, 3, 4, 0], [0, 0, 0, 1, 2, 3, 4, 5, 6]])
+    tokens = torch.arange(18).view(2, 9) + 20
+    return Features(tokens_BL=tokens, supervised_BL=segments >= 0, segments_BL=segments, positions_BL=positions)
+
+
+class Seen(Exception):
+    """Raised when a step reaches its loss."""
+
+
+class Watched(Eagle3Module):
+    """A module that stops at its loss and exposes the batch."""
+
+    def loss(self, features: Features) -> Any:
+        self.seen = features
+        raise Seen
+
+
+def training_batch(target: Target, batch: Features, positions: PositionConfig) -> Features:
+    module = Watched(target, dataclasses.replace(SMALL, positions=positions))
+    module.configure_model()
+    with pytest.raises(Seen):
+        module.training_step(batch, 0)
+    return module.seen
+
+
+def offsets(features: Features, **settings: int) -> Tensor:
+    given = {"anchors": 2, "limit": 1000, "highest": 100} | settings
+    return with_offsets(features, **given).positions_BL - features.positions_BL
+
+
+def test_positions_after_the_anchors_share_one_offset_per_conversation() -> None:
+    found = offsets(rows())
+    first, second, third = found[0, 0], found[0, 5], found[1, 4]
+    assert found.tolist() == [[*[int(first)] * 3, 0, 0, *[int(second)] * 3, 0], [0] * 4 + [int(third)] * 5]
+    assert len({int(first), int(second), int(third)}) == 3
+
+
+def test_every_offset_up_to_the_limit_occurs_and_none_beyond() -> None:
+    """The window of the first row ends at position 7, the others at 4 and 6."""
+    found = torch.stack([offsets(rows(), limit=6, highest=9) for _ in range(400)])
+    drawn = [set(found[:, row, place].tolist()) for row, place in ((0, 0), (0, 5), (1, 4))]
+    assert drawn == [set(range(3)), set(range(6)), set(range(4))]
+    assert set(offsets(rows(), limit=2).flatten().tolist()) <= {0, 1, 2}
+    assert not offsets(rows(), highest=3).any()
+
+
+def test_offsets_depend_on_the_seed_alone() -> None:
+    torch.manual_seed(4)
+    once = offsets(rows())
+    torch.manual_seed(4)
+    assert torch.equal(offsets(rows()), once)
+    assert not torch.equal(offsets(rows()), once)
+
+
+def test_only_positions_change_and_the_target_reads_its_own(tiny_target: Target) -> None:
+    plain, far = (training_batch(tiny_target, rows(), positions)
+                  for positions in (PositionConfig(), PositionConfig(offset=300)))
+    assert torch.equal(plain.positions_BL, rows().positions_BL)
+    assert int((far.positions_BL - plain.positions_BL).max()) > 0
+    for name in ("tokens_BL", "supervised_BL", "segments_BL", "final_BLD"):
+        assert torch.equal(getattr(far, name), getattr(plain, name))
+    assert all(torch.equal(far.taps[layer], states) for layer, states in plain.taps.items())
+
+
+@pytest.mark.parametrize(("kind", "config"), [(EagleModule, EagleTrainConfig), (FalconModule, FalconTrainConfig)])
+def test_every_feature_drafter_gets_the_same_offsets(
+    kind: Any, config: Any, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loss(self: Any, features: Features) -> Any:
+        seen.append(features)
+        raise Seen
+
+    seen: list[Features] = []
+    monkeypatch.setattr(kind, "loss", loss)
+    module = kind(tiny_target, config(positions=PositionConfig(offset=300)))
+    module.configure_model()
+    with pytest.raises(Seen):
+        module.training_step(rows(), 0)
+    assert int((seen[0].positions_BL - rows().positions_BL).max()) > 0
+
+
+def test_the_highest_position_of_the_last_step_lies_inside_the_context(tiny_target: Target) -> None:
+    highest = max(int(training_batch(tiny_target, rows(), PositionConfig(offset="max")).positions_BL.max())
+                  for _ in range(200))
+    reached = highest + SMALL.drafter.steps - 1
+    assert tiny_target.context_length - 12 < reached < tiny_target.context_length
+
+
+def test_the_last_position_of_the_last_block_lies_inside_the_context(tiny_target: Target) -> None:
+    """A Falcon drafter of two blocks of two reads its own estimates three positions after a position."""
+    highest = 0
+    config = FalconTrainConfig(positions=PositionConfig(offset="max"), drafter=FalconConfig(block_size=2, blocks=2))
+
+    class Far(FalconModule):
+        def loss(self, features: Features) -> Any:
+            nonlocal highest
+            highest = max(highest, int(features.positions_BL.max()))
+            raise Seen
+
+    for _ in range(200):
+        module = Far(tiny_target, config)
+        module.configure_model()
+        with pytest.raises(Seen):
+            module.training_step(rows(), 0)
+    assert tiny_target.context_length - 12 < highest + 3 < tiny_target.context_length
+
+
+class Power(Exception):
+    """An interruption of the run."""
+
+
+class Interrupted(Eagle3Module):
+    at = -1
+
+    def training_step(self, batch: Features, batch_idx: int) -> Tensor:
+        if batch_idx == self.at:
+            raise Power
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:validation decodes only")
+def test_a_resumed_run_repeats_its_offsets(tmp_path: Path) -> None:
+    def trained(name: str, config: Eagle3TrainConfig = SMALL) -> dict[str, Tensor]:
+        fit(Interrupted(cycle_target(), config), CycleData(), tmp_path / name, progress=False)
+        return torch.load(tmp_path / name / "last.ckpt", weights_only=True)["state_dict"]
+
+    Interrupted.at = -1
+    whole, near = trained("whole"), trained("near", dataclasses.replace(SMALL, positions=PositionConfig()))
+    Interrupted.at = 7
+    with pytest.raises(Power):
+        trained("parts")
+    Interrupted.at = -1
+    parts = trained("parts")
+    assert all(torch.equal(parts[name], tensor) for name, tensor in whole.items())
+    assert not all(torch.equal(near[name], tensor) for name, tensor in whole.items())
+
+
+@pytest.mark.parametrize(("settings", "told"), [
+    ({"anchors": -1}, "positions.anchors must not be negative, got -1"),
+    ({"offset": 0}, "positions.offset must be 'max' or a whole number of at least 1, got 0; leave it out"),
+    ({"offset": "most"}, "positions.offset must be 'max' or a whole number of at least 1, got 'most'"),
+])
+def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        PositionConfig(**settings)
+
+
+def test_an_offset_beyond_the_context_is_refused(tiny_target: Target) -> None:
+    config = Eagle3TrainConfig(positions=PositionConfig(offset=512))
+    with pytest.raises(UserError, match="offset is 512, but the context of tiny-random ends at 512 tokens; lower it"):
+        Eagle3Module(tiny_target, config)
+
+
+def test_an_unknown_context_length_is_refused(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Target, "context_length", 1 << 30)
+    with pytest.raises(UserError, match="configuration of tiny-random does not say how long its context is"):
+        Eagle3Module(tiny_target, SMALL)
+    Eagle3Module(tiny_target, dataclasses.replace(SMALL, positions=PositionConfig(offset=30_000)))

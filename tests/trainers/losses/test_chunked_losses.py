@@ -1,0 +1,360 @@
+"""The chunked loss against its plain twin, and its independence of padding, packing, accumulation and chunk size."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.modules import Features, Target, UserError
+from draftsmith.modules.compiler import Compiler
+from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
+from draftsmith.modules.interfaces.drafter import Drafts
+from draftsmith.modules.target.draft_vocabulary import draft_index
+from draftsmith.trainers.losses.chunked_losses import VocabularyLoss, compiled_measure, supervise
+from draftsmith.trainers.losses.metrics import COLUMNS, RANKS, describe, rank_hits, weighted_mean_loss
+from draftsmith.trainers.losses.objectives import Objective, Teacher
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from references.vocabulary_loss import plain_loss, supervised
+from torch import Tensor
+
+pytestmark = pytest.mark.usefixtures("on_device")
+SHARED = [HealthCheck.function_scoped_fixture]
+"""All examples of a test may be on the same device."""
+
+WEIGHTS = (1.0, 0.8, 0.64)
+IDS = torch.arange(5, 95, 3)
+NAMES = ("hard", "soft", "reverse_kl", "jsd", "tvd", "lk_alpha", "lk_hybrid")
+
+
+def ragged(target: Target, lengths: tuple[int, ...] = (9, 4, 12)) -> Features:
+    """Encoded rows of several lengths with gaps in the supervision."""
+    rows = [(torch.randint(4, target.vocab_size, (length,)).tolist(), (torch.rand(length) < 0.7).tolist())
+            for length in lengths]
+    return target.encode(Features.from_rows(rows))
+
+
+def heads(target: Target, output: Any = "shared", ids: Tensor | None = None) -> Medusa:
+    size = None if ids is None else len(ids)
+    drafter = Medusa.create(MedusaConfig(num_heads=3, output=output, vocabulary_size=size), target, ids)
+    for parameter in drafter.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    return drafter
+
+
+def chunked(
+    drafter: Medusa, target: Target, name: Any, chunk_elements: int | None = None, **more: Any
+) -> VocabularyLoss:
+    ids, objective = drafter.token_ids_Q, Objective(name=name)
+    teacher = Teacher(target, ids, mass=objective.needs_mass) if objective.needs_teacher else None
+    return VocabularyLoss(
+        project=drafter.project, entries=target.vocab_size if ids is None else len(ids), weights=WEIGHTS,
+        parameters=tuple(dict.fromkeys(weight for step in range(3) for weight in drafter.output_parameters(step))),
+        objectives=(objective,) * 3, teacher=teacher, chunk_elements=chunk_elements, **more,
+    )
+
+
+def run(drafter: Medusa, target: Target, features: Features, name: str, chunk_elements: int | None = None,
+        alter: Callable[[Drafts], Drafts] = lambda drafts: drafts, **more: Any) -> Any:
+    """(total, sums, gradients of the drafter's weights)."""
+    drafter.zero_grad()
+    ids = drafter.token_ids_Q
+    index = None if ids is None else draft_index(ids, target.vocab_size)
+    loss = chunked(drafter, target, name, chunk_elements, **more)
+    total, sums = loss(alter(drafter(features)), features, index)
+    total.backward()
+    return total.detach(), sums, [parameter.grad.clone() for parameter in drafter.parameters()]
+
+
+def compare(drafter: Medusa, target: Target, features: Features, name: str, found: Any,
+            alter: Callable[[Drafts], Drafts] = lambda drafts: drafts, feature_weight: float = 0.0) -> None:
+    """Total, count and gradients against the twin's."""
+    total, sums, gradients = found
+    drafter.zero_grad()
+    expected, count = plain_loss(target, drafter.project, alter(drafter(features)), features, WEIGHTS, objective=name,
+                                 ids=drafter.token_ids_Q, feature_weight=feature_weight)
+    expected.backward()
+    torch.testing.assert_close(total, expected.detach(), atol=1e-9, rtol=1e-9)
+    found_total, found_count = weighted_mean_loss(sums, WEIGHTS)
+    torch.testing.assert_close(found_total, expected.detach(), atol=1e-9, rtol=1e-9)
+    assert float(found_count) == pytest.approx(count)
+    for found_gradient, parameter in zip(gradients, drafter.parameters(), strict=True):
+        torch.testing.assert_close(found_gradient, parameter.grad, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize(("name", "output"), [*((name, "shared") for name in NAMES), ("hard", "copy"), ("soft", "copy"),
+                                              ("lk_hybrid", "copy"), ("hard", "one_copy"), ("soft", "one_copy")])
+@pytest.mark.parametrize("ids", [None, IDS])
+def test_loss_and_gradients_equal_the_plain_twins(
+    name: str, output: str, ids: Tensor | None, tiny_target_f64: Target
+) -> None:
+    features, drafter = ragged(tiny_target_f64), heads(tiny_target_f64, output, ids)
+    # Three rows of logits a chunk: many chunks, the last one not full.
+    found = run(drafter, tiny_target_f64, features, name, 3 * (len(ids) if ids is not None else 99))
+    compare(drafter, tiny_target_f64, features, name, found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("ids", [None, IDS], ids=["whole", "reduced"])
+def test_compiled_chunks_have_the_same_figures_and_gradients(
+    name: str, ids: Tensor | None, tiny_target_f64: Target
+) -> None:
+    """Through the compiler's own backward pass; full chunks and a last one of another size share two graphs."""
+    torch._dynamo.reset()
+    features, drafter, compiler = ragged(tiny_target_f64), heads(tiny_target_f64, "copy", ids), Compiler("aot_eager")
+    elements = 4 * (len(ids) if ids is not None else 99)
+    wanted = run(drafter, tiny_target_f64, features, name, elements)
+    for found, expected in zip(run(drafter, tiny_target_f64, features, name, elements,
+                                   measure=compiled_measure(compiler)), wanted, strict=True):
+        torch.testing.assert_close(found, expected)
+    assert compiler.refusal == ""
+    assert 1 <= compiler.graphs <= 2
+    assert float(wanted[1][:, 0].sum()) > 10
+
+
+@pytest.mark.parametrize("more", [0, 7])
+def test_a_known_number_of_labels_changes_nothing(more: int, tiny_target_f64: Target) -> None:
+    """The places that are too many learn nothing, and no device is asked how many there are."""
+    features, drafter = ragged(tiny_target_f64), heads(tiny_target_f64, "copy", IDS)
+    counted = dataclasses.replace(features, labels_at_most=int(features.supervised_BL.sum()) + more)
+    wanted = run(drafter, tiny_target_f64, features, "soft", 4 * len(IDS), feature_weight=3.0)
+    found = run(drafter, tiny_target_f64, counted, "soft", 4 * len(IDS), feature_weight=3.0)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+    assert len(supervise(counted, (1, 2, 3)).labels_N) == counted.labels_at_most
+
+
+def test_a_number_of_labels_is_counted_where_rows_leave_the_host(tiny_target: Target) -> None:
+    features = ragged(tiny_target)
+    assert features.to("cpu").labels_at_most is None
+    assert features.to("meta").labels_at_most == int(features.supervised_BL.sum())
+
+
+@pytest.mark.long
+def test_chunks_compiled_by_inductor_have_the_same_figures_and_gradients(tiny_target: Target) -> None:
+    torch._dynamo.reset()
+    features, drafter, compiler = ragged(tiny_target), heads(tiny_target, "copy"), Compiler()
+    wanted = run(drafter, tiny_target, features, "lk_hybrid", 4 * 99)
+    found = run(drafter, tiny_target, features, "lk_hybrid", 4 * 99, measure=compiled_measure(compiler))
+    if compiler.refusal:
+        pytest.skip(compiler.refusal)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_dropped_draft_step_neither_learns_nor_counts(tiny_target_f64: Target) -> None:
+    features, drafter = ragged(tiny_target_f64), heads(tiny_target_f64, ids=IDS)
+    valid = torch.rand(3, 12, 3) < 0.5
+
+    def dropped(drafts: Drafts) -> Drafts:
+        # The state of a dropped step must not matter.
+        hidden = torch.where(valid[..., None], drafts.hidden_BLKD, 1e3)
+        return dataclasses.replace(drafts, hidden_BLKD=hidden, valid_BLK=valid)
+
+    found = run(drafter, tiny_target_f64, features, "soft", 200, dropped)
+    compare(drafter, tiny_target_f64, features, "soft", found, dropped)
+    whole = run(drafter, tiny_target_f64, features, "soft")[1]
+    for column in ("count", "missed"):
+        assert 0 < found[1][:, COLUMNS.index(column)].sum() < whole[:, COLUMNS.index(column)].sum()
+
+
+def test_draft_steps_may_predict_the_same_token(tiny_target_f64: Target) -> None:
+    features, drafter = ragged(tiny_target_f64), heads(tiny_target_f64)
+    same = lambda drafts: dataclasses.replace(drafts, offsets=(1, 1, 1), estimates=None)  # noqa: E731
+    found = run(drafter, tiny_target_f64, features, "soft", 300, same)
+    compare(drafter, tiny_target_f64, features, "soft", found, same)
+    assert len(set(found[1][:, 0].tolist())) == 1
+
+
+@pytest.mark.parametrize("ids", [None, IDS])
+def test_feature_loss_equals_the_plain_twin(ids: Tensor | None, tiny_target_f64: Target) -> None:
+    features, drafter = ragged(tiny_target_f64), heads(tiny_target_f64, ids=ids)
+    resembling = lambda drafts: dataclasses.replace(drafts, estimates=(1, 2, 3))  # noqa: E731
+    found = run(drafter, tiny_target_f64, features, "soft", 200, resembling, feature_weight=10.0)
+    compare(drafter, tiny_target_f64, features, "soft", found, resembling, feature_weight=10.0)
+    plain = run(drafter, tiny_target_f64, features, "soft", 200)[1]
+    added = found[1][:, COLUMNS.index("loss")] - plain[:, COLUMNS.index("loss")]
+    torch.testing.assert_close(added, 10.0 * found[1][:, COLUMNS.index("feature")])
+    other = run(drafter, tiny_target_f64, features, "soft", 200, feature_weight=10.0, alter=lambda drafts: (
+        dataclasses.replace(drafts, estimates=(0, 1, 2))))
+    assert not torch.allclose(other[1], found[1]), "another state must show"
+
+
+def test_separate_estimates_are_compared_with_the_targets_states(tiny_target_f64: Target) -> None:
+    """The states for the output layer are not compared with them."""
+    features, drafter = ragged(tiny_target_f64), heads(tiny_target_f64)
+    kept = torch.randn(3, 12, 3, 32, dtype=torch.float64, requires_grad=True)
+    apart = lambda drafts: dataclasses.replace(drafts, estimates=(1, 2, 3), estimated_BLKD=kept)  # noqa: E731
+    found = run(drafter, tiny_target_f64, features, "hard", 200, apart, feature_weight=10.0)
+    compare(drafter, tiny_target_f64, features, "hard", found, apart, feature_weight=10.0)
+    assert kept.grad is not None
+    assert float(kept.grad.abs().sum()) > 0
+
+
+def test_a_feature_loss_needs_estimated_states(tiny_target: Target) -> None:
+    features, drafter = ragged(tiny_target), heads(tiny_target)
+    with pytest.raises(UserError, match="feature_weight is above 0, but the states of this drafter estimate none"):
+        run(drafter, tiny_target, features, "hard", feature_weight=1.0,
+            alter=lambda drafts: dataclasses.replace(drafts, estimates=None))
+
+
+@pytest.mark.parametrize(("changes", "told"), [
+    ({"offsets": (1, 2)}, "offsets must have one entry for each of the 3 draft steps"),
+    ({"estimates": (1,)}, "estimates must have one entry"),
+    ({"estimates": (2, 2, 3)}, "predicts 2 tokens ahead cannot estimate the target's state 2 ahead"),
+    ({"valid_BLK": torch.ones(3, 12, 2, dtype=torch.bool)}, "valid_BLK must have the shape"),
+    ({"estimated_BLKD": torch.ones(3, 12, 2, 32)}, r"needs estimates and the shape \(3, 12, 3\) .* \(3, 12, 2, 32\)"),
+    ({"estimated_BLKD": torch.ones(3, 12, 3, 32), "estimates": None}, "estimated_BLKD needs estimates .* got None"),
+])
+def test_impossible_drafts_are_refused(changes: dict[str, Any], told: str, tiny_target: Target) -> None:
+    drafts = heads(tiny_target)(ragged(tiny_target))
+    with pytest.raises(ValueError, match=told):
+        dataclasses.replace(drafts, **changes)
+
+
+@pytest.mark.parametrize("ids", [None, IDS])
+def test_mean_acceptance_is_reported_where_it_is_known(ids: Tensor | None, tiny_target_f64: Target) -> None:
+    features, drafter = ragged(tiny_target_f64), heads(tiny_target_f64, ids=ids)
+    drafts = drafter(features)
+    figures = {name: describe(run(drafter, tiny_target_f64, features, name)[1], WEIGHTS, drafts.offsets)
+               for name in ("hard", "soft", "lk_alpha")}
+    assert "head1/alpha" not in figures["hard"]
+    assert ("head2/alpha" in figures["soft"]) == (ids is None), "the mass outside a reduced vocabulary costs too much"
+    labels, valid = features.labels(3)
+    if ids is not None:
+        valid = valid & torch.isin(labels, ids)
+    p = tiny_target_f64.logits(features.final().roll(-2, 1))[valid].softmax(-1)
+    q = drafter.project(drafts.hidden_BLKD[:, :, 1][valid], 1).softmax(-1)
+    alpha = torch.minimum(p if ids is None else p[:, ids], q).sum(-1).mean()
+    assert figures["lk_alpha"]["head2/alpha"] == pytest.approx(float(alpha.detach()), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_loss_without_gradient_is_the_same(name: str, tiny_target: Target) -> None:
+    features, drafter = ragged(tiny_target), heads(tiny_target)
+    total, sums, _ = run(drafter, tiny_target, features, name)
+    with torch.no_grad():
+        plain_total, plain_sums = chunked(drafter, tiny_target, name)(drafter(features), features)
+    torch.testing.assert_close(plain_total, total)
+    torch.testing.assert_close(plain_sums, sums)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=SHARED)
+@given(st.data())
+def test_supervision_equals_the_token_by_token_twin(data: st.DataObject) -> None:
+    rows, length = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 8))
+    grid = lambda low, high: data.draw(st.lists(  # noqa: E731
+        st.lists(st.integers(low, high), min_size=length, max_size=length), min_size=rows, max_size=rows))
+    features = Features(
+        tokens_BL=torch.tensor(grid(0, 5)), supervised_BL=torch.tensor(grid(0, 1)).bool(),
+        segments_BL=torch.tensor(grid(-1, 1)).sort(dim=1).values,
+        positions_BL=torch.arange(length).expand(rows, length))
+    offsets = data.draw(st.sampled_from([(2, 3, 4), (1,), (2, 2), (3, 1)]))
+    index = torch.tensor([0, -1, 1, 2, -1, 3])
+    found = supervise(features, offsets, index)
+    pairs = {(int(source), step, int(label)) for sources, valid, label
+             in zip(found.sources_NK, found.valid_NK, found.labels_N, strict=True)
+             for step, (source, real) in enumerate(zip(sources, valid, strict=True)) if real}
+    asked = [(row, place, step) for row in range(rows) for place in range(length) for step in range(len(offsets))
+             if supervised(features, row, place, offsets[step])]
+    entry = [int(index[features.tokens_BL[row, place + offsets[step]]]) for row, place, step in asked]
+    assert pairs == {(row * length + place, step, label) for (row, place, step), label in zip(asked, entry, strict=True)
+                     if label >= 0}
+    outside = [step for (_, _, step), label in zip(asked, entry, strict=True) if label < 0]
+    assert found.missed_K.tolist() == [outside.count(step) for step in range(len(offsets))]
+
+
+def padded(features: Features, left: int, right: int) -> Features:
+    """The same rows between padding with arbitrary states."""
+    def widen(tensor: Tensor, value: float) -> Tensor:
+        shape = list(tensor.shape)
+        pad = [torch.full([shape[0], width, *shape[2:]], value, dtype=tensor.dtype) for width in (left, right)]
+        return torch.cat([pad[0], tensor, pad[1]], dim=1)
+
+    return Features(
+        tokens_BL=widen(features.tokens_BL, 7), supervised_BL=widen(features.supervised_BL, True),
+        segments_BL=widen(features.segments_BL, -1), positions_BL=widen(features.positions_BL, 0),
+        final_BLD=widen(features.final(), 1e3))
+
+
+def packed(features: Features) -> Features:
+    """All rows concatenated to one."""
+    real = features.segments_BL >= 0
+    rows = torch.arange(real.shape[0])[:, None].expand_as(real)
+    return Features(
+        tokens_BL=features.tokens_BL[real][None], supervised_BL=features.supervised_BL[real][None],
+        segments_BL=rows[real][None], positions_BL=features.positions_BL[real][None],
+        final_BLD=features.final()[real][None])
+
+
+def rows_of(features: Features, rows: slice) -> Features:
+    return Features(tokens_BL=features.tokens_BL[rows], supervised_BL=features.supervised_BL[rows],
+                    segments_BL=features.segments_BL[rows], positions_BL=features.positions_BL[rows],
+                    final_BLD=features.final()[rows])
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=SHARED)
+@given(lengths=st.lists(st.integers(1, 14), min_size=2, max_size=4), left=st.integers(0, 3), right=st.integers(0, 3),
+       cut=st.integers(1, 3), name=st.sampled_from(NAMES), seed=st.integers(0, 999))
+def test_padding_packing_and_accumulation_change_nothing(
+    tiny_target_f64: Target, lengths: list[int], left: int, right: int, cut: int, name: str, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    target = tiny_target_f64
+    features, drafter = ragged(target, tuple(lengths)), heads(target)
+    whole = run(drafter, target, features, name, 200)
+    others = [run(drafter, target, other, name, 300) for other in (padded(features, left, right), packed(features))]
+    parts = [run(drafter, target, rows_of(features, rows), name) for rows in (slice(0, cut), slice(cut, None))
+             if len(features.tokens_BL[rows])]
+    accumulated = [sum(part[0] for part in parts), sum(part[1] for part in parts),
+                   [sum(gradients) for gradients in zip(*(part[2] for part in parts), strict=True)]]
+    for other in (*others, accumulated):
+        torch.testing.assert_close(list(other), list(whole), atol=1e-9, rtol=1e-9)
+
+
+def test_a_batch_without_labels_gives_zero_and_still_reaches_every_weight(tiny_target: Target) -> None:
+    features, drafter = ragged(tiny_target), heads(tiny_target, "copy")
+    features = dataclasses.replace(features, supervised_BL=torch.zeros_like(features.supervised_BL))
+    total, sums, gradients = run(drafter, tiny_target, features, "hard")
+    assert float(total) == 0.0
+    assert not sums.any()
+    assert not any(gradient.any() for gradient in gradients)
+
+
+def test_the_logits_alive_stay_within_the_budget(tiny_target: Target) -> None:
+    features, drafter = ragged(tiny_target, (40, 40, 40)), heads(tiny_target)
+    seen = []
+    loss = dataclasses.replace(
+        chunked(drafter, tiny_target, "hard", 10 * tiny_target.vocab_size),
+        project=lambda hidden, step: (seen.append(len(hidden)), drafter.project(hidden, step))[1])
+    loss(drafter(features), features)
+    assert max(seen) == 10
+    assert len(seen) > 9
+
+
+def test_offsets_and_not_the_order_of_steps_decide_the_label(tiny_target: Target) -> None:
+    features, drafter = ragged(tiny_target), heads(tiny_target)
+    drafts = drafter(features)
+    right = chunked(drafter, tiny_target, "hard")(drafts, features)[1]
+    shifted = Drafts(hidden_BLKD=drafts.hidden_BLKD, offsets=(3, 4, 5))
+    wrong = chunked(drafter, tiny_target, "hard")(shifted, features)[1]
+    assert not torch.allclose(right[:, COLUMNS.index("loss")], wrong[:, COLUMNS.index("loss")])
+
+
+def test_rank_hits_against_topk() -> None:
+    logits, labels, valid = torch.randn(50, 30), torch.randint(30, (50,)), torch.rand(50) < 0.7
+    expected = [float(((logits.topk(rank).indices == labels[:, None]).any(1) & valid).sum()) for rank in RANKS]
+    assert rank_hits(logits, labels, valid).tolist() == expected
+
+
+def test_figures_are_means_and_the_estimate_is_a_chain() -> None:
+    columns = {"count": 10.0, "missed": 10.0, "loss": 20.0, "top1": 8.0, "top5": 9.0}
+    row = [columns.get(name, 0.0) for name in COLUMNS]
+    figures = describe(torch.tensor([row, row], dtype=torch.float64), (1.0, 0.5), (2, 3))
+    assert figures["loss"] == pytest.approx(2.0)
+    assert figures["head2/top1"] == pytest.approx(0.8)
+    assert figures["head1/coverage"] == pytest.approx(0.5)
+    assert figures["expected_accepted_length"] == pytest.approx(1 + 0.4 + 0.16)
+    assert "expected_accepted_length" not in describe(torch.tensor([row, row]), (1.0, 0.5), (1, 1)), "no chain"
+    assert describe(torch.zeros(2, len(COLUMNS)), (1.0, 0.5), (2, 3)) == {}

@@ -1,0 +1,214 @@
+"""A drafter whose weights are split among processes trains what a whole one does, and is resumed as any other."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.modules import Target, UserError, deepspeed_import
+from draftsmith.trainers import Medusa2Module, Medusa2TrainConfig, MedusaTrainConfig
+from draftsmith.trainers.fitting import require_devices
+from draftsmith.trainers.processes.strategies import SPLITTING
+from safetensors.torch import load_file
+from support.torchrun import start, torchrun
+
+SCRIPT = Path(__file__).resolve().parents[2] / "references" / "split_fit.py"
+NAMES = ("medusa-copy", "hydra++", "eagle-fspad-reduced", "eagle3", "falcon", "kangaroo-reduced", "prompt-tokens",
+         "hidden-transfer", "draft-lm-exits-reduced", "draft-lm-depths")
+"""A case of each family; of draft language models one with a frozen embedding and one with tied weights."""
+BOUND = 2e-5
+"""Largest difference of two trained weights: after six steps at a rate of 0.01 gradients that were added up in another
+order have changed none of a size of 1 by more."""
+
+
+def run(out: Path, strategy: str, accumulate: int, processes: int, *more: str) -> str:
+    """Output of a training, or of several."""
+    command = [str(SCRIPT), str(out), strategy, str(accumulate), *more]
+    answer = torchrun(processes, *command) if processes > 1 else start(*command)
+    assert answer.returncode == 0, answer.stderr[-4000:]
+    return answer.stdout
+
+
+def checkpoint(out: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(out / name / "last.ckpt", weights_only=True)
+    return found
+
+
+def same(found: Any, expected: Any, path: str = "") -> None:
+    """Equal structures, their tensors whole and within the bound."""
+    if isinstance(expected, torch.Tensor):
+        assert type(found) is torch.Tensor, path
+        torch.testing.assert_close(found, expected, atol=BOUND, rtol=1e-4, msg=lambda said: f"{path}: {said}")
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), path
+        for key in expected:
+            same(found[key], expected[key], f"{path}/{key}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), path
+        for place, (one, other) in enumerate(zip(found, expected, strict=True)):
+            same(one, other, f"{path}/{place}")
+    else:
+        assert found == pytest.approx(expected), path
+
+
+def same_training(found: Path, expected: Path, name: str) -> None:
+    """The weights, the optimizer's states, the rates and the best weights of two trainings agree."""
+    one, other = checkpoint(found, name), checkpoint(expected, name)
+    for part in ("state_dict", "optimizer_states", "lr_schedulers", "global_step"):
+        same(one[part], other[part], f"{name}/{part}")
+    best = [load_file(out / name / "best.safetensors") for out in (found, expected)]
+    same(*best, f"{name}/best")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trainings in one process, of four micro-batches a step."""
+    out = tmp_path_factory.mktemp("alone")
+    run(out, "auto", 4, 1, *NAMES)
+    return out
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_processes_with_split_weights_equal_one(alone: Path, tmp_path: Path) -> None:
+    """Families with trained output layers, layers applied several times, reduced vocabularies, virtual nodes."""
+    said = run(tmp_path, "fsdp2", 2, 2, *NAMES)
+    for name in NAMES:
+        same_training(tmp_path, alone, name)
+        told = re.findall(rf"{re.escape(name)}: rank \d: (step .*? weights), (\d+) numbers held,", said)
+        assert len(told) == 2
+        assert told[0][0] == told[1][0], "every process knows the same result"
+        # A weight and two moments of each; rows that do not divide leave one process a little more.
+        whole = 3 * int(told[0][0].split()[-2])
+        assert all(int(held) <= 0.55 * whole + 200 for _, held in told), (name, told, whole)
+
+
+STAGES = ("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
+SHARES = {"deepspeed_stage_1": (2.5 / 4, 1), "deepspeed_stage_2": (2.5 / 4, 0), "deepspeed_stage_3": (2 / 4, 0)}
+"""Shares of each of two processes under ZeRO: of a weight, its copy in the optimizer's vector and its two moments; of
+gradients, between the last micro-batch and the step, as those of weights."""
+
+
+def check_stages(alone: Path, out: Path, names: Sequence[str]) -> None:
+    """The trainings of all stages of ZeRO are those of one process; each process holds its share."""
+    said = run(out, ",".join(STAGES), 2, 2, *names)
+    told = re.findall(r"(\S+): rank \d: (step .*? weights), (\d+) numbers held, (\d+) of gradients", said)
+    assert len(told) == 2 * len(STAGES) * len(names)
+    for stage in STAGES:
+        for name in names:
+            same_training(out / stage, alone, name)
+    for place, name, result, held, gradients in ((place, *found) for place, found in enumerate(told)):
+        stage = STAGES[place // (2 * len(names))]
+        share, kept = SHARES[stage]
+        weights = int(result.split()[-2])
+        # Vectors are filled up to equal parts.
+        assert int(held) <= 4 * weights * share + 0.1 * weights, (stage, name, held, weights)
+        assert int(gradients) <= kept * weights, (stage, name, gradients, weights)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_processes_of_each_stage_of_zero_equal_one(alone: Path, tmp_path: Path) -> None:
+    """One family with clipping and one without, so that a gradient of another size shows."""
+    check_stages(alone, tmp_path, ("medusa-copy", "eagle3"))
+
+
+@pytest.mark.distributed
+@pytest.mark.long
+def test_every_family_is_trained_by_zero(alone: Path, tmp_path: Path) -> None:
+    check_stages(alone, tmp_path, NAMES)
+
+
+@pytest.mark.distributed
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_leaves_out_no_step_in_silence(stage: int, tmp_path: Path) -> None:
+    answer = torchrun(2, str(SCRIPT), str(tmp_path), f"deepspeed_stage_{stage}", "2", "eagle3", "--overflow", "2")
+    assert answer.returncode != 0
+    assert "the gradient is not finite at optimizer step 2; lower lr (now 0.01) and train again" in answer.stderr
+
+
+@pytest.mark.distributed
+@pytest.mark.long
+def test_the_gradient_of_zero_in_mixed_precision_is_that_of_one_process(tmp_path: Path) -> None:
+    """Of one step: bfloat16 turns the last digits of its weights into other roundings of the next one."""
+    more = ("eagle3", "--precision", "bf16-mixed", "--steps", "1")
+    run(tmp_path / "alone", "auto", 4, 1, *more)
+    run(tmp_path / "zero", "deepspeed_stage_1,deepspeed_stage_3", 2, 2, *more)
+    alone = checkpoint(tmp_path / "alone", "eagle3")["optimizer_states"][0]["state"]
+    for stage in (1, 3):
+        found = checkpoint(tmp_path / "zero" / f"deepspeed_stage_{stage}", "eagle3")["optimizer_states"][0]["state"]
+        assert found.keys() == alone.keys()
+        for number, state in alone.items():
+            moment = state["exp_avg"]
+            assert float((found[number]["exp_avg"] - moment).norm()) <= 1e-5 * float(moment.norm()), (stage, number)
+        assert any(bool(state["exp_avg"].any()) for state in alone.values())
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "then"), [
+    (("fsdp2", 2, 2), ("auto", 4, 1)),
+    pytest.param(("auto", 4, 1), ("fsdp2", 2, 2), marks=pytest.mark.long),
+    pytest.param(("deepspeed_stage_3", 2, 2), ("deepspeed_stage_2", 1, 4), marks=pytest.mark.long),
+    pytest.param(("auto", 4, 1), ("deepspeed_stage_1", 2, 2), marks=pytest.mark.long),
+    pytest.param(("deepspeed_stage_2", 2, 2), ("deepspeed_stage_3", 1, 4), marks=pytest.mark.long),
+], ids=lambda given: given[0])
+def test_a_run_is_resumed_by_another_strategy_and_number_of_processes(
+    first: tuple[str, int, int], then: tuple[str, int, int], alone: Path, tmp_path: Path
+) -> None:
+    """It ends amid its fourth step, after a checkpoint that a signal asked for. The optimizer has two groups."""
+    run(tmp_path, *first, "eagle3", "--end", "4")
+    assert checkpoint(tmp_path, "eagle3")["global_step"] == 4
+    run(tmp_path, *then, "eagle3")
+    same_training(tmp_path, alone, "eagle3")
+
+
+@pytest.mark.distributed
+@pytest.mark.long
+def test_muon_moves_split_weights_as_whole_ones(tmp_path: Path) -> None:
+    """Muon works in bfloat16, whose rounding hides gradients that were added up in another order: bounds are relative
+    to the way that each matrix has gone."""
+    for strategy, accumulate, processes in (("auto", 4, 1), ("fsdp2", 2, 2)):
+        run(tmp_path / strategy, strategy, accumulate, processes, "eagle3", "--optimizer", "muon")
+    found, expected = (checkpoint(tmp_path / name, "eagle3")["state_dict"] for name in ("fsdp2", "auto"))
+    first = load_file(tmp_path / "auto" / "eagle3" / "best.safetensors")
+    assert found.keys() == expected.keys() == {f"drafter.{name}" for name in first}
+    for name, tensor in expected.items():
+        gone = 0.1 * tensor.numel() ** 0.5
+        assert float((found[name] - tensor).float().norm()) <= 0.02 * gone, name
+
+
+@pytest.mark.parametrize("strategy", SPLITTING)
+def test_a_changed_target_is_not_split(strategy: str, tiny_target: Target) -> None:
+    with pytest.raises(UserError, match=rf"train\.strategy {strategy} splits the drafter's weights or their op.*, and "
+                                        r"Medusa2Module trains weights of the target too; set train\.strategy: ddp"):
+        Medusa2Module(tiny_target, Medusa2TrainConfig(strategy=strategy))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_zero_does_not_step_pieces_of_a_matrix_with_muon(stage: int) -> None:
+    with pytest.raises(UserError, match=rf"muon orthogonalises whole matrices, and train\.strategy deepspeed_stage_"
+                                        rf"{stage} steps pieces .* train\.optimizer: adamw, or train\.strategy: fsdp2"):
+        require_devices(MedusaTrainConfig(strategy=f"deepspeed_stage_{stage}", optimizer="muon", accelerator="cpu"))
+
+
+def test_zero_without_deepspeed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepspeed_import, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"train\.strategy deepspeed_stage_2 needs DeepSpeed, which is not installed; "
+                                        r"run pip install 'draftsmith\[deepspeed\]', or set train\.strategy: fsdp2"):
+        require_devices(MedusaTrainConfig(strategy="deepspeed_stage_2", accelerator="cpu"))
+
+
+@pytest.mark.parametrize(("strategy", "message"), [
+    ("fsdp", r"train\.strategy 'fsdp' is FSDP of another kind than the one here; set train\.strategy: fsdp2"),
+    ("fsdp_cpu_offload", r"'fsdp_cpu_offload' is FSDP of another kind .* fsdp2"),
+    ("deepspeed_stage_2_offload", r"'deepspeed_stage_2_offload' is DeepSpeed of another kind than those here; set train"
+     r"\.strategy to deepspeed_stage_1, deepspeed_stage_2, deepspeed_stage_3"),
+    ("deepspeed", r"train\.strategy 'deepspeed' is DeepSpeed of another kind"),
+])
+def test_strategies_that_would_learn_something_else_are_refused(strategy: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        require_devices(MedusaTrainConfig(strategy=strategy, accelerator="cpu"))

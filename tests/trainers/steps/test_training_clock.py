@@ -1,0 +1,134 @@
+"""Runs that end by time: counted time, learning rate, remaining time after resuming."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from draftsmith.modules import Features
+from draftsmith.modules.drafters.medusa import MedusaConfig
+from draftsmith.trainers import FitResult, MedusaModule, MedusaTrainConfig, fit, fitting
+from draftsmith.trainers.steps import training_clock as clock
+from support.cycle import CycleData, cycle_target
+from torch import Tensor
+
+pytestmark = pytest.mark.filterwarnings("ignore:validation decodes only")
+TIMED = MedusaTrainConfig(max_steps=1000, max_minutes=10 / 60, lr=1e-2, warmup_steps=2, validate_every=3,
+                          validation_nodes=4, checkpoint_every=4, drafter=MedusaConfig(num_heads=2),
+                          precision="32-true", accelerator="cpu")
+
+
+def train(out: Path, kind: type[MedusaModule], **changes: Any) -> FitResult:
+    return fit(kind(cycle_target(), dataclasses.replace(TIMED, **changes)), CycleData(), out, progress=False)
+
+
+class Power(Exception):
+    """An interruption of the run."""
+
+
+class Ticking:
+    """A simulated clock: each training step takes a second, each measurement a hundred."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Timed(MedusaModule):
+    """A module that trains with the simulated clock."""
+
+    time = Ticking()
+    rates: ClassVar[list[float]] = []
+
+    def training_step(self, batch: Features, batch_idx: int) -> Tensor:
+        self.time.now += 1
+        self.rates.append(self.optimizers().param_groups[0]["lr"])
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.fixture
+def ticking(monkeypatch: pytest.MonkeyPatch) -> Ticking:
+    """Replace the clock: only steps and measurements take time."""
+    Timed.time = Ticking()
+    Timed.rates.clear()
+    monkeypatch.setattr(clock, "time", Timed.time)
+    measure = fitting.held_out_acceptance
+
+    def slow(*arguments: Any) -> Any:
+        Timed.time.now += 100
+        return measure(*arguments)
+
+    monkeypatch.setattr(fitting, "held_out_acceptance", slow)
+    return Timed.time
+
+
+@pytest.mark.usefixtures("ticking")
+def test_a_run_ends_by_time_and_measurements_do_not_count(tmp_path: Path) -> None:
+    result = train(tmp_path, Timed)
+    assert (result.steps, result.seconds) == (10, 10.0)
+    assert result.peak_memory_bytes > 10_000_000
+    stored = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert stored["global_step"] == 10, "the last step is saved"
+    assert stored["callbacks"]["DecodedAcceptance"]["latest"] is not None
+    factors = [rate / TIMED.lr for rate in Timed.rates]
+    assert factors[0] == pytest.approx(0.5)
+    assert factors[2:] == pytest.approx([0.5 * (1 + math.cos(math.pi * second / 10)) for second in range(2, 10)])
+
+
+@pytest.mark.usefixtures("ticking")
+def test_steps_end_a_run_before_its_time(tmp_path: Path) -> None:
+    result = train(tmp_path, Timed, max_steps=5)
+    assert (result.steps, result.seconds) == (5, 5.0)
+
+
+@pytest.mark.usefixtures("ticking")
+def test_the_line_of_a_run_that_ends_by_time_counts_the_steps_that_fit(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fit(Timed(cycle_target(), TIMED), CycleData(), tmp_path)
+    shown = capfd.readouterr().err
+    final = shown.rstrip("\n").rsplit("\r", 1)[-1]
+    assert "train: 100%" in final
+    assert " 10/10 [" in final
+    assert "minutes=0.17" in final
+
+
+@pytest.mark.usefixtures("ticking")
+def test_a_resumed_run_has_the_remaining_time(tmp_path: Path) -> None:
+    class Stops(Timed):
+        def training_step(self, batch: Features, batch_idx: int) -> Tensor:
+            if batch_idx == 6:
+                raise Power
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(Power):
+        train(tmp_path, Stops)
+    Timed.time.now = 5000.0
+    result = train(tmp_path, Timed)
+    assert (result.steps, result.seconds) == (10, 10.0), "4 seconds were spent at the checkpoint of step 4"
+    Timed.time.now = 7000.0
+    assert train(tmp_path, Timed) == result, "a finished run is not trained again"
+
+
+def test_a_pause_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    time = Ticking()
+    monkeypatch.setattr(clock, "time", time)
+    watch = clock.Clock()
+    time.now = 3.0
+    assert watch.seconds == 0.0, "not started yet"
+    watch.start()
+    time.now = 5.0
+    with watch.paused():
+        time.now = 50.0
+        assert watch.seconds == 2.0
+    time.now = 51.0
+    assert watch.seconds == 3.0
+
+
+def test_time_is_measured_without_a_limit_too(tmp_path: Path) -> None:
+    result = train(tmp_path, MedusaModule, max_steps=2, max_minutes=None)
+    assert 0 < result.seconds < 60

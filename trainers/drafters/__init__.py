@@ -1,0 +1,1 @@
+"""The training module and the settings of each drafter family."""

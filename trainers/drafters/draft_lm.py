@@ -1,0 +1,84 @@
+"""Training a draft language model: on text, then on the target's answers (FastDraft, arXiv:2411.11055, section 3).
+
+The default is sequence-level distillation: cross entropy on the target's answers at several temperatures. A next stage
+starts from the exported folder of the one before, `drafter.folder`.
+"""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from ...modules.drafters.draft_lm import DraftLM
+from ...modules.drafters.draft_lm_config import DraftLMConfig, planned
+from ...modules.errors import UserError
+from ...modules.features import Features
+from ...modules.target.loading.hf_folder import folder_digest
+from ...modules.target.model import Target
+from ..base import BatchLoss, DraftModule
+from ..steps.train_config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftLMTrainConfig(TrainConfig):
+    """Shape and training of a draft language model."""
+
+    drafter: DraftLMConfig = field(default_factory=DraftLMConfig)
+    """The model."""
+    lr: float = 6e-4
+    """Peak learning rate of AdamW; 1e-3 suits a new model, about half of it an initialised one."""
+    warmup_steps: int = 40
+    """Optimizer steps over which the learning rate rises from zero; it falls along a cosine afterwards."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay of AdamW; biases and other vectors are exempt."""
+    decay: float = 1.0
+    """Weight of depth k in the loss is decay ** k, with mask tokens; exits have equal weights (arXiv:2407.01955)."""
+    learn: Literal["answers", "text"] = "answers"
+    """`answers` trains on the assistant's tokens, `text` on all tokens, prompts included."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.learn not in ("answers", "text"):
+            raise UserError(f"learn must be 'answers' or 'text', got {self.learn!r}")
+
+
+class DraftLMModule(DraftModule):
+    """A draft language model in training: its state at position p learns the token at p + 1, and with mask tokens also
+    those after it.
+
+    Raises:
+        UserError: if the model does not fit this target; see DraftModule for others.
+    """
+
+    drafter_class = DraftLM
+    config: DraftLMTrainConfig
+    drafter: DraftLM
+
+    def __init__(
+        self, target: Target, config: DraftLMTrainConfig | None = None, *, token_counts: Tensor | None = None
+    ) -> None:
+        super().__init__(target, config or DraftLMTrainConfig(), token_counts=token_counts)
+        planned(self.config.drafter, target)
+
+    def build_drafter(self) -> DraftLM:
+        """The initial model, bound to the target; the hash of the folder that it came from is noted."""
+        if self.config.drafter.folder is not None:
+            self._folder_digest = folder_digest(Path(self.config.drafter.folder))
+        return DraftLM.create(self.config.drafter, self.target, self._token_ids_Q)
+
+    def weights(self, steps: int) -> tuple[float, ...]:
+        """1 for every exit; decay ** k for depths."""
+        return (1.0,) * steps if self.config.drafter.exits else super().weights(steps)
+
+    def recipe(self) -> dict[str, Any]:
+        """The shared settings and the hash of the model in the folder: a checkpoint of another model is refused."""
+        folder = {} if self.config.drafter.folder is None else {"model_in_folder": self._folder_digest}
+        return {**super().recipe(), **folder}
+
+    def loss(self, features: Features) -> BatchLoss:
+        """The loss of a batch: of its answers, or of all its text."""
+        if self.config.learn == "text":
+            features = replace(features, supervised_BL=features.segments_BL >= 0,
+                               labels_at_most=features.tokens_BL.numel())
+        return super().loss(features)

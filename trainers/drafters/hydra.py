@@ -1,0 +1,37 @@
+"""Training Hydra heads on the true tokens before each guess (arXiv:2402.05109, section 3)."""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ...modules.drafters.hydra import Hydra
+from ...modules.drafters.hydra_heads import HydraConfig
+from ...modules.target.model import Target
+from ..base import DraftModule
+from ..losses.objectives import ObjectiveName
+from ..steps.train_config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class HydraTrainConfig(TrainConfig):
+    """Shape and training of Hydra heads."""
+
+    objective: ObjectiveName = "hard"
+    """As for all families; the paper's is `hard` for Hydra and `soft`, the target as teacher, for Hydra++."""
+    decay: float = 1.0
+    """Weight of head k in the loss is decay ** k; the official code weights all heads equally."""
+    drafter: HydraConfig = field(default_factory=HydraConfig)
+    """The heads."""
+
+
+class HydraModule(DraftModule):
+    """Hydra heads in training: head k learns the token k + 2 places ahead from the true tokens before it."""
+
+    drafter_class = Hydra
+    config: HydraTrainConfig
+    drafter: Hydra
+
+    def __init__(
+        self, target: Target, config: HydraTrainConfig | None = None, *, token_counts: Tensor | None = None
+    ) -> None:
+        super().__init__(target, config or HydraTrainConfig(), token_counts=token_counts)

@@ -1,0 +1,34 @@
+"""Training a Kangaroo adapter on the target's distributions (arXiv:2404.18911, section 3.1)."""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ...modules.drafters.kangaroo import Kangaroo, KangarooConfig
+from ...modules.target.model import Target
+from .eagle_base import FeatureModule, FeatureTrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class KangarooTrainConfig(FeatureTrainConfig):
+    """Shape and training of a Kangaroo adapter."""
+
+    drafter: KangarooConfig = field(default_factory=KangarooConfig)
+    """The adapter, and where its chains end."""
+
+
+class KangarooModule(FeatureModule):
+    """A Kangaroo adapter in training: at position p it learns the target's distribution of the token at p + 1.
+
+    Positions and labels are those of the text. In the official code the states move one position to the left and the
+    mask of labels does not: the first token is never read there, and the first two of each answer are no labels.
+    """
+
+    drafter_class = Kangaroo
+    config: KangarooTrainConfig
+    drafter: Kangaroo
+
+    def __init__(
+        self, target: Target, config: KangarooTrainConfig | None = None, *, token_counts: Tensor | None = None
+    ) -> None:
+        super().__init__(target, config or KangarooTrainConfig(), token_counts=token_counts)

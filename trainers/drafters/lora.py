@@ -1,0 +1,117 @@
+"""A trained copy of the target: it shares all weights but the low-rank changes of its linear layers, made by peft.
+
+Shapes: R rank, I inputs of a layer, O its outputs.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import nn
+
+from ...modules.errors import UserError
+from ...modules.target.adapter import Adapter, LowRank, choose_layers
+from ...modules.target.model import Target
+
+_NAME = "default"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """The trained layers of the target and the size of their low-rank changes (arXiv:2106.09685)."""
+
+    rank: int = 32
+    """Rank of the change of each layer."""
+    alpha: float = 16.0
+    """The change is scaled by alpha / rank."""
+    dropout: float = 0.05
+    """Dropout of the inputs of the low-rank changes in training."""
+    modules: tuple[str, ...] = ()
+    """Linear layers by name or last part of a name, such as q_proj; empty takes all but the output layer."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise UserError(f"lora.rank must be at least 1, got {self.rank}")
+        if not self.alpha > 0:
+            raise UserError(f"lora.alpha must be above 0, got {self.alpha}")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"lora.dropout must be at least 0 and below 1, got {self.dropout}")
+
+
+class LearningTarget(nn.Module):
+    """The trained part of a target. Its parameters are the low-rank weights alone; the changed copy is `target`, a
+    plain object that is neither saved nor wrapped.
+
+    All other weights of the copy are the original's tensors: the original is not changed, moved or duplicated.
+
+    Args:
+        original: the target that is copied.
+        config: the trained layers.
+
+    Raises:
+        UserError: if the target lacks one of the layers.
+    """
+
+    def __init__(self, original: Target, config: LoraConfig) -> None:
+        super().__init__()
+        chosen = choose_layers(original.model, config.modules, without=original.head)
+        model = original.copy_model()
+        # An expression matches whole names; peft would match a list against the ends of names.
+        inject_adapter_in_model(
+            PeftConfig(r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout,  # type: ignore[arg-type]
+                       target_modules="|".join(name.replace(".", r"\.") for name in chosen)),
+            model,
+        )
+        self.names, self.scale = tuple(chosen), config.alpha / config.rank
+        self.target = Target(model, original.tokenizer, name=original.identity.name, pack=0)
+        # Half precision would lose small updates: trained weights stay in float32.
+        wide = torch.promote_types(original.dtype, torch.float32)
+        for layer in self._layers():
+            layer.lora_A[_NAME].to(wide).requires_grad_(True)
+            layer.lora_B[_NAME].to(wide).requires_grad_(True)
+        self.a = nn.ParameterList([layer.lora_A[_NAME].weight for layer in self._layers()])
+        self.b = nn.ParameterList([layer.lora_B[_NAME].weight for layer in self._layers()])
+
+    def _layers(self) -> Iterator[LoraLayer]:
+        for name in self.names:
+            layer = self.target.model.get_submodule(name)
+            if not isinstance(layer, LoraLayer):
+                raise TypeError(f"{name} has no low-rank weights")
+            yield layer
+
+    def head_parameters(self) -> tuple[nn.Parameter, ...]:
+        """The low-rank weights of the output layer; empty when it is not trained."""
+        places = [place for place, name in enumerate(self.names)
+                  if self.target.model.get_submodule(name) is self.target.head]
+        return tuple(weights[place] for place in places for weights in (self.a, self.b))
+
+    def train(self, mode: bool = True) -> "LearningTarget":
+        """Switch the dropout of the low-rank changes; the copied model itself stays in evaluation mode."""
+        super().train(mode)
+        for layer in self._layers():
+            layer.lora_dropout.train(mode)
+        return self
+
+    @property
+    def unchanged(self) -> bool:
+        """True while the copy still equals the original: all changes are zero."""
+        return not any(bool(b.any()) for b in self.b)
+
+    def read(self) -> Adapter:
+        """A copy of the current weights on the CPU."""
+        def plain(weight: nn.Parameter) -> torch.Tensor:
+            return weight.detach().to("cpu", copy=True)
+
+        layers = {name: LowRank(a_RI=plain(a), b_OR=plain(b))
+                  for name, a, b in zip(self.names, self.a, self.b, strict=True)}
+        return Adapter(layers, self.scale)
+
+    @torch.no_grad()
+    def load(self, adapter: Adapter) -> None:
+        """Load an adapter's weights in place."""
+        for name, a, b in zip(self.names, self.a, self.b, strict=True):
+            a.copy_(adapter.layers[name].a_RI)
+            b.copy_(adapter.layers[name].b_OR)

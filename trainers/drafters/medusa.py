@@ -1,0 +1,34 @@
+"""Training Medusa heads (Medusa-1, arXiv:2401.10774, eq. 1)."""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ...modules.drafters.medusa import Medusa, MedusaConfig
+from ...modules.target.model import Target
+from ..base import DraftModule
+from ..losses.objectives import ObjectiveName
+from ..steps.train_config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaTrainConfig(TrainConfig):
+    """Shape and training of Medusa heads."""
+
+    objective: ObjectiveName = "hard"
+    """As for all families; the paper's is `hard`, the tokens that follow."""
+    drafter: MedusaConfig = field(default_factory=MedusaConfig)
+    """The heads."""
+
+
+class MedusaModule(DraftModule):
+    """Medusa heads in training: head k learns the token k + 2 places ahead, weighted by decay ** k."""
+
+    drafter_class = Medusa
+    config: MedusaTrainConfig
+    drafter: Medusa
+
+    def __init__(
+        self, target: Target, config: MedusaTrainConfig | None = None, *, token_counts: Tensor | None = None
+    ) -> None:
+        super().__init__(target, config or MedusaTrainConfig(), token_counts=token_counts)

@@ -1,0 +1,242 @@
+"""Training Medusa heads and the target together (Medusa-2, arXiv:2401.10774, sections 2.2.2 and 2.3.2).
+
+The adapted target's output layer is trained like a draft step of offset 1 whose teacher is the original target. The
+loss is then the shared one with one more step: L_LM + lambda_0 * sum_k decay^k L_k, as a weighted mean.
+
+Shapes: B rows, L positions, K heads, C columns of sums.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar, Literal
+
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from torch import Tensor
+
+from ...modules.errors import UserError
+from ...modules.features import Features
+from ...modules.interfaces.drafter import Drafts
+from ...modules.interfaces.family_card import FamilyCard
+from ...modules.target.adapter import PREFIX, Adapter, choose_layers
+from ...modules.target.draft_vocabulary import draft_index
+from ...modules.target.model import Target
+from ...modules.tuning.replay_acceptance import answered_anew
+from ..base import BatchLoss
+from ..losses.chunked_losses import VocabularyLoss
+from ..losses.metrics import COLUMNS, weighted_mean_loss
+from ..losses.metrics import describe as describe_steps
+from ..losses.objectives import Objective, Teacher
+from ..steps.schedules import stage_factor
+from .lora import LearningTarget, LoraConfig
+from .medusa import MedusaModule, MedusaTrainConfig
+
+HEADS_WEIGHT = {"two_stage": 0.2, "sine": 0.01}
+"""The paper's lambda_0 of each schedule."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Medusa2TrainConfig(MedusaTrainConfig):
+    """Joint training of Medusa heads and low-rank changes of the target."""
+
+    lr: float = 5e-4
+    """Peak learning rate of the target's low-rank weights."""
+    heads_lr_factor: float = 4.0
+    """Learning rate of the heads as a multiple of `lr`."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """The trained layers of the target."""
+    schedule: Literal["two_stage", "sine"] = "two_stage"
+    """`two_stage`: first the heads alone, then everything with a constant weight of the heads' loss. `sine`: everything
+    from the start, the weight of the heads' loss rising as a quarter sine."""
+    first_stage: float = 0.5
+    """Share of a two-stage run in which the heads are trained alone."""
+    heads_weight: float | None = None
+    """lambda_0, the peak weight of the heads' loss relative to the target's own; None is 0.2 in two stages and 0.01
+    with the sine schedule."""
+    keep: Literal["target", "text"] = "target"
+    """Loss of the target's own predictions: `target` is KL to the original at every supervised position
+    (self-distillation); `text` is cross entropy with the text, which degrades the target when it wrote that text
+    itself."""
+    validation_answers: int = 16
+    """Held-out answers in each measurement; the changed target rewrites them every time."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.optimizer != "adamw":
+            raise UserError(f"optimizer is {self.optimizer!r}, but the target's low-rank weights and the heads have "
+                            "rates of their own; set optimizer to adamw")
+        if not self.heads_lr_factor > 0:
+            raise UserError(f"heads_lr_factor must be above 0, got {self.heads_lr_factor}")
+        if self.schedule not in HEADS_WEIGHT:
+            raise UserError(f"schedule must be 'two_stage' or 'sine', got {self.schedule!r}")
+        if not 0 < self.first_stage < 1:
+            raise UserError(f"first_stage must lie between 0 and 1, got {self.first_stage}; to train the heads alone "
+                            "use MedusaModule, to train everything from the start schedule: sine")
+        if self.heads_weight is not None and not self.heads_weight > 0:
+            raise UserError(f"heads_weight must be above 0, got {self.heads_weight}")
+        if self.keep not in ("target", "text"):
+            raise UserError(f"keep must be 'target' or 'text', got {self.keep!r}")
+        if self.validation_answers < 1:
+            raise UserError(f"validation_answers must be at least 1, got {self.validation_answers}")
+
+    @property
+    def alone_until(self) -> float:
+        """Progress up to which the heads are trained alone."""
+        return self.first_stage if self.schedule == "two_stage" else 0.0
+
+    def lambda_0(self, progress: float) -> float:
+        """Weight of the heads' loss relative to the target's own (arXiv:2401.10774, section 7.4)."""
+        peak = HEADS_WEIGHT[self.schedule] if self.heads_weight is None else self.heads_weight
+        return peak if self.schedule == "two_stage" else peak * math.sin(0.5 * math.pi * progress)
+
+
+class Medusa2Module(MedusaModule):
+    """Medusa heads and a copy of their target in training; the original target is not changed.
+
+    Memory: the copy shares all weights but the low-rank ones; only these and the heads have gradients and moments. In
+    its second stage a step stores the copy's activations. While the heads are trained alone a step costs as much as
+    Medusa-1's.
+
+    Raises:
+        UserError: if the target lacks a layer to train, or the heads share an output layer that is trained.
+    """
+
+    card = FamilyCard(
+        name="Medusa-2", papers=("2401.10774",), exports=("merged", "medusa"),
+        guesses="Medusa's heads and low-rank changes of the target, which KL keeps near the original",
+        cost="changes the target: lossless with respect to the changed one; steps take four times as long as Medusa's",
+    )
+    config: Medusa2TrainConfig
+    changes_target: ClassVar[bool] = True
+    needs_whole_target: ClassVar[bool] = True
+
+    def __init__(
+        self, target: Target, config: Medusa2TrainConfig | None = None, *, token_counts: Tensor | None = None
+    ) -> None:
+        super().__init__(target, config or Medusa2TrainConfig(), token_counts=token_counts)
+        self.validation_rows = self.config.validation_answers
+        chosen = choose_layers(target.model, self.config.lora.modules, without=target.head)
+        if self.config.drafter.output == "shared" and any(target.model.get_submodule(name) is target.head
+                                                          for name in chosen):
+            raise UserError(f"lora.modules {list(self.config.lora.modules)} name the output layer, which the heads "
+                            "share; set drafter.output to copy, or leave it out of lora.modules")
+
+    def configure_model(self) -> None:
+        """Build the trained copy and the heads; equal seeds give equal weights."""
+        if "learning" not in self._modules:
+            with self.seeded():
+                self.learning = LearningTarget(self.target, self.config.lora)
+        super().configure_model()
+
+    def setup(self, stage: str) -> None:
+        """Move the original and the copy, which are unknown to Lightning."""
+        super().setup(stage)
+        if "learning" in self._modules:
+            self.learning.target.to(self.trainer.strategy.root_device)
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        """AdamW with two learning rates; each stage has its own warm-up and cosine."""
+        config, alone = self.config, self.config.alone_until
+        heads = list(self.drafter.parameters())
+        groups = [([*self.learning.parameters()], 1.0, config.weight_decay),
+                  ([weight for weight in heads if weight.ndim > 1], config.heads_lr_factor, config.weight_decay),
+                  ([weight for weight in heads if weight.ndim <= 1], config.heads_lr_factor, 0.0)]
+        optimizer = torch.optim.AdamW([{"params": params, "lr": config.lr * factor, "weight_decay": decay}
+                                       for params, factor, decay in groups], betas=config.betas, fused=True)
+        second, both = (partial(self._rate, stages=stages) for stages in ([(alone, 1.0)], [(0.0, alone), (alone, 1.0)]))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [second, both, both])
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _rate(self, step: int, stages: Sequence[tuple[float, float]]) -> float:
+        """Factor of the learning rate after `step` finished steps, for weights trained in these stages."""
+        progress = self.progress_at(step)
+        # A run may end by time long before its last step: the finished steps show the progress of one. Before the first
+        # step of a run without a limit in steps, any small share gives the first part of the rise.
+        one = (progress / step if step else self.config.share_of_steps(1)) or 1e-6
+        return sum(stage_factor(progress, *stage, rise=self.config.warmup_steps * one, step=one) for stage in stages)
+
+    # The loss --------------------------------------------------------------------------------------------------------
+
+    def weights(self, steps: int) -> tuple[float, ...]:
+        """Weight of the target's own loss, then of each head."""
+        heads = super().weights(steps - 1)
+        if self.progress_at(self.global_step) < self.config.alone_until:
+            return (0.0, *heads)
+        return (1.0, *(self.config.lambda_0(self.progress) * weight for weight in heads))
+
+    def loss(self, features: Features) -> BatchLoss:
+        """Summed loss of the adapted target and its heads on a batch; see the file's first lines."""
+        original = self.encoded(features)
+        steps = 1 + self.config.drafter.num_heads
+        weights = self.weights(steps) if self._pending is None else self._pending.weights
+        alone = weights[0] == 0
+        with torch.autocast(self.target.device.type, enabled=False):
+            states = original if alone else self.learning.target.trace(features)
+        drafts = self.drafter(states)
+        ids_Q = self.drafter.token_ids_Q
+        index_V = None if ids_Q is None else draft_index(ids_Q, self.target.vocab_size)
+        total, sums_KC = self._vocabulary_loss(weights[1:], ids_Q)(drafts, original, index_V)
+        if alone:
+            # Every process must have a gradient for every weight: these weights have zero.
+            total = total + 0.0 * sum(weight.sum() for weight in self.learning.parameters())
+            sums_1C = sums_KC.new_zeros(1, len(COLUMNS))
+        else:
+            language, sums_1C = self._language(states, original)
+            total = total + language
+        return BatchLoss(total, torch.cat([sums_1C, sums_KC]), weights, (1, *drafts.offsets))
+
+    def _language(self, states: Features, original: Features) -> tuple[Tensor, Tensor]:
+        """(total, sums_1C) of the adapted target's own predictions against the original's or the text."""
+        from_target = self.config.keep == "target"
+        adapted = self.learning.target
+        loss = VocabularyLoss(
+            project=lambda hidden, _step: adapted.logits(hidden.to(adapted.dtype)),
+            entries=self.target.vocab_size, weights=(1.0,), parameters=self.learning.head_parameters(),
+            objectives=(Objective(name="soft" if from_target else "hard"),),
+            teacher=Teacher(self.target) if from_target else None,
+        )
+        return loss(Drafts(hidden_BLKD=states.final()[:, :, None], offsets=(1,)), original)
+
+    @property
+    def learns_text(self) -> bool:
+        """True if the text's tokens are labels, of the heads or with `keep: text` of the target."""
+        return super().learns_text or self.config.keep == "text"
+
+    def describe(self, sums_KC: Tensor, weights: tuple[float, ...], offsets: tuple[int, ...]) -> dict[str, float]:
+        """The heads' figures, and those of the target's own predictions as `language/...`."""
+        total, count = (float(value) for value in weighted_mean_loss(sums_KC, weights))
+        own = describe_steps(sums_KC[:1], (1.0,), (1,))
+        language = {f"language/{name.removeprefix('head1/')}": value for name, value in own.items()
+                    if name in ("head1/loss", "head1/top1", "head1/alpha")}
+        heads = describe_steps(sums_KC[1:], weights[1:], offsets[1:])
+        return heads | language | ({"loss": total / count} if count else {})
+
+    # Validation and trained weights ----------------------------------------------------------------------------------
+
+    @property
+    def adapter(self) -> Adapter:
+        """The target's current low-rank changes."""
+        return self.learning.read()
+
+    def verifier(self, rows: Sequence[Features]) -> tuple[Target, Sequence[Features]]:
+        """The adapted target and its own greedy answers to some of the held-out prompts.
+
+        The stored answers are the original's; they are used as long as the target has not changed.
+        """
+        chosen = rows[: self.config.validation_answers]
+        if self.learning.unchanged:
+            return self.target, chosen
+        adapted = self.target.adapted(self.adapter)
+        return adapted, answered_anew(adapted, chosen)
+
+    def trained(self) -> dict[str, Tensor]:
+        """The heads and the target's low-rank changes."""
+        return {**self.drafter.state_dict(), **self.adapter.tensors()}
+
+    def restore(self, weights: dict[str, Tensor]) -> None:
+        """Load the weights that `trained` returned."""
+        changes = {name: tensor for name, tensor in weights.items() if name.startswith(PREFIX)}
+        self.learning.load(Adapter.rebuild(self.adapter.describe(), changes))
+        self.drafter.load_state_dict({name: tensor for name, tensor in weights.items() if name not in changes})

@@ -1,0 +1,1 @@
+"""Losses over chunks of the vocabulary, and metrics."""

@@ -1,0 +1,360 @@
+"""Losses over the vocabulary in chunks: no tensor of size tokens x vocabulary outlives its chunk.
+
+Shapes: B rows, L positions, N predicted tokens, K draft steps, D hidden size, V target vocabulary, Q entries of the
+draft vocabulary, C columns of sums (`metrics.COLUMNS`).
+
+The batch is divided by *predicted token*, not by position: one chunk holds the guesses of all K draft steps about the
+same tokens, so that the target's distribution there is computed once for all of them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from ...modules.compiler import Compiler, bounded
+from ...modules.errors import UserError
+from ...modules.features import Features
+from ...modules.interfaces.drafter import Drafts
+from ...modules.target.model import Target
+from .metrics import COLUMNS, rank_hits, weighted, weighted_mean_loss
+from .objectives import Objective, TeacherOutput, wide
+
+CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
+"""Logits in memory at once, by kind of device: 32 MiB of float32 on a CPU, 256 MiB on a GPU, plus three to six tensors
+of that size, by objective. On a CPU smaller chunks read the output weight too often and larger ones gain nothing
+(`tests/benchmarks/vocabulary_loss.py --chunk`)."""
+ACCEPTANCE_ROWS = 32
+"""Tokens whose acceptance is computed at once."""
+TRAINED_FACTOR = 4
+"""Larger chunks where the output weight is trained: each adds a gradient of the weight's size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supervision:
+    """The N labels of a batch and the draft steps that predict each of them. Positions are those of the flat batch."""
+
+    sources_NK: Tensor
+    """Position at which draft step k predicts the token; any position with a finite state where it does not."""
+    valid_NK: Tensor
+    """True where draft step k predicts the token and learns from it."""
+    labels_N: Tensor
+    """The token's entry in the draft vocabulary; -1 where it has none and the target's most probable token has one."""
+    teachers_N: Tensor
+    """Position of the final state from which the target predicts the token."""
+    missed_K: Tensor
+    """Number of labels of each draft step outside the draft vocabulary, which are not learned."""
+
+    def sources(self, states_BLKD: Tensor) -> Tensor:
+        """The draft steps' states at the positions that predict the tokens, [N, K, D]."""
+        steps_K = torch.arange(states_BLKD.shape[2], device=states_BLKD.device)
+        return states_BLKD.flatten(0, 1)[self.sources_NK, steps_K]
+
+
+def supervise(
+    features: Features, offsets: Sequence[int], index_V: Tensor | None = None, valid_BLK: Tensor | None = None,
+    deciding_BL: Tensor | None = None,
+) -> Supervision:
+    """The labels of a batch and the draft steps that predict them, by `Features.labels` alone.
+
+    Args:
+        features: the batch.
+        offsets: how far ahead each draft step predicts.
+        index_V: entry of the draft vocabulary for each target token, -1 for none; None for the whole vocabulary.
+        valid_BLK: True where a draft step has a state at a position; None for all positions.
+        deciding_BL: tokens that must have an entry for the label in their place to be learned; None for the labels.
+    """
+    tokens_BL = features.tokens_BL
+    entries_BL = tokens_BL if index_V is None else index_V[tokens_BL]
+    known_BL = (entries_BL if deciding_BL is None or index_V is None else index_V[deciding_BL]) >= 0
+    predicts = [features.labels(offset)[1] for offset in offsets]
+    if valid_BLK is not None:
+        predicts = [labelled_BL & valid_BLK[:, :, step] for step, labelled_BL in enumerate(predicts)]
+    moved = [_at_predicted(here_BL, offset) for here_BL, offset in zip(predicts, offsets, strict=True)]
+    labelled_BLK = torch.stack(moved, dim=-1)
+    valid_BLK = labelled_BLK & known_BL[..., None]
+    chosen_N = _chosen(valid_BLK.any(-1).flatten(), features.labels_at_most)
+    valid_NK = valid_BLK.flatten(0, 1)[chosen_N]
+    sources_NK = torch.stack([chosen_N - offset for offset in offsets], dim=-1)
+    return Supervision(
+        sources_NK=torch.where(valid_NK, sources_NK, chosen_N[:, None] - 1),
+        valid_NK=valid_NK,
+        labels_N=entries_BL.flatten()[chosen_N],
+        teachers_N=chosen_N - 1,
+        missed_K=(labelled_BLK & ~known_BL[..., None]).sum((0, 1)),
+    )
+
+
+def _chosen(predicted_X: Tensor, most: int | None) -> Tensor:
+    """Places of the predicted tokens. Where a bound of their number is known, the host does not wait for it; spare
+    places hold the first token of all, which nothing predicts."""
+    if most is None:
+        return predicted_X.nonzero()[:, 0]
+    return torch.nonzero_static(predicted_X, size=most, fill_value=0)[:, 0]
+
+
+def _at_predicted(valid_BL: Tensor, offset: int) -> Tensor:
+    """A mask over predicting positions, moved to the positions of the predicted tokens."""
+    moved = torch.zeros_like(valid_BL)
+    if offset < valid_BL.shape[1]:
+        moved[:, offset:] = valid_BL[:, :-offset]
+    return moved
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabularyLoss:
+    """Loss of draft states: the output layer of each step, the objectives, the weights."""
+
+    project: Callable[[Tensor, int], Tensor]
+    """Draft logits [..., Q] of a step for its states [..., D]."""
+    entries: int
+    """Logits per token: those of the draft vocabulary, or the teacher's when these are more."""
+    weights: tuple[float, ...]
+    """Weight of each draft step in the loss."""
+    parameters: tuple[nn.Parameter, ...] = ()
+    """Trained weights that `project` reads."""
+    objectives: tuple[Objective, ...]
+    """Objective of each draft step."""
+    teacher: Callable[[Tensor], TeacherOutput] | None = None
+    """The target's distribution for its final states [..., D]; None when no objective reads it."""
+    feature_weight: float = 0.0
+    """Weight of the feature loss relative to the objective's 1."""
+    measure: "Measure" = field(default_factory=lambda: measured)
+    """Loss and figures of a chunk's logits: `measured`, or its compiled form."""
+    chunk_elements: int | None = None
+    """Logits in memory at once; None takes the device's CHUNK_ELEMENTS."""
+
+    def __call__(self, drafts: Drafts, features: Features, index_V: Tensor | None = None,
+                 deciding_BL: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return (total, sums_KC): the weighted sum of losses, differentiable, and the sums of `metrics.COLUMNS`.
+
+        The total is to be divided by `metrics.weighted_mean_loss(sums_KC, weights)[1]` once both are complete over all
+        micro-batches and ranks. A label outside the draft vocabulary is not learned with any objective: the right token
+        cannot be drafted there, and the target's renormalised distribution prefers a wrong one. With `deciding_BL` (see
+        `supervise`) these tokens must lie inside instead.
+        """
+        supervision = supervise(features, drafts.offsets, index_V, drafts.valid_BLK, deciding_BL)
+        hidden_NKD = supervision.sources(drafts.hidden_BLKD)
+        states_ND = None if self.teacher is None else features.final().flatten(0, 1)[supervision.teachers_N]
+        total, sums_KC = self._vocabulary(_Rows(self, supervision, states_ND), hidden_NKD)
+        if not self.feature_weight:
+            return total, sums_KC
+        apart = drafts.estimated_BLKD
+        estimated_NKD = hidden_NKD if apart is None else supervision.sources(apart)
+        return self._with_features(total, sums_KC, feature_loss(estimated_NKD, supervision, drafts, features))
+
+    def _vocabulary(self, rows: "_Rows", hidden_NKD: Tensor) -> tuple[Tensor, Tensor]:
+        if not torch.is_grad_enabled():
+            return rows.sums(hidden_NKD)
+        total, sums_KC = _ChunkedSum.apply(rows, hidden_NKD, *self.parameters)  # type: ignore[no-untyped-call]
+        return total, sums_KC
+
+    def _with_features(self, total: Tensor, sums_KC: Tensor, feature_K: Tensor) -> tuple[Tensor, Tensor]:
+        added_KC = torch.zeros_like(sums_KC)
+        added_KC[:, COLUMNS.index("feature")] = feature_K.detach()
+        added_KC[:, COLUMNS.index("loss")] = self.feature_weight * feature_K.detach()
+        return total + self.feature_weight * weighted(feature_K, self.weights), sums_KC + added_KC
+
+
+@torch.no_grad()
+def greedy_tokens(target: Target, features: Features) -> Tensor:
+    """The token that the target finds most probable in the place of each possible label, [B, L]; the text's own token
+    elsewhere."""
+    tokens_BL, (rows_M, places_M) = features.tokens_BL.clone(), features.labels(1)[1].nonzero(as_tuple=True)
+    usual = CHUNK_ELEMENTS.get(tokens_BL.device.type, CHUNK_ELEMENTS["cuda"])
+    parts = torch.split(features.final()[rows_M, places_M], max(1, usual // target.vocab_size))
+    tokens_BL[rows_M, places_M + 1] = torch.cat([target.logits(part).argmax(-1) for part in parts])
+    return tokens_BL
+
+
+def feature_loss(estimated_NKD: Tensor, supervision: Supervision, drafts: Drafts, features: Features) -> Tensor:
+    """Smooth L1 loss between each draft state and the target's final state that it estimates; sums over tokens, [K].
+
+    Each token adds the mean over its D components, as in arXiv:2401.15077, section 4.1 (weight 1.0 there, with 0.1 for
+    the objective). Positions whose label is not learned are left out.
+
+    Raises:
+        UserError: if the drafter's states estimate no target states.
+    """
+    final_MD = features.final().flatten(0, 1)
+    if drafts.estimates is None or final_MD.shape[-1] != estimated_NKD.shape[-1]:
+        raise UserError("feature_weight is above 0, but the states of this drafter estimate none of the target's; set "
+                        "feature_weight to 0")
+    ahead_NK = [sources_N + ahead for sources_N, ahead in zip(supervision.sources_NK.unbind(-1), drafts.estimates,
+                                                                strict=True)]
+    # The source of an invalid step is any position: those beyond the batch are not read.
+    places_NK = torch.stack(ahead_NK, dim=-1).clamp(max=len(final_MD) - 1)
+    apart_NKD = functional.smooth_l1_loss(wide(estimated_NKD), wide(final_MD[places_NK]), reduction="none")
+    return torch.where(supervision.valid_NK, apart_NKD.mean(-1), 0.0).sum(0)
+
+
+class _Rows:
+    """The predicted tokens of a batch, divided into chunks."""
+
+    def __init__(self, loss: VocabularyLoss, supervision: Supervision, states_ND: Tensor | None) -> None:
+        self.loss, self.supervision, self.states_ND = loss, supervision, states_ND
+
+    def chunks(self, device: torch.device) -> Iterator[slice]:
+        """Consecutive ranges of the N tokens such that one step's logits stay within CHUNK_ELEMENTS."""
+        usual = CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cuda"])
+        usual *= TRAINED_FACTOR if self.loss.parameters else 1
+        size = max(1, (self.loss.chunk_elements or usual) // self.loss.entries)
+        return (slice(start, start + size) for start in range(0, len(self.supervision.labels_N), size))
+
+    @torch.no_grad()
+    def teacher_output(self, chunk: slice) -> TeacherOutput | None:
+        """The target's distribution over the draft vocabulary at the tokens of the chunk."""
+        if self.loss.teacher is None or self.states_ND is None:
+            return None
+        return self.loss.teacher(self.states_ND[chunk])
+
+    def step(
+        self, states_ND: Tensor, step: int, chunk: slice, teacher_output: TeacherOutput | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return (loss, sums_C) of one draft step at the tokens of the chunk; the loss is a sum, without the weight."""
+        valid_N, labels_N = self.supervision.valid_NK[chunk, step], self.supervision.labels_N[chunk]
+        logits_NQ = self.loss.project(states_ND, step)
+        return self.loss.measure(logits_NQ, labels_N, valid_N, teacher_output, self.loss.objectives[step])
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Sums before the first chunk, [K, C]: zero but for the labels outside the draft vocabulary."""
+        sums_KC = torch.zeros(len(self.loss.weights), len(COLUMNS), dtype=torch.float64, device=device)
+        sums_KC[:, COLUMNS.index("missed")] = self.supervision.missed_K.to(sums_KC)
+        return sums_KC
+
+    def total(self, sums_KC: Tensor, like: Tensor) -> Tensor:
+        """The weighted sum of losses."""
+        return weighted_mean_loss(sums_KC, self.loss.weights)[0].to(torch.promote_types(like.dtype, torch.float32))
+
+    def sums(self, hidden_NKD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (total, sums_KC) without a gradient."""
+        sums_KC = self.empty(hidden_NKD.device)
+        for chunk in self.chunks(hidden_NKD.device):
+            teacher_output = self.teacher_output(chunk)
+            for step in range(len(sums_KC)):
+                sums_KC[step] += self.step(hidden_NKD[chunk, step], step, chunk, teacher_output)[1]
+        return self.total(sums_KC, hidden_NKD), sums_KC
+
+
+Measure = Callable[[Tensor, Tensor, Tensor, TeacherOutput | None, Objective], tuple[Tensor, Tensor]]
+"""A function like `measured`."""
+
+
+def measured(
+    logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, teacher_output: TeacherOutput | None, objective: Objective,
+    *, whole: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(loss, sums_C) of one draft step's logits at the tokens of a chunk; the loss is a sum, without the weight.
+
+    Args:
+        logits_NQ: the logits.
+        labels_N: the labels.
+        valid_N: True where the step learns from its label.
+        teacher_output: the target's distribution; None for objectives that do not read it.
+        objective: of the step.
+        whole: count the acceptance of all rows at once, for a compiler that keeps none of it in memory.
+    """
+    loss = torch.where(valid_N, objective(logits_NQ, labels_N, teacher_output), 0.0).sum()
+    with torch.no_grad():
+        alpha, known = _acceptance(logits_NQ, valid_N, teacher_output, whole=whole)
+        sums = (valid_N.sum(), torch.zeros_like(loss), loss, alpha, known, torch.zeros_like(loss))
+        hits_R = rank_hits(logits_NQ, labels_N, valid_N)
+        return loss, torch.cat([torch.stack([value.to(torch.float64) for value in sums]), hits_R])
+
+
+class _FusedOutput(TeacherOutput):
+    """The target's distribution inside a kernel, which keeps no probabilities for other draft steps."""
+
+    @property
+    def p_NQ(self) -> Tensor:
+        """The probabilities."""
+        return self.log_p_NQ.exp()
+
+
+def compiled_measure(compiler: Compiler) -> Measure:
+    """`measured` as a few kernels, which write none of the tensors of the vocabulary's width between logits and loss.
+
+    The number of tokens of a chunk becomes a symbol when it changes first, at the last chunk of a batch.
+    """
+
+    def run(logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, log_p_NQ: Tensor | None, log_mass_N: Tensor | None,
+            objective: Objective) -> tuple[Tensor, Tensor]:
+        known = None if log_p_NQ is None else _FusedOutput(log_p_NQ=log_p_NQ, log_mass_N=log_mass_N)
+        return measured(logits_NQ, labels_N, valid_N, known, objective, whole=True)
+
+    form = compiler.compiled(run, dynamic=None)
+
+    def measure(logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, teacher_output: TeacherOutput | None,
+                objective: Objective) -> tuple[Tensor, Tensor]:
+        given = (None, None) if teacher_output is None else (teacher_output.log_p_NQ, teacher_output.log_mass_N)
+        with bounded():
+            found: tuple[Tensor, Tensor] = form(logits_NQ, labels_N, valid_N, *given, objective)
+        return found
+
+    return measure
+
+
+def _acceptance(
+    logits_NQ: Tensor, valid_N: Tensor, teacher_output: TeacherOutput | None, *, whole: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(sum of alpha, count) at the valid tokens; zeros when the mass inside the draft vocabulary is unknown.
+
+    It is a figure for the log, so it must be cheap compared with the loss: as probabilities, a few rows at a time.
+    """
+    if teacher_output is None or teacher_output.log_mass_N is None:
+        return valid_N.new_zeros(()), valid_N.new_zeros(())
+    mass_N1 = teacher_output.log_mass_N.exp()[:, None]
+    if whole:
+        alpha_N = torch.minimum(wide(logits_NQ).softmax(-1), teacher_output.p_NQ * mass_N1).sum(-1)
+        return torch.where(valid_N, alpha_N, 0.0).sum(), valid_N.sum()
+    found = []
+    for first in range(0, len(valid_N), ACCEPTANCE_ROWS):
+        piece = slice(first, first + ACCEPTANCE_ROWS)
+        q_NQ = wide(logits_NQ[piece]).softmax(-1)
+        found.append(torch.minimum(q_NQ, teacher_output.p_NQ[piece] * mass_N1[piece], out=q_NQ).sum(-1))
+    return torch.where(valid_N, torch.cat(found), 0.0).sum(), valid_N.sum()
+
+
+class _ChunkedSum(torch.autograd.Function):
+    """The sum of a loss over chunks, whose gradient is computed chunk by chunk in forward.
+
+    The logits of a chunk are thus computed once and never stored: cheaper in time and memory than recomputing them in
+    backward. Trained output weights are arguments, so that autograd and DDP see their gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: _Rows, hidden_NKD: Tensor, *parameters: nn.Parameter) -> tuple[Tensor, Tensor]:
+        gradient_NKD = torch.zeros_like(hidden_NKD)
+        owned: list[Tensor | None] = [None] * len(parameters)
+        sums_KC = rows.empty(hidden_NKD.device)
+        for chunk in rows.chunks(hidden_NKD.device):
+            teacher_output = rows.teacher_output(chunk)
+            for step, weight in enumerate(rows.loss.weights):
+                with torch.enable_grad():
+                    states_ND = hidden_NKD[chunk, step].detach().requires_grad_()
+                    loss, sums_C = rows.step(states_ND, step, chunk, teacher_output)
+                    found = torch.autograd.grad(loss * weight, (states_ND, *parameters), allow_unused=True)
+                gradient_NKD[chunk, step] = found[0]
+                owned = [_added(total, part) for total, part in zip(owned, found[1:], strict=True)]
+                sums_KC[step] += sums_C
+        complete = [torch.zeros_like(weight) if part is None else part
+                    for weight, part in zip(parameters, owned, strict=True)]
+        ctx.save_for_backward(gradient_NKD, *complete)
+        ctx.mark_non_differentiable(sums_KC)
+        return rows.total(sums_KC, hidden_NKD), sums_KC
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor, _sums: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *(gradient * scale.to(gradient.dtype) for gradient in ctx.saved_tensors))
+
+
+def _added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+    """Sum of two gradients, in the first one's memory."""
+    if total is None or part is None:
+        return part if total is None else total
+    return total.add_(part)

@@ -1,0 +1,1 @@
+"""Weights and optimiser states divided among processes."""

@@ -1,0 +1,138 @@
+"""A drafter in training whose weights are split among processes, and the whole one that decodes.
+
+Each process holds a part of every weight, of its gradient and of its optimizer state. A training step gathers the
+weights, those of `Drafter.gathered_apart` for the moment in which each of these parts runs; the gradients are summed
+over the processes and split. What decodes in validation is a whole copy that holds the same weights.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...modules.interfaces.drafter import Drafter
+from ...modules.target.devices.split_weights import whole
+from ...modules.target.model import Target
+from ..steps.optimizers import Together
+
+
+class SplitDrafter:
+    """Keeper of a drafter whose weights are split, and of its whole copy.
+
+    Args:
+        drafter: whole yet, and bound; its weights are to be split in place.
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.copy = copy.deepcopy(drafter).to("cpu")
+        """Whole; on the CPU while it is not used."""
+
+    @contextmanager
+    def decoding(self, target: Target) -> Iterator[Drafter]:
+        """A block with the whole copy, its weights those of now, on the target's device and in evaluation mode. All
+        processes must enter it."""
+        self.copy.load_state_dict(whole_state(self.drafter))
+        self.copy.to(target.device).bind(target)
+        yield self.copy.eval()
+        self.copy.train().to("cpu")
+
+
+class WholeCheckpoints:
+    """A strategy whose checkpoints hold whole weights and optimizer states under the names that one process gives them,
+    so that any other strategy and number of processes resumes them."""
+
+    lightning_module: Any
+    checkpoint_io: Any
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """True: optimizer states are read from the checkpoint as those of one process are."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole weights; all processes must call it."""
+        return {name: tensor.cpu() for name, tensor in whole_state(self._module).items()}
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """The content of a checkpoint, read whole by every process."""
+        found: dict[str, Any] = self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+        return found
+
+    @property
+    def _module(self) -> Any:
+        if self.lightning_module is None:
+            raise RuntimeError("the strategy is not connected to a module")
+        return self.lightning_module
+
+
+def shard_fully(module: nn.Module, drafter: Drafter, mesh: Any) -> None:
+    """Split a drafter's weights in place (FSDP2).
+
+    Args:
+        module: the training module, a child of which is the drafter; it is the root whose `training_step` gathers.
+        drafter: whole yet.
+        mesh: the processes, of one dimension.
+    """
+    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+
+    for part in drafter.gathered_apart():
+        fully_shard(part, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            # Gloo knows sums alone; the mean that follows is undone by the training step.
+            part.set_force_sum_reduction_for_comms(True)
+    register_fsdp_forward_method(module, "training_step")
+
+
+def whole_state(module: nn.Module) -> dict[str, Tensor]:
+    """The weights and buffers of a module, each whole; the processes that split them must call it together."""
+    return {name: whole(tensor) for name, tensor in module.state_dict(keep_vars=True).items()}
+
+
+def whole_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
+    """The state of an optimizer with whole tensors; the processes that split them must call it together."""
+    found: dict[str, Any] = _mapped(optimizer.state_dict())
+    return found
+
+
+def load_whole_state(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Load whole weights into a module that may hold parts of them."""
+    own = module.state_dict()
+    module.load_state_dict({name: like(tensor, own[name]) if name in own else tensor
+                            for name, tensor in weights.items()})
+
+
+def load_whole_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load a state of whole tensors into an optimizer whose weights may be split."""
+    optimizer.load_state_dict(state)
+    for part in optimizer.parts if isinstance(optimizer, Together) else (optimizer,):
+        for weight, held in part.state.items():
+            for name, value in held.items():
+                if isinstance(value, Tensor) and value.shape == weight.shape:
+                    held[name] = like(value, weight)
+
+
+def like(tensor: Tensor, held: Tensor) -> Tensor:
+    """This process's part of a whole tensor, split as the one that it holds; the tensor itself where that is whole."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(held, DTensor):
+        return tensor
+    # Every process has the whole tensor: none sends its own.
+    return distribute_tensor(tensor.to(held.device), held.device_mesh, held.placements, src_data_rank=None)
+
+
+def _mapped(value: Any) -> Any:
+    """A nested state with whole tensors on the CPU."""
+    if isinstance(value, Tensor):
+        return whole(value).cpu()
+    if isinstance(value, dict):
+        return {name: _mapped(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_mapped(one) for one in value)
+    return value

@@ -1,0 +1,66 @@
+"""Distribution strategies of the drafter by name: whole in every process, or split among them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from torch.optim import Optimizer
+
+from ...modules.errors import UserError
+from ..steps.train_config import TrainConfig
+from .split_drafter import WholeCheckpoints, load_whole_optimizer_state, load_whole_state, whole_optimizer_state
+from .zero_strategy import ZERO_STAGES, ZeroDrafter
+
+FSDP2 = "fsdp2"
+"""Name of the strategy that splits the drafter's weights, gradients and optimizer states."""
+SPLITTING = (FSDP2, *ZERO_STAGES)
+"""Names of the strategies that split something of the drafter among the processes."""
+
+
+class FullyShardedDrafter(WholeCheckpoints, ModelParallelStrategy):
+    """FSDP2 over all processes.
+
+    Optimizer states are saved by name: Lightning's own saves ids in the order of the module's weights and reads those
+    of one process in that order too, which is not the order of the optimizer's groups.
+
+    Args:
+        world: number of processes.
+    """
+
+    strategy_name = FSDP2
+
+    def __init__(self, world: int) -> None:
+        super().__init__(data_parallel_size=world, tensor_parallel_size=1, save_distributed_checkpoint=False)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole state of the optimizer; all processes must call it."""
+        return whole_optimizer_state(optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Keep this process's part of each weight."""
+        load_whole_state(self._module, checkpoint["state_dict"])
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Keep this process's part of each state."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            load_whole_optimizer_state(optimizer, state)
+
+
+def strategy_for(config: TrainConfig) -> str | Strategy:
+    """Lightning's strategy, or its name. Raises UserError for one under which a training would learn something else."""
+    if config.strategy == FSDP2:
+        return FullyShardedDrafter(config.world)
+    if config.strategy.startswith(("fsdp", "model_parallel")):
+        raise UserError(f"train.strategy {config.strategy!r} is FSDP of another kind than the one here; set "
+                        f"train.strategy: {FSDP2}")
+    if config.strategy in ZERO_STAGES:
+        if config.optimizer == "muon":
+            raise UserError(f"train.optimizer muon orthogonalises whole matrices, and train.strategy {config.strategy} "
+                            "steps pieces of the joined weights; set train.optimizer: adamw, or train.strategy: "
+                            f"{FSDP2}")
+        return ZeroDrafter(ZERO_STAGES[config.strategy], clip=config.clip, on_cpu=config.accelerator == "cpu")
+    if config.strategy.startswith("deepspeed"):
+        raise UserError(f"train.strategy {config.strategy!r} is DeepSpeed of another kind than those here; set "
+                        f"train.strategy to {', '.join(ZERO_STAGES)}")
+    return config.strategy

@@ -1,0 +1,203 @@
+"""DeepSpeed's ZeRO for a drafter in training: its states, gradients and weights divided among the processes.
+
+DeepSpeed's engine clips and accumulates by itself; it knows the micro-batches of a step, not their labels. Here the
+number of labels is its loss scale, by which it divides the gradient just before it clips. A checkpoint is that of one
+process, so that any other strategy and number of processes resumes it.
+"""
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision.deepspeed import DeepSpeedPrecision
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.strategies.ddp import DDPStrategy
+from torch import nn
+from torch.optim import Optimizer
+
+from ...modules.deepspeed_import import prepare_deepspeed, require_deepspeed
+from ...modules.errors import UserError
+from .split_drafter import SplitDrafter, WholeCheckpoints
+from .zero_states import load_optimizer_state, optimizer_layout, whole_optimizer_state
+
+ZERO_STAGES = {f"deepspeed_stage_{stage}": stage for stage in (1, 2, 3)}
+"""Lightning's names of the strategies, and the stage of ZeRO (arXiv:1910.02054, section 5)."""
+BUCKET = 50_000_000
+"""Most elements of gradients that are sent at once."""
+
+
+class ZeroDrafter(WholeCheckpoints, DeepSpeedStrategy):
+    """ZeRO over all processes, on CUDA devices or on the CPU, which Lightning's own refuses.
+
+    Args:
+        stage: 1 divides the optimizer's states, 2 the gradients too, 3 the weights too.
+        clip: largest norm of the whole gradient; 0 turns clipping off.
+        on_cpu: whether the processes train on the CPU, wherever they could.
+
+    Raises:
+        UserError: if DeepSpeed is not installed.
+    """
+
+    def __init__(self, stage: int, *, clip: float, on_cpu: bool) -> None:
+        require_deepspeed(f"train.strategy deepspeed_stage_{stage}", "train.strategy: fsdp2", on_cpu=on_cpu)
+        super().__init__(logging_level=40, config={
+            "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": float(clip),
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": stage, "overlap_comm": False, "contiguous_gradients": True,
+                                  "memory_efficient_linear": False},
+        })
+        self.stage = stage
+
+    # Processes and precision -----------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """The processes, on any device."""
+        DDPStrategy.setup_environment(self)
+
+    def setup_distributed(self) -> None:
+        """Join the processes, by DeepSpeed."""
+        prepare_deepspeed()
+        if self.root_device.type == "cpu":
+            self.set_world_ranks()
+            self._init_deepspeed_distributed()
+        else:
+            super().setup_distributed()
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """Precision of the arithmetic alone: see `EnginePrecision`."""
+        return self._engine_precision
+
+    @precision_plugin.setter
+    def precision_plugin(self, given: Precision | None) -> None:
+        mixed = given is not None and given.precision == "bf16-mixed"
+        self._engine_precision = EnginePrecision("bf16-mixed" if mixed else "32-true")
+
+    def _format_config(self) -> None:
+        """Gradients are sent in buckets no larger than the drafter: those of DeepSpeed's own size take 2 GB, whatever
+        they hold. DeepSpeed's own settings of number formats are left out."""
+        if self.config is None:
+            raise RuntimeError("DeepSpeed was given no settings")
+        trained = sum(weight.numel() for weight in self._module.parameters() if weight.requires_grad)
+        self.config["zero_optimization"]["reduce_bucket_size"] = min(BUCKET, trained)
+
+    # Setup -----------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """A block in which the drafter is built whole: it is divided afterwards."""
+        yield
+
+    def setup(self, trainer: Any) -> None:
+        """Divide the drafter, of which a whole copy is kept for decoding."""
+        self._module.split = SplitDrafter(self._module.drafter)
+        self._module.to(self.root_device)
+        super().setup(trainer)
+
+    def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> tuple[Any, Any]:
+        import deepspeed
+
+        self._layout, one = optimizer_layout(optimizer), OneModule(
+            model, mixed=self.precision_plugin.precision == "bf16-mixed")
+        engine, zero, _, _ = deepspeed.initialize(
+            args=Namespace(device_rank=self.local_rank), config=self.config, model=one, optimizer=optimizer,
+            model_parameters=[weight for weight in one.parameters() if weight.requires_grad],
+            lr_scheduler=lr_scheduler, dist_init_required=False)
+        return engine, zero
+
+    # A step ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        """False: the engine is asked for a step when its micro-batches are complete."""
+        return False
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """A block with a micro-batch that is not the last one of its step."""
+        self.deepspeed_engine.set_gradient_accumulation_boundary(False)
+        yield
+        self.deepspeed_engine.set_gradient_accumulation_boundary(True)
+
+    def divide_gradient(self, count: float) -> None:
+        """Let the engine divide the gradient of this step before it clips."""
+        self.deepspeed_engine.optimizer.override_loss_scale(count)
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """The engine's step; the loss of the next one is not scaled.
+
+        Raises:
+            UserError: if the gradient is not finite: the engine would leave out the step and go on.
+        """
+        found = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self.deepspeed_engine.optimizer.override_loss_scale(1.0)
+        if self.deepspeed_engine.optimizer.overflow:
+            step, lr = self._module.global_step + 1, self._module.config.lr
+            raise UserError(f"the gradient is not finite at optimizer step {step}; lower lr (now {lr}) and train again "
+                            "into an empty --out folder")
+        return found
+
+    # Checkpoints -----------------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """False: weights are read before they are divided."""
+        return False
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole state of the optimizer; all processes must call it."""
+        return whole_optimizer_state(self.deepspeed_engine.optimizer, self._layout)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint, by the first process."""
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Take the weights, which are whole yet."""
+        self._module.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Keep this process's part of each state."""
+        load_optimizer_state(self.deepspeed_engine.optimizer, self._layout, checkpoint["optimizer_states"][0])
+
+
+class EnginePrecision(DeepSpeedPrecision):
+    """DeepSpeed's steps without a word about number formats: weights stay in float32, states of the target in its own
+    format, and `OneModule` computes in bfloat16."""
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """The module as it is."""
+        return module
+
+    def convert_input(self, data: Any) -> Any:
+        """The batch as it is."""
+        return data
+
+
+class OneModule(nn.Module):
+    """All weights of a training module as those of one module without parts.
+
+    ZeRO-3 gathers a module's own weights when it is called and records which modules are called, in all processes the
+    same. Drafters read weights of parts that are not called, and how often some are depends on a process's batch.
+
+    Args:
+        module: whose training step is called.
+        mixed: whether it computes in bfloat16.
+    """
+
+    def __init__(self, module: nn.Module, *, mixed: bool) -> None:
+        super().__init__()
+        self.called, self.mixed = (module,), mixed
+        for place, weight in enumerate(module.parameters()):
+            self.register_parameter(f"weight_{place}", weight)
+
+    def forward(self, *given: Any) -> Any:
+        """The module's answer."""
+        device = next(self.parameters()).device.type
+        # With a cache, gradients of a weight that is used several times would be added up in bfloat16.
+        with torch.autocast(device, torch.bfloat16, enabled=self.mixed, cache_enabled=False):
+            return self.called[0](*given)

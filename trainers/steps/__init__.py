@@ -1,0 +1,1 @@
+"""A training step: optimiser, schedule, clock, guards, checkpoints."""

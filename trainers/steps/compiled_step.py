@@ -1,0 +1,105 @@
+"""Kernels of a training step on an accelerator: the vocabulary loss compiled for each chunk, and flex attention.
+
+Neither changes what is computed. What cannot be compiled is computed as on a machine without a compiler, and
+`refusals` says why.
+"""
+
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ...modules.compiler import Compiler
+from ...modules.drafters.parts.decoder_block import Attention
+from ...modules.features import Features
+from ...modules.target.attention.flex_segments import FlexAttention, HeadShape
+from ...modules.target.model import Target
+from ..losses.chunked_losses import Measure, compiled_measure, measured
+
+PROBED = 8
+"""Tokens of each conversation of the row on which the target is tried out."""
+
+
+class CompiledStep:
+    """The compiled kernels of a training step.
+
+    Args:
+        compiler: makes the kernels; None for none.
+    """
+
+    def __init__(self, compiler: Compiler | None) -> None:
+        self.compiler = compiler
+        self.measure: Measure = measured if compiler is None else compiled_measure(compiler)
+        self.flex: FlexAttention | None = None
+        self._said = set[str]()
+
+    @classmethod
+    def on(cls, device: torch.device, setting: bool | Literal["auto"]) -> "CompiledStep":
+        """By the setting, on a device."""
+        wanted = device.type == "cuda" if setting == "auto" else setting
+        return cls(Compiler() if wanted else None)
+
+    def try_attention(self, target: Target, drafter: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        """Compile flex attention for the heads of target and drafter, and try it out.
+
+        Args:
+            dtype: number format of the drafter's heads in training.
+        """
+        if self.compiler is None:
+            return
+        # A compiler of its own: where attention fails, the loss may be compiled nevertheless.
+        apart = Compiler(self.compiler.backend)
+        apart.watch = self.compiler.watch
+        self.flex = FlexAttention(apart)
+        self.flex.probe(_head_shapes(target.config) | _own_shapes(drafter), device, dtype)
+        if not self.flex.refusal:
+            self.flex.probe_pass(partial(_states, target))
+
+    def attention(self) -> AbstractContextManager[None]:
+        """A block in which training rows attend by flex attention, where that runs."""
+        return nullcontext() if self.flex is None else self.flex.used()
+
+    def complain(self) -> None:
+        """Warn once of each refusal."""
+        for reason in self.refusals:
+            if reason not in self._said:
+                self._said.add(reason)
+                warnings.warn(f"train.compile: part of the training step is not compiled: {reason}; set train.compile: "
+                              "false to compile nothing", stacklevel=2)
+
+    @property
+    def refusals(self) -> tuple[str, ...]:
+        """Reasons that something is computed without a compiler although it was to be compiled."""
+        said = ["" if self.compiler is None else self.compiler.refusal, "" if self.flex is None else self.flex.refusal]
+        return tuple(filter(None, dict.fromkeys(said)))
+
+
+def _states(target: Target) -> Tensor:
+    """Final states [L, D] of a packed row of two conversations; processes that share the target call it together."""
+    tokens_BL = target.readable_tokens(2 * PROBED)[None]
+    order_BL = torch.arange(2 * PROBED, device=tokens_BL.device)[None]
+    return target.encode(Features(
+        tokens_BL=tokens_BL, supervised_BL=torch.ones_like(tokens_BL, dtype=torch.bool),
+        segments_BL=order_BL // PROBED, positions_BL=order_BL % PROBED)).final()[0]
+
+
+def _own_shapes(drafter: nn.Module) -> set[HeadShape]:
+    """The heads of a drafter's own layers."""
+    shapes = set[HeadShape]()
+    for part in drafter.modules():
+        if isinstance(part, Attention):
+            shapes.add((part.config.num_heads, part.config.num_kv_heads, part.config.head_dim))
+        elif {"layer_idx", "config"} <= vars(part).keys():
+            # The attention of a draft language model, which is transformers'.
+            shapes |= _head_shapes(part.config)
+    return shapes
+
+
+def _head_shapes(config: Any) -> set[HeadShape]:
+    """The heads of a target, by its configuration, in which some models have them under other names."""
+    heads = int(config.num_attention_heads)
+    width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return {(heads, int(getattr(config, "num_key_value_heads", None) or heads), width)}
