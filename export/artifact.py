@@ -61,6 +61,9 @@ FIELDS: dict[str, Any] = {
     "versions": dict[str, str],
 }
 """Fields of config.json and their types; an adapter's is one more."""
+FORMER: dict[str, dict[str, Any]] = {}
+"""Settings that a family once had, with the value, as JSON holds it, that is now fixed: artifacts of that time name
+them. Family -> key of the section `drafter` -> value."""
 FASTEST = "fastest"
 """Name for the policy that is predicted to decode fastest: `Artifact.fastest`."""
 
@@ -296,7 +299,15 @@ def load_artifact(folder: Path, target: Target, *, trust: bool = False) -> Artif
 
 
 def _rebuilt(family: type[Drafter], description: dict[str, Any], identity: TargetIdentity, weights: Path) -> Drafter:
-    """The drafter that config.json describes. Raises ValueError with what is wrong in the description."""
+    """The drafter that config.json describes. Raises ValueError with what is wrong in the description, UserError for a
+    former setting with another value than the fixed one."""
+    former = {key: fixed for key, fixed in FORMER.get(family.family, {}).items() if key in description}
+    for key, fixed in former.items():
+        if description[key] != fixed:
+            raise UserError(f"{weights.with_name(CONFIG)} has {key} {shortened(description[key])}, and {family.family} "
+                            f"drafters are now decoded with {shortened(fixed)} alone; use the version of draftsmith "
+                            "that wrote it, or train again")
+    description = {key: value for key, value in description.items() if key not in former}
     try:
         check_shapes(family, description, identity, weights)
         return family.rebuild(description, identity)

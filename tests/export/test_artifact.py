@@ -159,6 +159,20 @@ def test_a_missing_key_is_named(tmp_path: Path, tiny_target: Target) -> None:
         load_artifact(folder, tiny_target)
 
 
+def test_a_setting_that_is_fixed_now_may_stand_in_an_older_artifact(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(artifact.FORMER, "medusa", {"residual": True, "exits": []})
+    folder = save(tmp_path / "a", tiny_target)
+    described = read_description(folder)["drafter"]
+    edit(folder, drafter={**described, "residual": True, "exits": []})
+    assert load_artifact(folder, tiny_target).drafter.describe() == described
+    edit(folder, drafter={**described, "residual": False})
+    with pytest.raises(UserError, match=r"config.json has residual false, and medusa drafters are now decoded with "
+                                        r"true alone; use the version of draftsmith that wrote it, or train again$"):
+        load_artifact(folder, tiny_target)
+
+
 def test_no_pickle_is_read(tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(tmp_path / "a", tiny_target)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
