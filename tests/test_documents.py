@@ -1,4 +1,6 @@
-"""The README files: every command and every Python example runs, links resolve, files that are named exist.
+"""The README files: commands and Python examples run, links resolve, files that are named exist.
+
+`make test` runs the blocks of README.md and parses those of the other documents, which `make test-long` runs too.
 
 Commands that would take long are replaced by the tables below: a recipe is parsed with all that the document overrides,
 and its output folder is filled with a run of the tiny recipe. A block whose first line is `# needs a GPU` or
@@ -31,6 +33,7 @@ from draftsmith.modules.target.loading.loading import find_default_gguf
 from draftsmith.recipes.__main__ import COMMANDS, main
 from support.documents import DOCUMENTS, MARKS, NAMES, ROOT, Block, Command, blocks, commands, statements, unsafe_in_zsh
 from support.families import CASES, randomised
+from support.tiers import others_long
 
 RECIPES = {path.stem for path in (ROOT / "recipes").glob("*.yaml")}
 QUICK = {
@@ -67,10 +70,10 @@ def is_missing_row(artifact: Path) -> bool:
 
 
 class Reader:
-    """Somebody who types all commands of one document, in order, in one folder."""
+    """Somebody who types the commands of one document, in order, in one folder, or without `run` reads them."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder, self.monkeypatch = folder, monkeypatch
+        self.folder, self.monkeypatch, self.run = folder, monkeypatch, True
         self.module = ModuleType("document_example")
         monkeypatch.setitem(sys.modules, "document_example", self.module)
 
@@ -81,7 +84,7 @@ class Reader:
         elif block.language == "yaml":
             assert yaml.safe_load(block.text) is not None, f"{block.document}:{block.line}: empty YAML"
         for command in commands(block) if block.language == "bash" else ():
-            self.type(command, run=not block.marked)
+            self.type(command, run=self.run and not block.marked)
 
     def python(self, block: Block) -> None:
         """Run an example with the tiny target; of a marked one only the imports."""
@@ -89,7 +92,7 @@ class Reader:
         for pattern, name in EXAMPLE.items():
             text = re.sub(pattern, name, text)
         place = f"{block.document}:{block.line}"
-        if block.marked:
+        if block.marked or not self.run:
             check_imports(ast.parse(text, place))
             return
         self.prepare(re.findall(r"runs/[\w./-]+", text))
@@ -115,9 +118,12 @@ class Reader:
 
     def draftsmith(self, command: Command, words: list[str], run: bool) -> None:
         """A command of this package, in this process."""
-        self.prepare(re.findall(r"runs/[\w./-]+", " ".join(words)), made=option(words, "--out"))
+        if run:
+            self.prepare(re.findall(r"runs/[\w./-]+", " ".join(words)), made=option(words, "--out"))
         if not words or words[0].startswith("-") or "--help" in words:
             enter(command, words)
+        elif not self.run:
+            checked(command, words)
         elif words[0] in TRAINING and not (words[1:] == ["--config", "tiny"] and run):
             self.plan(command, words, run)
         elif words[0] == "plan" and run and find_default_gguf() is not None:
@@ -243,17 +249,22 @@ def parsed(command: Command, words: list[str]) -> dict[str, Any]:
     code, printed = call([*words, "--print_config"])
     assert code == 0, f"{command.place}: draftsmith {shlex.join(words)} was refused with {code}"
     settings: dict[str, Any] = yaml.safe_load(printed)
+    checked(command, words)
+    return settings
+
+
+def checked(command: Command, words: list[str]) -> None:
+    """The words of a command are its own, and their values go together."""
     try:
         made(words)
     except UserError as error:
         raise AssertionError(f"{command.place}: draftsmith {shlex.join(words)} was refused: {error}") from error
-    return settings
 
 
 def made(words: list[str]) -> Any:
     """The settings objects of a command, which refuse what does not go together. Raises UserError."""
     name, *given = (word for word in words if word != "--print_config")
-    return import_module(f"draftsmith.recipes.{COMMANDS[name][0]}").COMMANDS[name].parse(given).values
+    return import_module(f"draftsmith.recipes.commands.{COMMANDS[name][0]}").COMMANDS[name].parse(given).values
 
 
 def accept(command: Command, script: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,8 +322,16 @@ def reader(tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> R
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("document", DOCUMENTS)
+@pytest.mark.parametrize("document", others_long(DOCUMENTS, ("README.md",)))
 def test_every_command_and_example_runs(document: str, reader: Reader) -> None:
+    for block in blocks(document):
+        reader.read(block)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if name != "README.md"])
+def test_every_command_and_example_is_understood(document: str, reader: Reader) -> None:
+    reader.run = False
     for block in blocks(document):
         reader.read(block)
 
@@ -345,6 +364,9 @@ def test_a_wrong_command_is_found(text: str, found: str, reader: Reader) -> None
     if text.startswith("draftsmith run"):
         with pytest.raises(AssertionError, match=found):
             reader.read(example("bash", f"{MARKS[0]}\n{text}"))
+        reader.run = False
+        with pytest.raises(AssertionError, match="was refused"):
+            reader.read(example("bash", text))
 
 
 @pytest.mark.slow

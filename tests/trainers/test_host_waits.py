@@ -14,6 +14,7 @@ from draftsmith.trainers.steps.unread_steps import READ_EVERY, FinishedStep, Unr
 from support.families import CASES, randomised
 from support.pretended_device import DEVICE, Waits, pretended_device
 from support.steady_waits import moved, on_device
+from support.tiers import others_long
 
 READING = {"draft-lm-depths": {"modules/drafters/parts/mask_tokens.py": 1},
            **{name: {"modules/drafters/parts/segment_steps.py": 1} for name in CASES if name.startswith("falcon")}}
@@ -54,7 +55,7 @@ def files(places: Counter[str]) -> Counter[str]:
     return counts
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", others_long(CASES))
 def test_a_training_step_does_not_wait(name: str, tiny_target: Target) -> None:
     waits = waits_of(name, tiny_target)
     assert files(waits.reads) == READING.get(name, {}), waits.reads

@@ -47,6 +47,7 @@ from support.policy_cases import EVERY
 from support.pretended_device import place, pretended_device
 from support.recorded_operations import Records
 from support.steady_waits import GREEDY, MIXED, Way, moved, on_device
+from support.tiers import others_long
 from support.wrapped_drafter import Wrapped, WrappedState
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -120,7 +121,7 @@ def check(found: tuple[DecodeResult, DecodeResult], records: Records, shapes: in
     assert records.replays >= 4 * (replayed.stats.target_calls - 1 - shapes) > 0
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", others_long(CASES))
 def test_replayed_rounds_decode_the_same_with_every_family(
     tiny_target_f64: Target, name: str, records: Records
 ) -> None:
@@ -296,7 +297,7 @@ def check_places(loops: Iterator[Loop]) -> None:
         assert later == found[0]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", others_long(CASES))
 def test_a_steady_round_of_every_family_writes_to_the_same_places(
     tiny_target: Target, name: str, records: Records
 ) -> None:
@@ -411,7 +412,7 @@ def test_without_cuda_rounds_are_computed_and_the_reason_is_reported(tiny_target
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", others_long(CASES))
 def test_cuda_graphs_of_rounds_decode_the_same(tiny_target_f64: Target, name: str) -> None:
     origin = CASES[name].verifier(tiny_target_f64)
     target = Target(origin.copy_model(), origin.tokenizer, name="there").to("cuda")

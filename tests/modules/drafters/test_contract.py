@@ -312,7 +312,7 @@ def reference(target: Target) -> list[list[int]]:
     return answers
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", others_long(CASES))
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_greedy_answers_equal_those_of_generate(
@@ -326,7 +326,7 @@ def test_greedy_answers_equal_those_of_generate(
     assert [generation.tokens for generation in result.generations] == reference(target)[: len(asked)]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", others_long(CASES))
 def test_sampled_answers_equal_those_of_the_target_alone(name: str, tiny_target_f64: Target) -> None:
     settings, (drafter, target) = DecodeSettings(batch_size=3, ignore_eos=True, seed=4), made(name, tiny_target_f64)
     asked = requests(target, temperature=0.9)
@@ -335,7 +335,7 @@ def test_sampled_answers_equal_those_of_the_target_alone(name: str, tiny_target_
     assert [one.tokens for one in drafted.generations] == [one.tokens for one in plain.generations]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", others_long(CASES))
 def test_the_target_processes_each_node_once(name: str, tiny_target: Target) -> None:
     (drafter, target), request = made(name, tiny_target), requests(tiny_target)[0]
     seen: dict[int, int] = dict.fromkeys(range(target.num_layers), 0)

@@ -22,6 +22,7 @@ from references.confidence import Judged, judged
 from support.encoded_answers import encoded_answers
 from support.families import CASES, randomised
 from support.tables import CandidateDrafter, DepthDrafter, TableDrafter
+from support.tiers import others_long
 from torch import Tensor
 
 TREE = Topology.from_paths([(0,), (1,), (0, 0), (2,), (0, 1), (1, 0), (0, 0, 0), (1, 0, 1)])
@@ -146,7 +147,7 @@ def test_guesses_after_the_end_of_the_answer_are_not_counted(tiny_target: Target
     assert (found["path"].guesses, found["path"].acceptance_rate) == (2, 1.0)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", others_long(CASES))
 def test_the_confidence_of_every_family_is_counted(name: str, tiny_target_f64: Target) -> None:
     target = tiny_target_f64
     drafter = randomised(CASES[name].make(target).to(target.dtype))

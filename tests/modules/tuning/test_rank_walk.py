@@ -22,6 +22,7 @@ from draftsmith.modules.tuning.rank_walk import walk
 from draftsmith.modules.tuning.replay_acceptance import walked
 from support.encoded_answers import encoded_answers
 from support.families import CASES, randomised
+from support.tiers import others_long
 
 WIDE = Topology.from_paths([(0,), (1,), (2,), (3,), (0, 0), (0, 1), (1, 0), (2, 1), (5,), (0, 2), (9,)])
 """A tree of two depths."""
@@ -40,7 +41,7 @@ def answers(drafter: Drafter, target: Target) -> list[Features]:
     return [target.encode(batch, drafter.taps) for batch in encoded_answers(target, requests)]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", others_long(CASES))
 def test_a_walk_along_ranks_counts_what_a_replay_decodes(name: str, tiny_target_f64: Target) -> None:
     drafter, target = made(name, tiny_target_f64)
     features = answers(drafter, target)

@@ -8,6 +8,7 @@ from draftsmith.recipes.planning.counted_storages import CountedStorages
 from draftsmith.trainers import DraftModule
 from draftsmith.trainers.drafters.eagle3 import Eagle3Module, Eagle3TrainConfig
 from support.families import CASES
+from support.tiers import others_long
 from torch import Tensor
 
 
@@ -36,7 +37,7 @@ def gradients(module: DraftModule, rows: Features) -> tuple[dict[str, Tensor], i
     return {name: weight.grad for name, weight in module.named_parameters() if weight.grad is not None}, count.peak
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", others_long(CASES))
 def test_gradients_are_the_same_or_the_family_is_refused(name: str, tiny_target: Target) -> None:
     case, target = CASES[name], tiny_target
     wanted = case.module(target, activation_checkpointing=True)

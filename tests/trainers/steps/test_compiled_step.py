@@ -18,6 +18,7 @@ from support.cycle import CycleData, cycle_target
 from support.families import CASES
 from support.flex import unfused_flex
 from support.summed_gradients import gradients, module_of
+from support.tiers import others_long
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 MASKED = ("draft-lm-depths",)
@@ -55,7 +56,7 @@ class Counted(FlexAttention):
         self.run = counted
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", others_long(CASES))
 def test_flex_attention_trains_every_family_as_masks_do(name: str, tiny_target_f64: Target) -> None:
     """The target's packed rows, and those of a drafter's layers with the keys of earlier draft steps."""
     module, batch = module_of(name, tiny_target_f64), packed()
