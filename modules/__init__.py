@@ -4,7 +4,7 @@ from .baselines.joined_policies import JOINED, PARTNERS, parse_joined
 from .baselines.ngram import NgramConfig, Ngrams
 from .baselines.prompt_lookup import Lookup, LookupConfig
 from .baselines.registry import BASELINES, baseline
-from .baselines.self_speculation import LayerDraft, search_layers
+from .baselines.self_speculation import LayerDraft
 from .baselines.token_recycling import Recycling, recycling_tree
 from .decoding.answers import decode, stream
 from .decoding.loop import Loop
@@ -29,15 +29,13 @@ from .interfaces.proposer import DraftState, Frontier, Observation, Proposer, Sc
 from .policies.base import Policy
 from .policies.dynamic_trees import DySpecTree, Eagle2Tree
 from .policies.ensemble import Ensemble, Union
-from .policies.registry import NONE, POLICIES, SPARSE, SPECDEC, STATIC, parse_policy, policy_named
+from .policies.registry import NONE, POLICIES, SPARSE, SPECDEC, STATIC, SURE, parse_policy, policy_named
 from .policies.sampled_tree import SampledTree
 from .policies.static_tree import Chain, StaticTree
 from .policies.stopping_chains import SampledChain, StoppedChain
 from .policies.stopping_rules import (
-    AdaptiveThreshold,
     Drafted,
     EarlyExit,
-    FixedLength,
     MaxProbability,
     PathProbability,
     RejectionRisk,
@@ -84,12 +82,12 @@ __all__ = [
     "SPARSE",
     "SPECDEC",
     "STATIC",
+    "SURE",
     "Acceptance",
     "AcceptanceHead",
     "AcceptanceHeadConfig",
     "Accepted",
     "Adapter",
-    "AdaptiveThreshold",
     "Chain",
     "ChainRejection",
     "Chances",
@@ -127,7 +125,6 @@ __all__ = [
     "Falcon",
     "FalconConfig",
     "Features",
-    "FixedLength",
     "Frontier",
     "Generation",
     "HiddenTransfer",
@@ -208,7 +205,6 @@ __all__ = [
     "replay",
     "replay_noting",
     "rollouts",
-    "search_layers",
     "search_tree",
     "size_copies",
     "stream",

@@ -1,10 +1,9 @@
 """Self-speculation: some of the target's layers as the draft model, the others skipped (SWIFT arXiv:2410.06916,
 Draft & Verify arXiv:2309.08168), or its first layers only.
 
-Shapes: B rows, F new tokens, W cache slots in use, N tokens, D hidden size, L tokens of a text.
+Shapes: B rows, F new tokens, W cache slots in use.
 """
 
-import random
 from collections.abc import Sequence
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 from ..drafters.parts.causal_drafter import CausalDraft
 from ..drafters.parts.decoder_block import AttentionContext
 from ..errors import UserError
-from ..features import Features
 from ..interfaces.proposer import Scores
 from ..target.attention.segment_attention import mask_arguments
 from ..target.layer_skipping import skipping
@@ -90,68 +88,6 @@ def first_layers(target: Target, count: int | None = None) -> LayerDraft:
 
 
 def every_other_layer(target: Target) -> LayerDraft:
-    """Starting point of SWIFT's search: of the layers between the first and the last, every second one is skipped."""
+    """SWIFT without its search: of the layers between the first and the last, every second one is skipped."""
     last = target.num_layers - 1
     return LayerDraft(target, [layer for layer in range(last + 1) if layer in (0, last) or layer % 2 == 0])
-
-
-@torch.no_grad()
-def search_layers(
-    target: Target, texts: Sequence[Sequence[int]], count: int, *, trials: int = 100, seed: int = 0
-) -> tuple[tuple[int, ...], float]:
-    """The `count` layers that agree best with the whole target on texts of its own (SWIFT, section 4.2).
-
-    One pass over all texts scores a choice; each trial exchanges one kept layer for a skipped one and is kept if it is
-    better. SWIFT decides for attention and MLP separately and adds Bayesian steps; here a layer is skipped whole.
-
-    Args:
-        texts: token ids, at least two each.
-        count: layers to keep; the first and the last are always among them when it is 2 or more.
-        trials: exchanges tried.
-        seed: seed of the exchanges.
-
-    Returns:
-        The layers, ascending, and the share of positions at which their argmax is the target's.
-
-    Raises:
-        UserError: if `count` is not between 1 and the number of layers, or there is no text.
-    """
-    if not 1 <= count <= target.num_layers:
-        raise UserError(f"count must be between 1 and the target's {target.num_layers} layers, got {count}")
-    if not texts:
-        raise UserError("the layers are chosen on texts of the target; give at least one")
-    features, rng, last = _batch(texts), random.Random(seed), target.num_layers - 1
-    truth_P = _argmax(target, features, range(last + 1))
-    kept = sorted({round(place * last / max(1, count - 1)) for place in range(count)})
-    score = float((_argmax(target, features, kept) == truth_P).double().mean())
-    fixed = {0, last} if count > 1 else set()
-    free = [layer for layer in range(last + 1) if layer not in fixed]
-    for _ in range(trials if 0 < count - len(fixed) < len(free) else 0):
-        leaving = rng.choice([layer for layer in free if layer in kept])
-        entering = rng.choice([layer for layer in free if layer not in kept])
-        tried = sorted({*kept, entering} - {leaving})
-        found = float((_argmax(target, features, tried) == truth_P).double().mean())
-        if found > score:
-            kept, score = tried, found
-    return tuple(kept), score
-
-
-def _batch(texts: Sequence[Sequence[int]]) -> Features:
-    """The texts as rows, padded on the right."""
-    width = max(map(len, texts))
-    tokens_BL = torch.tensor([[*text, *([0] * (width - len(text)))] for text in texts])
-    real_BL = torch.arange(width) < torch.tensor([[len(text)] for text in texts])
-    return Features(
-        tokens_BL=tokens_BL,
-        supervised_BL=real_BL,
-        segments_BL=torch.where(real_BL, 0, -1),
-        positions_BL=torch.arange(width).expand_as(tokens_BL),
-    )
-
-
-def _argmax(target: Target, features: Features, kept: Sequence[int]) -> Tensor:
-    """Most probable next token at every position that is not padding, [P], by the kept layers alone."""
-    with skipping(target.layers, kept):
-        encoded = target.encode(features)
-    final_PD = encoded.final()[encoded.segments_BL >= 0]
-    return torch.cat([target.logits(chunk).argmax(-1) for chunk in torch.split(final_PD, 512)])

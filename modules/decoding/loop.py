@@ -92,7 +92,7 @@ class Loop:
                 self.policy.check_sampling(settings.sampling_at(temperature))
         self.stats = DecodeStats(lossless=settings.lossy is None)
         self.slots: list[Generation] = []
-        self._size = size = policy.max_size if policy is not None else 1
+        size = policy.max_size if policy is not None else 1
         nodes = size if drafter is None else size * (1 + drafter.virtual_nodes)
         longest = max((len(r.tokens) + r.max_new_tokens for r in self.waiting), default=0)
         places = max((r.max_new_tokens for r in self.waiting), default=0) + size
@@ -105,6 +105,14 @@ class Loop:
         if recorder is not None and self.rows.shared is not None:
             recorder.add_prefix(prefix, self.rows.shared)
         self.state: DraftState | None = drafter.join(self.rows, count, longest + nodes) if drafter is not None else None
+        self.recorded: RecordedRounds | None = None
+        self.graph_refusal, record = "", recorder_of_rounds(self.rows) if settings.graphs and count else None
+        if record is not None and recorder is not None:
+            record = "the states of each token are recorded"
+        if isinstance(record, str):
+            self.graph_refusal = record
+        elif record is not None and policy is not None:
+            self.policy = policy = policy.unwatched()
         self.referee = Referee(settings, count, places, target.vocab_size, sampled, target.device)
         self.batch = Batch(
             rows=self.rows,
@@ -117,10 +125,8 @@ class Loop:
             state=self.state,
         )
         self._count, self._read = count, 0
-        self.recorded: RecordedRounds | None = None
-        self.graph_refusal = ""
-        if settings.graphs and count:
-            self._use_graphs(longest)
+        if record is not None and not isinstance(record, str):
+            self.recorded = RecordedRounds(self.batch, count, longest, record)
         self._drafting = Stopwatch(target.device)
 
     @torch.no_grad()
@@ -148,8 +154,7 @@ class Loop:
             free = [row for row in range(len(self.slots)) if self._free(row)]
         self.stats.draft_seconds += self._drafting.read()
         self.stats.seconds += time.perf_counter() - started_at
-        refusals = filter(None, (self.graph_refusal, self.rows.graph_refusal))
-        self.stats.graph_refusal = "; ".join(dict.fromkeys(refusals))
+        self.stats.graph_refusal = self.graph_refusal
 
     def _assign(self, row: int) -> bool:
         """Put the next request into a row; False when none waits."""
@@ -273,22 +278,10 @@ class Loop:
                 generation.emitted.append(len(kept))
             yield generation, kept, self._done(row)
 
-    def _use_graphs(self, longest: int) -> None:
-        """Replay rounds of sequences of at most `longest` tokens; where that cannot be, passes of the largest trees."""
-        record = recorder_of_rounds(self.batch)
-        if self.recorder is not None:
-            record = "the states of each token are recorded"
-        if isinstance(record, str):
-            self.graph_refusal = record
-            self.rows.use_graphs(self._size)
-        else:
-            self.recorded = RecordedRounds(self.batch, self._count, longest, record)
-
     def _next_round(self) -> Round:
         """The work of the next pass."""
         if self.recorded is not None and self.recorded.refusal:
             self.graph_refusal, self.recorded = self.recorded.refusal, None
-            self.rows.use_graphs(self._size)
         return Round(self.batch, len(self.slots)) if self.recorded is None else self.recorded.next(len(self.slots))
 
     def _round(self, work: Round) -> tuple[list[list[int]], list[int]]:
@@ -308,8 +301,6 @@ class Loop:
         if self.recorder is not None:
             self.recorder.add([one.request.index for one in self.slots], counts, work.observation)
         tree, accepted = work.of_first(active)
-        if self.policy is not None:
-            self.policy.learn(tree, accepted)
         if self.observer is not None:
             self.observer(tree, accepted, self.slots)
         return emitted, faults

@@ -11,13 +11,21 @@ Shapes: B rows of a round.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from ..target.recorded_passes import Body, Recorder, recorder_for, steps_to
 from ..target.target_rows import TargetRows
 from .rounds import Batch, Round
+from .verifier import Rows
+
+Body = Callable[[], None]
+"""A computation that reads and writes the same tensors whenever it is called."""
+Recorder = Callable[[Body], Body]
+"""Records a computation: the result repeats its operations on the same tensors, without running its Python code.
+Recording runs that code once, and changes no tensor that was there before."""
 
 _LEAST_SLOTS = 128
 """Fewest slots of a cache that a record reads, unless the cache has fewer."""
@@ -30,14 +38,41 @@ class RoundShape(NamedTuple):
     slots: int
 
 
-def recorder_of_rounds(batch: Batch) -> Recorder | str:
-    """The recorder of a batch, or the reason why its rounds cannot be recorded."""
-    if not isinstance(batch.rows, TargetRows):
+def recorder_of_rounds(rows: Rows) -> Recorder | str:
+    """The recorder of the rounds of some rows, or the reason why they cannot be recorded."""
+    if not isinstance(rows, TargetRows):
         return "stored text is read in place of a target"
-    if batch.rows.target.placement.spread:
+    if rows.target.placement.spread:
         return "the target's layers are not whole on one device"
-    # A round changes what the next one starts from: it is not run again before it is recorded.
-    return recorder_for(batch.rows.target.device, runs=0)
+    return recorder_for(rows.target.device)
+
+
+def recorder_for(device: torch.device) -> Recorder | str:
+    """The recorder of a device, or the reason why there is none."""
+    return partial(record_cuda_graph, device) if device.type == "cuda" else "there is no CUDA device"
+
+
+def record_cuda_graph(device: torch.device, body: Body) -> Body:
+    """A CUDA graph of a computation.
+
+    Raises:
+        RuntimeError: if the computation makes the host wait, which no graph can hold.
+    """
+    # No runs to warm up, as torch's examples have them: a round changes what the next one starts from. What libraries
+    # allocate at first was allocated when the first round of the shape was computed.
+    with torch.cuda.device(device):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            body()
+    return graph.replay
+
+
+def steps_to(largest: int, least: int = 1) -> list[int]:
+    """The largest number and its halves, rounded up, down to the least one; ascending."""
+    found = [largest]
+    while found[-1] > least:
+        found.append(max(least, -(-found[-1] // 2)))
+    return found[::-1]
 
 
 class RecordedRounds:

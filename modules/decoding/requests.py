@@ -197,11 +197,6 @@ class DecodeStats:
         self.compile_seconds += more.compile_seconds
         self.compile_refusal = self.compile_refusal or more.compile_refusal
 
-    @property
-    def busy_share(self) -> float:
-        """Share of slots that were decoding; 1 for an empty run."""
-        return self.busy_slots / self.total_slots if self.total_slots else 1.0
-
 
 @dataclass
 class DecodeResult:

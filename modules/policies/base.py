@@ -11,7 +11,6 @@ from ..interfaces.proposer import DraftState, Proposer
 from ..random_streams import Draws
 from ..token_tree import TokenTree
 from ..verification.sampling import SamplingSetting
-from ..verification.tree_walk import Accepted
 
 
 class Policy(ABC):
@@ -45,8 +44,10 @@ class Policy(ABC):
     def check_sampling(self, setting: SamplingSetting) -> None:  # noqa: B027
         """Raise UserError when the policy was made for another sampling of the answers; most serve all."""
 
-    def learn(self, tree: TokenTree, accepted: Accepted) -> None:  # noqa: B027
-        """Learn from what the target accepted of the last tree; most policies learn nothing."""
+    def unwatched(self) -> "Policy":
+        """The same policy, made to ask the device for nothing while a tree grows, as recorded rounds must; most never
+        ask."""
+        return self
 
 
 def trimmed(tree: TokenTree) -> TokenTree:

@@ -147,8 +147,7 @@ class Union(Policy):
     The budget is shared: what one part leaves, because it has no guess or because another part has guessed the same,
     the next one uses. So the parts that may have nothing to say come first, and the last part's nodes should be in
     best-first order, as those of a searched tree are: it is cut where the budget ends. Only the last part samples; of a
-    part that does, no node is cut, since what is cut would depend on what was drawn. What was accepted is not split by
-    part, so a stopping rule that adapts learns nothing inside a union.
+    part that does, no node is cut, since what is cut would depend on what was drawn.
 
     Args:
         policies: one for each part, in the ensemble's order.
@@ -184,6 +183,10 @@ class Union(Policy):
         """Refuse a sampling that a part's policy refuses."""
         for policy in self.policies:
             policy.check_sampling(setting)
+
+    def unwatched(self) -> "Union":
+        """A union of policies that ask the device for nothing."""
+        return Union([policy.unwatched() for policy in self.policies], self.size)
 
     def _parts(self, drafter: Proposer) -> Sequence[Proposer]:
         if not isinstance(drafter, Ensemble) or len(drafter.parts) != len(self.policies):

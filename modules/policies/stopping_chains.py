@@ -3,6 +3,7 @@
 Shapes: B rows, T tokens drafted so far, N nodes, Q draft vocabulary.
 """
 
+from copy import copy
 from dataclasses import replace
 
 import torch
@@ -13,7 +14,6 @@ from ..interfaces.proposer import DraftState, Frontier, Proposer
 from ..random_streams import Draws
 from ..token_tree import Drawn, TokenTree
 from ..verification.sampling import SamplingSetting
-from ..verification.tree_walk import Accepted
 from .base import Policy
 from .level_queries import LevelQueries, check_temperature, sample, tempered, within_reach
 from .stopping_rules import Drafted, StoppingRule
@@ -78,6 +78,12 @@ class StoppedChain(Policy):
             )
         return self._chain(tokens, reals, self._drawn(log_q, candidates, queries, draws))
 
+    def unwatched(self) -> "StoppedChain":
+        """The chain without looks: its tree keeps its full size, padded."""
+        chain = copy(self)
+        chain.check_every = 0
+        return chain
+
     def check_sampling(self, setting: SamplingSetting) -> None:
         self.stop.check_sampling(setting)
 
@@ -110,9 +116,6 @@ class StoppedChain(Policy):
         return TokenTree.grown(
             tokens_BN, parents_BN, torch.stack(reals, dim=1), max_depth=len(tokens) - 1, most_children=1, drawn=drawn
         )
-
-    def learn(self, tree: TokenTree, accepted: Accepted) -> None:
-        self.stop.learn(accepted.counts_B - 1, tree.real_BN.sum(-1) - 1, self.length)
 
 
 class SampledChain(StoppedChain):

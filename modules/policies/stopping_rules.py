@@ -8,7 +8,7 @@ Shapes: B rows, T tokens drafted so far, J of them judged, D width of the drafte
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import log
 
 import torch
@@ -61,28 +61,10 @@ class StoppingRule:
         """Rows that keep what they drafted, at least one token, and stop after it; None for no row."""
         return None
 
-    def learn(self, accepted_B: Tensor, drafted_B: Tensor, length: int) -> None:
-        """Learn from how much of the last drafts, of at most `length` tokens, was accepted; nothing by default."""
-
 
 def _check_share(name: str, value: float) -> None:
     if not 0 < value < 1:
         raise ValueError(f"{name} must be above 0 and below 1, got {value}")
-
-
-@dataclass(frozen=True)
-class FixedLength(StoppingRule):
-    """Always the same number of tokens, 0 included: no drafting."""
-
-    length: int
-    """Tokens."""
-
-    def __post_init__(self) -> None:
-        if self.length < 0:
-            raise ValueError(f"length must be at least 0, got {self.length}")
-
-    def before(self, drafted: Drafted, peak_B: Tensor) -> Tensor | None:
-        return torch.full_like(peak_B, drafted.length >= self.length, dtype=torch.bool)
 
 
 @dataclass(frozen=True)
@@ -166,48 +148,3 @@ class RejectionRisk(StoppingRule):
         if drafted.length < self.least or drafted.judged_BJ is None:
             return None
         return -torch.expm1(drafted.judged_BJ.sum(-1)) > self.threshold
-
-
-@dataclass
-class AdaptiveThreshold(StoppingRule):
-    """Draft & Verify's threshold (arXiv:2309.08168): stop after a token less likely than a threshold that adapts.
-
-    After every pass, with m the running accepted share: m <- m / 2 + share / 2; th' = th + step while m is below
-    `wanted`, th - step above it unless every draft ran to its full length; th <- 0.9 th + 0.1 th'. The share is that of
-    all rows together, the threshold one for all: what a row drafts may depend on its neighbours, what point masses emit
-    does not. Kept on the device, where nothing waits for it, at one address.
-    """
-
-    threshold: float = 0.6
-    """The first one, a probability."""
-    wanted: float = 0.9
-    """Accepted share of drafted tokens to aim at."""
-    step: float = 0.01
-    """Change of the threshold by one pass, before smoothing."""
-    _now: Tensor = field(init=False, repr=False)
-    _share: Tensor = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        _check_share("threshold", self.threshold)
-        _check_share("wanted", self.wanted)
-        self._now = torch.tensor(self.threshold, dtype=torch.float64)
-        self._share = torch.tensor(self.wanted, dtype=torch.float64)
-
-    def after(self, drafted: Drafted) -> Tensor | None:
-        self._follow(drafted.log_probs_BT)
-        return drafted.log_probs_BT[:, -1] < self._now.log()
-
-    def learn(self, accepted_B: Tensor, drafted_B: Tensor, length: int) -> None:
-        self._follow(accepted_B)
-        total = drafted_B.sum()
-        share = torch.where(total > 0, 0.5 * self._share + 0.5 * accepted_B.sum() / total.clamp(min=1), self._share)
-        full = (drafted_B >= length).all()
-        pulled = torch.where(
-            share < self.wanted, self._now + self.step, torch.where(full, self._now, self._now - self.step)
-        )
-        smoothed = (0.9 * self._now + 0.1 * pulled).clamp(1e-6, 1.0)
-        self._now.copy_(torch.where(total > 0, smoothed, self._now))
-        self._share.copy_(share)
-
-    def _follow(self, like: Tensor) -> None:
-        self._now, self._share = self._now.to(like.device), self._share.to(like.device)

@@ -225,21 +225,6 @@ class RowCache(Cache):
         )
         return self.window
 
-    def open_whole(self, rows: int, size: int, width: int) -> Window:
-        """Announce a pass of `size` tokens in the first `rows` rows that reads the first `width` slots of each, in
-        terms of nothing that the host knows of their lengths."""
-        first_B = self._order_B[:rows]
-        self.window = Window(
-            rows=slice(0, rows),
-            rows_B1=first_B[:, None],
-            host_rows=list(range(rows)),
-            slots_BN=self.lengths_B[:rows, None] + torch.arange(size, device=first_B.device),
-            width=width,
-            start=None,
-            virtual_BN=None,
-        )
-        return self.window
-
     def row_numbers(self, rows: list[int]) -> Tensor:
         """These rows on the device, [R]. The first ones in order are there already; the host waits to copy others."""
         if rows == list(range(len(rows))):

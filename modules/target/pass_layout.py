@@ -32,20 +32,13 @@ class PassLayout:
             width: cache slots in use.
             context_length: of the target; later positions become the last one.
         """
-        return cls.among(tree.depths_BN, tree.ancestors_BNN, lengths_B1, width, context_length)
-
-    @classmethod
-    def among(
-        cls, depths_BN: Tensor, ancestors_BNN: Tensor, lengths_B1: Tensor, width: int, context_length: int
-    ) -> "PassLayout":
-        """`of` for trees by the depths and ancestors of their nodes."""
-        size = depths_BN.shape[1]
+        depths_BN, size = tree.depths_BN, tree.size
         positions_BN = (lengths_B1 + depths_BN).clamp(max=context_length - 1)
         slots_W = torch.arange(width, device=lengths_B1.device)
         node_BW = slots_W - lengths_B1
         inside_BW = (node_BW >= 0) & (node_BW < size)
         node_BW = node_BW.clamp(0, size - 1)
-        ancestor_BNW = ancestors_BNN.gather(2, node_BW[:, None, :].expand(-1, size, -1))
+        ancestor_BNW = tree.ancestors_BNN.gather(2, node_BW[:, None, :].expand(-1, size, -1))
         return cls(
             positions_BN=positions_BN,
             visible_BNW=(slots_W < lengths_B1)[:, None, :] | (inside_BW[:, None, :] & ancestor_BNW),

@@ -17,7 +17,6 @@ from .kv_cache import RowCache
 from .layer_skipping import injected, later_layers
 from .pass_layout import PassLayout
 from .pass_output import PassOutput
-from .recorded_passes import RecordedPasses, recorder_for
 
 if TYPE_CHECKING:
     from .model import Target
@@ -36,8 +35,6 @@ class TargetRows:
         self.cache = RowCache(target.num_layers, rows + bool(prefix), capacity, target.device, target.layer_devices)
         self.calls = 0
         self.drafted: EarlyLayers | None = None
-        self.recorded: RecordedPasses | None = None
-        self.graph_refusal = ""
         self.shared = self._read_prefix(prefix) if prefix else None
 
     @property
@@ -59,8 +56,7 @@ class TargetRows:
         lost_BN = None if target.broken_V is None else blank_broken(tree, embedded, target.broken_V)
         if tree.virtual is not None:
             embedded[:, -tree.virtual.embedded_BMD.shape[1] :] = tree.virtual.embedded_BMD
-        if (output := self._replayed(tree, embedded, rows, select_BM)) is None:
-            output = self._computed(tree, embedded, rows, select_BM)
+        output = self._computed(tree, embedded, rows, select_BM)
         self.calls += 1
         if lost_BN is None:
             return output
@@ -85,43 +81,6 @@ class TargetRows:
             else final_BND.gather(1, select_BM[..., None].expand(-1, -1, final_BND.shape[-1]))
         )
         return PassOutput(logits_BMV=target.logits(wanted), final_BND=final_BND, taps=dict(states))
-
-    # Recorded passes -------------------------------------------------------------------------------------------------
-
-    def use_graphs(self, nodes: int) -> None:
-        """Replay the passes of the active rows as CUDA graphs from now on, trees of at most `nodes` nodes.
-
-        What cannot be replayed is computed as without graphs, and `graph_refusal` says why. The cache takes all its
-        memory at once.
-        """
-        if self.target.placement.spread:
-            self.graph_refusal = "the target's layers are not whole on one device"
-            return
-        record = recorder_for(self.target.device)
-        if isinstance(record, str):
-            self.graph_refusal = record
-            return
-        self.cache.take_all()
-        self.recorded = RecordedPasses(self.target, self.cache, self.taps, self.active, nodes, record)
-
-    def _replayed(
-        self, tree: TokenTree, embedded: Tensor, rows: list[int] | None, select_BM: Tensor | None
-    ) -> PassOutput | None:
-        """The pass by a record; None where there are no records, or none can be made of it."""
-        if self.recorded is None or rows is not None:
-            return None
-        if self.drafted is not None and self.drafted.tree is not None:
-            self.graph_refusal = "the drafter ran the target's first layers, and each pass takes over what they found"
-        elif refusal := self.recorded.refusal(self.active, tree, select_BM):
-            self.graph_refusal = refusal
-        else:
-            try:
-                return self.recorded.run(self.active, tree, embedded)
-            except RuntimeError as error:
-                # Whatever of the model cannot be captured, the passes themselves can be computed.
-                self.recorded = None
-                self.graph_refusal = f"a pass of this target cannot be captured ({str(error).splitlines()[0][:200]})"
-        return None
 
     def _handed_over(self, tree: TokenTree, embedded_BND: Tensor, rows: list[int] | None) -> tuple[Tensor | None, int]:
         """(outputs of the first layers that ran while the tree of the active rows was drafted, their number)."""

@@ -142,12 +142,7 @@ class ReplayRows:
         self.shared: PassOutput | None = None
         self.stored: list[StoredRow | None] = [None] * rows
         self.lengths = [0] * rows
-        self.graph_refusal = ""
         self._running: list[int] = []
-
-    def use_graphs(self, nodes: int) -> None:
-        """Nothing to replay: no pass is computed."""
-        self.graph_refusal = "stored text is read in place of a target"
 
     def run(self, tree: TokenTree, rows: list[int] | None = None, select_BM: Tensor | None = None) -> PassOutput:
         """Stored output at each node's position: right for accepted nodes, irrelevant for the others."""

@@ -9,16 +9,15 @@ import torch
 from draftsmith.modules import (
     BASELINES,
     DRAFTERS,
-    AdaptiveThreshold,
     Chain,
     DraftState,
     DySpecTree,
     Eagle2Tree,
     EarlyExit,
     Ensemble,
-    FixedLength,
     Frontier,
     Observation,
+    PathProbability,
     Policy,
     Proposer,
     SampledChain,
@@ -36,6 +35,7 @@ from draftsmith.modules import (
 from draftsmith.modules.interfaces.proposer import VerifiedRows
 from support.campaign_targets import target_of
 from support.families import CASES, Case, cases_of, randomised
+from support.fixed_length import FixedLength
 from support.wrapped_drafter import Wrapped
 from torch import Tensor
 
@@ -70,7 +70,7 @@ POLICIES: dict[str, Growth] = {
     "static": Growth(lambda: StaticTree(Topology((-1, 0, 0, 1, 1, 3), (0, 0, 1, 0, 1, 0)))),
     "eagle2": Growth(lambda: Eagle2Tree(8, 3, 3)),
     "stopped": Growth(lambda: StoppedChain(4, EarlyExit(0.3))),
-    "adaptive": Growth(lambda: StoppedChain(4, AdaptiveThreshold())),
+    "sure": Growth(lambda: StoppedChain(4, PathProbability(0.3))),
     "union": Growth(lambda: Union([Chain(3), StaticTree(Topology((-1, 0, 0, 1), (0, 0, 1, 0)))], 6), joined=True),
     "dyspec": Growth(lambda: DySpecTree(8, 3, 3), samples=True),
     "sampled": Growth(lambda: SampledTree(Topology((-1, 0, 0, 1, 1, 2), (0, 0, 1, 0, 1, 0))), samples=True),

@@ -4,9 +4,9 @@ import torch
 from draftsmith.modules import (
     DySpecTree,
     Eagle2Tree,
-    FixedLength,
     Medusa,
     MedusaConfig,
+    PathProbability,
     Policy,
     SampledChain,
     SampledTree,
@@ -30,6 +30,6 @@ EVERY: list[Policy] = [
     Eagle2Tree(9, 6, 4),
     DySpecTree(9, 6, 4),
     SampledTree.branching(2, 2, 1),
-    StoppedChain(5, FixedLength(3), check_every=0),
-    SampledChain(5, FixedLength(3), check_every=0),
+    StoppedChain(5, PathProbability(0.02), check_every=0),
+    SampledChain(5, PathProbability(0.02), check_every=0),
 ]

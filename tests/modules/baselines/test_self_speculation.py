@@ -13,7 +13,6 @@ from draftsmith.modules import (
     Topology,
     UserError,
     decode,
-    search_layers,
 )
 from draftsmith.modules.baselines.self_speculation import every_other_layer, first_layers
 from draftsmith.modules.interfaces.proposer import DraftState
@@ -132,30 +131,6 @@ def test_named_choices_of_layers(deep_target: Target) -> None:
     assert every_other_layer(deep_target).kept == (0, 2, 4)
 
 
-def test_the_search_finds_the_layers_that_agree_most(deep_target: Target) -> None:
-    texts = [[*r.tokens, *native_greedy(deep_target, r.tokens, 30)] for r in requests_for(deep_target, 3, 30)]
-    kept, score = search_layers(deep_target, texts, 3, trials=40)
-    assert len(kept) == 3
-    assert {0, 4} <= set(kept)
-    # Three choices in all: the search must have seen the best one.
-    choices = {(0, middle, 4): agreement(deep_target, texts, (0, middle, 4)) for middle in (1, 2, 3)}
-    assert score == pytest.approx(max(choices.values()))
-    assert choices[kept] == pytest.approx(score)
-    assert search_layers(deep_target, texts, 5) == ((0, 1, 2, 3, 4), 1.0)
-
-
-def agreement(target: Target, texts: list[list[int]], kept: tuple[int, ...]) -> float:
-    """Share of positions where the kept layers alone choose the target's token."""
-    hits = []
-    for text in texts:
-        with target.native() as model, torch.no_grad():
-            truth = model(torch.tensor([text]), use_cache=False).logits[0].argmax(-1)
-            with skipping(target.layers, kept):
-                found = model(torch.tensor([text]), use_cache=False).logits[0].argmax(-1)
-        hits += (truth == found).tolist()
-    return sum(hits) / len(hits)
-
-
 def test_a_tree_over_the_layers_is_lossless(deep_target: Target) -> None:
     requests = requests_for(deep_target, 5, 30)
     result = decode(
@@ -171,10 +146,3 @@ def test_a_tree_over_the_layers_is_lossless(deep_target: Target) -> None:
 def test_impossible_layers_are_refused(tiny_target: Target, kept: tuple[int, ...]) -> None:
     with pytest.raises(UserError, match="ascending numbers from 0 to 1"):
         LayerDraft(tiny_target, kept)
-
-
-def test_impossible_searches_are_refused(tiny_target: Target) -> None:
-    with pytest.raises(UserError, match="count must be between 1 and the target's 2 layers, got 3"):
-        search_layers(tiny_target, [[4, 5]], 3)
-    with pytest.raises(UserError, match="give at least one"):
-        search_layers(tiny_target, [], 1)

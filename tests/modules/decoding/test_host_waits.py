@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.modules import (
-    AdaptiveThreshold,
     Chain,
     EarlyExit,
     Ensemble,
     MaxProbability,
     Medusa,
     MedusaConfig,
+    PathProbability,
     Policy,
     Proposer,
     RejectionRisk,
@@ -130,7 +130,7 @@ def test_a_lossy_rule_waits_once(tiny_target: Target) -> None:
 
 
 @pytest.mark.parametrize(("stop", "every"), [(MaxProbability(1e-9), 0), (MaxProbability(1e-9), 1),
-                                             (EarlyExit(1e-9), 1), (AdaptiveThreshold(1e-3), 2)],
+                                             (EarlyExit(1e-9), 1), (PathProbability(1e-9), 2)],
                          ids=lambda given: given if isinstance(given, int) else type(given).__name__)
 def test_a_chain_that_stops_waits_between_its_steps_alone(
     tiny_target: Target, stop: StoppingRule, every: int

@@ -117,7 +117,7 @@ def test_an_answer_may_fill_the_context_to_the_brim(tiny_target: Target) -> None
 def test_no_requests_no_work(tiny_target: Target) -> None:
     result = decode(tiny_target, [], DecodeSettings(batch_size=4))
     assert result.generations == []
-    assert result.stats.busy_share == 1.0
+    assert result.stats.total_slots == 0
 
 
 def test_a_policy_without_a_drafter_is_refused(tiny_target: Target) -> None:

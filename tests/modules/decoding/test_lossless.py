@@ -10,14 +10,12 @@ import pytest
 import torch
 from draftsmith.modules import (
     Accepted,
-    AdaptiveThreshold,
     Chain,
     DecodeSettings,
     Drafter,
     DySpecTree,
     Eagle2Tree,
     EarlyExit,
-    FixedLength,
     MaxProbability,
     PathProbability,
     Policy,
@@ -42,6 +40,7 @@ from draftsmith.modules.verification import acceptance_rules as rules
 from draftsmith.modules.verification.sampling import probabilities
 from scipy.stats import chi2
 from support.drafters import ScriptedDrafter, TargetDrafter
+from support.fixed_length import FixedLength
 from support.native_answers import native_greedy, requests_for
 from support.tables import DepthDrafter, TableDrafter, random_log_probs
 from support.tiers import others_long
@@ -152,7 +151,7 @@ def test_every_policy_is_lossless_when_greedy(tiny_target_f64: Target, name: str
         "eagle2": lambda: Eagle2Tree(10, 4, 3),
         "dyspec": lambda: DySpecTree(10, 4, 3),
         "sampled": lambda: SampledTree.branching(2, 2, 1),
-        "stopped": lambda: StoppedChain(5, AdaptiveThreshold(0.02)),
+        "stopped": lambda: StoppedChain(5, PathProbability(0.02)),
         "sampled chain": lambda: SampledChain(4, MaxProbability(0.01)),
     }[name]()
     drafter: Drafter = {

@@ -7,26 +7,31 @@ wait is refused. Tests marked `gpu` replay real graphs.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from draftsmith.modules import (
-    AdaptiveThreshold,
     Chain,
     DecodeResult,
     DecodeSettings,
     DraftState,
+    EarlyExit,
     Ensemble,
     Loop,
     MaxProbability,
+    PathProbability,
     Policy,
     Proposer,
+    Replay,
     Request,
     SampledTree,
     StaticTree,
     StoppedChain,
+    StoppingRule,
     Target,
     Topology,
     Union,
@@ -38,6 +43,8 @@ from draftsmith.modules.baselines.registry import BASELINES
 from draftsmith.modules.baselines.self_speculation import LayerDraft
 from draftsmith.modules.decoding import recorded_rounds
 from draftsmith.modules.decoding.pass_recorder import PassRecorder
+from draftsmith.modules.decoding.recorded_rounds import steps_to
+from draftsmith.modules.decoding.state_recorder import StateRecorder
 from draftsmith.modules.interfaces.proposer import VerifiedRows
 from draftsmith.modules.policies.lookahead_trees import LookaheadTrees, ahead_trees
 from support.families import CASES, randomised
@@ -47,14 +54,13 @@ from support.policy_cases import EVERY
 from support.pretended_device import place, pretended_device
 from support.recorded_operations import Records
 from support.steady_waits import GREEDY, MIXED, Way, moved, on_device
+from support.targets import random_target
 from support.tiers import others_long
 from support.wrapped_drafter import Wrapped, WrappedState
 from torch.utils._python_dispatch import TorchDispatchMode
 
 WIDE = Topology((-1, 0, 0, 1, 2), (0, 0, 1, 0, 0))
 """Two tokens deep, which every family answers."""
-LEARNING = {"modules/policies/stopping_chains.py", "modules/policies/stopping_rules.py"}
-"""Files of policies that learn from a round, after it."""
 LENGTHS = (26, 9, 17, 12, 14)
 """Tokens of the answers: four rows end one after another, and one more request takes the place of the first that ends.
 Three rows are padded to four."""
@@ -64,7 +70,7 @@ Three rows are padded to four."""
 def records(monkeypatch: pytest.MonkeyPatch) -> Records:
     """Records in place of CUDA graphs."""
     made = Records()
-    monkeypatch.setattr(recorded_rounds, "recorder_for", lambda _device, runs: made)
+    monkeypatch.setattr(recorded_rounds, "recorder_for", lambda _device: made)
     return made
 
 
@@ -151,6 +157,11 @@ def test_replayed_rounds_decode_the_same_without_a_draft(tiny_target_f64: Target
     check(both(tiny_target_f64, plain, records, MIXED), records)
 
 
+def test_replayed_rounds_decode_the_same_in_windows(records: Records) -> None:
+    target = random_target(3, sliding_window=6, head_dim=8, query_pre_attn_scalar=8)
+    check(both(target, plain, records, MIXED), records)
+
+
 def test_rounds_with_compiled_layers_are_replayed(
     tiny_target_f64: Target, records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,9 +180,27 @@ def test_replayed_rounds_decode_the_same_with_trees_by_guesses(tiny_target_f64: 
     check(both(tiny_target_f64, drafted("prompt-tokens", policy), records), records)
 
 
-def test_a_chain_that_adapts_is_replayed_where_it_looks_at_nothing(tiny_target_f64: Target, records: Records) -> None:
-    policy = StoppedChain(3, AdaptiveThreshold(1e-3), check_every=0)
-    check(both(tiny_target_f64, drafted("eagle", policy), records), records)
+def looking(stop: StoppingRule) -> StoppedChain:
+    """A chain that looks after each token whether any row goes on."""
+    return StoppedChain(4, stop, check_every=1)
+
+
+@pytest.mark.parametrize("stop", [MaxProbability(0.05), PathProbability(0.02), EarlyExit(0.1)],
+                         ids=lambda stop: type(stop).__name__)
+def test_a_chain_that_looks_between_its_steps_is_replayed_without_looks(
+    tiny_target_f64: Target, stop: StoppingRule, records: Records
+) -> None:
+    check(both(tiny_target_f64, drafted("eagle", looking(stop)), records), records)
+
+
+def test_a_chain_next_to_copies_is_replayed_without_looks(tiny_target_f64: Target, records: Records) -> None:
+    def way(origin: Target, there: Target) -> tuple[Proposer, Policy]:
+        own = drafted("eagle", Chain(2))(origin, there)[0]
+        assert own is not None
+        return (Ensemble([baseline("prompt_lookup", there)[0], own]),
+                Union([Chain(2), looking(PathProbability(0.02))], 6))
+
+    check(both(tiny_target_f64, way, records), records)
 
 
 class Held(Wrapped):
@@ -283,7 +312,7 @@ def steady(target: Target, way: Way, records: Records, temperatures: Sequence[fl
                     next(passes)
             # The prompts, a round of any shape, one that is computed and one that is recorded.
             if number > 3:
-                assert set(outside.places) <= LEARNING, outside.places
+                assert not outside.places
                 yield loop
 
 
@@ -305,8 +334,7 @@ def test_a_steady_round_of_every_family_writes_to_the_same_places(
     check_places(steady(CASES[name].verifier(tiny_target), drafted(name, StaticTree(WIDE)), records))
 
 
-@pytest.mark.parametrize("policy", [*EVERY, StoppedChain(3, AdaptiveThreshold(1e-3), check_every=0)],
-                         ids=lambda policy: type(policy).__name__)
+@pytest.mark.parametrize("policy", EVERY, ids=lambda policy: type(policy).__name__)
 def test_a_steady_round_of_every_policy_writes_to_the_same_places(
     tiny_target: Target, policy: Policy, records: Records
 ) -> None:
@@ -373,12 +401,16 @@ def test_the_number_of_records_is_bounded(tiny_target: Target, records: Records)
 # Refusals -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_chain_that_looks_between_its_steps_is_computed_and_says_so(
-    tiny_target_f64: Target, records: Records
-) -> None:
-    """It drafts no further once no row goes on, which no graph can hold."""
-    found = both(tiny_target_f64, drafted("eagle", StoppedChain(4, MaxProbability(1e-9), check_every=1)), records)
-    computed, asked = found
+class AlwaysLooking(StoppedChain):
+    """Looks whether any row goes on, recorded or not."""
+
+    def unwatched(self) -> StoppedChain:
+        return self
+
+
+def test_a_policy_that_waits_is_computed_and_says_so(tiny_target_f64: Target, records: Records) -> None:
+    policy = AlwaysLooking(4, MaxProbability(1e-9), check_every=1)
+    computed, asked = both(tiny_target_f64, drafted("eagle", policy), records)
     assert [one.tokens for one in asked.generations] == [one.tokens for one in computed.generations]
     assert "drafting cannot be captured" in asked.stats.graph_refusal
     assert "modules/policies/stopping_chains.py" in asked.stats.graph_refusal
@@ -405,6 +437,47 @@ def test_a_part_that_waits_is_computed_with_all_later_rounds(
 def test_without_cuda_rounds_are_computed_and_the_reason_is_reported(tiny_target: Target) -> None:
     found = decode(tiny_target, requests(GREEDY, LENGTHS), DecodeSettings(batch_size=3, graphs=True))
     assert found.stats.graph_refusal == "there is no CUDA device"
+    assert recorded_rounds.recorder_for(torch.device("cpu")) == "there is no CUDA device"
+
+
+def test_stored_text_needs_no_graphs(tiny_target: Target) -> None:
+    rows = Replay(tiny_target, []).start(1, 4)
+    assert recorded_rounds.recorder_of_rounds(rows) == "stored text is read in place of a target"
+
+
+def test_recorded_states_keep_rounds_from_being_replayed(tiny_target: Target, records: Records) -> None:
+    found = decode(tiny_target, requests(GREEDY, LENGTHS), DecodeSettings(batch_size=3, graphs=True),
+                   recorder=StateRecorder((), torch.float32))
+    assert found.stats.graph_refusal == "the states of each token are recorded"
+    assert not records.made
+
+
+def test_steps_halve() -> None:
+    assert steps_to(33) == [1, 2, 3, 5, 9, 17, 33]
+    assert steps_to(1) == [1]
+    assert steps_to(1000, 128) == [128, 250, 500, 1000]
+    assert steps_to(100, 100) == [100]
+
+
+def test_a_cuda_graph_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run before it would do the work of a round twice."""
+    done: list[str] = []
+
+    @contextmanager
+    def inside(name: str) -> Iterator[None]:
+        done.append(f"{name}:")
+        yield
+        done.append(f"{name} ends")
+
+    monkeypatch.setattr(recorded_rounds.torch, "cuda", SimpleNamespace(
+        CUDAGraph=lambda: SimpleNamespace(replay=lambda: done.append("replay")),
+        device=lambda given: inside(str(given)), graph=lambda _graph: inside("capture")))
+    record = recorded_rounds.recorder_for(torch.device("cuda:1"))
+    assert not isinstance(record, str)
+    replay = record(lambda: done.append("run"))
+    assert done == ["cuda:1:", "capture:", "run", "capture ends", "cuda:1 ends"]
+    replay()
+    assert done[-1] == "replay"
 
 
 # Real graphs ----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from draftsmith.modules import (
     Draws,
     DySpecTree,
     Eagle2Tree,
-    FixedLength,
     Generation,
     PassOutput,
     Policy,
@@ -33,6 +32,7 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.drafters import ScriptedDrafter
+from support.fixed_length import FixedLength
 from support.tables import TableDrafter, random_log_probs
 from torch import Tensor
 

@@ -13,7 +13,6 @@ from draftsmith.modules import (
     Draws,
     DySpecTree,
     Eagle2Tree,
-    FixedLength,
     Hydra,
     HydraConfig,
     Medusa,
@@ -33,6 +32,7 @@ from draftsmith.modules.drafters.hydra import HydraState
 from draftsmith.modules.policies.level_queries import sample
 from draftsmith.modules.target.kv_cache import RowCache
 from references.dynamic import best_sum, candidates
+from support.fixed_length import FixedLength
 from support.goodness_of_fit import chi2_bound, g_statistic
 from support.policy_cases import EVERY, medusa
 from support.tables import CandidateDrafter, DepthDrafter, TableDrafter, draws_for, random_log_probs

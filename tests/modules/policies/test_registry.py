@@ -40,6 +40,7 @@ TREE = Topology((-1, 0, 0, 1, 1, 3), (0, 0, 1, 0, 1, 0))
     ("sampled", SampledTree, 6), ("sampled-chain-2", SampledTree, 3), ("eagle2", Eagle2Tree, 6),
     ("eagle2-9", Eagle2Tree, 9), ("dyspec-5", DySpecTree, 5), ("stopping-3", StoppedChain, 4),
     ("none", StaticTree, 1), ("early-exit", StoppedChain, 7), ("early-exit-3", StoppedChain, 4),
+    ("sure", StoppedChain, 21), ("sure-0.5", StoppedChain, 21),
 ])
 def test_a_name_becomes_its_policy(tiny_target: Target, name: str, kind: type[Policy], nodes: int) -> None:
     policy = policy_named(name, TREE, CASES["eagle"].make(tiny_target))
@@ -53,6 +54,7 @@ def test_a_name_becomes_its_policy(tiny_target: Target, name: str, kind: type[Po
     ("chain-0", "'chain-0' ends in '0'; chain wants a whole number of at"),
     ("specdec-1", "'specdec-1' ends in '1'; specdec wants a number above 0 and below 1, such as specdec-0.7"),
     ("specdec-0.7.1", "specdec wants a number above 0"), ("specdec-", "specdec wants a number above 0"),
+    ("sure-2", "'sure-2' ends in '2'; sure wants a number above 0 and below 1, such as sure-0.3"),
     ("none-3", "'none-3' ends in '3'; none drafts nothing: leave the number out"),
     ("eagle2-1", "eagle2 wants a whole number of at least 2"), ("static-x", "static wants a whole number"),
 ])
@@ -74,7 +76,7 @@ def test_no_policy_asks_for_more_than_there_is(tiny_target: Target) -> None:
     assert grown.depth == medusa.reach
 
 
-POINTS = ("static", "chain-2", "eagle2", "stopping", "early-exit")
+POINTS = ("static", "chain-2", "eagle2", "stopping", "early-exit", "sure-0.05")
 """Policies whose tokens are the likeliest: the sampled answer is the plain loop's, too."""
 
 

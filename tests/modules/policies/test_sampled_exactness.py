@@ -6,7 +6,6 @@ from draftsmith.modules import (
     Chain,
     DySpecTree,
     Ensemble,
-    FixedLength,
     MaxProbability,
     Policy,
     Rejection,
@@ -19,6 +18,7 @@ from draftsmith.modules import (
 from draftsmith.modules.policies import joined_trees
 from draftsmith.modules.policies.ensemble import whole_size
 from references import wrong_rules
+from support.fixed_length import FixedLength
 from support.goodness_of_fit import chi2_bound, pass_statistic
 from support.tables import CandidateDrafter, DepthDrafter, TableDrafter, random_log_probs
 from torch import Tensor

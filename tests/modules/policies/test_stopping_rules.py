@@ -1,16 +1,12 @@
 """Rules that stop drafting: what each does, that none looks ahead, and that sampled chains keep the target's law."""
 
-import math
 from dataclasses import replace
 
 import pytest
 import torch
 from draftsmith.modules import (
-    AdaptiveThreshold,
     Chances,
-    Drafted,
     EarlyExit,
-    FixedLength,
     MaxProbability,
     PathProbability,
     RejectionRisk,
@@ -22,6 +18,7 @@ from draftsmith.modules import (
     UserError,
     exact_rule,
 )
+from support.fixed_length import FixedLength
 from support.goodness_of_fit import chi2_bound, g_statistic
 from support.tables import DepthDrafter, TableDrafter, draws_for, random_log_probs
 from torch import Tensor
@@ -38,7 +35,6 @@ RULES: dict[str, StoppingRule] = {
     "peak": MaxProbability(0.4),
     "product": PathProbability(0.2),
     "exit": EarlyExit(0.5),
-    "adaptive": AdaptiveThreshold(0.45),
     "risk": RejectionRisk(first_component, SamplingSetting(temperature=1.0), 0.6, 1),
 }
 
@@ -66,7 +62,6 @@ def drafted(policy: StoppedChain, drafter: DepthDrafter) -> list[int]:
         (EarlyExit(0.5), 3),  # the same token says stop and is kept
         (PathProbability(0.5), 3),  # .9 * .8 * .4 = .288
         (PathProbability(0.75), 2),
-        (AdaptiveThreshold(0.85), 2),
     ],
 )
 @pytest.mark.parametrize("check_every", [0, 1, 2])
@@ -179,30 +174,13 @@ def test_dropping_tokens_by_their_own_state_is_noticed() -> None:
     assert statistic > chi2_bound(cells)
 
 
-def test_the_adaptive_threshold_follows_its_formula() -> None:
-    rule, threshold, share = AdaptiveThreshold(0.5), 0.5, 0.9
-    one = Drafted(log_probs_BT=torch.tensor([[math.log(0.495)]]), peaks_BT=torch.zeros(1, 1))
-    for accepted, counts in (([3, 1], [4, 4]), ([4, 4], [4, 4]), ([2, 2], [2, 2]), ([0, 0], [0, 0]), ([2, 2], [2, 2])):
-        rule.learn(torch.tensor(accepted), torch.tensor(counts), 4)
-        if sum(counts):
-            share = share / 2 + sum(accepted) / sum(counts) / 2
-            pull = 0.01 if share < 0.9 else 0.0 if min(counts) >= 4 else -0.01
-            threshold = 0.9 * threshold + 0.1 * (threshold + pull)
-        assert abs(float(rule._now) - threshold) < 1e-12
-        stops = rule.after(one)
-        assert stops is not None
-        assert bool(stops) == (threshold > 0.495)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: FixedLength(-1), "length must be at least 0, got -1"),
         (lambda: MaxProbability(0.0), "threshold must be above 0 and below 1, got 0.0"),
         (lambda: risk(1.0), "threshold must be above 0 and below 1, got 1.0"),
         (lambda: risk(0.5, least=0), "least must be at least 1, got 0"),
         (lambda: EarlyExit(1.0), "eta must be above 0 and below 1, got 1.0"),
-        (lambda: AdaptiveThreshold(wanted=2.0), "wanted must be above 0 and below 1, got 2.0"),
         (lambda: StoppedChain(0, FixedLength(1)), "length must be at least 1, got 0"),
         (lambda: StoppedChain(2, FixedLength(1), check_every=-1), "check_every must be at least 0, got -1"),
         (lambda: SampledChain(2, FixedLength(1), temperature=0.0), "temperature must be above 0, got 0.0"),

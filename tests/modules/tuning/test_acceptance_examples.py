@@ -9,7 +9,6 @@ from draftsmith.modules import (
     Drafter,
     DraftLM,
     Features,
-    FixedLength,
     Request,
     SamplingSetting,
     Target,
@@ -21,6 +20,7 @@ from draftsmith.modules import (
 )
 from references import specdec
 from support.families import CASES, randomised
+from support.fixed_length import FixedLength
 from support.observations import ROOT, frontier, observation
 
 PROMPTS = [[3, 9, 30], [4, 8, 15, 16], [5, 5, 6]]
