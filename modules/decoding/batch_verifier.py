@@ -18,7 +18,7 @@ from .requests import DecodeSettings, Request, uniform_stream
 from .row_errors import LOGITS, cut, unreadable
 
 
-class Referee:
+class BatchVerifier:
     """Holds temperatures, random numbers and tokens read of every row, all on the device.
 
     Args:

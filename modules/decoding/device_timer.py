@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 
 
-class Stopwatch:
+class DeviceTimer:
     """Adds up the seconds of pieces of work, and never makes the host wait while they run.
 
     On CUDA an event before and one after each piece are read later; elsewhere the host's clock is read.

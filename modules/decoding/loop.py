@@ -1,4 +1,6 @@
-"""The one decoding loop: draft, verify, commit, for any drafter, policy and batch, and without a drafter.
+"""The one decoding loop: draft, verify, commit, observe, for any drafter, policy and batch, and without a drafter.
+
+`Loop.run` fills free slots with waiting requests, reads their prompts, and runs rounds; `Loop._round` is a round.
 
 Shapes: B active rows, N nodes of a tree, K nodes of a path, T places of an answer, C prompt tokens of a pass.
 """
@@ -13,21 +15,19 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..interfaces.proposer import AheadStates, DraftState, Observation, Proposer, Verified
+from ..interfaces.proposer import DraftState, Observation, Proposer, Verified
 from ..policies.base import Policy
 from ..row_buffers import RowBuffer
-from ..target.pass_output import PassOutput
 from ..token_tree import Lookahead, TokenTree
 from ..verification.tree_walk import Accepted
-from .batch_verifier import Referee
-from .device_timer import Stopwatch
-from .pass_outcome import ahead_states, read
-from .recorded_rounds import RecordedRounds, recorder_of_rounds
+from .batch_verifier import BatchVerifier
+from .device_timer import DeviceTimer
+from .recorded_rounds import RecordedRounds, Recorder, recorder_of_rounds
 from .requests import DecodeSettings, DecodeStats, Generation, Request
-from .rounds import Batch, Round
+from .rounds import Batch, Round, ahead_states, read
 from .row_errors import message
 from .state_recorder import StateRecorder
-from .stop_texts import first_stop
+from .token_text import first_stop
 from .verifier import Verifier
 
 Observer = Callable[[TokenTree, Accepted, Sequence[Generation]], None]
@@ -80,16 +80,7 @@ class Loop:
         self.observer, self.recorder = observer, recorder
         self.waiting: deque[Request] = deque()
         self.refused: list[Generation] = []
-        requests = list(requests)
-        _refuse_repeated([request.index for request in requests])
-        for request in requests:
-            if error := request.fault(target.context_length, target.vocab_size):
-                self.refused.append(Generation(request, finish="error", error=error))
-            else:
-                self.waiting.append(request)
-        if self.policy is not None:
-            for temperature in sorted({request.temperature for request in self.waiting}):
-                self.policy.check_sampling(settings.sampling_at(temperature))
+        self._admit(list(requests))
         self.stats = DecodeStats(lossless=settings.lossy is None)
         self.slots: list[Generation] = []
         size = policy.max_size if policy is not None else 1
@@ -98,25 +89,27 @@ class Loop:
         places = max((r.max_new_tokens for r in self.waiting), default=0) + size
         sampled = any(request.temperature > 0 for request in self.waiting)
         count = min(settings.batch_size, len(self.waiting))
+        taps = () if recorder is None else recorder.taps
+        if drafter is not None:
+            if missing := set(taps) - set(drafter.taps):
+                raise ValueError(f"layers {sorted(missing)} are recorded, but the drafter taps {drafter.taps}")
+            taps = drafter.taps
         # A drafter must see every prompt token, so only plain decoding reads a common start once.
         prefix = shared_prefix([r.tokens for r in self.waiting], settings.prefill_chunk) if drafter is None else ()
         with self._layers():
-            self.rows = target.start(count, longest + nodes, _taps(drafter, recorder), prefix)
+            self.rows = target.start(count, longest + nodes, taps, prefix)
         if recorder is not None and self.rows.shared is not None:
             recorder.add_prefix(prefix, self.rows.shared)
         self.state: DraftState | None = drafter.join(self.rows, count, longest + nodes) if drafter is not None else None
-        self.recorded: RecordedRounds | None = None
-        self.graph_refusal, record = "", recorder_of_rounds(self.rows) if settings.graphs and count else None
-        if record is not None and recorder is not None:
+        record: Recorder | str = recorder_of_rounds(self.rows) if settings.graphs and count else ""
+        if record and recorder is not None:
             record = "the states of each token are recorded"
-        if isinstance(record, str):
-            self.graph_refusal = record
-        elif record is not None and policy is not None:
+        if not isinstance(record, str) and policy is not None:
             self.policy = policy = policy.unwatched()
-        self.referee = Referee(settings, count, places, target.vocab_size, sampled, target.device)
+        self.batch_verifier = BatchVerifier(settings, count, places, target.vocab_size, sampled, target.device)
         self.batch = Batch(
             rows=self.rows,
-            referee=self.referee,
+            verifier=self.batch_verifier,
             roots=RowBuffer(count, device=target.device, dtype=torch.long),
             live=RowBuffer(count, blank=False, device=target.device, dtype=torch.bool),
             vocab_size=target.vocab_size,
@@ -125,9 +118,39 @@ class Loop:
             state=self.state,
         )
         self._count, self._read = count, 0
-        if record is not None and not isinstance(record, str):
-            self.recorded = RecordedRounds(self.batch, count, longest, record)
-        self._drafting = Stopwatch(target.device)
+        # Why rounds cannot be recorded, or what records them.
+        self.graph_refusal = record if isinstance(record, str) else ""
+        self.recorded = None if isinstance(record, str) else RecordedRounds(self.batch, count, longest, record)
+        self._drafting = DeviceTimer(target.device)
+
+    def _round(self) -> tuple[list[list[int]], list[int]]:
+        """(new tokens of each active row, their faults) of one round: draft, verify, commit, observe."""
+        active = len(self.slots)
+        if self.recorded is not None and self.recorded.refusal:
+            self.graph_refusal, self.recorded = self.recorded.refusal, None
+        work = Round(self.batch, active) if self.recorded is None else self.recorded.next(active)
+        with self._layers():
+            with self._drafted():
+                # The policy grows a tree of the drafter's guesses below the newest token of each row: `work.tree`.
+                work.draft()
+            started_at = time.perf_counter()
+            # The target reads all trees in one pass, `work.output`, and a rule of acceptance keeps one path of each,
+            # with a token of the target's own after it: `work.accepted`.
+            work.verify()
+            # The one place of a round where the host waits for the device.
+            emitted, counts, faults = read(work.host_BX[:active])
+            self.stats.draft_seconds += self._drafting.read()
+            # Keys and values of the accepted paths stay in the cache; the tokens after them are the next roots.
+            work.commit(counts)
+            self.stats.target_seconds += time.perf_counter() - started_at
+            with self._drafted():
+                # The drafter gets the accepted tokens and the target's states at them: `work.observation`.
+                work.observe(counts)
+        if self.recorder is not None:
+            self.recorder.add([one.request.index for one in self.slots], counts, work.observation)
+        if self.observer is not None:
+            self.observer(*work.of_first(active), self.slots)
+        return emitted, faults
 
     @torch.no_grad()
     def run(self, deadline: float | None = None) -> Iterator[tuple[Generation, list[int], bool]]:
@@ -156,6 +179,22 @@ class Loop:
         self.stats.seconds += time.perf_counter() - started_at
         self.stats.graph_refusal = self.graph_refusal
 
+    def _admit(self, requests: list[Request]) -> None:
+        """Queue the sound requests; a wrong one keeps no other from being answered."""
+        indices = [request.index for request in requests]
+        if len(set(indices)) < len(indices):
+            # One of the answers would take the other's place.
+            repeated = next(index for index in indices if indices.count(index) > 1)
+            raise UserError(f"several requests have the index {repeated}; give each request of a run its own")
+        for request in requests:
+            if error := request.fault(self.target.context_length, self.target.vocab_size):
+                self.refused.append(Generation(request, finish="error", error=error))
+            else:
+                self.waiting.append(request)
+        if self.policy is not None:
+            for temperature in sorted({request.temperature for request in self.waiting}):
+                self.policy.check_sampling(self.settings.sampling_at(temperature))
+
     def _assign(self, row: int) -> bool:
         """Put the next request into a row; False when none waits."""
         if not self.waiting:
@@ -163,7 +202,7 @@ class Loop:
         request = self.waiting.popleft()
         self.slots[row : row + 1] = [Generation(request)]
         self.batch.live.values[row] = True
-        self.referee.open(row, request)
+        self.batch_verifier.open(row, request)
         self._read = self.rows.open(row, request.index)
         if self.recorder is not None:
             self.recorder.open(request.index, self._read)
@@ -171,14 +210,9 @@ class Loop:
             self.drafter.clear(self.state, torch.tensor([row], device=self.target.device))
         return True
 
-    def _done(self, row: int) -> bool:
-        return self.slots[row].complete
-
     def _free(self, row: int) -> bool:
         """True for a finished row that nothing more is recorded of."""
-        return self._done(row) and (self.recorder is None or self.recorder.settled(self.slots[row]))
-
-    # Prompts ---------------------------------------------------------------------------------------------------------
+        return self.slots[row].complete and (self.recorder is None or self.recorder.settled(self.slots[row]))
 
     def _prefill(self, rows: list[int]) -> Iterator[tuple[Generation, list[int], bool]]:
         """Read the prompts of `rows`, in chunks, and take the first token of each answer."""
@@ -196,7 +230,7 @@ class Loop:
         found = torch.stack([self.batch.roots.values[rows_R], faults_R], dim=1).tolist()
         self.stats.prefill_seconds += time.perf_counter() - started_at
         for row, (token, fault) in zip(rows, found, strict=True):
-            yield self.slots[row], self._take(row, [] if fault else [token], fault), self._done(row)
+            yield self.slots[row], self._take(row, [] if fault else [token], fault), self.slots[row].complete
 
     def _prefill_chunk(self, rows: list[int], prompts: Sequence[tuple[int, ...]], offset: int) -> Tensor:
         """Read the pieces of the prompts that start at `offset`; returns the fault of each row."""
@@ -206,69 +240,50 @@ class Loop:
         tokens_BC = torch.tensor([(*part, *([0] * (width - len(part)))) for part in parts], device=device)
         counts_B, rows_R = torch.tensor(counts, device=device), torch.tensor(rows, device=device)
         last_B = counts_B - 1
+        sent = TokenTree.prompts(tokens_BC, counts_B)
         with self._layers():
-            output, ahead = self._read_pieces(tokens_BC, counts_B, rows)
+            if self.drafter is not None and self.drafter.virtual_nodes:
+                # Virtual nodes after the last tokens of the pieces: the first trees are guesses of the target itself.
+                lookahead = Lookahead.after(tokens_BC, last_B, self.drafter.virtual_nodes)
+                sent = self.batch.extended(replace(sent, lookahead=lookahead))
+            output = self.rows.run(sent, rows, select_BM=last_B[:, None])
         self.stats.prefill_calls += 1
         path_BC = torch.arange(width, device=device).expand(len(rows), -1)
         self.rows.commit(path_BC, counts_B, counts, moved=False)
-        chosen_B, faults_B = self.referee.first_tokens(rows, rows_R, output.logits_BMV)
-        following = [
-            prompt[offset + len(part)] if offset + len(part) < len(prompt) else -1
-            for prompt, part in zip(prompts, parts, strict=True)
-        ]
-        following_B = torch.tensor(following, device=device)
+        chosen_B, faults_B = self.batch_verifier.first_tokens(rows, rows_R, output.logits_BMV)
+        # The root of a prompt that goes on is its next token; the target's choice counts after the last piece alone.
+        ends = [offset + count for count in counts]
+        following_B = torch.tensor([prompt[end] if end < len(prompt) else -1
+                                    for prompt, end in zip(prompts, ends, strict=True)], device=device)
         roots_B = torch.where(following_B >= 0, following_B, chosen_B)
         self.batch.roots.values[rows_R] = roots_B
         verified = None
         if self.drafter is not None and self.drafter.reads_logits:
             last_B1 = last_B[:, None]
             verified = Verified(
-                tokens_BM=tokens_BC.gather(1, last_B1),
-                real_BM=torch.ones_like(last_B1, dtype=torch.bool),
-                logits_BMV=output.logits_BMV,
-                places_BM=last_B1,
-            )
-        self._observe(
-            rows_R,
-            [self.slots[row] for row in rows],
-            counts,
-            Observation(
-                tokens_BN=tokens_BC,
-                counts_B=counts_B,
-                final_BND=output.final_BND[:, :width],
-                taps={layer: states[:, :width] for layer, states in output.taps.items()},
-                roots_B=roots_B,
-                verified=verified,
-                ahead=ahead,
-                host_rows=rows,
-                host_counts=counts,
-            ),
-        )
+                tokens_BM=tokens_BC.gather(1, last_B1), real_BM=torch.ones_like(last_B1, dtype=torch.bool),
+                logits_BMV=output.logits_BMV, places_BM=last_B1)
+        observation = Observation(
+            tokens_BN=tokens_BC, counts_B=counts_B, final_BND=output.final_BND[:, :width],
+            taps={layer: states[:, :width] for layer, states in output.taps.items()},
+            roots_B=roots_B, verified=verified, ahead=ahead_states(sent, output, last_B), host_rows=rows,
+            host_counts=counts)
+        if self.recorder is not None:
+            self.recorder.add([self.slots[row].request.index for row in rows], counts, observation)
+        if self.drafter is not None and self.state is not None:
+            with self._layers(), self._drafting.running():
+                self.drafter.observe(self.state, rows_R, observation)
         return faults_B
-
-    def _read_pieces(
-        self, tokens_BC: Tensor, counts_B: Tensor, rows: list[int]
-    ) -> tuple[PassOutput, AheadStates | None]:
-        """(output of a pass over pieces of prompts, with the logits at their last tokens; states at virtual nodes)."""
-        last_B = counts_B - 1
-        sent = TokenTree.prompts(tokens_BC, counts_B)
-        if self.drafter is not None and self.drafter.virtual_nodes:
-            lookahead = Lookahead.after(tokens_BC, last_B, self.drafter.virtual_nodes)
-            sent = self.batch.extended(replace(sent, lookahead=lookahead))
-        output = self.rows.run(sent, rows, select_BM=last_B[:, None])
-        return output, ahead_states(sent, output, last_B)
-
-    # Passes ----------------------------------------------------------------------------------------------------------
 
     def _pass(self) -> Iterator[tuple[Generation, list[int], bool]]:
         """Draft, verify and commit once for all active rows."""
-        emitted, faults = self._round(self._next_round())
+        emitted, faults = self._round()
         self.stats.target_calls += 1
-        self.stats.busy_slots += sum(not self._done(row) for row in range(len(emitted)))
+        self.stats.busy_slots += sum(not generation.complete for generation in self.slots)
         self.stats.total_slots += self._count
         for row, (tokens, fault) in enumerate(zip(emitted, faults, strict=True)):
             generation = self.slots[row]
-            if self._done(row):
+            if generation.complete:
                 # It has stayed for the states of its last token.
                 if fault:
                     self._wipe(row)
@@ -276,34 +291,7 @@ class Loop:
             kept = self._take(row, tokens, fault)
             if kept or not fault:
                 generation.emitted.append(len(kept))
-            yield generation, kept, self._done(row)
-
-    def _next_round(self) -> Round:
-        """The work of the next pass."""
-        if self.recorded is not None and self.recorded.refusal:
-            self.graph_refusal, self.recorded = self.recorded.refusal, None
-        return Round(self.batch, len(self.slots)) if self.recorded is None else self.recorded.next(len(self.slots))
-
-    def _round(self, work: Round) -> tuple[list[list[int]], list[int]]:
-        """(new tokens of each active row, their faults) of one round; policy, recorder and observer see it."""
-        active = len(self.slots)
-        with self._layers():
-            with self._drafted():
-                work.draft()
-            started_at = time.perf_counter()
-            work.verify()
-            emitted, counts, faults = read(work.host_BX[:active])
-            self.stats.draft_seconds += self._drafting.read()
-            work.commit(counts)
-            self.stats.target_seconds += time.perf_counter() - started_at
-            with self._drafted():
-                work.observe(counts)
-        if self.recorder is not None:
-            self.recorder.add([one.request.index for one in self.slots], counts, work.observation)
-        tree, accepted = work.of_first(active)
-        if self.observer is not None:
-            self.observer(tree, accepted, self.slots)
-        return emitted, faults
+            yield generation, kept, generation.complete
 
     @contextmanager
     def _layers(self) -> Iterator[None]:
@@ -324,16 +312,6 @@ class Loop:
         """A block whose time counts as drafting, where anything drafts."""
         return nullcontext() if self.drafter is None else self._drafting.running()
 
-    def _observe(
-        self, rows_R: Tensor, generations: Sequence[Generation], counts: list[int], observation: Observation
-    ) -> None:
-        """Hand the tokens of prompts, counts[r] of each row, to the recorder and the drafter."""
-        if self.recorder is not None:
-            self.recorder.add([one.request.index for one in generations], counts, observation)
-        if self.drafter is not None and self.state is not None:
-            with self._layers(), self._drafting.running():
-                self.drafter.observe(self.state, rows_R, observation)
-
     def _shrink(self, finished: list[int]) -> None:
         """Close finished rows; the last rows move into their places, so that the others stay where they are."""
         if not finished:
@@ -348,19 +326,28 @@ class Loop:
         self.slots = [self.slots[row] for row in order]
         self.batch.roots.keep(order_R)
         self.batch.live.keep(order_R)
-        self.referee.keep(order, order_R)
+        self.batch_verifier.keep(order, order_R)
         if self.drafter is not None and self.state is not None:
             self.drafter.keep(self.state, order_R)
 
     def _take(self, row: int, tokens: list[int], fault: int) -> list[int]:
-        """Append a pass's tokens to the answer of a row; returns them.
+        """Append what a pass's tokens add to the answer of a row, up to its limit, end token or stop text; returns it.
 
         After a fault the row ends with its error, unless these tokens already ended the answer: the fault lies after.
         """
         generation = self.slots[row]
-        kept = self._extend(generation, tokens)
+        kept = tokens[: generation.request.max_new_tokens - len(generation.tokens)]
+        if not self.settings.ignore_eos:
+            ends = [place for place, token in enumerate(kept) if token in self.target.eos_ids]
+            if ends:
+                kept, generation.finish = kept[: ends[0] + 1], "eos"
+        if self.settings.stop:
+            cut = first_stop(self.target.tokenizer, generation.tokens, kept, self.settings.stop)
+            if cut is not None:
+                kept, generation.finish = kept[:cut], "stop"
+        generation.tokens.extend(kept)
         if fault:
-            if not self._done(row):
+            if not generation.complete:
                 generation.finish, generation.error = "error", message(fault, generation, self.target.vocab_size)
             self._wipe(row)
         return kept
@@ -374,19 +361,6 @@ class Loop:
         if self.recorder is not None:
             self.recorder.drop(self.slots[row].request.index)
 
-    def _extend(self, generation: Generation, tokens: list[int]) -> list[int]:
-        """Append what still belongs to the answer: up to its limit, its end token or its stop text."""
-        kept = tokens[: generation.request.max_new_tokens - len(generation.tokens)]
-        if not self.settings.ignore_eos:
-            ends = [place for place, token in enumerate(kept) if token in self.target.eos_ids]
-            if ends:
-                kept, generation.finish = kept[: ends[0] + 1], "eos"
-        if self.settings.stop:
-            cut = first_stop(self.target.tokenizer, generation.tokens, kept, self.settings.stop)
-            if cut is not None:
-                kept, generation.finish = kept[:cut], "stop"
-        generation.tokens.extend(kept)
-        return kept
 
 
 def shared_prefix(prompts: Sequence[tuple[int, ...]], limit: int) -> tuple[int, ...]:
@@ -398,20 +372,3 @@ def shared_prefix(prompts: Sequence[tuple[int, ...]], limit: int) -> tuple[int, 
     room = min(limit, min(map(len, prompts)) - 1)
     count = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
     return low[: min(count, room)] if min(count, room) >= _SHORTEST_PREFIX else ()
-
-
-def _taps(drafter: Proposer | None, recorder: StateRecorder | None) -> tuple[int, ...]:
-    """Layers whose outputs the passes give."""
-    recorded = () if recorder is None else recorder.taps
-    if drafter is None:
-        return recorded
-    if missing := set(recorded) - set(drafter.taps):
-        raise ValueError(f"layers {sorted(missing)} are recorded, but the drafter taps {drafter.taps}")
-    return drafter.taps
-
-
-def _refuse_repeated(indices: Sequence[int]) -> None:
-    """Refuse an index that two requests share: one of the answers would take the other's place."""
-    if len(set(indices)) < len(indices):
-        repeated = next(index for index in indices if indices.count(index) > 1)
-        raise UserError(f"several requests have the index {repeated}; give each request of a run its own")

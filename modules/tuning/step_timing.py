@@ -13,7 +13,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from ..decoding.pass_outcome import for_host, observation, read, verified
+from ..decoding.rounds import for_host, observation, read, verified
 from ..interfaces.proposer import AheadStates, Observation, Proposer, Verified
 from ..policies.static_tree import StaticTree
 from ..target.model import Target

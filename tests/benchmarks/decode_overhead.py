@@ -103,7 +103,7 @@ class Drafted:
         timed, loop = self.watch.timed, self.loop
         loop.rows.run = timed("target", loop.rows.run)  # type: ignore[method-assign]
         loop.rows.commit = timed("commit", loop.rows.commit)  # type: ignore[method-assign]
-        loop.referee.verify = timed("accept", loop.referee.verify)  # type: ignore[method-assign]
+        loop.batch_verifier.verify = timed("accept", loop.batch_verifier.verify)  # type: ignore[method-assign]
         if drafter is not None and policy is not None:
             policy.grow = timed("draft", policy.grow)  # type: ignore[method-assign]
             drafter.observe = timed("draft", drafter.observe)  # type: ignore[method-assign]

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.modules import Chain, DecodeSettings, LayerDraft, Request, Target, decode
-from draftsmith.modules.decoding import device_timer as stopwatch
-from draftsmith.modules.decoding.device_timer import Stopwatch
+from draftsmith.modules.decoding import device_timer
+from draftsmith.modules.decoding.device_timer import DeviceTimer
 
 
 class Device:
@@ -46,17 +46,17 @@ def test_events_are_read_behind_the_work(monkeypatch: pytest.MonkeyPatch) -> Non
         def elapsed_time(self, later: "Event") -> float:
             return 1000 * (later.at - self.at)
 
-    monkeypatch.setattr(stopwatch.torch.cuda, "Event", Event)
-    monkeypatch.setattr(stopwatch.torch.cuda, "current_stream", lambda _device: device)
-    watch = Stopwatch(torch.device("cuda"))
+    monkeypatch.setattr(device_timer.torch.cuda, "Event", Event)
+    monkeypatch.setattr(device_timer.torch.cuda, "current_stream", lambda _device: device)
+    timer = DeviceTimer(torch.device("cuda"))
     for seconds in (2.0, 3.0):
         device.launch(0.5)
-        with watch.running():
+        with timer.running():
             device.launch(seconds)
         device.launch(7.0)
     assert (device.now, device.waits) == (0.0, 0)  # nobody has waited so far
-    assert watch.read() == 5.0
-    assert watch.read() == 0.0
+    assert timer.read() == 5.0
+    assert timer.read() == 0.0
 
 
 def test_drafting_is_a_part_of_decoding(tiny_target: Target) -> None:
@@ -71,11 +71,11 @@ def test_on_a_device_it_is_the_time_of_the_work() -> None:
     device = torch.device("cuda")
     square = torch.randn(4096, 4096, device=device)
     square @ square
-    whole, watch = Stopwatch(torch.device("cpu")), Stopwatch(device)
+    whole, timer = DeviceTimer(torch.device("cpu")), DeviceTimer(device)
     torch.cuda.synchronize()
     with whole.running():
-        with watch.running():
+        with timer.running():
             for _ in range(50):
                 square @ square
         torch.cuda.synchronize()
-    assert watch.read() == pytest.approx(whole.read(), rel=0.2)
+    assert timer.read() == pytest.approx(whole.read(), rel=0.2)

@@ -40,7 +40,7 @@ from support.steady_waits import GREEDY, MIXED, Way, moved, steady
 from support.tiers import others_long
 from torch import Tensor
 
-READ = "modules/decoding/pass_outcome.py"
+READ = "modules/decoding/rounds.py"
 """The one read of a pass: accepted tokens, counts and faults together."""
 BETWEEN = "modules/policies/stopping_chains.py"
 """The read of a chain that asks after a token whether any row goes on: only the host can leave out a draft step. At

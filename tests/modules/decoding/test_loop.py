@@ -8,7 +8,7 @@ import pytest
 import torch
 from draftsmith.modules import Chain, DecodeSettings, Generation, Request, Target, UserError, decode, stream
 from draftsmith.modules.decoding.loop import shared_prefix
-from draftsmith.modules.decoding.stop_texts import first_stop
+from draftsmith.modules.decoding.token_text import first_stop
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from support.drafters import ScriptedDrafter
 

@@ -34,7 +34,7 @@ from draftsmith.modules import (
     decode,
     follow,
 )
-from draftsmith.modules.decoding import batch_verifier as referee
+from draftsmith.modules.decoding import batch_verifier
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.modules.verification import acceptance_rules as rules
 from draftsmith.modules.verification.sampling import probabilities
@@ -111,7 +111,7 @@ def test_repetition_penalty_of_half_precision_logits_is_applied_in_float32(dtype
         logits_V = torch.zeros(target.vocab_size, dtype=dtype)
         steps = torch.randint(0, 12, (6,), generator=generator) * torch.finfo(dtype).eps * 2
         logits_V[prompt] = (3.5 + steps).to(dtype)
-        verifier = referee.Referee(settings, 1, 8, target.vocab_size, False, target.device)
+        verifier = batch_verifier.BatchVerifier(settings, 1, 8, target.vocab_size, False, target.device)
         verifier.open(0, Request(tuple(prompt.tolist()), 0, 4))
         chosen_B, _ = verifier.first_tokens([0], torch.tensor([0]), logits_V[None, None])
         wanted = processor(prompt[None], logits_V[None].float()).argmax(-1)
@@ -421,5 +421,5 @@ def test_g_test_rejects_deliberately_wrong_rules(
     exact = exact_distribution(drafter)
     monkeypatch.setattr(rules, name, wrong)
     if name == "choose":
-        monkeypatch.setattr(referee, name, wrong)
+        monkeypatch.setattr(batch_verifier, name, wrong)
     assert g_test(sampled_counts(tiny_target_f64, drafter, 4_000), exact) < 1e-3
