@@ -13,9 +13,9 @@ from .layouts.eagle import import_eagle
 from .layouts.hydra import import_hydra
 from .layouts.kangaroo import import_kangaroo
 from .layouts.medusa import import_medusa
-from .layouts.merged_target import export_adapted
+from .layouts.parts.export_format import ExportSettings
 from .layouts.ppd import import_ppd
-from .layouts.registry import EVERY_FORMAT, FORMATS, ExportSettings, export_artifact
+from .layouts.registry import EVERY_FORMAT, FORMATS, export_adapted, export_artifact
 from .layouts.specdec import export_head, export_specdec, import_specdec
 from .report.markdown import terminal_table, write_report
 from .tuning import SampledTuning, Tuning, save_tuning

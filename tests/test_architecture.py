@@ -35,7 +35,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("losses",), ("steps",), ("processes",), ("acceptance_head", "draft_vocabulary"), ("base",),
         ("callbacks", "drafters", "families"), ("interruption",), ("fitting",),
     ),
-    "export": (("",), ("engines", "layouts", "evaluation"), ("report",)),
+    "export": (("",), ("layouts.parts",), ("layouts",), ("engines", "evaluation"), ("report",)),
     "recipes": (
         ("chat_settings", "reading", "terminal"), ("recipe",), ("planning",), ("stages",), ("commands",), ("__main__",),
     ),

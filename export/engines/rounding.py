@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from ...modules import Drafter
 from ..artifact import Artifact
 from .trial import TrialSettings, chain_length
 
@@ -18,20 +17,16 @@ def rounded_artifact(artifact: Artifact, rounded: Callable[[Tensor, bool], Tenso
         rounded: gives a weight as it is read, the matrix of a linear layer that is no embedding too, or another one.
     """
     drafter = artifact.drafter
-    linear = linear_names(drafter)
+    # A matrix that is an embedding too is read as an embedding.
+    embeddings = {id(module.weight) for module in drafter.modules() if isinstance(module, nn.Embedding)}
+    linear = {f"{name}.weight" for name, module in drafter.named_modules()
+              if isinstance(module, nn.Linear) and id(module.weight) not in embeddings}
     copy = type(drafter).rebuild(drafter.describe(), artifact.identity)
     copy.load_state_dict({name: rounded(tensor, name in linear).to(tensor)
                           for name, tensor in drafter.state_dict().items()})
     copy.to(artifact.target.device)
     copy.bind(artifact.target)
     return replace(artifact, drafter=copy.eval())
-
-
-def linear_names(drafter: Drafter) -> set[str]:
-    """The matrices of linear layers that are no embedding too."""
-    embeddings = {id(module.weight) for module in drafter.modules() if isinstance(module, nn.Embedding)}
-    return {f"{name}.weight" for name, module in drafter.named_modules()
-            if isinstance(module, nn.Linear) and id(module.weight) not in embeddings}
 
 
 def rounding_loss(artifact: Artifact, rounded: Callable[[Tensor, bool], Tensor], prompts: Sequence[Sequence[int]],

@@ -4,11 +4,12 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from ...modules import DecodeSettings, DraftLM, Eagle, Eagle3, Medusa, Request, UserError, decode
+from ...modules import DecodeSettings, Request, UserError, decode
 from ...modules.decoding.pass_recorder import PassRecorder
 from ..artifact import Artifact
+from ..layouts.parts.export_format import Served
+from ..layouts.registry import format_named
 from .vllm_process import VllmProcess
 
 TOLERANCE = 0.1
@@ -25,16 +26,6 @@ class TrialSettings:
     """Tokens of a draft."""
     max_new_tokens: int = 64
     """Tokens of an answer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Served:
-    """vLLM's settings for drafting with an exported folder."""
-
-    method: dict[str, Any]
-    """vLLM's configuration of drafts, without the folder and the number of tokens."""
-    loader: dict[str, Any]
-    """Extra settings for loading."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,19 +83,13 @@ def served(artifact: Artifact, layout: str) -> Served:
     Raises:
         UserError: if vLLM reads no such export.
     """
-    drafter = artifact.drafter
     if artifact.adapter is not None:
         raise UserError("this artifact changes its target, and a trial in vLLM compares with an unchanged one; leave "
                         "try_with out")
-    if layout == "huggingface" and isinstance(drafter, DraftLM):
-        masks = {"parallel_drafting": True} if drafter.config.mask_token_id is not None else {}
-        return Served(method={"method": "draft_model", **masks}, loader={})
-    if (layout == "eagle" and isinstance(drafter, Eagle | Eagle3)) or layout == "speculators":
-        return Served(method={"method": drafter.family}, loader={})
-    if layout in ("medusa", "medusa-vllm") and isinstance(drafter, Medusa):
-        return Served(method={"method": "medusa"},
-                      loader={"enable_weights_track": False} if layout == "medusa-vllm" else {})
-    raise UserError(f"vLLM, which tries an export, reads no {layout}; leave try_with out, or choose another format")
+    chosen = format_named(layout)
+    if chosen.vllm is None or not isinstance(artifact.drafter, chosen.families):
+        raise UserError(f"vLLM, which tries an export, reads no {layout}; leave try_with out, or choose another format")
+    return chosen.vllm(artifact.drafter)
 
 
 def try_export(artifact: Artifact, layout: str, folder: Path, python: Path, prompts: Sequence[Sequence[int]],
@@ -133,16 +118,14 @@ def try_export(artifact: Artifact, layout: str, folder: Path, python: Path, prom
                            loader=loader)
                 for method, loader in ((None, {}), ({**how.method, "model": str(folder.absolute()),
                                                      "num_speculative_tokens": tokens}, how.loader))]
-    pairs = zip(runs[0]["runs"], runs[1]["runs"], strict=True)
-    return Trial(engine=runs[1]["engine"], answers=len(prompts), own_length=own,
-                 batches=tuple(_compared(plain, drafted) for plain, drafted in pairs))
-
-
-def _compared(plain: dict[str, Any], drafted: dict[str, Any]) -> BatchTrial:
-    speeds = [run["tokens"] / run["seconds"] for run in (plain, drafted)]
-    return BatchTrial(batch_size=plain["batch_size"], plain_speed=speeds[0], draft_speed=speeds[1],
-                      equal=sum(map(list.__eq__, plain["answers"], drafted["answers"])),
-                      accepted_length=1 + drafted["accepted"] / max(1, drafted["drafts"]))
+    batches = tuple(
+        BatchTrial(batch_size=plain["batch_size"], plain_speed=plain["tokens"] / plain["seconds"],
+                   draft_speed=drafted["tokens"] / drafted["seconds"],
+                   equal=sum(map(list.__eq__, plain["answers"], drafted["answers"])),
+                   # The engine counts accepted guesses; a pass emits the target's own token too.
+                   accepted_length=1 + drafted["accepted"] / max(1, drafted["drafts"]))
+        for plain, drafted in zip(runs[0]["runs"], runs[1]["runs"], strict=True))
+    return Trial(engine=runs[1]["engine"], answers=len(prompts), own_length=own, batches=batches)
 
 
 def chain_length(artifact: Artifact, prompts: Sequence[Sequence[int]], settings: TrialSettings) -> float:

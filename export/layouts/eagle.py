@@ -21,15 +21,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...modules import Drafter, Eagle, Eagle3, Eagle3Config, EagleConfig, Target, UserError
+from ...modules import Eagle, Eagle3, Eagle3Config, EagleConfig, Target, UserError
 from ...modules.drafters.eagle3 import chosen_taps
 from ...modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
 from ...modules.drafters.parts.rotary import SCALINGS, carried_scaling
-from .compressed_tensors import OUTPUT, compressed, compressed_config, compressed_note, compressed_table
-from .eagle_folder import (
+from .parts.compressed_tensors import (
+    COMPRESSED,
+    OUTPUT,
+    as_compressed,
+    compressed,
+    compressed_config,
+    compressed_note,
+    compressed_table,
+)
+from .parts.eagle_folder import (
     EMBEDDING,
     FIRST,
     LAYERS,
+    LOST_BIAS,
     MIDLAYER,
     NORMS,
     TAPS,
@@ -40,9 +49,9 @@ from .eagle_folder import (
     third_table,
     twin,
 )
-from .gguf_file import FLOAT32
-from .layout_folder import stored, write_layout, wrong_family
-from .safetensors_reader import check_embedding, loaded, read_config, read_tensors
+from .parts.export_format import PLAIN, ExportFormat, ExportSettings, Served, without_settings
+from .parts.layout_folder import stored, write_layout
+from .parts.safetensors_reader import check_embedding, loaded, read_config, read_tensors
 
 EAGLE_FILE = "model.safetensors"
 """Official checkpoints hold the same tensors in pytorch_model.bin or here."""
@@ -53,7 +62,8 @@ _KNOWN: dict[str, tuple[Any, ...]] = {
 """Settings that are fixed in this implementation, with the values that a configuration may give them."""
 
 
-def export_eagle(drafter: Drafter, target: Target, out: Path, weights: str = FLOAT32) -> None:
+def export_eagle(drafter: Eagle | Eagle3, target: Target, out: Path,
+                 settings: ExportSettings = PLAIN) -> None:
     """Write an EAGLE-1 or EAGLE-3 drafter as the official code and the serving engines read it.
 
     EAGLE-1's layout has no output layer: a reduced draft vocabulary becomes the whole one. EAGLE-3's has one, into
@@ -63,14 +73,12 @@ def export_eagle(drafter: Drafter, target: Target, out: Path, weights: str = FLO
         drafter: bound to `target`.
         target: the model it drafts for.
         out: new, empty, or an earlier export.
-        weights: number format of the matrices, one of `COMPRESSED`; below 16 bits vLLM alone reads them.
+        settings: number format of the matrices, one of `COMPRESSED`; below 16 bits vLLM alone reads them.
 
     Raises:
-        UserError: if the drafter is of another family or has FSPAD's changes, or the target's output layer has a bias
-            and would be written.
+        UserError: if the drafter has FSPAD's changes, or the target's output layer has a bias and would be written.
     """
-    if not isinstance(drafter, Eagle | Eagle3):
-        raise wrong_family("eagle", "EAGLE drafters", drafter)
+    weights = settings.weights
     if isinstance(drafter, Eagle):
         _refuse_changes(drafter, "eagle")
         tensors, table = first_tensors(drafter), first_table(drafter)
@@ -83,15 +91,13 @@ def export_eagle(drafter: Drafter, target: Target, out: Path, weights: str = FLO
                  eagle_readme(drafter, target) + compressed_note(weights, linear))
 
 
-def export_eagle_sglang(drafter: Drafter, target: Target, out: Path) -> None:
+def export_eagle_sglang(drafter: Eagle, target: Target, out: Path) -> None:
     """Write an EAGLE-1 drafter as SGLang reads it, with a bias of zeros where it has none: SGLang would take random
     numbers.
 
     Raises:
-        UserError: if the drafter is of another family or has FSPAD's changes.
+        UserError: if the drafter has FSPAD's changes.
     """
-    if not isinstance(drafter, Eagle):
-        raise wrong_family("eagle-sglang", "EAGLE-1 drafters", drafter)
     _refuse_changes(drafter, "eagle-sglang")
     tensors = {"fc.bias": torch.zeros(drafter.block.hidden_size), **first_tensors(drafter)}
     config = {**eagle_config(drafter, target), "architectures": ["LlamaForCausalLMEagle"]}
@@ -119,14 +125,22 @@ def third_tensors(drafter: Eagle3, target: Target) -> dict[str, Tensor]:
     Raises:
         UserError: if it shares an output layer with a bias, for which the layout has no place.
     """
-    tensors = drafter.state_dict() | _output(drafter, target)
-    ids_Q = tensors.pop("token_ids", None)
-    whole = {} if ids_Q is None else _vocabulary(ids_Q.cpu(), target.vocab_size)
+    if isinstance(target.head.bias, Tensor):
+        raise UserError(f"the output layer of {target.identity.name} has a bias, for which the layout has no place; "
+                        "decode the artifact with draftsmith")
+    tensors, own, weight_VD = drafter.state_dict(), drafter.output_parameters(0), target.output_weight()
+    ids_Q, marks = tensors.pop("token_ids", None), {}
+    tensors[OUTPUT] = own[0] if own else weight_VD if ids_Q is None else weight_VD[ids_Q]
+    if ids_Q is not None:
+        # d2t holds an offset for each entry, t2d a mark for each token.
+        inside_V = torch.zeros(target.vocab_size, dtype=torch.bool)
+        inside_V[ids_Q.cpu()] = True
+        marks = {"d2t": ids_Q.cpu() - torch.arange(len(ids_Q)), "t2d": inside_V}
     if drafter.num_layers > 1:
         tensors = {renamed(name, MIDLAYER, FIRST): tensor for name, tensor in tensors.items()}
         tensors |= {twin(layer): tensors[f"layers.{layer}.input_layernorm.weight"]
                     for layer in range(1, drafter.num_layers)}
-    return stored(tensors) | whole
+    return stored(tensors) | marks
 
 
 def renamed(name: str, former: str, prefix: str) -> str:
@@ -137,22 +151,6 @@ def renamed(name: str, former: str, prefix: str) -> str:
 def borrows_output(drafter: Eagle3) -> bool:
     """True if its output layer is the target's whole one, which some engines take from the target."""
     return not drafter.output_parameters(0) and drafter.token_ids_Q is None
-
-
-def _output(drafter: Eagle3, target: Target) -> dict[str, Tensor]:
-    if isinstance(target.head.bias, Tensor):
-        raise UserError(f"the output layer of {target.identity.name} has a bias, for which the layout has no place; "
-                        "decode the artifact with draftsmith")
-    weight_VD, ids_Q = target.output_weight(), drafter.token_ids_Q
-    own = drafter.output_parameters(0)
-    return {OUTPUT: own[0] if own else weight_VD if ids_Q is None else weight_VD[ids_Q]}
-
-
-def _vocabulary(ids_Q: Tensor, size: int) -> dict[str, Tensor]:
-    """d2t, an offset for each entry, and t2d, a mark for each token."""
-    inside_V = torch.zeros(size, dtype=torch.bool)
-    inside_V[ids_Q] = True
-    return {"d2t": ids_Q - torch.arange(len(ids_Q)), "t2d": inside_V}
 
 
 def import_eagle(
@@ -291,3 +289,17 @@ def _scaling(said: dict[str, Any], target: Target) -> dict[str, Any] | None:
         raise UserError(f"config.json says rope_scaling: {json.dumps(rope)}; only the rope_type {', '.join(SCALINGS)} "
                         "can be imported, choose such a checkpoint")
     return scaling
+
+
+def served_by_vllm(drafter: Eagle | Eagle3) -> Served:
+    """The settings of vLLM, which calls both families as this project does."""
+    return Served(method={"method": drafter.family}, loader={})
+
+
+EAGLE = ExportFormat[Eagle | Eagle3](
+    name="eagle", content="EAGLE drafters", families=(Eagle, Eagle3), write=export_eagle, file=EAGLE_FILE,
+    weights=COMPRESSED, as_read=as_compressed, vllm=served_by_vllm,
+    lost=lambda drafter: LOST_BIAS if isinstance(drafter, Eagle) and drafter.config.bias else "",
+)
+EAGLE_SGLANG = ExportFormat(name="eagle-sglang", content="EAGLE-1 drafters", families=(Eagle,),
+                            write=without_settings(export_eagle_sglang), file=EAGLE_FILE)

@@ -11,14 +11,22 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ...modules import Drafter, DraftLM, Target
+from ...modules import DraftLM, Target
 from ...modules.drafters.draft_lm import as_model
 from ...modules.files.atomic_files import write_file
 from ...modules.files.owned_folders import whole_folder
-from .compressed_tensors import compressed, compressed_config, compressed_note, compressed_table
-from .gguf_file import BFLOAT16, FLOAT32
-from .layout_folder import EXPORT, layout_readme, wrong_family
-from .tensor_table import Table, TensorForm, require_forms, with_table
+from .parts.compressed_tensors import (
+    COMPRESSED,
+    as_compressed,
+    compressed,
+    compressed_config,
+    compressed_note,
+    compressed_table,
+)
+from .parts.export_format import PLAIN, ExportFormat, ExportSettings, Served
+from .parts.gguf_file import BFLOAT16, FLOAT32
+from .parts.layout_folder import EXPORT, layout_readme
+from .parts.tensor_table import Table, TensorForm, require_forms, with_table
 
 WEIGHTS = "model.safetensors"
 """The file of weights, by the name that transformers gives it."""
@@ -29,7 +37,8 @@ FORMATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "
 """Number formats by their names in safetensors."""
 
 
-def export_huggingface(drafter: Drafter, target: Target, out: Path, weights: str = FLOAT32) -> None:
+def export_huggingface(drafter: DraftLM, target: Target, out: Path,
+                       settings: ExportSettings = PLAIN) -> None:
     """Write a draft language model as config.json, model.safetensors, generation_config.json and tokenizer files.
 
     The folder holds the target's whole vocabulary, since engines compare ids: a reduced output layer becomes a whole
@@ -40,15 +49,12 @@ def export_huggingface(drafter: Drafter, target: Target, out: Path, weights: str
         drafter: bound to `target`.
         target: the model it drafts for.
         out: new, empty, or an earlier export.
-        weights: number format of the matrices, one of `COMPRESSED`; float32 keeps that of the model.
+        settings: number format of the matrices, one of `COMPRESSED`; float32 keeps that of the model.
 
     Raises:
-        UserError: if the drafter is of another family, its reduced output layer cannot be completed, or `out` cannot be
-            written.
+        UserError: if its reduced output layer cannot be completed, or `out` cannot be written.
     """
-    if not isinstance(drafter, DraftLM):
-        raise wrong_family("huggingface", "draft language models", drafter)
-    model = as_model(drafter)
+    model, weights = as_model(drafter), settings.weights
     if target.model.generation_config is not None:
         model.generation_config = copy.deepcopy(target.model.generation_config)
     with whole_folder(out, EXPORT) as partial:
@@ -56,33 +62,30 @@ def export_huggingface(drafter: Drafter, target: Target, out: Path, weights: str
         model.save_pretrained(partial, max_shard_size="1TB")
         target.tokenizer.save_pretrained(partial)
         config = json.loads((partial / "config.json").read_text(encoding="utf-8"))
-        config |= _for_engines(config, drafter)
-        linear = _linear_names(model)
+        # Engines read keys that transformers has renamed, and one of mask tokens, for which it has none.
+        config["torch_dtype"] = config.get("dtype") or config.get("torch_dtype")
+        rope = config.get("rope_parameters") or {}
+        config |= {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+        config |= {} if drafter.config.mask_token_id is None else {"pard_token": drafter.config.mask_token_id}
+        embedding = model.get_input_embeddings().weight
+        linear = {f"{name}.weight" for name, module in model.named_modules()
+                  if isinstance(module, nn.Linear) and module.weight is not embedding}
         table = compressed_table(_table(partial), linear, weights)
         if weights != FLOAT32:
             held = compressed(load_file(partial / WEIGHTS), linear, weights)
             save_file(held, partial / WEIGHTS, metadata={"format": "pt"})
             config |= {**compressed_config(weights, linear), "dtype": BFLOAT16}
-        require_forms(_forms(partial / WEIGHTS), table)
+        # The header alone: the tensors are not read again.
+        with safe_open(partial / WEIGHTS, "pt") as opened:
+            slices = {name: opened.get_slice(name) for name in [*opened.keys()]}
+            forms = {name: TensorForm(tuple(one.get_shape()), FORMATS[one.get_dtype()])
+                     for name, one in slices.items()}
+        require_forms(forms, table)
         write_file(partial / "config.json", json.dumps(config, indent=2) + "\n")
         readme = _readme(drafter, target) + compressed_note(weights, linear)
         write_file(partial / "README.md", with_table(readme, WEIGHTS, table))
         if drafter.token_ids is not None:
             write_file(partial / TRAINED, json.dumps(drafter.token_ids.tolist()) + "\n")
-
-
-def _linear_names(model: Any) -> set[str]:
-    """The matrices of linear layers that are no embedding too."""
-    embedding = model.get_input_embeddings().weight
-    return {f"{name}.weight" for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and module.weight is not embedding}
-
-
-def _forms(file: Path) -> Table:
-    """The tensors of a file, which are not read."""
-    with safe_open(file, "pt") as opened:
-        slices = {name: opened.get_slice(name) for name in [*opened.keys()]}
-        return {name: TensorForm(tuple(one.get_shape()), FORMATS[one.get_dtype()]) for name, one in slices.items()}
 
 
 def _table(folder: Path) -> Table:
@@ -93,17 +96,6 @@ def _table(folder: Path) -> Table:
     tied = set(model._tied_weights_keys or ()) if config.tie_word_embeddings else set()
     return {name: TensorForm(tuple(tensor.shape), config.dtype or torch.float32)
             for name, tensor in model.state_dict().items() if name not in tied}
-
-
-def _for_engines(config: dict[str, Any], drafter: DraftLM) -> dict[str, Any]:
-    """Keys by the names that engines read: transformers has renamed some, and has none for mask tokens."""
-    keys: dict[str, Any] = {"torch_dtype": config.get("dtype") or config.get("torch_dtype")}
-    rope = config.get("rope_parameters") or {}
-    if "rope_theta" in rope:
-        keys["rope_theta"] = rope["rope_theta"]
-    if drafter.config.mask_token_id is not None:
-        keys["pard_token"] = drafter.config.mask_token_id
-    return keys
 
 
 def _readme(drafter: DraftLM, target: Target) -> str:
@@ -124,3 +116,14 @@ def _readme(drafter: DraftLM, target: Target) -> str:
         paragraphs.append(f"Its output layer was trained for the {len(drafter.token_ids)} tokens in {TRAINED} alone; "
                           "the rows of all others are the mean of the trained ones, so that none is drafted.")
     return layout_readme("A draft language model", target, *paragraphs)
+
+
+def _served(drafter: DraftLM) -> Served:
+    masks = {"parallel_drafting": True} if drafter.config.mask_token_id is not None else {}
+    return Served(method={"method": "draft_model", **masks}, loader={})
+
+
+HUGGINGFACE = ExportFormat(
+    name="huggingface", content="draft language models", families=(DraftLM,), write=export_huggingface, file=WEIGHTS,
+    weights=COMPRESSED, as_read=as_compressed, vllm=_served, assistant=True,
+)

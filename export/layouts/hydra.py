@@ -10,19 +10,19 @@ Shapes: D hidden size, V target vocabulary, E head dimension.
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...modules import Drafter, Hydra, HydraConfig, Target, UserError
+from ...modules import Hydra, HydraConfig, Target, UserError
 from ...modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
 from ...modules.target.draft_vocabulary import over_all_tokens
 from ..artifact import portable
-from .head_blocks import tied
-from .layout_folder import layout_readme, stored, write_layout, wrong_family
-from .safetensors_reader import check_embedding, loaded, read_config, read_tensors
-from .tensor_table import Table, TensorForm, layer_table
+from .parts.export_format import ExportFormat, without_settings
+from .parts.head_blocks import tied
+from .parts.layout_folder import layout_readme, stored, write_layout
+from .parts.safetensors_reader import check_embedding, loaded, read_config, read_tensors
+from .parts.tensor_table import Table, TensorForm, layer_table
 
 HYDRA_FILE = "hydra_lm_head.safetensors"
 """The official code reads the same tensors from hydra_lm_head.pt."""
@@ -34,22 +34,34 @@ _UNUSED = (f"{_PREFIX}.embed_tokens.weight", f"{_PREFIX}.layers.0.self_attn.rota
 """Stored by the official code, and not read by it."""
 
 
-def export_hydra(drafter: Drafter, target: Target, out: Path) -> None:
+def export_hydra(drafter: Hydra, target: Target, out: Path) -> None:
     """Write Hydra heads as the official code stores them.
 
     An output layer of all heads is written once for each. A reduced draft vocabulary becomes the whole one: of own
     layers, the other tokens get rows that never win (`over_all_tokens`).
 
     Raises:
-        UserError: if the drafter is of another family, or its later blocks differ.
+        UserError: if its later blocks differ.
     """
-    if not isinstance(drafter, Hydra):
-        raise wrong_family("hydra", "Hydra heads", drafter)
     if not drafter.config.tie_blocks and drafter.config.num_layers > 2:
         raise UserError(f"the layout holds one block after the first, applied repeatedly; these heads have "
                         f"{drafter.config.num_layers - 1}: train with tie_blocks: true")
-    write_layout(out, HYDRA_FILE, hydra_tensors(drafter, target), _table(drafter), _config(drafter, target),
-                 _readme(drafter, target))
+    config = {
+        "base_model_name_or_path": portable(target.identity.name),
+        "grounded_heads": True,
+        "hidden_state_offset": 0,
+        "hydra_head_arch": "prefix-mlp" if drafter.config.prefix else "mlp",
+        "hydra_num_heads": drafter.config.num_heads,
+        "hydra_num_layers": drafter.config.num_layers,
+    }
+    readme = layout_readme(
+        "Hydra heads", target,
+        f"{drafter.config.num_heads} heads in the layout of zankner/Hydra, which reads a pickle:",
+        "```python\nimport torch\nfrom safetensors.torch import load_file\n\n"
+        f'torch.save(load_file("{HYDRA_FILE}"), "hydra_lm_head.pt")\n```',
+        "The tree of the artifact is not part of the layout.",
+    )
+    write_layout(out, HYDRA_FILE, hydra_tensors(drafter, target), _table(drafter), config, readme)
 
 
 def hydra_tensors(drafter: Hydra, target: Target) -> dict[str, Tensor]:
@@ -61,8 +73,14 @@ def hydra_tensors(drafter: Hydra, target: Target) -> dict[str, Tensor]:
             block = head.first if layer == 0 else head.blocks[0]
             for name, tensor in block.state_dict().items():
                 tensors[f"hydra_mlp.{step}.{_slot(drafter.config, layer)}.{name}"] = tensor
-        for name, tensor in _output(drafter, target, step).items():
-            tensors[f"hydra_lm_head.{step}.{'1.' if drafter.config.prefix else ''}{name}"] = tensor
+        slot = f"hydra_lm_head.{step}.{'1.' if drafter.config.prefix else ''}"
+        # A borrowed output layer is the target's, which may have no bias: the official one always has.
+        weight_VD, bias_V = target.output_weight(), target.head.bias
+        output = (weight_VD, bias_V if isinstance(bias_V, Tensor) else weight_VD.new_zeros(len(weight_VD)))
+        if own := drafter.output_parameters(step):
+            output = (over_all_tokens(own[0], drafter.token_ids_Q, drafter.vocab_size),
+                      over_all_tokens(own[1], drafter.token_ids_Q, drafter.vocab_size))
+        tensors[f"{slot}weight"], tensors[f"{slot}bias"] = output
     if drafter.prefix is not None and drafter.block is not None:
         for name, tensor in drafter.prefix.state_dict().items():
             tensors[f"{_PREFIX}.{name.replace('block.', 'layers.0.', 1)}"] = tensor
@@ -95,15 +113,8 @@ def _table(drafter: Hydra) -> Table:
 
 
 def _slot(config: HydraConfig, layer: int) -> int:
+    # Dropout modules before each layer take a number, too.
     return 2 * layer + 1 if config.prefix else layer
-
-
-def _output(drafter: Hydra, target: Target, step: int) -> dict[str, Tensor]:
-    if own := drafter.output_parameters(step):
-        whole = (over_all_tokens(rows, drafter.token_ids_Q, drafter.vocab_size) for rows in own)
-        return dict(zip(("weight", "bias"), whole, strict=True))
-    weight_VD, bias_V = target.output_weight(), target.head.bias
-    return {"weight": weight_VD, "bias": bias_V if isinstance(bias_V, Tensor) else weight_VD.new_zeros(len(weight_VD))}
 
 
 def import_hydra(folder: Path, target: Target) -> Hydra:
@@ -116,7 +127,13 @@ def import_hydra(folder: Path, target: Target) -> Hydra:
             stored with the heads is not the target's, or the heads read the state of another layer than the last.
     """
     tensors = read_tensors(folder, HYDRA_FILE)
-    _check_config(folder)
+    if (path := folder / "config.json").is_file():
+        # The weights do not show on which layer's state the heads were trained.
+        said = read_config(path)
+        for key, known in (("hidden_state_offset", 0), ("grounded_heads", True)):
+            if said.get(key, known) != known:
+                raise UserError(f"{path} says {key}: {said[key]}; only heads with {key}: {json.dumps(known)}, which "
+                                "read the final state and the true tokens, can be imported: choose such a checkpoint")
     check_embedding(tensors.pop(_EMBEDDING, None), target, folder)
     for name in _UNUSED:
         tensors.pop(name, None)
@@ -169,34 +186,5 @@ def _block(prefix: dict[str, Tensor], target: Target) -> BlockConfig:
                        num_kv_heads=max(1, keys // head_dim), head_dim=head_dim, norm_eps=like.norm_eps)
 
 
-def _check_config(folder: Path) -> None:
-    """Refuse heads that were trained on the state of another layer, which the weights do not show."""
-    path = folder / "config.json"
-    if not path.is_file():
-        return
-    config = read_config(path)
-    for key, known in (("hidden_state_offset", 0), ("grounded_heads", True)):
-        if config.get(key, known) != known:
-            raise UserError(f"{path} says {key}: {config[key]}; only heads with {key}: {json.dumps(known)}, which read "
-                            "the final state and the true tokens, can be imported: choose such a checkpoint")
-
-
-def _config(drafter: Hydra, target: Target) -> dict[str, Any]:
-    return {
-        "base_model_name_or_path": portable(target.identity.name),
-        "grounded_heads": True,
-        "hidden_state_offset": 0,
-        "hydra_head_arch": "prefix-mlp" if drafter.config.prefix else "mlp",
-        "hydra_num_heads": drafter.config.num_heads,
-        "hydra_num_layers": drafter.config.num_layers,
-    }
-
-
-def _readme(drafter: Hydra, target: Target) -> str:
-    return layout_readme(
-        "Hydra heads", target,
-        f"{drafter.config.num_heads} heads in the layout of zankner/Hydra, which reads a pickle:",
-        "```python\nimport torch\nfrom safetensors.torch import load_file\n\n"
-        f'torch.save(load_file("{HYDRA_FILE}"), "hydra_lm_head.pt")\n```',
-        "The tree of the artifact is not part of the layout.",
-    )
+HYDRA = ExportFormat(name="hydra", content="Hydra heads", families=(Hydra,), write=without_settings(export_hydra),
+                     file=HYDRA_FILE)

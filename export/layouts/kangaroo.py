@@ -6,14 +6,14 @@ The state at position p predicts token p + 1.
 """
 
 from pathlib import Path
-from typing import Any
 
-from ...modules import Drafter, Kangaroo, KangarooConfig, Target, UserError
+from ...modules import Kangaroo, KangarooConfig, Target, UserError
 from ...modules.drafters.kangaroo import chosen_exit
 from ...modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
-from .layout_folder import layout_readme, stored, write_layout, wrong_family
-from .safetensors_reader import loaded, read_config, read_tensors
-from .tensor_table import TensorForm, attention_table
+from .parts.export_format import ExportFormat, without_settings
+from .parts.layout_folder import layout_readme, stored, write_layout
+from .parts.safetensors_reader import loaded, read_config, read_tensors
+from .parts.tensor_table import TensorForm, attention_table
 
 KANGAROO_FILE = "model.safetensors"
 """The official code reads the same tensors from pytorch_model.bin."""
@@ -21,14 +21,12 @@ _EXIT, _GAMMA, _ETA = "draftsmith_exit_layer", "draftsmith_gamma", "draftsmith_e
 _IDS = "token_ids"
 
 
-def export_kangaroo(drafter: Drafter, target: Target, out: Path) -> None:
+def export_kangaroo(drafter: Kangaroo, target: Target, out: Path) -> None:
     """Write a Kangaroo adapter as the official code reads it; a reduced draft vocabulary becomes the whole one.
 
     Raises:
-        UserError: if the drafter is of another family, or its attention is not the official code's.
+        UserError: if its attention is not the official code's.
     """
-    if not isinstance(drafter, Kangaroo):
-        raise wrong_family("kangaroo", "Kangaroo adapters", drafter)
     block = drafter.block
     if block.rope_base != OFFICIAL_ROPE_BASE or block.rope_scaling is not None:
         scaled = "" if block.rope_scaling is None else f" and {block.rope_scaling['rope_type']} scaling"
@@ -40,12 +38,7 @@ def export_kangaroo(drafter: Drafter, target: Target, out: Path) -> None:
     tensors = {name: tensor for name, tensor in drafter.state_dict().items() if name != _IDS}
     table = {**attention_table("layers.0.", block, norms=("input_layernorm",)),
              "norm.weight": TensorForm((block.hidden_size,))}
-    write_layout(out, KANGAROO_FILE, stored(tensors), table, _config(drafter, target), _readme(drafter, target))
-
-
-def _config(drafter: Kangaroo, target: Target) -> dict[str, Any]:
-    block = drafter.block
-    return {
+    config = {
         "model_type": "llama",
         "hidden_size": block.hidden_size,
         "intermediate_size": block.intermediate_size,
@@ -61,10 +54,7 @@ def _config(drafter: Kangaroo, target: Target) -> dict[str, Any]:
         _GAMMA: drafter.config.gamma,
         _ETA: drafter.config.eta,
     }
-
-
-def _readme(drafter: Kangaroo, target: Target) -> str:
-    return layout_readme(
+    readme = layout_readme(
         "Kangaroo adapter", target,
         "The adapter in the layout of Equationliu/Kangaroo, which reads a pickle:",
         "```python\nimport torch\nfrom safetensors.torch import load_file\n\n"
@@ -72,6 +62,7 @@ def _readme(drafter: Kangaroo, target: Target) -> str:
         f"Its options: `--exitlayer {drafter.exit_layer} --threshold {drafter.config.eta} --steps "
         f"{drafter.config.gamma}`. The tree of the artifact is not part of the layout.",
     )
+    write_layout(out, KANGAROO_FILE, stored(tensors), table, config, readme)
 
 
 def import_kangaroo(folder: Path, target: Target, *, exit_layer: int | None = None) -> Kangaroo:
@@ -100,3 +91,7 @@ def import_kangaroo(folder: Path, target: Target, *, exit_layer: int | None = No
     settings = KangarooConfig(exit_layer=chosen_exit(exit_layer, target), **limits)
     drafter = Kangaroo(settings, block, vocab_size=target.vocab_size)
     return loaded(drafter, tensors, target, f"the Kangaroo adapter in {folder} does not fit")
+
+
+KANGAROO = ExportFormat(name="kangaroo", content="Kangaroo adapters", families=(Kangaroo,),
+                        write=without_settings(export_kangaroo), file=KANGAROO_FILE)

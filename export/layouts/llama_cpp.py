@@ -14,21 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...modules import Drafter, DraftLM, Eagle3, Target, UserError
+from ...modules import DraftLM, Eagle3, Target, UserError
 from ...modules.drafters.draft_lm import as_model
 from ...modules.drafters.parts.rotary import frequencies
 from ...modules.files.atomic_files import write_file
 from ...modules.files.owned_folders import whole_folder
-from .compressed_tensors import OUTPUT
 from .eagle import borrows_output, third_tensors
-from .eagle_folder import MIDLAYER, third_table
-from .gguf_file import FLOAT32, gguf_forms, held, require_tokens, write_gguf
-from .gguf_rope import BY_FACTORS, BY_KEYS, GgufRope, by_factors, by_keys, unsettled
-from .layout_folder import EXPORT, layout_readme, stored, wrong_family
-from .tensor_table import Table, TensorForm, require_forms, with_table
+from .parts.compressed_tensors import OUTPUT
+from .parts.eagle_folder import MIDLAYER, third_table
+from .parts.export_format import ExportFormat, ExportSettings
+from .parts.gguf_file import FLOAT32, WEIGHTS, gguf_forms, held, require_tokens, rounded, write_gguf
+from .parts.gguf_rope import BY_FACTORS, BY_KEYS, GgufRope, by_factors, by_keys, unsettled
+from .parts.layout_folder import EXPORT, layout_readme, stored
+from .parts.tensor_table import Table, TensorForm, require_forms, with_table
 
-GGUF_FORMAT = "gguf"
-"""Name of the layout."""
 GGUF_FILE = "draft.gguf"
 """The one file with settings, tokenizer and weights."""
 EAGLE3 = "eagle3"
@@ -44,25 +43,21 @@ _THIRD = {"fc.weight": "fc.weight", "d2t": "d2t", "input_norm.weight": "enc.outp
 """Names of EAGLE-3's tensors that a Llama has not."""
 
 
-def export_gguf(drafter: Drafter, target: Target, out: Path, vocabulary: Path | None, weights: str = FLOAT32) -> None:
+def export_gguf(drafter: DraftLM | Eagle3, target: Target, out: Path, settings: ExportSettings) -> None:
     """Write a draft language model or an EAGLE-3 drafter as llama.cpp reads it.
 
     Args:
         drafter: bound to `target`.
         target: the model it drafts for.
         out: new, empty, or an earlier export.
-        vocabulary: GGUF file of the target, whose tokenizer is copied.
-        weights: number format of the matrices, one of `WEIGHTS`.
+        settings: GGUF file of the target, whose tokenizer is copied; number format of the matrices, one of `WEIGHTS`.
 
     Raises:
-        UserError: if the drafter is of another family or llama.cpp does not run it, `vocabulary` is not the target's,
-            or `out` cannot be written.
+        UserError: if llama.cpp does not run the drafter, the GGUF file is not the target's, or `out` cannot be written.
     """
-    if not isinstance(drafter, DraftLM | Eagle3):
-        raise wrong_family(GGUF_FORMAT, "draft language models and EAGLE-3 drafters", drafter)
     if isinstance(drafter, Eagle3):
         _require_known(drafter)
-    tokens = require_tokens(vocabulary, target.vocab_size, target.identity.name)
+    weights, tokens = settings.weights, require_tokens(settings.target_gguf, target.vocab_size, target.identity.name)
     with whole_folder(out, EXPORT) as partial:
         file = partial / GGUF_FILE
         if isinstance(drafter, DraftLM):
@@ -267,3 +262,11 @@ def _third_readme(drafter: Eagle3, target: Target) -> str:
     return layout_readme("EAGLE-3 drafter in GGUF", target, f"Its layers are numbered by the states before them: "
                          f"{[tap + 1 for tap in drafter.taps]}.", _serve("draft-eagle3"),
                          "The artifact's tree is not part of it.")
+
+
+GGUF = ExportFormat[DraftLM | Eagle3](
+    name="gguf", content="draft language models and EAGLE-3 drafters", families=(DraftLM, Eagle3), write=export_gguf,
+    option="target_gguf", file=GGUF_FILE, weights=WEIGHTS,
+    # llama.cpp rounds the embedding like any matrix.
+    as_read=lambda weight, weights, linear: rounded(weight, weights),
+)

@@ -8,20 +8,20 @@ Shapes: D hidden size, V target vocabulary.
 """
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
-from ...modules import Drafter, Medusa, MedusaConfig, Target, UserError
+from ...modules import Medusa, MedusaConfig, Target, UserError
 from ...modules.target.draft_vocabulary import over_all_tokens
 from ..artifact import portable
-from .head_blocks import equal_outputs, medusa_blocks, require_no_bias, tied
-from .layout_folder import layout_readme, stored, write_layout, wrong_family
 from .medusa_vllm import BLOCK, OUTPUT_OF_HEAD, take_output
-from .safetensors_reader import loaded, read_tensors
-from .tensor_table import Table, TensorForm
+from .parts.export_format import ExportFormat, Served, without_settings
+from .parts.head_blocks import equal_outputs, medusa_blocks, require_no_bias, tied
+from .parts.layout_folder import layout_readme, stored, write_layout
+from .parts.safetensors_reader import loaded, read_tensors
+from .parts.tensor_table import TensorForm
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"
 """The name that TGI requires; vLLM takes any."""
@@ -29,7 +29,7 @@ _BLOCK = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.linear\.(weight|bias)")
 _OUTPUT = re.compile(r"(?:medusa_heads?\.)?(\d+)\.\d+\.weight")
 
 
-def export_medusa(drafter: Drafter, target: Target, out: Path) -> None:
+def export_medusa(drafter: Medusa, target: Target, out: Path) -> None:
     """Write Medusa heads as FasterDecoding/Medusa, TGI and vLLM up to 0.32 load them.
 
     An output layer of all heads is written once for each, since no engine but vLLM has a place for a single one. A
@@ -37,12 +37,25 @@ def export_medusa(drafter: Drafter, target: Target, out: Path) -> None:
     layers get rows for the other tokens that never win (`over_all_tokens`).
 
     Raises:
-        UserError: if the drafter is of another family, or the output layer of the target has a bias.
+        UserError: if the output layer of the target has a bias.
     """
-    if not isinstance(drafter, Medusa):
-        raise wrong_family("medusa", "Medusa heads", drafter)
-    write_layout(out, MEDUSA_FILE, medusa_tensors(drafter, target), medusa_table(drafter), _config(drafter, target),
-                 _readme(drafter, target))
+    width, layers = drafter.hidden_size, drafter.config.num_layers
+    table: dict[str, TensorForm] = {}
+    for head in range(drafter.config.num_heads):
+        for layer in range(layers):
+            table[f"{head}.{layer}.linear.weight"] = TensorForm((width, width))
+            table[f"{head}.{layer}.linear.bias"] = TensorForm((width,))
+        table[f"{head}.{layers}.weight"] = TensorForm((drafter.vocab_size, width))
+    # TGI recognises Medusa by the absence of "architectures". Without medusa_fc_bias vLLM drops the biases silently.
+    config = {
+        "base_model_name_or_path": portable(target.identity.name),
+        "hidden_size": width,
+        "medusa_fc_bias": True,
+        "medusa_num_heads": drafter.config.num_heads,
+        "medusa_num_layers": layers,
+        "vocab_size": drafter.vocab_size,
+    }
+    write_layout(out, MEDUSA_FILE, medusa_tensors(drafter, target), table, config, _readme(drafter, target))
 
 
 def medusa_tensors(drafter: Medusa, target: Target) -> dict[str, Tensor]:
@@ -60,18 +73,6 @@ def medusa_tensors(drafter: Medusa, target: Target) -> dict[str, Tensor]:
     return stored(tensors)
 
 
-def medusa_table(drafter: Medusa) -> Table:
-    """The tensors of the heads."""
-    width, layers = drafter.hidden_size, drafter.config.num_layers
-    table: dict[str, TensorForm] = {}
-    for head in range(drafter.config.num_heads):
-        for layer in range(layers):
-            table[f"{head}.{layer}.linear.weight"] = TensorForm((width, width))
-            table[f"{head}.{layer}.linear.bias"] = TensorForm((width,))
-        table[f"{head}.{layers}.weight"] = TensorForm((drafter.vocab_size, width))
-    return table
-
-
 def import_medusa(folder: Path, target: Target) -> Medusa:
     """Read Medusa heads in the layout of FasterDecoding or of vLLM (safetensors only) and bind them to `target`.
 
@@ -84,7 +85,16 @@ def import_medusa(folder: Path, target: Target) -> Medusa:
     """
     tensors = read_tensors(folder, MEDUSA_FILE)
     one_QD, ids_Q = take_output(tensors, target, folder)
-    blocks, outputs = _own_names(tensors, folder)
+    blocks: dict[tuple[int, int, str], Tensor] = {}
+    outputs: dict[int, Tensor] = {}
+    for name, tensor in tensors.items():
+        if match := _BLOCK.fullmatch(name) or BLOCK.fullmatch(name):
+            blocks[int(match[1]), int(match[2]), f"linear.{match[3]}"] = tensor
+        elif match := _OUTPUT.fullmatch(name) or OUTPUT_OF_HEAD.fullmatch(name):
+            outputs[int(match[1])] = tensor
+        else:
+            raise UserError(f"{folder} holds {name!r}, no tensor of Medusa heads; give a folder with only the heads")
+    # Counted in the weights: some official configurations state other numbers.
     output: Literal["shared", "copy", "one_copy"] = "copy" if outputs else "shared"
     heads = 1 + max([*outputs, *(head for head, _, _ in blocks)], default=-1)
     if one_QD is not None or equal_outputs(outputs):
@@ -98,33 +108,6 @@ def import_medusa(folder: Path, target: Target) -> Medusa:
     state |= {f"heads.{head}.{layer}.{part}": tensor for (head, layer, part), tensor in blocks.items()
               if layer == 0 or not shared}
     return loaded(Medusa.create(config, target, ids_Q), state, target, f"the Medusa heads in {folder} do not fit")
-
-
-def _own_names(tensors: Mapping[str, Tensor], folder: Path) -> tuple[dict[tuple[int, int, str], Tensor],
-                                                                     dict[int, Tensor]]:
-    """(blocks by head, layer and name within the block; output layers by head)."""
-    blocks: dict[tuple[int, int, str], Tensor] = {}
-    outputs: dict[int, Tensor] = {}
-    for name, tensor in tensors.items():
-        if match := _BLOCK.fullmatch(name) or BLOCK.fullmatch(name):
-            blocks[int(match[1]), int(match[2]), f"linear.{match[3]}"] = tensor
-        elif match := _OUTPUT.fullmatch(name) or OUTPUT_OF_HEAD.fullmatch(name):
-            outputs[int(match[1])] = tensor
-        else:
-            raise UserError(f"{folder} holds {name!r}, no tensor of Medusa heads; give a folder with only the heads")
-    return blocks, outputs
-
-
-def _config(drafter: Medusa, target: Target) -> dict[str, Any]:
-    # No "architectures": TGI recognises Medusa by its absence. Without medusa_fc_bias vLLM drops the biases silently.
-    return {
-        "base_model_name_or_path": portable(target.identity.name),
-        "hidden_size": drafter.hidden_size,
-        "medusa_fc_bias": True,
-        "medusa_num_heads": drafter.config.num_heads,
-        "medusa_num_layers": drafter.config.num_layers,
-        "vocab_size": drafter.vocab_size,
-    }
 
 
 def _readme(drafter: Medusa, target: Target) -> str:
@@ -141,3 +124,9 @@ def _readme(drafter: Medusa, target: Target) -> str:
         "These engines draft a chain from the best token of each head; the tree of the artifact is not used there."
         + reduced,
     )
+
+
+MEDUSA_HEADS = ExportFormat(
+    name="medusa", content="Medusa heads", families=(Medusa,), write=without_settings(export_medusa), file=MEDUSA_FILE,
+    vllm=lambda drafter: Served(method={"method": "medusa"}, loader={}),
+)

@@ -9,16 +9,16 @@ Shapes: D hidden size, V target vocabulary, Q entries of the draft vocabulary.
 
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...modules import Drafter, Medusa, Target, UserError
+from ...modules import Medusa, Target, UserError
 from ..artifact import portable
-from .head_blocks import medusa_blocks, require_no_bias
-from .layout_folder import layout_readme, stored, write_layout, wrong_family
-from .tensor_table import Table, TensorForm
+from .parts.export_format import ExportFormat, Served, without_settings
+from .parts.head_blocks import medusa_blocks, require_no_bias
+from .parts.layout_folder import layout_readme, stored, write_layout
+from .parts.tensor_table import TensorForm
 
 VLLM_FILE = "model.safetensors"
 """vLLM takes any name."""
@@ -27,22 +27,41 @@ OUTPUT_OF_HEAD = re.compile(r"lm_heads\.(\d+)\.weight")
 _OUTPUT, _TOKENS = "lm_head.weight", "token_map"
 
 
-def export_medusa_vllm(drafter: Drafter, target: Target, out: Path) -> None:
+def export_medusa_vllm(drafter: Medusa, target: Target, out: Path) -> None:
     """Write Medusa heads with one output layer as vLLM up to 0.32 loads them, in a small file: a row for each entry of
     the draft vocabulary, once.
 
     Raises:
-        UserError: if the drafter is of another family, each head has an output layer of its own, or the target's has a
-            bias.
+        UserError: if each head has an output layer of its own, or the target's has a bias.
     """
-    if not isinstance(drafter, Medusa):
-        raise wrong_family("medusa-vllm", "Medusa heads", drafter)
     require_no_bias(target)
     if drafter.config.output == "copy":
         raise UserError("these heads have an output layer each, the layout has one for all of them: export --format "
                         "medusa, or train with output: one_copy or output: shared")
-    write_layout(out, VLLM_FILE, vllm_tensors(drafter, target), _table(drafter), _config(drafter, target),
-                 _readme(drafter, target))
+    width, reduced = drafter.hidden_size, drafter.config.vocabulary_size
+    table = {_OUTPUT: TensorForm((reduced or drafter.vocab_size, width))}
+    if reduced is not None:
+        table[_TOKENS] = TensorForm((reduced,), torch.int64)
+    for head in range(drafter.config.num_heads):
+        for layer in range(drafter.config.num_layers):
+            table[f"blocks.{head}.layers.{layer}.weight"] = TensorForm((width, width))
+            table[f"blocks.{head}.layers.{layer}.bias"] = TensorForm((width,))
+    # The keys of vLLM's class, not those of FasterDecoding: by `medusa_num_heads` Text Generation Inference would take
+    # the folder for one that it can load. Without medusa_fc_bias vLLM drops the biases silently.
+    config = {
+        "architectures": ["MedusaModel"],
+        "base_model_name_or_path": portable(target.identity.name),
+        "hidden_size": width,
+        "medusa_fc_bias": True,
+        "model_type": "medusa",
+        "num_heads": drafter.config.num_heads,
+        "num_hidden_layers": drafter.config.num_layers,
+        "original_lm_head": True,
+        "read_by": "vLLM up to 0.32; not Text Generation Inference",
+        "vocab_size": drafter.vocab_size,
+        **({} if reduced is None else {"truncated_vocab_size": reduced}),
+    }
+    write_layout(out, VLLM_FILE, vllm_tensors(drafter, target), table, config, _readme(drafter, target))
 
 
 def vllm_tensors(drafter: Medusa, target: Target) -> dict[str, Tensor]:
@@ -81,38 +100,6 @@ def take_output(tensors: dict[str, Tensor], target: Target, folder: Path) -> tup
     return weight_QD if len(weight_QD) <= len(ids_Q) else weight_QD[ids_Q], ids_Q
 
 
-def _config(drafter: Medusa, target: Target) -> dict[str, Any]:
-    # The keys of vLLM's class, not those of FasterDecoding: by `medusa_num_heads` Text Generation Inference would take
-    # the folder for one that it can load. Without medusa_fc_bias vLLM drops the biases silently.
-    config = {
-        "architectures": ["MedusaModel"],
-        "base_model_name_or_path": portable(target.identity.name),
-        "hidden_size": drafter.hidden_size,
-        "medusa_fc_bias": True,
-        "model_type": "medusa",
-        "num_heads": drafter.config.num_heads,
-        "num_hidden_layers": drafter.config.num_layers,
-        "original_lm_head": True,
-        "read_by": "vLLM up to 0.32; not Text Generation Inference",
-        "vocab_size": drafter.vocab_size,
-    }
-    reduced = drafter.config.vocabulary_size
-    return config if reduced is None else {**config, "truncated_vocab_size": reduced}
-
-
-def _table(drafter: Medusa) -> Table:
-    """The tensors of the heads."""
-    width, reduced = drafter.hidden_size, drafter.config.vocabulary_size
-    table = {_OUTPUT: TensorForm((reduced or drafter.vocab_size, width))}
-    if reduced is not None:
-        table[_TOKENS] = TensorForm((reduced,), torch.int64)
-    for head in range(drafter.config.num_heads):
-        for layer in range(drafter.config.num_layers):
-            table[f"blocks.{head}.layers.{layer}.weight"] = TensorForm((width, width))
-            table[f"blocks.{head}.layers.{layer}.bias"] = TensorForm((width,))
-    return table
-
-
 def _readme(drafter: Medusa, target: Target) -> str:
     heads, entries = drafter.config.num_heads, drafter.config.vocabulary_size
     over = f"{drafter.vocab_size} tokens" if entries is None else f"{entries} of {drafter.vocab_size} tokens"
@@ -128,3 +115,10 @@ def _readme(drafter: Medusa, target: Target) -> str:
         "Text Generation Inference does not load this folder: for it, export with `--format medusa`." + reason,
         "vLLM drafts a chain from the best token of each head; the tree of the artifact is not used there.",
     )
+
+
+MEDUSA_VLLM = ExportFormat(
+    name="medusa-vllm", content="Medusa heads", families=(Medusa,), write=without_settings(export_medusa_vllm),
+    # vLLM 0.32 reads `token_map` and does not count it, so that its check of missing weights would end it.
+    vllm=lambda drafter: Served(method={"method": "medusa"}, loader={"enable_weights_track": False}),
+)

@@ -5,35 +5,23 @@ heads under `medusa_head.` in a shard of their own, their number in the model's 
 """
 
 import json
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...modules import Medusa, UserError
+from ...modules import Drafter, Medusa, UserError
 from ...modules.files.atomic_files import write_file
 from ...modules.files.owned_folders import whole_folder
 from ..artifact import Artifact, portable
-from .layout_folder import EXPORT
-from .medusa import medusa_tensors
+from .medusa import MEDUSA_HEADS, medusa_tensors
+from .parts.export_format import ExportFormat
+from .parts.layout_folder import EXPORT
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEADS = "medusa_head.safetensors"
-
-
-def export_adapted(artifact: Artifact, format_name: str, out: Path) -> Path:
-    """Write an artifact that changes its target to `out` (new, empty or an earlier export); returns it.
-
-    Raises:
-        UserError: if the format cannot hold an adapted target or these heads, or `out` cannot be written.
-    """
-    if format_name not in ADAPTED_FORMATS:
-        raise UserError(f"this artifact changes its target, which the format {format_name!r} cannot hold; choose "
-                        f"one of {', '.join(ADAPTED_FORMATS)}")
-    ADAPTED_FORMATS[format_name](artifact, out)
-    return out
 
 
 def export_merged(artifact: Artifact, out: Path) -> None:
@@ -87,6 +75,7 @@ def _readme(artifact: Artifact, drafts: str) -> str:
             f"answers are no longer those of {name}. {drafts}\n")
 
 
-ADAPTED_FORMATS: dict[str, Callable[[Artifact, Path], None]] = {"merged": export_merged,
-                                                                "medusa": export_medusa_merged}
-"""Writers of artifacts that change their target, by format."""
+MERGED: ExportFormat[Drafter] = ExportFormat(
+    name="merged", write_adapted=export_merged, instead="; merged is for an artifact that changes its target")
+MEDUSA = replace(MEDUSA_HEADS, write_adapted=export_medusa_merged)
+"""Medusa heads alone, or among the tensors of the target that they were trained with."""

@@ -8,59 +8,53 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from ...modules import Drafter, DraftLM, Eagle3, Target, UserError
+from ...modules import DraftLM, Eagle3, Target, UserError
 from ...modules.files.atomic_files import write_file
 from ...modules.files.owned_folders import whole_folder
 from ..engine_process import EngineProcess
 from .eagle import EAGLE_FILE, export_eagle
 from .huggingface import export_huggingface
-from .layout_folder import EXPORT, layout_readme, wrong_family
 from .openvino_conversion import SCRIPT
+from .parts.export_format import ExportFormat, ExportSettings
+from .parts.layout_folder import EXPORT, layout_readme
 
-OPENVINO_FORMAT = "openvino"
-"""Name of the layout."""
 _TARGET_LAYERS = 3
 """Tapped layers that OpenVINO GenAI reads."""
 
 
-def export_openvino(drafter: Drafter, target: Target, out: Path, python: Path | None) -> None:
+def export_openvino(drafter: DraftLM | Eagle3, target: Target, out: Path, settings: ExportSettings) -> None:
     """Write a draft language model or an EAGLE-3 drafter as OpenVINO GenAI reads it, in float32.
 
     Args:
         drafter: bound to `target`.
         target: the model it drafts for.
         out: new, empty, or an earlier export.
-        python: interpreter of an environment with optimum-intel.
+        settings: interpreter of an environment with optimum-intel.
 
     Raises:
-        UserError: if the drafter is of another family or OpenVINO GenAI does not run it, no interpreter is given, the
-            conversion fails, or `out` cannot be written.
+        UserError: if OpenVINO GenAI does not run the drafter, no interpreter is given, the conversion fails, or `out`
+            cannot be written.
     """
-    if not isinstance(drafter, DraftLM | Eagle3):
-        raise wrong_family(OPENVINO_FORMAT, "draft language models and EAGLE-3 drafters", drafter)
     if isinstance(drafter, Eagle3):
         _require_known(drafter)
-    if python is None:
-        raise UserError(f"the format {OPENVINO_FORMAT} is converted by optimum-intel in an environment of its own; "
-                        "give its interpreter with --convert_with PYTHON")
+    if settings.convert_with is None:
+        raise UserError("the format openvino is converted by optimum-intel in an environment of its own; give its "
+                        "interpreter with --convert_with PYTHON")
     with tempfile.TemporaryDirectory() as scratch, whole_folder(out, EXPORT) as partial:
         source, layers = Path(scratch, "source"), None
         if isinstance(drafter, Eagle3):
             export_eagle(drafter, target, source)
-            _name_tokens(source / EAGLE_FILE, drafter)
+            if drafter.token_ids_Q is None:
+                # The conversion takes the missing tokens of a whole vocabulary from unset memory: each is its own.
+                tokens = {"d2t": torch.zeros(drafter.vocab_size, dtype=torch.long)}
+                save_file(load_file(source / EAGLE_FILE) | tokens, source / EAGLE_FILE, metadata={"format": "pt"})
             layers = list(drafter.taps)
         else:
             export_huggingface(drafter, target, source)
-        process = EngineProcess(engine="optimum-intel", python=python, script=SCRIPT, folder=Path(scratch))
+        process = EngineProcess(engine="optimum-intel", python=settings.convert_with, script=SCRIPT,
+                                folder=Path(scratch))
         process.run({"source": str(source), "out": str(partial), "layers": layers}, f"converting {source}")
         write_file(partial / "README.md", _readme(drafter, target))
-
-
-def _name_tokens(file: Path, drafter: Eagle3) -> None:
-    """Add the tokens of a whole vocabulary, each its own: the conversion takes missing ones from unset memory."""
-    if drafter.token_ids_Q is None:
-        own = {"d2t": torch.zeros(drafter.vocab_size, dtype=torch.long)}
-        save_file(load_file(file) | own, file, metadata={"format": "pt"})
 
 
 def _require_known(drafter: Eagle3) -> None:
@@ -88,3 +82,9 @@ def _readme(drafter: DraftLM | Eagle3, target: Target) -> str:
         paragraphs.append(f"The layers that it reads, {list(drafter.taps)}, counted from 0 by their outputs, are in "
                           "the model (`hidden_layers_list`).")
     return layout_readme(f"{title} for OpenVINO GenAI,", target, *paragraphs)
+
+
+OPENVINO = ExportFormat[DraftLM | Eagle3](
+    name="openvino", content="draft language models and EAGLE-3 drafters", families=(DraftLM, Eagle3),
+    write=export_openvino, option="convert_with",
+)

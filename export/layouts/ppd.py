@@ -5,14 +5,14 @@ adapter_config.json. Trees are not part of the layout: in the official code they
 """
 
 from pathlib import Path
-from typing import Any
 
-from ...modules import Drafter, PromptTokens, PromptTokensConfig, Target, UserError
+from ...modules import PromptTokens, PromptTokensConfig, Target, UserError
 from ...modules.files.json_records import read_object
 from ..artifact import portable
-from .layout_folder import layout_readme, stored, write_layout, wrong_family
-from .safetensors_reader import loaded, read_tensors
-from .tensor_table import TensorForm
+from .parts.export_format import ExportFormat, without_settings
+from .parts.layout_folder import layout_readme, stored, write_layout
+from .parts.safetensors_reader import loaded, read_tensors
+from .parts.tensor_table import TensorForm
 
 PPD_FILE, PPD_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PROMPTS = "prompt_embeddings"
@@ -21,22 +21,11 @@ _PLAIN = {"vt_attention_type": "ensemble", "aggregation_type": "mean", "num_exit
 """Settings of the official code that are the only ones here."""
 
 
-def export_ppd(drafter: Drafter, target: Target, out: Path) -> None:
-    """Write prompt tokens as the official code reads them; a reduced draft vocabulary becomes the whole one.
-
-    Raises:
-        UserError: if the drafter is of another family.
-    """
-    if not isinstance(drafter, PromptTokens):
-        raise wrong_family("ppd", "prompt tokens", drafter)
-    table = {_PROMPTS: TensorForm((drafter.slots.count, drafter.hidden_size))}
-    write_layout(out, PPD_FILE, stored({_PROMPTS: drafter.prompts}), table, _config(drafter, target),
-                 _readme(drafter, target), config_file=PPD_CONFIG)
-
-
-def _config(drafter: PromptTokens, target: Target) -> dict[str, Any]:
+def export_ppd(drafter: PromptTokens, target: Target, out: Path) -> None:
+    """Write prompt tokens as the official code reads them; a reduced draft vocabulary becomes the whole one."""
     slots = drafter.slots
-    return {
+    table = {_PROMPTS: TensorForm((slots.count, drafter.hidden_size))}
+    config = {
         "peft_type": "PROMPT_TUNING",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": portable(target.identity.name),
@@ -47,16 +36,14 @@ def _config(drafter: PromptTokens, target: Target) -> dict[str, Any]:
         "token_dim": drafter.hidden_size,
         **_PLAIN,
     }
-
-
-def _readme(drafter: PromptTokens, target: Target) -> str:
     one = ("" if drafter.slots.copies == 1 else
            f" It decodes with one copy of each token; these have {drafter.slots.copies}.")
-    return layout_readme(
+    readme = layout_readme(
         "Prompt tokens", target,
         "The embeddings in the layout of hmarkc/parallel-prompt-decoding, a prompt-tuning adapter of PEFT. The "
         f"official code decodes Llama models, one prompt at a time.{one} The trees of the artifact are not part of the "
         "layout.")
+    write_layout(out, PPD_FILE, stored({_PROMPTS: drafter.prompts}), table, config, readme, config_file=PPD_CONFIG)
 
 
 def import_ppd(folder: Path, target: Target) -> PromptTokens:
@@ -81,3 +68,7 @@ def import_ppd(folder: Path, target: Target) -> PromptTokens:
     # The layout counts no guesses.
     own["rank_chances_KR"] = drafter.rank_chances_KR
     return loaded(drafter, own, target, f"the prompt tokens in {folder} do not fit")
+
+
+PPD = ExportFormat(name="ppd", content="prompt tokens", families=(PromptTokens,), write=without_settings(export_ppd),
+                   file=PPD_FILE)

@@ -11,15 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...modules import AcceptanceHead, AcceptanceHeadConfig, UserError
-from ..acceptance_heads import StoredHead
+from ...modules import AcceptanceHead, AcceptanceHeadConfig, Drafter, UserError
 from ..artifact import Artifact
-from .layout_folder import layout_readme, stored, write_layout
-from .safetensors_reader import read_config, read_tensors
-from .tensor_table import Table, TensorForm
+from .parts.export_format import ExportFormat
+from .parts.layout_folder import layout_readme, stored, write_layout
+from .parts.safetensors_reader import read_config, read_tensors
+from .parts.tensor_table import TensorForm
 
-SPECDEC_FORMAT = "specdec"
-"""Name of the layout."""
 HEAD_FILE = "model.safetensors"
 """The official code reads the same tensors from pytorch_model.bin."""
 
@@ -34,7 +32,18 @@ def export_head(artifact: Artifact, out: Path, temperature: float | None = None)
         UserError: if the artifact has no such head, or several where none is named; if the head's blocks are separate,
             or `out` cannot be written.
     """
-    chosen = _chosen(artifact, temperature)
+    heads = artifact.heads
+    held = ", ".join(f"{one:g}" for one in sorted(heads))
+    if not heads:
+        raise UserError("the format specdec holds an acceptance head, and this artifact has none; train one "
+                        "with draftsmith specdec")
+    if temperature is None and len(heads) > 1:
+        raise UserError(f"the format specdec holds one acceptance head, and this artifact has heads for the "
+                        f"temperatures {held}; choose one with --temperature {max(heads):g}")
+    if temperature is not None and temperature not in heads:
+        raise UserError(f"this artifact has no acceptance head for temperature {temperature:g}, only for {held}; "
+                        f"choose one of these, or train one with draftsmith specdec --temperatures '[{temperature:g}]'")
+    chosen = heads[next(iter(heads)) if temperature is None else temperature]
     return export_specdec(chosen.head, out, layout_readme(
         "Acceptance head", artifact.target,
         f"It judges the tokens of a {artifact.drafter.family} drafter by that drafter's states, for answers and drafts "
@@ -43,21 +52,6 @@ def export_head(artifact: Artifact, out: Path, temperature: float | None = None)
         "The layout is that of Kaffaljidhmah2/SpecDec_pp, which reads a pickle:",
         "```python\nimport torch\nfrom safetensors.torch import load_file\n\n"
         f'torch.save(load_file("{HEAD_FILE}"), "pytorch_model.bin")\n```'))
-
-
-def _chosen(artifact: Artifact, temperature: float | None) -> StoredHead:
-    heads = artifact.heads
-    held = ", ".join(f"{one:g}" for one in sorted(heads))
-    if not heads:
-        raise UserError(f"the format {SPECDEC_FORMAT} holds an acceptance head, and this artifact has none; train one "
-                        "with draftsmith specdec")
-    if temperature is None and len(heads) > 1:
-        raise UserError(f"the format {SPECDEC_FORMAT} holds one acceptance head, and this artifact has heads for the "
-                        f"temperatures {held}; choose one with --temperature {max(heads):g}")
-    if temperature is not None and temperature not in heads:
-        raise UserError(f"this artifact has no acceptance head for temperature {temperature:g}, only for {held}; "
-                        f"choose one of these, or train one with draftsmith specdec --temperatures '[{temperature:g}]'")
-    return heads[next(iter(heads)) if temperature is None else temperature]
 
 
 def export_specdec(head: AcceptanceHead, out: Path, readme: str) -> Path:
@@ -77,17 +71,12 @@ def export_specdec(head: AcceptanceHead, out: Path, readme: str) -> Path:
     for layer in range(layers):
         tensors |= {f"model.{layer}.{name}": tensor for name, tensor in head.blocks[0].state_dict().items()}
     config = {"hidden_size": head.width, "num_layers": layers}
-    write_layout(out, HEAD_FILE, stored(tensors), _table(head.width, layers), config, readme)
-    return out
-
-
-def _table(width: int, layers: int) -> Table:
-    """The tensors of a head."""
-    table = {f"model.{layers}.weight": TensorForm((2, width)), f"model.{layers}.bias": TensorForm((2,))}
+    table = {f"model.{layers}.weight": TensorForm((2, head.width)), f"model.{layers}.bias": TensorForm((2,))}
     for layer in range(layers):
-        table |= {f"model.{layer}.linear.weight": TensorForm((width, width)),
-                  f"model.{layer}.linear.bias": TensorForm((width,))}
-    return table
+        table |= {f"model.{layer}.linear.weight": TensorForm((head.width, head.width)),
+                  f"model.{layer}.linear.bias": TensorForm((head.width,))}
+    write_layout(out, HEAD_FILE, stored(tensors), table, config, readme)
+    return out
 
 
 def import_specdec(folder: Path) -> AcceptanceHead:
@@ -113,3 +102,7 @@ def import_specdec(folder: Path) -> AcceptanceHead:
         raise UserError(f"{folder} is no acceptance head of SpecDec++ ({' '.join(str(error).split())}); give the "
                         "folder that its training wrote") from error
     return head.eval()
+
+
+SPECDEC: ExportFormat[Drafter] = ExportFormat(
+    name="specdec", write_head=export_head, instead="; specdec holds an acceptance head, which export_head writes")

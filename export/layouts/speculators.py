@@ -8,16 +8,21 @@ that vLLM finds it, and holds the shape of the layers as a Llama configuration o
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from ...modules import Drafter, Eagle3, Target
+from ...modules import Eagle3, Target
 from ..artifact import portable
-from .compressed_tensors import OUTPUT, compressed, compressed_config, compressed_note, compressed_table
-from .eagle import EAGLE_FILE, borrows_output, renamed, third_tensors
-from .eagle_folder import FIRST, MIDLAYER, NORMS, entries, layer_config, linear_names, tapped, third_table, twin
-from .gguf_file import FLOAT32
-from .layout_folder import layout_readme, write_layout, wrong_family
-from .tensor_table import Table
+from .eagle import EAGLE_FILE, borrows_output, renamed, served_by_vllm, third_tensors
+from .parts.compressed_tensors import (
+    COMPRESSED,
+    OUTPUT,
+    as_compressed,
+    compressed,
+    compressed_config,
+    compressed_note,
+    compressed_table,
+)
+from .parts.eagle_folder import FIRST, MIDLAYER, NORMS, entries, layer_config, linear_names, tapped, third_table, twin
+from .parts.export_format import PLAIN, ExportFormat, ExportSettings
+from .parts.layout_folder import layout_readme, write_layout
 
 VERSION = "0.9.0"
 """The version of the library whose layout this is."""
@@ -25,37 +30,25 @@ _TOKENS = 3
 """Tokens of a draft where the server is not given a number."""
 
 
-def export_speculators(drafter: Drafter, target: Target, out: Path, weights: str = FLOAT32) -> None:
+def export_speculators(drafter: Eagle3, target: Target, out: Path,
+                       settings: ExportSettings = PLAIN) -> None:
     """Write an EAGLE-3 drafter as vLLM and the speculators library read it; arguments as of `export_eagle`.
 
     Raises:
-        UserError: if the drafter is of another family, or shares an output layer with a bias.
+        UserError: if it shares an output layer with a bias.
     """
-    if not isinstance(drafter, Eagle3):
-        raise wrong_family("speculators", "EAGLE-3 drafters", drafter)
-    table = _table(drafter)
+    weights = settings.weights
+    # The official layout has a second name of some norms for other engines; the library takes the target's output.
+    left_out = {twin(layer) for layer in range(1, drafter.num_layers)}
+    left_out |= {OUTPUT} if borrows_output(drafter) else set()
+    tensors = {renamed(name, MIDLAYER, FIRST): tensor for name, tensor in third_tensors(drafter, target).items()
+               if name not in left_out}
+    table = {renamed(name, MIDLAYER, FIRST): form for name, form in third_table(drafter).items()
+             if name not in left_out}
     linear = linear_names(table, drafter)
     config = _config(drafter, target) | compressed_config(weights, linear)
-    write_layout(out, EAGLE_FILE, compressed(_tensors(drafter, target), linear, weights),
-                 compressed_table(table, linear, weights), config,
-                 _readme(drafter, target) + compressed_note(weights, linear))
-
-
-def _tensors(drafter: Eagle3, target: Target) -> dict[str, Tensor]:
-    """The drafter under the library's names, in float32 on the CPU, each tensor with memory of its own."""
-    return {renamed(name, MIDLAYER, FIRST): tensor for name, tensor in third_tensors(drafter, target).items()
-            if name not in _left_out(drafter)}
-
-
-def _table(drafter: Eagle3) -> Table:
-    """The tensors of the layout."""
-    return {renamed(name, MIDLAYER, FIRST): form for name, form in third_table(drafter).items()
-            if name not in _left_out(drafter)}
-
-
-def _left_out(drafter: Eagle3) -> set[str]:
-    """Names that the official layout has for other engines, and the target's output layer."""
-    return {*(twin(layer) for layer in range(1, drafter.num_layers)), *([OUTPUT] if borrows_output(drafter) else [])}
+    write_layout(out, EAGLE_FILE, compressed(tensors, linear, weights), compressed_table(table, linear, weights),
+                 config, _readme(drafter, target) + compressed_note(weights, linear))
 
 
 def _config(drafter: Eagle3, target: Target) -> dict[str, Any]:
@@ -99,3 +92,9 @@ def _readme(drafter: Eagle3, target: Target) -> str:
         "\"num_speculative_tokens\": 5}'`",
         "The artifact's tree is not part of it.",
     )
+
+
+SPECULATORS = ExportFormat(
+    name="speculators", content="EAGLE-3 drafters", families=(Eagle3,), write=export_speculators, file=EAGLE_FILE,
+    weights=COMPRESSED, as_read=as_compressed, vllm=served_by_vllm,
+)

@@ -55,7 +55,6 @@ class DraftLM(CausalDraft, Drafter):
     family = "draft_lm"
     card = FamilyCard(
         name="draft language model", papers=("2411.11055", "2407.01955", "2504.18583"),
-        exports=("huggingface", "gguf", "openvino"),
         guesses="a small model with the target's vocabulary, new or from the target's layers, token by token or "
                 "several a pass through mask tokens",
         cost="needs no target states in training; one model run for each level of the tree",

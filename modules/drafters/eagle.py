@@ -107,7 +107,7 @@ class Eagle(EagleDrafter):
 
     family = "eagle"
     card = FamilyCard(
-        name="EAGLE-1", papers=("2401.15077", "2408.15766", "2408.15562"), exports=("eagle", "eagle-sglang"),
+        name="EAGLE-1", papers=("2401.15077", "2408.15766", "2408.15562"),
         guesses="one decoder layer predicts the target's next state; HASS (`steps`) and FSPAD are settings",
         cost="few trained weights; one layer run for each level of the tree",
     )

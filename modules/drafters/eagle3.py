@@ -162,7 +162,6 @@ class Eagle3(EagleDrafter):
     family = "eagle3"
     card = FamilyCard(
         name="EAGLE-3, EAGLE-3.1", papers=("2503.01840", "2605.09992"),
-        exports=("eagle", "speculators", "gguf", "openvino"),
         guesses="one decoder layer (or more) over several of the target's states, trained on its own states",
         cost="four stored states of a token, where EAGLE-1 has one; one layer run for each level of the tree",
     )

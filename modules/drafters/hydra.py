@@ -81,7 +81,7 @@ class Hydra(HeadDrafter):
 
     family = "hydra"
     card = FamilyCard(
-        name="Hydra, Hydra++", papers=("2402.05109",), exports=("hydra",),
+        name="Hydra, Hydra++", papers=("2402.05109",),
         guesses="heads that also read the tokens guessed before them; Hydra++ adds a decoder layer before the heads",
         cost="one head run for each level of the tree: more drafting time than Medusa, more accepted",
     )

@@ -122,7 +122,7 @@ class Kangaroo(FeatureDrafter):
 
     family = "kangaroo"
     card = FamilyCard(
-        name="Kangaroo", papers=("2404.18911", "2404.16710"), exports=("kangaroo",),
+        name="Kangaroo", papers=("2404.18911", "2404.16710"),
         guesses="one attention layer after the target's first layers, whose states verification continues from; "
                 "untrained it is LayerSkip's draft",
         cost="few trained weights; the target's first layers run for each level of the tree, and not again",

@@ -97,7 +97,7 @@ class Medusa(HeadDrafter):
 
     family = "medusa"
     card = FamilyCard(
-        name="Medusa", papers=("2401.10774",), exports=("medusa", "medusa-vllm"),
+        name="Medusa", papers=("2401.10774",),
         guesses="residual heads on the target's last state, each one token further ahead",
         cost="all depths in one run: the least drafting time; the guesses do not depend on each other",
     )

@@ -1,6 +1,6 @@
 """The table of methods for choosing one: a row for each drafter family, training variant and tree policy."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -16,20 +16,18 @@ class FamilyCard:
     """Cost of training or drafting, in one phrase."""
     papers: tuple[str, ...] = ()
     """arXiv numbers, the method's own first."""
-    exports: tuple[str, ...] = ()
-    """Names of the export formats that can hold it; empty when no serving engine runs it."""
     needs_export: bool = True
     """Whether there is an artifact to export; False for tree policies and for drafting without training."""
 
-    def row(self) -> str:
-        """The method's row of the table."""
+    def row(self, exports: Sequence[str]) -> str:
+        """The method's row of the table, with the names of the export formats that can hold it."""
         papers = ", ".join(f"[{paper}](https://arxiv.org/abs/{paper})" for paper in self.papers)
         nothing = "no serving engine" if self.needs_export else "nothing to export"
-        formats = ", ".join(f"`{name}`" for name in self.exports) or nothing
+        formats = ", ".join(f"`{name}`" for name in exports) or nothing
         return f"| {self.name} | {self.guesses}{f' ({papers})' if papers else ''} | {self.cost} | {formats} |"
 
 
-def method_table(cards: Iterable[FamilyCard]) -> str:
-    """The cards as a Markdown table, in the given order."""
+def method_table(cards: Iterable[tuple[FamilyCard, Sequence[str]]]) -> str:
+    """The cards, each with its export formats, as a Markdown table, in the given order."""
     return "\n".join(["| method | how it guesses | cost | exports to |", "|---|---|---|---|",
-                      *(card.row() for card in cards)])
+                      *(card.row(exports) for card, exports in cards)])

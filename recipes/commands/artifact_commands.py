@@ -10,9 +10,7 @@ from typing import Any
 
 from ...data import ChatTemplate, read_prompts
 from ...export import (
-    EVERY_FORMAT,
     FASTEST,
-    Artifact,
     EvaluateConfig,
     ExportSettings,
     Method,
@@ -20,7 +18,6 @@ from ...export import (
     evaluate,
     export_adapted,
     export_artifact,
-    export_head,
     load_artifact,
     measured_heads,
     served,
@@ -30,17 +27,8 @@ from ...export import (
     write_report,
 )
 from ...export.engines.rounding import rounding_loss
-from ...export.layouts.gguf_file import FLOAT32
-from ...export.layouts.llama_cpp import GGUF_FORMAT
-from ...export.layouts.openvino import OPENVINO_FORMAT
-from ...export.layouts.registry import (
-    POSSIBLE_WEIGHTS,
-    as_exported,
-    export_warning,
-    require_number_format,
-    weights_file,
-)
-from ...export.layouts.specdec import SPECDEC_FORMAT
+from ...export.layouts.parts.gguf_file import FLOAT32
+from ...export.layouts.registry import EXPORT_FORMATS, format_named, in_fewer_bits, require_number_format
 from ...modules import (
     NONE,
     DecodeSettings,
@@ -303,20 +291,19 @@ class ExportArguments:
     """Import the class that the artifact names where its family is none of this package's, which runs its code."""
 
     def __post_init__(self) -> None:
-        if self.format not in EVERY_FORMAT:
-            raise UserError(f"unknown export format {self.format!r}; choose one of {', '.join(EVERY_FORMAT)}")
-        if self.temperature is not None and self.format != SPECDEC_FORMAT:
+        chosen = format_named(self.format)
+        if self.temperature is not None and chosen.write_head is None:
+            holding = ", ".join(one.name for one in EXPORT_FORMATS if one.write_head is not None)
             raise UserError(f"temperature {self.temperature:g} chooses an acceptance head, of which the format "
-                            f"{self.format} holds none; leave it out, or choose --format {SPECDEC_FORMAT}")
-        for name, given, layout in (("target_gguf", self.target_gguf, GGUF_FORMAT),
-                                    ("convert_with", self.convert_with, OPENVINO_FORMAT)):
-            if given is not None and self.format != layout:
-                raise UserError(f"{name} {given} is for the format {layout} alone; leave it out, or choose --format "
-                                f"{layout}")
-        require_number_format(self.format, self.weights)
-        if self.measure and self.format not in POSSIBLE_WEIGHTS:
+                            f"{self.format} holds none; leave it out, or choose --format {holding}")
+        for one in EXPORT_FORMATS:
+            if one.option and getattr(self, one.option) is not None and one.name != self.format:
+                raise UserError(f"{one.option} {getattr(self, one.option)} is for the format {one.name} alone; leave "
+                                f"it out, or choose --format {one.name}")
+        require_number_format(chosen, self.weights)
+        if self.measure and not chosen.weights:
             raise UserError(f"measure compares weights of fewer bits, which the format {self.format} does not hold; "
-                            f"leave it out, or choose --format {', '.join(POSSIBLE_WEIGHTS)}")
+                            f"leave it out, or choose --format {', '.join(in_fewer_bits())}")
 
 
 def export(parsed: Parsed[ExportArguments]) -> None:
@@ -326,34 +313,31 @@ def export(parsed: Parsed[ExportArguments]) -> None:
     artifact = load_artifact(given.artifact, target, trust=given.trust)
     if given.try_with is not None:
         served(artifact, given.format)
-    if given.format == SPECDEC_FORMAT:
-        folder = export_head(artifact, given.out, given.temperature)
+    chosen = format_named(given.format)
+    if chosen.write_head is not None:
+        folder = chosen.write_head(artifact, given.out, given.temperature)
     elif artifact.adapter is None:
         gguf = given.target_gguf or gguf_of(named_target(given.artifact, given.target))
         settings = ExportSettings(target_gguf=gguf, convert_with=given.convert_with, weights=given.weights)
         folder = export_artifact(artifact, target, given.format, given.out, settings)
     else:
         folder = export_adapted(artifact, given.format, given.out)
-    say(f"{folder} holds the {'head' if given.format == SPECDEC_FORMAT else 'artifact'} in the layout {given.format}")
-    if warning := export_warning(artifact.drafter, given.format):
+    say(f"{folder} holds the {'artifact' if chosen.write_head is None else 'head'} in the layout {given.format}")
+    if warning := chosen.warning(artifact.drafter):
         say(warning)
     if given.measure:
-        say(rounding_line(artifact, given, folder, trial_prompts(given.template.build(target))))
+        prompts, size = trial_prompts(given.template.build(target)), TrialSettings()
+        trained, exported = rounding_loss(
+            artifact, lambda weight, linear: chosen.as_read(weight, given.weights, linear), prompts, size)
+        say(f"{(folder / chosen.file).stat().st_size:,} bytes; with its weights this project accepts {exported:.3f} "
+            f"tokens per pass, with those trained {trained:.3f} (chains of {size.draft_tokens} tokens, "
+            f"{len(prompts)} prompts, {size.max_new_tokens} tokens each)")
     if given.try_with is not None:
         prompts = trial_prompts(given.template.build(target))
         trial = try_export(artifact, given.format, folder, given.try_with, prompts, TrialSettings())
         say(f"\n{trial.engine}, drafts of {TrialSettings().draft_tokens} tokens\n\n{trial.table()}")
         if trial.fault:
             raise UserError(f"{trial.fault}; serve it with another engine or format")
-
-
-def rounding_line(artifact: Artifact, given: ExportArguments, folder: Path, prompts: Sequence[Sequence[int]]) -> str:
-    """Size of the file of weights in an export, and accepted lengths with these weights and as trained."""
-    settings, file = TrialSettings(), folder / weights_file(given.format)
-    trained, exported = rounding_loss(artifact, as_exported(given.format, given.weights), prompts, settings)
-    return (f"{file.stat().st_size:,} bytes; with its weights this project accepts {exported:.3f} tokens per pass, "
-            f"with those trained {trained:.3f} (chains of {settings.draft_tokens} tokens, {len(prompts)} prompts, "
-            f"{settings.max_new_tokens} tokens each)")
 
 
 def trial_prompts(template: ChatTemplate) -> list[list[int]]:

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+from ...export.layouts.registry import EXPORT_FORMATS
 from ...modules import BASELINES, DRAFTERS, Eagle2Tree, UserError
 from ...modules.files.atomic_files import write_file
 from ...modules.interfaces.family_card import FamilyCard, method_table
@@ -12,14 +13,20 @@ MARKERS = ("<!-- families -->", "<!-- /families -->")
 """Lines of the README before and after the table."""
 
 
-def cards() -> list[FamilyCard]:
-    """Cards of all drafter families, training variants and tree policies, and of drafting without training."""
-    variants = [card for card in (family_module(name).card for name in VARIANTS) if card is not None]
+def cards() -> list[tuple[FamilyCard, tuple[str, ...]]]:
+    """Cards of all drafter families, training variants and tree policies, and of drafting without training, each with
+    the export formats that can hold it."""
+    families = [(family.card, tuple(one.name for one in EXPORT_FORMATS if family in one.families))
+                for family in DRAFTERS]
+    # A variant that changes its target is exported with it.
+    adapted = tuple(one.name for one in EXPORT_FORMATS if one.write_adapted is not None)
+    variants = [(module.card, adapted if module.changes_target else ())
+                for module in map(family_module, VARIANTS) if module.card is not None]
     training_free = FamilyCard(
         name="without training", guesses=", ".join(f"`{name}`" for name in BASELINES), needs_export=False,
         cost="no training; baselines of every evaluation, or next to a draft: `--policy static+lookup`",
     )
-    return [*(family.card for family in DRAFTERS), *variants, Eagle2Tree.card, training_free]
+    return [*families, *variants, (Eagle2Tree.card, ()), (training_free, ())]
 
 
 def with_table(text: str) -> str:

@@ -1,6 +1,7 @@
 """Weights of fewer bits: what an engine reads from the file, and what the drafter loses by it."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -9,8 +10,8 @@ import pytest
 import torch
 from draftsmith.export import Artifact, ExportSettings, TrialSettings, export_artifact
 from draftsmith.export.engines.rounding import rounded_artifact, rounding_loss
-from draftsmith.export.layouts.gguf_file import rounded
-from draftsmith.export.layouts.registry import as_exported
+from draftsmith.export.layouts.parts.gguf_file import rounded
+from draftsmith.export.layouts.registry import format_named
 from draftsmith.modules import DraftLM, DraftLMConfig, Eagle3, Eagle3Config, Target, UserError
 from safetensors.torch import load_file
 from support.artifacts import TREE
@@ -19,6 +20,11 @@ from support.gguf_vocabulary import write_vocabulary
 from support.targets import six_layers
 
 from .layouts.test_engine_contracts import written
+
+
+def as_exported(name: str, weights: str) -> Callable[[torch.Tensor, bool], torch.Tensor]:
+    """The weights as an engine reads them from a format."""
+    return lambda weight, linear: format_named(name).as_read(weight, weights, linear)
 
 
 @pytest.fixture(scope="module")

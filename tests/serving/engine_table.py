@@ -1,8 +1,8 @@
 """The tables of families and engines in export/README.md, written by `make test-serving SERVING=--record`,
 `make test-llamacpp SERVING=--record` and `make test-openvino SERVING=--record`.
 
-They are made from the families' own cards, the figures of those commands (figures.json) and the contracts of
-`support/engine_contracts.py`.
+They are made from the export formats, the families' own cards, the figures of those commands (figures.json) and the
+contracts of `support/engine_contracts.py`.
 """
 
 import json
@@ -10,7 +10,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from draftsmith.export.layouts.gguf_file import FLOAT32
+from draftsmith.export.layouts.parts.export_format import ExportFormat
+from draftsmith.export.layouts.parts.gguf_file import FLOAT32
+from draftsmith.export.layouts.registry import EXPORT_FORMATS
 from draftsmith.modules import DRAFTERS, Drafter
 from draftsmith.modules.files.atomic_files import write_file
 from draftsmith.recipes.commands.method_table import filled
@@ -66,11 +68,11 @@ def cell(family: str, layout: str, engine: str, outcomes: list[dict[str, Any]]) 
     return CHECKED if (family, layout, product(engine)) in contracts else NOBODY
 
 
-def row(family: type[Drafter], layout: str, outcomes: list[dict[str, Any]]) -> list[str]:
+def row(family: type[Drafter], layout: ExportFormat[Any], outcomes: list[dict[str, Any]]) -> list[str]:
     """Cells of a family's format."""
-    cells = [cell(family.family, layout, engine, outcomes) for engine in engines(outcomes)]
+    cells = [cell(family.family, layout.name, engine, outcomes) for engine in engines(outcomes)]
     # `make test` decodes with it as assistant_model.
-    return [family.card.name, f"`{layout}`", *cells, RUNS if layout == "huggingface" else NOBODY]
+    return [family.card.name, f"`{layout.name}`", *cells, RUNS if layout.assistant else NOBODY]
 
 
 def assistant() -> str:
@@ -82,8 +84,9 @@ def assistant() -> str:
 def engine_table(outcomes: list[dict[str, Any]]) -> str:
     """Families and formats by engine."""
     head = ["family", "format", *engines(outcomes), assistant()]
-    body = [row(family, layout, outcomes) for family in DRAFTERS for layout in family.card.exports]
-    body += [[family.card.name, "", *[NOBODY] * (len(head) - 2)] for family in DRAFTERS if not family.card.exports]
+    held = {family: [one for one in EXPORT_FORMATS if family in one.families] for family in DRAFTERS}
+    body = [row(family, layout, outcomes) for family, layouts in held.items() for layout in layouts]
+    body += [[family.card.name, "", *[NOBODY] * (len(head) - 2)] for family, layouts in held.items() if not layouts]
     return "\n".join(f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |")
                      for cells in (head, ["---"] * len(head), *body))
 

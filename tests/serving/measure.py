@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 from draftsmith.export import Artifact, TrialSettings, export_artifact, load_artifact, try_export
+from draftsmith.export.layouts.registry import EXPORT_FORMATS
 from draftsmith.modules import Medusa, TargetConfig, UserError
 from draftsmith.recipes.chat_settings import ARTIFACT_TARGET, TemplateConfig, artifact_target
 from draftsmith.recipes.commands.artifact_commands import trial_prompts
@@ -19,7 +20,7 @@ def layout_of(artifact: Artifact) -> str:
     """The format in which vLLM reads the artifact's drafter best."""
     if isinstance(artifact.drafter, Medusa) and artifact.drafter.config.output != "copy":
         return "medusa-vllm"
-    return artifact.drafter.card.exports[0] if artifact.drafter.card.exports else "none"
+    return next((one.name for one in EXPORT_FORMATS if isinstance(artifact.drafter, one.families)), "none")
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from draftsmith.export import Artifact, ExportSettings, export_artifact
-from draftsmith.export.layouts.gguf_file import FLOAT32
+from draftsmith.export.layouts.parts.gguf_file import FLOAT32
 from draftsmith.modules import (
     Drafter,
     DraftLM,

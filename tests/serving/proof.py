@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from draftsmith.export.layouts.gguf_file import FLOAT32
+from draftsmith.export.layouts.parts.gguf_file import FLOAT32
 from serving.overfitted import STEPS, Texts, folder_of, write_drafters
 
 

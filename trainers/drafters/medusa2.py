@@ -104,7 +104,7 @@ class Medusa2Module(MedusaModule):
     """
 
     card = FamilyCard(
-        name="Medusa-2", papers=("2401.10774",), exports=("merged", "medusa"),
+        name="Medusa-2", papers=("2401.10774",),
         guesses="Medusa's heads and low-rank changes of the target, which KL keeps near the original",
         cost="changes the target: lossless with respect to the changed one; steps take four times as long as Medusa's",
     )

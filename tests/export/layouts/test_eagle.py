@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from draftsmith.export import Artifact, export_artifact, import_eagle
-from draftsmith.export.layouts.registry import export_warning
+from draftsmith.export.layouts.registry import format_named
 from draftsmith.modules import (
     Eagle,
     Eagle2Tree,
@@ -286,8 +286,9 @@ def test_the_readme_says_that_vllm_drops_a_bias(tmp_path: Path, tiny_target: Tar
     folder = written(Eagle.create(EagleConfig(bias=bias), tiny_target), tiny_target, tmp_path / "out")
     assert ("vLLM drops `fc.bias`" in (folder / "README.md").read_text()) == bias
     drafter = Eagle.create(EagleConfig(bias=bias), tiny_target)
-    assert export_warning(drafter, "eagle").startswith("vLLM drops `fc.bias`") == bias
-    assert export_warning(drafter, "eagle-sglang") == export_warning(MADE["eagle3"](tiny_target), "eagle") == ""
+    assert format_named("eagle").warning(drafter).startswith("vLLM drops `fc.bias`") == bias
+    assert format_named("eagle-sglang").warning(drafter) == ""
+    assert format_named("eagle").warning(MADE["eagle3"](tiny_target)) == ""
 
 
 def test_several_layers_have_the_names_that_engines_read(tmp_path: Path, tiny_target: Target) -> None:

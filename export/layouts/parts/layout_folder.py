@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...modules import Drafter, Target, UserError
-from ...modules.files.atomic_files import write_file
-from ...modules.files.owned_folders import whole_folder
-from ..artifact import portable
+from ....modules import Target
+from ....modules.files.atomic_files import write_file
+from ....modules.files.owned_folders import whole_folder
+from ...artifact import portable
 from .tensor_table import Table, require_table, with_table
 
 EXPORT = "export"
@@ -51,9 +51,3 @@ def stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def layout_readme(title: str, target: Target, *paragraphs: str) -> str:
     """README.md: the title, the name of the target, and the paragraphs."""
     return "\n\n".join([f"# {title} for {portable(target.identity.name)}", *paragraphs]) + "\n"
-
-
-def wrong_family(format_name: str, content: str, drafter: Drafter) -> UserError:
-    """The refusal of a drafter of another family than a format holds."""
-    return UserError(f"the format {format_name} holds {content}, this artifact is {drafter.family}; export that family "
-                     "in its own format")

@@ -37,7 +37,7 @@ def rounded_rows(weight_QD: Tensor, weights: str) -> tuple[Tensor, Tensor]:
     return (values_QD.round() if weights == INT8 else values_QD).clamp(-largest, largest).to(dtype), scale_Q1
 
 
-def as_compressed(weight: Tensor, weights: str, *, linear: bool) -> Tensor:
+def as_compressed(weight: Tensor, weights: str, linear: bool) -> Tensor:
     """A weight as vLLM reads it from such a file, in its own number format.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...modules import UserError
+from ....modules import UserError
 from .tensor_table import Table, TensorForm
 
 FLOAT32, BFLOAT16, INT8 = "float32", "bfloat16", "int8"

@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.export.layouts.huggingface import export_huggingface
-from draftsmith.export.layouts.layout_folder import write_layout
-from draftsmith.export.layouts.tensor_table import TensorForm, require_table, table_text
+from draftsmith.export.layouts.parts.layout_folder import write_layout
+from draftsmith.export.layouts.parts.tensor_table import TensorForm, require_table, table_text
 from safetensors.torch import load_file, save_file
 from support.targets import six_layers
 from torch import Tensor
 
-from .test_engine_contracts import MADE, written
+from ..test_engine_contracts import MADE, written
 
 TABLE = {"a.weight": TensorForm((2, 3)), "ids": TensorForm((2,), torch.int64)}
 RIGHT = {"a.weight": torch.zeros(2, 3), "ids": torch.zeros(2, dtype=torch.int64)}
@@ -48,7 +47,7 @@ def test_a_draft_model_without_a_tensor_is_not_written(tmp_path: Path, monkeypat
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", without_a_norm)
     target = six_layers()
     with pytest.raises(ValueError, match=r"wrong tensors: model\.norm\.weight$"):
-        export_huggingface(MADE["draft_lm"](target), target, tmp_path / "out")
+        written(MADE["draft_lm"](target), target, "huggingface", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

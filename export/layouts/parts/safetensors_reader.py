@@ -8,10 +8,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ...modules import Drafter, Target, UserError
-from ...modules.files.json_records import read_object
-from ...modules.target.draft_vocabulary import require_distinct
-from ..weight_checks import require_weights
+from ....modules import Drafter, Target, UserError
+from ....modules.files.json_records import read_object
+from ....modules.target.draft_vocabulary import require_distinct
+from ...weight_checks import require_weights
 
 _ROUNDING = 1e-2
 """Largest difference of an embedding from the target's, relative to its largest element: half precision is closer."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...modules import Eagle, Eagle3, Target
+from ....modules import Eagle, Eagle3, Target
 from .compressed_tensors import OUTPUT
 from .layout_folder import layout_readme
 from .tensor_table import Table, TensorForm, layer_table

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ...modules import Medusa, Target, UserError
+from ....modules import Medusa, Target, UserError
 
 Blocks = Mapping[tuple[int, int, str], Tensor]
 """Tensors by head, block and name within the block."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...modules.drafters.parts.decoder_block import BlockConfig
+from ....modules.drafters.parts.decoder_block import BlockConfig
 
 _NUMBER = re.compile(r"\d+")
 _NAMED = 5

@@ -1,0 +1,1 @@
+"""Files, tensors and settings that several layouts share."""
