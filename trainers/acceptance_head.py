@@ -16,6 +16,15 @@ from ..modules.tuning.acceptance_examples import Examples
 from ..modules.tuning.confidence_calibration import ConfidenceCurve, ConfidenceTally
 from .steps.schedules import warmup_cosine
 
+BATCH_SIZE = 512
+"""Examples of an optimizer step."""
+WARMUP_SHARE = 0.03
+"""Share of the steps over which the learning rate rises from zero; it falls along a cosine afterwards."""
+HELD_OUT = 0.1
+"""Share of the examples that choose the epoch and that a head is not fitted to."""
+SEED = 0
+"""Seed of the order of the examples and of the first weights."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeadFitConfig:
@@ -23,32 +32,17 @@ class HeadFitConfig:
 
     epochs: int = 3
     """Passes over the examples; the head with the smallest held-out loss is kept."""
-    batch_size: int = 512
-    """Examples of an optimizer step."""
     lr: float = 5e-4
     """Peak learning rate of AdamW; the paper's is 5e-5 for a head of 4096."""
-    warmup_share: float = 0.03
-    """Share of the steps over which the learning rate rises from zero; it falls along a cosine afterwards."""
     reject_weight: float = 6.0
-    """Weight of rejection in the loss; above `accept_weight` the head is too cautious on purpose."""
-    accept_weight: float = 1.0
-    """Weight of acceptance in the loss."""
-    held_out: float = 0.1
-    """Share of the examples that the head is not fitted to."""
-    seed: int = 0
-    """Seed of the order of the examples and of the first weights."""
+    """Weight of a rejection in the loss, where an acceptance has 1; above 1 the head is too cautious on purpose."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size"):
-            if getattr(self, name) < 1:
-                raise UserError(f"fit.{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("lr", "reject_weight", "accept_weight"):
+        if self.epochs < 1:
+            raise UserError(f"fit.epochs must be at least 1, got {self.epochs}")
+        for name in ("lr", "reject_weight"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UserError(f"fit.{name} must be above 0 and finite, got {getattr(self, name)}")
-        if not 0 < self.held_out < 1:
-            raise UserError(f"fit.held_out must be above 0 and below 1, got {self.held_out}")
-        if not 0 <= self.warmup_share <= 1:
-            raise UserError(f"fit.warmup_share must be from 0 to 1, got {self.warmup_share}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +62,11 @@ class HeadFit:
 def weighted_loss(logits_N2: Tensor, chances_N: Tensor, config: HeadFitConfig) -> tuple[Tensor, Tensor]:
     """(sum, total weight) of the binary cross entropy with soft labels (arXiv:2405.19715, section 3.2).
 
-    w_rej (1 - P) (-log(1 - P')) + w_acc P (-log P'), weighted by w_rej (1 - P) + w_acc P.
+    w (1 - P) (-log(1 - P')) + P (-log P'), weighted by w (1 - P) + P, where w is `reject_weight`.
     """
     rejected_N = config.reject_weight * (1 - chances_N)
-    accepted_N = config.accept_weight * chances_N
-    loss_N = -rejected_N * log_rejected(logits_N2) - accepted_N * log_accepted(logits_N2)
-    return loss_N.sum(), (rejected_N + accepted_N).sum()
+    loss_N = -rejected_N * log_rejected(logits_N2) - chances_N * log_accepted(logits_N2)
+    return loss_N.sum(), (rejected_N + chances_N).sum()
 
 
 def divergence(logits_N2: Tensor, chances_N: Tensor) -> Tensor:
@@ -103,18 +96,18 @@ def fit_head(
     if not len(learned.chances_E) or not len(held_out.chances_E):
         raise UserError(f"a head needs examples to learn and to hold out, got {len(learned.chances_E)} and "
                         f"{len(held_out.chances_E)}; raise labels.examples, or give data with more prompts")
-    generator = torch.Generator().manual_seed(config.seed)
+    generator = torch.Generator().manual_seed(SEED)
     with torch.random.fork_rng():
-        torch.manual_seed(config.seed)
+        torch.manual_seed(SEED)
         head = AcceptanceHead(shape, learned.states_ED.shape[1]).to(device)
-    steps = config.epochs * math.ceil(len(learned.chances_E) / config.batch_size)
+    steps = config.epochs * math.ceil(len(learned.chances_E) / BATCH_SIZE)
     optimizer = torch.optim.AdamW(head.parameters(), lr=config.lr, weight_decay=0.0)
-    factor = warmup_cosine(max(1, round(config.warmup_share * steps)), steps)
+    factor = warmup_cosine(max(1, round(WARMUP_SHARE * steps)), steps)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     best = _measured(head, held_out, config, 0)
     for epoch in range(1, config.epochs + 1):
         order_E = torch.randperm(len(learned.chances_E), generator=generator)
-        for chosen_N in torch.split(order_E, config.batch_size):
+        for chosen_N in torch.split(order_E, BATCH_SIZE):
             total, weight = weighted_loss(head(learned.states_ED[chosen_N].to(device)),
                                           learned.chances_E[chosen_N].to(device), config)
             optimizer.zero_grad()
@@ -142,15 +135,15 @@ def reliability(head: AcceptanceHead, examples: Examples, config: HeadFitConfig 
     """Calibration curve of a head: estimated against exact acceptance.
 
     Args:
-        config: with it the estimate is first freed from the loss's weights, which multiply its odds by
-            w_acc / w_rej where the head is as good as it can be.
+        config: with it the estimate is first freed from the loss's weight of rejections, which divides its odds by
+            it where the head is as good as it can be.
 
     Raises:
         ValueError: if there are no examples.
     """
     logits_E2, tally = _logits(head, examples), ConfidenceTally()
     if config is not None:
-        logits_E2 = logits_E2 + torch.tensor([0.0, math.log(config.reject_weight / config.accept_weight)])
+        logits_E2 = logits_E2 + torch.tensor([0.0, math.log(config.reject_weight)])
     tally.add(log_accepted(logits_E2), examples.chances_E)
     if (curve := tally.curve()) is None:
         raise ValueError("there are no examples to measure a head on")

@@ -9,6 +9,7 @@ Shapes: B rows, L positions, D hidden size, K draft steps, C columns of sums, V 
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -29,7 +30,7 @@ from ..modules.target.model import Target
 from .draft_vocabulary import reduced_vocabulary
 from .losses.chunked_losses import VocabularyLoss
 from .losses.metrics import describe, weighted_mean_loss
-from .losses.objectives import Objective, Teacher
+from .losses.objectives import NEEDS_MASS, Teacher
 from .processes.split_drafter import SplitDrafter, shard_fully, whole_state
 from .processes.strategies import SPLITTING
 from .processes.zero_strategy import ZeroDrafter
@@ -71,9 +72,8 @@ class DraftModule(L.LightningModule):
     """Training of a drafter for a frozen target, which stays outside the module tree.
 
     A family's module sets `drafter_class` and has a config, a TrainConfig with the family's defaults and its drafter's
-    settings. It may override `weights` (they may depend on `progress`), `objectives` (other losses for some draft
-    steps; then also `needs_teacher`) and `configure_optimizers`. The drafter defines the rest in `Drafts`,
-    `output_parameters` and `reads_states`, without which a training step runs no target pass.
+    settings. It may override `weights` (they may depend on `progress`) and `configure_optimizers`. The drafter defines
+    the rest in `Drafts`, `output_parameters` and `reads_states`, without which a training step runs no target pass.
 
     Args:
         target: the frozen model.
@@ -90,6 +90,8 @@ class DraftModule(L.LightningModule):
     card: ClassVar[FamilyCard | None] = None
     """Row in the table of methods of a training variant that its drafter's own card does not describe."""
     drafter: Drafter
+    decay: ClassVar[float] = 0.8
+    """Weight of draft step k in the loss is decay ** k (arXiv:2401.10774, section 2.2.1)."""
     changes_target: ClassVar[bool] = False
     """Whether the target is trained too; its states then cannot be stored beforehand."""
     needs_whole_target: ClassVar[bool] = False
@@ -115,7 +117,7 @@ class DraftModule(L.LightningModule):
         self.stopped = False
         """Whether the run ends after this optimizer step although it is not finished."""
         self.peak_memory_bytes = 0
-        self.guard = StepGuard(config.spike)
+        self.guard = StepGuard()
         self.unread = UnreadSteps()
         self.compiled_step = CompiledStep(None)
         """Kernels of the training step; those of no compiler before `setup`."""
@@ -157,7 +159,7 @@ class DraftModule(L.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """The chosen optimizer with warm-up and cosine."""
-        optimizer = optimizer_for(self.drafter, self.config.optimizer, lr=self.config.lr, betas=self.config.betas,
+        optimizer = optimizer_for(self.drafter, self.config.optimizer, lr=self.config.lr,
                                   weight_decay=self.config.weight_decay)
         factor = warmup_cosine(self.config.warmup_steps, self.config.max_steps, lambda: self.time_spent)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
@@ -171,18 +173,12 @@ class DraftModule(L.LightningModule):
 
     def weights(self, steps: int) -> tuple[float, ...]:
         """Weight of each draft step in the loss; called once per optimizer step, so that its micro-batches agree."""
-        given = self.config.step_weights
-        return tuple(self.config.decay**step if given is None else given[min(step, len(given) - 1)]
-                     for step in range(steps))
-
-    def objectives(self, steps: int) -> tuple[Objective, ...]:
-        """Objective of each draft step."""
-        return (self.config.objective_settings(),) * steps
+        return tuple(self.decay**step for step in range(steps))
 
     @property
     def needs_teacher(self) -> bool:
-        """True if the objective of some draft step reads the target's distribution."""
-        return self.config.objective_settings().needs_teacher
+        """True if the objective reads the target's distribution."""
+        return self.config.objective != "hard"
 
     @property
     def learns_text(self) -> bool:
@@ -214,27 +210,20 @@ class DraftModule(L.LightningModule):
         weights = self.weights(len(drafts.offsets)) if self._pending is None else self._pending.weights
         ids_Q = self.drafter.token_ids_Q
         index_V = None if ids_Q is None else draft_index(ids_Q, self.target.vocab_size)
-        deciding_BL = self.deciding_tokens(features)
-        total, sums_KC = self._vocabulary_loss(weights, ids_Q)(drafts, features, index_V, deciding_BL)
+        total, sums_KC = self._vocabulary_loss(weights, ids_Q)(drafts, features, index_V)
         return BatchLoss(total, sums_KC, weights, drafts.offsets)
 
-    def deciding_tokens(self, features: Features) -> Tensor | None:
-        """Tokens [B, L] that must lie in the draft vocabulary for the label in their place to be learned; None for the
-        labels themselves."""
-        return None
-
     def _vocabulary_loss(self, weights: tuple[float, ...], ids_Q: Tensor | None) -> VocabularyLoss:
-        steps, objectives = range(len(weights)), self.objectives(len(weights))
-        mass = any(objective.needs_mass for objective in objectives)
-        teacher = Teacher(self.target, ids_Q, mass=mass) if self.needs_teacher else None
+        objective = self.config.objective
+        teacher = Teacher(self.target, ids_Q, mass=objective in NEEDS_MASS) if self.needs_teacher else None
         entries = self.target.vocab_size if ids_Q is None else len(ids_Q)
         return VocabularyLoss(
             project=self.drafter.project,
             entries=entries if teacher is None else max(entries, teacher.entries),
             weights=weights,
-            parameters=tuple(dict.fromkeys(weight for step in steps
+            parameters=tuple(dict.fromkeys(weight for step in range(len(weights))
                                            for weight in self.drafter.output_parameters(step))),
-            objectives=objectives, teacher=teacher, feature_weight=self.config.feature_weight,
+            objective=objective, teacher=teacher, feature_weight=self.config.feature_weight,
             measure=self.compiled_step.measure,
         )
 
@@ -301,10 +290,9 @@ class DraftModule(L.LightningModule):
 
     def _check(self, step: FinishedStep, sums_KC: Tensor) -> None:
         total, count = (float(value) for value in weighted_mean_loss(sums_KC, step.weights))
-        if self.guard.is_wrong(loss := total / max(count, 1.0)):
+        if not math.isfinite(loss := total / max(count, 1.0)):
             raise self.guard.error(loss, step.number, step.batches, self.trainer,
                                    f"lower lr (now {self.config.lr}) or clip (now {self.config.clip})")
-        self.guard.pass_step(loss)
         self._learned += count
         if not self._learned and step.number >= min(PATIENCE, self.config.max_steps or PATIENCE):
             reason = "no token is supervised; check the chat template and the data"
@@ -417,8 +405,7 @@ class DraftModule(L.LightningModule):
         """Add the settings that identify the run, and its counters."""
         self.read_figures()
         checkpoint["draftsmith"] = {"recipe": self.recipe(), "learned": self._learned, "seconds": self.seconds,
-                                    "waited": self.wait.seconds, "peak_memory_bytes": self.peak_memory_bytes,
-                                    "losses": list(self.guard.losses)}
+                                    "waited": self.wait.seconds, "peak_memory_bytes": self.peak_memory_bytes}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse the checkpoint of another run, and count its micro-batches as so many processes read them."""
@@ -430,4 +417,3 @@ class DraftModule(L.LightningModule):
         self._learned, self.peak_memory_bytes = stored["learned"], stored["peak_memory_bytes"]
         self.seconds = self.clock.before = stored["seconds"]
         self.wait.before = stored["waited"]
-        self.guard.losses.extend(stored["losses"])

@@ -1,6 +1,5 @@
 """Callbacks of training: the accepted length on held-out text, checkpoints, a progress line."""
 
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -131,26 +130,12 @@ class LastCheckpoint(EveryStep):
 
     def __init__(self, module: DraftModule, *, out: Path) -> None:
         super().__init__(module)
-        self.every, self.minutes, self.out = module.config.checkpoint_every, module.config.checkpoint_minutes, out
-        self.saved = time.monotonic()
-
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Count the minutes from here."""
-        super().on_train_start(trainer, module)
-        self.saved = time.monotonic()
+        self.every, self.out = module.config.checkpoint_every, out
 
     def after_step(self, trainer: L.Trainer, step: int) -> None:
-        """Write after every `checkpoint_every`-th step and `checkpoint_minutes`, after the last step, and before an
-        early end."""
-        if step % self.every == 0 or self.module.finished or self.module.stopped or self._late(trainer):
+        """Write after every `checkpoint_every`-th step, after the last step, and before an early end."""
+        if step % self.every == 0 or self.module.finished or self.module.stopped:
             trainer.save_checkpoint(self.out / LAST)
-            self.saved = time.monotonic()
-
-    def _late(self, trainer: L.Trainer) -> bool:
-        """True once the minutes since the last checkpoint are over: by the first process's clock, for all."""
-        if self.minutes is None:
-            return False
-        return bool(trainer.strategy.broadcast(time.monotonic() - self.saved >= 60 * self.minutes))
 
 
 class ProgressLine(EveryStep):

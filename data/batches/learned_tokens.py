@@ -41,12 +41,6 @@ class LearnedTokens:
                     learned_T[start + first : start + end] = True
         return learned_T
 
-    @property
-    def words(self) -> list[object]:
-        """The choice as JSON values."""
-        around = None if self.around is None else [list(self.around.before), list(self.around.after)]
-        return [self.loops, around]
-
 
 def _between(tokens: Sequence[int], around: Surroundings) -> tuple[int, int]:
     """(first token, end) of a row's first message; of no tokens where the row is laid out otherwise."""

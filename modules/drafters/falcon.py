@@ -119,14 +119,9 @@ class Falcon(FeatureDrafter):
 
     # Training --------------------------------------------------------------------------------------------------------
 
-    def forward(self, features: Features, glanced_BL: Tensor | None = None) -> Drafts:
+    def forward(self, features: Features) -> Drafts:
         """Estimates of the trained blocks that end at each position, along the true tokens; outside training at least
         `DEPTHS` of them.
-
-        Args:
-            features: the batch.
-            glanced_BL: True at positions that read the state and the token K positions later, which their query is to
-                estimate (CSGD); None for none.
 
         Raises:
             UserError: if the rows are too short for the blocks.
@@ -136,21 +131,16 @@ class Falcon(FeatureDrafter):
             raise UserError(f"{steps} draft steps need rows of at least {steps + FIRST_OFFSET} tokens, got {length}; "
                             "lower block_size or blocks, or raise row_length")
         blocks = self.config.blocks if self.training else max(self.config.blocks, -(-DEPTHS // size))
-        estimates = self.rollout(features, blocks, glanced_BL)
+        estimates = self.rollout(features, blocks)
         ahead = range(1, 1 + len(estimates))
         return Drafts(hidden_BLKD=torch.stack(estimates, dim=2), estimates=tuple(ahead),
                       offsets=tuple(FIRST_OFFSET - 1 + place for place in ahead))
 
-    def rollout(self, features: Features, blocks: int, glanced_BL: Tensor | None = None) -> list[Tensor]:
+    def rollout(self, features: Features, blocks: int) -> list[Tensor]:
         """Estimates of the given number of blocks after every position, [B, L, D] each, nearest first."""
         attentions, size = BlockRollout(features, self.config.block_size), self.config.block_size
         final_BLD = self.with_noise(features.final().to(self.dtype), self.config.noise)
-        following_BLD = self.following(features, 1)
-        if glanced_BL is not None:
-            later_BLD = functional.pad(features.final().to(self.dtype)[:, size:], (0, 0, 0, size))
-            final_BLD = torch.where(glanced_BL[..., None], later_BLD, final_BLD)
-            following_BLD = torch.where(glanced_BL[..., None], self.following(features, 1 + size), following_BLD)
-        read_BLZ = torch.cat([following_BLD, final_BLD], dim=-1)
+        read_BLZ = torch.cat([self.following(features, 1), final_BLD], dim=-1)
         memory = self._remembered(read_BLZ, features.segments_BL)
         states_BLD = self._layer_input(memory, final_BLD)
         queries = [_before(states_BLD, features, places) for places in reversed(range(size))]

@@ -27,7 +27,7 @@ from ...modules import (
 from ...modules.config_checks import check_sizes
 from ...modules.tuning.drafted_tokens import at_fixed_numbers, at_head, rules
 from ...modules.verification.sampling import TEMPERATURES, is_temperature
-from ...trainers.acceptance_head import HeadFitConfig, fit_head, reliability
+from ...trainers.acceptance_head import HELD_OUT, HeadFitConfig, fit_head, reliability
 from ..chat_settings import artifact_target
 from ..reading.parsing import Command, Parsed
 from ..terminal.terminal_text import say
@@ -150,7 +150,7 @@ def train_heads(artifact: Artifact, manifest: Manifest, folder: Path, parsed: Pa
     for number, setting in enumerate(given.labels.settings(), 1):
         say(f"[{number}/{len(given.labels.settings())}] acceptance head for {setting}")
         examples = make_examples(artifact, rows, setting, given.labels)
-        learned, held_out = split(examples, given.fit.held_out)
+        learned, held_out = split(examples, HELD_OUT)
         fitted = fit_head(learned, held_out, given.head, given.fit, artifact.target.device)
         found = measured(artifact, fitted.head, unseen, setting, given) if unseen else None
         facts = {"examples": len(examples.chances_E), "epoch": fitted.epoch, "loss": fitted.loss,

@@ -15,7 +15,7 @@ from ...data import ChatTemplate, DistillConfig, Manifest, WantedStates
 from ...data.answers.distill_config import ONE_QUEUE, raised_limits
 from ...data.answers.folder_locks import FolderLocks
 from ...data.batches.datamodule import BatchConfig, learned
-from ...data.batches.label_weights import weigh_labels
+from ...data.batches.label_weights import count_labels
 from ...data.batches.learned_tokens import prompts_learnable
 from ...data.prompts.chat import Surroundings
 from ...data.store.token_store import MANIFEST
@@ -202,12 +202,8 @@ class Workspace:
 
     @cached_property
     def label_weights(self) -> Tensor:
-        """Weight of each token of the vocabulary as a label in training, [V]: counted, and where a draft vocabulary is
-        reduced also expected by the target."""
-        train = self.recipe.train
-        positions = 0 if train.drafter.vocabulary_size is None else train.vocabulary_positions
-        chosen = learned(self.manifest(), self.recipe.batch, self.around_prompts)
-        return weigh_labels(self.target, self.data, chosen, positions, self.recipe.batch.states_format)
+        """Counts of each token of the vocabulary as a label in training, [V]."""
+        return count_labels(self.data, learned(self.manifest(), self.recipe.batch, self.around_prompts))
 
     @cached_property
     def decisive(self) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def compare(target: Target, drafter: Drafter, prompts: list[list[int]], options:
               f"{len(held_out.chances_CT)} to measure, {float(held_out.chances_CT.mean()):.0%} of tokens accepted\n")
         found: dict[str, Lengths] = {}
         for weight in (1.0, 6.0):
-            config = HeadFitConfig(epochs=options.epochs, batch_size=64, lr=1e-3, reject_weight=weight)
+            config = HeadFitConfig(epochs=options.epochs, lr=1e-3, reject_weight=weight)
             fitted = fit_head(*(part.examples() for part in learned.split(0.15)), AcceptanceHeadConfig(), config)
             curves = {"as it is": reliability(fitted.head, held_out.examples()),
                       "without the weights": reliability(fitted.head, held_out.examples(), config)}

@@ -80,7 +80,7 @@ CONTENTS = [
     ("null: 3", "unknown key None: choose one that plan has"),
     # Numbers at the edges.
     *((f"{key.partition('.')[0]}: {{{key.partition('.')[2]}: {value}}}", rf"{key.rpartition('.')[2]}.*must .*{said}")
-      for key in ("train.lr", "train.decay", "train.weight_decay", "evaluate.top_p", "distill.temperatures",
+      for key in ("train.lr", "train.weight_decay", "evaluate.top_p", "distill.temperatures",
                   "batch.store_gib", "prompts.own_temperature")
       for value, said in ((".nan", "nan"), ("1e400", ""), ("text", "text"), ("-1", "-1"))
       if (key, value) != ("batch.store_gib", "-1")),

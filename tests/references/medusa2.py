@@ -15,5 +15,5 @@ def joint_loss(module, features, weights) -> Tensor:
     heads, _ = plain_loss(module.target, module.drafter.project, drafts, original, weights[1:],
                           ids=module.drafter.token_ids_Q)
     language, _ = plain_loss(module.target, lambda hidden, _step: module.learning.target.logits(hidden), own, original,
-                             weights[:1], objective="soft" if module.config.keep == "target" else "hard")
+                             weights[:1], objective="soft")
     return heads + language

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 from draftsmith.modules.target.draft_vocabulary import draft_index
-from draftsmith.trainers.losses.objectives import Teacher
+from draftsmith.trainers.losses.objectives import NEEDS_MASS, Teacher, objective_loss
 from torch.nn import functional
 
 
@@ -33,7 +33,7 @@ def textbook_loss(module, drafts, features):
     ids_Q, size = module.drafter.token_ids_Q, features.tokens_BL.shape
     teacher = None
     if module.needs_teacher:
-        masses = any(objective.needs_mass for objective in module.objectives(len(drafts.offsets)))
+        masses = module.config.objective in NEEDS_MASS
         teacher = Teacher(module.target, ids_Q, mass=masses)(features.final().flatten(0, 1))
     total, count, weights = 0.0, 0.0, module.weights(len(drafts.offsets))
     for step, offset in enumerate(drafts.offsets):
@@ -44,8 +44,8 @@ def textbook_loss(module, drafts, features):
         if drafts.valid_BLK is not None:
             valid_BL = valid_BL & drafts.valid_BLK[:, :, step]
         logits_BLQ = module.drafter.project(drafts.hidden_BLKD[:, :, step], step)
-        loss_N = module.objectives(len(weights))[step](
-            logits_BLQ.flatten(0, 1), labels_BL.clamp(min=0).flatten(), ahead(teacher, size, offset - 1))
+        loss_N = objective_loss(module.config.objective, logits_BLQ.flatten(0, 1), labels_BL.clamp(min=0).flatten(),
+                                ahead(teacher, size, offset - 1))
         loss_BL = loss_N.view(size)
         if module.config.feature_weight:
             states_BLD = (drafts.hidden_BLKD if drafts.estimated_BLKD is None else drafts.estimated_BLKD)[:, :, step]

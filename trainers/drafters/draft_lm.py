@@ -1,22 +1,20 @@
-"""Training a draft language model: on text, then on the target's answers (FastDraft, arXiv:2411.11055, section 3).
+"""Training a draft language model on the target's answers (FastDraft, arXiv:2411.11055, section 3).
 
 The default is sequence-level distillation: cross entropy on the target's answers at several temperatures. A next stage
 starts from the exported folder of the one before, `drafter.folder`.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
 from ...modules.drafters.draft_lm import DraftLM
 from ...modules.drafters.draft_lm_config import DraftLMConfig, planned
-from ...modules.errors import UserError
-from ...modules.features import Features
 from ...modules.target.loading.hf_folder import folder_digest
 from ...modules.target.model import Target
-from ..base import BatchLoss, DraftModule
+from ..base import DraftModule
 from ..steps.train_config import TrainConfig
 
 
@@ -32,15 +30,6 @@ class DraftLMTrainConfig(TrainConfig):
     """Optimizer steps over which the learning rate rises from zero; it falls along a cosine afterwards."""
     weight_decay: float = 0.01
     """Decoupled weight decay of AdamW; biases and other vectors are exempt."""
-    decay: float = 1.0
-    """Weight of depth k in the loss is decay ** k, with mask tokens; exits have equal weights (arXiv:2407.01955)."""
-    learn: Literal["answers", "text"] = "answers"
-    """`answers` trains on the assistant's tokens, `text` on all tokens, prompts included."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.learn not in ("answers", "text"):
-            raise UserError(f"learn must be 'answers' or 'text', got {self.learn!r}")
 
 
 class DraftLMModule(DraftModule):
@@ -52,6 +41,7 @@ class DraftLMModule(DraftModule):
     """
 
     drafter_class = DraftLM
+    decay = 1.0  # of all depths, and of all exits (arXiv:2407.01955)
     config: DraftLMTrainConfig
     drafter: DraftLM
 
@@ -67,18 +57,7 @@ class DraftLMModule(DraftModule):
             self._folder_digest = folder_digest(Path(self.config.drafter.folder))
         return DraftLM.create(self.config.drafter, self.target, self._token_ids_Q)
 
-    def weights(self, steps: int) -> tuple[float, ...]:
-        """1 for every exit; decay ** k for depths."""
-        return (1.0,) * steps if self.config.drafter.exits else super().weights(steps)
-
     def recipe(self) -> dict[str, Any]:
         """The shared settings and the hash of the model in the folder: a checkpoint of another model is refused."""
         folder = {} if self.config.drafter.folder is None else {"model_in_folder": self._folder_digest}
         return {**super().recipe(), **folder}
-
-    def loss(self, features: Features) -> BatchLoss:
-        """The loss of a batch: of its answers, or of all its text."""
-        if self.config.learn == "text":
-            features = replace(features, supervised_BL=features.segments_BL >= 0,
-                               labels_at_most=features.tokens_BL.numel())
-        return super().loss(features)

@@ -1,14 +1,11 @@
-"""Shared training of feature drafters: the target as teacher, position ids that may be offset, the first step alone."""
+"""Shared training of feature drafters: the target as teacher, position ids that may be offset."""
 
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ...modules.drafters.eagle_base import EagleDrafter
 from ...modules.drafters.parts.feature_drafter import FeatureConfig, FeatureDrafter
-from ...modules.errors import UserError
 from ...modules.features import Features
-from ...modules.interfaces.drafter import Drafts
 from ...modules.target.model import Target
 from ..base import DraftModule
 from ..losses.objectives import ObjectiveName
@@ -48,33 +45,5 @@ class FeatureModule(DraftModule):
         if self._largest_offset:
             # The last step of the last position has the highest position id.
             highest = self.target.context_length - self.drafter.trained_steps
-            anchors = self.config.positions.anchors
-            batch = with_offsets(batch, anchors=anchors, limit=self._largest_offset, highest=highest)
+            batch = with_offsets(batch, limit=self._largest_offset, highest=highest)
         return super().training_step(batch, batch_idx)
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnrolledTrainConfig(FeatureTrainConfig):
-    """Settings shared by EAGLE-1 and EAGLE-3, whose layer is trained on several of its own steps."""
-
-    first_step_share: float = 0.0
-    """Share of the training, from its start, in which the first draft step alone is trained; all of them afterwards."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.first_step_share < 1:
-            raise UserError(f"first_step_share must be at least 0 and below 1, got {self.first_step_share}; 0 trains "
-                            "all draft steps from the start")
-
-
-class UnrolledModule(FeatureModule):
-    """An EAGLE drafter in training: its draft steps together, or in the first part of the run the first one alone."""
-
-    config: UnrolledTrainConfig
-    drafter: EagleDrafter
-
-    def training_drafts(self, features: Features) -> tuple[Drafts, Features]:
-        """(the states of the steps that are trained now, the batch)."""
-        if self.drafter.training and self.progress < self.config.first_step_share:
-            return self.drafter.drafts(features, 1), features
-        return super().training_drafts(features)

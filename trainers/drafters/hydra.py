@@ -18,8 +18,6 @@ class HydraTrainConfig(TrainConfig):
 
     objective: ObjectiveName = "hard"
     """As for all families; the paper's is `hard` for Hydra and `soft`, the target as teacher, for Hydra++."""
-    decay: float = 1.0
-    """Weight of head k in the loss is decay ** k; the official code weights all heads equally."""
     drafter: HydraConfig = field(default_factory=HydraConfig)
     """The heads."""
 
@@ -28,6 +26,7 @@ class HydraModule(DraftModule):
     """Hydra heads in training: head k learns the token k + 2 places ahead from the true tokens before it."""
 
     drafter_class = Hydra
+    decay = 1.0  # the official code weights all heads equally
     config: HydraTrainConfig
     drafter: Hydra
 

@@ -17,28 +17,22 @@ from ...modules.target.adapter import Adapter, LowRank, choose_layers
 from ...modules.target.model import Target
 
 _NAME = "default"
+ALPHA = 16.0
+"""The changes are scaled by ALPHA / rank."""
+DROPOUT = 0.05
+"""Dropout of the inputs of the low-rank changes in training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """The trained layers of the target and the size of their low-rank changes (arXiv:2106.09685)."""
+    """Size of the low-rank changes of the target's layers, all but the output layer (arXiv:2106.09685)."""
 
     rank: int = 32
     """Rank of the change of each layer."""
-    alpha: float = 16.0
-    """The change is scaled by alpha / rank."""
-    dropout: float = 0.05
-    """Dropout of the inputs of the low-rank changes in training."""
-    modules: tuple[str, ...] = ()
-    """Linear layers by name or last part of a name, such as q_proj; empty takes all but the output layer."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise UserError(f"lora.rank must be at least 1, got {self.rank}")
-        if not self.alpha > 0:
-            raise UserError(f"lora.alpha must be above 0, got {self.alpha}")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"lora.dropout must be at least 0 and below 1, got {self.dropout}")
 
 
 class LearningTarget(nn.Module):
@@ -49,23 +43,20 @@ class LearningTarget(nn.Module):
 
     Args:
         original: the target that is copied.
-        config: the trained layers.
-
-    Raises:
-        UserError: if the target lacks one of the layers.
+        config: the size of the changes.
     """
 
     def __init__(self, original: Target, config: LoraConfig) -> None:
         super().__init__()
-        chosen = choose_layers(original.model, config.modules, without=original.head)
+        chosen = choose_layers(original.model, (), without=original.head)
         model = original.copy_model()
         # An expression matches whole names; peft would match a list against the ends of names.
         inject_adapter_in_model(
-            PeftConfig(r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout,  # type: ignore[arg-type]
+            PeftConfig(r=config.rank, lora_alpha=ALPHA, lora_dropout=DROPOUT,  # type: ignore[arg-type]
                        target_modules="|".join(name.replace(".", r"\.") for name in chosen)),
             model,
         )
-        self.names, self.scale = tuple(chosen), config.alpha / config.rank
+        self.names, self.scale = tuple(chosen), ALPHA / config.rank
         self.target = Target(model, original.tokenizer, name=original.identity.name, pack=0)
         # Half precision would lose small updates: trained weights stay in float32.
         wide = torch.promote_types(original.dtype, torch.float32)
@@ -81,12 +72,6 @@ class LearningTarget(nn.Module):
             if not isinstance(layer, LoraLayer):
                 raise TypeError(f"{name} has no low-rank weights")
             yield layer
-
-    def head_parameters(self) -> tuple[nn.Parameter, ...]:
-        """The low-rank weights of the output layer; empty when it is not trained."""
-        places = [place for place, name in enumerate(self.names)
-                  if self.target.model.get_submodule(name) is self.target.head]
-        return tuple(weights[place] for place in places for weights in (self.a, self.b))
 
     def train(self, mode: bool = True) -> "LearningTarget":
         """Switch the dropout of the low-rank changes; the copied model itself stays in evaluation mode."""

@@ -20,7 +20,7 @@ from ...modules.errors import UserError
 from ...modules.features import Features
 from ...modules.interfaces.drafter import Drafts
 from ...modules.interfaces.family_card import FamilyCard
-from ...modules.target.adapter import PREFIX, Adapter, choose_layers
+from ...modules.target.adapter import PREFIX, Adapter
 from ...modules.target.draft_vocabulary import draft_index
 from ...modules.target.model import Target
 from ...modules.tuning.replay_acceptance import answered_anew
@@ -28,13 +28,16 @@ from ..base import BatchLoss
 from ..losses.chunked_losses import VocabularyLoss
 from ..losses.metrics import COLUMNS, weighted_mean_loss
 from ..losses.metrics import describe as describe_steps
-from ..losses.objectives import Objective, Teacher
+from ..losses.objectives import Teacher
+from ..steps.optimizers import BETAS
 from ..steps.schedules import stage_factor
 from .lora import LearningTarget, LoraConfig
 from .medusa import MedusaModule, MedusaTrainConfig
 
 HEADS_WEIGHT = {"two_stage": 0.2, "sine": 0.01}
-"""The paper's lambda_0 of each schedule."""
+"""The paper's lambda_0 of each schedule: the peak weight of the heads' loss relative to the target's own."""
+FIRST_STAGE = 0.5
+"""Share of a two-stage run in which the heads are trained alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,21 +49,10 @@ class Medusa2TrainConfig(MedusaTrainConfig):
     heads_lr_factor: float = 4.0
     """Learning rate of the heads as a multiple of `lr`."""
     lora: LoraConfig = field(default_factory=LoraConfig)
-    """The trained layers of the target."""
+    """Size of the target's low-rank changes."""
     schedule: Literal["two_stage", "sine"] = "two_stage"
-    """`two_stage`: first the heads alone, then everything with a constant weight of the heads' loss. `sine`: everything
-    from the start, the weight of the heads' loss rising as a quarter sine."""
-    first_stage: float = 0.5
-    """Share of a two-stage run in which the heads are trained alone."""
-    heads_weight: float | None = None
-    """lambda_0, the peak weight of the heads' loss relative to the target's own; None is 0.2 in two stages and 0.01
-    with the sine schedule."""
-    keep: Literal["target", "text"] = "target"
-    """Loss of the target's own predictions: `target` is KL to the original at every supervised position
-    (self-distillation); `text` is cross entropy with the text, which degrades the target when it wrote that text
-    itself."""
-    validation_answers: int = 16
-    """Held-out answers in each measurement; the changed target rewrites them every time."""
+    """`two_stage`: in the first half of the run the heads alone, then everything with a constant weight of the heads'
+    loss. `sine`: everything from the start, the weight of the heads' loss rising as a quarter sine."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,24 +63,15 @@ class Medusa2TrainConfig(MedusaTrainConfig):
             raise UserError(f"heads_lr_factor must be above 0, got {self.heads_lr_factor}")
         if self.schedule not in HEADS_WEIGHT:
             raise UserError(f"schedule must be 'two_stage' or 'sine', got {self.schedule!r}")
-        if not 0 < self.first_stage < 1:
-            raise UserError(f"first_stage must lie between 0 and 1, got {self.first_stage}; to train the heads alone "
-                            "use MedusaModule, to train everything from the start schedule: sine")
-        if self.heads_weight is not None and not self.heads_weight > 0:
-            raise UserError(f"heads_weight must be above 0, got {self.heads_weight}")
-        if self.keep not in ("target", "text"):
-            raise UserError(f"keep must be 'target' or 'text', got {self.keep!r}")
-        if self.validation_answers < 1:
-            raise UserError(f"validation_answers must be at least 1, got {self.validation_answers}")
 
     @property
     def alone_until(self) -> float:
         """Progress up to which the heads are trained alone."""
-        return self.first_stage if self.schedule == "two_stage" else 0.0
+        return FIRST_STAGE if self.schedule == "two_stage" else 0.0
 
     def lambda_0(self, progress: float) -> float:
         """Weight of the heads' loss relative to the target's own (arXiv:2401.10774, section 7.4)."""
-        peak = HEADS_WEIGHT[self.schedule] if self.heads_weight is None else self.heads_weight
+        peak = HEADS_WEIGHT[self.schedule]
         return peak if self.schedule == "two_stage" else peak * math.sin(0.5 * math.pi * progress)
 
 
@@ -98,9 +81,6 @@ class Medusa2Module(MedusaModule):
     Memory: the copy shares all weights but the low-rank ones; only these and the heads have gradients and moments. In
     its second stage a step stores the copy's activations. While the heads are trained alone a step costs as much as
     Medusa-1's.
-
-    Raises:
-        UserError: if the target lacks a layer to train, or the heads share an output layer that is trained.
     """
 
     card = FamilyCard(
@@ -111,17 +91,12 @@ class Medusa2Module(MedusaModule):
     config: Medusa2TrainConfig
     changes_target: ClassVar[bool] = True
     needs_whole_target: ClassVar[bool] = True
+    validation_rows = 16  # the changed target rewrites them for each measurement
 
     def __init__(
         self, target: Target, config: Medusa2TrainConfig | None = None, *, token_counts: Tensor | None = None
     ) -> None:
         super().__init__(target, config or Medusa2TrainConfig(), token_counts=token_counts)
-        self.validation_rows = self.config.validation_answers
-        chosen = choose_layers(target.model, self.config.lora.modules, without=target.head)
-        if self.config.drafter.output == "shared" and any(target.model.get_submodule(name) is target.head
-                                                          for name in chosen):
-            raise UserError(f"lora.modules {list(self.config.lora.modules)} name the output layer, which the heads "
-                            "share; set drafter.output to copy, or leave it out of lora.modules")
 
     def configure_model(self) -> None:
         """Build the trained copy and the heads; equal seeds give equal weights."""
@@ -144,7 +119,7 @@ class Medusa2Module(MedusaModule):
                   ([weight for weight in heads if weight.ndim > 1], config.heads_lr_factor, config.weight_decay),
                   ([weight for weight in heads if weight.ndim <= 1], config.heads_lr_factor, 0.0)]
         optimizer = torch.optim.AdamW([{"params": params, "lr": config.lr * factor, "weight_decay": decay}
-                                       for params, factor, decay in groups], betas=config.betas, fused=True)
+                                       for params, factor, decay in groups], betas=BETAS, fused=True)
         second, both = (partial(self._rate, stages=stages) for stages in ([(alone, 1.0)], [(0.0, alone), (alone, 1.0)]))
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [second, both, both])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -188,21 +163,15 @@ class Medusa2Module(MedusaModule):
         return BatchLoss(total, torch.cat([sums_1C, sums_KC]), weights, (1, *drafts.offsets))
 
     def _language(self, states: Features, original: Features) -> tuple[Tensor, Tensor]:
-        """(total, sums_1C) of the adapted target's own predictions against the original's or the text."""
-        from_target = self.config.keep == "target"
-        adapted = self.learning.target
-        loss = VocabularyLoss(
-            project=lambda hidden, _step: adapted.logits(hidden.to(adapted.dtype)),
-            entries=self.target.vocab_size, weights=(1.0,), parameters=self.learning.head_parameters(),
-            objectives=(Objective(name="soft" if from_target else "hard"),),
-            teacher=Teacher(self.target) if from_target else None,
-        )
-        return loss(Drafts(hidden_BLKD=states.final()[:, :, None], offsets=(1,)), original)
+        """(total, sums_1C) of the adapted target's own predictions: KL to the original's, up to a constant.
 
-    @property
-    def learns_text(self) -> bool:
-        """True if the text's tokens are labels, of the heads or with `keep: text` of the target."""
-        return super().learns_text or self.config.keep == "text"
+        Cross entropy with the text would degrade a target that wrote the text itself.
+        """
+        adapted = self.learning.target
+        loss = VocabularyLoss(project=lambda hidden, _step: adapted.logits(hidden.to(adapted.dtype)),
+                              entries=self.target.vocab_size, weights=(1.0,), objective="soft",
+                              teacher=Teacher(self.target))
+        return loss(Drafts(hidden_BLKD=states.final()[:, :, None], offsets=(1,)), original)
 
     def describe(self, sums_KC: Tensor, weights: tuple[float, ...], offsets: tuple[int, ...]) -> dict[str, float]:
         """The heads' figures, and those of the target's own predictions as `language/...`."""
@@ -225,7 +194,7 @@ class Medusa2Module(MedusaModule):
 
         The stored answers are the original's; they are used as long as the target has not changed.
         """
-        chosen = rows[: self.config.validation_answers]
+        chosen = rows[: self.validation_rows]
         if self.learning.unchanged:
             return self.target, chosen
         adapted = self.target.adapted(self.adapter)

@@ -13,6 +13,8 @@ from ...modules.errors import UserError
 from ...modules.features import Features
 from ...modules.target.model import Target
 
+ANCHORS = 4
+"""First tokens of a conversation without an offset; attention relies on them in long texts too."""
 _UNKNOWN = 1 << 30
 """Context length of a target whose configuration has none."""
 
@@ -25,12 +27,8 @@ class PositionConfig:
     """Largest offset of the position ids; each conversation of a micro-batch draws one uniformly from 0 up. `max` is
     the largest that fits the target's context, which no offset exceeds. None adds no offsets: a drafter then never
     learns positions beyond its rows."""
-    anchors: int = 4
-    """First tokens of a conversation without an offset; attention relies on them in long texts too."""
 
     def __post_init__(self) -> None:
-        if self.anchors < 0:
-            raise UserError(f"positions.anchors must not be negative, got {self.anchors}")
         if self.offset not in (None, "max") and not (
             isinstance(self.offset, int) and not isinstance(self.offset, bool) and self.offset >= 1
         ):
@@ -57,8 +55,8 @@ class PositionConfig:
         return context
 
 
-def with_offsets(features: Features, *, anchors: int, limit: int, highest: int) -> Features:
-    """The batch with one offset for each conversation on its position ids from `anchors` up.
+def with_offsets(features: Features, *, limit: int, highest: int) -> Features:
+    """The batch with one offset for each conversation on its position ids from ANCHORS up.
 
     Nothing else changes: order, attention and labels follow the index, and the states are the target's at its own
     positions. (LongSpec's code offsets the target's positions as well, which stored states do not allow.) A draft from
@@ -67,7 +65,6 @@ def with_offsets(features: Features, *, anchors: int, limit: int, highest: int) 
     Offsets come from torch's generator on the CPU, so that the seed of a micro-batch determines them.
 
     Args:
-        anchors: first positions of a conversation without an offset.
         limit: largest offset.
         highest: largest resulting position id. Positions already beyond it get no offset.
     """
@@ -78,5 +75,5 @@ def with_offsets(features: Features, *, anchors: int, limit: int, highest: int) 
     # In float32 the offsets of a long context would not be equally likely.
     drawn_BL = torch.rand(positions_BL.shape, dtype=torch.float64).to(positions_BL.device).gather(1, numbers_BL)
     offsets_BL = (drawn_BL * (room_BL + 1)).long()
-    stays_BL = (positions_BL < anchors) | (features.segments_BL < 0)
+    stays_BL = (positions_BL < ANCHORS) | (features.segments_BL < 0)
     return replace(features, positions_BL=positions_BL + offsets_BL.masked_fill(stays_BL, 0))

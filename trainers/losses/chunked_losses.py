@@ -20,9 +20,8 @@ from ...modules.compiler import Compiler, bounded
 from ...modules.errors import UserError
 from ...modules.features import Features
 from ...modules.interfaces.drafter import Drafts
-from ...modules.target.model import Target
 from .metrics import COLUMNS, rank_hits, weighted, weighted_mean_loss
-from .objectives import Objective, TeacherOutput, wide
+from .objectives import ObjectiveName, TeacherOutput, objective_loss, wide
 
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
 """Logits in memory at once, by kind of device: 32 MiB of float32 on a CPU, 256 MiB on a GPU, plus three to six tensors
@@ -43,7 +42,7 @@ class Supervision:
     valid_NK: Tensor
     """True where draft step k predicts the token and learns from it."""
     labels_N: Tensor
-    """The token's entry in the draft vocabulary; -1 where it has none and the target's most probable token has one."""
+    """The token's entry in the draft vocabulary; -1 where it has none, which no draft step learns."""
     teachers_N: Tensor
     """Position of the final state from which the target predicts the token."""
     missed_K: Tensor
@@ -56,8 +55,7 @@ class Supervision:
 
 
 def supervise(
-    features: Features, offsets: Sequence[int], index_V: Tensor | None = None, valid_BLK: Tensor | None = None,
-    deciding_BL: Tensor | None = None,
+    features: Features, offsets: Sequence[int], index_V: Tensor | None = None, valid_BLK: Tensor | None = None
 ) -> Supervision:
     """The labels of a batch and the draft steps that predict them, by `Features.labels` alone.
 
@@ -66,17 +64,15 @@ def supervise(
         offsets: how far ahead each draft step predicts.
         index_V: entry of the draft vocabulary for each target token, -1 for none; None for the whole vocabulary.
         valid_BLK: True where a draft step has a state at a position; None for all positions.
-        deciding_BL: tokens that must have an entry for the label in their place to be learned; None for the labels.
     """
     tokens_BL = features.tokens_BL
     entries_BL = tokens_BL if index_V is None else index_V[tokens_BL]
-    known_BL = (entries_BL if deciding_BL is None or index_V is None else index_V[deciding_BL]) >= 0
     predicts = [features.labels(offset)[1] for offset in offsets]
     if valid_BLK is not None:
         predicts = [labelled_BL & valid_BLK[:, :, step] for step, labelled_BL in enumerate(predicts)]
     moved = [_at_predicted(here_BL, offset) for here_BL, offset in zip(predicts, offsets, strict=True)]
     labelled_BLK = torch.stack(moved, dim=-1)
-    valid_BLK = labelled_BLK & known_BL[..., None]
+    valid_BLK = labelled_BLK & (entries_BL >= 0)[..., None]
     chosen_N = _chosen(valid_BLK.any(-1).flatten(), features.labels_at_most)
     valid_NK = valid_BLK.flatten(0, 1)[chosen_N]
     sources_NK = torch.stack([chosen_N - offset for offset in offsets], dim=-1)
@@ -85,7 +81,7 @@ def supervise(
         valid_NK=valid_NK,
         labels_N=entries_BL.flatten()[chosen_N],
         teachers_N=chosen_N - 1,
-        missed_K=(labelled_BLK & ~known_BL[..., None]).sum((0, 1)),
+        missed_K=(labelled_BLK & ~(entries_BL >= 0)[..., None]).sum((0, 1)),
     )
 
 
@@ -117,8 +113,8 @@ class VocabularyLoss:
     """Weight of each draft step in the loss."""
     parameters: tuple[nn.Parameter, ...] = ()
     """Trained weights that `project` reads."""
-    objectives: tuple[Objective, ...]
-    """Objective of each draft step."""
+    objective: ObjectiveName
+    """Name of the loss of all draft steps."""
     teacher: Callable[[Tensor], TeacherOutput] | None = None
     """The target's distribution for its final states [..., D]; None when no objective reads it."""
     feature_weight: float = 0.0
@@ -128,16 +124,14 @@ class VocabularyLoss:
     chunk_elements: int | None = None
     """Logits in memory at once; None takes the device's CHUNK_ELEMENTS."""
 
-    def __call__(self, drafts: Drafts, features: Features, index_V: Tensor | None = None,
-                 deciding_BL: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def __call__(self, drafts: Drafts, features: Features, index_V: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (total, sums_KC): the weighted sum of losses, differentiable, and the sums of `metrics.COLUMNS`.
 
         The total is to be divided by `metrics.weighted_mean_loss(sums_KC, weights)[1]` once both are complete over all
         micro-batches and ranks. A label outside the draft vocabulary is not learned with any objective: the right token
-        cannot be drafted there, and the target's renormalised distribution prefers a wrong one. With `deciding_BL` (see
-        `supervise`) these tokens must lie inside instead.
+        cannot be drafted there, and the target's renormalised distribution prefers a wrong one.
         """
-        supervision = supervise(features, drafts.offsets, index_V, drafts.valid_BLK, deciding_BL)
+        supervision = supervise(features, drafts.offsets, index_V, drafts.valid_BLK)
         hidden_NKD = supervision.sources(drafts.hidden_BLKD)
         states_ND = None if self.teacher is None else features.final().flatten(0, 1)[supervision.teachers_N]
         total, sums_KC = self._vocabulary(_Rows(self, supervision, states_ND), hidden_NKD)
@@ -158,17 +152,6 @@ class VocabularyLoss:
         added_KC[:, COLUMNS.index("feature")] = feature_K.detach()
         added_KC[:, COLUMNS.index("loss")] = self.feature_weight * feature_K.detach()
         return total + self.feature_weight * weighted(feature_K, self.weights), sums_KC + added_KC
-
-
-@torch.no_grad()
-def greedy_tokens(target: Target, features: Features) -> Tensor:
-    """The token that the target finds most probable in the place of each possible label, [B, L]; the text's own token
-    elsewhere."""
-    tokens_BL, (rows_M, places_M) = features.tokens_BL.clone(), features.labels(1)[1].nonzero(as_tuple=True)
-    usual = CHUNK_ELEMENTS.get(tokens_BL.device.type, CHUNK_ELEMENTS["cuda"])
-    parts = torch.split(features.final()[rows_M, places_M], max(1, usual // target.vocab_size))
-    tokens_BL[rows_M, places_M + 1] = torch.cat([target.logits(part).argmax(-1) for part in parts])
-    return tokens_BL
 
 
 def feature_loss(estimated_NKD: Tensor, supervision: Supervision, drafts: Drafts, features: Features) -> Tensor:
@@ -218,7 +201,7 @@ class _Rows:
         """Return (loss, sums_C) of one draft step at the tokens of the chunk; the loss is a sum, without the weight."""
         valid_N, labels_N = self.supervision.valid_NK[chunk, step], self.supervision.labels_N[chunk]
         logits_NQ = self.loss.project(states_ND, step)
-        return self.loss.measure(logits_NQ, labels_N, valid_N, teacher_output, self.loss.objectives[step])
+        return self.loss.measure(logits_NQ, labels_N, valid_N, teacher_output, self.loss.objective)
 
     def empty(self, device: torch.device) -> Tensor:
         """Sums before the first chunk, [K, C]: zero but for the labels outside the draft vocabulary."""
@@ -240,13 +223,13 @@ class _Rows:
         return self.total(sums_KC, hidden_NKD), sums_KC
 
 
-Measure = Callable[[Tensor, Tensor, Tensor, TeacherOutput | None, Objective], tuple[Tensor, Tensor]]
+Measure = Callable[[Tensor, Tensor, Tensor, TeacherOutput | None, ObjectiveName], tuple[Tensor, Tensor]]
 """A function like `measured`."""
 
 
 def measured(
-    logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, teacher_output: TeacherOutput | None, objective: Objective,
-    *, whole: bool = False,
+    logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, teacher_output: TeacherOutput | None,
+    objective: ObjectiveName, *, whole: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(loss, sums_C) of one draft step's logits at the tokens of a chunk; the loss is a sum, without the weight.
 
@@ -255,10 +238,10 @@ def measured(
         labels_N: the labels.
         valid_N: True where the step learns from its label.
         teacher_output: the target's distribution; None for objectives that do not read it.
-        objective: of the step.
+        objective: name of the loss.
         whole: count the acceptance of all rows at once, for a compiler that keeps none of it in memory.
     """
-    loss = torch.where(valid_N, objective(logits_NQ, labels_N, teacher_output), 0.0).sum()
+    loss = torch.where(valid_N, objective_loss(objective, logits_NQ, labels_N, teacher_output), 0.0).sum()
     with torch.no_grad():
         alpha, known = _acceptance(logits_NQ, valid_N, teacher_output, whole=whole)
         sums = (valid_N.sum(), torch.zeros_like(loss), loss, alpha, known, torch.zeros_like(loss))
@@ -282,14 +265,14 @@ def compiled_measure(compiler: Compiler) -> Measure:
     """
 
     def run(logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, log_p_NQ: Tensor | None, log_mass_N: Tensor | None,
-            objective: Objective) -> tuple[Tensor, Tensor]:
+            objective: ObjectiveName) -> tuple[Tensor, Tensor]:
         known = None if log_p_NQ is None else _FusedOutput(log_p_NQ=log_p_NQ, log_mass_N=log_mass_N)
         return measured(logits_NQ, labels_N, valid_N, known, objective, whole=True)
 
     form = compiler.compiled(run, dynamic=None)
 
     def measure(logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, teacher_output: TeacherOutput | None,
-                objective: Objective) -> tuple[Tensor, Tensor]:
+                objective: ObjectiveName) -> tuple[Tensor, Tensor]:
         given = (None, None) if teacher_output is None else (teacher_output.log_p_NQ, teacher_output.log_mass_N)
         with bounded():
             found: tuple[Tensor, Tensor] = form(logits_NQ, labels_N, valid_N, *given, objective)

@@ -12,19 +12,22 @@ Shapes: N predicted tokens, Q entries of the draft vocabulary, V of the target's
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...modules.errors import UserError
 from ...modules.target.draft_vocabulary import OutputRows
 from ...modules.target.model import Target
 
 ObjectiveName = Literal["hard", "soft", "reverse_kl", "jsd", "tvd", "lk_alpha", "lk_hybrid"]
 """Names for recipes; each is a function in this file."""
+JSD_BETA = 0.5
+"""Weight of the target in the mixture of `jsd`: the symmetric divergence."""
+LK_ETA = 3.0
+"""Rate at which `lk_hybrid` changes from KL to acceptance (arXiv:2602.23881)."""
 LEAST_LOG_P = -100.0
 """Lower bound of log p in nats, for tokens that the target excludes (minus infinity): divergences stay finite."""
 
@@ -93,13 +96,6 @@ def soft(logits_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
     return functional.cross_entropy(wide(logits_NQ), teacher_output.p_NQ, reduction="none")
 
 
-def top_cross_entropy(logits_NQ: Tensor, teacher_output: TeacherOutput, *, k: int) -> Tensor:
-    """-sum p log q over the target's k most probable tokens, without renormalisation (arXiv:2408.15766)."""
-    log_q_NQ = wide(logits_NQ).log_softmax(-1)
-    top = teacher_output.p_NQ.topk(min(k, log_q_NQ.shape[-1]), dim=-1)
-    return -(top.values * log_q_NQ.gather(-1, top.indices)).sum(-1)
-
-
 def forward_kl(log_q_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
     """KL(p || q) = sum p (log p - log q)."""
     return (teacher_output.p_NQ * (teacher_output.log_p_NQ - log_q_NQ)).sum(-1)
@@ -111,12 +107,12 @@ def reverse_kl(logits_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
     return (log_q_NQ.exp() * (log_q_NQ - teacher_output.log_p_NQ)).sum(-1)
 
 
-def jsd(logits_NQ: Tensor, teacher_output: TeacherOutput, *, beta: float) -> Tensor:
-    """beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q (arXiv:2306.13649, eq. 1)."""
+def jsd(logits_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
+    """b KL(p || m) + (1 - b) KL(q || m), m = b p + (1 - b) q (arXiv:2306.13649, eq. 1), b = JSD_BETA."""
     log_q_NQ = wide(logits_NQ).log_softmax(-1)
-    log_m_NQ = torch.logaddexp(teacher_output.log_p_NQ + math.log(beta), log_q_NQ + math.log1p(-beta))
+    log_m_NQ = torch.logaddexp(teacher_output.log_p_NQ + math.log(JSD_BETA), log_q_NQ + math.log1p(-JSD_BETA))
     from_q_N = (log_q_NQ.exp() * (log_q_NQ - log_m_NQ)).sum(-1)
-    return beta * forward_kl(log_m_NQ, teacher_output) + (1 - beta) * from_q_N
+    return JSD_BETA * forward_kl(log_m_NQ, teacher_output) + (1 - JSD_BETA) * from_q_N
 
 
 def tvd(logits_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
@@ -140,73 +136,36 @@ def lk_alpha(logits_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
     return -log_alpha(wide(logits_NQ).log_softmax(-1), teacher_output)
 
 
-def lk_hybrid(logits_NQ: Tensor, teacher_output: TeacherOutput, *, eta: float) -> Tensor:
-    """lam KL(p || q) + (1 - lam) (1 - alpha), lam = exp(-eta alpha) held constant (arXiv:2602.23881).
+def lk_hybrid(logits_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
+    """lam KL(p || q) + (1 - lam) (1 - alpha), lam = exp(-LK_ETA alpha) held constant (arXiv:2602.23881).
 
     KL dominates while little is accepted, the acceptance later; each token has its own lam.
     """
     log_q_NQ = wide(logits_NQ).log_softmax(-1)
     alpha_N = log_alpha(log_q_NQ, teacher_output).exp()
-    share_N = (-eta * alpha_N.detach()).exp()
+    share_N = (-LK_ETA * alpha_N.detach()).exp()
     return share_N * forward_kl(log_q_NQ, teacher_output) + (1 - share_N) * (1 - alpha_N)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Objective:
-    """A distillation loss and its parameters."""
+OBJECTIVES: dict[ObjectiveName, Callable[[Tensor, TeacherOutput], Tensor] | None] = {
+    "hard": None, "soft": soft, "reverse_kl": reverse_kl, "jsd": jsd, "tvd": tvd, "lk_alpha": lk_alpha,
+    "lk_hybrid": lk_hybrid}
+"""The losses by name; `hard` alone reads no distribution of the target."""
+NEEDS_MASS: tuple[ObjectiveName, ...] = ("lk_alpha", "lk_hybrid")
+"""Losses that read the acceptance and therefore the target's whole distribution."""
 
-    name: ObjectiveName = "hard"
-    """Name of the loss."""
-    jsd_beta: float = 0.5
-    """Weight of the target in the mixture of `jsd`."""
-    lk_eta: float = 3.0
-    """Rate at which `lk_hybrid` changes from KL to acceptance."""
-    top_weight: float = 0.0
-    """Weight of the cross entropy over the target's most probable tokens alone, relative to the objective's 1."""
-    top_k: int = 10
-    """Number of these tokens."""
-    hard_share: float = 0.0
-    """Share of the cross entropy with the next token; the objective has the rest."""
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.top_weight < math.inf:
-            raise UserError(f"top_weight must be a finite number of at least 0, got {self.top_weight}")
-        if not 0 <= self.hard_share <= 1:
-            raise UserError(f"hard_share must lie between 0 and 1, got {self.hard_share}")
-        if self.top_k < 1:
-            raise UserError(f"top_k must be at least 1, got {self.top_k}")
-        if self.name not in ("hard", *self._with_teacher()):
-            known = ", ".join(("hard", *self._with_teacher()))
-            raise UserError(f"objective must be one of {known}, got {self.name!r}")
-        if not 0 < self.jsd_beta < 1:
-            raise UserError(f"jsd_beta must lie between 0 and 1, got {self.jsd_beta}")
-        if not 0 <= self.lk_eta < math.inf:
-            raise UserError(f"lk_eta must be a finite number of at least 0, got {self.lk_eta}")
+def objective_loss(
+    name: ObjectiveName, logits_NQ: Tensor, labels_N: Tensor, teacher_output: TeacherOutput | None
+) -> Tensor:
+    """The loss of each row by its name, [N], in nats but for `tvd` and the part of `lk_hybrid` that is 1 - alpha.
 
-    def _with_teacher(self) -> dict[str, Callable[[Tensor, TeacherOutput], Tensor]]:
-        return {"soft": soft, "reverse_kl": reverse_kl, "jsd": partial(jsd, beta=self.jsd_beta), "tvd": tvd,
-                "lk_alpha": lk_alpha, "lk_hybrid": partial(lk_hybrid, eta=self.lk_eta)}
-
-    @property
-    def needs_teacher(self) -> bool:
-        """True if it reads the target's distribution."""
-        return self.name != "hard" or self.top_weight > 0
-
-    @property
-    def needs_mass(self) -> bool:
-        """True if it reads the acceptance and therefore the target's whole distribution."""
-        return self.name in ("lk_alpha", "lk_hybrid")
-
-    def __call__(self, logits_NQ: Tensor, labels_N: Tensor, teacher_output: TeacherOutput | None) -> Tensor:
-        """The loss of each row, [N]."""
-        if not self.needs_teacher:
-            return hard(logits_NQ, labels_N)
-        if teacher_output is None:
-            raise ValueError(f"the objective {self.name} needs the target's distribution; give a teacher")
-        own = self._with_teacher().get(self.name)
-        loss_N = hard(logits_NQ, labels_N) if own is None else own(logits_NQ, teacher_output)
-        if self.hard_share and own is not None:
-            loss_N = (1 - self.hard_share) * loss_N + self.hard_share * hard(logits_NQ, labels_N)
-        if not self.top_weight:
-            return loss_N
-        return loss_N + self.top_weight * top_cross_entropy(logits_NQ, teacher_output, k=self.top_k)
+    Raises:
+        ValueError: if the loss reads the target's distribution and there is none.
+    """
+    loss = OBJECTIVES[name]
+    if loss is None:
+        return hard(logits_NQ, labels_N)
+    if teacher_output is None:
+        raise ValueError(f"the objective {name} needs the target's distribution; give a teacher")
+    return loss(logits_NQ, teacher_output)

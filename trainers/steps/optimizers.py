@@ -11,6 +11,8 @@ from ...modules.interfaces.drafter import Drafter
 
 OptimizerName = Literal["adamw", "muon"]
 """Names of the optimizers."""
+BETAS = (0.9, 0.999)
+"""Decay of AdamW's averages of the gradient and of its square. The EAGLE papers have 0.9 and 0.95."""
 MUON_RATE = 10.0
 """Muon's learning rate, as a multiple of AdamW's."""
 MOMENTUM = 0.95
@@ -54,8 +56,7 @@ class Together(Optimizer):
         self._share()
 
 
-def optimizer_for(drafter: Drafter, name: OptimizerName, *, lr: float, betas: tuple[float, float],
-                  weight_decay: float) -> Optimizer:
+def optimizer_for(drafter: Drafter, name: OptimizerName, *, lr: float, weight_decay: float) -> Optimizer:
     """The optimizer of a drafter's trained weights; vectors have no weight decay.
 
     With Muon the matrices inside the layers are orthogonalised (Newton-Schulz) with the update's size of AdamW
@@ -72,7 +73,7 @@ def optimizer_for(drafter: Drafter, name: OptimizerName, *, lr: float, betas: tu
     parts: list[Optimizer] = []
     if kept := [group for group in groups if group["params"]]:
         # Fused: one pass over the weights in place of one for each operation.
-        parts.append(AdamW(kept, lr=lr, betas=betas, fused=True))
+        parts.append(AdamW(kept, lr=lr, betas=BETAS, fused=True))
     if muon:
         parts.append(Muon(muon, lr=MUON_RATE * lr, momentum=MOMENTUM, weight_decay=weight_decay,
                           adjust_lr_fn="match_rms_adamw"))

@@ -1,11 +1,8 @@
-"""The batches of the running optimizer step and the losses before it: a step that goes wrong is named and saved.
+"""The batches of the running optimizer step: a step whose loss is not finite is named and saved.
 
 Shapes: B rows, L positions of a row.
 """
 
-import math
-import statistics
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -17,10 +14,6 @@ from ...modules.features import Features
 from .checkpoints import save_weights
 from .unread_steps import Batches
 
-WINDOW = 50
-"""Optimizer steps over whose losses the median runs."""
-FEWEST = 10
-"""Fewest losses of which a median means anything."""
 KINDS = ("tokens_BL", "supervised_BL", "segments_BL", "positions_BL")
 """Parts of a batch that are kept."""
 NAMED = 3
@@ -36,37 +29,20 @@ class NamedRows(Protocol):
 
 
 class StepGuard:
-    """Watches the loss of each optimizer step.
+    """Keeper of the micro-batches of the running optimizer step, for the error of one that goes wrong."""
 
-    Args:
-        spike: largest loss, as a multiple of the running median; None for no bound.
-    """
-
-    def __init__(self, spike: float | None) -> None:
-        self.spike = spike
-        self.losses: deque[float] = deque(maxlen=WINDOW)
-        """Those of the last steps; part of a checkpoint, so that a resumed run stops where an undisturbed one does."""
+    def __init__(self) -> None:
         self._batches: list[tuple[int, Features]] = []
 
     def add(self, number: int, batch: Features) -> None:
         """Keep a micro-batch of the running step, without states."""
         self._batches.append((number, Features(**{kind: getattr(batch, kind) for kind in KINDS})))
 
-    def is_wrong(self, loss: float) -> bool:
-        """True for a loss that is not finite, or is a spike."""
-        if not math.isfinite(loss):
-            return True
-        return self.spike is not None and len(self.losses) >= FEWEST and loss > self.spike * self._median()
-
     def end_step(self) -> Batches:
         """The micro-batches of the running step, which is over."""
         batches = tuple(self._batches)
         self._batches.clear()
         return batches
-
-    def pass_step(self, loss: float) -> None:
-        """Count a step with a sound loss."""
-        self.losses.append(loss)
 
     def error(self, loss: float, step: int, batches: Batches, trainer: L.Trainer, slower: str) -> UserError:
         """The error that ends the run for a step, after its batches were written as safetensors, tokens each [B, L].
@@ -85,16 +61,9 @@ class StepGuard:
         file = Path(trainer.default_root_dir) / f"wrong-step-{step:06d}-rank-{rank}.safetensors"
         save_weights(file, {f"{number}.{kind}": getattr(batch, kind) for number, batch in batches
                             for kind in KINDS})
-        said, remedy = f"the loss became {loss}", f"{slower} and train again into an empty --out folder"
-        if math.isfinite(loss):
-            times, steps = loss / self._median(), len(self.losses)
-            said = f"the loss is {loss:.3g}, {times:.1f} times the median of the last {steps} steps,"
-            remedy += f", or raise spike (now {self.spike}) to go on"
         rows = _rows(batches, trainer.datamodule, rank, world)  # type: ignore[attr-defined]
-        return UserError(f"{said} at optimizer step {step} ({rows}; {file} holds them); {remedy}")
-
-    def _median(self) -> float:
-        return statistics.median(self.losses)
+        return UserError(f"the loss became {loss} at optimizer step {step} ({rows}; {file} holds them); {slower} and "
+                         "train again into an empty --out folder")
 
 
 def _rows(batches: Batches, data: Any, rank: int, world: int) -> str:

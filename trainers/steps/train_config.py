@@ -4,17 +4,17 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ...modules.config_checks import MOST_STEPS, MOST_TOKENS, check_bounds
+from ...modules.config_checks import MOST_STEPS, check_bounds
 from ...modules.errors import UserError
 from ...modules.interfaces.drafter import DrafterConfig
-from ..losses.objectives import Objective, ObjectiveName
+from ..losses.objectives import OBJECTIVES, ObjectiveName
 from .optimizers import OptimizerName
 
 Precision = Literal["auto", "32-true", "bf16-mixed"]
 """Lightning's names of precisions, and `auto`."""
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
 """Lightning's names of the device kinds that train here."""
-UNDECISIVE = ("activation_checkpointing", "checkpoint_minutes", "compile", "spike")
+UNDECISIVE = ("activation_checkpointing", "compile")
 """Settings of training that decide no weight but by rounding: a run may be resumed with others."""
 DIVISION = ("accumulate", "devices", "num_nodes")
 """Settings whose product is the number of micro-batches of an optimizer step: it alone decides, up to rounding."""
@@ -39,8 +39,6 @@ class TrainConfig:
     """Peak learning rate of AdamW."""
     warmup_steps: int = 20
     """Optimizer steps over which the learning rate rises from zero; it falls along a cosine afterwards."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of AdamW's averages of the gradient and of its square. The EAGLE papers have 0.9 and 0.95."""
     weight_decay: float = 0.0
     """Decoupled weight decay; biases and other vectors are exempt."""
     clip: float = 1.0
@@ -51,28 +49,15 @@ class TrainConfig:
     """Loss of the draft's distribution. `hard`: cross entropy with the next token; the others compare it with the
     target's whole distribution: `soft` (cross entropy, forward KL), `reverse_kl`, `jsd`, `tvd` (total variation),
     `lk_alpha` (-log acceptance), `lk_hybrid` (from KL to acceptance as that grows)."""
-    jsd_beta: float = 0.5
-    """Weight of the target in the mixture of `jsd`."""
-    lk_eta: float = 3.0
-    """Rate at which `lk_hybrid` changes from KL to acceptance: the share of KL is exp(-lk_eta * acceptance)."""
     feature_weight: float = 0.0
     """Weight, relative to the objective's 1, of a smooth L1 loss between draft states and the target states that they
     estimate, for families that estimate them. EAGLE's 1.0 with 0.1 is 10 here (arXiv:2401.15077, section 4.1)."""
-    decay: float = 0.8
-    """Weight of draft step k in the loss is decay ** k (arXiv:2401.10774, section 2.2.1)."""
-    step_weights: tuple[float, ...] | None = None
-    """Weight of each draft step in the loss, in place of decay ** k; steps after the last one given have its weight."""
     validate_every: int = 50
     """Optimizer steps between two measurements of the accepted length on held-out text."""
     validation_nodes: int = 16
     """Largest number of nodes, root included, of the draft tree in validation."""
     checkpoint_every: int = 25
     """Optimizer steps between two checkpoints: the most that an interrupted run loses."""
-    checkpoint_minutes: float | None = None
-    """Minutes after which a checkpoint is also saved, however few steps they were; None for no limit but that."""
-    spike: float | None = None
-    """Stop at an optimizer step whose loss is above this many times the median of the last 50, name its rows and save
-    them; None never does. A loss that is not finite always stops."""
     precision: Precision = "auto"
     """Precision of the drafter's arithmetic in training; its weights stay float32. `auto` is bf16-mixed on CUDA and on
     CPUs with instructions for it (AVX512-BF16, AMX), 32-true elsewhere."""
@@ -95,17 +80,12 @@ class TrainConfig:
     which splits the optimizer states, then the gradients too, then the weights too. Wherever the target is."""
     seed: int = 0
     """Seed of all random numbers of training."""
-    vocabulary_positions: int = 0
-    """Labels, spread over the training text, at which the target's probabilities are summed to choose a reduced draft
-    vocabulary, besides the counts of all labels; where no states are stored, the target reads at most 20,000 tokens for
-    it. 0 counts alone."""
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     """Shape of the drafter; each family has its own settings."""
 
     def __post_init__(self) -> None:
         check_bounds(self, max_steps=(1, MOST_STEPS), accumulate=(1, MOST_STEPS), validate_every=(1, MOST_STEPS),
-                     checkpoint_every=(1, MOST_STEPS), devices=(1, MOST_STEPS), num_nodes=(1, MOST_STEPS),
-                     vocabulary_positions=(0, MOST_TOKENS))
+                     checkpoint_every=(1, MOST_STEPS), devices=(1, MOST_STEPS), num_nodes=(1, MOST_STEPS))
         if self.max_steps is None and self.max_minutes is None:
             raise UserError("max_steps and max_minutes are both null, and training would never end; set one of them")
         if self.validation_nodes < 2:
@@ -113,26 +93,14 @@ class TrainConfig:
         for name in ("warmup_steps", "weight_decay", "clip", "seed", "feature_weight"):
             if (value := getattr(self, name)) < 0:
                 raise UserError(f"{name} must not be negative, got {value}")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise UserError(f"betas must be at least 0 and below 1, got {list(self.betas)}")
-        if not 0 < self.decay <= 1:
-            raise UserError(f"decay must be above 0 and at most 1, got {self.decay}")
-        if self.step_weights is not None and not (self.step_weights and self.step_weights[0] > 0
-                                                  and min(self.step_weights) >= 0):
-            raise UserError("step_weights must be one or more numbers, the first above 0 and none negative, got "
-                            f"{list(self.step_weights)}")
         if not 0 < self.lr <= MOST_LR:
             raise UserError(f"lr must be above 0 and at most {MOST_LR:g}, got {self.lr}")
         if self.max_minutes is not None and not self.max_minutes > 0:
             raise UserError(f"max_minutes must be above 0, got {self.max_minutes}; leave it out to end by max_steps")
-        if self.checkpoint_minutes is not None and not self.checkpoint_minutes > 0:
-            raise UserError(f"checkpoint_minutes must be above 0, got {self.checkpoint_minutes}; leave it out to count "
-                            "steps alone")
-        if self.spike is not None and not self.spike > 1:
-            raise UserError(f"spike must be above 1, the median itself, got {self.spike}; try 4, or leave it out")
         if self.accelerator not in ACCELERATORS:
             raise UserError(f"accelerator must be one of {', '.join(ACCELERATORS)}, got {self.accelerator!r}")
-        self.objective_settings()
+        if self.objective not in OBJECTIVES:
+            raise UserError(f"objective must be one of {', '.join(OBJECTIVES)}, got {self.objective!r}")
 
     @property
     def world(self) -> int:
@@ -142,10 +110,6 @@ class TrainConfig:
     def share_of_steps(self, step: int) -> float:
         """Share of `max_steps` that is done after `step` optimizer steps; 0 without a limit."""
         return 0.0 if self.max_steps is None else step / self.max_steps
-
-    def objective_settings(self) -> Objective:
-        """The objective with its parameters. Raises UserError when they are out of range."""
-        return Objective(name=self.objective, jsd_beta=self.jsd_beta, lk_eta=self.lk_eta)
 
 
 def decisive_settings(settings: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Draft vocabularies by counts and by the target's probabilities: exact, bounded, kept, and the same after a resume."""
+"""Labels of the training text are counted exactly, and the coverage of a draft vocabulary is that of held-out text."""
 
 import json
 import shutil
@@ -6,14 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, TokenShard, distill, encode
-from draftsmith.data.batches import label_weights as weighing
-from draftsmith.data.batches.label_weights import count_labels, coverage, weigh_labels
+from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, TokenShard, distill
+from draftsmith.data.batches.label_weights import count_labels, coverage
 from draftsmith.data.batches.learned_tokens import LearnedTokens
-from draftsmith.modules import Features, Target
-from torch import Tensor
-
-ALL = LearnedTokens()
+from draftsmith.modules import Target
 
 
 @pytest.fixture(scope="module")
@@ -33,80 +29,13 @@ def folder(data: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(data, tmp_path / "data"))
 
 
-@torch.no_grad()
-def told(target: Target, folder: Path) -> tuple[Tensor, int]:
-    """(the target's distribution before every label, summed by a plain loop, number of labels)."""
-    sums_V, count = torch.zeros(target.vocab_size, dtype=torch.float64), 0
-    for record in Manifest.load(folder).split("train"):
-        shard = TokenShard.read(folder / record.file)
-        for row in range(shard.num_rows):
-            place = slice(*shard.span(row))
-            tokens, flags = shard.tokens_T[place].tolist(), shard.supervised_T[place].tolist()
-            final_LD = target.encode(Features.from_rows([(tokens, flags)])).final()[0]
-            for at in range(1, len(tokens)):
-                if flags[at]:
-                    sums_V += target.logits(final_LD[at - 1]).double().softmax(-1)
-                    count += 1
-    return sums_V, count
-
-
-@pytest.mark.parametrize("stored", [True, False])
-def test_probabilities_are_those_before_every_label(stored: bool, folder: Path, tiny_target: Target) -> None:
-    if stored:
-        encode(tiny_target, folder, progress=False)
-    expected_V, count = told(tiny_target, folder)
-    counts_V = count_labels(folder, ALL)
-    assert int(counts_V.sum()) == count == Manifest.load(folder).total("train", "supervised")
-    found_V = weigh_labels(tiny_target, folder, ALL, 10_000)
-    assert found_V.sum() == pytest.approx(2 * count)
-    torch.testing.assert_close(found_V, counts_V + expected_V, rtol=1e-4, atol=1e-4)
-    assert torch.equal(weigh_labels(tiny_target, folder, ALL, 0), counts_V.double())
-
-
-def test_the_positions_and_the_tokens_read_are_bounded(
-    folder: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows, looked = [], []
-    logits, encoded = Target.logits, Target.encode
-
-    def counting(self: Target, final: Tensor) -> Tensor:
-        looked.append(final.shape[:-1].numel())
-        return logits(self, final)
-
-    def reading(self: Target, features: Features, *more: object) -> Features:
-        rows.append(int((features.segments_BL >= 0).sum()))
-        return encoded(self, features, *more)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Target, "logits", counting)
-    monkeypatch.setattr(Target, "encode", reading)
-    monkeypatch.setattr(weighing, "READ_TOKENS", 150)
-    monkeypatch.setattr(weighing, "CHUNK_ELEMENTS", {"cpu": 7 * tiny_target.vocab_size, "cuda": 1})
-    weigh_labels(tiny_target, folder, ALL, 40)
-    assert 0 < sum(rows) <= 260, "about as many tokens as the bound says, a row of each shard at least"
-    assert 0 < sum(looked) <= 40
-    assert max(looked) <= 7, "a chunk is larger than its bound"
-    encode(tiny_target, folder, progress=False)
-    rows.clear()
-    looked.clear()
-    weigh_labels(tiny_target, folder, ALL, 41)
-    assert sum(looked) == 41
-    assert rows == [], "stored states were computed again"
-
-
-def test_they_are_kept_with_the_data(folder: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weighing, "READ_TOKENS", 150)
-    first_V = weigh_labels(tiny_target, folder, ALL, 100)
-    other_V = weigh_labels(tiny_target, folder, LearnedTokens(loops="drop"), 100)
-    names = sorted(file.name for file in folder.glob("probabilities-*"))
-    assert len(names) == 2
-    content = (folder / names[0]).read_bytes()
-    (folder / names[0]).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    monkeypatch.setattr(weighing, "READ_TOKENS", 10**6)
-    again = [weigh_labels(tiny_target, folder, chosen, 100) for chosen in (ALL, LearnedTokens(loops="drop"))]
-    equal = [torch.equal(one, two) for one, two in zip(again, (first_V, other_V), strict=True)]
-    assert sorted(equal) == [False, True], "the file that was changed is made anew, the other is read"
-    encode(tiny_target, folder, progress=False)
-    assert torch.equal(weigh_labels(tiny_target, folder, ALL, 100), again[0]), "other states must not change a choice"
+def test_every_label_is_counted(folder: Path) -> None:
+    manifest = Manifest.load(folder)
+    shards = [TokenShard.read(folder / record.file) for record in manifest.split("train")]
+    labels = torch.cat([shard.tokens_T[shard.supervised_T] for shard in shards])
+    counts_V = count_labels(folder, LearnedTokens())
+    assert torch.equal(counts_V, torch.bincount(labels, minlength=manifest.target.vocab_size))
+    assert int(counts_V.sum()) == manifest.total("train", "supervised")
 
 
 def test_coverage_is_that_of_greedy_held_out_answers(folder: Path) -> None:

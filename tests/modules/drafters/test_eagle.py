@@ -267,20 +267,6 @@ def test_no_gradient_of_a_pass_goes_through_the_one_before(tiny_target: Target) 
     assert drafter.fc.weight.grad is not None
 
 
-def test_training_can_weight_the_most_probable_tokens(tiny_target: Target) -> None:
-    settings = {"drafter": EagleConfig(steps=2), "objective": "hard", "feature_weight": 0.0}
-    losses = []
-    for weight in (0.0, 10.0):
-        module = EagleModule(tiny_target, EagleTrainConfig(**settings, top_weight=weight))  # type: ignore[arg-type]
-        module.drafter = Eagle.create(EagleConfig(steps=2), tiny_target).eval()
-        assert module.needs_teacher == (weight > 0)
-        with torch.no_grad():
-            losses.append(float(module.loss(packed(tiny_target, module.drafter)).total))
-    assert losses[1] > losses[0]
-    with pytest.raises(UserError, match="top_k must be at least 1, got 0"):
-        EagleTrainConfig(top_k=0)
-
-
 def test_noise_is_added_in_training_alone(tiny_target: Target) -> None:
     drafter = randomised(Eagle.create(EagleConfig(noise=0.1), tiny_target))
     final = text(tiny_target, drafter, list(range(20, 30))).final()

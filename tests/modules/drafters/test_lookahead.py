@@ -26,9 +26,7 @@ from draftsmith.modules import (
 from draftsmith.modules.drafters.parts.lookahead_drafter import LookaheadState
 from draftsmith.modules.drafters.parts.virtual_nodes import Slots, extended
 from draftsmith.modules.interfaces.proposer import DraftState, Frontier, Observation
-from draftsmith.modules.target.read_text import ReadText
 from draftsmith.modules.token_tree import Lookahead
-from draftsmith.trainers.drafters.lookahead_base import rolled_out
 from draftsmith.trainers.drafters.prompt_tokens import PromptTokensModule, PromptTokensTrainConfig
 from references.lookahead import states_after
 from support.encoded_answers import encoded_answers
@@ -155,43 +153,6 @@ def test_virtual_nodes_follow_the_nodes_that_want_them() -> None:
     assert (whole.virtual.anchors_BM >= 0).sum(-1).tolist() == [12, 6]
     with pytest.raises(ValueError, match="virtual nodes of another drafter"):
         extended(whole, Slots(steps=2), torch.randn(2, 3))
-
-
-def test_a_roll_out_is_the_greedy_continuation_with_the_states_of_that_text(tiny_target_f64: Target) -> None:
-    target, features = tiny_target_f64, packed_rows()
-    text = ReadText(target, features)
-    anchors_BG = torch.tensor([[2, 6], [4, 0]])
-    rolled = rolled_out(text, anchors_BG, torch.tensor([[True, True], [True, False]]), 3)
-    for row, (line, start, stop) in enumerate(((0, 0, 2), (0, 5, 6), (1, 0, 4))):
-        before = features.tokens_BL[line, start : stop + 1].tolist()
-        answer = native_greedy(target, tuple(before), 3)
-        assert rolled.tokens_BL[row].tolist() == [before[-1], *answer]
-        encoded = target.encode(Features.from_rows([([*before, *answer], [True] * (len(before) + 3))]))
-        torch.testing.assert_close(rolled.final()[row, :-1], encoded.final()[0, len(before) - 1 : -1], **CLOSE)
-    assert rolled.supervised_BL.tolist() == [[False, True, True, True]] * 3 + [[False] * 4]
-
-
-def test_training_on_roll_outs_of_greedy_text_is_training_on_the_text(
-    tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At positions whose labels all lie inside the answer; text of a person gives another loss."""
-    target = tiny_target_f64
-    prompt = (5, 9, 33, 71)
-    anchors_BG = torch.arange(3, 9)[None]
-    texts = {"greedy": [*prompt, *native_greedy(target, prompt, 8)], "foreign": [*prompt, *range(50, 58)]}
-    found = {}
-    for kind, text in texts.items():
-        features = target.encode(Features.from_rows([(text, [False] * 4 + [True] * 8)]))
-        for roll_out in (False, True):
-            config = PromptTokensTrainConfig(roll_out=roll_out, drafter=PromptTokensConfig(num_tokens=2))
-            module = PromptTokensModule(target, config)
-            module.configure_model()
-            module.train()
-            monkeypatch.setattr(module.drafter, "insertions", lambda _: (anchors_BG, anchors_BG > 0))
-            loss = module.loss(features)
-            found[kind, roll_out] = loss.total.detach(), loss.sums_KC
-    torch.testing.assert_close(found["greedy", False], found["greedy", True], **CLOSE)
-    assert abs(found["foreign", False][0] - found["foreign", True][0]) > 1e-3
 
 
 def test_gradients_reach_the_prompts_alone_and_insertions_lie_before_labels(tiny_target: Target) -> None:

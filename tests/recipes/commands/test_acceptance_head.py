@@ -17,7 +17,7 @@ from draftsmith.recipes.commands.acceptance_head import COMMANDS
 from support.families import CASES, randomised
 
 SMALL = ("--length", "3", "--examples", "90", "--measured", "30", "--max-new-tokens", "8", "--fit.epochs", "1",
-         "--fit.batch_size", "16", "--rule.most", "4")
+         "--rule.most", "4")
 
 
 @pytest.fixture(scope="module")

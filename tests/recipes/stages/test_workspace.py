@@ -19,8 +19,6 @@ TWO = ("--train.devices", "2", "--train.accelerator", "cpu")
      "the tree is 8 tokens deep, but this medusa drafter answers 3; choose a tree of at most that depth"),
     (["--evaluate.policies", "[static-64]"], "a tree of 64 nodes was asked for; this artifact's has"),
     (["--family", "medusa2"], "batch.states is 'stored', but Medusa2Module trains the"),
-    (["--family", "medusa2", "--batch.states", "computed", "--train.lora.modules",
-      "[c_attn]"], "c_attn"),
     (["--family", "draft_lm", "--drafter.layers", "[0, 7]"], "7"),
     (["--drafter.vocabulary_size", "100000"], "100000"),
     (["--family", "eagle3", "--drafter.taps", "[0, 2]"],

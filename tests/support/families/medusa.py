@@ -9,19 +9,19 @@ from draftsmith.trainers.drafters.medusa2 import Medusa2Module, Medusa2TrainConf
 from support.cases import IDS, Case, case
 
 
-def _with_target(config: MedusaConfig, lora: LoraConfig) -> Case:
-    # The cycle is not the original's own text: trained to stay like the original, the target would not learn it.
-    heads = case(Medusa2Module, Medusa2TrainConfig, config, keep="text", first_stage=0.25, heads_weight=1.0, lora=lora)
+def _with_target(config: MedusaConfig, rank: int, modules: tuple[str, ...] = ()) -> Case:
+    """Medusa-2, decoding with a target of which any linear layers may have changed."""
+    heads = case(Medusa2Module, Medusa2TrainConfig, config, lora=LoraConfig(rank=rank))
 
     def change(target: Target) -> Adapter:
         generator = torch.Generator().manual_seed(4)
         layers = {}
-        for name in choose_layers(target.model, lora.modules, without=target.head):
+        for name in choose_layers(target.model, modules, without=target.head):
             outputs, inputs = target.model.get_submodule(name).weight.shape
-            a_RI = torch.randn(lora.rank, inputs, generator=generator, dtype=torch.float64) / inputs**0.5
-            b_OR = 0.3 * torch.randn(outputs, lora.rank, generator=generator, dtype=torch.float64)
+            a_RI = torch.randn(rank, inputs, generator=generator, dtype=torch.float64) / inputs**0.5
+            b_OR = 0.3 * torch.randn(outputs, rank, generator=generator, dtype=torch.float64)
             layers[name] = LowRank(a_RI=a_RI.to(target.dtype), b_OR=b_OR.to(target.dtype))
-        return Adapter(layers, lora.alpha / lora.rank)
+        return Adapter(layers, 2.0)
 
     return Case(make=heads.make, module=heads.module, change=change)
 
@@ -33,7 +33,7 @@ CASES = {
         num_heads=2, num_layers=2, output="copy", vocabulary_size=len(IDS)), IDS),
     "medusa-one-copy": case(MedusaModule, MedusaTrainConfig, MedusaConfig(
         num_heads=3, output="one_copy", vocabulary_size=len(IDS)), IDS),
-    "medusa-2": _with_target(MedusaConfig(num_heads=3), LoraConfig(rank=4, alpha=8.0)),
-    "medusa-2-copy": _with_target(MedusaConfig(num_heads=2, output="copy"), LoraConfig(
-        rank=2, alpha=4.0, modules=("q_proj", "down_proj", "lm_head"))),
+    "medusa-2": _with_target(MedusaConfig(num_heads=3), rank=4),
+    "medusa-2-copy": _with_target(MedusaConfig(num_heads=2, output="copy"), rank=2,
+                                  modules=("q_proj", "down_proj", "lm_head")),
 }

@@ -15,6 +15,7 @@ from draftsmith.modules.drafters.medusa import MedusaConfig
 from draftsmith.modules.target.loading.identity import hash_weights
 from draftsmith.modules.tuning.replay_acceptance import answered_anew
 from draftsmith.trainers import FitResult, Medusa2Module, Medusa2TrainConfig, fit
+from draftsmith.trainers.drafters import lora, medusa2
 from draftsmith.trainers.drafters.lora import LoraConfig
 from references.medusa2 import joint_loss
 from safetensors.torch import load_file
@@ -23,10 +24,15 @@ from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:validation decodes only", "ignore:.*is_gradient_checkpointing",
                                         "ignore:.*tie_word_embeddings")
-LORA = LoraConfig(rank=4, alpha=8.0, dropout=0.0)
 SMALL = Medusa2TrainConfig(max_steps=8, lr=5e-3, warmup_steps=1, validate_every=4, validation_nodes=4,
                            checkpoint_every=2, drafter=MedusaConfig(num_heads=2), precision="32-true",
-                           accelerator="cpu", lora=LORA)
+                           accelerator="cpu", lora=LoraConfig(rank=4))
+
+
+@pytest.fixture(autouse=True)
+def without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses are compared with those of plain twins, which draw no random numbers."""
+    monkeypatch.setattr(lora, "DROPOUT", 0.0)
 
 
 def config(**changes: Any) -> Medusa2TrainConfig:
@@ -64,9 +70,8 @@ def at(module: Medusa2Module, progress: float) -> Medusa2Module:
 
 @pytest.mark.parametrize(("settings", "progress", "expected"), [
     ({}, 0.0, (0.0, 1.0, 0.8)), ({}, 0.49, (0.0, 1.0, 0.8)), ({}, 0.5, (1.0, 0.2, 0.16)), ({}, 0.99, (1.0, 0.2, 0.16)),
-    ({"heads_weight": 0.4, "decay": 1.0, "first_stage": 0.25}, 0.25, (1.0, 0.4, 0.4)),
     ({"schedule": "sine"}, 0.0, (1.0, 0.0, 0.0)), ({"schedule": "sine"}, 0.5, (1.0, 0.01 * 0.5**0.5, 0.008 * 0.5**0.5)),
-    ({"schedule": "sine", "heads_weight": 1.0}, 1.0, (1.0, 1.0, 0.8)),
+    ({"schedule": "sine"}, 1.0, (1.0, 0.01, 0.008)),
 ])
 def test_the_weights_follow_the_schedule(
     settings: dict[str, Any], progress: float, expected: tuple[float, ...], target: Target
@@ -114,17 +119,19 @@ def test_a_run_that_ends_by_time_warms_up_over_as_many_steps(target: Target) -> 
 
 
 def test_a_drafts_text_is_not_a_label_of_the_target(target: Target) -> None:
-    for keep, learns in (("text", True), ("target", False)):
-        assert Medusa2Module(target, config(keep=keep, objective="soft")).learns_text is learns
+    for objective, learns in (("hard", True), ("soft", False)):
+        assert Medusa2Module(target, config(objective=objective)).learns_text is learns
 
 
 @pytest.mark.parametrize("shape", [{}, {"output": "copy"}, {"output": "one_copy"}, {"vocabulary_size": 20}])
-@pytest.mark.parametrize("keep", ["target", "text"])
-def test_the_joint_loss_is_the_plain_one(shape: dict[str, Any], keep: Any, target: Target) -> None:
+def test_the_joint_loss_is_the_plain_one(
+    shape: dict[str, Any], target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Total, count and every gradient, against whole logits one token at a time."""
     counts = torch.zeros(target.vocab_size, dtype=torch.long)
     counts[list(CYCLE)] = 5
-    settings = config(keep=keep, schedule="sine", heads_weight=0.7, drafter=MedusaConfig(num_heads=2, **shape))
+    monkeypatch.setitem(medusa2.HEADS_WEIGHT, "sine", 0.7)
+    settings = config(schedule="sine", drafter=MedusaConfig(num_heads=2, **shape))
     module = at(changed(Medusa2Module(target, settings, token_counts=counts)), 0.5)
     features = cycle_rows(3)
     learned = module.loss(features)
@@ -175,7 +182,9 @@ def test_each_stage_trains_its_own_weights(target: Target, tmp_path: Path) -> No
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in target.model.parameters())
 
 
-def test_an_interrupted_run_ends_in_the_same_bits(target: Target, tmp_path: Path) -> None:
+def test_an_interrupted_run_ends_in_the_same_bits(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Low-rank weights are in both files, dropout is on, and each stage has one interruption."""
     class Power(Exception):
         """The machine goes off."""
@@ -188,7 +197,8 @@ def test_an_interrupted_run_ends_in_the_same_bits(target: Target, tmp_path: Path
                 raise Power
             return super().training_step(batch, batch_idx)
 
-    settings = config(accumulate=2, lora=dataclasses.replace(LORA, dropout=0.2))
+    monkeypatch.setattr(lora, "DROPOUT", 0.2)
+    settings = config(accumulate=2)
     _, whole = train(target, tmp_path / "whole", settings)
     for Interrupted.at in (5, 13):
         with pytest.raises(Power):
@@ -222,55 +232,30 @@ def test_answers_written_anew_are_the_adapted_targets_own(target: Target) -> Non
         torch.testing.assert_close(after.final(), adapted.encode(after).final())
 
 
-def test_the_heads_and_the_target_learn(target: Target, tmp_path: Path) -> None:
-    """Trained on a deterministic text alone, both learn it."""
-    settings = config(max_steps=120, lr=1e-2, warmup_steps=5, validate_every=120, checkpoint_every=120, keep="text",
-                      first_stage=0.25, heads_weight=1.0, drafter=MedusaConfig(num_heads=2, output="copy"))
+def test_the_heads_learn_and_the_target_stays_itself(target: Target, tmp_path: Path) -> None:
+    """Trained on a deterministic text that the target did not write: the heads learn it, KL keeps the target."""
+    settings = config(max_steps=120, lr=1e-2, warmup_steps=5, validate_every=120, checkpoint_every=120,
+                      drafter=MedusaConfig(num_heads=2, output="copy"))
     module, _ = train(target, tmp_path, settings)
     # The last weights, not the best ones, which may be from before the second stage.
     stored = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
     module.load_state_dict(stored)
     adapted, features = target.adapted(module.adapter), cycle_rows(77, rows=8)
-    labels, valid = features.labels(1)
-    before, after = ((one.logits(one.encode(features).final()).argmax(-1)[valid] == labels[valid]).float().mean()
-                     for one in (target, adapted))
-    assert before < 0.2
-    assert after > 0.9
+    _, valid = features.labels(1)
+    before, after = (one.logits(one.encode(features).final())[valid].log_softmax(-1) for one in (target, adapted))
+    assert not module.learning.unchanged
+    assert float(torch.nn.functional.kl_div(after, before, log_target=True, reduction="batchmean")) < 0.05
     assert float((rank_table(module.drafter, [adapted.encode(features)])[:, 0] == 0).float().mean()) > 0.9
 
 
 @pytest.mark.parametrize(("settings", "told"), [
     ({"heads_lr_factor": 0.0}, "heads_lr_factor must be above 0, got 0.0"),
     ({"schedule": "cosine"}, "schedule must be 'two_stage' or 'sine', got 'cosine'"),
-    ({"first_stage": 1.0}, r"first_stage must lie between 0 and 1, got 1.0; to train the heads alone use MedusaModule"),
-    ({"heads_weight": 0.0}, "heads_weight must be above 0"), ({"keep": "all"}, "keep must be 'target' or 'text'"),
-    ({"validation_answers": 0}, "validation_answers must be at least 1"), ({"lr": 0.0}, "lr must be above 0"),
+    ({"lr": 0.0}, "lr must be above 0"),
 ])
 def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError, match=told):
         config(**settings)
-
-
-def test_layers_that_cannot_learn_are_refused(target: Target) -> None:
-    with pytest.raises(UserError, match=r"no linear layer 'query_key_value'; it has q_proj, k_proj"):
-        Medusa2Module(target, config(lora=LoraConfig(modules=("query_key_value",))))
-    with pytest.raises(UserError, match=r"name the output layer, which the heads share; set drafter.output to copy"):
-        Medusa2Module(target, config(lora=LoraConfig(modules=("lm_head",))))
-
-
-def test_an_output_layer_that_learns_is_in_the_loss(target: Target) -> None:
-    settings = config(schedule="sine", heads_weight=0.5, lora=dataclasses.replace(LORA, modules=("q_proj", "lm_head")),
-                      drafter=MedusaConfig(num_heads=2, output="copy"))
-    module = at(changed(Medusa2Module(target, settings)), 0.5)
-    learned = module.loss(cycle_rows(2))
-    learned.total.backward()
-    found = [weight.grad.clone() for weight in module.parameters()]
-    module.zero_grad()
-    joint_loss(module, cycle_rows(2), module.weights(3)).backward()
-    assert "lm_head" in module.learning.names
-    for gradient, weight in zip(found, module.parameters(), strict=True):
-        torch.testing.assert_close(gradient, weight.grad, atol=1e-5, rtol=1e-4)
-        assert gradient.abs().max() > 0
 
 
 # A whole run ---------------------------------------------------------------------------------------------------------
@@ -283,7 +268,7 @@ def test_a_run_from_prompts_to_the_report_tells_how_far_the_target_moved(tmp_pat
     recipe = yaml.safe_load(tiny.read_text())
     recipe["family"], recipe["drafter"] = "medusa2", {"num_heads": 2}
     recipe["train"] = {"max_steps": 12, "lr": 2e-2, "warmup_steps": 1, "validate_every": 6, "checkpoint_every": 6,
-                       "validation_nodes": 4, "first_stage": 0.25, "lora": {"rank": 2}}
+                       "validation_nodes": 4, "lora": {"rank": 2}}
     recipe["batch"]["states"] = "computed"
     recipe["evaluate"] = {"max_new_tokens": 12, "speed_prompts": 1, "limit": 3, "temperatures": [0.0, 1.0]}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))

@@ -9,6 +9,7 @@ import torch
 from draftsmith.modules import Eagle3Config, Features, Target, UserError
 from draftsmith.modules.drafters.falcon import FalconConfig
 from draftsmith.trainers import fit
+from draftsmith.trainers.drafters import position_offsets
 from draftsmith.trainers.drafters.eagle import EagleModule, EagleTrainConfig
 from draftsmith.trainers.drafters.eagle3 import Eagle3Module, Eagle3TrainConfig
 from draftsmith.trainers.drafters.falcon import FalconModule, FalconTrainConfig
@@ -19,6 +20,12 @@ from torch import Tensor
 SMALL = Eagle3TrainConfig(max_steps=6, lr=1e-2, warmup_steps=2, validate_every=3, validation_nodes=4,
                           checkpoint_every=2, accumulate=2, objective="hard", drafter=Eagle3Config(steps=3),
                           precision="32-true", accelerator="cpu", positions=PositionConfig(offset="max"))
+
+
+@pytest.fixture(autouse=True)
+def two_anchors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a test are short: two tokens of a conversation keep their positions."""
+    monkeypatch.setattr(position_offsets, "ANCHORS", 2)
 
 
 def rows() -> Features:
@@ -50,7 +57,7 @@ def training_batch(target: Target, batch: Features, positions: PositionConfig) -
 
 
 def offsets(features: Features, **settings: int) -> Tensor:
-    given = {"anchors": 2, "limit": 1000, "highest": 100} | settings
+    given = {"limit": 1000, "highest": 100} | settings
     return with_offsets(features, **given).positions_BL - features.positions_BL
 
 
@@ -162,7 +169,6 @@ def test_a_resumed_run_repeats_its_offsets(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("settings", "told"), [
-    ({"anchors": -1}, "positions.anchors must not be negative, got -1"),
     ({"offset": 0}, "positions.offset must be 'max' or a whole number of at least 1, got 0; leave it out"),
     ({"offset": "most"}, "positions.offset must be 'max' or a whole number of at least 1, got 'most'"),
 ])

@@ -13,7 +13,7 @@ from draftsmith.modules.interfaces.drafter import Drafts
 from draftsmith.modules.target.draft_vocabulary import draft_index
 from draftsmith.trainers.losses.chunked_losses import VocabularyLoss, compiled_measure, supervise
 from draftsmith.trainers.losses.metrics import COLUMNS, RANKS, describe, rank_hits, weighted_mean_loss
-from draftsmith.trainers.losses.objectives import Objective, Teacher
+from draftsmith.trainers.losses.objectives import NEEDS_MASS, Teacher
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from references.vocabulary_loss import plain_loss, supervised
@@ -46,12 +46,12 @@ def heads(target: Target, output: Any = "shared", ids: Tensor | None = None) -> 
 def chunked(
     drafter: Medusa, target: Target, name: Any, chunk_elements: int | None = None, **more: Any
 ) -> VocabularyLoss:
-    ids, objective = drafter.token_ids_Q, Objective(name=name)
-    teacher = Teacher(target, ids, mass=objective.needs_mass) if objective.needs_teacher else None
+    ids = drafter.token_ids_Q
+    teacher = Teacher(target, ids, mass=name in NEEDS_MASS) if name != "hard" else None
     return VocabularyLoss(
         project=drafter.project, entries=target.vocab_size if ids is None else len(ids), weights=WEIGHTS,
         parameters=tuple(dict.fromkeys(weight for step in range(3) for weight in drafter.output_parameters(step))),
-        objectives=(objective,) * 3, teacher=teacher, chunk_elements=chunk_elements, **more,
+        objective=name, teacher=teacher, chunk_elements=chunk_elements, **more,
     )
 
 

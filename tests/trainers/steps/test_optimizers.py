@@ -13,7 +13,7 @@ from torch.optim import AdamW, Muon
 
 def made(target: Target, family: str = "eagle3", name: str = "muon") -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     drafter = CASES[family].make(target)
-    return drafter, optimizer_for(drafter, name, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)  # type: ignore[arg-type]
+    return drafter, optimizer_for(drafter, name, lr=1e-3, weight_decay=0.1)  # type: ignore[arg-type]
 
 
 def names(drafter: torch.nn.Module, part: torch.optim.Optimizer) -> set[str]:
@@ -44,7 +44,7 @@ def _alone(group: dict[str, object]) -> torch.optim.Optimizer:
 def test_without_muon_there_is_one_adamw(tiny_target: Target) -> None:
     _, optimizer = made(tiny_target, name="adamw")
     assert isinstance(optimizer, AdamW)
-    assert optimizer.defaults["betas"] == (0.9, 0.95)
+    assert optimizer.defaults["betas"] == (0.9, 0.999)
 
 
 def test_own_embeddings_have_adamw(tiny_target: Target) -> None:
@@ -66,7 +66,7 @@ def test_a_resumed_optimizer_goes_on_as_if_it_had_not_stopped(tiny_target: Targe
     kept, other = copy.deepcopy(optimizer.state_dict()), CASES["eagle3"].make(tiny_target)
     other.load_state_dict(drafter.state_dict())
     step(drafter, optimizer, 2)
-    resumed = optimizer_for(other, "muon", lr=5.0, betas=(0.5, 0.5), weight_decay=0.0)
+    resumed = optimizer_for(other, "muon", lr=5.0, weight_decay=0.0)
     resumed.load_state_dict(kept)
     step(other, resumed, 2)
     for (name, weight), found in zip(drafter.named_parameters(), other.parameters(), strict=True):
