@@ -1,11 +1,11 @@
 """Frozen targets, drafters and the one decoding loop."""
 
 from .baselines.joined_policies import JOINED, PARTNERS, parse_joined
-from .baselines.ngram import NgramConfig, Ngrams
-from .baselines.prompt_lookup import Lookup, LookupConfig
+from .baselines.ngrams import NgramConfig, Ngrams
+from .baselines.prompt_lookup import PromptLookup, PromptLookupConfig
 from .baselines.registry import BASELINES, baseline
 from .baselines.self_speculation import LayerDraft
-from .baselines.token_recycling import Recycling, recycling_tree
+from .baselines.token_recycling import TokenRecycling, recycling_tree
 from .decoding.answers import decode, stream
 from .decoding.loop import Loop
 from .decoding.requests import DecodeResult, DecodeSettings, DecodeStats, Generation, Request, repeats_itself
@@ -134,8 +134,6 @@ __all__ = [
     "Kangaroo",
     "KangarooConfig",
     "LayerDraft",
-    "Lookup",
-    "LookupConfig",
     "Loop",
     "MaxProbability",
     "Medusa",
@@ -147,11 +145,12 @@ __all__ = [
     "PassTrial",
     "PathProbability",
     "Policy",
+    "PromptLookup",
+    "PromptLookupConfig",
     "PromptTokens",
     "PromptTokensConfig",
     "ProposedText",
     "Proposer",
-    "Recycling",
     "Rejection",
     "RejectionRisk",
     "Replay",
@@ -171,6 +170,7 @@ __all__ = [
     "TargetConfig",
     "TargetIdentity",
     "TargetRows",
+    "TokenRecycling",
     "TokenTree",
     "Topology",
     "TreeChoice",

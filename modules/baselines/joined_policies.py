@@ -52,6 +52,7 @@ def parse_joined(name: str) -> PolicyName:
     parse_policy(own)
     if not plus:
         return PolicyName(own=own)
+    # No partner's name holds a hyphen, so that the last one starts a number.
     known, _, number = partner.rpartition("-") if partner not in PARTNERS else (partner, "", "")
     if known not in PARTNERS:
         raise UserError(f"the policy {name!r} joins {partner!r}, which is no drafter without training; choose from "
@@ -70,6 +71,7 @@ def joined_drafter(name: PolicyName, drafter: Proposer, target: Target) -> Propo
     """The drafter, next to a new partner with an empty memory where the name has one."""
     if name.partner is None:
         return drafter
+    # An artifact may be tuned for any shorter copy: the drafter answers the longest one, and the policy cuts it.
     size = LONGEST_COPY if name.partner == LOOKUP and name.size is None else name.size
     return Ensemble([baseline(PARTNERS[name.partner], target, size)[0], drafter])
 

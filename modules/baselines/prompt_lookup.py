@@ -15,7 +15,7 @@ from ..interfaces.proposer import DraftState, Frontier, Observation, Proposer, S
 
 
 @dataclass(frozen=True, kw_only=True)
-class LookupConfig:
+class PromptLookupConfig:
     """Lengths of the suffix that is searched and of the copy."""
 
     shortest: int = 1
@@ -32,7 +32,7 @@ class LookupConfig:
             raise UserError(f"copied must be at least 1, got {self.copied}")
 
 
-class Lookup(Proposer):
+class PromptLookup(Proposer):
     """Drafter that copies the continuation of the latest of the longest earlier matches of the text's last tokens.
 
     With a short suffix this is prompt lookup decoding, with a long one CopySpec; both originals take the first
@@ -43,7 +43,7 @@ class Lookup(Proposer):
 
     family = "lookup"
 
-    def __init__(self, config: LookupConfig, device: torch.device) -> None:
+    def __init__(self, config: PromptLookupConfig, device: torch.device) -> None:
         self.config, self.device = config, device
 
     @property
@@ -88,6 +88,7 @@ class Lookup(Proposer):
         matched_BL = equal_BLG.flip(-1).long().cumprod(-1).sum(-1)
         places_L = torch.arange(length, tokens_BL.shape[1], device=self.device)
         allowed_BL = (matched_BL >= self.config.shortest) & (places_L < roots_B1)
+        # The longest match first, among equals the latest place.
         ranks_BL = torch.where(allowed_BL, matched_BL * tokens_BL.shape[1] + places_L, -1)
         best = ranks_BL.max(-1)
         return torch.where(best.values >= 0, places_L[best.indices], length), best.values >= 0

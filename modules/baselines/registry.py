@@ -3,54 +3,21 @@
 Their trees are small, since on a CPU the time of a pass grows with its tokens.
 """
 
-from collections.abc import Callable
-
 from ..errors import UserError
 from ..interfaces.proposer import Proposer
 from ..policies.base import Policy
 from ..policies.static_tree import Chain, StaticTree
 from ..target.model import Target
-from .ngram import NgramConfig, Ngrams
-from .prompt_lookup import Lookup, LookupConfig
+from .ngrams import NgramConfig, Ngrams
+from .prompt_lookup import PromptLookup, PromptLookupConfig
 from .self_speculation import every_other_layer, first_layers
-from .token_recycling import Recycling, recycling_tree
+from .token_recycling import TokenRecycling, recycling_tree
 
 Baseline = tuple[Proposer, Policy]
 """A drafter and the policy that grows its trees."""
 
 
-def _prompt_lookup(target: Target, copied: int = 7) -> Baseline:
-    return Lookup(LookupConfig(shortest=1, longest=3, copied=copied), target.device), Chain(copied)
-
-
-def _suffix_match(target: Target, copied: int = 10) -> Baseline:
-    return Lookup(LookupConfig(shortest=3, longest=16, copied=copied), target.device), Chain(copied)
-
-
-def _recycling(target: Target, nodes: int = 16) -> Baseline:
-    return Recycling(target.vocab_size, target.device), StaticTree(recycling_tree(nodes))
-
-
-def _ngrams(target: Target, nodes: int = 8) -> Baseline:
-    return Ngrams(NgramConfig(), target.vocab_size, target.device), StaticTree(recycling_tree(nodes))
-
-
-def _skipped_layers(target: Target, length: int = 3) -> Baseline:
-    return every_other_layer(target), Chain(length)
-
-
-def _first_layers(target: Target, length: int = 3) -> Baseline:
-    return first_layers(target), Chain(length)
-
-
-BASELINES: dict[str, Callable[..., Baseline]] = {
-    "prompt_lookup": _prompt_lookup,
-    "suffix_match": _suffix_match,
-    "recycling": _recycling,
-    "ngrams": _ngrams,
-    "layer_skip": _skipped_layers,
-    "first_layers": _first_layers,
-}
+BASELINES = ("prompt_lookup", "suffix_match", "recycling", "ngrams", "layer_skip", "first_layers")
 """Prompt lookup, CopySpec, Token Recycling, ADED/STAND, SWIFT without its search, and the first quarter of the target's
 layers."""
 
@@ -66,7 +33,22 @@ def baseline(name: str, target: Target, size: int | None = None) -> Baseline:
     Raises:
         UserError: if there is none of that name.
     """
-    if name not in BASELINES:
-        raise UserError(f"there is no baseline {name!r}; choose from {', '.join(BASELINES)}")
-    return BASELINES[name](target) if size is None else BASELINES[name](target, size)
-
+    device, vocab_size = target.device, target.vocab_size
+    match name:
+        case "prompt_lookup":
+            copied = 7 if size is None else size
+            return PromptLookup(PromptLookupConfig(shortest=1, longest=3, copied=copied), device), Chain(copied)
+        # CopySpec is prompt lookup that trusts long matches alone.
+        case "suffix_match":
+            copied = 10 if size is None else size
+            return PromptLookup(PromptLookupConfig(shortest=3, longest=16, copied=copied), device), Chain(copied)
+        case "recycling":
+            return TokenRecycling(vocab_size, device), StaticTree(recycling_tree(16 if size is None else size))
+        case "ngrams":
+            tree = recycling_tree(8 if size is None else size)
+            return Ngrams(NgramConfig(), vocab_size, device), StaticTree(tree)
+        case "layer_skip":
+            return every_other_layer(target), Chain(3 if size is None else size)
+        case "first_layers":
+            return first_layers(target), Chain(3 if size is None else size)
+    raise UserError(f"there is no baseline {name!r}; choose from {', '.join(BASELINES)}")

@@ -63,6 +63,7 @@ class LayerDraft(CausalDraft):
         """One pass of the kept layers."""
         with skipping(self.target.layers, self.kept):
             embedded_BFD = self.target.embed_guesses(tokens_BF)
+            # Guesses may reach beyond the context, position ids may not; such guesses are cut off with the answer.
             return self.target.decoder(  # type: ignore[no-any-return]
                 inputs_embeds=embedded_BFD,
                 position_ids=attention.positions_BN.clamp(max=self.target.context_length - 1),

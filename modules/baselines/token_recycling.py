@@ -17,7 +17,7 @@ RANK_PROBABILITIES = (0.45, 0.13, 0.07, 0.05, 0.04, 0.03, 0.02, 0.02)
 """Assumed probability that the candidate of each rank is the next token: it shapes the tree and orders mixed drafts."""
 
 
-class Recycling(Proposer):
+class TokenRecycling(Proposer):
     """Drafter with a matrix of the latest `candidates` most probable next tokens of every token, shared by all rows.
 
     Every verified node rewrites the line of its token, the rejected nodes too; of two nodes with the same token the
@@ -32,6 +32,8 @@ class Recycling(Proposer):
     """
 
     family = "recycling"
+    reads_logits = True
+    """True: the matrix is filled from logits."""
 
     def __init__(self, vocab_size: int, device: torch.device, candidates: int = len(RANK_PROBABILITIES)) -> None:
         if not 1 <= candidates <= len(RANK_PROBABILITIES):
@@ -39,11 +41,6 @@ class Recycling(Proposer):
         # The last line is written for padding, and never read.
         self.successors_VC = torch.full((vocab_size + 1, min(candidates, vocab_size)), -1, device=device)
         self.log_probs_C = torch.tensor(RANK_PROBABILITIES[: self.successors_VC.shape[1]], device=device).log()
-
-    @property
-    def reads_logits(self) -> bool:
-        """True: the matrix is filled from logits."""
-        return True
 
     def start(self, rows: int, capacity: int) -> DraftState:
         """An empty state: nothing belongs to a row."""
@@ -92,6 +89,7 @@ def recycling_tree(size: int, depth: int = 6) -> Topology:
     while heap and len(paths) < size:
         chance, path = heappop(heap)
         paths.append(path)
+        # Children follow their parent, so that any first nodes are a tree.
         if len(path) < depth:
             for rank, probability in enumerate(RANK_PROBABILITIES):
                 heappush(heap, (chance * probability, (*path, rank)))

@@ -49,6 +49,7 @@ def decode(
             on_tokens(generation, tokens, done)
         if done:
             finished[generation.request.index] = generation
+    # Rows finish in any order; what a deadline kept from starting is missing.
     ordered = [finished[request.index] for request in requests if request.index in finished]
     result = DecodeResult(ordered, loop.stats)
     if any(generation.finish == "error" for generation in ordered):

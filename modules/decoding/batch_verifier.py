@@ -4,6 +4,7 @@ Shapes: R rows held, B of them active, N nodes, M nodes with logits, K nodes of 
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,10 +36,7 @@ class BatchVerifier:
     ) -> None:
         self.settings, self.vocab_size, self.sampled = settings, vocab_size, sampled
         self._device, self._samples = device, [False] * rows
-
-        def blank(*entry: int, dtype: torch.dtype = torch.long) -> RowBuffer:
-            return RowBuffer(rows, *entry, device=device, dtype=dtype)
-
+        blank = partial(RowBuffer, rows, device=device, dtype=torch.long)
         self.temperatures, self.requests, self.places = blank(dtype=torch.float32), blank(), blank()
         self.uniforms = blank(places if sampled else 1, dtype=torch.float64)
         penalised = settings.repetition_penalty != 1.0
@@ -69,12 +67,8 @@ class BatchVerifier:
         """Random numbers for drafting the next trees of the first `rows` rows; None when every request is greedy."""
         if not self.sampled:
             return None
-        return Draws(
-            seed=self.settings.seed,
-            requests_B=self.requests.values[:rows],
-            places_B=self.places.values[:rows],
-            temperature_B=self.temperatures.values[:rows],
-        )
+        return Draws(seed=self.settings.seed, requests_B=self.requests.values[:rows],
+                     places_B=self.places.values[:rows], temperature_B=self.temperatures.values[:rows])
 
     def first_tokens(self, rows: list[int], rows_B: Tensor, logits_BMV: Tensor) -> tuple[Tensor, Tensor]:
         """(first token of each answer, fault of each row) after a piece of the prompts; M is 1."""
@@ -97,44 +91,32 @@ class BatchVerifier:
         rows = len(tree.tokens_BN)
         unreadable_BN = unreadable(logits_BNV)
         if self.seen is not None:
-            logits_BNV = self._penalised(tree, logits_BNV, self.seen.values[:rows])
+            # A node is penalised for the path down to it; columns that are off its path repeat the root.
+            paths_BNN = torch.where(tree.ancestors_BNN, tree.tokens_BN[:, None, :], tree.tokens_BN[:, :1, None])
+            logits_BNV = penalise(widened(logits_BNV), self.settings.repetition_penalty, self.seen.values[:rows],
+                                  paths_BNN)
+        draws = self.draws(rows)
+        if draws is None:
+            choices_BN = tests_BN = torch.zeros_like(tree.tokens_BN, dtype=torch.float64)
+        else:
+            # The places beyond an answer's limit are padding: their tokens are cut off.
+            places_BN = (draws.places_B[:, None] + tree.depths_BN).clamp(max=self.uniforms.values.shape[1] - 1)
+            choices_BN = self.uniforms.values[:rows].gather(1, places_BN)
+            tests_BN = choices_BN if tree.drawn is None else draws.tests(tree.size)
         rule = self.settings.lossy or exact_rule(tree)
         sampled = [row for row in range(rows) if self._samples[row] or (any_rows and self.sampled)]
         sampling = self._sampling(torch.arange(rows, device=self._device), sampled)
-        accepted = rule.accept(tree, logits_BNV, sampling, self._chances(tree))
+        accepted = rule.accept(tree, logits_BNV, sampling, Chances(choices_BN=choices_BN, tests_BN=tests_BN))
         self.places.values[:rows] += accepted.counts_B
         if self.seen is not None:
-            self.seen.values[:rows].scatter_(1, _path_tokens(tree, accepted), True)
+            # Columns beyond a path hold nodes that were not accepted: they mark the root once more.
+            width = accepted.path_BK.shape[1]
+            real_BK = torch.arange(width, device=self._device) < accepted.counts_B[:, None]
+            path_BK = torch.where(real_BK, tree.tokens_BN.gather(1, accepted.path_BK), tree.tokens_BN[:, :1])
+            self.seen.values[:rows].scatter_(1, path_BK, True)
         accepted, lost_B = cut(accepted, unreadable_BN)
         return accepted, torch.where(lost_B & (faults_B == 0), LOGITS, faults_B)
 
     def _sampling(self, rows_B: Tensor, sampled: Sequence[int]) -> Sampling:
-        return Sampling(
-            temperature_B=self.temperatures.values[rows_B],
-            top_k=self.settings.top_k,
-            top_p=self.settings.top_p,
-            min_p=self.settings.min_p,
-            sampling_rows=tuple(sampled),
-        )
-
-    def _chances(self, tree: TokenTree) -> Chances:
-        rows = len(tree.tokens_BN)
-        if (draws := self.draws(rows)) is None:
-            nothing_BN = torch.zeros_like(tree.tokens_BN, dtype=torch.float64)
-            return Chances(choices_BN=nothing_BN, tests_BN=nothing_BN)
-        # The places beyond an answer's limit are padding: their tokens are cut off.
-        places_BN = (draws.places_B[:, None] + tree.depths_BN).clamp(max=self.uniforms.values.shape[1] - 1)
-        choices_BN = self.uniforms.values[:rows].gather(1, places_BN)
-        tests_BN = choices_BN if tree.drawn is None else draws.tests(tree.size)
-        return Chances(choices_BN=choices_BN, tests_BN=tests_BN)
-
-    def _penalised(self, tree: TokenTree, logits_BNV: Tensor, seen_BV: Tensor) -> Tensor:
-        paths_BNN = torch.where(tree.ancestors_BNN, tree.tokens_BN[:, None, :], tree.tokens_BN[:, :1, None])
-        return penalise(widened(logits_BNV), self.settings.repetition_penalty, seen_BV, paths_BNN)
-
-
-def _path_tokens(tree: TokenTree, accepted: Accepted) -> Tensor:
-    """Tokens of the accepted paths; columns beyond a path repeat its root, [B, K]."""
-    width = accepted.path_BK.shape[1]
-    real_BK = torch.arange(width, device=accepted.path_BK.device) < accepted.counts_B[:, None]
-    return torch.where(real_BK, tree.tokens_BN.gather(1, accepted.path_BK), tree.tokens_BN[:, :1])
+        return Sampling(temperature_B=self.temperatures.values[rows_B], top_k=self.settings.top_k,
+                        top_p=self.settings.top_p, min_p=self.settings.min_p, sampling_rows=tuple(sampled))

@@ -63,6 +63,7 @@ class PassRecorder:
         last_B1 = accepted.counts_B[:, None] - 1
         children_BC, real_BC = tree.children(accepted.path_BK.gather(1, last_B1)[:, 0])
         guesses_BC = torch.where(real_BC, tree.tokens_BN.gather(1, children_BC), -1)
+        # Counts and guesses in one transfer, which waits for the device.
         rows = torch.cat([last_B1, guesses_BC], dim=1).tolist()
         for generation, (count, *guesses) in zip(generations, rows, strict=True):
             rejected = tuple(dict.fromkeys(token for token in guesses if token >= 0))

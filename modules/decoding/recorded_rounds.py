@@ -107,8 +107,20 @@ class RecordedRounds:
             self._first = Round(self.batch, active)
             return self._first
         if not self.extents:
-            self._settle(self._first)
-        shape = self._shape(active)
+            # All later rounds are shaped like the first one: room is made for the longest sequence at once.
+            self.extents = [cache.extent for cache in self.caches]
+            for cache, extent in zip(self.caches, self.extents, strict=True):
+                cache.reserve(self.longest + extent)
+                cache.take_all()
+            most = self.longest + max(self.extents)
+            self.slot_steps = steps_to(most, min(_LEAST_SLOTS, most))
+            if self.batch.state is not None:
+                self.batch.state.expect(self._first.accepted.path_BK.shape[1])
+        needed = max(max(cache.host_lengths[:active]) + extent
+                     for cache, extent in zip(self.caches, self.extents, strict=True))
+        # The smallest shape with room for all of them.
+        shape = RoundShape(next(step for step in self.row_steps if step >= active),
+                           next(step for step in self.slot_steps if step >= needed))
         storage = [block.storage for cache in self.caches for block in cache.blocks]
         if not all(now is then for now, then in zip(storage, self._storage, strict=True)):
             # A cache has got its memory, or more of it, elsewhere: earlier records would write where it was.
@@ -119,24 +131,6 @@ class RecordedRounds:
         work = self.made[shape]
         work.active = active
         return work
-
-    def _settle(self, first: Round) -> None:
-        """Make room for all rounds that are shaped like the first one."""
-        self.extents = [cache.extent for cache in self.caches]
-        for cache, extent in zip(self.caches, self.extents, strict=True):
-            cache.reserve(self.longest + extent)
-            cache.take_all()
-        most = self.longest + max(self.extents)
-        self.slot_steps = steps_to(most, min(_LEAST_SLOTS, most))
-        if self.batch.state is not None:
-            self.batch.state.expect(first.accepted.path_BK.shape[1])
-
-    def _shape(self, active: int) -> RoundShape:
-        """The smallest shape with room for a round of the first rows."""
-        needed = max(max(cache.host_lengths[:active]) + extent
-                     for cache, extent in zip(self.caches, self.extents, strict=True))
-        return RoundShape(next(step for step in self.row_steps if step >= active),
-                          next(step for step in self.slot_steps if step >= needed))
 
     @contextmanager
     def bounded(self, slots: int) -> Iterator[None]:
@@ -163,49 +157,44 @@ class RecordedRound(Round):
         self.computed = False
 
     def draft(self) -> None:
-        """As in `Round`, with as many rows as the shape has."""
+        """`Round.draft` of as many rows as the shape has."""
         self._run("drafting", super().draft)
 
     def verify(self) -> None:
-        """As in `Round`."""
+        """`Round.verify` of these rows."""
         self._run("verification", super().verify)
 
     def commit(self, counts: list[int]) -> None:
-        """As in `Round`."""
-        self._run("the commit", lambda: Round.commit(self, self._nothing))
+        """`Round.commit`; the host counts afterwards what the device has kept."""
+        # What the host is told while the work may be recorded is true in no replay, so nothing may depend on it.
+        self._run("the commit", lambda: Round.commit(self, [0] * self.rows))
         self.rounds.caches[0].advance(counts)
 
     def observe(self, counts: list[int]) -> None:
-        """As in `Round`; the host counts afterwards what the device has kept."""
-        self._run("what the drafter observes", lambda: Round.observe(self, self._nothing))
+        """`Round.observe`; the host counts afterwards what the device has kept."""
+        self._run("what the drafter observes", lambda: Round.observe(self, [0] * self.rows))
         if self.batch.state is not None:
             self.batch.state.advance(counts)
         self.computed = True
 
-    @property
-    def _nothing(self) -> list[int]:
-        """Counts for the host while the work may be recorded: none is true in every replay."""
-        return [0] * self.rows
-
-    def _run(self, name: str, work: Callable[[], None]) -> None:
+    def _run(self, name: str, work: Body) -> None:
         """Compute, record or replay a part."""
-        if (replay := self.replays.get(name)) is None:
-            with self.rounds.bounded(self.shape.slots):
-                replay = self._recorded(name, work) if self.computed and not self.rounds.refusal else work
-                if replay is work:
-                    work()
-                    return
-            self.replays[name] = replay
-        replay()
-
-    def _recorded(self, name: str, work: Callable[[], None]) -> Body:
-        """The record of a part; the part itself where it cannot be recorded."""
-        windows = [cache.window for cache in self.rounds.caches]
-        try:
-            return self.rounds.record(work)
-        except RuntimeError as error:
-            # Whatever cannot be captured can be computed: nothing of it has been done on the device yet.
-            for cache, window in zip(self.rounds.caches, windows, strict=True):
-                cache.window = window
-            self.rounds.refusal = f"{name} cannot be captured ({str(error).splitlines()[0][:200]})"
-            return work
+        if (replay := self.replays.get(name)) is not None:
+            replay()
+            return
+        caches = self.rounds.caches
+        with self.rounds.bounded(self.shape.slots):
+            if not self.computed or self.rounds.refusal:
+                work()
+                return
+            windows = [cache.window for cache in caches]
+            try:
+                self.replays[name] = self.rounds.record(work)
+            except RuntimeError as error:
+                # Whatever cannot be captured can be computed: nothing of it has been done on the device yet.
+                for cache, window in zip(caches, windows, strict=True):
+                    cache.window = window
+                self.rounds.refusal = f"{name} cannot be captured ({str(error).splitlines()[0][:200]})"
+                work()
+                return
+        self.replays[name]()

@@ -65,11 +65,11 @@ class DecodeSettings:
     batch_size: int = 1
     """Sequences decoded at the same time; a finished one makes room for the next at once."""
     top_k: int = 0
-    """When sampling, keep the k likeliest tokens; 0 keeps all."""
+    """A sampled token is one of the k likeliest; 0 is all."""
     top_p: float = 1.0
-    """When sampling, keep the likeliest tokens whose probabilities reach this sum."""
+    """A sampled token is one of the likeliest whose probabilities reach this sum."""
     min_p: float = 0.0
-    """When sampling, keep the tokens with at least this share of the likeliest one's probability; 0 keeps all."""
+    """A sampled token has at least this share of the likeliest one's probability; 0 is all."""
     seed: int = 0
     """Together with a request's index, the key of its random numbers."""
     stop: tuple[str, ...] = ()
@@ -136,7 +136,7 @@ class Generation:
     emitted: list[int] = field(default_factory=list)
     """Tokens added by each pass after the prompt's, cut where the answer ended."""
     finish: Finish = "length"
-    """Why it ended: an end token, the length limit, a stop text, or an error."""
+    """Its end: an end token, the length limit, a stop text, or an error."""
     error: str = ""
     """The error, in a sentence that names the request; empty unless `finish` is "error"."""
 
@@ -173,14 +173,14 @@ class DecodeStats:
     total_slots: int = 0
     """Passes times the batch size."""
     lossless: bool = True
-    """Whether every pass was verified exactly; False under a `lossy` setting."""
+    """True if every pass was verified exactly; False under a `lossy` setting."""
     graph_refusal: str = ""
-    """Why some work was not replayed as CUDA graphs although `DecodeSettings.graphs` asks for it; empty where all
+    """Reason why some work was not replayed as CUDA graphs although `DecodeSettings.graphs` asks for it; empty where all
     was, or none was to be."""
     compile_seconds: float = 0.0
     """Seconds of all that torch.compile took to make graphs."""
     compile_refusal: str = ""
-    """Why some layers were not compiled although `DecodeSettings.compile` asks for it; empty where all were, or none
+    """Reason why some layers were not compiled although `DecodeSettings.compile` asks for it; empty where all were, or none
     was to be."""
 
     def amounts(self) -> dict[str, float]:
@@ -193,6 +193,7 @@ class DecodeStats:
         for name, value in more.amounts().items():
             setattr(self, name, getattr(self, name) + value)
         self.lossless = self.lossless and more.lossless
+        # Runs of one evaluation are refused for the same reason: the first one stands for all.
         self.graph_refusal = self.graph_refusal or more.graph_refusal
         self.compile_seconds += more.compile_seconds
         self.compile_refusal = self.compile_refusal or more.compile_refusal

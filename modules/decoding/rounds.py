@@ -140,12 +140,15 @@ class Round:
         """(trees, accepted paths) of the first rows."""
         if rows == self.rows:
             return self.tree, self.accepted
-        return self.tree.of_first(rows), self.accepted.of_first(rows)
+        first = Accepted(path_BK=self.accepted.path_BK[:rows], counts_B=self.accepted.counts_B[:rows],
+                         bonus_B=self.accepted.bonus_B[:rows])
+        return self.tree.of_first(rows), first
 
 
 def for_host(tree: TokenTree, accepted: Accepted, faults_B: Tensor) -> Tensor:
     """All that the host has to know of a pass, in one tensor [B, 3 + K]: see `read`."""
     path_tokens_BK = tree.tokens_BN.gather(1, accepted.path_BK)
+    # Each transfer makes the host wait: this is the only one of a round.
     columns = [accepted.counts_B[:, None], faults_B[:, None], accepted.bonus_B[:, None], path_tokens_BK]
     return torch.cat(columns, dim=1)
 

@@ -63,6 +63,7 @@ def examine(tree: TokenTree, outside_BN: Tensor) -> Tensor:
     """The fault of each row's tree, [B], int64."""
     columns_N = torch.arange(tree.size, device=tree.tokens_BN.device)
     late_BN = ((tree.parents_BN >= columns_N) | (tree.parents_BN < 0)) & (columns_N > 0)
+    # Of several faults of a row the last one here is reported.
     faults_B = torch.where((outside_BN & tree.real_BN).any(-1), TOKEN, SOUND)
     faults_B = torch.where((late_BN & tree.real_BN).any(-1), PARENT, faults_B)
     if tree.drawn is not None:

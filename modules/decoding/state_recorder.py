@@ -60,6 +60,7 @@ class StateRecorder:
         """Add a pass: the first counts[b] tokens of row b belong to the request indices[b]."""
         first = self._size
         for index, count in zip(indices, counts, strict=True):
+            # A request that went wrong was dropped, while its row may still be in the pass.
             if index in self._places:
                 self._places[index].extend(range(first, first + count))
             first += count
@@ -73,21 +74,29 @@ class StateRecorder:
     def settled(self, generation: Generation) -> bool:
         """True when the states of all its tokens are there, or will never be."""
         places = self._places.get(generation.request.index)
-        return places is None or len(places) >= _length(generation)
+        return places is None or len(places) >= len(generation.request.tokens) + len(generation.tokens)
 
     def states(self, generations: Sequence[Generation]) -> dict[int, RecordedStates]:
         """The states of finished requests by index, those without any left out; the recorder is then empty."""
-        found = {one.request.index: places[: _length(one)] for one in generations
+        found = {one.request.index: places[: len(one.request.tokens) + len(one.tokens)] for one in generations
                  if (places := self._places.get(one.request.index)) is not None and self.settled(one)}
         self._places.clear()
-        tokens = _sorted(self._tokens, found)
-        final = _sorted(self._final, found)
-        taps = {layer: _sorted(pieces, found) for layer, pieces in self._tapped.items()}
+
+        def ordered(pieces: list[Tensor]) -> dict[int, Tensor]:
+            """The values of each request in the order of its places; the pieces are freed, kind after kind, so that no
+            more than one kind is held twice."""
+            values_T = torch.cat(pieces) if found else torch.zeros(0)
+            pieces.clear()
+            return {index: values_T[torch.tensor(places)] for index, places in found.items()}
+
+        tokens, final = ordered(self._tokens), ordered(self._final)
+        taps = {layer: ordered(pieces) for layer, pieces in self._tapped.items()}
         return {index: RecordedStates(tokens=tuple(tokens[index].tolist()), final_LD=final[index],
                                       taps={layer: states[index] for layer, states in taps.items()})
                 for index in found}
 
     def _add(self, tokens_R: Tensor, final_RD: Tensor, taps: dict[int, Tensor]) -> None:
+        # Pass by pass to the CPU: the device has no room for the states of whole answers.
         self._tokens.append(tokens_R.cpu())
         self._final.append(final_RD.to("cpu", self.dtype))
         for layer in self.taps:
@@ -95,25 +104,11 @@ class StateRecorder:
         self._size += len(tokens_R)
 
 
-def _length(generation: Generation) -> int:
-    """Tokens of a request and its answer."""
-    return len(generation.request.tokens) + len(generation.tokens)
-
-
 def _real(values: Tensor, counts: Sequence[int]) -> Tensor:
     """The first counts[b] of the values [B, N, ...] of each row, row after row: [R, ...]."""
     width = values.shape[1]
+    # Pieces of prompts are mostly full: these values need no copy.
     if all(count == width for count in counts):
         return values.flatten(0, 1)
     places = [row * width + place for row, count in enumerate(counts) for place in range(count)]
     return values.flatten(0, 1)[torch.tensor(places, device=values.device)]
-
-
-def _sorted(pieces: list[Tensor], places: dict[int, list[int]]) -> dict[int, Tensor]:
-    """The values of each request in the order of its places, cut from the pieces laid end to end, which are freed."""
-    if not places:
-        pieces.clear()
-        return {}
-    values_T = torch.cat(pieces)
-    pieces.clear()
-    return {index: values_T[torch.tensor(here)] for index, here in places.items()}

@@ -54,11 +54,10 @@ class TokenText:
         return piece
 
     def _unread(self) -> str:
-        shown = self._decode(self._tokens[self._start : self._read])
-        return self._decode(self._tokens[self._start :])[len(shown) :]
-
-    def _decode(self, tokens: list[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        # Both texts are decoded from the same token on, so that what the tokens before them change cancels out.
+        shown, whole = (str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+                        for tokens in (self._tokens[self._start : self._read], self._tokens[self._start :]))
+        return whole[len(shown) :]
 
 
 def visible(text: str, *, breaks: bool = True) -> str:
@@ -67,20 +66,23 @@ def visible(text: str, *, breaks: bool = True) -> str:
     Args:
         breaks: whether line breaks and tabs stay as they are; otherwise a line break is an arrow.
     """
-    if not breaks:
-        return "".join("↵" if letter == "\n" else _sign(letter) for letter in text)
-    return "".join(letter if letter in "\n\t" else _sign(letter) for letter in text)
-
-
-def _sign(letter: str) -> str:
-    code = ord(letter)
-    if code < 0x20:
-        return chr(0x2400 + code)
-    if code == 0x7F:
-        return "\N{SYMBOL FOR DELETE}"
-    if unicodedata.category(letter) == "Cc" or unicodedata.bidirectional(letter) in DIRECTIONS:
-        return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
-    return letter
+    found = ""
+    for letter in text:
+        code = ord(letter)
+        if breaks and letter in "\n\t":
+            found += letter
+        elif letter == "\n":
+            found += "↵"
+        elif code < 0x20:
+            # Unicode has a picture of each of these, in their order.
+            found += chr(0x2400 + code)
+        elif code == 0x7F:
+            found += "\N{SYMBOL FOR DELETE}"
+        elif unicodedata.category(letter) == "Cc" or unicodedata.bidirectional(letter) in DIRECTIONS:
+            found += f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+        else:
+            found += letter
+    return found
 
 
 def first_stop(tokenizer: Any, before: Sequence[int], new: Sequence[int], stops: Sequence[str]) -> int | None:
@@ -89,7 +91,13 @@ def first_stop(tokenizer: Any, before: Sequence[int], new: Sequence[int], stops:
     Only the end of the answer is decoded: as many tokens as hold a character more than the longest stop text, and a
     few for those whose text depends on the token before. Where a stop text seems to be there, the whole answer decides.
     """
-    window = _tail(tokenizer, before, max(map(len, stops)))
+    longest = max(map(len, stops))
+    window = _CONTEXT + longest
+    while window < len(before):
+        if len(tokenizer.decode(list(before[len(before) - window + _CONTEXT :]), skip_special_tokens=False)) > longest:
+            break
+        window *= 2
+    window = min(window, len(before))
     for count in range(1, len(new) + 1):
         for start in (len(before) - window, 0):
             text = tokenizer.decode([*before[start:], *new[:count]], skip_special_tokens=False)
@@ -98,14 +106,3 @@ def first_stop(tokenizer: Any, before: Sequence[int], new: Sequence[int], stops:
         else:
             return count
     return None
-
-
-def _tail(tokenizer: Any, tokens: Sequence[int], characters: int) -> int:
-    """The number of last tokens that surely hold more than so many characters; all where none do."""
-    count = _CONTEXT + characters
-    while count < len(tokens):
-        text = tokenizer.decode(list(tokens[len(tokens) - count + _CONTEXT :]), skip_special_tokens=False)
-        if len(text) > characters:
-            return count
-        count *= 2
-    return len(tokens)

@@ -16,16 +16,11 @@ from ..verification.sampling import SamplingSetting
 class Policy(ABC):
     """Decides which guesses of a drafter are verified."""
 
-    @property
-    @abstractmethod
-    def max_size(self) -> int:
-        """Most nodes of a tree, the root included: cache slots a pass may need."""
-
-    @property
-    def samples(self) -> bool:
-        """True if tokens are drawn from the draft: sampled answers then have the target's distribution, but are not
-        those of plain decoding under the same random numbers."""
-        return False
+    max_size: int
+    """Most nodes of a tree, the root included: cache slots a pass may need."""
+    samples: bool = False
+    """True if tokens are drawn from the draft: sampled answers then have the target's distribution, but are not those
+    of plain decoding under the same random numbers."""
 
     @abstractmethod
     def grow(self, drafter: Proposer, state: DraftState, roots_B: Tensor, draws: Draws | None = None) -> TokenTree:
@@ -45,8 +40,7 @@ class Policy(ABC):
         """Raise UserError when the policy was made for another sampling of the answers; most serve all."""
 
     def unwatched(self) -> "Policy":
-        """The same policy, made to ask the device for nothing while a tree grows, as recorded rounds must; most never
-        ask."""
+        """This policy, made to ask the device for nothing while a tree grows, as recorded rounds must; most never ask."""
         return self
 
 

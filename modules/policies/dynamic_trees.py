@@ -45,10 +45,6 @@ class _Candidates:
     places_BC: Tensor
     inner_BC: Tensor
 
-    @property
-    def size(self) -> int:
-        return self.tokens_BC.shape[1]
-
     def add(self, nodes_BF: Tensor, tokens_BFK: Tensor, children: _Children) -> None:
         """Append the children of the nodes."""
         parents_BFK = nodes_BF[..., None].expand_as(tokens_BFK)
@@ -85,17 +81,17 @@ class Eagle2Tree(Policy):
             if value < bound:
                 raise ValueError(f"{name} must be at least {bound}, got {value}")
         self.nodes, self.depth, self.width = nodes, depth, width
-
-    @property
-    def max_size(self) -> int:
-        return self.nodes
+        self.max_size = nodes
 
     def grow(self, drafter: Proposer, state: DraftState, roots_B: Tensor, draws: Draws | None = None) -> TokenTree:
         queries, depth = LevelQueries(drafter, state), within_reach(self.depth, drafter)
-        found = _rooted(roots_B)
+        zero_B1 = torch.zeros_like(roots_B)[:, None]
+        value_B1 = zero_B1.float()
+        # The root is kept whatever comes: no candidate has a better place.
+        found = _Candidates(roots_B[:, None], zero_B1 - 1, value_B1, value_B1 + torch.inf, zero_B1)
         log_q: list[Tensor] = []
         candidates: list[Tensor] = []
-        nodes_BF, above_BF, offset = torch.zeros_like(roots_B)[:, None], None, 0
+        nodes_BF, above_BF, offset = zero_B1, None, 0
         for level in range(depth):
             frontier = Frontier(
                 nodes_BF=nodes_BF,
@@ -109,12 +105,19 @@ class Eagle2Tree(Policy):
             candidates += [] if queries.candidates_BOQ is None else [queries.candidates_BOQ]
             values_BF = found.values_BC.gather(1, nodes_BF)
             children = self._children(log_q_BOQ, origin_BF, nodes_BF, values_BF, draws)
-            offset = found.size
+            offset = found.tokens_BC.shape[1]
             found.add(nodes_BF, queries.tokens(children.entries_BFK), children)
             if level + 1 < depth:
                 order_BF = _best(children.values_BFK.flatten(1), self.width)
                 nodes_BF, above_BF = order_BF + offset, order_BF // children.values_BFK.shape[2]
-        return self._rerank(found, depth, self._drawn(log_q, candidates, queries, draws))
+        drawn = None
+        if self.samples and draws is not None:
+            sampled_BN = draws.sampling_B[:, None].expand(-1, self.nodes)
+            # The rerank puts the kept nodes' own indices into q here.
+            drawn = Drawn(log_q_BIQ=torch.cat(log_q, dim=1), inner_BN=sampled_BN.long(), sampled_BN=sampled_BN,
+                          token_ids_Q=queries.token_ids_Q,
+                          candidates_BIQ=torch.cat(candidates, dim=1) if candidates else None)
+        return self._rerank(found, depth, drawn)
 
     def _tempered(self, log_probs_BOQ: Tensor, draws: Draws | None) -> Tensor:
         # Above 0 no score is a log-probability; such a child would outrank its parent and lose it in the rerank.
@@ -128,12 +131,6 @@ class Eagle2Tree(Policy):
         values_BFK = values_BF[..., None] + best.values.gather(1, index_BFK)
         return _Children(entries_BFK=best.indices.gather(1, index_BFK), values_BFK=values_BFK, places_BFK=values_BFK)
 
-    def _drawn(
-        self, log_q: list[Tensor], candidates: list[Tensor], queries: LevelQueries, draws: Draws | None
-    ) -> Drawn | None:
-        """The candidates' draws; indices into q are filled in by the rerank."""
-        return None
-
     def _rerank(self, found: _Candidates, depth: int, drawn: Drawn | None) -> TokenTree:
         """Keep the best places, in the order in which they were found: parents come first and are never missing."""
         kept_BN = _best(found.places_BC, self.nodes).sort(-1).values
@@ -141,19 +138,10 @@ class Eagle2Tree(Policy):
         parents_BN[:, 0] = -1
         places_BN = found.places_BC.gather(1, kept_BN)
         if drawn is not None:
-            drawn = replace(
-                drawn,
-                inner_BN=found.inner_BC.gather(1, kept_BN),
-                sampled_BN=drawn.sampled_BN[:, : kept_BN.shape[1]],
-            )
-        return TokenTree.grown(
-            found.tokens_BC.gather(1, kept_BN),
-            parents_BN,
-            places_BN > -torch.inf,
-            max_depth=depth,
-            most_children=min(self.width, self.nodes - 1),
-            drawn=drawn,
-        )
+            drawn = replace(drawn, inner_BN=found.inner_BC.gather(1, kept_BN),
+                            sampled_BN=drawn.sampled_BN[:, : kept_BN.shape[1]])
+        return TokenTree.grown(found.tokens_BC.gather(1, kept_BN), parents_BN, places_BN > -torch.inf, max_depth=depth,
+                               most_children=min(self.width, self.nodes - 1), drawn=drawn)
 
 
 class DySpecTree(Eagle2Tree):
@@ -176,14 +164,12 @@ class DySpecTree(Eagle2Tree):
         ValueError: if a number is too small.
     """
 
+    samples = True
+
     def __init__(self, nodes: int = 60, depth: int = 6, width: int = 10, temperature: float | None = None) -> None:
         super().__init__(nodes, depth, width)
         check_temperature(temperature)
         self.temperature = temperature
-
-    @property
-    def samples(self) -> bool:
-        return True
 
     def _tempered(self, log_probs_BOQ: Tensor, draws: Draws | None) -> Tensor:
         if draws is None:
@@ -206,26 +192,6 @@ class DySpecTree(Eagle2Tree):
         places_BFK = torch.where(log_q_BFK > -torch.inf, places_BFK, -torch.inf)
         values_BFK = torch.minimum(values_BF[..., None] + log_q_BFK, places_BFK)
         return _Children(entries_BFK=entries_BFK, values_BFK=values_BFK, places_BFK=places_BFK)
-
-    def _drawn(
-        self, log_q: list[Tensor], candidates: list[Tensor], queries: LevelQueries, draws: Draws | None
-    ) -> Drawn | None:
-        if draws is None:
-            return None
-        sampled_BN = draws.sampling_B[:, None].expand(-1, self.nodes)
-        return Drawn(
-            log_q_BIQ=torch.cat(log_q, dim=1),
-            inner_BN=sampled_BN.long(),
-            sampled_BN=sampled_BN,
-            token_ids_Q=queries.token_ids_Q,
-            candidates_BIQ=torch.cat(candidates, dim=1) if candidates else None,
-        )
-
-
-def _rooted(roots_B: Tensor) -> _Candidates:
-    zero_B1 = torch.zeros_like(roots_B)[:, None]
-    value_B1 = zero_B1.float()
-    return _Candidates(roots_B[:, None], zero_B1 - 1, value_B1, value_B1 + torch.inf, zero_B1)
 
 
 def _best(values_BC: Tensor, count: int) -> Tensor:

@@ -29,7 +29,7 @@ class EnsembleState(DraftState):
 
     @property
     def caches(self) -> tuple[RowCache, ...]:
-        """Those of all parts."""
+        """Keys and values of all parts."""
         return tuple(cache for part in self.parts for cache in part.caches)
 
     def drop_tree(self) -> None:
@@ -78,6 +78,7 @@ class Ensemble(Proposer):
 
     def join(self, rows: VerifiedRows, count: int, capacity: int) -> EnsembleState:
         """Empty states; the last part may run the target's first layers in the rows, where no other part taps them."""
+        # Of the first layers only the last output is kept, which is no use to a part that taps another one.
         *others, last = self.parts
         started = [part.start(count, capacity) for part in others]
         alone = any(part.taps for part in others)
@@ -85,7 +86,7 @@ class Ensemble(Proposer):
 
     @property
     def virtual_nodes(self) -> int:
-        """Those of all parts, of which one may have any."""
+        """Virtual nodes of all parts, of which one may have any."""
         return sum(part.virtual_nodes for part in self.parts)
 
     def extended(self, state: DraftState, tree: TokenTree) -> TokenTree:
@@ -165,14 +166,7 @@ class Union(Policy):
         if policies[-1].samples and size < whole:
             raise ValueError(f"a union whose last part samples needs room for all {whole} nodes, got size {size}")
         self.policies, self.size = tuple(policies), size
-
-    @property
-    def max_size(self) -> int:
-        return self.size
-
-    @property
-    def samples(self) -> bool:
-        return self.policies[-1].samples
+        self.max_size, self.samples = size, policies[-1].samples
 
     def check(self, drafter: Proposer) -> None:
         """Refuse anything but an ensemble of as many parts, and what a part's policy refuses of its part."""
@@ -201,23 +195,18 @@ class Union(Policy):
         held = state.parts if isinstance(state, EnsembleState) else []
         # Others than the last part get no random numbers: a merged sample would no longer be one.
         chances = [*([None] * (len(parts) - 1)), draws]
-        trees = [
-            _marked(policy.grow(part, part_state, roots_B, chance), number)
-            for number, (policy, part, part_state, chance) in enumerate(
-                zip(self.policies, parts, held, chances, strict=True)
-            )
-        ]
+        trees = []
+        for number, (policy, part, own, chance) in enumerate(zip(self.policies, parts, held, chances, strict=True)):
+            tree = policy.grow(part, own, roots_B, chance)
+            # Each node says which part it comes from: an evaluation counts the accepted guesses of each.
+            trees.append(replace(tree, parts_BN=torch.full_like(tree.tokens_BN, number)))
         tree = trees[0]
         for joining in trees[1:]:
             tree = joined(tree, joining)
+        # Duplicates have become padding, which packing moves to the end, where the budget cuts.
         return trimmed(tree.packed(min(self.size, tree.size)))
 
 
 def whole_size(policies: Sequence[Policy]) -> int:
     """Nodes of a union in which nothing is cut, the root included."""
     return 1 + sum(policy.max_size - 1 for policy in policies)
-
-
-def _marked(tree: TokenTree, number: int) -> TokenTree:
-    """The tree whose nodes say which part they come from."""
-    return replace(tree, parts_BN=torch.full_like(tree.tokens_BN, number))

@@ -33,29 +33,28 @@ def joined(tree: TokenTree, joining: TokenTree) -> TokenTree:
     own_M = torch.arange(joining.size, device=known_BM.device) + tree.size
     places_BM = torch.where(known_BM, equal_BMN.long().argmax(-1), own_M)
     parents_BM = places_BM.gather(1, joining.parents_BN.clamp(min=0))
+    parts_BS = None
+    if tree.parts_BN is not None and joining.parts_BN is not None:
+        parts_BS = torch.cat([tree.parts_BN, joining.parts_BN], dim=1)
     counted = tree.most_children is not None and joining.most_children is not None
+    # Ancestors: the tree's own, and the joining one's at the places of their paths.
+    size = tree.size + joining.size
+    there_BMS = places_BM[..., None] == torch.arange(size, device=places_BM.device)
+    new_BMS = (joining.ancestors_BNN.float() @ there_BMS.float()) > 0
+    # A path that is already known has its nodes elsewhere; its padding here sees itself, as every node does.
+    new_BMS[:, torch.arange(joining.size, device=own_M.device), own_M] = True
     return TokenTree(
         tokens_BN=torch.cat([tree.tokens_BN, joining.tokens_BN], dim=1),
         parents_BN=torch.cat([tree.parents_BN, parents_BM], dim=1),
         depths_BN=torch.cat([tree.depths_BN, joining.depths_BN], dim=1),
-        ancestors_BNN=_ancestors(tree, joining, places_BM, own_M),
+        ancestors_BNN=torch.cat([pad(tree.ancestors_BNN, (0, joining.size)), new_BMS], dim=1),
         real_BN=torch.cat([tree.real_BN, joining.real_BN & ~known_BM], dim=1),
         max_depth=max(tree.max_depth, joining.max_depth),
         drawn=None if joining.drawn is None else _drawn(tree, joining.drawn, equal_BMN),
         most_children=(tree.most_children or 0) + (joining.most_children or 0) if counted else None,
         lookahead=_lookahead(tree, joining, equal_BMN),
-        parts_BN=_parts(tree, joining),
+        parts_BN=parts_BS,
     )
-
-
-def _ancestors(tree: TokenTree, joining: TokenTree, places_BM: Tensor, own_M: Tensor) -> Tensor:
-    """[B, S, S]: the tree's own, and the joining one's at the places of their paths."""
-    size = tree.size + joining.size
-    old_BNS = pad(tree.ancestors_BNN, (0, joining.size))
-    there_BMS = places_BM[..., None] == torch.arange(size, device=places_BM.device)
-    new_BMS = (joining.ancestors_BNN.float() @ there_BMS.float()) > 0
-    new_BMS[:, torch.arange(joining.size, device=own_M.device), own_M] = True
-    return torch.cat([old_BNS, new_BMS], dim=1)
 
 
 def _lookahead(tree: TokenTree, joining: TokenTree, equal_BMN: Tensor) -> Lookahead | None:
@@ -70,13 +69,6 @@ def _lookahead(tree: TokenTree, joining: TokenTree, equal_BMN: Tensor) -> Lookah
     return Lookahead(
         counts_BN=torch.cat([torch.maximum(first_BN, shared_BN), second_BM * ~equal_BMN.any(-1)], dim=1),
         most=sum(wish.most for wish in wishes), nodes=sum(wish.nodes for wish in wishes))
-
-
-def _parts(tree: TokenTree, joining: TokenTree) -> Tensor | None:
-    """Part of each node; None where either tree does not say."""
-    if tree.parts_BN is None or joining.parts_BN is None:
-        return None
-    return torch.cat([tree.parts_BN, joining.parts_BN], dim=1)
 
 
 def _drawn(tree: TokenTree, drawn: Drawn, equal_BMN: Tensor) -> Drawn:

@@ -29,6 +29,10 @@ class LevelQueries:
         self.drafter, self.state, self.least = drafter, state, least
         self.token_ids_Q: Tensor | None = None
         self._answered: Tensor | None = None
+        self.candidates_BOQ: Tensor | None = None
+        """Ids of the entries answered last, where they differ from node to node."""
+        self.states_BOD: Tensor | None = None
+        """The drafter's states that the entries answered last come from; None where it has none."""
         self._candidates: Tensor | None = None
         self._states: Tensor | None = None
         self._origin_BF = torch.zeros(0)
@@ -42,47 +46,33 @@ class LevelQueries:
             above_BF: column of each node's parent in the previous level's frontier; None for the root.
         """
         if self._answered is None or above_BF is None or self._used == self._answered.shape[2]:
-            self._answered = self._expand(frontier)
+            scores = self.drafter.expand(self.state, frontier)
+            self.token_ids_Q, self._candidates, self._used = scores.token_ids_Q, scores.candidates_BFHQ, 0
+            self._answered, self._states = scores.log_probs_BFHQ, scores.states_BFHD
+            if (missing := self.least - self._answered.shape[-1]) > 0:
+                if self._candidates is None:
+                    raise UserError(f"the tree uses the {self.least} best guesses after a token, but the draft "
+                                    f"vocabulary has {self.least - missing} tokens; choose a narrower tree, such as "
+                                    "chain")
+                self._candidates = pad(self._candidates, (0, missing))
+                self._answered = pad(self._answered, (0, missing), value=-torch.inf)
             columns = torch.arange(frontier.nodes_BF.shape[1], device=frontier.nodes_BF.device)
             self._origin_BF = columns.expand_as(frontier.nodes_BF)
         else:
             self._origin_BF = self._origin_BF.gather(1, above_BF)
-        self._used += 1
-        log_probs_BOQ = self._answered[:, :, self._used - 1]
+        depth, self._used = self._used, self._used + 1
+        self.candidates_BOQ = None if self._candidates is None else self._candidates[:, :, depth]
+        self.states_BOD = None if self._states is None else self._states[:, :, depth]
+        log_probs_BOQ = self._answered[:, :, depth]
         log_probs_BOQ = log_probs_BOQ.to(torch.promote_types(log_probs_BOQ.dtype, torch.float32))
         # A drafter may have read a token without a finite embedding: NaN and +inf are no guess, and sorted among other
         # scores they would stand above the root.
         return torch.where(log_probs_BOQ < torch.inf, log_probs_BOQ, -torch.inf), self._origin_BF
 
-    def _expand(self, frontier: Frontier) -> Tensor:
-        scores = self.drafter.expand(self.state, frontier)
-        self.token_ids_Q, self._candidates, self._used = scores.token_ids_Q, scores.candidates_BFHQ, 0
-        self._states = scores.states_BFHD
-        missing = self.least - scores.log_probs_BFHQ.shape[-1]
-        if missing <= 0:
-            return scores.log_probs_BFHQ
-        if self._candidates is None:
-            raise UserError(
-                f"the tree uses the {self.least} best guesses after a token, but the draft vocabulary has "
-                f"{self.least - missing} tokens; choose a narrower tree, such as chain"
-            )
-        self._candidates = pad(self._candidates, (0, missing))
-        return pad(scores.log_probs_BFHQ, (0, missing), value=-torch.inf)
-
-    @property
-    def candidates_BOQ(self) -> Tensor | None:
-        """Ids of the entries answered last, where they differ from node to node."""
-        return None if self._candidates is None else self._candidates[:, :, self._used - 1]
-
-    @property
-    def states_BOD(self) -> Tensor | None:
-        """The drafter's states that the entries answered last come from; None where it has none."""
-        return None if self._states is None else self._states[:, :, self._used - 1]
-
     def tokens(self, entries_BFK: Tensor) -> Tensor:
         """Target-vocabulary ids of entries that were answered last, [B, F, K]."""
-        if (candidates_BOQ := self.candidates_BOQ) is not None:
-            return spread(candidates_BOQ, self._origin_BF).gather(2, entries_BFK)
+        if self.candidates_BOQ is not None:
+            return spread(self.candidates_BOQ, self._origin_BF).gather(2, entries_BFK)
         return entries_BFK if self.token_ids_Q is None else self.token_ids_Q[entries_BFK]
 
 

@@ -70,18 +70,18 @@ def ahead_trees(chances_KR: tuple[tuple[float, ...], ...], size: int) -> tuple[A
     values = [float(guesses) for guesses in range(depths + 1)]
     trees: tuple[AheadTree, ...] = ()
     for _ in range(_ROUNDS):
-        found = tuple(_best(_paths(chances_KR, guesses, size), depths, size, values) for guesses in range(depths + 1))
+        found = tuple(_best_tree(_paths(chances_KR, guesses, size), depths, size, values)
+                      for guesses in range(depths + 1))
         if found == trees:
             break
         trees = found
-        values = _values(trees)
+        values = _solved(trees)[1]
     return trees
 
 
 def tokens_per_pass(trees: Sequence[AheadTree]) -> float:
     """Expected tokens of a pass in the long run, the target's own included."""
-    tokens, _ = _solved(trees)
-    return 1 + tokens
+    return 1 + _solved(trees)[0]
 
 
 def _paths(chances_KR: Sequence[Sequence[float]], guesses: int, most: int) -> list[tuple[float, tuple[int, ...]]]:
@@ -95,26 +95,25 @@ def _paths(chances_KR: Sequence[Sequence[float]], guesses: int, most: int) -> li
             for rank, right in enumerate(chances_KR[len(path)]):
                 if right > 0:
                     heappush(heap, (chance * right, (*path, rank)))
+    # Without the root, which every tree has.
     return found[1:]
 
 
-def _best(paths: list[tuple[float, tuple[int, ...]]], depths: int, size: int, values: Sequence[float]) -> AheadTree:
+def _best_tree(
+    paths: list[tuple[float, tuple[int, ...]]], depths: int, size: int, values: Sequence[float]
+) -> AheadTree:
     """The number of nodes, and the virtual nodes after them, with the most tokens and value to come."""
-    trees = [_filled(paths[:count], depths, size, values) for count in _numbers(len(paths), size)]
-    return max(trees, key=lambda tree: (round(_worth(tree, values), 9), -tree.size))
-
-
-def _numbers(most: int, size: int) -> list[int]:
-    """Numbers of nodes below the root that are tried: all small ones, then every eighth more."""
+    # Numbers of nodes below the root that are tried: all small ones, then every eighth more.
     numbers, count = [0], 1
-    while count <= min(most, size - 1):
+    while count <= min(len(paths), size - 1):
         numbers.append(count)
         count += max(1, count // 8)
-    return numbers
-
-
-def _worth(tree: AheadTree, values: Sequence[float]) -> float:
-    return tree.accepted + sum(chance * values[count] for chance, count in zip(tree.chances, tree.counts, strict=True))
+    trees = [_filled(paths[:number], depths, size, values) for number in numbers]
+    to_come = [sum(chance * values[count] for chance, count in zip(tree.chances, tree.counts, strict=True))
+               for tree in trees]
+    # Rounded: of trees whose worth differs by rounding alone the smaller one is taken, on every machine.
+    return max(zip(trees, to_come, strict=True),
+               key=lambda found: (round(found[0].accepted + found[1], 9), -found[0].size))[0]
 
 
 def _filled(paths: list[tuple[float, tuple[int, ...]]], depths: int, size: int, values: Sequence[float]) -> AheadTree:
@@ -123,7 +122,9 @@ def _filled(paths: list[tuple[float, tuple[int, ...]]], depths: int, size: int, 
     reached = [1.0, *(chance for chance, _ in paths)]
     last = list(reached)
     for node, parent in enumerate(topology.parents[1:], start=1):
+        # A node is the last accepted one where it is reached and none of its children is.
         last[parent] -= reached[node]
+    # All nodes start with all virtual nodes; a removal costs what a shorter next tree loses if the node is the last.
     counts = [depths] * topology.size
     heap = [(chance * (values[depths] - values[depths - 1]), node) for node, chance in enumerate(last)]
     heapify(heap)
@@ -133,10 +134,6 @@ def _filled(paths: list[tuple[float, tuple[int, ...]]], depths: int, size: int, 
         if counts[node]:
             heappush(heap, (last[node] * (values[counts[node]] - values[counts[node] - 1]), node))
     return AheadTree(topology, tuple(counts), tuple(max(chance, 0.0) for chance in last))
-
-
-def _values(trees: Sequence[AheadTree]) -> list[float]:
-    return _solved(trees)[1]
 
 
 def _solved(trees: Sequence[AheadTree]) -> tuple[float, list[float]]:
@@ -168,12 +165,9 @@ class LookaheadTrees(Policy):
         if not trees:
             raise ValueError("a policy of trees by guesses needs at least 1 tree, got 0")
         self.trees = tuple(trees)
+        self.max_size = max(tree.topology.size for tree in trees)
         self._most = max(sum(tree.counts) for tree in self.trees)
         self._width = max(1, *(tree.topology.width for tree in self.trees))
-
-    @property
-    def max_size(self) -> int:
-        return max(tree.topology.size for tree in self.trees)
 
     def check(self, drafter: Proposer) -> None:
         """Refuse drafters without virtual nodes, and those with another number of steps."""
@@ -197,16 +191,12 @@ class LookaheadTrees(Policy):
             tables.real_TN[guesses_B], max_depth=max(tree.topology.depth for tree in self.trees),
             most_children=max(tree.topology.most_children for tree in self.trees),
         )
-        return self._cut(replace(tree, lookahead=Lookahead(
-            counts_BN=tables.counts_TN[guesses_B], most=self._most, nodes=self.max_size)))
-
-    def _cut(self, tree: TokenTree) -> TokenTree:
-        """Without padding that no row needs, where the sizes are known at once."""
-        if tree.lookahead is None or tree.real_BN.device.type != "cpu":
-            return tree
-        size, most = torch.stack([tree.real_BN.sum(-1), tree.lookahead.counts_BN.sum(-1)]).amax(-1).tolist()
-        return replace(tree.packed(size), lookahead=Lookahead(
-            counts_BN=tree.lookahead.counts_BN[:, :size], most=most, nodes=size))
+        counts_BN, size, most = tables.counts_TN[guesses_B], self.max_size, self._most
+        if tree.real_BN.device.type == "cpu":
+            # Sizes are known at once here, and padding that no row needs costs time.
+            size, most = torch.stack([tree.real_BN.sum(-1), counts_BN.sum(-1)]).amax(-1).tolist()
+            tree = tree.packed(size)
+        return replace(tree, lookahead=Lookahead(counts_BN=counts_BN[:, :size], most=most, nodes=size))
 
 
 @dataclass(frozen=True)

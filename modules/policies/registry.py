@@ -136,7 +136,7 @@ def policy_named(name: str, topology: Topology, drafter: Proposer) -> Policy:
 
 
 def _in_drawing_order(topology: Topology) -> Topology:
-    """The same shape with siblings numbered as they come: a search may have found the sixth guess before the fifth."""
+    """The shape with siblings numbered as they come: a search may have found the sixth guess before the fifth."""
     drawn: Counter[int] = Counter()
     ranks = [0]
     for parent in topology.parents[1:]:

@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..interfaces.proposer import DraftState, Frontier, Proposer, spread
+from ..interfaces.proposer import DraftState, Proposer, spread
 from ..random_streams import Draws
 from ..token_tree import Drawn, TokenTree, Topology
 from .level_queries import LevelQueries, check_temperature, sample, tempered
-from .static_tree import Span, StaticTree, inner_nodes, span_of
+from .static_tree import StaticTree, inner_nodes, span_of
 
 
 class SampledTree(StaticTree):
@@ -30,6 +30,8 @@ class SampledTree(StaticTree):
         ValueError: if ranks are missing or out of order, or the temperature is not above 0.
     """
 
+    samples = True
+
     def __init__(self, topology: Topology, temperature: float | None = None) -> None:
         super().__init__(topology)
         for node in range(topology.size):
@@ -43,10 +45,6 @@ class SampledTree(StaticTree):
                         for below in range(1, topology.depth + 1)]
         """Children of a node, at most, depth by depth."""
 
-    @property
-    def samples(self) -> bool:
-        return True
-
     @classmethod
     def branching(cls, *widths: int, temperature: float | None = None) -> "SampledTree":
         """The tree in which every node of depth d has `widths[d]` children."""
@@ -58,58 +56,35 @@ class SampledTree(StaticTree):
     def grow(self, drafter: Proposer, state: DraftState, roots_B: Tensor, draws: Draws | None = None) -> TokenTree:
         if draws is None:
             return super().grow(drafter, state, roots_B)
-        growing = _Growing(self.topology, roots_B)
-        queries = LevelQueries(drafter, state, least=self.topology.width)
+        topology, device = self.topology, roots_B.device
+        tokens_BN = roots_B[:, None].repeat(1, topology.size)
+        inner_BN, real_BN = torch.zeros_like(tokens_BN), torch.ones_like(tokens_BN, dtype=torch.bool)
+        log_q: list[Tensor] = []
+        candidates: list[Tensor] = []
+        queries = LevelQueries(drafter, state, least=topology.width)
         for depth, width in enumerate(self._widths):
-            inner = inner_nodes(self.topology, depth, roots_B.device)
-            frontier = inner.frontier(growing.tokens_BN)
+            inner = inner_nodes(topology, depth, device)
+            frontier = inner.frontier(tokens_BN)
             above_BF = inner.above_F.expand_as(frontier.nodes_BF) if depth else None
             log_probs_BOQ, origin_BF = queries.ask(frontier, above_BF)
             log_q_BOQ = tempered(log_probs_BOQ, self.temperature, draws)
             log_q_BFQ = spread(log_q_BOQ, origin_BF)
             drawn_BFK = sample(log_q_BFQ, frontier.nodes_BF, width, draws)
-            children = span_of(self.topology, depth, depth + 1, roots_B.device)
-            growing.fill(frontier, children, queries.tokens(drawn_BFK), log_q_BFQ.gather(2, drawn_BFK) > -torch.inf)
-            growing.carry(frontier, log_q_BOQ, origin_BF, queries.candidates_BOQ)
-        return growing.tree(queries, draws)
-
-
-class _Growing:
-    """A tree of known shape that is filled in level by level."""
-
-    def __init__(self, topology: Topology, roots_B: Tensor) -> None:
-        self.topology = topology
-        self.tokens_BN = roots_B[:, None].repeat(1, topology.size)
-        self.inner_BN = torch.zeros_like(self.tokens_BN)
-        self.real_BN = torch.ones_like(self.tokens_BN, dtype=torch.bool)
-        self.log_q: list[Tensor] = []
-        self.candidates: list[Tensor] = []
-
-    def fill(self, frontier: Frontier, children: Span, tokens_BFK: Tensor, possible_BFK: Tensor) -> None:
-        """Set the children of the frontier; one that could not be drawn, and all below it, is padding."""
-        real_BFK = possible_BFK & self.real_BN.gather(1, frontier.nodes_BF)[..., None]
-        self.tokens_BN[:, children.children_C] = children.of(tokens_BFK[:, :, None])
-        self.real_BN[:, children.children_C] = children.of(real_BFK[:, :, None])
-
-    def carry(
-        self, frontier: Frontier, log_q_BOQ: Tensor, origin_BF: Tensor, candidates_BOQ: Tensor | None
-    ) -> None:
-        """Remember what the children of the frontier were drawn from."""
-        self.inner_BN.scatter_(1, frontier.nodes_BF, origin_BF + sum(part.shape[1] for part in self.log_q))
-        self.log_q.append(log_q_BOQ)
-        if candidates_BOQ is not None:
-            self.candidates.append(candidates_BOQ)
-
-    def tree(self, queries: LevelQueries, draws: Draws) -> TokenTree:
-        """The finished tree."""
-        planted = self.topology.plant(self.tokens_BN)
-        if not self.log_q:
+            # A child that could not be drawn, and all below it, is padding.
+            possible_BFK = log_q_BFQ.gather(2, drawn_BFK) > -torch.inf
+            real_BFK = possible_BFK & real_BN.gather(1, frontier.nodes_BF)[..., None]
+            children = span_of(topology, depth, depth + 1, device)
+            tokens_BN[:, children.children_C] = children.of(queries.tokens(drawn_BFK)[:, :, None])
+            real_BN[:, children.children_C] = children.of(real_BFK[:, :, None])
+            # The distribution that the children were drawn from goes to the verification with them.
+            inner_BN.scatter_(1, frontier.nodes_BF, origin_BF + sum(part.shape[1] for part in log_q))
+            log_q.append(log_q_BOQ)
+            candidates += [] if queries.candidates_BOQ is None else [queries.candidates_BOQ]
+        planted = topology.plant(tokens_BN)
+        if not log_q:
             return planted
         drawn = Drawn(
-            log_q_BIQ=torch.cat(self.log_q, dim=1),
-            inner_BN=self.inner_BN,
-            sampled_BN=draws.sampling_B[:, None].expand_as(self.real_BN),
-            token_ids_Q=queries.token_ids_Q,
-            candidates_BIQ=torch.cat(self.candidates, dim=1) if self.candidates else None,
-        )
-        return replace(planted, real_BN=self.real_BN, drawn=drawn)
+            log_q_BIQ=torch.cat(log_q, dim=1), inner_BN=inner_BN,
+            sampled_BN=draws.sampling_B[:, None].expand_as(real_BN), token_ids_Q=queries.token_ids_Q,
+            candidates_BIQ=torch.cat(candidates, dim=1) if candidates else None)
+        return replace(planted, real_BN=real_BN, drawn=drawn)

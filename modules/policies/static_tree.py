@@ -17,19 +17,15 @@ from .base import Policy, trimmed
 
 
 class StaticTree(Policy):
-    """The same tree in every pass; each node takes its parent's proposal of its rank (arXiv:2401.10774, 2.3.3).
+    """One tree for every pass; each node takes its parent's proposal of its rank (arXiv:2401.10774, 2.3.3).
 
     Where the drafter has no guess, the node and all below it are padding.
     """
 
     def __init__(self, topology: Topology) -> None:
-        self.topology = topology
+        self.topology, self.max_size = topology, topology.size
         # Derived now: Python 3.11 derives a cached property under a lock, which no compiled graph can take.
         self._derived = topology.depth, topology.ancestors_NN, topology.most_children
-
-    @property
-    def max_size(self) -> int:
-        return self.topology.size
 
     def check(self, drafter: Proposer) -> None:
         """Refuse a tree deeper than a one-shot family answers."""
@@ -45,6 +41,7 @@ class StaticTree(Policy):
         depth = 0
         while depth < self.topology.depth:
             asked = inner_nodes(self.topology, depth, tokens_BN.device).frontier(tokens_BN)
+            # A one-shot family answers several depths at once, whatever the path between.
             answered = drafter.expand(state, asked).best(self.topology.width)
             until = min(depth + answered.tokens_BFHR.shape[2], self.topology.depth)
             span = span_of(self.topology, depth, until, tokens_BN.device)
@@ -89,9 +86,9 @@ class Span:
     columns_C: Tensor
     """Column of the node's ancestor in the frontier that was asked about."""
     levels_C: Tensor
-    """Which of the depths answered."""
+    """Number of the depth among those answered."""
     ranks_C: Tensor
-    """Which of the proposals."""
+    """Rank among the proposals."""
 
     def of(self, answers_BFHR: Tensor) -> Tensor:
         """The nodes' entries of an answer, [B, C]."""

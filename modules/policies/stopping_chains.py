@@ -1,6 +1,6 @@
 """Chains that ask a stopping rule after every drafted token.
 
-Shapes: B rows, T tokens drafted so far, N nodes, Q draft vocabulary.
+Shapes: B rows, F nodes of a level (1), T tokens drafted so far, N nodes, Q draft vocabulary.
 """
 
 from copy import copy
@@ -35,18 +35,20 @@ class StoppedChain(Policy):
         ValueError: if a number is too small.
     """
 
+    temperature: float | None = None
+    """The draft's, in a chain that samples; None takes each row's own."""
+
     def __init__(self, length: int, stop: StoppingRule, *, check_every: int = 1) -> None:
         if length < 1:
             raise ValueError(f"length must be at least 1, got {length}")
         if check_every < 0:
             raise ValueError(f"check_every must be at least 0, got {check_every}")
         self.length, self.stop, self.check_every = length, stop, check_every
-
-    @property
-    def max_size(self) -> int:
-        return self.length + 1
+        self.max_size = length + 1
 
     def grow(self, drafter: Proposer, state: DraftState, roots_B: Tensor, draws: Draws | None = None) -> TokenTree:
+        # A chain of point masses draws nothing, in rows that sample too.
+        draws = draws if self.samples else None
         queries = LevelQueries(drafter, state)
         tokens, reals = [roots_B], [torch.ones_like(roots_B, dtype=torch.bool)]
         log_q: list[Tensor] = []
@@ -55,18 +57,33 @@ class StoppedChain(Policy):
         drafted = Drafted(log_probs_BT=empty_BT, peaks_BT=empty_BT)
         for place in range(within_reach(self.length, drafter)):
             going_B = reals[-1] & ~_rows(self.stop.after(drafted) if place else None, roots_B)
-            if self._looks(place):
+            if place and self.check_every and place % self.check_every == 0:
                 going, needed = torch.stack([going_B.any(), reals[-1].any()]).tolist()
                 if not going:
                     kept = len(tokens) if needed else len(tokens) - 1
                     tokens, reals, log_q = tokens[:kept], reals[:kept], log_q[: kept - 1]
                     break
-            log_probs_BQ = queries.ask(*_step(tokens[-1], place))[0][:, 0]
+            node_B1 = torch.full_like(roots_B, place)[:, None]
+            frontier = Frontier(nodes_BF=node_B1, parents_BF=node_B1 - 1, tokens_BF=tokens[-1][:, None])
+            log_probs_BQ = queries.ask(frontier, torch.zeros_like(node_B1) if place else None)[0][:, 0]
             if place and self.stop.reads_states:
-                drafted = self._judged(drafted, queries)
+                if queries.states_BOD is None:
+                    raise UserError("an acceptance head reads the drafter's states at its tokens, of which "
+                                    f"{type(drafter).__name__} shows none; choose another policy, or a drafter that "
+                                    "reads each token before it drafts the next: draft_lm, eagle, eagle3, falcon or "
+                                    "kangaroo")
+                # The token that was read last, by this question.
+                judged_B1 = self.stop.judge(queries.states_BOD[:, 0])[:, None]
+                before = [] if drafted.judged_BJ is None else [drafted.judged_BJ]
+                drafted = replace(drafted, judged_BJ=torch.cat([*before, judged_B1], dim=1))
             peak_B = log_probs_BQ.amax(-1)
-            log_q_BQ, entries_B = self._pick(log_probs_BQ, place, draws)
+            if draws is None:
+                log_q_BQ, entries_B = log_probs_BQ, log_probs_BQ.argmax(-1)
+            else:
+                log_q_B1Q = tempered(log_probs_BQ[:, None], self.temperature, draws)
+                log_q_BQ, entries_B = log_q_B1Q[:, 0], sample(log_q_B1Q, node_B1, 1, draws)[:, 0, 0]
             own_B = log_probs_BQ.gather(1, entries_B[:, None])[:, 0]
+            # A token that was drawn is never dropped for its own probability, only for being none: that keeps the law.
             reals.append(going_B & (own_B > -torch.inf) & ~_rows(self.stop.before(drafted, peak_B), roots_B))
             tokens.append(queries.tokens(entries_B[:, None, None])[:, 0, 0])
             log_q.append(log_q_BQ)
@@ -76,7 +93,19 @@ class StoppedChain(Policy):
                 log_probs_BT=torch.cat([drafted.log_probs_BT, own_B[:, None]], dim=1),
                 peaks_BT=torch.cat([drafted.peaks_BT, peak_B[:, None]], dim=1),
             )
-        return self._chain(tokens, reals, self._drawn(log_q, candidates, queries, draws))
+        drawn = None
+        if draws is not None and log_q:
+            # The last node has no child: any q will do for it.
+            inner_N = torch.arange(len(tokens), device=roots_B.device).clamp(max=len(log_q) - 1)
+            drawn = Drawn(
+                log_q_BIQ=torch.stack(log_q, dim=1), inner_BN=inner_N.expand(len(roots_B), -1),
+                sampled_BN=draws.sampling_B[:, None].expand(-1, len(tokens)), token_ids_Q=queries.token_ids_Q,
+                candidates_BIQ=torch.cat(candidates[: len(log_q)], dim=1) if candidates else None)
+        tokens_BN = torch.stack(tokens, dim=1)
+        parents_BN = (torch.arange(len(tokens), device=roots_B.device) - 1).expand_as(tokens_BN)
+        # A chain's real nodes are the first ones, so that a plain count of them is their depth.
+        return TokenTree.grown(tokens_BN, parents_BN, torch.stack(reals, dim=1), max_depth=len(tokens) - 1,
+                               most_children=1, drawn=drawn)
 
     def unwatched(self) -> "StoppedChain":
         """The chain without looks: its tree keeps its full size, padded."""
@@ -87,39 +116,9 @@ class StoppedChain(Policy):
     def check_sampling(self, setting: SamplingSetting) -> None:
         self.stop.check_sampling(setting)
 
-    def _judged(self, drafted: Drafted, queries: LevelQueries) -> Drafted:
-        """With the rule's judgement of the token that was read last."""
-        if queries.states_BOD is None:
-            raise UserError(f"an acceptance head reads the drafter's states at its tokens, of which "
-                            f"{type(queries.drafter).__name__} shows none; choose another policy, or a drafter that "
-                            "reads each token before it drafts the next: draft_lm, eagle, eagle3, falcon or kangaroo")
-        judged_B1 = self.stop.judge(queries.states_BOD[:, 0])[:, None]
-        before = [] if drafted.judged_BJ is None else [drafted.judged_BJ]
-        return replace(drafted, judged_BJ=torch.cat([*before, judged_B1], dim=1))
-
-    def _looks(self, place: int) -> bool:
-        return self.check_every > 0 and place > 0 and place % self.check_every == 0
-
-    def _pick(self, log_probs_BQ: Tensor, place: int, draws: Draws | None) -> tuple[Tensor, Tensor]:
-        """(log q of the token's draw, its entry in the draft vocabulary)."""
-        return log_probs_BQ, log_probs_BQ.argmax(-1)
-
-    def _drawn(
-        self, log_q: list[Tensor], candidates: list[Tensor], queries: LevelQueries, draws: Draws | None
-    ) -> Drawn | None:
-        return None
-
-    def _chain(self, tokens: list[Tensor], reals: list[Tensor], drawn: Drawn | None) -> TokenTree:
-        tokens_BN = torch.stack(tokens, dim=1)
-        parents_BN = (torch.arange(len(tokens), device=tokens_BN.device) - 1).expand_as(tokens_BN)
-        # A chain's real nodes are the first ones, so that a plain count of them is their depth.
-        return TokenTree.grown(
-            tokens_BN, parents_BN, torch.stack(reals, dim=1), max_depth=len(tokens) - 1, most_children=1, drawn=drawn
-        )
-
 
 class SampledChain(StoppedChain):
-    """The same chain with sampled tokens, verified by rejection (arXiv:2211.17192); greedy rows take the likeliest.
+    """A stopped chain of sampled tokens, verified by rejection (arXiv:2211.17192); greedy rows take the likeliest.
 
     Args:
         length: most tokens.
@@ -131,6 +130,8 @@ class SampledChain(StoppedChain):
         ValueError: if a number is too small.
     """
 
+    samples = True
+
     def __init__(
         self, length: int, stop: StoppingRule, *, check_every: int = 1, temperature: float | None = None
     ) -> None:
@@ -138,39 +139,6 @@ class SampledChain(StoppedChain):
         check_temperature(temperature)
         self.temperature = temperature
 
-    @property
-    def samples(self) -> bool:
-        return True
-
-    def _pick(self, log_probs_BQ: Tensor, place: int, draws: Draws | None) -> tuple[Tensor, Tensor]:
-        if draws is None:
-            return super()._pick(log_probs_BQ, place, draws)
-        log_q_B1Q = tempered(log_probs_BQ[:, None], self.temperature, draws)
-        node_B1 = torch.full_like(draws.places_B, place)[:, None]
-        return log_q_B1Q[:, 0], sample(log_q_B1Q, node_B1, 1, draws)[:, 0, 0]
-
-    def _drawn(
-        self, log_q: list[Tensor], candidates: list[Tensor], queries: LevelQueries, draws: Draws | None
-    ) -> Drawn | None:
-        if draws is None or not log_q:
-            return None
-        inner_N = torch.arange(len(log_q) + 1, device=log_q[0].device).clamp(max=len(log_q) - 1)
-        size = (len(draws.sampling_B), len(inner_N))
-        return Drawn(
-            log_q_BIQ=torch.stack(log_q, dim=1),
-            inner_BN=inner_N.expand(size),
-            sampled_BN=draws.sampling_B[:, None].expand(size),
-            token_ids_Q=queries.token_ids_Q,
-            candidates_BIQ=torch.cat(candidates[: len(log_q)], dim=1) if candidates else None,
-        )
-
 
 def _rows(marks_B: Tensor | None, like_B: Tensor) -> Tensor:
     return torch.zeros_like(like_B, dtype=torch.bool) if marks_B is None else marks_B
-
-
-def _step(token_B: Tensor, place: int) -> tuple[Frontier, Tensor | None]:
-    """The last token of a chain as a frontier, and the column of its parent in the one before."""
-    node_B1 = torch.full_like(token_B, place)[:, None]
-    frontier = Frontier(nodes_BF=node_B1, parents_BF=node_B1 - 1, tokens_BF=token_B[:, None])
-    return frontier, torch.zeros_like(node_B1) if place else None

@@ -40,7 +40,7 @@ class StoppingRule:
     """Says which rows draft no further. A rule may stop before a token, after it, or both."""
 
     reads_states: bool = False
-    """Whether `judge` is asked."""
+    """True if `judge` is asked."""
 
     def judge(self, state_BD: Tensor) -> Tensor:
         """A number for each row from the drafter's state at a drafted token, [B]: `Drafted.judged_BJ` collects them.
@@ -78,6 +78,7 @@ class MaxProbability(StoppingRule):
         _check_share("threshold", self.threshold)
 
     def before(self, drafted: Drafted, peak_B: Tensor) -> Tensor | None:
+        # The peak says nothing of the token that would be drawn, so that samples keep their law.
         return peak_B < log(self.threshold)
 
 
@@ -92,6 +93,7 @@ class PathProbability(StoppingRule):
         _check_share("threshold", self.threshold)
 
     def after(self, drafted: Drafted) -> Tensor | None:
+        # The token that takes the product below the bound stays: it would be dropped for its own probability.
         return drafted.log_probs_BT.sum(-1) < log(self.threshold)
 
 
@@ -147,4 +149,5 @@ class RejectionRisk(StoppingRule):
     def after(self, drafted: Drafted) -> Tensor | None:
         if drafted.length < self.least or drafted.judged_BJ is None:
             return None
+        # 1 - exp(x) loses all digits of a small risk; expm1 keeps them.
         return -torch.expm1(drafted.judged_BJ.sum(-1)) > self.threshold

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..baselines.prompt_lookup import Lookup, LookupConfig
+from ..baselines.prompt_lookup import PromptLookup, PromptLookupConfig
 from ..interfaces.proposer import Frontier, Observation
 from ..token_tree import Topology
 from .held_out_ranks import ProposedText
@@ -91,7 +91,7 @@ def copied_text(text: ProposedText, copied: int) -> CopiedText:
     longest = max(copied, text.proposals_PKR.shape[1])
     copies_PC = torch.full((len(text.left_P), copied), -1)
     following_PF = torch.full((len(text.left_P), longest), -2)
-    lookup = Lookup(LookupConfig(copied=copied), torch.device("cpu"))
+    lookup = PromptLookup(PromptLookupConfig(copied=copied), torch.device("cpu"))
     for number, tokens in enumerate(text.texts):
         places = (text.rows_P == number).nonzero()[:, 0]
         following_PF[places] = _following(tokens, text.roots_P[places], longest)
@@ -106,7 +106,7 @@ def _following(tokens_L: Tensor, roots_N: Tensor, count: int) -> Tensor:
     return padded.unfold(0, count, 1)[roots_N + 1]
 
 
-def _copies(lookup: Lookup, tokens_L: Tensor, roots_N: Tensor) -> Tensor:
+def _copies(lookup: PromptLookup, tokens_L: Tensor, roots_N: Tensor) -> Tensor:
     """The tokens that prompt lookup copies at each root of a row, [N, C]; -1 where it finds nothing."""
     # One row for each root: the tokens after it are in its row, but not in its text.
     tokens_NL, order_N = tokens_L.expand(len(roots_N), -1), torch.arange(len(roots_N))

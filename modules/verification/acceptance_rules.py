@@ -33,7 +33,7 @@ class Rule(ABC):
     """Decides which path of a verified tree is kept and which token follows it."""
 
     lossless: bool = True
-    """Whether the emitted tokens have the target's distribution."""
+    """True if the emitted tokens have the target's distribution."""
 
     @abstractmethod
     def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
@@ -85,6 +85,7 @@ def reject_siblings(
         q_BV = torch.where(sampled_B1, renormalised(log_left_BV), certain_BV)
         chance_B1 = (rest_BV.gather(1, token_B1) / q_BV.gather(1, token_B1)).clamp(max=1.0)
         accepts.append(torch.where(real_B1, chance_B1, 0.0))
+        # After a rejection; what acceptance has taken is gone from p.
         rest_BV = torch.where(real_B1, normalised((rest_BV - q_BV).clamp(min=0), rest_BV), rest_BV)
         without_BV = log_left_BV.scatter(1, token_B1, -torch.inf)
         log_left_BV = torch.where(real_B1 & sampled_B1, without_BV, log_left_BV)
@@ -102,6 +103,7 @@ def renormalised(log_q: Tensor) -> Tensor:
 
     A softmax, not a division by what is left of the sum: that may be far below the rounding error of the sum.
     """
+    # The softmax of nothing but -inf would be NaN.
     possible = log_q.amax(-1, keepdim=True) > -torch.inf
     return torch.where(possible, log_q.softmax(-1), 0.0)
 
@@ -117,9 +119,14 @@ class Rejection(Rule):
         rows_B = torch.arange(logits_BNV.shape[0], device=logits_BNV.device)
         here_B, walking_B = torch.zeros_like(rows_B), torch.ones_like(rows_B, dtype=torch.bool)
         rest_BV = torch.zeros_like(logits_BNV[:, 0], dtype=torch.float64)
+        sampled_BN = torch.zeros_like(tree.real_BN) if tree.drawn is None else tree.drawn.sampled_BN
         for _ in range(tree.max_depth + 1):
             children_BK, real_BK = tree.children(here_B)
-            outcome = self._outcome(tree, logits_BNV[rows_B, here_B], sampling, here_B)
+            outcome = reject_siblings(
+                sampling.distribution(logits_BNV[rows_B, here_B, None])[:, 0].double(),
+                tree.draft_at(here_B[:, None], logits_BNV.shape[-1])[:, 0],
+                tree.tokens_BN.gather(1, children_BK), real_BK, sampled_BN.gather(1, children_BK))
+            # Rows that have stopped keep the rest of the node where they did.
             rest_BV = torch.where(walking_B[:, None], outcome.rest_BV, rest_BV)
             if children_BK.shape[1] == 0:
                 break
@@ -128,17 +135,6 @@ class Rejection(Rule):
             first_B1 = passed_BK.long().argmax(-1, keepdim=True)
             here_B = torch.where(walking_B, children_BK.gather(1, first_B1)[:, 0], here_B)
         return down_to(tree, here_B, draw(rest_BV, chances.choices_BN[rows_B, here_B]))
-
-    def _outcome(self, tree: TokenTree, logits_BV: Tensor, sampling: Sampling, here_B: Tensor) -> SiblingOutcome:
-        children_BK, real_BK = tree.children(here_B)
-        sampled_BN = torch.zeros_like(tree.real_BN) if tree.drawn is None else tree.drawn.sampled_BN
-        return reject_siblings(
-            sampling.distribution(logits_BV[:, None])[:, 0].double(),
-            tree.draft_at(here_B[:, None], logits_BV.shape[-1])[:, 0],
-            tree.tokens_BN.gather(1, children_BK),
-            real_BK,
-            sampled_BN.gather(1, children_BK),
-        )
 
 
 class ChainRejection(Rule):
@@ -154,6 +150,7 @@ class ChainRejection(Rule):
         rows_B = torch.arange(deepest_B.shape[0], device=deepest_B.device)
         last_BV = sampling.distribution(logits_BNV[rows_B, deepest_B, None])[:, 0].double()
         next_B = (deepest_B + 1).clamp(max=tree.size - 1)
+        # At the end of a chain nothing was rejected, and the token after it comes from p itself.
         rejected_B1 = ((next_B > deepest_B) & tree.real_BN[rows_B, next_B])[:, None]
         rest_BV = last_BV
         if tree.size > 1:
@@ -199,6 +196,7 @@ class Typical(Rule):
         UserError: if a number is out of its range.
     """
 
+    lossless = False
     epsilon: float = 0.09
     """Probability that is always enough."""
     delta: float = 0.3
@@ -209,10 +207,6 @@ class Typical(Rule):
             if not 0 < (value := getattr(self, name)) <= 1:
                 raise UserError(f"{name} must be above 0 and at most 1, got {value}")
 
-    @property
-    def lossless(self) -> bool:  # type: ignore[override]
-        return False
-
     def bound(self, probs: Tensor) -> Tensor:
         """The least probability that is accepted under the distributions [..., V]; a token needs more than it."""
         entropy = torch.special.entr(probs).sum(-1)
@@ -220,7 +214,15 @@ class Typical(Rule):
         return enough.clamp(max=self.epsilon)
 
     def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
-        own_BN, bound_BN = self._own(tree, logits_BNV, sampling)
+        own, bounds = [], []
+        # p(x) of the token of each node after its parent, and the bound there; few distributions are held at a time.
+        for group in node_groups(*logits_BNV.shape):
+            above_BM1 = tree.parents_BN[:, group].clamp(min=0)[..., None]
+            logits_BMV = logits_BNV.gather(1, above_BM1.expand(-1, -1, logits_BNV.shape[-1]))
+            p_BMV = sampling.distribution(logits_BMV).double()
+            own.append(p_BMV.gather(2, tree.tokens_BN[:, group, None])[..., 0])
+            bounds.append(self.bound(p_BMV))
+        own_BN, bound_BN = torch.cat(own, dim=1), torch.cat(bounds, dim=1)
         typical_BN = tree.real_BN & (own_BN > bound_BN)
         typical_BN = typical_BN | (torch.arange(tree.size, device=typical_BN.device) == 0)
         accepted_BN = ~(tree.ancestors_BNN & ~typical_BN[:, None, :]).any(-1)
@@ -230,18 +232,6 @@ class Typical(Rule):
         longest_BN = depths_BN == depths_BN.amax(-1, keepdim=True)
         deepest_B = torch.where(longest_BN, path_BN, -torch.inf).argmax(-1)
         return down_to(tree, deepest_B, choose_at(logits_BNV, chances.choices_BN, sampling, deepest_B))
-
-    def _own(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        """(p(x) of the token of each node after its parent, the bound there), [B, N] each, float64; few distributions
-        are held at a time."""
-        own, bounds = [], []
-        for group in node_groups(*logits_BNV.shape):
-            above_BM1 = tree.parents_BN[:, group].clamp(min=0)[..., None]
-            logits_BMV = logits_BNV.gather(1, above_BM1.expand(-1, -1, logits_BNV.shape[-1]))
-            p_BMV = sampling.distribution(logits_BMV).double()
-            own.append(p_BMV.gather(2, tree.tokens_BN[:, group, None])[..., 0])
-            bounds.append(self.bound(p_BMV))
-        return torch.cat(own, dim=1), torch.cat(bounds, dim=1)
 
 
 class AcceptAll(Rule):

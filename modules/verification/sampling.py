@@ -58,6 +58,7 @@ class SamplingSetting:
 
     def __post_init__(self) -> None:
         if self.temperature == 0:
+            # The argmax survives every filter.
             for name, value in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
                 object.__setattr__(self, name, value)
 
@@ -133,7 +134,8 @@ def _nucleus(scaled: Tensor, top_p: float) -> Tensor:
     """
     probs = scaled.softmax(-1)
     # Rounding leaves the sum next to 1. What is cut off is at most 1 - top_p, as transformers has it.
-    end = _end(probs, top_p + (_sum(probs) - 1))
+    total = _blocked(probs).sum(-1, dtype=torch.float64).sum(-1, keepdim=True)
+    end = _end(probs, top_p + (total - 1))
     kept = probs >= end.last
     # Ties are rare in float32, and looking at them takes longer than all the rest.
     if _sorted_whole(probs) or bool(end.tied.any()):
@@ -153,7 +155,7 @@ class _End:
     count: Tensor
     """Their number."""
     tied: Tensor
-    """Whether the entry after the last equals it."""
+    """True where the entry after the last equals it."""
 
     @classmethod
     def of(cls, ordered: Tensor, bound: Tensor) -> "_End":
@@ -206,6 +208,7 @@ def _largest(values: Tensor, count: int) -> Tensor:
     if values.device.type != "cpu" or size % _STRIPES or 3 * count > size // _STRIPES:
         return values.topk(count, dim=-1).values
     striped = values.reshape(*values.shape[:-1], _STRIPES, size // _STRIPES)
+    # An entry among the largest `count` lies in one of the `count` stripes with the largest maxima.
     best = striped.amax(-2).topk(count, dim=-1, sorted=False).indices
     inside = striped.gather(-1, best[..., None, :].expand(*best.shape[:-1], _STRIPES, count))
     return inside.flatten(-2).topk(count, dim=-1).values
@@ -228,12 +231,10 @@ def penalise(logits_BMV: Tensor, penalty: float, seen_BV: Tensor, paths_BMN: Ten
         seen_BV: True for the tokens of the prompt and of the answer so far.
         paths_BMN: tokens from the root to each node, itself included; repeat any of them to fill up.
     """
-
-    def penalised(logits: Tensor) -> Tensor:
-        return torch.where(logits < 0, logits * penalty, logits / penalty)
-
-    before_BMV = torch.where(seen_BV[:, None], penalised(logits_BMV), logits_BMV)
-    return before_BMV.scatter(-1, paths_BMN, penalised(logits_BMV.gather(-1, paths_BMN)))
+    # A mark for each token, so that one that both the text and the path hold is penalised once.
+    occurred_BMV = seen_BV[:, None].expand_as(logits_BMV).scatter(-1, paths_BMN, True)
+    penalised_BMV = torch.where(logits_BMV < 0, logits_BMV * penalty, logits_BMV / penalty)
+    return torch.where(occurred_BMV, penalised_BMV, logits_BMV)
 
 
 def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
@@ -267,11 +268,6 @@ def _blocked(values: Tensor) -> Tensor:
     """The entries in blocks, [..., V / block, block]; those of a vocabulary that cannot be divided are one block."""
     size = values.shape[-1]
     return values.reshape(*values.shape[:-1], -1, size if size % _BLOCK else _BLOCK)
-
-
-def _sum(values: Tensor) -> Tensor:
-    """The sum of the entries in float64, [..., 1]."""
-    return _blocked(values).sum(-1, dtype=torch.float64).sum(-1, keepdim=True)
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -312,6 +308,7 @@ def choose(logits_BNV: Tensor, uniforms_BN: Tensor, sampling: Sampling) -> Tenso
             draw(sampling.processed(logits_BNV[:, nodes], sampling.divisor_B11), uniforms_BN[:, nodes])
             for nodes in node_groups(*logits_BNV.shape)], dim=1)
         return torch.where(sampling.temperature_B[:, None] > 0, drawn_BN, chosen_BN)
+    # A few rows at a time, so that their distributions stay in the cache.
     together = max(1, _ROWS_TOGETHER // logits_BNV.shape[1])
     for start in range(0, len(sampling.sampling_rows), together):
         rows_R = list(sampling.sampling_rows[start : start + together])

@@ -29,10 +29,6 @@ class Accepted:
     bonus_B: Tensor
     """The target's choice at the last accepted node: the next root."""
 
-    def of_first(self, rows: int) -> "Accepted":
-        """The same of the first rows."""
-        return Accepted(path_BK=self.path_BK[:rows], counts_B=self.counts_B[:rows], bonus_B=self.bonus_B[:rows])
-
 
 def follow(tree: TokenTree, choices_BN: Tensor) -> Accepted:
     """Walk from the root along the target's choices as far as the tree goes.
@@ -41,7 +37,9 @@ def follow(tree: TokenTree, choices_BN: Tensor) -> Accepted:
     nodes at once; of equal paths (duplicate siblings) any one is taken.
     """
     if tree.size == 1:
-        return _root_alone(choices_BN)
+        # Plain decoding: there is nothing to walk.
+        return Accepted(path_BK=torch.zeros_like(choices_BN), counts_B=torch.ones_like(choices_BN[:, 0]),
+                        bonus_B=choices_BN[:, 0])
     columns_N = torch.arange(tree.size, device=choices_BN.device)
     wanted_BN = choices_BN.gather(1, tree.parents_BN.clamp(min=0))
     matched_BN = (tree.real_BN & (wanted_BN == tree.tokens_BN)) | (columns_N == 0)
@@ -50,17 +48,11 @@ def follow(tree: TokenTree, choices_BN: Tensor) -> Accepted:
     return down_to(tree, deepest_B, choices_BN.gather(1, deepest_B[:, None])[:, 0])
 
 
-def _root_alone(choices_BN: Tensor) -> Accepted:
-    """Plain decoding: there is nothing to walk."""
-    return Accepted(
-        path_BK=torch.zeros_like(choices_BN), counts_B=torch.ones_like(choices_BN[:, 0]), bonus_B=choices_BN[:, 0]
-    )
-
-
 def down_to(tree: TokenTree, deepest_B: Tensor, bonus_B: Tensor) -> Accepted:
     """The path from the root to one node a row."""
     columns_N = torch.arange(tree.size, device=deepest_B.device)
     on_path_BN = tree.ancestors_BNN.gather(1, deepest_B[:, None, None].expand(-1, 1, tree.size))[:, 0]
+    # Nodes on the path come first, in their order: all others are sorted after them.
     ordered_BN = torch.where(on_path_BN, columns_N, columns_N + tree.size).sort(-1).values
     width = min(tree.max_depth + 1, tree.size)
     counts_B = on_path_BN.sum(-1)

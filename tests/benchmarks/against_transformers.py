@@ -32,9 +32,9 @@ from draftsmith.modules import (
     Chain,
     DecodeSettings,
     LayerDraft,
-    Lookup,
-    LookupConfig,
     Policy,
+    PromptLookup,
+    PromptLookupConfig,
     Proposer,
     Request,
     Target,
@@ -187,7 +187,7 @@ def ways(target: Target, options: argparse.Namespace) -> dict[str, Way]:
     assistant.generation_config.num_assistant_tokens_schedule = "constant"
     # Our chain does not stop early, so the assistant must not either.
     assistant.generation_config.assistant_confidence_threshold = 0.0
-    lookup = Lookup(LookupConfig(shortest=1, longest=options.ngram, copied=options.copied), target.device)
+    lookup = PromptLookup(PromptLookupConfig(shortest=1, longest=options.ngram, copied=options.copied), target.device)
     count = options.new_tokens
     return {
         "plain": own(target, count),

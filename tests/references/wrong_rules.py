@@ -95,14 +95,7 @@ class DropsUnlikely(Policy):
 
     def __init__(self, policy, bound):
         self.policy, self.bound = policy, bound
-
-    @property
-    def max_size(self):
-        return self.policy.max_size
-
-    @property
-    def samples(self):
-        return self.policy.samples
+        self.max_size, self.samples = policy.max_size, policy.samples
 
     def grow(self, drafter, state, roots_B, draws=None):
         tree = self.policy.grow(drafter, state, roots_B, draws)

@@ -12,11 +12,11 @@ from draftsmith.modules import (
     Hydra,
     HydraConfig,
     LayerDraft,
-    Lookup,
-    LookupConfig,
     Medusa,
     MedusaConfig,
     Policy,
+    PromptLookup,
+    PromptLookupConfig,
     Proposer,
     Request,
     Target,
@@ -67,7 +67,7 @@ def test_one_copy_is_read_whole_at_each_level_of_hydra(tiny_target: Target) -> N
 
 
 def test_copying_text_reads_no_weight_and_an_ensemble_reads_what_its_parts_read(tiny_target: Target) -> None:
-    lookup = Lookup(LookupConfig(copied=3), tiny_target.device)
+    lookup = PromptLookup(PromptLookupConfig(copied=3), tiny_target.device)
     assert read(tiny_target, lookup, Chain(3))[0] == 0
     layers = LayerDraft(tiny_target, range(1))
     drafted, passes = read(tiny_target, Ensemble([lookup, layers]), Union([Chain(3), Chain(3)], 8))

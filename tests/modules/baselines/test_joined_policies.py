@@ -8,7 +8,7 @@ from draftsmith.modules import (
     SPECDEC,
     DecodeSettings,
     Ensemble,
-    Lookup,
+    PromptLookup,
     Request,
     Target,
     Topology,
@@ -65,7 +65,7 @@ def test_a_chain_of_its_own_length_is_copied(tiny_target: Target) -> None:
     drafter = CASES["eagle"].make(tiny_target)
     ensemble = joined_drafter(parse_joined("static+lookup"), drafter, tiny_target)
     assert isinstance(ensemble, Ensemble)
-    assert isinstance(ensemble.parts[0], Lookup)
+    assert isinstance(ensemble.parts[0], PromptLookup)
     own = policy_named("static", TREE, drafter)
     for copied in (1, 10):
         union = copying(own, copied, 3)

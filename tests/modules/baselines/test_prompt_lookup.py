@@ -4,13 +4,13 @@ import random
 
 import pytest
 import torch
-from draftsmith.modules import Chain, Lookup, LookupConfig, UserError
+from draftsmith.modules import Chain, PromptLookup, PromptLookupConfig, UserError
 from support.observations import ROOT, frontier, observe
 
 
 def copied(text: list[int], *, shortest: int = 1, longest: int = 3, count: int = 4) -> list[int]:
     """Tokens that prompt lookup drafts after a text; empty where it has no guess."""
-    drafter = Lookup(LookupConfig(shortest=shortest, longest=longest, copied=count), torch.device("cpu"))
+    drafter = PromptLookup(PromptLookupConfig(shortest=shortest, longest=longest, copied=count), torch.device("cpu"))
     state = drafter.start(1, 64)
     observe(drafter, state, [0], [text])
     tree = Chain(count).grow(drafter, state, torch.tensor([text[-1]]))
@@ -64,7 +64,7 @@ def test_equals_the_plain_reference_on_random_texts() -> None:
 
 
 def test_rows_of_different_lengths_are_added_cleared_and_moved() -> None:
-    drafter = Lookup(LookupConfig(copied=3), torch.device("cpu"))
+    drafter = PromptLookup(PromptLookupConfig(copied=3), torch.device("cpu"))
     state = drafter.start(3, 32)
     observe(drafter, state, [0, 1, 2], [[1, 2, 3, 1], [4, 5, 6, 7], [8, 9, 8]])
     tree = Chain(3).grow(drafter, state, torch.tensor([1, 7, 8]))
@@ -84,7 +84,7 @@ def test_rows_of_different_lengths_are_added_cleared_and_moved() -> None:
 
 
 def test_a_token_0_in_the_padding_is_not_part_of_the_text() -> None:
-    drafter = Lookup(LookupConfig(copied=2), torch.device("cpu"))
+    drafter = PromptLookup(PromptLookupConfig(copied=2), torch.device("cpu"))
     state = drafter.start(2, 32)
     observe(drafter, state, [0, 1], [[3, 4, 5, 6, 7, 0], [2, 0]])
     assert Chain(2).grow(drafter, state, torch.tensor([0, 0])).size == 1
@@ -92,10 +92,10 @@ def test_a_token_0_in_the_padding_is_not_part_of_the_text() -> None:
 
 def test_wrong_settings_and_calls_are_refused() -> None:
     with pytest.raises(UserError, match=r"shortest must be between 1 and longest \(3\), got 4"):
-        LookupConfig(shortest=4)
+        PromptLookupConfig(shortest=4)
     with pytest.raises(UserError, match="copied must be at least 1, got 0"):
-        LookupConfig(copied=0)
-    drafter = Lookup(LookupConfig(), torch.device("cpu"))
+        PromptLookupConfig(copied=0)
+    drafter = PromptLookup(PromptLookupConfig(), torch.device("cpu"))
     with pytest.raises(ValueError, match="must have 1 node, got 2"):
         drafter.expand(drafter.start(1, 8), frontier([0, 1], [-1, 0], [[4, 4]]))
     with pytest.raises(TypeError, match="state that its own start"):

@@ -8,9 +8,9 @@ from draftsmith.modules import (
     DecodeSettings,
     Generation,
     Observation,
-    Recycling,
     Request,
     Target,
+    TokenRecycling,
     UserError,
     Verified,
     baseline,
@@ -102,7 +102,7 @@ def test_without_a_guess_in_any_row_a_pass_has_one_token(tiny_target_f64: Target
     assert [g.tokens for g in result.generations] == [native_greedy(target, r.tokens, 40) for r in requests]
 
 
-class RecordingDrafter(Recycling):
+class RecordingDrafter(TokenRecycling):
     """Token Recycling that keeps its observations."""
 
     def __init__(self, target: Target) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from draftsmith.modules import Recycling, StaticTree, Topology, UserError, Verified, recycling_tree
+from draftsmith.modules import StaticTree, TokenRecycling, Topology, UserError, Verified, recycling_tree
 from support.observations import frontier, logits_of, observation
 
 CPU = torch.device("cpu")
@@ -18,8 +18,8 @@ def seen(tokens: list[int], successors: list[list[int]], real: list[bool] | None
     )
 
 
-def taught(*passes: Verified, candidates: int = 3) -> Recycling:
-    drafter = Recycling(12, CPU, candidates)
+def taught(*passes: Verified, candidates: int = 3) -> TokenRecycling:
+    drafter = TokenRecycling(12, CPU, candidates)
     for verified in passes:
         drafter.observe(drafter.start(1, 8), torch.tensor([0]), observation([[1, 2]], verified))
     return drafter
@@ -75,7 +75,7 @@ def test_the_tree_is_best_first() -> None:
 
 def test_wrong_settings_and_calls_are_refused() -> None:
     with pytest.raises(UserError, match="candidates must be between 1 and 8, got 9"):
-        Recycling(12, CPU, 9)
-    drafter = Recycling(12, CPU)
+        TokenRecycling(12, CPU, 9)
+    drafter = TokenRecycling(12, CPU)
     with pytest.raises(ValueError, match="recycling learns from logits"):
         drafter.observe(drafter.start(1, 8), torch.tensor([0]), observation([[1, 2]]))

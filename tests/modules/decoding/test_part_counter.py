@@ -1,7 +1,17 @@
 """Accepted guesses by the drafter that made them."""
 
 import pytest
-from draftsmith.modules import Chain, DecodeSettings, Ensemble, Lookup, LookupConfig, Request, Target, Union, decode
+from draftsmith.modules import (
+    Chain,
+    DecodeSettings,
+    Ensemble,
+    PromptLookup,
+    PromptLookupConfig,
+    Request,
+    Target,
+    Union,
+    decode,
+)
 from draftsmith.modules.decoding.part_counter import PartCounter
 from draftsmith.modules.decoding.pass_recorder import PassRecorder
 from support.drafters import ScriptedDrafter
@@ -18,7 +28,7 @@ def test_every_accepted_guess_counts_for_one_drafter(tiny_target_f64: Target, ba
     prompts = [(5 + row, 9, 30) for row in range(3)]
     texts = [[*prompt, *native_greedy(target, prompt, 40)] for prompt in prompts]
     requests = [Request(prompt, row, 11 + row) for row, prompt in enumerate(prompts)]
-    ensemble = Ensemble([Lookup(LookupConfig(copied=3), target.device),
+    ensemble = Ensemble([PromptLookup(PromptLookupConfig(copied=3), target.device),
                          ScriptedDrafter(target.vocab_size, texts, "oracle")])
     counter, recorder = PartCounter(), PassRecorder()
 
@@ -35,7 +45,7 @@ def test_every_accepted_guess_counts_for_one_drafter(tiny_target_f64: Target, ba
 
 
 def test_a_single_drafter_is_not_counted(tiny_target_f64: Target) -> None:
-    lookup, counter = Lookup(LookupConfig(), tiny_target_f64.device), PartCounter()
+    lookup, counter = PromptLookup(PromptLookupConfig(), tiny_target_f64.device), PartCounter()
     found = decode(tiny_target_f64, [Request((5, 9, 5, 9), 0, 8)], DecodeSettings(ignore_eos=True), drafter=lookup,
                    policy=Chain(3), observer=counter).generations
     assert counter.held == []

@@ -205,10 +205,7 @@ class Spoiled(Policy):
 
     def __init__(self, spoil: Callable[[TokenTree], TokenTree]) -> None:
         self.chain, self.spoil, self.passes = StaticTree(Topology.chain(2)), spoil, 0
-
-    @property
-    def max_size(self) -> int:
-        return self.chain.max_size
+        self.max_size = self.chain.max_size
 
     def grow(self, drafter: Any, state: Any, roots_B: Tensor, draws: Any = None) -> TokenTree:
         self.passes += 1

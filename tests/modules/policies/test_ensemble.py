@@ -10,14 +10,14 @@ from draftsmith.modules import (
     DecodeSettings,
     Drawn,
     Ensemble,
-    Lookup,
-    LookupConfig,
     Medusa,
     MedusaConfig,
-    Recycling,
+    PromptLookup,
+    PromptLookupConfig,
     Request,
     StaticTree,
     Target,
+    TokenRecycling,
     TokenTree,
     Topology,
     Union,
@@ -132,8 +132,8 @@ def test_virtual_nodes_are_not_joined() -> None:
 
 def test_what_one_part_leaves_the_next_one_uses() -> None:
     texts = [[4, 5, 6, 7, 8, 9], [4, 5, 4]]
-    ensemble = Ensemble([Lookup(LookupConfig(copied=3), CPU), ScriptedDrafter(12, [[4, 5, 6, 7, 8, 9, 3, 2, 1, 0]],
-                                                                               "oracle")])
+    oracle = ScriptedDrafter(12, [[4, 5, 6, 7, 8, 9, 3, 2, 1, 0]], "oracle")
+    ensemble = Ensemble([PromptLookup(PromptLookupConfig(copied=3), CPU), oracle])
     state = ensemble.start(2, 32)
     observe(ensemble, state, [0, 1], texts)
     union = Union([Chain(3), Chain(4)], 5)
@@ -151,7 +151,7 @@ def test_what_one_part_leaves_the_next_one_uses() -> None:
 def test_rows_without_a_copy_have_no_more_nodes_than_the_draft_alone() -> None:
     """And a row that copies makes the pass larger by no more than the budget."""
     draft = ScriptedDrafter(12, [[4, 5, 6, 7, 8, 9, 3, 2, 1, 0]], "oracle")
-    ensemble, union = Ensemble([Lookup(LookupConfig(copied=7), CPU), draft]), Union([Chain(7), Chain(3)], 9)
+    ensemble, union = Ensemble([PromptLookup(PromptLookupConfig(copied=7), CPU), draft]), Union([Chain(7), Chain(3)], 9)
     for texts, nodes in (([[4, 5, 6], [4, 5, 6, 7]], 4), ([[4, 5, 6], [4, 5, 4]], 9)):
         state = ensemble.start(2, 32)
         observe(ensemble, state, [0, 1], texts)
@@ -169,7 +169,7 @@ def test_what_comes_first_is_not_sampled() -> None:
 
 
 def test_nobody_has_a_guess() -> None:
-    ensemble = Ensemble([Lookup(LookupConfig(copied=3), CPU), Recycling(12, CPU)])
+    ensemble = Ensemble([PromptLookup(PromptLookupConfig(copied=3), CPU), TokenRecycling(12, CPU)])
     state = ensemble.parts[0].start(1, 32)
     both = ensemble.start(1, 32)
     observe(ensemble.parts[0], state, [0], [[4, 5]])
@@ -213,7 +213,7 @@ def test_an_ensemble_accepts_at_least_what_its_best_part_does(tiny_target_f64: T
     assert together.stats.target_calls < min(result.stats.target_calls for result in alone)
 
 
-class Reader(Recycling):
+class Reader(TokenRecycling):
     """A part that reads layers."""
 
     @property
@@ -222,14 +222,14 @@ class Reader(Recycling):
 
 
 def test_an_ensemble_reads_what_its_parts_read() -> None:
-    lookup = Lookup(LookupConfig(), CPU)
+    lookup = PromptLookup(PromptLookupConfig(), CPU)
     assert (Ensemble([lookup]).taps, Ensemble([lookup]).reads_logits) == ((), False)
     both = Ensemble([lookup, Reader(12, CPU)])
     assert (both.taps, both.reads_logits) == ((0, 1), True)
 
 
 def test_mistakes_are_named() -> None:
-    lookup = Lookup(LookupConfig(), CPU)
+    lookup = PromptLookup(PromptLookupConfig(), CPU)
     with pytest.raises(ValueError, match="at least 1 drafter, got 0"):
         Ensemble([])
     with pytest.raises(ValueError, match="got 1 and size 0"):

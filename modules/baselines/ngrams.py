@@ -58,6 +58,8 @@ class Ngrams(Proposer):
     """
 
     family = "ngrams"
+    reads_logits = True
+    """True: the distributions come from the logits of accepted nodes."""
 
     def __init__(self, config: NgramConfig, vocab_size: int, device: torch.device) -> None:
         self.config, self.device = config, device
@@ -67,11 +69,6 @@ class Ngrams(Proposer):
         self.ids_PC = torch.zeros(entries + 1, kept, dtype=torch.long, device=device)
         self.log_probs_PC = torch.full((entries + 1, kept), -torch.inf, device=device)
         self.written = torch.zeros((), dtype=torch.long, device=device)
-
-    @property
-    def reads_logits(self) -> bool:
-        """True: the distributions come from the logits of accepted nodes."""
-        return True
 
     def start(self, rows: int, capacity: int) -> NgramState:
         """Empty texts."""
@@ -87,24 +84,27 @@ class Ngrams(Proposer):
         wide = verified.logits_BMV.to(torch.promote_types(verified.logits_BMV.dtype, torch.float32))
         top = wide.topk(self.ids_PC.shape[1], dim=-1)
         log_probs_BMC = top.values - wide.logsumexp(-1, keepdim=True)
-        slots_E = self._slots(accepted_BM.flatten())
+        # Entries get the next places of the ring buffer, or the unread one where the node was not accepted. Only the
+        # last `memory` entries of one call are stored, so that no place is written twice.
+        memory, order_E = self.config.memory, accepted_BM.flatten().long().cumsum(0)
+        taken_E = accepted_BM.flatten() & (order_E > order_E[-1] - memory)
+        slots_E = torch.where(taken_E, (self.written + order_E - 1) % memory, memory)
+        self.written += order_E[-1]
         self.contexts_PG[slots_E] = contexts_BMG.flatten(0, 1)
         self.ids_PC[slots_E] = top.indices.flatten(0, 1)
         self.log_probs_PC[slots_E] = log_probs_BMC.flatten(0, 1).float()
 
-    def _slots(self, taken_E: Tensor) -> Tensor:
-        """Place of each entry: the next ones of the ring buffer, or the unread one for entries not taken."""
-        memory, order_E = self.config.memory, taken_E.long().cumsum(0)
-        # Only the last `memory` entries of one call are stored, so that no place is written twice.
-        taken_E = taken_E & (order_E > order_E[-1] - memory)
-        slots_E = torch.where(taken_E, (self.written + order_E - 1) % memory, memory)
-        self.written += order_E[-1]
-        return slots_E
-
     def expand(self, state: DraftState, frontier: Frontier) -> Scores:
         """Averaged distributions after the context of each node."""
         contexts_BFG = self._contexts(_ngrams(state), frontier)
-        matched_BFP = self._matched(contexts_BFG)
+        # Tokens, counted from the end, that each stored context shares with each node's.
+        same_BFP = torch.ones((), dtype=torch.bool, device=self.device)
+        matched_BFP = torch.zeros((), dtype=torch.long, device=self.device)
+        for back in range(1, self.config.longest + 1):
+            node_BF1 = contexts_BFG[..., -back, None]
+            same_BFP = same_BFP & (node_BF1 == self.contexts_PG[:-1, -back]) & (node_BF1 >= 0)
+            matched_BFP = matched_BFP + same_BFP
+        # Of equal matches the youngest come first.
         slots_P = torch.arange(self.config.memory, device=self.device)
         age_P = (self.written - 1 - slots_P) % self.config.memory
         ranks_BFP = (matched_BFP + 1) * self.config.memory - age_P
@@ -129,16 +129,6 @@ class Ngrams(Proposer):
         held.nodes_BM = torch.cat([held.nodes_BM, frontier.nodes_BF], dim=1)
         held.contexts_BMG = torch.cat([held.contexts_BMG, contexts_BFG], dim=1)
         return contexts_BFG
-
-    def _matched(self, contexts_BFG: Tensor) -> Tensor:
-        """Number of tokens, counted from the end, that each stored context shares with each node's, [B, F, P]."""
-        same_BFP = torch.ones((), dtype=torch.bool, device=self.device)
-        matched_BFP = torch.zeros((), dtype=torch.long, device=self.device)
-        for back in range(1, self.config.longest + 1):
-            node_BF1 = contexts_BFG[..., -back, None]
-            same_BFP = same_BFP & (node_BF1 == self.contexts_PG[:-1, -back]) & (node_BF1 >= 0)
-            matched_BFP = matched_BFP + same_BFP
-        return matched_BFP
 
     def forget(self) -> None:
         """Clear the memory."""
