@@ -175,13 +175,13 @@ class DecodeStats:
     lossless: bool = True
     """True if every pass was verified exactly; False under a `lossy` setting."""
     graph_refusal: str = ""
-    """Reason why some work was not replayed as CUDA graphs although `DecodeSettings.graphs` asks for it; empty where all
-    was, or none was to be."""
+    """Reason why some work was not replayed as CUDA graphs although `DecodeSettings.graphs` asks for it; empty where
+    all was, or none was to be."""
     compile_seconds: float = 0.0
     """Seconds of all that torch.compile took to make graphs."""
     compile_refusal: str = ""
-    """Reason why some layers were not compiled although `DecodeSettings.compile` asks for it; empty where all were, or none
-    was to be."""
+    """Reason why some layers were not compiled although `DecodeSettings.compile` asks for it; empty where all were, or
+    none was to be."""
 
     def amounts(self) -> dict[str, float]:
         """All counts and times of decoding by name."""

@@ -40,7 +40,7 @@ class Policy(ABC):
         """Raise UserError when the policy was made for another sampling of the answers; most serve all."""
 
     def unwatched(self) -> "Policy":
-        """This policy, made to ask the device for nothing while a tree grows, as recorded rounds must; most never ask."""
+        """This policy, made to ask the device nothing while a tree grows, as recorded rounds must; most never ask."""
         return self
 
 
