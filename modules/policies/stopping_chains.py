@@ -67,15 +67,7 @@ class StoppedChain(Policy):
             frontier = Frontier(nodes_BF=node_B1, parents_BF=node_B1 - 1, tokens_BF=tokens[-1][:, None])
             log_probs_BQ = queries.ask(frontier, torch.zeros_like(node_B1) if place else None)[0][:, 0]
             if place and self.stop.reads_states:
-                if queries.states_BOD is None:
-                    raise UserError("an acceptance head reads the drafter's states at its tokens, of which "
-                                    f"{type(drafter).__name__} shows none; choose another policy, or a drafter that "
-                                    "reads each token before it drafts the next: draft_lm, eagle, eagle3, falcon or "
-                                    "kangaroo")
-                # The token that was read last, by this question.
-                judged_B1 = self.stop.judge(queries.states_BOD[:, 0])[:, None]
-                before = [] if drafted.judged_BJ is None else [drafted.judged_BJ]
-                drafted = replace(drafted, judged_BJ=torch.cat([*before, judged_B1], dim=1))
+                drafted = self._judged(drafted, queries)
             peak_B = log_probs_BQ.amax(-1)
             if draws is None:
                 log_q_BQ, entries_B = log_probs_BQ, log_probs_BQ.argmax(-1)
@@ -115,6 +107,16 @@ class StoppedChain(Policy):
 
     def check_sampling(self, setting: SamplingSetting) -> None:
         self.stop.check_sampling(setting)
+
+    def _judged(self, drafted: Drafted, queries: LevelQueries) -> Drafted:
+        """The draft with the rule's judgement of the token that was read last."""
+        if queries.states_BOD is None:
+            raise UserError("an acceptance head reads the drafter's states at its tokens, of which "
+                            f"{type(queries.drafter).__name__} shows none; choose another policy, such as sure, or a "
+                            "drafter that reads each token before it drafts the next")
+        judged_B1 = self.stop.judge(queries.states_BOD[:, 0])[:, None]
+        before = [] if drafted.judged_BJ is None else [drafted.judged_BJ]
+        return replace(drafted, judged_BJ=torch.cat([*before, judged_B1], dim=1))
 
 
 class SampledChain(StoppedChain):
