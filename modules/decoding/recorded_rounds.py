@@ -166,7 +166,7 @@ class RecordedRound(Round):
 
     def commit(self, counts: list[int]) -> None:
         """`Round.commit`; the host counts afterwards what the device has kept."""
-        # What the host is told while the work may be recorded is true in no replay, so nothing may depend on it.
+        # Numbers for the host while the work may be recorded: none is true in every replay.
         self._run("the commit", lambda: Round.commit(self, [0] * self.rows))
         self.rounds.caches[0].advance(counts)
 
