@@ -178,6 +178,7 @@ def load_heads(artifact: Path, weights_sha256: str) -> dict[float, StoredHead]:
 
 
 def _load(folder: Path, weights_sha256: str) -> StoredHead:
+    """The head in a folder. Raises UserError as `load_heads` does."""
     config = read_object(folder / CONFIG, RETRAIN)
     if config.get("format") != FORMAT:
         raise UserError(f"{folder} holds no acceptance head: {CONFIG} has the format {config.get('format')!r}, not "
@@ -188,39 +189,29 @@ def _load(folder: Path, weights_sha256: str) -> StoredHead:
     try:
         config = typed_fields(config, FIELDS, {MEASURED: str})
     except ValueError as error:
-        raise _damaged(folder, error) from error
-    _check_owner(folder, config["drafter"], weights_sha256)
-    _check_hash(folder / WEIGHTS, config[DIGEST])
-    measurements = _measurements(folder, config)
+        raise UserError(f"{folder} is damaged ({' '.join(str(error).split())}); {RETRAIN}") from error
+    # A drafter that was trained again has other states, which the head cannot judge.
+    owner, theirs = config["drafter"].get("family"), config["drafter"].get(DIGEST, "")
+    if theirs != weights_sha256:
+        raise UserError(f"{folder} judges the {owner} drafter with the weights {theirs[:12]}..., this artifact's are "
+                        f"{weights_sha256[:12]}...; delete that folder and train a head for this drafter with "
+                        "draftsmith specdec")
+    # Hashes come first: a changed file is named as such, not by what its content breaks.
+    hashed = {WEIGHTS: config[DIGEST], **({MEASUREMENTS: config[MEASURED]} if MEASURED in config else {})}
+    for file, expected in hashed.items():
+        if not (folder / file).is_file() or file_sha256(folder / file) != expected:
+            raise UserError(f"{folder / file} does not have the hash that {CONFIG} names ({expected[:12]}...); copy "
+                            f"the head again, or {RETRAIN}")
+    measurements = read_record(HeadMeasurements, folder / MEASUREMENTS, RETRAIN) if MEASURED in config else None
     try:
         stored = StoredHead(
             head=_head(folder, config["head"]), setting=config["sampling"], measurements=measurements,
             **{name: config[name] for name in ("threshold", "least", "most", "provenance")})
     except (KeyError, TypeError, ValueError, RuntimeError, OSError, SafetensorError) as error:
-        raise _damaged(folder, error) from error
+        raise UserError(f"{folder} is damaged ({' '.join(str(error).split())}); {RETRAIN}") from error
     if folder.name != (own := temperature_name(stored.setting.temperature)):
         raise UserError(f"{folder} holds the head for temperature {own}; rename it to {own}, or delete that folder")
     return stored
-
-
-def _damaged(folder: Path, error: Exception) -> UserError:
-    return UserError(f"{folder} is damaged ({' '.join(str(error).split())}); {RETRAIN}")
-
-
-def _check_owner(folder: Path, owner: dict[str, str], weights_sha256: str) -> None:
-    """Refuse the head of another drafter. Raises UserError."""
-    family, theirs = owner.get("family"), owner.get(DIGEST, "")
-    if theirs != weights_sha256:
-        raise UserError(f"{folder} judges the {family} drafter with the weights {theirs[:12]}..., this artifact's are "
-                        f"{weights_sha256[:12]}...; delete that folder and train a head for this drafter with "
-                        "draftsmith specdec")
-
-
-def _check_hash(file: Path, expected: str) -> None:
-    """Refuse a changed file. Raises UserError."""
-    if not file.is_file() or file_sha256(file) != expected:
-        raise UserError(f"{file} does not have the hash that {CONFIG} names ({expected[:12]}...); copy the head again, "
-                        f"or {RETRAIN}")
 
 
 def _head(folder: Path, described: dict[str, Any]) -> AcceptanceHead:
@@ -238,10 +229,3 @@ def _head(folder: Path, described: dict[str, Any]) -> AcceptanceHead:
     head = AcceptanceHead(settings, shape["width"])
     head.load_state_dict(weights)
     return head.eval()
-
-
-def _measurements(folder: Path, config: dict[str, Any]) -> HeadMeasurements | None:
-    if MEASURED not in config:
-        return None
-    _check_hash(folder / MEASUREMENTS, config[MEASURED])
-    return read_record(HeadMeasurements, folder / MEASUREMENTS, RETRAIN)

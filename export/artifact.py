@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from ..modules import (
     DRAFTERS,
@@ -48,10 +47,9 @@ from ..modules.target.draft_vocabulary import require_distinct
 from ..modules.target.loading.loading import is_local
 from .acceptance_heads import StoredHead, load_heads, temperature_name
 from .artifact_files import AGAIN, CARD, CONFIG, HEAD, TUNING, WEIGHTS, as_json
-from .claimed_shapes import check_shapes
 from .model_card import model_card
 from .tuning import Tuning, read_tuning
-from .weight_checks import require_weights
+from .weight_checks import check_shapes, require_weights
 
 FORMAT_VERSION = 1
 """Raised when a reader of the previous version could not read the new files."""
@@ -119,6 +117,7 @@ class Artifact:
         if kind == NONE:
             return 1.0
         size = self.size_for(batch_size, temperature) if size is None else int(size)
+        # Lengths are known up to the largest tree that was replayed.
         lengths = self.tuning.lengths_at(temperature)
         return None if size > len(lengths) else self.tuning.cost.predict(lengths[size - 1], size, batch_size)
 
@@ -172,6 +171,7 @@ class Artifact:
         copies = self.tuning.copies(batch_size, temperature) if name == JOINED and self.tuning is not None else None
         if copies is None:
             return joined_policy(parts, self._own_policy(parts, batch_size, temperature), self.target)
+        # The replays found tree and copied chain together: no other tree goes with that chain.
         own = StaticTree(self.topology.prefix(min(copies.tree_size, self.topology.size)))
         return own if copies.trial is None else copying(own, copies.trial.copied, copies.trial.extra)
 
@@ -179,31 +179,26 @@ class Artifact:
         """The part of a policy that grows the artifact's own drafts."""
         kind, number = parse_policy(name.own)
         if kind == SPECDEC:
-            return self._head_for(temperature).policy(number)
+            if temperature not in self.heads:
+                held = ", ".join(map(temperature_name, sorted(self.heads))) or "none"
+                wanted = temperature_name(temperature)
+                raise UserError(f"the policy {SPECDEC} needs an acceptance head for temperature {wanted}, this "
+                                f"artifact holds heads for: {held}; train one with draftsmith specdec --temperatures "
+                                f"'[{wanted}]', or choose another policy")
+            return self.heads[temperature].policy(number)
         if number is not None or self.tuning is None:
             return policy_named(name.own, self.topology, self.drafter)
+        # Virtual nodes are part of a pass: such trees have a size of their own.
         if kind == SPARSE and self.drafter.rank_chances is not None:
-            size = self._pass_nodes(self.tuning, batch_size, temperature)
+            # Of sampled rows whole passes were replayed; greedy ones are estimated from the chances of each guess.
+            nodes, chances_KR = self.drafter.virtual_nodes, self.drafter.rank_chances or ()
+            size = (self.tuning.pass_nodes(batch_size, temperature, nodes) if temperature > 0 else
+                    choose_pass_nodes(chances_KR, self.tuning.cost.curve(batch_size), nodes).size)
             return policy_named(f"{SPARSE}-{size}" if size > 1 else f"{STATIC}-1", self.topology, self.drafter)
+        # Where no size is known to pay for sampled rows, every policy is plain decoding.
         size = self.size_for(batch_size, temperature)
         plain = size == 1 and temperature > 0 and kind != SPARSE
         return policy_named(STATIC if plain else name.own, self.topology.prefix(size), self.drafter)
-
-    def _pass_nodes(self, tuning: Tuning, batch_size: int, temperature: float) -> int:
-        """Nodes of a pass of the policy sparse, virtual ones included."""
-        if temperature > 0:
-            return tuning.pass_nodes(batch_size, temperature, self.drafter.virtual_nodes)
-        chances_KR = self.drafter.rank_chances or ()
-        return choose_pass_nodes(chances_KR, tuning.cost.curve(batch_size), self.drafter.virtual_nodes).size
-
-    def _head_for(self, temperature: float) -> StoredHead:
-        if temperature not in self.heads:
-            held = ", ".join(map(temperature_name, sorted(self.heads))) or "none"
-            wanted = temperature_name(temperature)
-            raise UserError(f"the policy {SPECDEC} needs an acceptance head for temperature {wanted}, this artifact "
-                            f"holds heads for: {held}; train one with draftsmith specdec --temperatures '[{wanted}]', "
-                            "or choose another policy")
-        return self.heads[temperature]
 
 
 def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, provenance: dict[str, Any],
@@ -223,11 +218,29 @@ def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, prov
         UserError: if a weight is not finite, or `folder` holds other files or cannot be written.
     """
     changes = {} if adapter is None else adapter.tensors()
-    weights = _own_weights({**drafter.state_dict(), **changes})
+    # Cloned: safetensors refuses tensors that share memory.
+    weights = {name: tensor.detach().to("cpu", copy=True).contiguous()
+               for name, tensor in {**drafter.state_dict(), **changes}.items()}
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise UserError(f"the weight {name} holds values that are not finite: training diverged; lower the "
+                            "learning rate and train again")
     with whole_folder(folder, "artifact", changing=frozenset({TUNING}), inside=HEAD) as partial:
         # One metadata key: safetensors writes several in an order of its own, and the bytes would differ.
         save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
-        config = _description(drafter, identity, provenance, topology, file_sha256(partial / WEIGHTS))
+        config = {
+            "format": "draftsmith",
+            "format_version": FORMAT_VERSION,
+            "family": drafter.family,
+            "class": f"{type(drafter).__module__}.{type(drafter).__qualname__}",
+            "drafter": drafter.describe(),
+            # A path would be true on one machine alone, and equal runs in two places would write different bytes.
+            "target": {**identity.to_dict(), "name": portable_name(identity.name)},
+            "tree": {"parents": list(topology.parents), "ranks": list(topology.ranks)},
+            "weights_sha256": file_sha256(partial / WEIGHTS),
+            "provenance": portable(provenance),
+            "versions": {name: version(name) for name in ("draftsmith", "torch", "transformers", "safetensors")},
+        }
         if adapter is not None:
             config["adapter"] = adapter.describe()
         write_file(partial / CONFIG, as_json(config))
@@ -272,6 +285,7 @@ def load_artifact(folder: Path, target: Target, *, trust: bool = False) -> Artif
     """
     config = read_description(folder)
     try:
+        # The target is compared before any weight is read: another one would show as a damaged artifact.
         identity = TargetIdentity.from_dict(config["target"])
         identity.require_same(target.identity)
         family = drafter_class(config, trust=trust)
@@ -301,6 +315,7 @@ def load_artifact(folder: Path, target: Target, *, trust: bool = False) -> Artif
 def _rebuilt(family: type[Drafter], description: dict[str, Any], identity: TargetIdentity, weights: Path) -> Drafter:
     """The drafter that config.json describes. Raises ValueError with what is wrong in the description, UserError for a
     former setting with another value than the fixed one."""
+    # Values that are fixed now need no setting: an artifact that asks for another value would draft differently.
     former = {key: fixed for key, fixed in FORMER.get(family.family, {}).items() if key in description}
     for key, fixed in former.items():
         if description[key] != fixed:
@@ -330,6 +345,7 @@ def drafter_class(config: Mapping[str, Any], *, trust: bool) -> type[Drafter]:
         raise UserError(f"the artifact's family {config['family']!r} is not one of {', '.join(sorted(families))}; if "
                         f"you trust its class {config['class']}, which would be imported and run, add --trust to the "
                         "command line (trust=True in Python)")
+    # From here on code of another package runs: --trust allows it.
     module_name, _, class_name = config["class"].rpartition(".")
     try:
         cls = getattr(importlib.import_module(module_name), class_name)
@@ -364,33 +380,6 @@ def portable_name(name: str) -> str:
     return f"./{Path(PureWindowsPath(name).as_posix()).name}" if is_local(name) else name
 
 
-def _description(drafter: Drafter, identity: TargetIdentity, provenance: dict[str, Any], topology: Topology,
-                 weights_sha256: str) -> dict[str, Any]:
-    """The content of config.json."""
-    return {
-        "format": "draftsmith",
-        "format_version": FORMAT_VERSION,
-        "family": drafter.family,
-        "class": f"{type(drafter).__module__}.{type(drafter).__qualname__}",
-        "drafter": drafter.describe(),
-        "target": {**identity.to_dict(), "name": portable_name(identity.name)},
-        "tree": {"parents": list(topology.parents), "ranks": list(topology.ranks)},
-        "weights_sha256": weights_sha256,
-        "provenance": portable(provenance),
-        "versions": {name: version(name) for name in ("draftsmith", "torch", "transformers", "safetensors")},
-    }
-
-
-def _own_weights(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    # Cloned: safetensors refuses tensors that share memory.
-    weights = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named.items()}
-    for name, tensor in weights.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise UserError(f"the weight {name} holds values that are not finite: training diverged; lower the "
-                            "learning rate and train again")
-    return weights
-
-
 def _load_weights(drafter: Drafter, path: Path, config: Mapping[str, Any]) -> Adapter | None:
     """Load the drafter's weights; returns the adapter whose weights are in the same file, if there is one."""
     if not path.is_file():
@@ -407,6 +396,7 @@ def _load_weights(drafter: Drafter, path: Path, config: Mapping[str, Any]) -> Ad
         reason = " ".join(str(error).split())
         raise UserError(f"{path} does not fit the drafter that {CONFIG} describes: {reason}; {AGAIN}") from error
     require_distinct(drafter.token_ids_Q)
+    # An adapter without layers is refused by `rebuild`, and so are tensors without a description.
     if "adapter" not in config and not changes:
         return None
     return Adapter.rebuild(config.get("adapter", {"layers": [], "scale": 1.0}), changes)

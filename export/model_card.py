@@ -1,28 +1,54 @@
-"""Model card of an artifact: its README.md, made from config.json alone."""
+"""Model cards: README.md of an artifact, made from config.json alone, and the longer one for the Hugging Face Hub."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import yaml
+
+from ..modules import UserError
+from ..modules.files.json_records import read_object
+from ..modules.target.loading.loading import DEFAULT_HUB_ID, DEFAULT_NAME, is_local
+from ..modules.target.loading.tiny_model import TINY_NAME
 from .artifact_files import WEIGHTS
+
+_GIVE = "give the evaluation.json that draftsmith evaluate wrote"
 
 
 def model_card(config: Mapping[str, Any], parameters: int) -> str:
     """The artifact's README.md."""
     provenance, target = config["provenance"], config["target"]
+    adapter: list[str] = []
+    if "adapter" in config:
+        adapter = ["**It changes the target.** The artifact holds a low-rank adapter of "
+                   f"{len(config['adapter']['layers'])} of the target's layers; the sentence above is true of the "
+                   "adapted", "target, a copy that loading makes of the original one.", ""]
+    rows: list[str] = []
+    # An imported drafter has no measured acceptance, and a whole vocabulary no coverage.
+    if acceptance := provenance.get("acceptance"):
+        rows.append(f"| accepted length | {acceptance['accepted_length']:.2f} tokens per target pass, the bonus "
+                    "included |")
+        if acceptance.get("by_position"):
+            shares = ", ".join(f"{share:.0%}" for share in acceptance["by_position"])
+            rows.append(f"| accepted by position | {shares} of passes |")
+    if found := provenance.get("draft_vocabulary"):
+        rows.append(f"| draft vocabulary | {found['tokens']:,} tokens, {found['held_out_coverage']:.1%} of those in "
+                    "held-out answers |")
+    if "data_manifest" in provenance:
+        rows.append(f"| training data | manifest `{provenance['data_manifest']}` |")
     lines = [
         f"# {config['family'].capitalize()} drafter for {target['name']}", "",
         f"Drafts the next tokens of {target['name']}, which verifies several of them in one pass. Greedy output equals",
         "the target's own, token by token; sampled output has the target's distribution.", "",
-        *_adapter_lines(config),
+        *adapter,
         "| | |", "|---|---|",
         f"| family | {config['family']} |",
         f"| own weights | {parameters:,} parameters, {WEIGHTS} |",
         f"| target | {target['name']}, vocabulary {target['vocab_size']:,}, width {target['hidden_size']} |",
         f"| target weights | `{target['weights_hash']}` |",
         f"| tree | {len(config['tree']['parents'])} nodes, best first |",
-        *_acceptance_rows(provenance),
-        *_vocabulary_rows(provenance),
-        *([f"| training data | manifest `{provenance['data_manifest']}` |"] if "data_manifest" in provenance else []),
+        *rows,
         f"| written by | draftsmith {config['versions']['draftsmith']} |", "",
         "```python", "from pathlib import Path", "",
         "from draftsmith.export import load_artifact", "from draftsmith.modules import TargetConfig, load_target", "",
@@ -33,28 +59,56 @@ def model_card(config: Mapping[str, Any], parameters: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _adapter_lines(config: Mapping[str, Any]) -> list[str]:
-    if "adapter" not in config:
-        return []
-    return ["**It changes the target.** The artifact holds a low-rank adapter of "
-            f"{len(config['adapter']['layers'])} of the target's layers; the sentence above is true of the adapted",
-            "target, a copy that loading makes of the original one.", ""]
+def hub_card(card: str, config: Mapping[str, Any], licence: str, evaluation: Path | None) -> str:
+    """README.md for the Hub: the card of a folder with the Hub's fields before it, and measurements, training data and
+    recipe after it.
+
+    Args:
+        card: the folder's README.md.
+        config: config.json of the artifact.
+        licence: of the target, by the Hub's name of it: drafts are learnt from its answers.
+        evaluation: evaluation.json of the artifact; None for none.
+
+    Raises:
+        UserError: if the evaluation cannot be read or is that of another family.
+    """
+    name, provenance = config["target"]["name"], config["provenance"]
+    base = DEFAULT_HUB_ID if name == DEFAULT_NAME else name
+    fields = {"license": licence, "library_name": "draftsmith",
+              "tags": ["speculative-decoding", config["family"].replace("_", "-")]}
+    # A target in a folder, or a random one, has no name on the Hub.
+    if not is_local(base) and base != TINY_NAME:
+        fields["base_model"] = base
+    parts = [f"---\n{yaml.safe_dump(fields, sort_keys=False)}---", card.rstrip("\n")]
+    if evaluation is not None:
+        parts += _measured(evaluation, config["family"])
+    recipe = provenance.get("recipe") or {}
+    if "distill" in recipe:
+        prompts, writer = recipe.get("prompts") or {}, recipe["distill"].get("answered_by", "target")
+        named = {key: prompts[key] for key in ("name", "revision", "split", "path") if prompts.get(key)}
+        source = ", ".join([str(prompts.get("origin", "unknown")),
+                            *(f"{key} {value}" for key, value in named.items())])
+        manifest = f" Manifest `{provenance['data_manifest']}`." if "data_manifest" in provenance else ""
+        parts += ["## Training data", f"Prompts: {source}. Answers written by: {writer}.{manifest}"]
+    if recipe:
+        # By way of JSON: plain values alone, each written out where it stands.
+        plain = json.loads(json.dumps(recipe))
+        parts += ["## Recipe", f"```yaml\n{yaml.safe_dump(plain, sort_keys=False)}```"]
+    return "\n\n".join(parts) + "\n"
 
 
-def _acceptance_rows(provenance: Mapping[str, Any]) -> list[str]:
-    acceptance = provenance.get("acceptance")
-    if not acceptance:
-        return []
-    rows = [f"| accepted length | {acceptance['accepted_length']:.2f} tokens per target pass, the bonus included |"]
-    if acceptance.get("by_position"):
-        shares = ", ".join(f"{share:.0%}" for share in acceptance["by_position"])
-        rows.append(f"| accepted by position | {shares} of passes |")
-    return rows
-
-
-def _vocabulary_rows(provenance: Mapping[str, Any]) -> list[str]:
-    found = provenance.get("draft_vocabulary")
-    if not found:
-        return []
-    return [f"| draft vocabulary | {found['tokens']:,} tokens, {found['held_out_coverage']:.1%} of those in held-out "
-            "answers |"]
+def _measured(file: Path, family: str) -> list[str]:
+    found = read_object(file, _GIVE)
+    if found.get("family", family) != family:
+        raise UserError(f"{file} is the evaluation of a {found['family']} drafter, this one is {family}; give its own")
+    try:
+        groups = {"all": found, **found["by_category"]}
+        rows = [f"| {name} | {one['prompts']} | {one['accepted_length']:.2f} |" for name, one in groups.items()]
+        machine = found["header"]["machine"]["processor"]
+        speed = f"{found['speedup']:.2f} times as fast as without drafts" if found["speedup"] else "not timed"
+        text = (f"{found['method']} at temperature {found['temperature']:g}, batch {found['batch_size']}, "
+                f"{found['header']['dtype']} on {machine}: {speed}. The accepted length counts the tokens of a pass of "
+                "the target, its own included.")
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{file} is no evaluation of draftsmith; {_GIVE}") from error
+    return ["## Measured", text, "\n".join(["| kind of prompt | prompts | accepted length |", "|---|---|---|", *rows])]

@@ -1,11 +1,49 @@
-"""Checks of tensors that were read from a file, before they become a drafter's weights."""
+"""Checks of a drafter's tensors in a file, before they become its weights or take memory."""
 
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..modules import UserError
+from ..modules import DRAFTERS, Drafter, TargetIdentity, UserError
+from ..modules.target.adapter import PREFIX
+
+
+def check_shapes(family: type[Drafter], description: dict[str, Any], identity: TargetIdentity, weights: Path) -> None:
+    """Refuse a description of other tensors than the weights hold.
+
+    A family outside the package is not checked: its code is trusted, and need not run on torch's meta device.
+
+    Args:
+        family: class of the drafter.
+        description: of the drafter, from config.json.
+        identity: of its target, which must be that of the target in use.
+        weights: the safetensors file; a missing one is left to its reader.
+
+    Raises:
+        UserError: naming the first tensor that differs.
+    """
+    if family not in DRAFTERS or not weights.is_file():
+        return
+    # On the meta device nothing is allocated: config.json could claim any size.
+    with torch.device("meta"):
+        described = {name: list(tensor.shape) for name, tensor in family.rebuild(description, identity)
+                     .state_dict().items()}
+    try:
+        with safe_open(weights, framework="pt") as opened:
+            names: list[str] = opened.keys()
+            # The same file may hold an adapter of the target, which the drafter knows nothing of.
+            held = {name: opened.get_slice(name).get_shape() for name in names if not name.startswith(PREFIX)}
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{weights} is damaged ({error}); copy or train the artifact again") from error
+    for name in sorted(described.keys() | held.keys()):
+        if described.get(name) != held.get(name):
+            raise UserError(f"{weights} does not fit the drafter that config.json describes: the tensor {name} should "
+                            f"be {described.get(name, 'absent')} and is {held.get(name, 'absent')}; copy or train the "
+                            "artifact again")
 
 
 def require_weights(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str) -> None:
@@ -16,7 +54,7 @@ def require_weights(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor
     Args:
         tensors: what the file holds.
         expected: tensors of the drafter by name; anything else in the file is a matrix of real numbers.
-        where: what was read, for people: the path of the file.
+        where: name of what was read: the path of the file.
 
     Raises:
         UserError: naming the first such tensor.

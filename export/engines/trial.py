@@ -1,17 +1,23 @@
-"""Trial of an exported draft in vLLM: its answers, its accepted length next to this project's, its speed."""
+"""Trials of an exported draft: its answers, accepted length and speed in vLLM next to this project's own chain, and
+the cost of weights of fewer bits."""
 
+import json
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
 
 from ...modules import DecodeSettings, Request, UserError, decode
 from ...modules.decoding.pass_recorder import PassRecorder
 from ..artifact import Artifact
+from ..engine_process import EngineProcess
 from ..layouts.parts.export_format import Served
 from ..layouts.registry import format_named
-from .vllm_process import VllmProcess
 
+SCRIPT = Path(__file__).with_name("vllm_run.py")
 TOLERANCE = 0.1
 """Largest difference of the accepted lengths, as a share of this project's."""
 BATCH_SIZES = (1, 8)
@@ -77,6 +83,39 @@ class Trial:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class VllmProcess:
+    """vLLM as it is started for each folder."""
+
+    python: Path
+    """Interpreter of the environment."""
+    folder: Path
+    """Current folder of the process: folders of models are named from here."""
+    context: int
+    """Largest context, in tokens."""
+
+    def run(self, model: str, speculative: dict[str, Any] | None, prompts: Sequence[Sequence[int]], *,
+            max_tokens: int, batch_sizes: Sequence[int] = (8,), loader: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The result of `vllm_run.py`.
+
+        Args:
+            model: folder of the model that is served.
+            speculative: vLLM's configuration of drafts; None for none.
+            prompts: token ids.
+            max_tokens: tokens of each answer.
+            batch_sizes: requests at once; all prompts are answered for each.
+            loader: extra settings for loading.
+
+        Raises:
+            UserError: if the interpreter cannot be started, or the process fails; with the end of its output.
+        """
+        job = {"model": model, "speculative": speculative, "loader": loader or {}, "max_tokens": max_tokens,
+               "prompts": [list(prompt) for prompt in prompts], "batch_sizes": list(batch_sizes),
+               "context": self.context}
+        process = EngineProcess(engine="vLLM", python=self.python, script=SCRIPT, folder=self.folder)
+        return process.run(job, f"drafts {json.dumps(speculative)}")
+
+
 def served(artifact: Artifact, layout: str) -> Served:
     """The configuration with which vLLM drafts with an export.
 
@@ -113,6 +152,7 @@ def try_export(artifact: Artifact, layout: str, folder: Path, python: Path, prom
         with artifact.target.native() as model:
             model.save_pretrained(Path(scratch, "target"))
         context = max(map(len, prompts)) + settings.max_new_tokens + tokens + 1
+        # Each run is a process of its own: vLLM gives no memory back.
         engine = VllmProcess(python, Path(scratch), context)
         runs = [engine.run("target", method, prompts, max_tokens=settings.max_new_tokens, batch_sizes=BATCH_SIZES,
                            loader=loader)
@@ -137,3 +177,30 @@ def chain_length(artifact: Artifact, prompts: Sequence[Sequence[int]], settings:
            policy=policy, observer=recorder)
     accepted = [one.accepted for passes in recorder.passes.values() for one in passes]
     return 1 + sum(accepted) / max(1, len(accepted))
+
+
+def rounded_artifact(artifact: Artifact, rounded: Callable[[Tensor, bool], Tensor]) -> Artifact:
+    """A copy whose drafter has the weights that an engine reads from a file.
+
+    Args:
+        artifact: left as it is.
+        rounded: gives a weight as it is read, the matrix of a linear layer that is no embedding too, or another one.
+    """
+    drafter = artifact.drafter
+    # A matrix that is an embedding too is read as an embedding.
+    embeddings = {id(module.weight) for module in drafter.modules() if isinstance(module, nn.Embedding)}
+    linear = {f"{name}.weight" for name, module in drafter.named_modules()
+              if isinstance(module, nn.Linear) and id(module.weight) not in embeddings}
+    copy = type(drafter).rebuild(drafter.describe(), artifact.identity)
+    copy.load_state_dict({name: rounded(tensor, name in linear).to(tensor)
+                          for name, tensor in drafter.state_dict().items()})
+    copy.to(artifact.target.device)
+    copy.bind(artifact.target)
+    return replace(artifact, drafter=copy.eval())
+
+
+def rounding_loss(artifact: Artifact, rounded: Callable[[Tensor, bool], Tensor], prompts: Sequence[Sequence[int]],
+                  settings: TrialSettings) -> tuple[float, float]:
+    """(accepted length as trained, accepted length with rounded weights), each with the tokens of a chain."""
+    return (chain_length(artifact, prompts, settings),
+            chain_length(rounded_artifact(artifact, rounded), prompts, settings))

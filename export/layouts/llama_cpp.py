@@ -7,7 +7,6 @@ holds the tokens themselves, not offsets, and its layers are numbered by the sta
 Shapes: Q entries of the draft vocabulary.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +60,17 @@ def export_gguf(drafter: DraftLM | Eagle3, target: Target, out: Path, settings: 
     with whole_folder(out, EXPORT) as partial:
         file = partial / GGUF_FILE
         if isinstance(drafter, DraftLM):
-            readme = _draft_readme(drafter, target)
+            paragraphs = [f"{drafter.depth} layers with the vocabulary of the target.", _serve("draft-simple")]
+            if drafter.config.depths > 1:
+                paragraphs.append("It was trained to answer several tokens in one pass through mask tokens, which "
+                                  "llama.cpp does not do with a draft model: here it drafts one by one.")
+            readme = layout_readme("A draft language model in GGUF", target, *paragraphs)
             table = write_model(file, as_model(drafter), tokens, weights)
         else:
-            readme = _third_readme(drafter, target)
+            readme = layout_readme(
+                "EAGLE-3 drafter in GGUF", target, "Its layers are numbered by the states before them: "
+                f"{[tap + 1 for tap in drafter.taps]}.", _serve("draft-eagle3"),
+                "The artifact's tree is not part of it.")
             table = _write_third(file, drafter, target, tokens, weights)
         write_file(partial / "README.md", with_table(readme, GGUF_FILE, table))
 
@@ -86,13 +92,23 @@ def write_model(file: Path, model: Any, vocabulary: Path, weights: str = FLOAT32
     """
     config = model.config
     _require_model(config)
-    rope = _model_rope(model)
+    # Llama's rotary embedding is written as factors of its frequencies, that of Qwen as keys.
+    said, length = config.rope_parameters, float(model.get_decoder().rotary_emb.attention_scaling)
+    if config.model_type in NEIGHBOURS:
+        rope = by_factors(model.get_decoder().rotary_emb.inv_freq, length, said["rope_theta"])
+    else:
+        rope = by_keys({"original_max_position_embeddings": config.max_position_embeddings, **said}, length)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    shape = _settings(hidden=config.hidden_size, inner=config.intermediate_size, layers=config.num_hidden_layers,
+                      heads=config.num_attention_heads, kv_heads=config.num_key_value_heads, head=head,
+                      eps=config.rms_norm_eps, base=said["rope_theta"], vocab=config.vocab_size,
+                      context=config.max_position_embeddings)
     tensors = {name: tensor for name, tensor in model.state_dict().items()
                if not (config.tie_word_embeddings and name == "lm_head.weight")}
     kind, heads = config.model_type, (config.num_attention_heads, config.num_key_value_heads)
     named = {_model_name(name, config): _in_order(name, tensor, kind, heads)
              for name, tensor in stored(tensors).items()} | rope.tensors
-    write_gguf(file, kind, _model_settings(config) | rope.settings, named, vocabulary, weights)
+    write_gguf(file, kind, shape | rope.settings, named, vocabulary, weights)
     table = held({**_model_table(config), **_factor_table(rope)}, weights)
     require_forms(gguf_forms(file), table)
     return table
@@ -116,14 +132,6 @@ def _require_model(config: Any) -> None:
     }
     if found := [reason for reason, is_wrong in wrong.items() if is_wrong]:
         raise UserError(f"the format gguf holds no draft language model {found[0]}{own}")
-
-
-def _model_settings(config: Any) -> dict[str, Any]:
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return _settings(hidden=config.hidden_size, inner=config.intermediate_size, layers=config.num_hidden_layers,
-                     heads=config.num_attention_heads, kv_heads=config.num_key_value_heads, head=head,
-                     eps=config.rms_norm_eps, base=config.rope_parameters["rope_theta"], vocab=config.vocab_size,
-                     context=config.max_position_embeddings)
 
 
 def _settings(*, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, head: int, eps: float, base: float,
@@ -157,15 +165,6 @@ def _model_table(config: Any) -> Table:
             for name, tensor in model.state_dict().items() if name not in tied}
 
 
-def _model_rope(model: Any) -> GgufRope:
-    """The scaling of a model's rotary embedding."""
-    rope, said = model.get_decoder().rotary_emb, model.config.rope_parameters
-    length = float(rope.attention_scaling)
-    if model.config.model_type in NEIGHBOURS:
-        return by_factors(rope.inv_freq, length, said["rope_theta"])
-    return by_keys({"original_max_position_embeddings": model.config.max_position_embeddings, **said}, length)
-
-
 def _factor_table(rope: GgufRope) -> dict[str, TensorForm]:
     return {name: TensorForm(tuple(tensor.shape)) for name, tensor in rope.tensors.items()}
 
@@ -185,14 +184,6 @@ def _in_order(name: str, tensor: Tensor, kind: str, heads: tuple[int, int]) -> T
     count = heads[part == "k_proj"]
     halves = tensor.reshape(count, 2, tensor.shape[0] // count // 2, *tensor.shape[1:])
     return halves.transpose(1, 2).reshape(tensor.shape).contiguous()
-
-
-def _draft_readme(drafter: DraftLM, target: Target) -> str:
-    paragraphs = [f"{drafter.depth} layers with the vocabulary of the target.", _serve("draft-simple")]
-    if drafter.config.depths > 1:
-        paragraphs.append("It was trained to answer several tokens in one pass through mask tokens, which llama.cpp "
-                          "does not do with a draft model: here it drafts one by one.")
-    return layout_readme("A draft language model in GGUF", target, *paragraphs)
 
 
 def _serve(kind: str) -> str:
@@ -215,25 +206,26 @@ def _require_known(drafter: Eagle3) -> None:
 
 def _write_third(file: Path, drafter: Eagle3, target: Target, vocabulary: Path, weights: str) -> Table:
     """Write EAGLE-3; returns the table of its tensors. Raises UserError as `third_tensors` does."""
-    named, block = _third_named(drafter, third_tensors(drafter, target)), drafter.block
+    block, config = drafter.block, drafter.config
+    heads, left_out = (block.num_heads, block.num_kv_heads), _left_out(drafter)
+    named = {_third_name(name): _in_order(name, tensor, EAGLE3, heads)
+             for name, tensor in third_tensors(drafter, target).items() if name not in left_out}
+    if drafter.token_ids_Q is not None:
+        # The tokens themselves, where the official layout has offsets.
+        named["d2t"] = drafter.token_ids_Q.cpu().long()
     scaled, length = frequencies(block.rope_base, block.head_dim, block.rope_scaling, torch.device("cpu"))
     rope = by_factors(scaled, length, block.rope_base)
-    settings = _third_settings(drafter, target) | rope.settings
-    write_gguf(file, EAGLE3, settings, named | rope.tensors, vocabulary, weights)
+    settings = {
+        **_settings(hidden=block.hidden_size, inner=block.intermediate_size, layers=1, heads=block.num_heads,
+                    kv_heads=block.num_kv_heads, head=block.head_dim, eps=block.norm_eps, base=block.rope_base,
+                    vocab=drafter.vocab_size, context=target.context_length),
+        "target_layers": [tap + 1 for tap in drafter.taps], "target_hidden_size": drafter.hidden_size,
+        "norm_before_residual": config.norm_before_residual, "norm_before_fc": config.norm_before_fc}
+    write_gguf(file, EAGLE3, settings | rope.settings, named | rope.tensors, vocabulary, weights)
     table = held({_third_name(name): form for name, form in third_table(drafter).items()
-                  if name not in _left_out(drafter)} | _factor_table(rope), weights)
+                  if name not in left_out} | _factor_table(rope), weights)
     require_forms(gguf_forms(file), table)
     return table
-
-
-def _third_named(drafter: Eagle3, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """EAGLE-3's weights under llama.cpp's names; `d2t` holds tokens."""
-    heads = (drafter.block.num_heads, drafter.block.num_kv_heads)
-    named = {_third_name(name): _in_order(name, tensor, EAGLE3, heads) for name, tensor in tensors.items()
-             if name not in _left_out(drafter)}
-    if drafter.token_ids_Q is not None:
-        named["d2t"] = drafter.token_ids_Q.cpu().long()
-    return named
 
 
 def _third_name(name: str) -> str:
@@ -247,21 +239,6 @@ def _third_name(name: str) -> str:
 def _left_out(drafter: Eagle3) -> tuple[str, ...]:
     """Tensors that llama.cpp does not read, or takes from the target."""
     return ("t2d", OUTPUT) if borrows_output(drafter) else ("t2d",)
-
-
-def _third_settings(drafter: Eagle3, target: Target) -> dict[str, Any]:
-    block, config = drafter.block, drafter.config
-    return {**_settings(hidden=block.hidden_size, inner=block.intermediate_size, layers=1, heads=block.num_heads,
-                        kv_heads=block.num_kv_heads, head=block.head_dim, eps=block.norm_eps, base=block.rope_base,
-                        vocab=drafter.vocab_size, context=target.context_length),
-            "target_layers": [tap + 1 for tap in drafter.taps], "target_hidden_size": drafter.hidden_size,
-            "norm_before_residual": config.norm_before_residual, "norm_before_fc": config.norm_before_fc}
-
-
-def _third_readme(drafter: Eagle3, target: Target) -> str:
-    return layout_readme("EAGLE-3 drafter in GGUF", target, f"Its layers are numbered by the states before them: "
-                         f"{[tap + 1 for tap in drafter.taps]}.", _serve("draft-eagle3"),
-                         "The artifact's tree is not part of it.")
 
 
 GGUF = ExportFormat[DraftLM | Eagle3](

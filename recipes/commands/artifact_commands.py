@@ -26,7 +26,7 @@ from ...export import (
     with_drift,
     write_report,
 )
-from ...export.engines.rounding import rounding_loss
+from ...export.engines.trial import rounding_loss
 from ...export.layouts.parts.gguf_file import FLOAT32
 from ...export.layouts.registry import EXPORT_FORMATS, format_named, in_fewer_bits, require_number_format
 from ...modules import (

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from ...export.artifact import read_description
 from ...export.artifact_files import CARD, HEAD, TUNING
-from ...export.hub_card import hub_card
 from ...export.layouts.parts.layout_folder import EXPORT
+from ...export.model_card import hub_card
 from ...modules import UserError
 from ...modules.files.owned_folders import MARKER, own_files
 from ..reading.parsing import Command, Parsed

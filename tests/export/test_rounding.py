@@ -9,7 +9,7 @@ import gguf
 import pytest
 import torch
 from draftsmith.export import Artifact, ExportSettings, TrialSettings, export_artifact
-from draftsmith.export.engines.rounding import rounded_artifact, rounding_loss
+from draftsmith.export.engines.trial import rounded_artifact, rounding_loss
 from draftsmith.export.layouts.parts.gguf_file import rounded
 from draftsmith.export.layouts.registry import format_named
 from draftsmith.modules import DraftLM, DraftLMConfig, Eagle3, Eagle3Config, Target, UserError

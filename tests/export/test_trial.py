@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from draftsmith.export import Artifact, Trial, TrialSettings, export_artifact, try_export
-from draftsmith.export.engines.trial import BatchTrial, chain_length, served
-from draftsmith.export.engines.vllm_process import VllmProcess
+from draftsmith.export.engines.trial import BatchTrial, VllmProcess, chain_length, served
 from draftsmith.modules import (
     Adapter,
     DecodeSettings,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.export.engines.vllm_process import VllmProcess
+from draftsmith.export.engines.trial import VllmProcess
 from safetensors.torch import load_file, save_file
 from serving.overfitted import ANSWER_TOKENS, PROMPT_TOKENS, STEPS, Texts
 from serving.proof import Case

@@ -32,6 +32,7 @@ def rounded_rows(weight_QD: Tensor, weights: str) -> tuple[Tensor, Tensor]:
     """(the matrix in int8 or float8, the scale of each row, [Q, 1])."""
     dtype, largest = _ROUNDED[weights]
     own_QD = weight_QD.detach().float()
+    # A row of zeros would divide by zero.
     scale_Q1 = own_QD.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / largest
     values_QD = own_QD / scale_Q1
     return (values_QD.round() if weights == INT8 else values_QD).clamp(-largest, largest).to(dtype), scale_Q1
@@ -112,6 +113,7 @@ def compressed_config(weights: str, linear: Collection[str]) -> dict[str, Any]:
     kind = {"num_bits": 8, "type": "int" if weights == INT8 else "float", "symmetric": True}
     whole = [] if OUTPUT in linear else ["lm_head"]
     named = ["re:.*lm_head"] if OUTPUT in linear else []
+    # vLLM's class of output layers is not "Linear": one that is rounded must be named, another one left out.
     group = {"targets": ["Linear", *named], "weights": {**kind, "strategy": "channel", "dynamic": False},
              "input_activations": {**kind, "strategy": "token", "dynamic": True}}
     return {"torch_dtype": BFLOAT16, "quantization_config": {

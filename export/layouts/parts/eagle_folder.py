@@ -63,16 +63,11 @@ def third_table(drafter: Eagle3) -> Table:
         table["input_norm.weight"] = TensorForm((taps * drafter.hidden_size,))
     if drafter.hidden_size != block.hidden_size:
         table[EMBEDDING] = TensorForm((drafter.vocab_size, block.hidden_size))
-    return table | vocabulary_table(drafter)
-
-
-def vocabulary_table(drafter: Eagle3) -> dict[str, TensorForm]:
-    """The output layer of EAGLE-3, and with a reduced vocabulary the offsets and marks of its tokens."""
-    ids_Q = drafter.token_ids_Q
-    if ids_Q is None:
-        return {OUTPUT: TensorForm((drafter.vocab_size, drafter.block.hidden_size))}
-    return {OUTPUT: TensorForm((len(ids_Q), drafter.block.hidden_size)),
-            "d2t": TensorForm((len(ids_Q),), torch.int64), "t2d": TensorForm((drafter.vocab_size,), torch.bool)}
+    table[OUTPUT] = TensorForm((entries(drafter), block.hidden_size))
+    if drafter.token_ids_Q is not None:
+        table |= {"d2t": TensorForm((entries(drafter),), torch.int64),
+                  "t2d": TensorForm((drafter.vocab_size,), torch.bool)}
+    return table
 
 
 def linear_names(table: Table, drafter: Eagle | Eagle3) -> set[str]:
@@ -123,22 +118,21 @@ def tapped(drafter: Eagle3) -> dict[str, Any]:
 
 def eagle_readme(drafter: Eagle | Eagle3, target: Target, *, sglang: bool = False) -> str:
     """README.md of a drafter in the official layout: who reads it, and the commands to serve it."""
-    paragraphs = _first_readme(drafter, sglang) if isinstance(drafter, Eagle) else _third_readme(drafter)
-    return layout_readme(f"{'EAGLE-1' if isinstance(drafter, Eagle) else 'EAGLE-3'} drafter", target, *paragraphs,
-                         "The artifact's tree is not part of it.")
-
-
-def _first_readme(drafter: Eagle, sglang: bool) -> list[str]:
+    end = "The artifact's tree is not part of it."
+    if isinstance(drafter, Eagle3):
+        return layout_readme("EAGLE-3 drafter", target, *_third_readme(drafter), end)
     if sglang:
-        return ["In the layout of SafeAILab/EAGLE with SGLang's name of it. It drafts a tree (EAGLE-2):",
+        paragraphs = ["In the layout of SafeAILab/EAGLE with SGLang's name of it. It drafts a tree (EAGLE-2):",
                 "`python -m sglang.launch_server --model-path TARGET --speculative-algorithm EAGLE "
                 "--speculative-draft-model-path THIS_FOLDER --speculative-num-steps 3 --speculative-eagle-topk 4 "
                 "--speculative-num-draft-tokens 16`"]
-    lost = f" {LOST_BIAS}" if drafter.config.bias else ""
-    return ["In the layout of SafeAILab/EAGLE, which vLLM reads too. It drafts a chain:",
-            "`vllm serve TARGET --speculative-config '{\"method\": \"eagle\", \"model\": \"THIS_FOLDER\", "
-            "\"num_speculative_tokens\": 3}'`",
-            f"For SGLang export with `--format eagle-sglang`.{lost}"]
+    else:
+        lost = f" {LOST_BIAS}" if drafter.config.bias else ""
+        paragraphs = ["In the layout of SafeAILab/EAGLE, which vLLM reads too. It drafts a chain:",
+                      "`vllm serve TARGET --speculative-config '{\"method\": \"eagle\", \"model\": "
+                      "\"THIS_FOLDER\", \"num_speculative_tokens\": 3}'`",
+                      f"For SGLang export with `--format eagle-sglang`.{lost}"]
+    return layout_readme("EAGLE-1 drafter", target, *paragraphs, end)
 
 
 def _third_readme(drafter: Eagle3) -> list[str]:

@@ -41,10 +41,16 @@ def write_gguf(file: Path, architecture: str, settings: Mapping[str, Any], tenso
     """
     import gguf
 
+    kinds = gguf.GGUFValueType
+    # Exact types: a truth value is a whole number to isinstance.
+    single = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_type("model")
     for key, value in settings.items():
-        writer.add_key_value(f"{architecture}.{key}", value, *_types(value))
+        if isinstance(value, list):
+            writer.add_key_value(f"{architecture}.{key}", value, kinds.ARRAY, kinds.INT32)
+        else:
+            writer.add_key_value(f"{architecture}.{key}", value, single[type(value)])
     for key, field in gguf.GGUFReader(vocabulary).fields.items():
         if key.startswith(_COPIED):
             writer.add_key_value(key, field.contents(), field.types[0], field.types[-1])
@@ -60,12 +66,13 @@ def write_gguf(file: Path, architecture: str, settings: Mapping[str, Any], tenso
 
 
 def _held_as(form: TensorForm, weights: str) -> str:
-    """GGUF's name of the number format that a tensor is held in: whole numbers as they are, norms and other vectors in
-    float32, and matrices whose rows are no whole number of blocks not below bfloat16."""
+    """GGUF's name of the number format that a tensor is held in."""
     if form.dtype == torch.int64:
         return "I64"
+    # llama.cpp's own conversion keeps norms and other vectors so, too.
     if len(form.shape) < 2:
         return _NAMES[FLOAT32]
+    # A block of Q8_0 does not go on in the next row.
     return _NAMES[BFLOAT16 if weights == INT8 and form.shape[-1] % _BLOCK else weights]
 
 
@@ -83,16 +90,6 @@ def rounded(tensor: Tensor, weights: str) -> Tensor:
     form = gguf.GGMLQuantizationType[_held_as(TensorForm(tuple(tensor.shape)), weights)]
     values = tensor.detach().to("cpu", torch.float32).contiguous().numpy()
     return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(values, form), form).copy())
-
-
-def _types(value: Any) -> tuple[Any, ...]:
-    """The types in GGUF of a value."""
-    from gguf import GGUFValueType
-
-    if isinstance(value, list):
-        return GGUFValueType.ARRAY, GGUFValueType.INT32
-    return ({bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32,
-             str: GGUFValueType.STRING}[type(value)],)
 
 
 def gguf_forms(file: Path) -> Table:
