@@ -47,20 +47,16 @@ def message(code: int, generation: Generation, vocab_size: int) -> str:
 
 def screen(tree: TokenTree, vocab_size: int) -> tuple[TokenTree, Tensor]:
     """(the tree, with nothing but a root in faulty rows; the fault of each row, [B], int64)."""
-    outside_BN = outside(tree, vocab_size)
+    # Padding counts too: ids that the target does not know cannot be embedded.
+    outside_BN = (tree.tokens_BN < 0) | (tree.tokens_BN >= vocab_size)
     faults_B = examine(tree, outside_BN)
     # On the CPU it is known at once that nothing is wrong; reading the answer from an accelerator would wait for it.
     sound = faults_B.device.type == "cpu" and not bool(outside_BN.any() | faults_B.any())
     return (tree if sound else pruned(tree, faults_B, outside_BN)), faults_B
 
 
-def outside(tree: TokenTree, vocab_size: int) -> Tensor:
-    """True at nodes, padding included, whose token the target does not know, [B, N]."""
-    return (tree.tokens_BN < 0) | (tree.tokens_BN >= vocab_size)
-
-
 def examine(tree: TokenTree, outside_BN: Tensor) -> Tensor:
-    """The fault of each row's tree, [B], int64."""
+    """The fault of each row's tree, [B], int64, with marks at nodes whose token the target does not know."""
     columns_N = torch.arange(tree.size, device=tree.tokens_BN.device)
     late_BN = ((tree.parents_BN >= columns_N) | (tree.parents_BN < 0)) & (columns_N > 0)
     # Of several faults of a row the last one here is reported.

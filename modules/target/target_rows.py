@@ -4,7 +4,6 @@ Shapes: B rows, N nodes of a tree, M selected nodes, K nodes of a path, D hidden
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,37 +55,27 @@ class TargetRows:
         lost_BN = None if target.broken_V is None else blank_broken(tree, embedded, target.broken_V)
         if tree.virtual is not None:
             embedded[:, -tree.virtual.embedded_BMD.shape[1] :] = tree.virtual.embedded_BMD
-        output = self._computed(tree, embedded, rows, select_BM)
-        self.calls += 1
-        if lost_BN is None:
-            return output
-        lost_BM = lost_BN if select_BM is None else lost_BN.gather(1, select_BM)
-        return replace(output, logits_BMV=output.logits_BMV.masked_fill(lost_BM[..., None], torch.nan))
-
-    def _computed(
-        self, tree: TokenTree, embedded: Tensor, rows: list[int] | None, select_BM: Tensor | None
-    ) -> PassOutput:
-        """A pass over embedded nodes."""
-        target = self.target
-        early, first = self._handed_over(tree, embedded, rows)
+        early: Tensor | None = None
+        first = 0
+        if self.drafted is not None and self.drafted.tree is not None and rows is None:
+            # The first layers ran over these nodes while the tree was drafted.
+            early, first = self.drafted.hand_over(tree, embedded), self.drafted.num_layers
         window = self.cache.open(slice(0, len(tree.tokens_BN)) if rows is None else rows, tree.size,
                                  virtual_BN=tree.virtual_BN)
         layout = PassLayout.of(tree, window.slots_BN[:, :1], window.width, target.context_length)
         later = later_layers(target.layers, first, early)
         with target.tapping(self.taps) as states, later, injected(target.layers, tree.virtual):
             final_BND = target.read_nodes(embedded, layout, self.cache)
-        wanted = (
-            final_BND
-            if select_BM is None
-            else final_BND.gather(1, select_BM[..., None].expand(-1, -1, final_BND.shape[-1]))
-        )
-        return PassOutput(logits_BMV=target.logits(wanted), final_BND=final_BND, taps=dict(states))
-
-    def _handed_over(self, tree: TokenTree, embedded_BND: Tensor, rows: list[int] | None) -> tuple[Tensor | None, int]:
-        """(outputs of the first layers that ran while the tree of the active rows was drafted, their number)."""
-        if self.drafted is None or self.drafted.tree is None or rows is not None:
-            return None, 0
-        return self.drafted.hand_over(tree, embedded_BND), self.drafted.num_layers
+        self.calls += 1
+        wanted_BMD = final_BND
+        if select_BM is not None:
+            wanted_BMD = final_BND.gather(1, select_BM[..., None].expand(-1, -1, final_BND.shape[-1]))
+        logits_BMV = target.logits(wanted_BMD)
+        if lost_BN is not None:
+            # A token without a finite embedding says nothing, and its row ends with an error.
+            lost_BM = lost_BN if select_BM is None else lost_BN.gather(1, select_BM)
+            logits_BMV = logits_BMV.masked_fill(lost_BM[..., None], torch.nan)
+        return PassOutput(logits_BMV=logits_BMV, final_BND=final_BND, taps=dict(states))
 
     def early(self, num_layers: int) -> EarlyLayers:
         """The first layers for a drafter that runs them on the active rows; the next pass of these takes them over.

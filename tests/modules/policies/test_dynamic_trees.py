@@ -27,7 +27,7 @@ from draftsmith.modules import (
     UserError,
     exact_rule,
 )
-from draftsmith.modules.decoding.row_errors import examine, outside, pruned
+from draftsmith.modules.decoding.row_errors import examine, pruned
 from draftsmith.modules.drafters.hydra import HydraState
 from draftsmith.modules.policies.level_queries import sample
 from draftsmith.modules.target.kv_cache import RowCache
@@ -257,7 +257,7 @@ def test_drafting_accepting_and_committing_read_nothing_on_the_host(
         else:
             state.final.values = mode.from_tensor(state.final.values)
         tree = policy.grow(drafter, state, mode.from_tensor(roots), draws)
-        wrong = outside(tree, tiny_target.vocab_size)
+        wrong = (tree.tokens_BN < 0) | (tree.tokens_BN >= tiny_target.vocab_size)
         faults = examine(tree, wrong)
         tree = pruned(tree, faults, wrong)
         logits = torch.zeros(2, tree.size, tiny_target.vocab_size)
