@@ -32,7 +32,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "data": (("prompts",), ("store",), ("answers", "batches")),
     "trainers": (
-        ("losses",), ("steps",), ("processes",), ("acceptance_head", "draft_vocabulary"), ("base",),
+        ("losses",), ("steps",), ("processes",), ("acceptance_head",), ("base",),
         ("callbacks", "drafters", "families"), ("interruption",), ("fitting",),
     ),
     "export": (("",), ("layouts.parts",), ("layouts",), ("engines", "evaluation"), ("report",)),

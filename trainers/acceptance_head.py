@@ -97,6 +97,7 @@ def fit_head(
         raise UserError(f"a head needs examples to learn and to hold out, got {len(learned.chances_E)} and "
                         f"{len(held_out.chances_E)}; raise labels.examples, or give data with more prompts")
     generator = torch.Generator().manual_seed(SEED)
+    # The first weights depend on the seed alone, and the random numbers outside do not change.
     with torch.random.fork_rng():
         torch.manual_seed(SEED)
         head = AcceptanceHead(shape, learned.states_ED.shape[1]).to(device)
@@ -104,6 +105,7 @@ def fit_head(
     optimizer = torch.optim.AdamW(head.parameters(), lr=config.lr, weight_decay=0.0)
     factor = warmup_cosine(max(1, round(WARMUP_SHARE * steps)), steps)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    # The untrained head counts too: with few examples no epoch may be better.
     best = _measured(head, held_out, config, 0)
     for epoch in range(1, config.epochs + 1):
         order_E = torch.randperm(len(learned.chances_E), generator=generator)

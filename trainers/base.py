@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, get_type_hints
 
 import lightning as L
 import torch
@@ -22,12 +22,11 @@ from torch import Tensor
 
 from ..modules.errors import UserError
 from ..modules.features import Features
-from ..modules.interfaces.drafter import Drafter, Drafts
+from ..modules.interfaces.drafter import Drafter
 from ..modules.interfaces.family_card import FamilyCard
 from ..modules.target.adapter import Adapter
-from ..modules.target.draft_vocabulary import draft_index
+from ..modules.target.draft_vocabulary import choose, draft_index
 from ..modules.target.model import Target
-from .draft_vocabulary import reduced_vocabulary
 from .losses.chunked_losses import VocabularyLoss
 from .losses.metrics import describe, weighted_mean_loss
 from .losses.objectives import NEEDS_MASS, Teacher
@@ -39,10 +38,9 @@ from .steps.checkpoints import require_same_settings
 from .steps.compiled_step import CompiledStep
 from .steps.optimizers import optimizer_for
 from .steps.schedules import time_leads, warmup_cosine
-from .steps.step_guard import StepGuard
+from .steps.step_guard import FinishedStep, StepGuard
 from .steps.train_config import TrainConfig, decisive_settings
 from .steps.training_clock import Clock, DataWait, peak_memory_bytes
-from .steps.unread_steps import FinishedStep, UnreadSteps
 
 PATIENCE = 8
 """Optimizer steps without a supervised token after which a run stops: long prompts may fill one step, but not eight."""
@@ -61,24 +59,18 @@ class BatchLoss(NamedTuple):
     """Distance in tokens from a position to the token that each draft step predicts."""
 
 
-class Movable(Protocol):
-    """A batch before it is on the device: features, or what becomes features there."""
-
-    def to(self, device: torch.device | str, /) -> Features:
-        """The batch on the device."""
-
-
 class DraftModule(L.LightningModule):
     """Training of a drafter for a frozen target, which stays outside the module tree.
 
     A family's module sets `drafter_class` and has a config, a TrainConfig with the family's defaults and its drafter's
-    settings. It may override `weights` (they may depend on `progress`) and `configure_optimizers`. The drafter defines
-    the rest in `Drafts`, `output_parameters` and `reads_states`, without which a training step runs no target pass.
+    settings. It may override `weights` (they may depend on `progress_at`) and `configure_optimizers`. The drafter
+    defines the rest in `Drafts`, `output_parameters` and `reads_states`, without which a training step runs no target
+    pass.
 
     Args:
         target: the frozen model.
         config: training settings and the drafter's shape; a family's defaults when left out.
-        token_counts: how often each token is a label, counted or expected, [V]; a reduced draft vocabulary holds the
+        token_counts: how often each token is a label, [V]; a reduced draft vocabulary holds the
             most frequent ones.
 
     Raises:
@@ -100,8 +92,14 @@ class DraftModule(L.LightningModule):
     validation_rows: int | None = None
     """Held-out conversations that are measured; None for all."""
 
-    def __init__(self, target: Target, config: TrainConfig, *, token_counts: Tensor | None = None) -> None:
+
+    def __init__(
+        self, target: Target, config: TrainConfig | None = None, *, token_counts: Tensor | None = None
+    ) -> None:
         super().__init__()
+        # A family's annotation of `config` is the one place that names its settings, as in `families.family_configs`.
+        self.config: TrainConfig = get_type_hints(type(self))["config"]() if config is None else config
+        config = self.config
         if self.needs_whole_target and target.placement.spread:
             raise UserError(f"{type(self).__name__} trains through the target's layers, which target.placement "
                             f"{target.placement.name} does not keep whole on one device; set target.placement: "
@@ -109,7 +107,7 @@ class DraftModule(L.LightningModule):
         if self.changes_target and config.strategy in SPLITTING:
             raise UserError(f"train.strategy {config.strategy} splits the drafter's weights or their optimizer, and "
                             f"{type(self).__name__} trains weights of the target too; set train.strategy: ddp")
-        self.target, self.config, self.token_counts = target, config, token_counts
+        self.target, self.token_counts = target, token_counts
         self.figures: dict[str, float] = {}
         self.clock, self.wait = Clock(), DataWait()
         self.seconds = 0.0
@@ -118,14 +116,18 @@ class DraftModule(L.LightningModule):
         """Whether the run ends after this optimizer step although it is not finished."""
         self.peak_memory_bytes = 0
         self.guard = StepGuard()
-        self.unread = UnreadSteps()
         self.compiled_step = CompiledStep(None)
         """Kernels of the training step; those of no compiler before `setup`."""
         self.split: SplitDrafter | None = None
         """Keeper of the drafter where its weights are split among processes."""
         self._pending: BatchLoss | None = None
         self._learned = 0.0
-        self._token_ids_Q = reduced_vocabulary(config.drafter.vocabulary_size, token_counts, target)
+        self._token_ids_Q: Tensor | None = None
+        if (size := config.drafter.vocabulary_size) is not None:
+            if token_counts is None:
+                raise UserError(f"vocabulary_size is {size}, but the tokens of the training data were not counted; "
+                                "pass token_counts, or leave vocabulary_size out")
+            self._token_ids_Q = choose(token_counts, size, always=target.eos_ids)
 
     def build_drafter(self) -> Drafter:
         """A new drafter, bound to the target."""
@@ -141,6 +143,7 @@ class DraftModule(L.LightningModule):
     def configure_model(self) -> None:
         """Build the drafter once, and split it if processes share it; called for loading a checkpoint and for
         fitting."""
+        # Lightning calls it twice, and only here are the processes joined that split the weights.
         if "drafter" not in self._modules:
             with self.seeded():
                 self.drafter = self.build_drafter()
@@ -165,9 +168,10 @@ class DraftModule(L.LightningModule):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    def transfer_batch_to_device(self, batch: Movable, device: torch.device, dataloader_idx: int) -> Features:
-        """The batch on the device."""
-        return batch.to(device)
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Features:
+        """The batch on the device: of features, or of packed rows that become features there."""
+        moved: Features = batch.to(device)
+        return moved
 
     # The loss --------------------------------------------------------------------------------------------------------
 
@@ -197,16 +201,15 @@ class DraftModule(L.LightningModule):
         """
         if features.encoded:
             return features
+        # Stored states were made without autocast, and computed ones are the same numbers.
         with torch.autocast(self.target.device.type, enabled=False):
             return self.target.encode_own(features, self.drafter.taps)
 
-    def training_drafts(self, features: Features) -> tuple[Drafts, Features]:
-        """(the drafter's states, the batch that holds their labels and the target's states there)."""
-        return self.drafter(features), features
-
     def loss(self, features: Features) -> BatchLoss:
         """Summed loss of a batch, see `VocabularyLoss`."""
-        drafts, features = self.training_drafts(self.encoded(features) if self.needs_states else features)
+        features = self.encoded(features) if self.needs_states else features
+        drafts = self.drafter(features)
+        # The first micro-batch decides for its step: weights may depend on progress, which goes on meanwhile.
         weights = self.weights(len(drafts.offsets)) if self._pending is None else self._pending.weights
         ids_Q = self.drafter.token_ids_Q
         index_V = None if ids_Q is None else draft_index(ids_Q, self.target.vocab_size)
@@ -221,6 +224,7 @@ class DraftModule(L.LightningModule):
             project=self.drafter.project,
             entries=entries if teacher is None else max(entries, teacher.entries),
             weights=weights,
+            # Several draft steps may share an output layer, whose gradient is then one.
             parameters=tuple(dict.fromkeys(weight for step in range(len(weights))
                                            for weight in self.drafter.output_parameters(step))),
             objective=objective, teacher=teacher, feature_weight=self.config.feature_weight,
@@ -230,6 +234,7 @@ class DraftModule(L.LightningModule):
     def on_train_batch_start(self, batch: Features, batch_idx: int) -> None:
         """Seed the micro-batch by the run's seed and its number among those of all processes, so that a resumed run
         repeats it, and as many processes as one likes draw the same numbers for it."""
+        # A prime above any number of micro-batches keeps runs of neighbouring seeds apart.
         torch.manual_seed(self.config.seed * 1_000_003 + batch_idx * self.trainer.world_size + self.global_rank)
 
     def training_step(self, batch: Features, batch_idx: int) -> Tensor:
@@ -241,6 +246,7 @@ class DraftModule(L.LightningModule):
         with self.compiled_step.attention():
             learned, before = self.loss(batch), self._pending
         sums_KC = learned.sums_KC if before is None else before.sums_KC + learned.sums_KC
+        # The graph of a micro-batch ends with its own backward pass; only figures are carried on.
         self._pending = learned._replace(total=learned.total.detach(), sums_KC=sums_KC)
         return learned.total * (self.config.accumulate * self.trainer.world_size)
 
@@ -248,30 +254,42 @@ class DraftModule(L.LightningModule):
         """Divide the summed gradient by the count, before clipping. Raises UserError at a wrong loss."""
         if self._pending is None:
             raise RuntimeError("an optimizer step came before any micro-batch")
+        # Not read here: on an accelerator the host would wait for all its work at every step.
         pending, self._pending = self._pending, None
         sums_KC = self.trainer.strategy.reduce(pending.sums_KC, reduce_op="sum")
-        self.unread.add(FinishedStep(
+        self.guard.unread.append(FinishedStep(
             number=self.global_step + 1, sums_KC=sums_KC, weights=pending.weights, offsets=pending.offsets,
             learning_rate=optimizer.param_groups[0]["lr"], batches=self.guard.end_step()))
-        if self.unread.due:
+        if self.guard.due:
             self.read_figures()
-        self._divide_gradient(weighted_mean_loss(sums_KC, pending.weights)[1].clamp(min=1.0))
-        self._take_time()
-
-    def _divide_gradient(self, count: Tensor) -> None:
-        """Divide the gradient that was summed over micro-batches and processes; DeepSpeed reads the number."""
+        # The gradient is a sum over micro-batches and processes; DeepSpeed divides it itself just before it clips.
+        count = weighted_mean_loss(sums_KC, pending.weights)[1].clamp(min=1.0)
         if isinstance(self.trainer.strategy, ZeroDrafter):
             self.trainer.strategy.divide_gradient(float(count))
-            return
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(count)
+        else:
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.div_(count)
+        self.seconds = self.clock.seconds
+        if self.config.max_minutes is not None:
+            # All processes must stop at the same step: the first one's clock decides for all.
+            self.seconds = self.trainer.strategy.broadcast(self.seconds)
+        self.peak_memory_bytes = max(self.peak_memory_bytes, peak_memory_bytes(self.device))
 
     def read_figures(self) -> None:
         """Read the figures of the finished steps and log them. Raises UserError at a wrong loss, whose step may be one
         of the last few on an accelerator: no checkpoint and no measurement comes between."""
-        for step, sums_KC in self.unread.read():
-            self._check(step, sums_KC)
+        for step, sums_KC in self.guard.read():
+            total, count = (float(value) for value in weighted_mean_loss(sums_KC, step.weights))
+            if not math.isfinite(loss := total / max(count, 1.0)):
+                raise self.guard.error(loss, step.number, step.batches, self.trainer,
+                                       f"lower lr (now {self.config.lr}) or clip (now {self.config.clip})")
+            self._learned += count
+            if not self._learned and step.number >= min(PATIENCE, self.config.max_steps or PATIENCE):
+                reason = "no token is supervised; check the chat template and the data"
+                if missed := float(sums_KC[:, 1].sum()):
+                    reason = f"all {missed:.0f} labels lie outside the reduced vocabulary; raise vocabulary_size"
+                raise UserError(f"nothing to learn in the first {step.number} optimizer steps: {reason}")
             self.figures = self.describe(sums_KC, step.weights, step.offsets) | {
                 "learning_rate": step.learning_rate, "data_wait": self.data_wait}
             if self.logger is not None:
@@ -288,18 +306,6 @@ class DraftModule(L.LightningModule):
         """Figures of an optimizer step by name, from its sums over all processes."""
         return describe(sums_KC, weights, offsets)
 
-    def _check(self, step: FinishedStep, sums_KC: Tensor) -> None:
-        total, count = (float(value) for value in weighted_mean_loss(sums_KC, step.weights))
-        if not math.isfinite(loss := total / max(count, 1.0)):
-            raise self.guard.error(loss, step.number, step.batches, self.trainer,
-                                   f"lower lr (now {self.config.lr}) or clip (now {self.config.clip})")
-        self._learned += count
-        if not self._learned and step.number >= min(PATIENCE, self.config.max_steps or PATIENCE):
-            reason = "no token is supervised; check the chat template and the data"
-            if missed := float(sums_KC[:, 1].sum()):
-                reason = f"all {missed:.0f} labels lie outside the reduced vocabulary; raise vocabulary_size"
-            raise UserError(f"nothing to learn in the first {step.number} optimizer steps: {reason}")
-
     # Time ------------------------------------------------------------------------------------------------------------
 
     @property
@@ -312,13 +318,9 @@ class DraftModule(L.LightningModule):
         """Share of the training time in which this process waited for batches; 0 where the data do not tell."""
         return self.wait.seconds / self.seconds if self.seconds else 0.0
 
-    @property
-    def progress(self) -> float:
-        """Progress of the run from 0 to 1, by steps, or by time where that is clearly ahead, see `time_leads`."""
-        return self.progress_at(self.global_step)
-
     def progress_at(self, step: int) -> float:
-        """Progress after `step` finished optimizer steps."""
+        """Progress of the run from 0 to 1 after `step` finished optimizer steps: by steps, or by time where that is
+        clearly ahead, see `time_leads`."""
         led = time_leads(self.config.max_steps, step, self.time_spent)
         return min(1.0, self.time_spent if led else self.config.share_of_steps(step))
 
@@ -326,13 +328,6 @@ class DraftModule(L.LightningModule):
     def finished(self) -> bool:
         """True after the last optimizer step."""
         return max(self.config.share_of_steps(self.global_step), self.time_spent) >= 1.0
-
-    def _take_time(self) -> None:
-        self.seconds = self.clock.seconds
-        if self.config.max_minutes is not None:
-            # All processes must stop at the same step: the first one's clock decides for all.
-            self.seconds = self.trainer.strategy.broadcast(self.seconds)
-        self.peak_memory_bytes = max(self.peak_memory_bytes, peak_memory_bytes(self.device))
 
     def on_train_start(self) -> None:
         """Start the clock; stop at once if the checkpoint was that of the last step."""
@@ -410,6 +405,7 @@ class DraftModule(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse the checkpoint of another run, and count its micro-batches as so many processes read them."""
         require_same_settings((stored := checkpoint["draftsmith"])["recipe"], self.recipe())
+        # Lightning counts the micro-batches of one process; another number of processes reads other numbers of them.
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for counts in (progress["total"], progress["current"]):
             read = checkpoint["global_step"] * self.config.accumulate - counts["ready"]

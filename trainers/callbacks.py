@@ -3,15 +3,15 @@
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import lightning as L
 import torch
 from tqdm import tqdm
 
-from ..modules.errors import UserError
 from ..modules.features import Features
 from ..modules.interfaces.drafter import Drafter
+from ..modules.tuning.replay_acceptance import Acceptance
 from .base import DraftModule
 from .steps.checkpoints import save_weights
 from .steps.schedules import time_leads
@@ -21,15 +21,7 @@ FEWEST_TOKENS = 1000
 LAST, BEST = "last.ckpt", "best.safetensors"
 
 
-class AcceptanceMeasurement(Protocol):
-    """Accepted lengths of decoding on held-out text, as `tuning.replay_acceptance.held_out_acceptance` returns them."""
-
-    accepted_length: float
-    by_position: tuple[float, ...]
-    tokens: int
-
-
-Measure = Callable[[Drafter, Sequence[Features]], AcceptanceMeasurement]
+Measure = Callable[[Drafter, Sequence[Features]], Acceptance]
 """A function that counts what decoding held-out rows accepts; its accepted length is a measurement, not an estimate."""
 
 
@@ -51,6 +43,7 @@ class EveryStep(L.Callback):
         self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Act when an optimizer step is complete."""
+        # Lightning calls this after each micro-batch: a step is complete when their number grows.
         if trainer.global_step > self.seen:
             self.seen = trainer.global_step
             with self.module.clock.paused():
@@ -59,6 +52,17 @@ class EveryStep(L.Callback):
     def after_step(self, trainer: L.Trainer, step: int) -> None:
         """Act after optimizer step `step`, counted from 1."""
         raise NotImplementedError
+
+    def close(self) -> None:
+        """Give back what the training has held; may be called more than once."""
+
+    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
+        """Close, before the error is shown: Lightning calls no `teardown` after it."""
+        self.close()
+
+    def teardown(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
+        """Close at the end of a training."""
+        self.close()
 
 
 class DecodedAcceptance(EveryStep):
@@ -96,6 +100,7 @@ class DecodedAcceptance(EveryStep):
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Measure the untrained drafter, with which the trained one is compared."""
         super().on_train_start(trainer, module)
+        # A resumed run has measured it before.
         if self.untrained is None:
             with self.module.clock.paused():
                 self.untrained = self._measured(trainer)["accepted_length"]
@@ -108,12 +113,15 @@ class DecodedAcceptance(EveryStep):
         self.latest = found["accepted_length"]
         if trainer.logger is not None:
             trainer.logger.log_metrics({"accepted_length": self.latest}, step=step)
+        # Greater, not equal: of equal lengths the earlier step wins, resumed or not.
         if not self.best or self.latest > self.best["accepted_length"]:
+            # All processes gather the weights, the first one writes them, and all know the hash that they will read by.
             weights = self.module.trained()
             saved = save_weights(self.out / BEST, weights) if trainer.is_global_zero else ""
             self.best = {**found, "step": step, "sha256": trainer.strategy.broadcast(saved)}
 
     def _measured(self, trainer: L.Trainer) -> dict[str, Any]:
+        # Only now: with a target shared among processes, states are computed by all of them together.
         if self.rows is None:
             self.rows = self.held_out()
         with self.module.decoding() as drafter, torch.no_grad():
@@ -156,6 +164,7 @@ class ProgressLine(EveryStep):
         if trainer.is_global_zero:
             self.line = tqdm(total=self.module.config.max_steps, initial=self.seen, desc="train", unit="step",
                              dynamic_ncols=True)
+            # The first kernels take a minute in which no step ends: the line says why.
             if (compiler := self.module.compiled_step.compiler) is not None:
                 compiler.watch = self._describe
 
@@ -173,27 +182,15 @@ class ProgressLine(EveryStep):
         if self.module.config.max_minutes is not None:
             figures["minutes"] = self.module.seconds / 60
             spent = self.module.time_spent
+            # The minutes will end the run: as many steps fit into them as the rate so far says.
             if spent and time_leads(self.module.config.max_steps, step, spent):
                 self.line.total = max(step, round(step / spent))
         self.line.set_postfix({name: f"{value:.2f}" for name, value in figures.items() if value is not None},
                               refresh=False)
         self.line.update()
 
-    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
-        """Close the line, so that the error starts on one of its own: Lightning calls no `teardown` after it."""
-        self._close()
-
-    def teardown(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
-        """Close the line."""
-        self._close()
-
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Close the line, so that an error starts on one of its own."""
         if self.line is not None:
             self.line.close()
             self.line = None
-
-
-def nothing_held_out() -> UserError:
-    """The error of a run without held-out text."""
-    return UserError("there is no held-out text to measure the accepted length on; distil with validation_prompts of at"
-                     " least 1")

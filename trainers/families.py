@@ -7,7 +7,6 @@ import difflib
 import inspect
 from dataclasses import dataclass, is_dataclass
 from importlib import import_module
-from types import ModuleType
 from typing import Any, TypeGuard, get_type_hints
 
 from ..modules import DRAFTERS
@@ -45,14 +44,29 @@ def family_module(name: str, *, trust: bool = False) -> type[DraftModule]:
         UserError: if there is no such family or class, the class is no DraftModule, or it is not trusted.
     """
     if name in family_names():
-        return _own_module(import_module(f".drafters.{name}", __package__))
+        file = import_module(f".drafters.{name}", __package__)
+        own = [value for public, value in vars(file).items() if _is_module(value)
+               and value.__module__ == file.__name__ and not public.startswith("_")]
+        if len(own) != 1:
+            raise TypeError(f"{file.__name__} must define exactly one public DraftModule, got {len(own)}")
+        return own[0]
     dotted = "." in name and all(part.isidentifier() for part in name.split("."))
     if dotted and not trust:
         raise UserError(f"family {name} is a class outside the package, whose file would be imported and run; if you "
                         "trust it, add --trust to the command line (trust=True in Python), else choose one of "
                         f"{', '.join(family_names())}")
     if dotted:
-        return _outside_module(name)
+        place, _, last = name.rpartition(".")
+        try:
+            found = getattr(import_module(place), last, None)
+        except (ImportError, ValueError) as error:
+            raise UserError(f"family {name} cannot be imported ({error}); give the dotted path of a class, or one of "
+                            f"{', '.join(family_names())}") from error
+        # Checked before anything of it is called.
+        if not _is_module(found):
+            raise UserError(f"family {name} is not a subclass of draftsmith.trainers.DraftModule; choose one of "
+                            f"{', '.join(family_names())}, or give the dotted path of such a class")
+        return found
     close = difflib.get_close_matches(name, family_names(), n=1)
     hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(family_names())}"
     raise UserError(f"unknown family {name!r}: {hint}")
@@ -74,29 +88,6 @@ def family_configs(name: str, *, trust: bool = False) -> FamilyConfigs:
         raise UserError(f"family {name} must annotate `config` with a subclass of TrainConfig whose field `drafter` "
                         f"is a dataclass, got {train}")
     return FamilyConfigs(drafter=drafter if inspect.isclass(drafter) else type(drafter), train=train)
-
-
-def _own_module(file: ModuleType) -> type[DraftModule]:
-    """The one public DraftModule subclass that a file defines."""
-    found = [value for name, value in vars(file).items() if _is_module(value)
-             and value.__module__ == file.__name__ and not name.startswith("_")]
-    if len(found) != 1:
-        raise TypeError(f"{file.__name__} must define exactly one public DraftModule, got {len(found)}")
-    return found[0]
-
-
-def _outside_module(path: str) -> type[DraftModule]:
-    """The class at a dotted path, checked before anything is called."""
-    file, _, name = path.rpartition(".")
-    try:
-        found = getattr(import_module(file), name, None)
-    except (ImportError, ValueError) as error:
-        raise UserError(f"family {path} cannot be imported ({error}); give the dotted path of a class, or one of "
-                        f"{', '.join(family_names())}") from error
-    if not _is_module(found):
-        raise UserError(f"family {path} is not a subclass of draftsmith.trainers.DraftModule; choose one of "
-                        f"{', '.join(family_names())}, or give the dotted path of such a class")
-    return found
 
 
 def _is_module(value: object) -> TypeGuard[type[DraftModule]]:

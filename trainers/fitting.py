@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,11 +17,10 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from ..modules.errors import UserError
 from ..modules.features import Features
 from ..modules.files.atomic_files import make_folder
-from ..modules.interfaces.drafter import Drafter
 from ..modules.processes import Processes, destroy_group_at_exit
 from ..modules.tuning.replay_acceptance import held_out_acceptance
 from .base import DraftModule
-from .callbacks import BEST, LAST, DecodedAcceptance, LastCheckpoint, ProgressLine, nothing_held_out
+from .callbacks import BEST, LAST, DecodedAcceptance, LastCheckpoint, ProgressLine
 from .interruption import StopAtSignal
 from .processes.strategies import strategy_for
 from .steps.checkpoints import AtomicCheckpointIO, load_weights
@@ -81,13 +80,26 @@ def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, pr
     out = Path(out)
     make_folder(out)
     destroy_group_at_exit()
-    measure = partial(_measure, nodes=module.config.validation_nodes)
-    acceptance = DecodedAcceptance(module, partial(_held_out, module, datamodule), measure, out=out)
+    config = module.config
+    acceptance = DecodedAcceptance(
+        module, partial(_held_out, module, datamodule),
+        lambda drafter, rows: held_out_acceptance(drafter, rows, config.validation_nodes, Processes.grouped()), out=out)
     last, signals = out / LAST, StopAtSignal(module)
-    with explained_devices(module.config):
-        trainer = _trainer(module, out, [acceptance, signals], [ProgressLine(module, acceptance)] if progress else [])
+    # The order matters: a checkpoint contains the measurement before it, and is written before an early end.
+    callbacks = [acceptance, signals, LastCheckpoint(module, out=out)]
+    with explained_devices(config):
+        trainer = L.Trainer(
+            max_steps=config.max_steps or -1, max_epochs=-1, accumulate_grad_batches=config.accumulate,
+            gradient_clip_val=config.clip or None, precision=_precision(config), accelerator=config.accelerator,
+            devices=config.devices, num_nodes=config.num_nodes, strategy=strategy_for(config),
+            logger=TensorBoardLogger(save_dir=out, name="tensorboard", version=""), plugins=[AtomicCheckpointIO()],
+            callbacks=[*callbacks, ProgressLine(module, acceptance)] if progress else [*callbacks],
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+            num_sanity_val_steps=0, use_distributed_sampler=False, default_root_dir=out)
+    # Weights alone: a checkpoint is data, and reading it runs no code.
     with _quiet(), module.target.reproducible():
         trainer.fit(module, datamodule=datamodule, ckpt_path=str(last) if last.exists() else None, weights_only=True)
+    # Only after Lightning has given back its own handlers.
     if signals.asked:
         signals.raise_again()
     module.join()
@@ -130,45 +142,26 @@ def explained_devices(config: TrainConfig) -> Iterator[None]:
         with _quiet():
             yield
     except (MisconfigurationException, ValueError, RuntimeError, ImportError) as error:
+        # Lightning's messages have several lines and list every accelerator there is.
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"train.accelerator {config.accelerator!r}, train.devices {config.devices} and train.strategy "
                         f"{config.strategy!r} cannot train here ({reason}); set train.accelerator: auto, train.devices:"
                         " 1 and train.strategy: auto") from error
 
 
-def _measure(drafter: Drafter, rows: Sequence[Features], nodes: int) -> Any:
-    return held_out_acceptance(drafter, rows, nodes, Processes.grouped())
-
-
 def _held_out(module: DraftModule, datamodule: Any) -> list[Features]:
     """This process's share of the held-out rows, with target states, in pairs for `held_out_acceptance`."""
     rows = datamodule.validation_features()[: module.validation_rows]
     if not rows:
-        raise nothing_held_out()
+        raise UserError("there is no held-out text to measure the accepted length on; distil with validation_prompts "
+                        "of at least 1")
     processes = Processes.grouped()
+    # In pairs of neighbours: the tree is searched on one of them and measured on the other.
     own = processes.share(rows, together=2)
     # Processes that share a target read equally often: those with fewer rows read the first one in vain.
     missing = processes.largest_share(len(rows), together=2) - len(own)
     read = [module.encoded(row.to(module.target.device)) for row in [*own, *[rows[0]] * missing]]
     return read[: len(own)]
-
-
-def _trainer(module: DraftModule, out: Path, first: list[L.Callback], last: list[L.Callback]) -> L.Trainer:
-    config = module.config
-    return L.Trainer(
-        max_steps=config.max_steps or -1, max_epochs=-1, accumulate_grad_batches=config.accumulate,
-        gradient_clip_val=config.clip or None, precision=_precision(config), accelerator=config.accelerator,
-        devices=config.devices, num_nodes=config.num_nodes, strategy=strategy_for(config), logger=_logger(out),
-        plugins=[AtomicCheckpointIO()],
-        # The order matters: a checkpoint contains the measurement before it, and is written before an early end.
-        callbacks=[*first, LastCheckpoint(module, out=out), *last],
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
-        num_sanity_val_steps=0, use_distributed_sampler=False, default_root_dir=out,
-    )
-
-
-def _logger(out: Path) -> TensorBoardLogger:
-    return TensorBoardLogger(save_dir=out, name="tensorboard", version="")
 
 
 def _precision(config: TrainConfig) -> Literal["32-true", "bf16-mixed"]:

@@ -31,6 +31,7 @@ class StopAtSignal(EveryStep):
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Take over the signals, those that Lightning handles too."""
         super().on_train_start(trainer, module)
+        # Python sets handlers in the main thread alone.
         if threading.current_thread() is not threading.main_thread():
             return
         for number, former in self._former.items():
@@ -39,18 +40,11 @@ class StopAtSignal(EveryStep):
 
     def after_step(self, trainer: L.Trainer, step: int) -> None:
         """Mark the module as stopped when any process was asked to: all of them end at the same step."""
+        # A launcher may send the signal to one process only; one that stops alone leaves the others waiting.
         if trainer.world_size > 1:
             asked = torch.tensor(self.asked, device=trainer.strategy.root_device)
             self.asked = int(trainer.strategy.reduce(asked, reduce_op="max"))
         self.module.stopped = self.asked > 0
-
-    def teardown(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
-        """Give the signals back, also after an error."""
-        self._give_back()
-
-    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
-        """Give the signals back: after an error `teardown` is not called."""
-        self._give_back()
 
     def raise_again(self) -> NoReturn:
         """End as the signal would have ended the process without a training.
@@ -65,12 +59,14 @@ class StopAtSignal(EveryStep):
         raise KeyboardInterrupt
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
+        # The second signal is that of someone who does not want to wait.
         if self.asked:
-            self._give_back()
+            self.close()
             signal.raise_signal(signal.Signals(number))
         self.asked = number
 
-    def _give_back(self) -> None:
+    def close(self) -> None:
+        """Give the signals back, also after an error."""
         if threading.current_thread() is threading.main_thread():
             for number, former in self._former.items():
                 if former is not None:

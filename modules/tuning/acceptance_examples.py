@@ -19,7 +19,7 @@ from ..decoding.answers import decode
 from ..decoding.requests import DecodeSettings, Request
 from ..errors import UserError
 from ..features import Features
-from ..interfaces.drafter import Drafter, Drafts
+from ..interfaces.drafter import Drafter
 from ..policies.stopping_chains import SampledChain, StoppedChain
 from ..policies.stopping_rules import Drafted, StoppingRule
 from ..target.model import Target
@@ -91,6 +91,7 @@ class _Recorder(StoppingRule, Rule):
         return state_BD.new_zeros(len(state_BD))
 
     def before(self, drafted: Drafted, peak_B: Tensor) -> Tensor | None:
+        # A new chain starts: the last one was judged already, or ended with its answer.
         if drafted.length == 0:
             self.states = []
         self.drafted = drafted
@@ -145,6 +146,7 @@ def rollouts(
     policy = chain_for(setting, length + 1, recorder, check_every=0)
     while first < len(prompts) and (most is None or found < most):
         part = prompts[first : first + batch_size]
+        # An answer ends where the target's context does; a prompt that fills it is left out.
         rooms = [min(max_new_tokens, target.context_length - len(tokens)) for tokens in part]
         requests = [Request(tuple(tokens), first + place, room, setting.temperature)
                     for place, (tokens, room) in enumerate(zip(part, rooms, strict=True)) if room > 0]
@@ -181,8 +183,13 @@ def mixed_examples(
     offset = drafts.offsets[step]
     tokens_BL, drafted_BL = features.tokens_BL, features.tokens_BL.clone()
     chances_BL = torch.zeros(tokens_BL.shape, device=tokens_BL.device)
-    log_q_BLQ = _log_q(drafter, drafts, step, setting)[:, : tokens_BL.shape[1] - offset]
-    entries = _draw(log_q_BLQ, setting, generator)
+    logits_BLQ = drafter.project(drafts.hidden_BLKD[:, :, step], step).float()
+    log_q_BLQ = (logits_BLQ / (setting.temperature or 1.0)).log_softmax(-1)[:, : tokens_BL.shape[1] - offset]
+    entries = log_q_BLQ.argmax(-1)
+    if setting.temperature > 0:
+        # The largest sum with Gumbel noise is a draw from the distribution.
+        noise_BLQ = -torch.empty(log_q_BLQ.shape).exponential_(generator=generator).log()
+        entries = (log_q_BLQ + noise_BLQ.to(log_q_BLQ.device)).argmax(-1)
     ids_Q = drafter.token_ids_Q
     drafted_BL[:, offset:] = entries if ids_Q is None else ids_Q[entries]
     p_BL = _target_chances(target, known, drafted_BL, setting)
@@ -191,26 +198,14 @@ def mixed_examples(
     chances_BL[:, offset:] = (p_BL[:, offset:] / q_BL).clamp(max=1)
     usable_BL = features.supervised_BL.clone()
     usable_BL[:, :offset] = False
+    # The text before a place must be of the same conversation, as far as the draft step reads back.
     usable_BL[:, offset:] &= features.segments_BL[:, offset:] == features.segments_BL[:, :-offset]
+    # On the CPU, so that a seed gives the same text on every device.
     true_BL = (torch.rand(tokens_BL.shape, generator=generator) < share).to(tokens_BL.device)
     mixed_BL = torch.where(usable_BL & ~true_BL, drafted_BL, tokens_BL)
     states_BLD = _states_at_tokens(target, drafter, features, mixed_BL, step)
     chosen_BL = usable_BL & (mixed_BL == drafted_BL)
     return Examples(states_ED=states_BLD[chosen_BL].float().cpu(), chances_E=chances_BL[chosen_BL].float().cpu())
-
-
-def _log_q(drafter: Drafter, drafts: Drafts, step: int, setting: SamplingSetting) -> Tensor:
-    """The draft's distribution after each position, at the temperature of the setting, [B, L, Q]."""
-    logits_BLQ = drafter.project(drafts.hidden_BLKD[:, :, step], step).float()
-    return (logits_BLQ / (setting.temperature or 1.0)).log_softmax(-1)
-
-
-def _draw(log_q_BLQ: Tensor, setting: SamplingSetting, generator: torch.Generator) -> Tensor:
-    """An entry from each distribution, [B, L]: the likeliest one at temperature 0."""
-    if setting.temperature == 0:
-        return log_q_BLQ.argmax(-1)
-    noise_BLQ = -torch.empty(log_q_BLQ.shape).exponential_(generator=generator).log()
-    return (log_q_BLQ + noise_BLQ.to(log_q_BLQ.device)).argmax(-1)
 
 
 def _target_chances(target: Target, known: Features, drafted_BL: Tensor, setting: SamplingSetting) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..decoding.answers import decode
-from ..decoding.requests import DecodeSettings, Generation
+from ..decoding.requests import DecodeSettings
 from ..features import Features
 from ..interfaces.drafter import Drafter
 from ..interfaces.proposer import DraftState, Proposals, Proposer
@@ -79,13 +79,10 @@ class ConfidenceTally:
         return ConfidenceCurve(
             guesses=int(count), mean_confidence=confidence / count, acceptance_rate=right / count,
             expected_calibration_error=float(gaps_C.sum()) / count,
-            bins=tuple(_bin(*sums) for sums in self.sums_C3.tolist()),
+            bins=tuple(ConfidenceBin(guesses=int(count), mean_confidence=confidence / count if count else None,
+                                     acceptance_rate=right / count if count else None)
+                       for count, confidence, right in self.sums_C3.tolist()),
         )
-
-
-def _bin(count: float, confidence: float, right: float) -> ConfidenceBin:
-    return ConfidenceBin(guesses=int(count), mean_confidence=confidence / count if count else None,
-                         acceptance_rate=right / count if count else None)
 
 
 @dataclass(kw_only=True)
@@ -108,6 +105,7 @@ class Confidence:
         path_N = torch.where(topology.ancestors_NN, guesses.log_probs_N, 0.0).sum(-1)
         known_N = (depths_N > 0) & (depths_N <= len(answer_A)) & (path_N > -torch.inf)
         right_N = guesses.tokens_N == answer_A[(depths_N - 1).clamp(0, len(answer_A) - 1)]
+        # The root is no guess.
         right_N[0] = True
         followed_N = ~(topology.ancestors_NN & ~right_N).any(-1)
         counted_N = known_N & followed_N[parents_N]
@@ -161,18 +159,12 @@ def replay_noting(drafter: Drafter, target: Target, features: Sequence[Features]
     """
     source, policy = Replay(target, features, drafter=drafter), NotingTree(topology)
     result = decode(source, source.requests, DecodeSettings(batch_size=1), drafter=drafter, policy=policy)
-    if policy.passes:
-        for guesses, answer_A in zip(policy.passes, _ahead(result.generations), strict=True):
-            confidence.add(Guesses(guesses.tokens_N.cpu(), guesses.log_probs_N.cpu()), topology, answer_A)
-    return acceptance_of(result, topology.depth)
-
-
-def _ahead(generations: Sequence[Generation]) -> list[Tensor]:
-    """Remaining tokens of each answer before each of its passes; its first token comes from the prompt's pass."""
-    found = []
-    for generation in generations:
+    passes = iter(policy.passes)
+    for generation in result.generations:
+        # The first token of an answer comes from the prompt's pass; a tree of the root alone guesses nothing.
         tokens_A, place = torch.tensor(generation.tokens), 1
-        for emitted in generation.emitted:
-            found.append(tokens_A[place:])
+        for emitted in generation.emitted if policy.passes else ():
+            guesses = next(passes)
+            confidence.add(Guesses(guesses.tokens_N.cpu(), guesses.log_probs_N.cpu()), topology, tokens_A[place:])
             place += emitted
-    return found
+    return acceptance_of(result, topology.depth)

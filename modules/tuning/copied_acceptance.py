@@ -52,17 +52,22 @@ class CopiedText:
             copied: most tokens of the chain, at most C; 0 for the tree alone.
             extra: nodes that a pass may have beyond those of the tree.
         """
+        _, steps, ranks = self.proposals_PKR.shape
         found_P = self.copies_PC[:, 0] >= 0 if copied else torch.zeros_like(self.left_P, dtype=torch.bool)
+        # A copy counts up to its first wrong token, and only where something was found.
         own_PC = self.copies_PC[:, :copied] == self.following_PF[:, :copied]
         depths_P = own_PC.long().cumprod(-1).sum(-1) * found_P
         room_P = torch.where(found_P, topology.size - 1 + extra - copied, topology.size - 1)
         kept_P = torch.zeros_like(self.left_P)
         true, repeated = [torch.ones_like(found_P)], [found_P]
         for parent, rank, depth in list(zip(topology.parents, topology.ranks, topology.depths, strict=True))[1:]:
-            token_P = self._proposed(depth, rank)
+            # -1 where the drafter has no such proposal.
+            token_P = (self.proposals_PKR[:, depth - 1, rank] if depth <= steps and rank < ranks
+                       else torch.full_like(self.left_P, -1))
             true.append(true[parent] & (token_P == self.following_PF[:, depth - 1]))
             copy_P = self.copies_PC[:, depth - 1] if depth <= copied else torch.full_like(token_P, -3)
             repeated.append(repeated[parent] & (token_P == copy_P))
+            # A node that repeats the copy is verified once, and takes no room.
             new_P = ~repeated[-1] & (kept_P < room_P)
             kept_P = kept_P + new_P
             depths_P = torch.where(true[-1] & new_P, depths_P.clamp(min=depth), depths_P)
@@ -72,13 +77,6 @@ class CopiedText:
         emitted_S = torch.minimum(depths_P + 1, self.left_P)[starts_S]
         nodes_S = (1 + kept_P + copied * found_P)[starts_S]
         return Counted(float(emitted_S.double().mean()), float(nodes_S.double().mean()))
-
-    def _proposed(self, depth: int, rank: int) -> Tensor:
-        """Token of a node at each place; -1 where the drafter has none."""
-        _, steps, ranks = self.proposals_PKR.shape
-        if depth > steps or rank >= ranks:
-            return torch.full_like(self.left_P, -1)
-        return self.proposals_PKR[:, depth - 1, rank]
 
 
 def copied_text(text: ProposedText, copied: int) -> CopiedText:
@@ -94,16 +92,11 @@ def copied_text(text: ProposedText, copied: int) -> CopiedText:
     lookup = PromptLookup(PromptLookupConfig(copied=copied), torch.device("cpu"))
     for number, tokens in enumerate(text.texts):
         places = (text.rows_P == number).nonzero()[:, 0]
-        following_PF[places] = _following(tokens, text.roots_P[places], longest)
+        padded_L = torch.cat([tokens, torch.full((longest + 1,), -2)])
+        following_PF[places] = padded_L.unfold(0, longest, 1)[text.roots_P[places] + 1]
         copies_PC[places] = _copies(lookup, tokens, text.roots_P[places])
     return CopiedText(proposals_PKR=text.proposals_PKR, copies_PC=copies_PC, following_PF=following_PF,
                       left_P=text.left_P)
-
-
-def _following(tokens_L: Tensor, roots_N: Tensor, count: int) -> Tensor:
-    """The tokens after each root, [N, count]; -2 after the end."""
-    padded = torch.cat([tokens_L, torch.full((count + 1,), -2)])
-    return padded.unfold(0, count, 1)[roots_N + 1]
 
 
 def _copies(lookup: PromptLookup, tokens_L: Tensor, roots_N: Tensor) -> Tensor:

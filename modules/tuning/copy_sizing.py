@@ -78,6 +78,7 @@ class CopySizing:
 
         Of several rows one copies in most passes, so that each pass is counted with all the nodes it may have.
         """
+        # Between two whole numbers of nodes the seconds are interpolated: a pass with a copy has more of them.
         nodes = trial.nodes if batch == 1 else self.tree_size + trial.extra
         below = int(nodes)
         low, high = (cost.pass_seconds(size, batch) for size in (below, below + 1))
@@ -124,5 +125,6 @@ def _copy_seconds(drafter: Drafter, target: Target, features: Sequence[Features]
         for way, (one, policy) in enumerate(ways):
             found = decode(source, [short], DecodeSettings(), drafter=one, policy=policy)
             seconds[way].append(found.stats.draft_seconds / max(1, found.stats.target_calls))
+    # The shortest time is the least disturbed one.
     alone, both = (min(way, default=0.0) for way in seconds)
     return max(0.0, both - alone)

@@ -118,15 +118,19 @@ class CostModel:
         """
         if not any(sample.size == 1 for sample in samples):
             raise ValueError("a model of the cost needs passes of 1 node to compare with, got none")
-        knots = _knots([sample.size * sample.batch for sample in samples])
-        passes = _Terms.fitted([_pass_terms(knots, s.size, s.batch, s.context) for s in samples],
-                               [s.pass_seconds for s in samples])
+        # Measured token counts, thinned out to factors of two; the last slope has samples at both ends.
+        tokens = sorted({sample.size * sample.batch for sample in samples})
+        knots: tuple[int, ...] = (tokens[0],)
+        for count in tokens[:-1]:
+            knots += (count,) if count >= 2 * knots[-1] and len(knots) < MOST_KNOTS else ()
+        pass_weights, pass_error = _fitted([_pass_terms(knots, s.size, s.batch, s.context) for s in samples],
+                                           [s.pass_seconds for s in samples])
         drafted = [sample for sample in samples if sample.size > 1]
-        drafts = _Terms.fitted([_draft_terms(knots, s.size, s.batch, s.context) for s in drafted],
-                               [s.draft_seconds for s in drafted])
-        return cls(knots=knots, pass_weights=passes.weights, draft_weights=drafts.weights,
-                   largest=max(sample.size for sample in samples), context=context, pass_error=passes.error,
-                   draft_error=drafts.error)
+        draft_weights, draft_error = _fitted([_draft_terms(knots, s.size, s.batch, s.context) for s in drafted],
+                                             [s.draft_seconds for s in drafted])
+        return cls(knots=knots, pass_weights=pass_weights, draft_weights=draft_weights,
+                   largest=max(sample.size for sample in samples), context=context, pass_error=pass_error,
+                   draft_error=draft_error)
 
     def pass_seconds(self, size: int, batch: int = 1, context: int | None = None) -> float:
         """Seconds of a verifying pass."""
@@ -164,7 +168,6 @@ class CostModel:
         return asdict(self)
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class TreeChoice:
     """The size that maximises predicted tokens per second."""
@@ -186,6 +189,7 @@ def choose_size(expected_lengths: Sequence[float], cost: CostCurve) -> TreeChoic
     """
     best = TreeChoice(size=1, expected_accepted_length=1.0, predicted_speedup=1.0)
     for size, length in enumerate(expected_lengths, start=1):
+        # Beyond the largest size that was timed the curve knows nothing.
         if 1 < size <= cost.sizes[-1]:
             speedup = length * cost.plain_seconds / cost.step_seconds(size)
             if speedup > best.predicted_speedup:
@@ -193,23 +197,16 @@ def choose_size(expected_lengths: Sequence[float], cost: CostCurve) -> TreeChoic
     return best
 
 
-@dataclass(frozen=True)
-class _Terms:
-    """Weights of the terms of one function, with the error of the fit."""
-
-    weights: tuple[float, ...]
-    error: float
-
-    @classmethod
-    def fitted(cls, terms: Sequence[Sequence[float]], seconds: Sequence[float]) -> "_Terms":
-        """Least squares of the relative error; no terms without samples."""
-        if not seconds:
-            return cls((), 0.0)
-        terms_ST = torch.tensor(terms, dtype=torch.float64)
-        seconds_S = torch.tensor(seconds, dtype=torch.float64)
-        weights_T = least_squares(terms_ST / seconds_S[:, None], torch.ones_like(seconds_S))
-        off_S = (terms_ST @ weights_T / seconds_S - 1).abs()
-        return cls(tuple(weights_T.tolist()), median(off_S.tolist()))
+def _fitted(terms: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[tuple[float, ...], float]:
+    """(weights of the terms, median relative error) by least squares of that error; no terms without samples."""
+    if not seconds:
+        return (), 0.0
+    terms_ST = torch.tensor(terms, dtype=torch.float64)
+    seconds_S = torch.tensor(seconds, dtype=torch.float64)
+    # Relative errors: a pass of one token is as important as one of many.
+    weights_T = least_squares(terms_ST / seconds_S[:, None], torch.ones_like(seconds_S))
+    off_S = (terms_ST @ weights_T / seconds_S - 1).abs()
+    return tuple(weights_T.tolist()), median(off_S.tolist())
 
 
 def least_squares(terms_ST: Tensor, wanted_S: Tensor) -> Tensor:
@@ -224,34 +221,20 @@ def least_squares(terms_ST: Tensor, wanted_S: Tensor) -> Tensor:
         if float(gain_T.max()) <= 1e-10 * float(wanted_S.norm()):
             break
         used_T[gain_T.argmax()] = True
-        weights_T, used_T = _inside(terms_ST, wanted_S, weights_T, used_T)
+        # Of the best weights of the terms used, those that would become negative leave one after the other.
+        while True:
+            free_T = torch.zeros_like(weights_T)
+            free_T[used_T] = torch.linalg.lstsq(terms_ST[:, used_T], wanted_S[:, None], driver="gelsd").solution[:, 0]
+            negative_T = used_T & (free_T <= 0)
+            if not bool(negative_T.any()):
+                weights_T = free_T
+                break
+            step = (weights_T[negative_T] / (weights_T[negative_T] - free_T[negative_T])).nan_to_num(0.0).min()
+            weights_T = weights_T + step * (free_T - weights_T)
+            used_T &= weights_T > 1e-14
+            weights_T = torch.where(used_T, weights_T, 0.0)
     found_T: Tensor = weights_T / scale_T
     return found_T
-
-
-def _inside(terms_ST: Tensor, wanted_S: Tensor, weights_T: Tensor, used_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Best weights of the terms used, after removing those that would become negative."""
-    used_T = used_T.clone()
-    while True:
-        free_T = torch.zeros_like(weights_T)
-        free_T[used_T] = torch.linalg.lstsq(terms_ST[:, used_T], wanted_S[:, None], driver="gelsd").solution[:, 0]
-        negative_T = used_T & (free_T <= 0)
-        if not bool(negative_T.any()):
-            return free_T, used_T
-        step = (weights_T[negative_T] / (weights_T[negative_T] - free_T[negative_T])).nan_to_num(0.0).min()
-        weights_T = weights_T + step * (free_T - weights_T)
-        used_T &= weights_T > 1e-14
-        weights_T = torch.where(used_T, weights_T, 0.0)
-
-
-def _knots(tokens: Sequence[int]) -> tuple[int, ...]:
-    """Measured token counts, thinned out to factors of two; the last slope has samples at both ends."""
-    measured = sorted(set(tokens))
-    doubled = [measured[0]]
-    for count in measured[:-1]:
-        if count >= 2 * doubled[-1]:
-            doubled.append(count)
-    return tuple(doubled[:MOST_KNOTS])
 
 
 def _rising(knots: Sequence[int], count: int) -> list[float]:
@@ -266,6 +249,7 @@ def _pass_terms(knots: Sequence[int], size: int, batch: int, context: int) -> li
 
 
 def _draft_terms(knots: Sequence[int], size: int, batch: int, context: int) -> list[float]:
+    # Rows beyond the first: what one row costs is in the other terms.
     others = batch - 1
     return [1.0, *_rising(knots, size), float(others), float(others * size), float(batch * context),
             float(batch * size * context)]

@@ -44,6 +44,7 @@ def rules(chains: Rollouts, estimates_CT: Tensor) -> dict[str, Lengths]:
         chains: whole drafts.
         estimates_CT: a head's estimated acceptance of each token.
     """
+    # A sampled token's own probability says little; that of the likeliest one at its place is the drafter's confidence.
     peaks_CT, path_CT = chains.peaks_CT.exp(), chains.log_probs_CT.cumsum(1).exp()
     return {
         BEFORE: lambda bound: first(peaks_CT < bound) - (peaks_CT < bound).any(1).long(),
@@ -76,6 +77,7 @@ def first(stops_CT: Tensor) -> Tensor:
 
 def point(chances_CT: Tensor, lengths_C: Tensor) -> Point:
     """Expected accepted length, 1 + the sum over t of prod_{i <= t} P_i, and mean length of the drafts."""
+    # A token counts as far as all before it were accepted and the draft was as long.
     kept_CT = torch.arange(1, chances_CT.shape[1] + 1) <= lengths_C[:, None]
     return 1 + float((chances_CT.double().cumprod(1) * kept_CT).sum(1).mean()), float(lengths_C.double().mean())
 
@@ -91,6 +93,7 @@ def curves(chains: Rollouts, found: Mapping[str, Lengths]) -> dict[str, list[Poi
 
 def drafted_at(points: list[Point], wanted: float) -> float | None:
     """Fewest drafted tokens where the expected accepted length is `wanted`, between two points; None beyond all."""
+    # Between two thresholds a draft may take either at random: both figures are then interpolated.
     below = max((one for one in points if one[0] <= wanted), key=lambda one: (one[0], -one[1]), default=None)
     above = min((one for one in points if one[0] >= wanted), default=None)
     if below is None or above is None:

@@ -4,7 +4,7 @@ Shapes: B rows, L positions, N indices with a label, K draft steps, P places whe
 vocabulary, V target vocabulary, D hidden size, C values of a place and step.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -96,15 +96,22 @@ def proposed_text(drafter: Drafter, features: Sequence[Features], max_rank: int 
         roots_N = indices_N + labelled.offset - 1
         left_N = torch.where(batch.supervised_BL[rows_N, roots_N], _left(batch)[rows_N, roots_N], 0)
         truths_N = batch.labels(labelled.offset)[0][labelled.valid_BL]
-        found = [proposed_NR for _, proposed_NR in _proposals(drafter, labelled, max_rank)]
+        found, ids_Q = [], drafter.token_ids_Q
+        for hidden_ND in torch.split(labelled.hidden_ND, _CHUNK) if len(rows_N) else ():
+            logits_NQ = drafter.project(hidden_ND, labelled.step)
+            found.append(logits_NQ.topk(min(max_rank, logits_NQ.shape[-1]), dim=-1).indices)
         proposed_NR = torch.cat(found) if found else rows_N.new_zeros(0, max_rank)
+        proposed_NR = proposed_NR if ids_Q is None else ids_Q[proposed_NR]
         proposed_NR = functional.pad(proposed_NR, (0, max_rank - proposed_NR.shape[-1]), value=-1)
         return torch.cat([proposed_NR, torch.stack([truths_N, rows_N, roots_N, left_N], dim=1)], dim=1)
 
+    # Of different values for proposals and truths, so that what is missing never counts as a hit.
     missing = torch.tensor([*[-1] * max_rank, -2, 0, 0, 0])
     tables, texts = [], list[Tensor]()
     for batch in features:
-        table_PKC = _table(drafter, batch, look, missing)
+        table = _of_steps if drafter.unrolls is None else _of_unrolled
+        table_PKC = table(drafter, batch, look, missing).cpu()
+        # Rows are counted over all batches.
         table_PKC[:, 0, -3] += len(texts)
         tables.append(table_PKC)
         lengths = (batch.segments_BL >= 0).sum(1).tolist()
@@ -176,6 +183,7 @@ def _chances_of_row(text: ProposedText, places_N: Tensor, target: Target, final_
     added_NKR &= ((truths_NK >= 0) & ~(last_NK & ~torch.isin(truths_NK, ends)))[..., None]
     chances_NKR = torch.zeros(proposals_NKR.shape)
     first, stop = int(before_NK[:, 0].min()), int(before_NK[truths_NK >= 0].max()) + 1
+    # In chunks: logits of a whole row of a large vocabulary would take gigabytes.
     for low in range(first, stop, _CHUNK):
         here_NK = (truths_NK >= 0) & (before_NK >= low) & (before_NK < low + _CHUNK)
         logits_CV = target.logits(final_LD[low : min(stop, low + _CHUNK)].to(target.dtype)).float() / temperature
@@ -189,21 +197,16 @@ def _left(batch: Features) -> Tensor:
     """Tokens of the same answer after each token, [B, L], int64."""
     following_BL = batch.labels(1)[1]
     left_BL = torch.zeros_like(batch.tokens_BL)
+    # From the end: each token has one more after it than the next one.
     for index in range(left_BL.shape[1] - 2, -1, -1):
         left_BL[:, index] = torch.where(following_BL[:, index], left_BL[:, index + 1] + 1, 0)
     return left_BL
 
 
-def _table(drafter: Drafter, batch: Features, look: Callable[[Features, LabelledStep], Tensor],
-           missing: Tensor) -> Tensor:
-    """Values of `look` for each step at each place of a batch, [P, K, C], on the CPU; `missing` where a later step has
-    no label."""
-    return (_of_steps if drafter.unrolls is None else _of_unrolled)(drafter, batch, look, missing).cpu()
-
-
 def _of_steps(drafter: Drafter, batch: Features, look: Callable[[Features, LabelledStep], Tensor],
               missing: Tensor) -> Tensor:
-    """Values of K draft steps, each trained as such."""
+    """Values of `look` for K draft steps, each trained as such, at each place of a batch, [P, K, C]; `missing` where a
+    later step has no label."""
     drafts = drafter(batch)
     here_BL = batch.labels(drafts.offsets[0])[1]
     columns = [_seen(drafts, batch, step, look, missing)[here_BL] for step in range(len(drafts.offsets))]
@@ -222,6 +225,7 @@ def _of_unrolled(drafter: Drafter, batch: Features, look: Callable[[Features, La
         there_L = (order_L + later).clamp(max=length - 1)
         same_BL = (segments_BL[:, there_L] == segments_BL) & (order_L + later < length)
         column_BL = seen_BL[:, there_L]
+        # The index after a conversation belongs to another one.
         column_BL[~same_BL] = missing.to(column_BL)
         columns.append(column_BL[valid_BL])
     return torch.stack(columns, dim=1)
@@ -234,13 +238,3 @@ def _seen(drafts: Drafts, batch: Features, step: int, look: Callable[[Features, 
     seen_BL = missing.to(valid_BL.device).expand(*valid_BL.shape, *missing.shape).clone()
     seen_BL[valid_BL] = look(batch, LabelledStep(drafts.hidden_BLKD[:, :, step][valid_BL], step, offset, valid_BL))
     return seen_BL
-
-
-def _proposals(drafter: Drafter, labelled: LabelledStep, max_rank: int) -> Iterator[tuple[slice, Tensor]]:
-    """Target ids of the most probable proposals, best first, [N, R], in chunks of places."""
-    ids_Q = drafter.token_ids_Q
-    for start in range(0, len(labelled.hidden_ND), _CHUNK):
-        chunk = slice(start, start + _CHUNK)
-        logits_NQ = drafter.project(labelled.hidden_ND[chunk], labelled.step)
-        indices_NR = logits_NQ.topk(min(max_rank, logits_NQ.shape[-1]), dim=-1).indices
-        yield chunk, indices_NR if ids_Q is None else ids_Q[indices_NR]

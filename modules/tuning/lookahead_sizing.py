@@ -36,7 +36,11 @@ def choose_pass_nodes(chances_KR: tuple[tuple[float, ...], ...], cost: CostCurve
         cost: seconds measured with all virtual nodes after every node of a tree.
         virtual_nodes: how many these are.
     """
-    sizes = _sizes(len(chances_KR) + 2, cost.sizes[-1] * (1 + virtual_nodes))
+    # All small sizes are tried, then every eighth more.
+    sizes, size = list[int](), len(chances_KR) + 2
+    while size <= cost.sizes[-1] * (1 + virtual_nodes):
+        sizes.append(size)
+        size += max(1, size // 8)
     lengths = ((size, tokens_per_pass(ahead_trees(chances_KR, size))) for size in sizes)
     return _fastest(lengths, cost, virtual_nodes)
 
@@ -59,6 +63,7 @@ def try_pass_sizes(drafter: Drafter, text: RankedText, tree_nodes: int) -> tuple
     if chances_KR is None:
         return ()
     found, size = [], len(chances_KR) + 2
+    # Doubling: each trial walks the whole text, and the speed changes slowly with the size.
     while size <= tree_nodes * (1 + drafter.virtual_nodes):
         found.append(PassTrial(size=size, accepted_length=length_of(text, ahead_trees(chances_KR, size))))
         size *= 2
@@ -81,6 +86,7 @@ def length_of(text: RankedText, trees: Sequence[AheadTree]) -> float:
         if left[place]:
             tree, node = trees[guesses], nodes[guesses][place]
             emitted.append(min(tree.topology.depths[node] + 1, left[place]))
+            # As many as virtual nodes followed the node that was accepted last; the next answer starts with all.
             guesses = tree.counts[node] if emitted[-1] < left[place] else len(trees) - 1
         place += max(1, emitted[-1] if left[place] else 1)
     return sum(emitted) / len(emitted) if emitted else 1.0
@@ -88,6 +94,7 @@ def length_of(text: RankedText, trees: Sequence[AheadTree]) -> float:
 
 def _fastest(lengths: Iterator[tuple[int, float]], cost: CostCurve, virtual_nodes: int) -> TreeChoice:
     """The fastest of some (nodes of a pass, tokens of a pass)."""
+    # The seconds were measured with all virtual nodes after every node of a tree.
     nodes = [1, *(size * (1 + virtual_nodes) for size in cost.sizes[1:])]
     seconds = [cost.step_seconds(size) for size in cost.sizes]
     best = TreeChoice(size=1, expected_accepted_length=1.0, predicted_speedup=1.0)
@@ -96,12 +103,3 @@ def _fastest(lengths: Iterator[tuple[int, float]], cost: CostCurve, virtual_node
         if speedup > best.predicted_speedup:
             best = TreeChoice(size=size, expected_accepted_length=length, predicted_speedup=speedup)
     return best
-
-
-def _sizes(least: int, most: int) -> Sequence[int]:
-    """Sizes that are tried: all small ones, then every eighth more."""
-    sizes, size = [], least
-    while size <= most:
-        sizes.append(size)
-        size += max(1, size // 8)
-    return sizes

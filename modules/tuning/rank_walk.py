@@ -23,7 +23,7 @@ def walk(text: RankedText, topology: Topology) -> list[int]:
         text: greedy answers.
         topology: the tree; a node deeper than K steps is never accepted.
     """
-    depths_P = accepted_depths(text.ranks_PK, topology)
+    depths_P = torch.tensor(topology.depths)[last_nodes(text.ranks_PK, topology)]
     emitted: list[int] = torch.minimum(depths_P + 1, text.left_P)[pass_starts(text.left_P, depths_P)].tolist()
     return emitted
 
@@ -36,16 +36,12 @@ def pass_starts(left_P: Tensor, depths_P: Tensor) -> Tensor:
         depths_P: length of the path that a pass would accept there.
     """
     steps, found, place = torch.minimum(depths_P + 1, left_P).tolist(), [], 0
+    # One by one: where a pass starts follows from what the one before has emitted.
     while place < len(steps):
         if steps[place]:
             found.append(place)
         place += max(1, steps[place])
     return torch.tensor(found, dtype=torch.long, device=left_P.device)
-
-
-def accepted_depths(ranks_PK: Tensor, topology: Topology) -> Tensor:
-    """Depth of the deepest node whose path the text takes at each place, [P], int64."""
-    return torch.tensor(topology.depths)[last_nodes(ranks_PK, topology)]
 
 
 def last_nodes(ranks_PK: Tensor, topology: Topology) -> Tensor:

@@ -110,11 +110,14 @@ def held_out_acceptance(drafter: Drafter, features: Sequence[Features], nodes: i
         nodes: largest number of nodes, root included.
         processes: those that share the rows; all must call it, and all get the same counts, those of all rows.
     """
+    # A tree must not be measured on the text it was searched on.
     fitted, measured = features[0::2], features[1::2]
     if sum(processes.gather(len(features))) == 1:
         measured = fitted
+    # A process without rows takes part: the others wait for its answer.
     tables = processes.gather(rank_table(drafter, fitted) if fitted else None)
     topology, _ = search_tree(torch.cat([table_PK for table_PK in tables if table_PK is not None]), nodes)
+    # On text that no guess fits, a chain of one token still shows what a pass would accept.
     if topology.size == 1:
         topology = Topology.chain(1)
     return walked(drafter, measured, topology, processes)
@@ -139,6 +142,7 @@ def answered_anew(target: Target, features: Sequence[Features], batch_size: int 
             requests += answer_requests(batch, row, len(requests))
     requests = [replace(request, temperature=temperature) for request in requests]
     written = decode(target, requests, DecodeSettings(batch_size=batch_size)).generations
+    # Only the answers are labels, as in distilled data.
     rows = [([*one.request.tokens, *one.tokens], [False] * len(one.request.tokens) + [True] * len(one.tokens))
             for one in written]
     return ReadRows(partial(Features.from_rows, [row]) for row in rows).mapped(target.encode)

@@ -13,12 +13,10 @@ Shapes: B rows, N nodes, M selected nodes, L positions, K draft steps, D hidden 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..compiler import Compiler
 from ..decoding.requests import Request
 from ..features import Features
 from ..interfaces.drafter import Drafter
@@ -53,62 +51,29 @@ class Replay:
         drafter: Drafter | None = None,
     ) -> None:
         self.target = target
+        self.vocab_size, self.context_length = target.vocab_size, target.context_length
+        self.tokenizer, self.compiler = target.tokenizer, target.compiler
+        # No end tokens: an answer ends where the stored one does.
+        self.eos_ids: tuple[int, ...] = ()
         self.ahead_of = drafter if drafter is not None and drafter.virtual_nodes else None
         self.rows: dict[int, StoredRow] = {}
         self.requests: list[Request] = []
         for batch in features:
             if max_answers is not None and len(self.requests) >= max_answers:
                 break
-            ahead_BLKD = self._ahead(batch)
+            with torch.no_grad():
+                ahead_BLKD = None if self.ahead_of is None else self.ahead_of(batch).hidden_BLKD
             for row in range(batch.tokens_BL.shape[0]):
-                self._add(batch, row, None if ahead_BLKD is None else ahead_BLKD[row])
+                length = int((batch.segments_BL[row] >= 0).sum())
+                stored = StoredRow(batch.tokens_BL[row, :length], batch.final()[row, :length],
+                                   {layer: states[row, :length] for layer, states in batch.taps.items()},
+                                   None if ahead_BLKD is None else ahead_BLKD[row, :length])
+                # A conversation of several turns is a request for each of its answers.
+                asked = answer_requests(batch, row, len(self.rows))
+                self.rows |= {request.index: stored for request in asked}
+                self.requests += asked
         self.requests = self.requests[:max_answers]
-
-    @torch.no_grad()
-    def _ahead(self, batch: Features) -> Tensor | None:
-        return None if self.ahead_of is None else self.ahead_of(batch).hidden_BLKD
-
-    def _add(self, batch: Features, row: int, ahead_LKD: Tensor | None) -> None:
-        length = int((batch.segments_BL[row] >= 0).sum())
-        stored = StoredRow(
-            batch.tokens_BL[row, :length],
-            batch.final()[row, :length],
-            {layer: states[row, :length] for layer, states in batch.taps.items()},
-            None if ahead_LKD is None else ahead_LKD[:length],
-        )
-        for request in answer_requests(batch, row, len(self.rows)):
-            self.rows[request.index] = stored
-            self.requests.append(request)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the stored states."""
-        return next(iter(self.rows.values())).final_LD.device if self.rows else self.target.device
-
-    @property
-    def vocab_size(self) -> int:
-        """Vocabulary size of the target."""
-        return self.target.vocab_size
-
-    @property
-    def context_length(self) -> int:
-        """Context length of the target."""
-        return self.target.context_length
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """No end tokens: an answer ends where the stored one does."""
-        return ()
-
-    @property
-    def tokenizer(self) -> Any:
-        """Tokenizer of the target."""
-        return self.target.tokenizer
-
-    @property
-    def compiler(self) -> Compiler:
-        """That of the target."""
-        return self.target.compiler
+        self.device = next(iter(self.rows.values())).final_LD.device if self.rows else target.device
 
     def compiled(self) -> AbstractContextManager[None]:
         """A block without effect: no pass is computed."""
@@ -129,7 +94,10 @@ def answer_requests(batch: Features, row: int, first: int) -> list[Request]:
     """
     length = int((batch.segments_BL[row] >= 0).sum())
     tokens = batch.tokens_BL[row, :length].tolist()
-    answers = [(start, stop) for start, stop in _spans(batch.supervised_BL[row, :length].tolist())
+    # An answer is a run of supervised tokens: it starts and stops where the mark changes.
+    marks = [False, *batch.supervised_BL[row, :length].tolist(), False]
+    edges = [place for place in range(length + 1) if marks[place] != marks[place + 1]]
+    answers = [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True)
                if start > 0 and stop - start > 1]
     return [Request(tuple(tokens[:start]), number, stop - start) for number, (start, stop) in enumerate(answers, first)]
 
@@ -142,6 +110,8 @@ class ReplayRows:
         self.shared: PassOutput | None = None
         self.stored: list[StoredRow | None] = [None] * rows
         self.lengths = [0] * rows
+        self.reads_virtual = replay.ahead_of is not None
+        """True where the states of the drafter's virtual nodes are stored."""
         self._running: list[int] = []
 
     def run(self, tree: TokenTree, rows: list[int] | None = None, select_BM: Tensor | None = None) -> PassOutput:
@@ -162,33 +132,25 @@ class ReplayRows:
             for layer in self.taps:
                 taps[layer].append(stored.taps[layer][here_N])
             if tree.virtual is not None:
-                finals[-1] = self._with_ahead(stored, tree, place, finals[-1])
+                # The states of virtual nodes are those after their anchor, and the last ones of a pass.
+                if stored.ahead_LKD is None:
+                    raise ValueError("this replay was made without the drafter whose virtual nodes it is asked about")
+                anchors_M, slots_M = tree.virtual.anchors_BM[place], tree.virtual.slots_BM[place]
+                depths_M = tree.depths_BN[place][anchors_M.clamp(min=0)]
+                after_M = (self.lengths[row] + depths_M).clamp(max=last)
+                copies = tree.virtual.slots // stored.ahead_LKD.shape[1]
+                ahead_MD = stored.ahead_LKD[after_M, slots_M // copies].to(finals[-1].dtype)
+                finals[-1] = torch.cat([finals[-1][: -len(anchors_M)], ahead_MD])
         choices_BM = torch.stack(choices)
         if select_BM is not None:
             choices_BM = choices_BM.gather(1, select_BM)
+        # Greedy rows read only where the largest logit is.
         logits_BMV = torch.zeros(*choices_BM.shape, vocab_size, device=choices_BM.device)
         return PassOutput(
             logits_BMV=logits_BMV.scatter_(2, choices_BM[..., None], 1.0),
             final_BND=torch.stack(finals).float(),
             taps={layer: torch.stack(states).float() for layer, states in taps.items()},
         )
-
-    def _with_ahead(self, stored: StoredRow, tree: TokenTree, place: int, final_ND: Tensor) -> Tensor:
-        """The states of a row's nodes with those of its virtual nodes, which are the last."""
-        assert tree.virtual is not None
-        if stored.ahead_LKD is None:
-            raise ValueError("this replay was made without the drafter whose virtual nodes it is asked about")
-        anchors_M, slots_M = tree.virtual.anchors_BM[place], tree.virtual.slots_BM[place]
-        depths_M = tree.depths_BN[place][anchors_M.clamp(min=0)]
-        here_M = (self.lengths[self._running[place]] + depths_M).clamp(max=len(stored.ahead_LKD) - 1)
-        copies = tree.virtual.slots // stored.ahead_LKD.shape[1]
-        ahead_MD = stored.ahead_LKD[here_M, slots_M // copies].to(final_ND.dtype)
-        return torch.cat([final_ND[: -len(anchors_M)], ahead_MD])
-
-    @property
-    def reads_virtual(self) -> bool:
-        """True where the states of the drafter's virtual nodes are stored."""
-        return self.replay.ahead_of is not None
 
     def early(self, num_layers: int) -> None:
         """No layer runs: a drafter of the first layers runs them itself."""
@@ -200,6 +162,7 @@ class ReplayRows:
 
     def open(self, row: int, index: int) -> int:
         """Start the stored conversation of request `index` in a row; nothing of it has been read."""
+        # The prompt is read again like any text: its states are stored too.
         self.stored[row], self.lengths[row] = self.replay.rows[index], 0
         return 0
 
@@ -210,13 +173,3 @@ class ReplayRows:
         """Make row order[r] the row r and drop the rest."""
         self.stored = [self.stored[row] for row in order]
         self.lengths = [self.lengths[row] for row in order]
-
-
-def _spans(marks: list[bool]) -> list[tuple[int, int]]:
-    """Range [start, stop) of each run of True."""
-    edges = [
-        place
-        for place in range(len(marks) + 1)
-        if (place < len(marks) and marks[place]) != (place > 0 and marks[place - 1])
-    ]
-    return list(zip(edges[::2], edges[1::2], strict=True))

@@ -30,6 +30,7 @@ def expected_lengths(text: DrawnText, topology: Topology) -> tuple[float, ...]:
         topology: the tree; a node deeper than K steps, or of a rank beyond R, is never accepted.
     """
     _, steps, ranks = text.chances_PKR.shape
+    # The root is always on the text's path.
     taken_P = torch.ones_like(text.left_P, dtype=torch.bool)
     reached, gains_P = [taken_P], torch.zeros_like(text.chances_PKR[:, 0, 0])
     depths_P, expected = torch.zeros_like(text.left_P), [1.0]
@@ -40,6 +41,7 @@ def expected_lengths(text: DrawnText, topology: Topology) -> tuple[float, ...]:
             gains_P = gains_P + reached[parent] * text.chances_PKR[:, depth - 1, rank]
             reached.append(reached[parent] & text.drawn_PKR[:, depth - 1, rank])
             depths_P = torch.where(reached[-1], depth, depths_P)
+        # With a larger tree passes accept more, and start elsewhere.
         starts_S = pass_starts(text.left_P, depths_P)
         expected.append(1.0 + (float(gains_P[starts_S].double().mean()) if len(starts_S) else 0.0))
     return tuple(expected)

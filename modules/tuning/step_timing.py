@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from statistics import median
 
 import torch
-from torch import Tensor
 
 from ..decoding.rounds import for_host, observation, read, verified
 from ..interfaces.proposer import AheadStates, Observation, Proposer, Verified
@@ -52,9 +51,14 @@ def measure_cost(
         repeats: steps of each kind, after one round of warm-up.
         seconds: start no further round after this time; two are always made.
     """
-    benches = _benches(target, drafter, topology, context, repeats)
+    room = target.context_length - topology.size - 1
+    kinds = [(1, SIZES, context), *((rows, sizes, context) for rows, sizes in BATCHES),
+             *((rows, sizes, LONGER * context) for rows, sizes in LONG)]
+    benches = [_Bench(target, drafter, topology, batch, min(read, room),
+                      [size for size in sizes if size <= topology.size], repeats) for batch, sizes, read in kinds]
     times: dict[tuple[int, int, int], list[tuple[float, float]]] = defaultdict(list)
     started = time.monotonic()
+    # The first turn warms up; the second is always made, however slow the machine.
     for turn in range(repeats + 1):
         if turn > 1 and time.monotonic() - started > seconds:
             break
@@ -74,18 +78,6 @@ def measure_cost(
         for (size, batch, read), found in times.items()
     ]
     return CostModel.fit(samples, benches[0].context)
-
-
-def _benches(target: Target, drafter: Proposer, topology: Topology, context: int, repeats: int) -> list["_Bench"]:
-    """Benches for each batch and context, with the tree sizes that they time."""
-    room = target.context_length - topology.size - 1
-    kinds = [(1, SIZES, context), *((rows, sizes, context) for rows, sizes in BATCHES)]
-    kinds += [(rows, sizes, LONGER * context) for rows, sizes in LONG]
-    return [
-        _Bench(target, drafter, topology, batch, min(read, room), [size for size in sizes if size <= topology.size],
-               repeats)
-        for batch, sizes, read in kinds
-    ]
 
 
 class _Bench:
@@ -121,6 +113,11 @@ class _Bench:
             logits_BMV=torch.zeros(self.batch, 1, target.vocab_size, dtype=target.dtype, device=target.device),
             places_BM=last_B1,
         )
+        ahead = None
+        if count := self.drafter.virtual_nodes:
+            states_BSD = states_BND[:, :1].expand(-1, count, -1)
+            ahead = AheadStates(states_BSD=states_BSD,
+                                present_BS=torch.ones_like(states_BSD[..., 0], dtype=torch.bool))
         self.drafter.observe(
             self.state,
             self.rows_B,
@@ -131,19 +128,11 @@ class _Bench:
                 taps=dict.fromkeys(self.drafter.taps, states_BND),
                 roots_B=self.roots_B,
                 verified=answers if self.drafter.reads_logits else None,
-                ahead=self._ahead(states_BND),
+                ahead=ahead,
                 host_rows=list(range(self.batch)),
                 host_counts=[self.context] * self.batch,
             ),
         )
-
-    def _ahead(self, states_BND: Tensor) -> AheadStates | None:
-        """States of all virtual nodes; None for a drafter without any."""
-        count = self.drafter.virtual_nodes
-        if not count:
-            return None
-        states_BSD = states_BND[:, :1].expand(-1, count, -1)
-        return AheadStates(states_BSD=states_BSD, present_BS=torch.ones_like(states_BSD[..., 0], dtype=torch.bool))
 
     def step(self, size: int) -> tuple[float, float]:
         """(seconds of the pass, seconds of the drafter) of one step in which nothing is accepted."""
@@ -157,6 +146,7 @@ class _Bench:
         _, counts, _ = read(for_host(tree, accepted, self.roots_B))
         self.rows.commit(accepted.path_BK, accepted.counts_B, counts, moved=size > 1)
         passed = _now(self.target.device)
+        # The next step finds the same context; the drafter's text grows, for which its state has room.
         self.rows.cache.rewind(self.batch, 1)
         if size == 1:
             return passed - drafted, 0.0

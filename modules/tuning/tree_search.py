@@ -34,6 +34,7 @@ class PathEstimate:
         self.counts[()] = table_PK.shape[0]
         for ranks in table_PK.tolist():
             for step, rank in enumerate(ranks):
+                # No tree of these ranks goes on from here.
                 if rank >= max_rank:
                     break
                 self.counts[tuple(ranks[: step + 1])] += 1
@@ -76,9 +77,11 @@ def search_tree(table_PK: Tensor, max_nodes: int, max_rank: int = MAX_RANK) -> t
             for rank in range(max_rank):
                 path = (*parent, rank)
                 chance = value * probability.step(path)
+                # The heap gives its smallest entry first.
                 if chance > 0:
                     heappush(heap, (-chance, path))
 
+    # Of all nodes whose parent is in the tree the most probable one comes next.
     offer((), 1.0)
     while heap and len(paths) + 1 < max_nodes:
         chance, path = heappop(heap)

@@ -56,10 +56,10 @@ from ...modules import (
 )
 from ...modules.processes import ALONE, Processes
 from ...modules.read_rows import ReadRows
+from ...modules.target.draft_vocabulary import choose
 from ...modules.target.loading.loading import sketch_target
 from ...modules.tuning.replay_acceptance import held_out_acceptance
 from ...trainers import DraftModule, FitResult, TrainConfig, families, fit
-from ...trainers.draft_vocabulary import reduced_vocabulary
 from ..chat_settings import handwritten_prompts, prompt_sets
 from ..planning.dry_run import dry_run
 from ..reading.parsing import Command, Parsed
@@ -128,8 +128,8 @@ def encode_stage(workspace: Workspace) -> Sequence[Path]:
     workspace.require_same_origin()
     files = stored_states(workspace)
     # Once, before training starts further processes.
-    size, weights_V = workspace.recipe.train.drafter.vocabulary_size, workspace.label_weights
-    if (ids_Q := reduced_vocabulary(size, weights_V, workspace.target)) is not None:
+    if (size := workspace.recipe.train.drafter.vocabulary_size) is not None:
+        ids_Q = choose(workspace.label_weights, size, always=workspace.target.eos_ids)
         say(f"     draft vocabulary of {len(ids_Q):,} tokens: {coverage(workspace.data, ids_Q):.1%} of the tokens of "
             "held-out answers")
     return files

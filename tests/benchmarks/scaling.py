@@ -75,8 +75,8 @@ def measure(case: Case, rank: int, port: int) -> dict[str, float]:
     before, started = peak(), time.process_time()
     step(module, batch(case), case)
     seconds, grown = time.process_time() - started, peak() - before
-    encoded = module.encoded(batch(case))
-    drafts, features = module.training_drafts(encoded)
+    features = module.encoded(batch(case))
+    drafts = module.drafter(features)
     with CountedStorages() as tally:
         module._vocabulary_loss(module.weights(len(drafts.offsets)), None)(drafts, features)
     states = 2 * drafts.hidden_BLKD.nbytes

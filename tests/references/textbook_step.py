@@ -14,7 +14,8 @@ def textbook_gradient(module, batch, mixed, part):
     `mixed` is the context of the arithmetic; `part(name)` is one around a part of the work.
     """
     with mixed:
-        drafts, features = module.training_drafts(module.encoded(batch) if module.needs_states else batch)
+        features = module.encoded(batch) if module.needs_states else batch
+        drafts = module.drafter(features)
     # The loss's own graph ends at the draft states, so that its time is known apart from the drafter's.
     apart = {name: None if (states := getattr(drafts, name)) is None else states.detach().requires_grad_()
              for name in ("hidden_BLKD", "estimated_BLKD")}

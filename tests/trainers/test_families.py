@@ -15,7 +15,7 @@ from draftsmith.trainers.families import VARIANTS, family_configs, family_module
 def test_every_family_has_its_module_in_the_file_of_its_name(name: str) -> None:
     module = family_module(name)
     assert issubclass(module, DraftModule)
-    assert module.__module__ == f"draftsmith.trainers.{name}"
+    assert module.__module__ == f"draftsmith.trainers.drafters.{name}"
     configs = family_configs(name)
     assert issubclass(configs.train, TrainConfig)
     assert isinstance(configs.train().drafter, configs.drafter)  # type: ignore[attr-defined]

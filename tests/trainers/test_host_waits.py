@@ -10,7 +10,7 @@ from draftsmith.data.store.collate import Piece, packed
 from draftsmith.data.store.packed_batch import PackedBatch
 from draftsmith.modules import Target
 from draftsmith.trainers.losses.metrics import weighted_mean_loss
-from draftsmith.trainers.steps.unread_steps import READ_EVERY, FinishedStep, UnreadSteps
+from draftsmith.trainers.steps.step_guard import READ_EVERY, FinishedStep, StepGuard
 from support.families import CASES, randomised
 from support.pretended_device import DEVICE, Waits, pretended_device
 from support.steady_waits import moved, on_device
@@ -71,19 +71,19 @@ def test_objectives_with_a_teacher_do_not_wait(objective: str, tiny_target: Targ
 def test_figures_are_read_together() -> None:
     """Of so many steps at once; before that nothing crosses to the host."""
     with pretended_device() as waits:
-        unread = UnreadSteps()
+        guard = StepGuard()
         sums = torch.ones(2, 11, dtype=torch.float64).to(DEVICE)
         waits.clear()
         for number in range(READ_EVERY):
-            assert not unread.due
+            assert not guard.due
             weighted_mean_loss(sums, (1.0, 0.5))[1].clamp(min=1.0)
-            unread.add(FinishedStep(number=number, sums_KC=sums, weights=(1.0, 0.5), offsets=(1, 2), learning_rate=0.1,
-                                    batches=()))
+            guard.unread.append(FinishedStep(number=number, sums_KC=sums, weights=(1.0, 0.5), offsets=(1, 2),
+                                             learning_rate=0.1, batches=()))
         assert not waits.reads + waits.uploads
-        assert unread.due
-        found = list(unread.read())
+        assert guard.due
+        found = list(guard.read())
         assert waits.reads.total() == 1
         assert [step.number for step, _ in found] == list(range(READ_EVERY))
         assert all(sums.device.type == "cpu" for _, sums in found)
-        assert not unread.due
-        assert list(unread.read()) == []
+        assert not guard.due
+        assert list(guard.read()) == []

@@ -46,13 +46,14 @@ class DraftLMModule(DraftModule):
     drafter: DraftLM
 
     def __init__(
-        self, target: Target, config: DraftLMTrainConfig | None = None, *, token_counts: Tensor | None = None
+        self, target: Target, config: TrainConfig | None = None, *, token_counts: Tensor | None = None
     ) -> None:
-        super().__init__(target, config or DraftLMTrainConfig(), token_counts=token_counts)
+        super().__init__(target, config, token_counts=token_counts)
         planned(self.config.drafter, target)
 
     def build_drafter(self) -> DraftLM:
         """The initial model, bound to the target; the hash of the folder that it came from is noted."""
+        # Hashed before it is read: a checkpoint of another model in this folder is refused.
         if self.config.drafter.folder is not None:
             self._folder_digest = folder_digest(Path(self.config.drafter.folder))
         return DraftLM.create(self.config.drafter, self.target, self._token_ids_Q)

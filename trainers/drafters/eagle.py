@@ -3,11 +3,8 @@ harmonised passes (arXiv:2408.15766) or with FSPAD's two states (arXiv:2408.1556
 
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from ...modules.drafters.eagle import Eagle, EagleConfig
 from ...modules.errors import UserError
-from ...modules.target.model import Target
 from .eagle_base import FeatureModule, FeatureTrainConfig
 
 
@@ -35,8 +32,3 @@ class EagleModule(FeatureModule):
     decay = 1.0  # HASS weights its passes equally
     config: EagleTrainConfig
     drafter: Eagle
-
-    def __init__(
-        self, target: Target, config: EagleTrainConfig | None = None, *, token_counts: Tensor | None = None
-    ) -> None:
-        super().__init__(target, config or EagleTrainConfig(), token_counts=token_counts)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ...modules.drafters.eagle3 import Eagle3, Eagle3Config, chosen_taps, chosen_width
 from ...modules.target.model import Target
+from ..steps.train_config import TrainConfig
 from .eagle_base import FeatureModule, FeatureTrainConfig
 
 
@@ -33,8 +34,8 @@ class Eagle3Module(FeatureModule):
     drafter: Eagle3
 
     def __init__(
-        self, target: Target, config: Eagle3TrainConfig | None = None, *, token_counts: Tensor | None = None
+        self, target: Target, config: TrainConfig | None = None, *, token_counts: Tensor | None = None
     ) -> None:
-        super().__init__(target, config or Eagle3TrainConfig(), token_counts=token_counts)
+        super().__init__(target, config, token_counts=token_counts)
         chosen_taps(self.config.drafter.taps, target)
         chosen_width(self.config.drafter, target)

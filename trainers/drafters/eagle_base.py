@@ -35,9 +35,11 @@ class FeatureModule(DraftModule):
     config: FeatureTrainConfig
     drafter: FeatureDrafter
 
-    def __init__(self, target: Target, config: FeatureTrainConfig, *, token_counts: Tensor | None = None) -> None:
+    def __init__(
+        self, target: Target, config: TrainConfig | None = None, *, token_counts: Tensor | None = None
+    ) -> None:
         super().__init__(target, config, token_counts=token_counts)
-        self._largest_offset = config.positions.limit(target)
+        self._largest_offset = self.config.positions.limit(target)
 
     def training_step(self, batch: Features, batch_idx: int) -> Tensor:
         """Loss of a micro-batch; the target reads its true positions, the drafter possibly offset ones."""

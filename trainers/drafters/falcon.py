@@ -2,10 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from ...modules.drafters.falcon import Falcon, FalconConfig
-from ...modules.target.model import Target
 from ..losses.objectives import ObjectiveName
 from .eagle_base import FeatureModule, FeatureTrainConfig
 
@@ -34,8 +31,3 @@ class FalconModule(FeatureModule):
     decay = 1.0  # the paper weights all tokens of a block equally
     config: FalconTrainConfig
     drafter: Falcon
-
-    def __init__(
-        self, target: Target, config: FalconTrainConfig | None = None, *, token_counts: Tensor | None = None
-    ) -> None:
-        super().__init__(target, config or FalconTrainConfig(), token_counts=token_counts)

@@ -2,10 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from ...modules.drafters.hidden_transfer import HiddenTransfer, HiddenTransferConfig
-from ...modules.target.model import Target
 from .lookahead_base import LookaheadModule, LookaheadTrainConfig
 
 
@@ -25,8 +22,3 @@ class HiddenTransferModule(LookaheadModule):
     drafter_class = HiddenTransfer
     config: HiddenTransferTrainConfig
     drafter: HiddenTransfer
-
-    def __init__(
-        self, target: Target, config: HiddenTransferTrainConfig | None = None, *, token_counts: Tensor | None = None
-    ) -> None:
-        super().__init__(target, config or HiddenTransferTrainConfig(), token_counts=token_counts)

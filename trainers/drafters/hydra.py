@@ -2,11 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from ...modules.drafters.hydra import Hydra
 from ...modules.drafters.hydra_heads import HydraConfig
-from ...modules.target.model import Target
 from ..base import DraftModule
 from ..losses.objectives import ObjectiveName
 from ..steps.train_config import TrainConfig
@@ -29,8 +26,3 @@ class HydraModule(DraftModule):
     decay = 1.0  # the official code weights all heads equally
     config: HydraTrainConfig
     drafter: Hydra
-
-    def __init__(
-        self, target: Target, config: HydraTrainConfig | None = None, *, token_counts: Tensor | None = None
-    ) -> None:
-        super().__init__(target, config or HydraTrainConfig(), token_counts=token_counts)

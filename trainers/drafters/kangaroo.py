@@ -2,10 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from ...modules.drafters.kangaroo import Kangaroo, KangarooConfig
-from ...modules.target.model import Target
 from .eagle_base import FeatureModule, FeatureTrainConfig
 
 
@@ -27,8 +24,3 @@ class KangarooModule(FeatureModule):
     drafter_class = Kangaroo
     config: KangarooTrainConfig
     drafter: Kangaroo
-
-    def __init__(
-        self, target: Target, config: KangarooTrainConfig | None = None, *, token_counts: Tensor | None = None
-    ) -> None:
-        super().__init__(target, config or KangarooTrainConfig(), token_counts=token_counts)

@@ -87,10 +87,7 @@ class LearningTarget(nn.Module):
 
     def read(self) -> Adapter:
         """A copy of the current weights on the CPU."""
-        def plain(weight: nn.Parameter) -> torch.Tensor:
-            return weight.detach().to("cpu", copy=True)
-
-        layers = {name: LowRank(a_RI=plain(a), b_OR=plain(b))
+        layers = {name: LowRank(a_RI=a.detach().to("cpu", copy=True), b_OR=b.detach().to("cpu", copy=True))
                   for name, a, b in zip(self.names, self.a, self.b, strict=True)}
         return Adapter(layers, self.scale)
 

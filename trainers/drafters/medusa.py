@@ -2,10 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from ...modules.drafters.medusa import Medusa, MedusaConfig
-from ...modules.target.model import Target
 from ..base import DraftModule
 from ..losses.objectives import ObjectiveName
 from ..steps.train_config import TrainConfig
@@ -27,8 +24,3 @@ class MedusaModule(DraftModule):
     drafter_class = Medusa
     config: MedusaTrainConfig
     drafter: Medusa
-
-    def __init__(
-        self, target: Target, config: MedusaTrainConfig | None = None, *, token_counts: Tensor | None = None
-    ) -> None:
-        super().__init__(target, config or MedusaTrainConfig(), token_counts=token_counts)

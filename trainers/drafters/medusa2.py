@@ -93,11 +93,6 @@ class Medusa2Module(MedusaModule):
     needs_whole_target: ClassVar[bool] = True
     validation_rows = 16  # the changed target rewrites them for each measurement
 
-    def __init__(
-        self, target: Target, config: Medusa2TrainConfig | None = None, *, token_counts: Tensor | None = None
-    ) -> None:
-        super().__init__(target, config or Medusa2TrainConfig(), token_counts=token_counts)
-
     def configure_model(self) -> None:
         """Build the trained copy and the heads; equal seeds give equal weights."""
         if "learning" not in self._modules:
@@ -118,6 +113,7 @@ class Medusa2Module(MedusaModule):
         groups = [([*self.learning.parameters()], 1.0, config.weight_decay),
                   ([weight for weight in heads if weight.ndim > 1], config.heads_lr_factor, config.weight_decay),
                   ([weight for weight in heads if weight.ndim <= 1], config.heads_lr_factor, 0.0)]
+        # Vectors of the heads have no weight decay, as in the shared optimizer; the low-rank weights are all matrices.
         optimizer = torch.optim.AdamW([{"params": params, "lr": config.lr * factor, "weight_decay": decay}
                                        for params, factor, decay in groups], betas=BETAS, fused=True)
         second, both = (partial(self._rate, stages=stages) for stages in ([(alone, 1.0)], [(0.0, alone), (alone, 1.0)]))
@@ -137,9 +133,10 @@ class Medusa2Module(MedusaModule):
     def weights(self, steps: int) -> tuple[float, ...]:
         """Weight of the target's own loss, then of each head."""
         heads = super().weights(steps - 1)
-        if self.progress_at(self.global_step) < self.config.alone_until:
+        progress = self.progress_at(self.global_step)
+        if progress < self.config.alone_until:
             return (0.0, *heads)
-        return (1.0, *(self.config.lambda_0(self.progress) * weight for weight in heads))
+        return (1.0, *(self.config.lambda_0(progress) * weight for weight in heads))
 
     def loss(self, features: Features) -> BatchLoss:
         """Summed loss of the adapted target and its heads on a batch; see the file's first lines."""
@@ -147,6 +144,7 @@ class Medusa2Module(MedusaModule):
         steps = 1 + self.config.drafter.num_heads
         weights = self.weights(steps) if self._pending is None else self._pending.weights
         alone = weights[0] == 0
+        # While the heads are trained alone the copy equals the original, whose states may be there already.
         with torch.autocast(self.target.device.type, enabled=False):
             states = original if alone else self.learning.target.trace(features)
         drafts = self.drafter(states)
@@ -158,20 +156,15 @@ class Medusa2Module(MedusaModule):
             total = total + 0.0 * sum(weight.sum() for weight in self.learning.parameters())
             sums_1C = sums_KC.new_zeros(1, len(COLUMNS))
         else:
-            language, sums_1C = self._language(states, original)
+            # The adapted target's own predictions: KL to the original's, up to a constant. Cross entropy with the text
+            # would degrade a target that wrote the text itself.
+            adapted = self.learning.target
+            loss = VocabularyLoss(project=lambda hidden, _step: adapted.logits(hidden.to(adapted.dtype)),
+                                  entries=self.target.vocab_size, weights=(1.0,), objective="soft",
+                                  teacher=Teacher(self.target))
+            language, sums_1C = loss(Drafts(hidden_BLKD=states.final()[:, :, None], offsets=(1,)), original)
             total = total + language
         return BatchLoss(total, torch.cat([sums_1C, sums_KC]), weights, (1, *drafts.offsets))
-
-    def _language(self, states: Features, original: Features) -> tuple[Tensor, Tensor]:
-        """(total, sums_1C) of the adapted target's own predictions: KL to the original's, up to a constant.
-
-        Cross entropy with the text would degrade a target that wrote the text itself.
-        """
-        adapted = self.learning.target
-        loss = VocabularyLoss(project=lambda hidden, _step: adapted.logits(hidden.to(adapted.dtype)),
-                              entries=self.target.vocab_size, weights=(1.0,), objective="soft",
-                              teacher=Teacher(self.target))
-        return loss(Drafts(hidden_BLKD=states.final()[:, :, None], offsets=(1,)), original)
 
     def describe(self, sums_KC: Tensor, weights: tuple[float, ...], offsets: tuple[int, ...]) -> dict[str, float]:
         """The heads' figures, and those of the target's own predictions as `language/...`."""

@@ -2,10 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from ...modules.drafters.prompt_tokens import PromptTokens, PromptTokensConfig
-from ...modules.target.model import Target
 from .lookahead_base import LookaheadModule, LookaheadTrainConfig
 
 
@@ -25,8 +22,3 @@ class PromptTokensModule(LookaheadModule):
     drafter_class = PromptTokens
     config: PromptTokensTrainConfig
     drafter: PromptTokens
-
-    def __init__(
-        self, target: Target, config: PromptTokensTrainConfig | None = None, *, token_counts: Tensor | None = None
-    ) -> None:
-        super().__init__(target, config or PromptTokensTrainConfig(), token_counts=token_counts)

@@ -70,10 +70,15 @@ def supervise(
     predicts = [features.labels(offset)[1] for offset in offsets]
     if valid_BLK is not None:
         predicts = [labelled_BL & valid_BLK[:, :, step] for step, labelled_BL in enumerate(predicts)]
-    moved = [_at_predicted(here_BL, offset) for here_BL, offset in zip(predicts, offsets, strict=True)]
-    labelled_BLK = torch.stack(moved, dim=-1)
+    # Masks over predicting positions, moved to the positions of the predicted tokens.
+    labelled_BLK = torch.stack([functional.pad(here_BL, (offset, 0))[:, : here_BL.shape[1]]
+                                for here_BL, offset in zip(predicts, offsets, strict=True)], dim=-1)
     valid_BLK = labelled_BLK & (entries_BL >= 0)[..., None]
-    chosen_N = _chosen(valid_BLK.any(-1).flatten(), features.labels_at_most)
+    predicted_X, most = valid_BLK.any(-1).flatten(), features.labels_at_most
+    # Where a bound of their number is known, the host does not wait for it: spare places hold the first token of all,
+    # which nothing predicts.
+    found_N1 = predicted_X.nonzero() if most is None else torch.nonzero_static(predicted_X, size=most, fill_value=0)
+    chosen_N = found_N1[:, 0]
     valid_NK = valid_BLK.flatten(0, 1)[chosen_N]
     sources_NK = torch.stack([chosen_N - offset for offset in offsets], dim=-1)
     return Supervision(
@@ -83,22 +88,6 @@ def supervise(
         teachers_N=chosen_N - 1,
         missed_K=(labelled_BLK & ~(entries_BL >= 0)[..., None]).sum((0, 1)),
     )
-
-
-def _chosen(predicted_X: Tensor, most: int | None) -> Tensor:
-    """Places of the predicted tokens. Where a bound of their number is known, the host does not wait for it; spare
-    places hold the first token of all, which nothing predicts."""
-    if most is None:
-        return predicted_X.nonzero()[:, 0]
-    return torch.nonzero_static(predicted_X, size=most, fill_value=0)[:, 0]
-
-
-def _at_predicted(valid_BL: Tensor, offset: int) -> Tensor:
-    """A mask over predicting positions, moved to the positions of the predicted tokens."""
-    moved = torch.zeros_like(valid_BL)
-    if offset < valid_BL.shape[1]:
-        moved[:, offset:] = valid_BL[:, :-offset]
-    return moved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,21 +123,16 @@ class VocabularyLoss:
         supervision = supervise(features, drafts.offsets, index_V, drafts.valid_BLK)
         hidden_NKD = supervision.sources(drafts.hidden_BLKD)
         states_ND = None if self.teacher is None else features.final().flatten(0, 1)[supervision.teachers_N]
-        total, sums_KC = self._vocabulary(_Rows(self, supervision, states_ND), hidden_NKD)
+        rows = _Rows(self, supervision, states_ND)
+        if torch.is_grad_enabled():
+            total, sums_KC = _ChunkedSum.apply(rows, hidden_NKD, *self.parameters)  # type: ignore[no-untyped-call]
+        else:
+            total, sums_KC = rows.sums(hidden_NKD)
         if not self.feature_weight:
             return total, sums_KC
         apart = drafts.estimated_BLKD
         estimated_NKD = hidden_NKD if apart is None else supervision.sources(apart)
-        return self._with_features(total, sums_KC, feature_loss(estimated_NKD, supervision, drafts, features))
-
-    def _vocabulary(self, rows: "_Rows", hidden_NKD: Tensor) -> tuple[Tensor, Tensor]:
-        if not torch.is_grad_enabled():
-            return rows.sums(hidden_NKD)
-        total, sums_KC = _ChunkedSum.apply(rows, hidden_NKD, *self.parameters)  # type: ignore[no-untyped-call]
-        return total, sums_KC
-
-    def _with_features(self, total: Tensor, sums_KC: Tensor, feature_K: Tensor) -> tuple[Tensor, Tensor]:
-        added_KC = torch.zeros_like(sums_KC)
+        feature_K, added_KC = feature_loss(estimated_NKD, supervision, drafts, features), torch.zeros_like(sums_KC)
         added_KC[:, COLUMNS.index("feature")] = feature_K.detach()
         added_KC[:, COLUMNS.index("loss")] = self.feature_weight * feature_K.detach()
         return total + self.feature_weight * weighted(feature_K, self.weights), sums_KC + added_KC
@@ -181,19 +165,18 @@ class _Rows:
     def __init__(self, loss: VocabularyLoss, supervision: Supervision, states_ND: Tensor | None) -> None:
         self.loss, self.supervision, self.states_ND = loss, supervision, states_ND
 
-    def chunks(self, device: torch.device) -> Iterator[slice]:
-        """Consecutive ranges of the N tokens such that one step's logits stay within CHUNK_ELEMENTS."""
+    def chunks(self, device: torch.device) -> Iterator[tuple[slice, TeacherOutput | None]]:
+        """Consecutive ranges of the N tokens such that one step's logits stay within CHUNK_ELEMENTS, with the target's
+        distribution over the draft vocabulary there, computed once for all draft steps."""
         usual = CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cuda"])
         usual *= TRAINED_FACTOR if self.loss.parameters else 1
         size = max(1, (self.loss.chunk_elements or usual) // self.loss.entries)
-        return (slice(start, start + size) for start in range(0, len(self.supervision.labels_N), size))
-
-    @torch.no_grad()
-    def teacher_output(self, chunk: slice) -> TeacherOutput | None:
-        """The target's distribution over the draft vocabulary at the tokens of the chunk."""
-        if self.loss.teacher is None or self.states_ND is None:
-            return None
-        return self.loss.teacher(self.states_ND[chunk])
+        for start in range(0, len(self.supervision.labels_N), size):
+            chunk, teacher_output = slice(start, start + size), None
+            if self.loss.teacher is not None and self.states_ND is not None:
+                with torch.no_grad():
+                    teacher_output = self.loss.teacher(self.states_ND[chunk])
+            yield chunk, teacher_output
 
     def step(
         self, states_ND: Tensor, step: int, chunk: slice, teacher_output: TeacherOutput | None
@@ -216,8 +199,7 @@ class _Rows:
     def sums(self, hidden_NKD: Tensor) -> tuple[Tensor, Tensor]:
         """Return (total, sums_KC) without a gradient."""
         sums_KC = self.empty(hidden_NKD.device)
-        for chunk in self.chunks(hidden_NKD.device):
-            teacher_output = self.teacher_output(chunk)
+        for chunk, teacher_output in self.chunks(hidden_NKD.device):
             for step in range(len(sums_KC)):
                 sums_KC[step] += self.step(hidden_NKD[chunk, step], step, chunk, teacher_output)[1]
         return self.total(sums_KC, hidden_NKD), sums_KC
@@ -269,6 +251,7 @@ def compiled_measure(compiler: Compiler) -> Measure:
         known = None if log_p_NQ is None else _FusedOutput(log_p_NQ=log_p_NQ, log_mass_N=log_mass_N)
         return measured(logits_NQ, labels_N, valid_N, known, objective, whole=True)
 
+    # No class of ours crosses into the graph: only tensors and the name of the loss are arguments that it is made for.
     form = compiler.compiled(run, dynamic=None)
 
     def measure(logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, teacher_output: TeacherOutput | None,
@@ -311,21 +294,24 @@ class _ChunkedSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: _Rows, hidden_NKD: Tensor, *parameters: nn.Parameter) -> tuple[Tensor, Tensor]:
+        # Gradients are made here, where the logits are: backward only scales them.
         gradient_NKD = torch.zeros_like(hidden_NKD)
         owned: list[Tensor | None] = [None] * len(parameters)
         sums_KC = rows.empty(hidden_NKD.device)
-        for chunk in rows.chunks(hidden_NKD.device):
-            teacher_output = rows.teacher_output(chunk)
+        for chunk, teacher_output in rows.chunks(hidden_NKD.device):
             for step, weight in enumerate(rows.loss.weights):
                 with torch.enable_grad():
                     states_ND = hidden_NKD[chunk, step].detach().requires_grad_()
                     loss, sums_C = rows.step(states_ND, step, chunk, teacher_output)
                     found = torch.autograd.grad(loss * weight, (states_ND, *parameters), allow_unused=True)
                 gradient_NKD[chunk, step] = found[0]
-                owned = [_added(total, part) for total, part in zip(owned, found[1:], strict=True)]
+                # In the memory of the first one: a copy of the output weight is dear.
+                owned = [part if total is None else total if part is None else total.add_(part)
+                         for total, part in zip(owned, found[1:], strict=True)]
                 sums_KC[step] += sums_C
         complete = [torch.zeros_like(weight) if part is None else part
                     for weight, part in zip(parameters, owned, strict=True)]
+        # DDP waits for a gradient of every trained weight, also where a rank has no label.
         ctx.save_for_backward(gradient_NKD, *complete)
         ctx.mark_non_differentiable(sums_KC)
         return rows.total(sums_KC, hidden_NKD), sums_KC
@@ -334,10 +320,3 @@ class _ChunkedSum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, scale: Tensor, _sums: Tensor) -> tuple[Tensor | None, ...]:
         return (None, *(gradient * scale.to(gradient.dtype) for gradient in ctx.saved_tensors))
-
-
-def _added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
-    """Sum of two gradients, in the first one's memory."""
-    if total is None or part is None:
-        return part if total is None else total
-    return total.add_(part)

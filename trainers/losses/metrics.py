@@ -57,18 +57,15 @@ def describe(sums_KC: Tensor, weights_K: Sequence[float], offsets: Sequence[int]
         sums = dict(zip(COLUMNS, row, strict=True))
         if not sums["count"]:
             return figures
-        figures |= {f"head{step}/{name}": value for name, value in _of_step(sums).items()}
+        own = {name: sums[name] / sums["count"] for name in ("loss", "top1", "top5")}
+        own["coverage"] = sums["count"] / (sums["count"] + sums["missed"])
+        if sums["alpha_count"]:
+            own["alpha"] = sums["alpha"] / sums["alpha_count"]
+        if sums["feature"]:
+            own["feature"] = sums["feature"] / sums["count"]
+        figures |= {f"head{step}/{name}": value for name, value in own.items()}
+        # A label outside the draft vocabulary is never guessed.
         chances.append(sums["top1"] / (sums["count"] + sums["missed"]))
     if any(later <= earlier for earlier, later in pairwise(offsets)):
         return figures
     return figures | {"expected_accepted_length": 1 + sum(accumulate(chances, mul))}
-
-
-def _of_step(sums: dict[str, float]) -> dict[str, float]:
-    figures = {name: sums[name] / sums["count"] for name in ("loss", "top1", "top5")}
-    figures["coverage"] = sums["count"] / (sums["count"] + sums["missed"])
-    if sums["alpha_count"]:
-        figures["alpha"] = sums["alpha"] / sums["alpha_count"]
-    if sums["feature"]:
-        figures["feature"] = sums["feature"] / sums["count"]
-    return figures

@@ -74,6 +74,7 @@ class Teacher:
     @torch.no_grad()
     def __call__(self, final_ND: Tensor) -> TeacherOutput:
         """The target's distribution for its final states."""
+        # In float32: probabilities of a large vocabulary are below the resolution of half precision.
         logits = wide(self.rows(final_ND))
         if self.inside_Q is not None:
             inside_NQ = logits[:, self.inside_Q]
@@ -110,6 +111,7 @@ def reverse_kl(logits_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
 def jsd(logits_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
     """b KL(p || m) + (1 - b) KL(q || m), m = b p + (1 - b) q (arXiv:2306.13649, eq. 1), b = JSD_BETA."""
     log_q_NQ = wide(logits_NQ).log_softmax(-1)
+    # In logarithms: a mixture of probabilities that underflow would be zero.
     log_m_NQ = torch.logaddexp(teacher_output.log_p_NQ + math.log(JSD_BETA), log_q_NQ + math.log1p(-JSD_BETA))
     from_q_N = (log_q_NQ.exp() * (log_q_NQ - log_m_NQ)).sum(-1)
     return JSD_BETA * forward_kl(log_m_NQ, teacher_output) + (1 - JSD_BETA) * from_q_N
@@ -143,6 +145,7 @@ def lk_hybrid(logits_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
     """
     log_q_NQ = wide(logits_NQ).log_softmax(-1)
     alpha_N = log_alpha(log_q_NQ, teacher_output).exp()
+    # Detached, as in the paper: with a gradient the share itself would be trained to shift the weights.
     share_N = (-LK_ETA * alpha_N.detach()).exp()
     return share_N * forward_kl(log_q_NQ, teacher_output) + (1 - share_N) * (1 - alpha_N)
 

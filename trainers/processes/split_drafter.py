@@ -48,10 +48,8 @@ class WholeCheckpoints:
     lightning_module: Any
     checkpoint_io: Any
 
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """True: optimizer states are read from the checkpoint as those of one process are."""
-        return True
+    # Optimizer states are read from the checkpoint as those of one process are.
+    lightning_restore_optimizer = True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole weights; all processes must call it."""
@@ -79,6 +77,7 @@ def shard_fully(module: nn.Module, drafter: Drafter, mesh: Any) -> None:
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
+    # From the inside out: a part that is split already is left out of the one around it.
     for part in drafter.gathered_apart():
         fully_shard(part, mesh=mesh)
     fully_shard(module, mesh=mesh)
@@ -113,6 +112,7 @@ def load_whole_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> N
     for part in optimizer.parts if isinstance(optimizer, Together) else (optimizer,):
         for weight, held in part.state.items():
             for name, value in held.items():
+                # Counters of steps have another shape and are whole everywhere.
                 if isinstance(value, Tensor) and value.shape == weight.shape:
                     held[name] = like(value, weight)
 

@@ -82,8 +82,16 @@ def whole_optimizer_state(zero: Any, layout: tuple[LaidOut, ...]) -> dict[str, A
     states: dict[int, dict[str, Tensor]] = {}
     for one in layout:
         part = part_of(zero, one)
-        states[one.number] = {name: _joined(value, part, one.shape) if value.ndim else value.cpu()
-                              for name, value in inner.state[part.vector].items()}
+        states[one.number] = {}
+        for name, value in inner.state[part.vector].items():
+            if not value.ndim:
+                states[one.number][name] = value.cpu()
+                continue
+            # Each element comes from the process that keeps it; the others add zeros.
+            whole = value.new_zeros(one.shape.numel())
+            part.of_whole(whole).copy_(part.of(value))
+            dist.all_reduce(whole)
+            states[one.number][name] = whole.reshape(one.shape).cpu()
     groups = [{name: value for name, value in group.items() if name != "params"}
               | {"params": [one.number for one in layout if one.group == place]}
               for place, group in enumerate(inner.param_groups)]
@@ -103,11 +111,3 @@ def load_optimizer_state(zero: Any, layout: tuple[LaidOut, ...], state: dict[str
             part.of(held).copy_(part.of_whole(value))
     for group, stored in zip(inner.param_groups, state["param_groups"], strict=True):
         group.update({name: value for name, value in stored.items() if name != "params"})
-
-
-def _joined(values: Tensor, part: Part, shape: torch.Size) -> Tensor:
-    """The state of a whole weight, each element from the process that keeps it."""
-    whole = values.new_zeros(shape.numel())
-    part.of_whole(whole).copy_(part.of(values))
-    dist.all_reduce(whole)
-    return whole.reshape(shape).cpu()

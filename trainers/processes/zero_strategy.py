@@ -110,10 +110,8 @@ class ZeroDrafter(WholeCheckpoints, DeepSpeedStrategy):
 
     # A step ----------------------------------------------------------------------------------------------------------
 
-    @property
-    def handles_gradient_accumulation(self) -> bool:
-        """False: the engine is asked for a step when its micro-batches are complete."""
-        return False
+    # The engine is asked for a step when its micro-batches are complete.
+    handles_gradient_accumulation = False
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -142,10 +140,8 @@ class ZeroDrafter(WholeCheckpoints, DeepSpeedStrategy):
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """False: weights are read before they are divided."""
-        return False
+    # Weights are read before they are divided.
+    restore_checkpoint_after_setup = False
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state of the optimizer; all processes must call it."""

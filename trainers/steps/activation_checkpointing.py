@@ -1,13 +1,22 @@
 """Activation checkpointing: states inside a drafter's layers that the backward pass computes again (arXiv:1604.06174).
 
 Of a decoder layer that a drafter trains, these are the states of its MLP, several times as wide as its input: attention
-leaves keys for the draft steps after it and runs once. The layers of a draft language model are computed again whole.
+leaves keys for the draft steps after it and runs once.
 """
 
-from ...modules import DraftLM
+from typing import Protocol, runtime_checkable
+
 from ...modules.drafters.parts.decoder_block import GatedMLP
 from ...modules.errors import UserError
 from ...modules.interfaces.drafter import Drafter
+
+
+@runtime_checkable
+class RecomputesLayers(Protocol):
+    """A drafter whose layers can be computed again whole."""
+
+    def recompute_layers(self) -> None:
+        """Keep the inputs of the layers in place of the states inside them."""
 
 
 def checkpoint_activations(drafter: Drafter) -> None:
@@ -16,7 +25,7 @@ def checkpoint_activations(drafter: Drafter) -> None:
     Raises:
         UserError: if it has no layers whose states this would save.
     """
-    if isinstance(drafter, DraftLM):
+    if isinstance(drafter, RecomputesLayers):
         drafter.recompute_layers()
         return
     inner = [part for part in drafter.modules() if isinstance(part, GatedMLP)]

@@ -34,6 +34,7 @@ class CompiledStep:
         self.compiler = compiler
         self.measure: Measure = measured if compiler is None else compiled_measure(compiler)
         self.flex: FlexAttention | None = None
+        # A refusal is repeated at every step; the warning is not.
         self._said = set[str]()
 
     @classmethod
@@ -54,7 +55,15 @@ class CompiledStep:
         apart = Compiler(self.compiler.backend)
         apart.watch = self.compiler.watch
         self.flex = FlexAttention(apart)
-        self.flex.probe(_head_shapes(target.config) | _own_shapes(drafter), device, dtype)
+        shapes = _head_shapes(target.config)
+        for part in drafter.modules():
+            if isinstance(part, Attention):
+                shapes.add((part.config.num_heads, part.config.num_kv_heads, part.config.head_dim))
+            elif {"layer_idx", "config"} <= vars(part).keys():
+                # The attention of a draft language model, which is transformers'.
+                shapes |= _head_shapes(part.config)
+        self.flex.probe(shapes, device, dtype)
+        # The heads alone may work where a whole pass of this target does not.
         if not self.flex.refusal:
             self.flex.probe_pass(partial(_states, target))
 
@@ -84,18 +93,6 @@ def _states(target: Target) -> Tensor:
     return target.encode(Features(
         tokens_BL=tokens_BL, supervised_BL=torch.ones_like(tokens_BL, dtype=torch.bool),
         segments_BL=order_BL // PROBED, positions_BL=order_BL % PROBED)).final()[0]
-
-
-def _own_shapes(drafter: nn.Module) -> set[HeadShape]:
-    """The heads of a drafter's own layers."""
-    shapes = set[HeadShape]()
-    for part in drafter.modules():
-        if isinstance(part, Attention):
-            shapes.add((part.config.num_heads, part.config.num_kv_heads, part.config.head_dim))
-        elif {"layer_idx", "config"} <= vars(part).keys():
-            # The attention of a draft language model, which is transformers'.
-            shapes |= _head_shapes(part.config)
-    return shapes
 
 
 def _head_shapes(config: Any) -> set[HeadShape]:

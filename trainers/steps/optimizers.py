@@ -28,11 +28,9 @@ class Together(Optimizer):
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self.parts = tuple(parts)
+        # Torch's own constructor wants weights; the groups are then replaced by those of the parts.
         super().__init__([weight for part in parts for group in part.param_groups for weight in group["params"]], {})
-        self._share()
-
-    def _share(self) -> None:
-        """Take the parts' own groups, whose learning rates a scheduler sets."""
+        # The parts' own groups, whose learning rates a scheduler sets.
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -53,7 +51,8 @@ class Together(Optimizer):
         """Put back what `state_dict` returned."""
         for part, state in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
-        self._share()
+        # Loading has given each part new groups.
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
 
 
 def optimizer_for(drafter: Drafter, name: OptimizerName, *, lr: float, weight_decay: float) -> Optimizer:
@@ -66,7 +65,12 @@ def optimizer_for(drafter: Drafter, name: OptimizerName, *, lr: float, weight_de
     trained = [weight for weight in drafter.parameters() if weight.requires_grad]
     vectors = [weight for weight in trained if weight.ndim <= 1]
     matrices = [weight for weight in trained if weight.ndim > 1]
-    muon = _inner(drafter, matrices) if name == "muon" else []
+    muon: list[nn.Parameter] = []
+    if name == "muon":
+        # The matrices that map states to states: no output layer and no table of embeddings.
+        outer = {id(weight) for step in range(drafter.trained_steps) for weight in drafter.output_parameters(step)}
+        outer |= {id(module.weight) for module in drafter.modules() if isinstance(module, nn.Embedding)}
+        muon = [weight for weight in matrices if weight.ndim == 2 and id(weight) not in outer]
     taken = {id(weight) for weight in muon}
     groups = [{"params": [weight for weight in matrices if id(weight) not in taken], "weight_decay": weight_decay},
               {"params": vectors, "weight_decay": 0.0}]
@@ -78,10 +82,3 @@ def optimizer_for(drafter: Drafter, name: OptimizerName, *, lr: float, weight_de
         parts.append(Muon(muon, lr=MUON_RATE * lr, momentum=MOMENTUM, weight_decay=weight_decay,
                           adjust_lr_fn="match_rms_adamw"))
     return parts[0] if len(parts) == 1 else Together(parts)
-
-
-def _inner(drafter: Drafter, matrices: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """The matrices that map states to states: no output layer and no table of embeddings."""
-    outer = {id(weight) for step in range(drafter.trained_steps) for weight in drafter.output_parameters(step)}
-    outer |= {id(module.weight) for module in drafter.modules() if isinstance(module, nn.Embedding)}
-    return [weight for weight in matrices if weight.ndim == 2 and id(weight) not in outer]

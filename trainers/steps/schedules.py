@@ -37,6 +37,7 @@ def warmup_cosine(
     def factor(step: int) -> float:
         rise = (step + 1) / warmup_steps if step < warmup_steps else 1.0
         by_steps = 0.0 if max_steps is None else max(0.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
+        # Read once: the clock of a run goes on between two looks.
         spent = time_spent()
         progress = min(1.0, max(by_steps, spent) if time_leads(max_steps, step, spent) else by_steps)
         return rise * 0.5 * (1.0 + math.cos(math.pi * progress))

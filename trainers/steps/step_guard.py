@@ -1,23 +1,49 @@
-"""The batches of the running optimizer step: a step whose loss is not finite is named and saved.
+"""Steps before the host reads their figures: one whose loss is not finite is named, and its rows are saved.
 
-Shapes: B rows, L positions of a row.
+Shapes: B rows, L positions of a row, K draft steps, C columns of sums.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import lightning as L
+import torch
+from torch import Tensor
 
 from ...modules.errors import UserError
 from ...modules.features import Features
 from .checkpoints import save_weights
-from .unread_steps import Batches
 
 KINDS = ("tokens_BL", "supervised_BL", "segments_BL", "positions_BL")
 """Parts of a batch that are kept."""
 NAMED = 3
 """Rows that an error names."""
+
+
+READ_EVERY = 10
+"""Optimizer steps on an accelerator between two reads of their figures; on a CPU each step's are read at once."""
+Batches = tuple[tuple[int, Features], ...]
+"""Micro-batches of a step with their numbers, without states."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedStep:
+    """An optimizer step whose figures are still to be read."""
+
+    number: int
+    """Number of the step, from 1."""
+    sums_KC: Tensor
+    """Sums of `metrics.COLUMNS` over all its micro-batches and processes."""
+    weights: tuple[float, ...]
+    """Weight of each draft step in the loss."""
+    offsets: tuple[int, ...]
+    """Distance in tokens to the token that each draft step predicts."""
+    learning_rate: float
+    """Of its update."""
+    batches: Batches
+    """Its micro-batches."""
 
 
 @runtime_checkable
@@ -29,13 +55,19 @@ class NamedRows(Protocol):
 
 
 class StepGuard:
-    """Keeper of the micro-batches of the running optimizer step, for the error of one that goes wrong."""
+    """Keeper of the micro-batches of the running optimizer step, and of finished steps that the host has not read.
+
+    On an accelerator every read of figures waits for all its work: several steps are read at once.
+    """
 
     def __init__(self) -> None:
         self._batches: list[tuple[int, Features]] = []
+        self.unread: list[FinishedStep] = []
+        """Finished steps whose figures are still to be read, in their order."""
 
     def add(self, number: int, batch: Features) -> None:
         """Keep a micro-batch of the running step, without states."""
+        # Without states: tokens say which row it was, and states would be kept for a whole step.
         self._batches.append((number, Features(**{kind: getattr(batch, kind) for kind in KINDS})))
 
     def end_step(self) -> Batches:
@@ -43,6 +75,17 @@ class StepGuard:
         batches = tuple(self._batches)
         self._batches.clear()
         return batches
+
+    @property
+    def due(self) -> bool:
+        """True once the finished steps are to be read."""
+        return bool(self.unread) and (self.unread[0].sums_KC.device.type == "cpu" or len(self.unread) >= READ_EVERY)
+
+    def read(self) -> Iterator[tuple[FinishedStep, Tensor]]:
+        """(step, its sums on the host) of all finished steps, in one read; none of them is kept."""
+        read, self.unread = self.unread, []
+        if read:
+            yield from zip(read, torch.stack([step.sums_KC for step in read]).cpu(), strict=True)
 
     def error(self, loss: float, step: int, batches: Batches, trainer: L.Trainer, slower: str) -> UserError:
         """The error that ends the run for a step, after its batches were written as safetensors, tokens each [B, L].
@@ -58,19 +101,16 @@ class StepGuard:
             UserError: if the disk is full.
         """
         rank, world = trainer.global_rank, trainer.world_size
+        # Each process keeps its own rows: any of them may have been the wrong one.
         file = Path(trainer.default_root_dir) / f"wrong-step-{step:06d}-rank-{rank}.safetensors"
         save_weights(file, {f"{number}.{kind}": getattr(batch, kind) for number, batch in batches
                             for kind in KINDS})
-        rows = _rows(batches, trainer.datamodule, rank, world)  # type: ignore[attr-defined]
+        numbers, data = [number for number, _ in batches], trainer.datamodule  # type: ignore[attr-defined]
+        rows = f"micro-batches {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"micro-batch {numbers[0]}"
+        # Only data that were distilled know their rows by name.
+        if isinstance(data, NamedRows):
+            names = list(dict.fromkeys(name for number in numbers for name in data.rows_of(number, rank, world)))
+            more = [f"{len(names) - NAMED} more"] if len(names) > NAMED else []
+            rows = f"rows {', '.join([*names[:NAMED], *more])}"
         return UserError(f"the loss became {loss} at optimizer step {step} ({rows}; {file} holds them); {slower} and "
                          "train again into an empty --out folder")
-
-
-def _rows(batches: Batches, data: Any, rank: int, world: int) -> str:
-    """The rows of a step, by name where the data know them, else by micro-batch."""
-    numbers = [number for number, _ in batches]
-    if not isinstance(data, NamedRows):
-        return f"micro-batches {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"micro-batch {numbers[0]}"
-    names = list(dict.fromkeys(name for number in numbers for name in data.rows_of(number, rank, world)))
-    more = [f"{len(names) - NAMED} more"] if len(names) > NAMED else []
-    return f"rows {', '.join([*names[:NAMED], *more])}"

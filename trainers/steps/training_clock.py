@@ -64,6 +64,7 @@ class DataWait:
         """Count from here, where the batches know."""
         self._batches = batches if isinstance(batches, TimedBatches) else None
         if self._batches is not None:
+            # The batches count from their own start, which may be before this training.
             self.before -= self._batches.waited
 
     @property

@@ -187,10 +187,15 @@ def test_the_loss_equals_the_sum_over_labels_by_hand(name: str, tiny_target: Tar
         total, sums_KC, weights, _ = module.loss(packed(tiny_target, module.drafter, rows, left=2))
         for tokens, flags in rows:
             given = answers(name, tiny_target, (tokens, flags))
-            for weight, (offset, log_probs_LQ, ids, apart_L) in zip(weights, given, strict=True):
+            original_LV = tiny_target.logits(tiny_target.encode(Features.from_rows([(tokens, flags)])).final()[0])
+            for number, (weight, (offset, log_probs_LQ, ids, apart_L)) in enumerate(zip(weights, given, strict=True)):
                 for place in range(len(tokens) - offset):
                     if flags[place + offset] and tokens[place + offset] in ids:
-                        expected -= weight * float(log_probs_LQ[place, ids.index(tokens[place + offset])])
+                        log_q = log_probs_LQ[place, ids.index(tokens[place + offset])]
+                        if module.changes_target and number == 0:
+                            # A changed target's own predictions are compared with the original's.
+                            log_q = (original_LV[place].softmax(-1) * log_probs_LQ[place]).sum()
+                        expected -= weight * float(log_q)
                         expected += weight * module.config.feature_weight * float(apart_L[place])
                         count += 1
     assert all(weights)

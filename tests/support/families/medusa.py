@@ -3,25 +3,25 @@
 import torch
 from draftsmith.modules import Adapter, MedusaConfig, Target
 from draftsmith.modules.target.adapter import LowRank, choose_layers
-from draftsmith.trainers.drafters.lora import LoraConfig
+from draftsmith.trainers.drafters.lora import ALPHA, LoraConfig
 from draftsmith.trainers.drafters.medusa import MedusaModule, MedusaTrainConfig
 from draftsmith.trainers.drafters.medusa2 import Medusa2Module, Medusa2TrainConfig
 from support.cases import IDS, Case, case
 
 
-def _with_target(config: MedusaConfig, rank: int, modules: tuple[str, ...] = ()) -> Case:
-    """Medusa-2, decoding with a target of which any linear layers may have changed."""
+def _with_target(config: MedusaConfig, rank: int) -> Case:
+    """Medusa-2, decoding with a target that has changed."""
     heads = case(Medusa2Module, Medusa2TrainConfig, config, lora=LoraConfig(rank=rank))
 
     def change(target: Target) -> Adapter:
         generator = torch.Generator().manual_seed(4)
         layers = {}
-        for name in choose_layers(target.model, modules, without=target.head):
+        for name in choose_layers(target.model, (), without=target.head):
             outputs, inputs = target.model.get_submodule(name).weight.shape
             a_RI = torch.randn(rank, inputs, generator=generator, dtype=torch.float64) / inputs**0.5
-            b_OR = 0.3 * torch.randn(outputs, rank, generator=generator, dtype=torch.float64)
+            b_OR = 0.6 * rank / ALPHA * torch.randn(outputs, rank, generator=generator, dtype=torch.float64)
             layers[name] = LowRank(a_RI=a_RI.to(target.dtype), b_OR=b_OR.to(target.dtype))
-        return Adapter(layers, 2.0)
+        return Adapter(layers, ALPHA / rank)
 
     return Case(make=heads.make, module=heads.module, change=change)
 
@@ -34,6 +34,5 @@ CASES = {
     "medusa-one-copy": case(MedusaModule, MedusaTrainConfig, MedusaConfig(
         num_heads=3, output="one_copy", vocabulary_size=len(IDS)), IDS),
     "medusa-2": _with_target(MedusaConfig(num_heads=3), rank=4),
-    "medusa-2-copy": _with_target(MedusaConfig(num_heads=2, output="copy"), rank=2,
-                                  modules=("q_proj", "down_proj", "lm_head")),
+    "medusa-2-copy": _with_target(MedusaConfig(num_heads=2, output="copy"), rank=2),
 }

@@ -9,7 +9,7 @@ import torch
 from draftsmith.data.batches.datamodule import BatchConfig, DraftDataModule
 from draftsmith.modules import Features, MedusaConfig, Target, UserError
 from draftsmith.trainers import MedusaModule, MedusaTrainConfig, fit
-from draftsmith.trainers.steps.unread_steps import READ_EVERY, UnreadSteps
+from draftsmith.trainers.steps.step_guard import READ_EVERY, StepGuard
 from lightning.pytorch.loggers import TensorBoardLogger
 from safetensors.torch import load_file
 from support.cycle import CycleData, cycle_rows, cycle_target
@@ -55,7 +55,7 @@ def test_a_wrong_step_stops_names_its_rows_and_keeps_them(target: Target, tmp_pa
 @pytest.fixture
 def read_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures are read every tenth step, as on an accelerator."""
-    monkeypatch.setattr(UnreadSteps, "due", property(lambda unread: len(unread.steps) >= READ_EVERY))
+    monkeypatch.setattr(StepGuard, "due", property(lambda guard: len(guard.unread) >= READ_EVERY))
 
 
 @pytest.mark.usefixtures("read_later")

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import DecodeSettings, Features, Kangaroo, KangarooConfig, Request, Target, UserError, decode
-from draftsmith.modules.tuning.exit_search import (
+from benchmarks.exit_layers import (
     LayerCosts,
     chain_lengths,
     measure_layers,
     rank_exits,
     untrained_lengths,
 )
+from draftsmith.modules import DecodeSettings, Features, Kangaroo, KangarooConfig, Request, Target, UserError, decode
 from support.targets import random_target
 
 COSTS = LayerCosts(layers=((1.0, 1.1, 1.2),) * 4, rest=(0.5, 0.6, 0.7), adapter=0.25)
