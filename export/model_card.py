@@ -85,6 +85,8 @@ def hub_card(card: str, config: Mapping[str, Any], licence: str, evaluation: Pat
     recipe = provenance.get("recipe") or {}
     if "distill" in recipe:
         prompts, writer = recipe.get("prompts") or {}, recipe["distill"].get("answered_by", "target")
+        if isinstance(writer, Mapping):
+            writer = ", ".join(f"{name} {share:.0%}" for name, share in writer.items())
         named = {key: prompts[key] for key in ("name", "revision", "split", "path") if prompts.get(key)}
         source = ", ".join([str(prompts.get("origin", "unknown")),
                             *(f"{key} {value}" for key, value in named.items())])

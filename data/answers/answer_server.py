@@ -1,4 +1,4 @@
-"""An inference server that continues token ids: vLLM's OpenAI-style endpoint, or SGLang's own.
+"""Answers from an inference server that continues token ids: vLLM's OpenAI-style endpoint, or SGLang's own.
 
 Text would have to be tokenized again, and gives other tokens where the model did not write the tokenizer's choice: only
 servers that return token ids are used.
@@ -6,17 +6,23 @@ servers that return token ids are used.
 
 import http.client
 import json
+import logging
 import os
+import queue
+import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from ...modules import Request, UserError
+from ...modules import DecodeSettings, Generation, Request, Target, UserError
 from ...modules.files.json_records import MistypedError, parse_json, shortened, typed
+from ..prompts.chat import ChatTemplate
+from .engine_answering import EngineAnswerer
 
 KEY = "DRAFTSMITH_SERVER_KEY"
 """Variable of the environment with the server's key, where it asks for one."""
@@ -28,6 +34,9 @@ PAUSES = (1.0, 4.0, 16.0)
 """Seconds before each repetition of a request that failed on the way or in the server."""
 ANSWER_BYTES = 64 * 2**20
 """Largest response."""
+Outcome = list[int] | Exception | None
+"""Tokens of an answer, the reason why there are none, or None after the deadline."""
+log = logging.getLogger(__name__)
 REMEDY = "set distill.engine: own, or use a server of the same model"
 
 
@@ -56,7 +65,7 @@ class ServerAnswer:
     tokens: list[int]
     """New token ids."""
     finish: str | None
-    """Why it stopped: "stop" or "length"."""
+    """Reason of its end: "stop" or "length"."""
     stopped_by: object = None
     """The token that ended it, where the server names it."""
     prompt: list[int] | None = None
@@ -106,22 +115,23 @@ class AnswerServer:
         Raises:
             UserError: if the server cannot be reached, refuses, or gives an answer that is none.
         """
-        sent = self._openai(request, sampling, seed) if self.kind == "openai" else _sglang(request, sampling, seed)
-        where = f"{self.address}/completions" if self.kind == "openai" else self.address
-        content = self._repeated(where, sent)
+        # All that a server would otherwise take from the checkpoint's generation defaults is given.
+        common = {"temperature": request.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or -1,
+                  "min_p": 0.0, "repetition_penalty": 1.0, "stop_token_ids": list(sampling.eos_ids),
+                  "skip_special_tokens": False}
+        if self.kind == "openai":
+            content = self._repeated(f"{self.address}/completions", {
+                **common, "model": self.model, "prompt": list(request.tokens), "max_tokens": request.max_new_tokens,
+                "seed": seed, "return_token_ids": True})
+        else:
+            content = self._repeated(self.address, {"input_ids": list(request.tokens), "sampling_params": {
+                **common, "max_new_tokens": request.max_new_tokens, "sampling_seed": seed}})
         try:
             answer = _of_openai(content) if self.kind == "openai" else _of_sglang(content)
         except (MistypedError, KeyError, TypeError, IndexError) as error:
             raise UserError(f"{self.address} returned no token ids ({shortened(content)}); use a server that does "
                             "(vLLM's return_token_ids, SGLang's /generate), or set distill.engine: own") from error
         return self._checked(answer, request, sampling)
-
-    def _openai(self, request: Request, sampling: Sampling, seed: int) -> dict[str, Any]:
-        # All that a server would otherwise take from the checkpoint's generation defaults is given.
-        return {"model": self.model, "prompt": list(request.tokens), "max_tokens": request.max_new_tokens,
-                "temperature": request.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or -1,
-                "min_p": 0.0, "repetition_penalty": 1.0, "seed": seed, "stop_token_ids": list(sampling.eos_ids),
-                "return_token_ids": True, "skip_special_tokens": False}
 
     def _checked(self, answer: ServerAnswer, request: Request, sampling: Sampling) -> list[int]:
         """The tokens of a sound answer, up to its end."""
@@ -144,8 +154,6 @@ class AnswerServer:
         raise UserError(f"{self.address} ended an answer after {len(tokens)} of {request.max_new_tokens} tokens without"
                         f" end token ({answer.finish}); raise its context length, or lower distill.max_new_tokens")
 
-    # HTTP ------------------------------------------------------------------------------------------------------------
-
     def _repeated(self, where: str, sent: dict[str, Any] | None) -> Any:
         """The response to a request, which is repeated where the connection or the server fails."""
         for pause in (*PAUSES, None):
@@ -157,6 +165,71 @@ class AnswerServer:
                                     "again: finished shards are kept") from error
                 time.sleep(pause)
         raise AssertionError("the last try returns or raises")
+
+
+class ServerAnswerer(EngineAnswerer):
+    """Answers that a server writes for the target; no states are recorded.
+
+    Args:
+        server: serves the target.
+        target: the same model, which counts and compares.
+        template: of its tokenizer.
+        settings: number of requests at once, sampling filters and seed.
+        max_new_tokens: longest answer.
+        on_tokens: called with the number of tokens of each answer.
+    """
+
+    def __init__(self, server: AnswerServer, target: Target, template: ChatTemplate, settings: DecodeSettings,
+                 max_new_tokens: int, on_tokens: Callable[[int], None]) -> None:
+        super().__init__(target, template, settings, max_new_tokens, on_tokens)
+        self.server, self.engine = server, server.address
+        self.remedy = f"serve {target.identity.name}, or set distill.engine: own"
+        self.sampling = Sampling(top_k=settings.top_k, top_p=settings.top_p, eos_ids=target.eos_ids,
+                                 vocab_size=target.vocab_size)
+
+    def check(self) -> None:
+        """Ask the server for the name of its model, then compare its answers as every engine's are."""
+        if self.server.kind == "openai":
+            log.info("%s serves %s", self.server.address, self.server.model)
+        super().check()
+
+    def _answers(self, requests: Sequence[Request], deadline: float | None) -> list[Generation]:
+        """The answered requests in their order; none is sent after the deadline."""
+        waiting: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        for request in requests:
+            waiting.put(request)
+        done: queue.SimpleQueue[tuple[Request, Outcome]] = queue.SimpleQueue()
+        stopped = threading.Event()
+
+        def work() -> None:
+            while not stopped.is_set():
+                try:
+                    request = waiting.get_nowait()
+                except queue.Empty:
+                    return
+                outcome: Outcome = None
+                if deadline is None or time.monotonic() < deadline:
+                    try:
+                        outcome = self.server.answer(request, self.sampling, self.seed_of(request))
+                    except Exception as error:  # noqa: BLE001 raised again by the thread that waits for it
+                        outcome = error
+                done.put((request, outcome))
+
+        # Threads that end with the process: a signal must not wait for a slow server.
+        for _ in range(min(self.settings.batch_size, len(requests))):
+            threading.Thread(target=work, daemon=True).start()
+        found: dict[int, Generation] = {}
+        try:
+            for _ in requests:
+                request, tokens = done.get()
+                if isinstance(tokens, Exception):
+                    raise tokens
+                if tokens is not None:
+                    found[request.index] = self.generation(request, tokens)
+                    self.on_tokens(len(tokens))
+        finally:
+            stopped.set()
+        return [found[request.index] for request in requests if request.index in found]
 
 
 def check_address(address: str) -> None:
@@ -190,13 +263,6 @@ def _response(where: str, sent: dict[str, Any] | None) -> Any:
     except (OSError, http.client.HTTPException) as error:
         raise ServerError(str(getattr(error, "reason", "") or error or type(error).__name__)) from error
     return parse_json(content, where, "give the address of an inference server")
-
-
-def _sglang(request: Request, sampling: Sampling, seed: int) -> dict[str, Any]:
-    return {"input_ids": list(request.tokens), "sampling_params": {
-        "max_new_tokens": request.max_new_tokens, "temperature": request.temperature, "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0, "sampling_seed": seed,
-        "stop_token_ids": list(sampling.eos_ids), "skip_special_tokens": False}}
 
 
 def _of_openai(content: Any) -> ServerAnswer:

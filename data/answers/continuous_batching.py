@@ -63,6 +63,7 @@ class BatchAnswerer(EngineAnswerer):
 
     def _answers(self, requests: Sequence[Request], deadline: float | None) -> list[Generation]:
         found: dict[int, Generation] = {}
+        # The engine has one temperature for all its requests: each has a run of its own.
         for temperature in sorted({request.temperature for request in requests}):
             waiting = deque(request for request in requests if request.temperature == temperature)
             if deadline is None or time.monotonic() < deadline:
@@ -95,6 +96,7 @@ class BatchAnswerer(EngineAnswerer):
                 manager = model.init_continuous_batching(sampling, config)
                 manager.warmup()
             except Exception as error:
+                # It refuses models by errors of every kind, from attention that it does not know to memory.
                 raise UserError(f"{self.engine} does not take {self.target.identity.name}: {error}; {self.remedy}"
                                 ) from error
             manager.start()

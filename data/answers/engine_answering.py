@@ -29,13 +29,11 @@ class EngineAnswerer(Answerer):
     Arguments are those of `Answerer`, whose target counts and compares.
     """
 
+    records = False
     engine: str
     """Name in messages."""
     remedy: str
     """Remedy if it does not answer as the target does, the end of a message."""
-
-    def _introduce(self) -> None:
-        """Ask the engine what it is, before its trial."""
 
     @abstractmethod
     def _answers(self, requests: Sequence[Request], deadline: float | None) -> list[Generation]:
@@ -51,8 +49,7 @@ class EngineAnswerer(Answerer):
         Raises:
             UserError: if it answers otherwise, or not at all.
         """
-        self._introduce()
-        prompts = [self._probe(text) for text in PROBES]
+        prompts = [tuple(self.template.prompt([{"role": "user", "content": text}])) for text in PROBES]
         longest = min(PROBE_TOKENS, self.target.context_length - max(map(len, prompts)))
         requests = [Request(prompt, number, longest) for number, prompt in enumerate(prompts)]
         own = decode(self.target, requests, DecodeSettings(batch_size=len(requests))).generations
@@ -62,23 +59,22 @@ class EngineAnswerer(Answerer):
             log.warning("%d of %d answers of %s leave the target's own at a near-tie (logits that differ by up to "
                         "%.2g)", len(gaps), len(own), self.engine, max(gaps))
 
-    def _probe(self, text: str) -> tuple[int, ...]:
-        messages = [{"role": "user", "content": text}]
-        return tuple(self.template.prompt(messages))
-
     def _gap(self, own: Generation, answer: Sequence[int]) -> float | None:
         """Gap between the logits of the first tokens that differ; None for equal answers.
 
         Raises:
             UserError: if it is more than rounding explains.
         """
-        place = next((place for place, pair in enumerate(zip(own.tokens, answer, strict=False)) if pair[0] != pair[1]),
-                     None)
+        # Neither goes on after the other's end: both end at an end token or at the limit.
+        pairs = zip(own.tokens, answer, strict=False)
+        place = next((place for place, (mine, other) in enumerate(pairs) if mine != other), None)
         if place is None:
-            # Neither goes on after the other's end: both end at an end token or at the limit.
             return None
-        before = [*own.request.tokens, *own.tokens[:place]]
-        logits_V = self._logits(before)
+        before_N = torch.tensor([*own.request.tokens, *own.tokens[:place]])
+        text: Features = pad([Piece(tokens_N=before_N, supervised_N=torch.ones_like(before_N, dtype=torch.bool))])
+        with torch.no_grad():
+            final_BLD = self.target.encode(text.to(self.target.device)).final()
+            logits_V = self.target.logits(final_BLD[0, -1]).float()
         best, chosen = (float(logits_V[token]) for token in (own.tokens[place], answer[place]))
         gap, bound = best - chosen, STEPS * torch.finfo(torch.bfloat16).eps * abs(best)
         if gap > bound:
@@ -89,17 +85,10 @@ class EngineAnswerer(Answerer):
                 f"logit is larger by {gap:.2g} (rounding explains {bound:.2g}); {self.remedy}")
         return gap
 
-    @torch.no_grad()
-    def _logits(self, tokens: Sequence[int]) -> torch.Tensor:
-        tokens_N = torch.tensor(tokens)
-        features: Features = pad([Piece(tokens_N=tokens_N, supervised_N=torch.ones_like(tokens_N, dtype=torch.bool))])
-        final_BLD = self.target.encode(features.to(self.target.device)).final()
-        return self.target.logits(final_BLD[0, -1]).float()
-
     # Answers ---------------------------------------------------------------------------------------------------------
 
     def seed_of(self, request: Request) -> int:
-        """Seed of 31 bits for a request's random stream."""
+        """Seed of a request's random stream; 31 bits, since some engines take no larger one."""
         digest = hashlib.sha256(f"{self.settings.seed} {request.index}".encode()).digest()
         return int.from_bytes(digest[:4], "little") >> 1
 
@@ -107,11 +96,9 @@ class EngineAnswerer(Answerer):
         """A whole answer of the engine, which ended at an end token or at the limit."""
         return Generation(request, tokens, finish="eos" if tokens[-1] in self.target.eos_ids else "length")
 
-    def _recorder(self, taps: tuple[int, ...] | None) -> StateRecorder | None:
-        return None
-
-    def _decode(self, requests: Sequence[Request], deadline: float | None,
+    def decoded(self, requests: Sequence[Request], deadline: float | None,
                 recorder: StateRecorder | None) -> DecodeResult:
+        """The answers to requests by the engine, which gives no states to record."""
         started = time.perf_counter()
         found = self._answers(requests, deadline)
         return DecodeResult(found, DecodeStats(seconds=time.perf_counter() - started))

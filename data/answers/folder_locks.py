@@ -33,6 +33,7 @@ class FolderLocks:
         self.path = file
         make_folder(file.parent)
         try:
+            # For appending: record locks need a file open for writing, and nothing of it may be cut.
             self._file = file.open("ab")
         except OSError as error:
             raise cannot_write(file, error) from error
@@ -54,7 +55,7 @@ class FolderLocks:
             if error.errno in TAKEN:
                 return False
             raise UserError(f"{self.path} cannot be locked ({error.strerror}), and without locks processes share no "
-                            "folder; choose an --out on another disk, or leave distill.workers out") from error
+                            "folder; choose an --out on another disk") from error
         return True
 
     def drop(self, number: int, count: int = 1) -> None:

@@ -41,12 +41,17 @@ class Progress:
             return
         if unit == "tok":
             self.tokens += amount
+        # tqdm counts what it is given: of time, that is the part since its last call.
         if self.unit == "s":
             self.bar.update(round(self.base + time.monotonic() - self.started - self.bar.n, 1))
         elif unit == self.unit:
             self.bar.update(amount)
         if self.shown:
             self.bar.set_postfix_str(self._rates(), refresh=False)
+
+    def count_tokens(self, tokens: int) -> None:
+        """Count answer tokens."""
+        self.advance("tok", tokens)
 
     def count_slots(self, busy: int, slots: int) -> None:
         """Count a pass with answers in `busy` of its slots."""

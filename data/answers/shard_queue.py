@@ -1,4 +1,4 @@
-"""The queue of train shards that several processes answer: the finished ones, the free ones, and where the data end.
+"""The queue of train shards: the finished ones, the free ones, where the data end, and the prompts of each.
 
 Finished shards are files of the folder `queue`; a shard in work is a lock, which goes with the process that holds it.
 """
@@ -15,6 +15,8 @@ from pathlib import Path
 from ...modules import UserError
 from ...modules.files.atomic_files import remove_leftovers
 from ...modules.files.json_records import read_record
+from ..prompts.self_prompting import OwnPrompts
+from ..prompts.sources import Prompt, Source, Taken
 from ..store.feature_shards import StoredFile
 from ..store.token_store import Manifest, ShardRecord, write_bytes
 from .folder_locks import FolderLocks
@@ -47,11 +49,6 @@ class FinishedShard:
     def supervised(self) -> int:
         """Answer tokens."""
         return 0 if self.record is None else self.record.supervised
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all rows."""
-        return 0 if self.record is None else self.record.tokens
 
 
 class ShardQueue:
@@ -103,6 +100,8 @@ class ShardQueue:
         time is up have, so that the next number and the next prompts follow from them when they grow."""
         finished = self.finished()
         found = [finished[number] for number in takewhile(finished.__contains__, count(self.first))]
+        # Shards without answers at the end would move the first prompt of data that grow, and none of their numbers is
+        # in the manifest.
         while found and found[-1].record is None:
             found.pop()
         return found
@@ -113,6 +112,7 @@ class ShardQueue:
         Args:
             expected: answer tokens of a shard, as long as none is finished.
         """
+        # A lock that is free may be of a shard that was finished since the look at the queue.
         for number in self._wanted(expected):
             if self.locks.take(answers_lock(number)):
                 if number not in self.finished():
@@ -148,6 +148,82 @@ class ShardQueue:
     def idle(self) -> bool:
         """True if no process works on any shard: then all of them are taken, and nobody starts one."""
         return self.locks.take(FIRST, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenPrompts:
+    """Usable prompts that the target wrote for one shard, as a file of the queue."""
+
+    read: int
+    """Number of candidates."""
+    texts: dict[str, str]
+    """Text of each usable one by its number."""
+
+
+class ShardPrompts:
+    """Candidates start + (number - first) * size and following, without repetitions, for each shard.
+
+    A prompt belongs to the first shard in which it occurs. Prompts of a file are read by each process; those that the
+    target writes become files of the queue, each written by the first process that needs it.
+
+    Args:
+        source: of candidates.
+        folder: of the data.
+        locks: of that folder.
+        start: number of the first candidate that was not tried, for the held-out prompts or earlier shards.
+        size: candidates of a shard.
+        held: keys of the prompts that were tried.
+        first: number of the queue's first shard.
+    """
+
+    def __init__(self, source: Source, folder: Path, locks: FolderLocks, *, start: int, size: int,
+                 held: Set[int], first: int = 0) -> None:
+        self.source, self.folder, self.locks = source, folder / QUEUE, locks
+        self.start, self.size, self.held, self.first = start, size, held, first
+        self._keys: dict[int, list[int]] = {}
+
+    def fresh(self, number: int) -> Taken:
+        """Candidates of a shard that no earlier shard and no held-out prompt has.
+
+        Raises:
+            UserError: if the source cannot be read, a file of the queue is damaged, or the disk is full.
+        """
+        if isinstance(self.source, OwnPrompts):
+            # Its own first: while it waits for those of earlier shards, it would write nothing.
+            self._candidates(number)
+        seen = set(self.held)
+        for earlier in range(self.first, number):
+            if earlier not in self._keys:
+                self._candidates(earlier)
+            seen.update(self._keys[earlier])
+        taken, found = self._candidates(number), []
+        for place, prompt in taken.prompts:
+            if prompt.key not in seen:
+                seen.add(prompt.key)
+                found.append((place, prompt))
+        return Taken(prompts=found, read=taken.read)
+
+    def _candidates(self, number: int) -> Taken:
+        """All candidates of a shard; those that the target writes come from their file."""
+        start = self.start + (number - self.first) * self.size
+        if not isinstance(self.source, OwnPrompts):
+            taken = self.source.take(start, self.size)
+        else:
+            file = self.folder / f"prompts-{number:05d}.json"
+            if not file.is_file():
+                with self.locks.holding(prompts_lock(number)):
+                    # Another process may have written them while this one waited.
+                    if not file.is_file():
+                        new = self.source.take(start, self.size)
+                        texts = {str(place): prompt.turns[0] for place, prompt in new.prompts}
+                        content = json.dumps(asdict(WrittenPrompts(read=new.read, texts=texts)), ensure_ascii=False)
+                        write_bytes(file, content.encode())
+            written = read_record(WrittenPrompts, file, "delete it, the prompts are then written again")
+            prompts = [(int(place), Prompt(turns=(text,), id=place, category="own"))
+                       for place, text in written.texts.items()]
+            taken = Taken(prompts=sorted(prompts, key=lambda one: one[0]), read=written.read)
+        self._keys[number] = [prompt.key for _, prompt in taken.prompts]
+        return taken
 
 
 def prompts_lock(number: int) -> int:

@@ -4,7 +4,6 @@ Shapes: B packed rows, L tokens of a row, N tokens of a piece, T tokens of a sha
 """
 
 import hashlib
-import math
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,18 +20,15 @@ from ...modules import Features, UserError
 from ...modules.config_checks import MOST_ROWS, MOST_TOKENS, check_bounds
 from ...modules.read_rows import ReadRows
 from ..prompts.chat import Surroundings
-from ..store.collate import Piece, packed, pad, plan_bins
-from ..store.feature_shards import FeatureShard, open_features, stored_format
-from ..store.feature_store import GIB, affordable
-from ..store.packed_batch import PackedBatch
+from ..store.collate import PackedBatch, Piece, packed, pad, plan_bins
+from ..store.feature_shards import FeatureShard, open_features
 from ..store.state_formats import FormatName, format_named
-from ..store.token_store import Manifest, ShardRecord, TokenShard
-from .learned_tokens import LearnedTokens, LoopUse, prompts_learnable
-from .loops import loops
-from .prefetch import Prefetched
+from ..store.token_store import Manifest, TokenShard
+from .learned_tokens import LearnedTokens, prompts_learnable, repetitions
+from .prefetch import AHEAD, Prefetched
 
-MOST_PREFETCHED = 64
-"""Most micro-batches that are read ahead: more would only fill memory."""
+ORDER_SEED = 0
+"""Seed of the order of the conversations: runs with other seeds of training read the same batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,49 +39,22 @@ class BatchConfig:
     """Tokens of a packed row. A longer conversation becomes windows of stored states; without those its end is cut."""
     rows_per_batch: int = 4
     """Packed rows of one micro-batch on one device."""
-    seed: int = 0
-    """Seed of the order of the conversations."""
-    states: Literal["stored", "computed", "mixed", "auto"] = "stored"
+    states: Literal["stored", "computed", "auto"] = "stored"
     """Origin of the target's states. stored: written to disk beforehand, kept while the target decodes answers and
-    computed for other text; computed: by the target in the training step; mixed: those of the first shards are stored,
-    as many as `store_gib` has room for, the others computed; auto: stored or computed, whichever is predicted to take
-    less time, computed where the disk has no room; the run's folder keeps the choice. Batches of mixed and of computed
-    hold the same pieces in the same order."""
-    store_gib: float | None = None
-    """GiB on disk for stored states, with `mixed`. Shards are stored in their order, each whole."""
+    computed for other text; computed: by the target in the training step; auto: stored where they fit the disk, else
+    computed; the run's folder keeps the choice."""
     states_format: FormatName | None = None
     """Number format of stored states. null: the target's own; int8 and fp8 (e4m3): a byte a number, with scales for
     tokens, and of int8 for channels."""
-    loops: LoopUse = "cut"
-    """Use of answers that repeat a phrase up to their end. cut: the repetitions are left out of training, and
-    of the validation that chooses checkpoints and sizes trees; drop: training leaves the whole row out too; keep:
-    nothing is left out."""
     own_prompts: bool = False
     """Learn the tokens of prompts too, where the target has written them (prompts.origin own), by itself or after given
     first words (prompts.own_openings). Other prompts are never learned."""
-    prefetch: int = 2
-    """Micro-batches that a thread reads and packs while earlier ones are trained on, in host memory, page-locked where
-    training is on a GPU; 0 reads each when it is due. It changes no batch and no weight."""
 
     def __post_init__(self) -> None:
-        if self.loops not in ("keep", "cut", "drop"):
-            raise UserError(f"batch.loops must be keep, cut or drop, got {self.loops!r}")
-        if self.states not in ("stored", "computed", "mixed", "auto"):
-            raise UserError(f"batch.states must be stored, computed, mixed or auto, got {self.states!r}")
-        if self.states == "mixed" and not 0 < (self.store_gib or 0) < math.inf:
-            raise UserError(f"batch.store_gib must be above 0 with batch.states mixed, got {self.store_gib}; say how "
-                            "many GiB of states may be stored, or set batch.states: computed")
-        if self.states != "mixed" and self.store_gib is not None:
-            raise UserError(f"batch.store_gib {self.store_gib} means nothing with batch.states {self.states}; set "
-                            "batch.states: mixed, or leave it out")
+        if self.states not in ("stored", "computed", "auto"):
+            raise UserError(f"batch.states must be stored, computed or auto, got {self.states!r}")
         format_named(self.states_format, torch.float32)
-        check_bounds(self, "batch.", row_length=(2, MOST_TOKENS), rows_per_batch=(1, MOST_ROWS),
-                     prefetch=(0, MOST_PREFETCHED))
-
-    @property
-    def store_bytes(self) -> int | None:
-        """Bytes that stored states may take; None for no limit."""
-        return None if self.store_gib is None else int(self.store_gib * GIB)
+        check_bounds(self, "batch.", row_length=(2, MOST_TOKENS), rows_per_batch=(1, MOST_ROWS))
 
 
 @dataclass(frozen=True)
@@ -126,9 +95,7 @@ class Split:
         self.learned = [learned.of(shard) for shard in self.shards]
         """True at the tokens of each shard that are learned, bool [T]."""
         self.all_stored = config.states == "stored"
-        stored = [record for record in _stored(folder, manifest, config, taps) if record.split == name]
-        opened = dict(zip(stored, open_features(folder, stored, taps), strict=True))
-        self.states: list[FeatureShard | None] = [opened.get(record) for record in records]
+        self.states: list[FeatureShard] = open_features(folder, records, taps) if self.all_stored else []
 
     def windows(self, length: int) -> list[Window]:
         """All rows up to their last learned token, cut into windows; those in which nothing is learned are left out.
@@ -143,6 +110,7 @@ class Split:
         for number, (shard, learned_T) in enumerate(zip(self.shards, self.learned, strict=True)):
             for row in range(shard.num_rows):
                 start, stop = shard.span(row)
+                # Tokens after the last label teach nothing: states are not read, and rows pack tighter.
                 places_N = learned_T[start:stop].nonzero()[:, 0]
                 stop = start + int(places_N[-1]) + 1 if len(places_N) else start
                 stop = stop if self.all_stored else min(stop, start + length)
@@ -160,10 +128,6 @@ class Split:
         """Number of the row in its shard that a window is cut from."""
         return bisect_right(self.shards[window.shard].starts_S.tolist(), window.start) - 1
 
-    def learns(self, window: Window) -> bool:
-        """True if a window has labels of the training."""
-        return bool(self.learned[window.shard][window.start : window.stop].any())
-
     def whole(self, row: Window) -> Piece:
         """A row with all its answers as labels."""
         return self._piece(row, self.shards[row.shard].supervised_T)
@@ -174,19 +138,10 @@ class Split:
 
     def _piece(self, window: Window, labels_T: Tensor) -> Piece:
         shard, place = self.shards[window.shard], slice(window.start, window.stop)
-        states = self.states[window.shard]
-        final, taps = (None, {}) if states is None else states.slices(window.start, window.stop)
+        final, taps = (self.states[window.shard].slices(window.start, window.stop) if self.all_stored
+                       else (None, {}))
         return Piece(tokens_N=shard.tokens_T[place], supervised_N=labels_T[place], first=window.first, final=final,
                      taps=taps)
-
-
-def _stored(folder: Path, manifest: Manifest, config: BatchConfig, taps: tuple[int, ...]) -> tuple[ShardRecord, ...]:
-    """The shards whose states are read from disk."""
-    if config.states == "computed":
-        return ()
-    if config.states == "stored":
-        return manifest.shards
-    return affordable(manifest, taps, stored_format(folder), config.store_bytes)
 
 
 class BatchPlan:
@@ -194,7 +149,7 @@ class BatchPlan:
 
     Args:
         lengths: tokens of each piece.
-        config: shape of the batches and seed.
+        config: shape of the batches.
     """
 
     def __init__(self, lengths: list[int], config: BatchConfig) -> None:
@@ -212,13 +167,11 @@ class BatchPlan:
             return self._epoch(epoch)[number - (self.ends[epoch - 1] if epoch else 0)]
 
     def _epoch(self, epoch: int) -> list[list[list[int]]]:
-        if self.latest is None or self.latest[0] != epoch:
-            self.latest = (epoch, self._plan(epoch))
-        return self.latest[1]
-
-    def _plan(self, epoch: int) -> list[list[list[int]]]:
         """Batches of one epoch; the last may have fewer rows."""
-        digest = hashlib.sha256(f"{self.config.seed} {epoch}".encode()).digest()
+        if self.latest is not None and self.latest[0] == epoch:
+            return self.latest[1]
+        # A hash, so that epochs of neighbouring numbers have unrelated orders.
+        digest = hashlib.sha256(f"{ORDER_SEED} {epoch}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         order = torch.randperm(len(self.lengths), generator=generator).tolist()
         bins = plan_bins([self.lengths[piece] for piece in order], self.config.row_length)
@@ -226,7 +179,9 @@ class BatchPlan:
         # Packing leaves the emptiest rows for the end; a second shuffle spreads them.
         shuffled = [rows[place] for place in torch.randperm(len(rows), generator=generator).tolist()]
         size = self.config.rows_per_batch
-        return [shuffled[at : at + size] for at in range(0, len(shuffled), size)]
+        # A plan is asked for at every batch of its epoch, and takes seconds for millions of pieces.
+        self.latest = (epoch, [shuffled[at : at + size] for at in range(0, len(shuffled), size)])
+        return self.latest[1]
 
 
 class DraftDataModule(lightning.LightningDataModule):
@@ -256,13 +211,12 @@ class DraftDataModule(lightning.LightningDataModule):
             raise UserError(f"the data in {folder} is not complete; finish it with draftsmith distill")
         self.train = Split(self.folder, self.manifest, "train", config, taps, learned(self.manifest, config, around))
         # Of held-out rows only the answers are drafted.
-        answered = LearnedTokens(loops="keep" if config.loops == "keep" else "cut")
-        self.validation = Split(self.folder, self.manifest, "validation", config, taps, answered)
+        self.validation = Split(self.folder, self.manifest, "validation", config, taps, LearnedTokens())
         self.windows = self.train.windows(config.row_length)
         if not self.windows:
             raise UserError(
-                f"no token in the train shards of {folder} is learned within row_length {config.row_length} with "
-                f"batch.loops {config.loops}; raise batch.row_length, set batch.loops: keep, or distil with answers"
+                f"no token in the train shards of {folder} is learned within row_length {config.row_length}; raise "
+                "batch.row_length, or distil with answers that do more than repeat a phrase"
             )
         self.plan = BatchPlan([window.length for window in self.windows], config)
         self._batches: Prefetched[PackedBatch | Features] | None = None
@@ -272,7 +226,7 @@ class DraftDataModule(lightning.LightningDataModule):
         return self.packed_batch(number, rank, world).to("cpu")
 
     def packed_batch(self, number: int, rank: int = 0, world: int = 1) -> PackedBatch:
-        """The same with its states as they are stored.
+        """Training micro-batch `number` of one rank with its states as they are stored.
 
         Raises:
             UserError: if a file of states was altered since it was opened.
@@ -296,10 +250,11 @@ class DraftDataModule(lightning.LightningDataModule):
 
         def make(number: int) -> PackedBatch | Features:
             batch = self.packed_batch(number, rank, world)
+            # A GPU decodes the states itself; on a CPU this thread does it, not the one that trains.
             return batch.pin_memory() if device.type == "cuda" else batch.to("cpu")
 
         self.close()
-        self._batches = Prefetched(make, start, self.config.prefetch, device)
+        self._batches = Prefetched(make, start, AHEAD, device)
         return self._batches
 
     @property
@@ -317,15 +272,18 @@ class DraftDataModule(lightning.LightningDataModule):
         self.close()
 
     def on_exception(self, exception: BaseException) -> None:
-        """End it after an error or a signal too, when Lightning calls no `teardown`."""
+        """End the thread that reads ahead, after an error or a signal."""
+        # Lightning calls no `teardown` then.
         self.close()
 
     def validation_features(self) -> ReadRows:
         """The conversations that choose checkpoints: held-out rows with greedy answers, one a batch.
 
-        Answers end where their loops begin, unless `config.loops` keeps them. Empty when none were held out.
+        Answers end where their repetitions start. Empty when none were held out.
         """
-        return _rows(self.validation.piece, [row for row in self.validation.rows(0.0) if self.validation.learns(row)])
+        split = self.validation
+        rows = [row for row in split.rows(0.0) if bool(split.learned[row.shard][row.start : row.stop].any())]
+        return _rows(split.piece, rows)
 
     def held_out_features(self, temperature: float = 0.0) -> ReadRows:
         """The held-out conversations whole, one row a batch, to be replayed. Empty when none were held out.
@@ -336,20 +294,20 @@ class DraftDataModule(lightning.LightningDataModule):
         return _rows(self.validation.whole, self.validation.rows(temperature))
 
     def looping_features(self) -> ReadRows:
-        """Those of `held_out_features` whose greedy answers end in loops."""
+        """Rows of `held_out_features` whose greedy answers end in a repeated phrase."""
         starts = {(number, shard.span(row)[0]) for number, shard in enumerate(self.validation.shards)
-                  for row, *_ in loops(shard)}
+                  for row, *_ in repetitions(shard)}
         return _rows(self.validation.whole, [row for row in self.validation.rows(0.0)
                                              if (row.shard, row.start) in starts])
 
 
 def _rows(read: Callable[[Window], Piece], rows: list[Window]) -> ReadRows:
-    """Rows of a split, each a batch."""
-    return ReadRows(partial(_padded, read, row) for row in rows)
+    """Rows of a split, each a batch that is read whenever it is asked for."""
 
+    def padded(row: Window) -> Features:
+        return pad([read(row)])
 
-def _padded(read: Callable[[Window], Piece], row: Window) -> Features:
-    return pad([read(row)])
+    return ReadRows(partial(padded, row) for row in rows)
 
 
 def learned(manifest: Manifest, config: BatchConfig, around: Surroundings | None) -> LearnedTokens:
@@ -357,11 +315,11 @@ def learned(manifest: Manifest, config: BatchConfig, around: Surroundings | None
 
     Args:
         manifest: of the data.
-        config: whether loops and prompts are among them.
+        config: whether prompts are among them.
         around: tokens around the prompts that the target wrote; None where it wrote none, or none are learned.
     """
     if not config.own_prompts or not prompts_learnable(manifest.recipe["prompts"]):
-        return LearnedTokens(loops=config.loops)
+        return LearnedTokens()
     if around is None:
         raise ValueError("prompts are found by the tokens around them; give those of ChatTemplate.user_turn")
-    return LearnedTokens(loops=config.loops, around=around)
+    return LearnedTokens(around=around)

@@ -1,41 +1,44 @@
-"""Tokens of a shard that training learns as labels: the answers, by choice without loops or with the target's prompts.
+"""Tokens of a shard that training learns as labels: answers up to a phrase that they repeat to their end, and prompts
+that the target wrote.
+
+Small models fall into such repetitions when they answer greedily. They are easy to draft: they lift every measured
+length, and say little about other text.
 
 Shapes: T tokens of a shard.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..prompts.chat import Surroundings
 from ..store.token_store import TokenShard
-from .loops import loops
 
-LoopUse = Literal["keep", "cut", "drop"]
-"""Uses of answers that end in loops."""
+LONGEST_PERIOD = 64
+"""Longest phrase whose repetition is looked for, in tokens."""
+LEAST_REPEATED = 16
+"""Fewest repeated tokens of a repetition; also at least two repetitions of the phrase."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearnedTokens:
     """The choice of labels among the tokens of a folder of data."""
 
-    loops: LoopUse = "keep"
-    """keep: nothing is left out; cut: the repeated part of an answer is; drop: the whole row is."""
     around: Surroundings | None = None
     """Tokens around a prompt that the target wrote, which is learned too; None where prompts are not."""
 
     def of(self, shard: TokenShard) -> Tensor:
         """True at the tokens that are learned as labels, bool [T]."""
         learned_T = shard.supervised_T.clone()
-        if self.loops != "keep":
-            for row, first, stop in loops(shard):
-                learned_T[slice(first, stop) if self.loops == "cut" else slice(*shard.span(row))] = False
+        for _, first, stop in repetitions(shard):
+            learned_T[first:stop] = False
         if self.around is not None:
             for row in range(shard.num_rows):
                 start, stop = shard.span(row)
-                # A row that was dropped stays out.
+                # A row without a learned answer stays out.
                 if learned_T[start:stop].any():
                     first, end = _between(shard.tokens_T[start:stop].tolist(), self.around)
                     learned_T[start + first : start + end] = True
@@ -47,6 +50,7 @@ def _between(tokens: Sequence[int], around: Surroundings) -> tuple[int, int]:
     before, after = list(around.before), list(around.after)
     if list(tokens[: len(before)]) != before or not after:
         return 0, 0
+    # A row that is laid out otherwise, such as one of a later turn, has no prompt to learn.
     ends = (place for place in range(len(before), len(tokens)) if list(tokens[place : place + len(after)]) == after)
     return len(before), next(ends, len(before))
 
@@ -56,26 +60,63 @@ def prompts_learnable(prompts: Mapping[str, Any]) -> bool:
     first words.
 
     Given words are learned like the text after them: the target's probabilities are right after any. Prompts that a
-    system prompt asked for followed other tokens than those of the data, and later turns are laid out elsewhere.
+    system prompt asked for followed other tokens than those of the data.
 
     Args:
         prompts: section of the recipe that the data were made by.
     """
     steered = prompts.get("own_kinds") is not None and not prompts.get("own_openings")
-    return prompts.get("origin") == "own" and prompts.get("own_turns") is None and not steered
+    return prompts.get("origin") == "own" and not steered
+
+
+def repetition_start(answer: Sequence[int]) -> int | None:
+    """Tokens of an answer before the first repetition of the phrase that it repeats to its end; None without one.
+
+    The last token may be another one, such as that of the end. Of several phrases that fit, such as one and twice the
+    same, the one with the earliest repetition counts.
+    """
+    starts = list[int]()
+    # The last token may be that of the end, which is not repeated.
+    for end in (len(answer), len(answer) - 1):
+        for period in range(1, min(LONGEST_PERIOD, end // 3) + 1):
+            place = end
+            while place > period and answer[place - 1] == answer[place - 1 - period]:
+                place -= 1
+            if end - place >= max(LEAST_REPEATED, 2 * period):
+                starts.append(place)
+    return min(starts, default=None)
+
+
+def repetitions(shard: TokenShard) -> Iterator[tuple[int, int, int]]:
+    """(row, first repeated token, end of the answer) of every answer that repeats a phrase to its end, by place in the
+    shard."""
+    for row, start, stop in answers(shard):
+        kept = repetition_start(shard.tokens_T[start:stop].tolist())
+        if kept is not None:
+            yield row, start + kept, stop
+
+
+def answers(shard: TokenShard) -> Iterator[tuple[int, int, int]]:
+    """(row, first token, end) of every unbroken run of supervised tokens, by place in the shard."""
+    for row in range(shard.num_rows):
+        start, stop = shard.span(row)
+        flags_N = shard.supervised_T[start:stop].to(torch.int8)
+        edges = torch.diff(flags_N, prepend=flags_N.new_zeros(1), append=flags_N.new_zeros(1)).nonzero()[:, 0].tolist()
+        for first, end in zip(edges[::2], edges[1::2], strict=True):
+            yield row, start + first, start + end
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoopCount:
-    """Loops among the train answers of a folder of data."""
+class RepetitionCount:
+    """Repetitions among the train answers of a folder of data."""
 
     answers: int
-    """Answers that end in a loop."""
+    """Answers that repeat a phrase to their end."""
     tokens: int
     """Their repeated tokens."""
 
 
-def count_loops(shards: Sequence[TokenShard]) -> LoopCount:
-    """Loops of these shards."""
-    found = [stop - first for shard in shards for _, first, stop in loops(shard)]
-    return LoopCount(answers=len(found), tokens=sum(found))
+def count_repetitions(shards: Sequence[TokenShard]) -> RepetitionCount:
+    """Repetitions of these shards."""
+    found = [stop - first for shard in shards for _, first, stop in repetitions(shard)]
+    return RepetitionCount(answers=len(found), tokens=sum(found))

@@ -15,6 +15,8 @@ from typing import Generic, TypeVar
 import torch
 
 T = TypeVar("T")
+AHEAD = 2
+"""Micro-batches that are read and packed while earlier ones are trained on: more would only fill memory."""
 THREAD = "batches"
 """Start of the thread's name."""
 

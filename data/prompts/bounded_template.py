@@ -41,6 +41,7 @@ def bounded_rendering() -> Iterator[None]:
         file = frame.f_code.co_filename
         return count if file == "<template>" or file.startswith(_JINJA) else None
 
+    # Coverage and debuggers trace too: what was set before is set again.
     former = sys.gettrace()
     sys.settrace(enter)
     try:

@@ -89,10 +89,16 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.system = system
         self.tools = None if tools is None else list(tools)
-        self.source = self._find_source()
+        self.source: str | None = None
+        if tokenizer.chat_template:
+            try:
+                self.source = str(tokenizer.get_chat_template(None, self.tools))
+            except ValueError as error:
+                raise UserError(f"no chat template to choose: {error}; set target.chat_template to a file") from error
         self.settings: dict[str, Any] = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         if self.source is not None and "date_string" in self.source:
             self.settings["date_string"] = DATE
+        # Both take several renderings, and are needed only where text brings its own answers.
         self._answer_end: list[int] | None = None
         self._marks_checked = False
         if self.source is not None:
@@ -153,7 +159,10 @@ class ChatTemplate:
         if not any(message["role"] == "assistant" for message in messages):
             raise UserError("a conversation without an answer holds no label; give an assistant message")
         if self.marked:
-            return [self._render_marked(messages)]
+            if not self._marks_checked:
+                self._check_marks()
+                self._marks_checked = True
+            return [self._marked_tokens(messages)]
         return join_turns(self.turns(messages))
 
     def turns(self, messages: Sequence[Message]) -> list[Turn]:
@@ -191,14 +200,6 @@ class ChatTemplate:
         rendered = [self._encode(self._text(one, generation_prompt=generation_prompt)) for one in messages]
         before = common_prefix(rendered)
         return before, common_prefix([tokens[len(before) :][::-1] for tokens in rendered])[::-1]
-
-    def _find_source(self) -> str | None:
-        if not self.tokenizer.chat_template:
-            return None
-        try:
-            return str(self.tokenizer.get_chat_template(None, self.tools))
-        except ValueError as error:
-            raise UserError(f"no chat template to choose: {error}; set target.chat_template to a file") from error
 
     # Rendering -------------------------------------------------------------------------------------------------------
 
@@ -258,7 +259,10 @@ class ChatTemplate:
                 f"the end of the answer {_short(answer['content'])} and the template's text after it share a token; "
                 f"{REMEDY}"
             )
-        kept = len(added) - len(end) + self._end_tokens(end)
+        # The assistant writes the end up to its first special token; a line break after that is the template's.
+        special = {*self.tokenizer.all_special_ids, *self.tokenizer.get_added_vocab().values()}
+        written = next((place + 1 for place, token in enumerate(end) if token in special), 0)
+        kept = len(added) - len(end) + written
         return Turn(prompt=prompt, answer=added[:kept])
 
     def _added(self, before: Sequence[Message], answer: Message) -> list[int]:
@@ -280,14 +284,6 @@ class ChatTemplate:
             self._answer_end = common_prefix([tokens[::-1] for tokens in added])[::-1]
         return self._answer_end
 
-    def _end_tokens(self, end: list[int]) -> int:
-        """Number of tokens of `end` that the assistant writes: up to and with the first special one."""
-        special = self._special()
-        return next((place + 1 for place, token in enumerate(end) if token in special), 0)
-
-    def _special(self) -> set[int]:
-        return {*self.tokenizer.all_special_ids, *self.tokenizer.get_added_vocab().values()}
-
     def _probes(self) -> list[str]:
         """Three one-character texts that share no token."""
         found: dict[tuple[int, ...], str] = {}
@@ -305,12 +301,6 @@ class ChatTemplate:
         )
 
     # The template's own marks ----------------------------------------------------------------------------------------
-
-    def _render_marked(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        if not self._marks_checked:
-            self._check_marks()
-            self._marks_checked = True
-        return self._marked_tokens(messages)
 
     def _marked_tokens(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """A token is the assistant's when it lies inside a mark; one that straddles a mark is refused."""

@@ -108,10 +108,5 @@ def drawn_opening(kind: str, seed: int, number: int) -> str:
     return _stream("opening", seed, number).choice(openings) if openings else ""
 
 
-def drawn_turns(most: int, seed: int, number: int) -> int:
-    """The user turns of prompt `number`, from 1 to `most` with equal chance; a pure function as well."""
-    return _stream("turns", seed, number).randint(1, most)
-
-
 def _stream(what: str, seed: int, number: int) -> random.Random:
     return random.Random(int.from_bytes(hashlib.sha256(f"{what} {seed} {number}".encode()).digest()[:8], "little"))

@@ -54,8 +54,6 @@ class PromptConfig:
     """Longest prompt the target may write (origin own), in tokens; longer ones are dropped."""
     own_temperature: float = 1.0
     """Temperature at which the target writes prompts (origin own)."""
-    own_top_p: float = 0.95
-    """Nucleus from which the target draws when it writes prompts (origin own)."""
     own_kinds: tuple[str, ...] | None = None
     """Kinds of prompts that the target writes (origin own), drawn for each prompt with equal chance: a system prompt
     that is not kept asks for coding, dialogue, extraction, humanities, math, reasoning, retrieval, rewriting, roleplay,
@@ -63,9 +61,6 @@ class PromptConfig:
     own_openings: bool = False
     """Give the first words of each prompt of a kind (own_kinds), drawn from a list, for the target to go on from, in
     place of a system prompt, which a small target hardly follows."""
-    own_turns: int | None = None
-    """Most user turns of a conversation that the target writes (origin own); each has 1 to this many. The target
-    answers greedily before it writes the next one. None writes one turn."""
 
     def __post_init__(self) -> None:
         needed = {"file": self.path, "dataset": self.name, "own": "nothing"}
@@ -83,15 +78,13 @@ class PromptConfig:
         elif self.own_openings:
             raise UserError("prompts.own_openings is true, but prompts.own_kinds is null, and an opening is that of a "
                             "kind; set prompts.own_kinds: [all], or leave prompts.own_openings out")
-        for key in ("limit", "max_prompt_tokens", "own_max_tokens", "own_turns"):
+        for key in ("limit", "max_prompt_tokens", "own_max_tokens"):
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise UserError(f"prompts.{key} must be at least 1, got {value}")
         if not LEAST_TEMPERATURE <= self.own_temperature <= GREATEST_TEMPERATURE:
             raise UserError(f"prompts.own_temperature must lie between {LEAST_TEMPERATURE:g} and "
                             f"{GREATEST_TEMPERATURE:g}, got {self.own_temperature}; try 1.0")
-        if not 0 < self.own_top_p <= 1:
-            raise UserError(f"prompts.own_top_p must lie in (0, 1], got {self.own_top_p}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,12 +144,15 @@ def parse_prompt(row: Any, where: str, column: str | None = None) -> Prompt:
     if not isinstance(row, Mapping):
         raise UserError(f"{where}: expected a JSON object, got {type(row).__name__}; write one object a line")
     identifier = _text({"question_id": str(row.get("question_id", where))}, "question_id", where)
-    category, system = (_optional_text(row, key, where) for key in ("category", "system"))
+    category, system = (None if row.get(key) is None else _text(row, key, where) for key in ("category", "system"))
     common: dict[str, Any] = {"id": identifier, "category": category}
     if column is not None or "prompt" in row:
         return Prompt(turns=(_text(row, column or "prompt", where),), system=system, **common)
     if "turns" in row:
-        return Prompt(turns=_turns(row["turns"], where), system=system, **common)
+        texts = row["turns"]
+        if not isinstance(texts, list) or not texts:
+            raise UserError(f"{where}: turns must be a list of texts, got {_short(texts)}")
+        return Prompt(turns=tuple(_text({"turns": text}, "turns", where) for text in texts), system=system, **common)
     for key, speaker, words in (("messages", "role", "content"), ("conversations", "from", "value")):
         if key in row:
             return _conversation(_messages(row[key], where, speaker, words), where, system, common)
@@ -200,8 +196,12 @@ def load_prompts(config: PromptConfig, seed: int) -> Iterator[Prompt]:
     Raises:
         UserError: if the source cannot be read or a row is malformed.
     """
-    found = _from_file(config, seed) if config.origin == "file" else _from_dataset(config, seed)
-    return islice(found, config.limit)
+    if config.origin != "file":
+        return islice(_from_dataset(config, seed), config.limit)
+    prompts = read_prompts(config.path or "", column=config.column, skip_malformed=config.skip_malformed)
+    if config.shuffle:
+        random.Random(seed).shuffle(prompts)
+    return islice(prompts, config.limit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,40 +253,30 @@ class ReadPrompts:
         return Taken(prompts=found, read=len(found))
 
 
-def _from_file(config: PromptConfig, seed: int) -> Iterator[Prompt]:
-    prompts = read_prompts(config.path or "", column=config.column, skip_malformed=config.skip_malformed)
-    if config.shuffle:
-        random.Random(seed).shuffle(prompts)
-    return iter(prompts)
-
-
 def _from_dataset(config: PromptConfig, seed: int) -> Iterator[Prompt]:
     try:
         import datasets
     except ImportError as error:
         raise UserError("prompts.origin dataset needs the package datasets; pip install 'draftsmith[train]'") from error
+    name = str(config.name)
     with _explained(config):
-        data = _open_dataset(datasets, config)
+        # A folder that `save_to_disk` wrote; `load_dataset` would read its files as data of another kind.
+        if any((Path(name) / mark).exists() for mark in ("state.json", "dataset_dict.json")):
+            saved = datasets.load_from_disk(name)
+            data: Any = saved[config.split] if isinstance(saved, datasets.DatasetDict) else saved
+        else:
+            data = datasets.load_dataset(name, config.subset, split=config.split, streaming=config.streaming,
+                                         revision=config.revision)
         if config.shuffle:
             data = data.shuffle(seed=seed, buffer_size=STREAM_BUFFER) if config.streaming else data.shuffle(seed=seed)
-    rows = ((f"{config.name}[{config.split}]:{number}", row) for number, row in enumerate(_dataset_rows(data, config)))
-    return _parsed(rows, lambda row, where: parse_prompt(row, where, config.column), config.skip_malformed)
 
+    def rows() -> Iterator[tuple[str, Any]]:
+        # A streamed dataset fails only when its rows are read.
+        with _explained(config):
+            for number, row in enumerate(data):
+                yield f"{config.name}[{config.split}]:{number}", row
 
-def _open_dataset(datasets: Any, config: PromptConfig) -> Any:
-    name = str(config.name)
-    if any((Path(name) / mark).exists() for mark in ("state.json", "dataset_dict.json")):
-        saved = datasets.load_from_disk(name)
-        return saved[config.split] if isinstance(saved, datasets.DatasetDict) else saved
-    return datasets.load_dataset(
-        name, config.subset, split=config.split, streaming=config.streaming, revision=config.revision
-    )
-
-
-def _dataset_rows(data: Any, config: PromptConfig) -> Iterator[Any]:
-    """The rows; a streamed dataset fails only here."""
-    with _explained(config):
-        yield from data
+    return _parsed(rows(), lambda row, where: parse_prompt(row, where, config.column), config.skip_malformed)
 
 
 @contextmanager
@@ -335,16 +325,6 @@ def _text(row: Mapping[str, Any], key: str, where: str) -> str:
     if any("\ud800" <= sign <= "\udfff" for sign in value):
         raise UserError(f"{where}: {key} holds half of a surrogate pair, which is no character; write the whole one")
     return value
-
-
-def _optional_text(row: Mapping[str, Any], key: str, where: str) -> str | None:
-    return None if row.get(key) is None else _text(row, key, where)
-
-
-def _turns(value: Any, where: str) -> tuple[str, ...]:
-    if not isinstance(value, list) or not value:
-        raise UserError(f"{where}: turns must be a list of texts, got {_short(value)}")
-    return tuple(_text({"turns": text}, "turns", where) for text in value)
 
 
 def _messages(value: Any, where: str, speaker: str, words: str) -> list[tuple[str, str]]:

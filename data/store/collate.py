@@ -1,17 +1,20 @@
 """Batches from rows of tokens and states: padded one conversation a row, or packed several to a row.
 
+States are packed as they lie on disk. Codes of eight bits are sent to the device and decoded there: half or a quarter
+of the bytes are packed, pinned and copied, and the arithmetic of a number for each state is left to the device. Without
+a GPU it is the thread that reads ahead that decodes, not the one that trains.
+
 Shapes: N tokens of a piece, B rows, L positions in a row, F files of states, D hidden size of the target.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from ...modules import Features, UserError
-from .packed_batch import PackedBatch, PackedScales, PackedStates
-from .state_formats import StateSlice
+from .state_formats import StateSlice, unpacked
 
 OPEN_BINS = 16
 """Rows that wait for a piece that fits."""
@@ -31,6 +34,85 @@ class Piece:
     """The target's final states as they are stored; None when the target computes them in the step."""
     taps: dict[int, StateSlice] = field(default_factory=dict)
     """Outputs of the tapped layers by layer index, likewise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedScales:
+    """Scales of the codes of a batch."""
+
+    tokens_BL: Tensor
+    """Of each token; 0 where there are no states."""
+    channels_FD: Tensor
+    """Of the channels, for each file."""
+    files_BL: Tensor
+    """File of each token, int64."""
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> "PackedScales":
+        """A copy with every tensor moved."""
+        return PackedScales(**{name: move(tensor) for name, tensor in vars(self).items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedStates:
+    """States of one kind in the places of their tokens, zero elsewhere."""
+
+    codes_BLD: Tensor
+    """The states, or their codes."""
+    scales: PackedScales | None = None
+    """Of codes; None for states."""
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> "PackedStates":
+        """A copy with every tensor moved."""
+        return PackedStates(codes_BLD=move(self.codes_BLD),
+                            scales=None if self.scales is None else self.scales.moved(move))
+
+    def states(self) -> Tensor:
+        """The states, [B, L, D], on the device of the codes."""
+        if self.scales is None:
+            return self.codes_BLD
+        channels_FD = self.scales.channels_FD
+        # A row at a time: decoding goes by float32, which of a whole batch would be the largest tensor of a step.
+        states_BLD = torch.empty_like(self.codes_BLD, dtype=channels_FD.dtype)
+        for row, (codes_LD, tokens_L, files_L) in enumerate(
+                zip(self.codes_BLD, self.scales.tokens_BL, self.scales.files_BL, strict=True)):
+            states_BLD[row] = unpacked(codes_LD, channels_FD[files_L], tokens_L)
+        return states_BLD
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedBatch:
+    """Tokens of a batch and what is stored of the target's states."""
+
+    text: Features
+    """Without states."""
+    final: PackedStates | None = None
+    """Final states; None where none are stored."""
+    taps: dict[int, PackedStates]
+    """Outputs of the tapped layers by layer index."""
+    missing_BL: Tensor | None = None
+    """See `Features.missing_BL`."""
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> "PackedBatch":
+        """A copy with every tensor moved."""
+        return PackedBatch(
+            text=self.text.moved(move), final=None if self.final is None else self.final.moved(move),
+            taps={layer: states.moved(move) for layer, states in self.taps.items()},
+            missing_BL=None if self.missing_BL is None else move(self.missing_BL))
+
+    def pin_memory(self) -> "PackedBatch":
+        """A copy in page-locked memory, from which a GPU copies while the host goes on."""
+        return self.moved(Tensor.pin_memory)
+
+    def to(self, device: torch.device | str) -> Features:
+        """The batch on a device, its states decoded there."""
+        there = torch.device(device)
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(there, non_blocking=there.type == "cuda")
+
+        return replace(self.text.to(there), final_BLD=None if self.final is None else self.final.moved(move).states(),
+                       taps={layer: states.moved(move).states() for layer, states in self.taps.items()},
+                       missing_BL=None if self.missing_BL is None else move(self.missing_BL))
 
 
 def plan_bins(lengths: Sequence[int], row_length: int) -> list[list[int]]:
@@ -87,13 +169,19 @@ def packed(rows: Sequence[Sequence[Piece]], row_length: int | None = None) -> Pa
     supervised_BL = torch.zeros(shape, dtype=torch.bool)
     segments_BL = torch.full(shape, -1, dtype=torch.int64)
     positions_BL = torch.zeros(shape, dtype=torch.int64)
-    places = _places(rows)
-    for place in places:
-        here, piece = (place.row, slice(place.start, place.stop)), place.piece
-        tokens_BL[here] = piece.tokens_N
-        supervised_BL[here] = piece.supervised_N
-        segments_BL[here] = place.segment
-        positions_BL[here] = torch.arange(piece.first, piece.first + place.stop - place.start)
+    places = list[_Place]()
+    for row, pieces in enumerate(rows):
+        start = 0
+        for segment, piece in enumerate(pieces):
+            stop = start + len(piece.tokens_N)
+            here = (row, slice(start, stop))
+            tokens_BL[here] = piece.tokens_N
+            supervised_BL[here] = piece.supervised_N
+            segments_BL[here] = segment
+            # A window goes on at its place in the conversation, as the stored states were computed.
+            positions_BL[here] = torch.arange(piece.first, piece.first + stop - start)
+            places.append(_Place(row, start, stop, piece))
+            start = stop
     text = Features(tokens_BL=tokens_BL, supervised_BL=supervised_BL, segments_BL=segments_BL,
                     positions_BL=positions_BL)
     held = [place for place in places if place.piece.final is not None]
@@ -116,29 +204,12 @@ def pad(pieces: Sequence[Piece]) -> Features:
 
 @dataclass(frozen=True)
 class _Place:
-    """A piece in a batch."""
+    """A piece in a batch: its row, and the indices of its first token and the one after its last."""
 
     row: int
-    segment: int
     start: int
-    """Index of its first token in the row."""
+    stop: int
     piece: Piece
-
-    @property
-    def stop(self) -> int:
-        """Index after its last token."""
-        return self.start + len(self.piece.tokens_N)
-
-
-def _places(rows: Sequence[Sequence[Piece]]) -> list[_Place]:
-    """The place of every piece."""
-    places = list[_Place]()
-    for row, pieces in enumerate(rows):
-        start = 0
-        for segment, piece in enumerate(pieces):
-            places.append(_Place(row, segment, start, piece))
-            start = places[-1].stop
-    return places
 
 
 def _pack_states(places: Sequence[_Place], slices: Sequence[StateSlice], shape: tuple[int, int]) -> PackedStates:

@@ -22,7 +22,7 @@ def require_room(folder: Path, needed: int, what: str) -> str:
     # A file system without a size is none to write files to, which the first of them says better.
     if disk.total and needed > free:
         raise UserError(f"{what} take {in_words(needed)}, and the disk of {folder} has {in_words(free)} free; make "
-                        "room, choose another --out, or set batch.states to computed, or to mixed with batch.store_gib")
+                        "room, choose another --out, or set batch.states: computed")
     return f"{what} take {in_words(needed)}, {in_words(free)} are free"
 
 
@@ -35,7 +35,7 @@ def nearest(folder: Path) -> Path:
 
 
 def in_words(count: int) -> str:
-    """Bytes for people."""
+    """Bytes in readable units."""
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
         if count >= scale:
             return f"{count / scale:.1f} {unit}"

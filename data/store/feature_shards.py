@@ -89,11 +89,12 @@ class _StoredKind:
             raise UserError(f"{file} holds no states ({error}); {REMEDY}") from error
 
     def slice(self, start: int, stop: int) -> StateSlice:
-        """States of tokens start to stop - 1. A map of a file shows what others do to it, so that is looked at first.
+        """States of tokens start to stop - 1.
 
         Raises:
             UserError: if the file is no longer the one that was opened.
         """
+        # A map of a file shows what others do to it meanwhile: unseen, training would go on with other states.
         try:
             now = _mark(self.file)
         except OSError as error:
@@ -108,6 +109,7 @@ class _StoredKind:
 
 def _mark(file: Path) -> tuple[int, int, int]:
     """Inode, size and time of change of a file: one of them differs once it is written or replaced."""
+    # The content is not hashed again: that would read all of it at every batch.
     found = file.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
 

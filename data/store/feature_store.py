@@ -11,15 +11,13 @@ Shapes: B rows of a pass, T tokens of a shard, N tokens of a slice or a row, D h
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ...modules import Target, UserError
+from ...modules import Target
 from .collate import Piece, pad
 from .disk_room import require_room
 from .feature_shards import FEATURES, FINAL, StoredFile, read_features, state_file, state_names
@@ -28,34 +26,6 @@ from .token_store import FORMAT_VERSION, Manifest, ShardRecord, TokenShard, hash
 
 PASS_TOKENS = 1024
 """Tokens of one pass of the target, padding included; a longer row is a pass of its own."""
-GIB = 2**30
-"""Bytes of a GiB."""
-
-
-def affordable(
-    manifest: Manifest, taps: Sequence[int], form: StateFormat, room: int | None
-) -> tuple[ShardRecord, ...]:
-    """The first shards of the data, as many as have room on disk for the states that a drafter reads.
-
-    They follow from the data alone, not from what else is stored: a resumed run reads the same states from disk.
-
-    Args:
-        taps: layers whose outputs the drafter reads.
-        form: of the stored states.
-        room: bytes; None for no limit.
-
-    Raises:
-        UserError: if there is no room for the first one.
-    """
-    if room is None:
-        return manifest.shards
-    width = len(state_names(taps)) * form.token_bytes(manifest.target.hidden_size)
-    ends = list(accumulate(record.tokens * width for record in manifest.shards))
-    found = tuple(record for record, end in zip(manifest.shards, ends, strict=True) if end <= room)
-    if not found:
-        raise UserError(f"batch.store_gib {room / GIB:.3g} has no room for the states of the first shard, which take "
-                        f"{ends[0] / GIB:.3g} GiB; raise it, or set batch.states: computed")
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,25 +34,13 @@ class WantedStates:
 
     taps: tuple[int, ...] = ()
     """Layers whose outputs it reads, next to the final states."""
-    room: int | None = None
-    """Bytes that they may take; None for no limit."""
     form: str | None = None
     """Name of their number format on disk; None is the target's own."""
 
-    def width(self, target: Target) -> int:
-        """Bytes on disk of one state of a token of this target."""
-        return format_named(self.form, target.dtype).token_bytes(target.hidden_size)
-
-    def bytes(self, tokens: int, width: int) -> int:
-        """Bytes of the states of so many tokens, of `width` bytes each."""
-        every = tokens * width * len(state_names(self.taps))
-        return every if self.room is None else min(every, self.room)
-
-    def fitting(self, tokens: int, width: int) -> tuple[str, ...]:
-        """Names of the states of the first `tokens` tokens of the data, of `width` bytes each; none where there is no
-        room for them."""
-        names = state_names(self.taps)
-        return names if self.room is None or tokens * width * len(names) <= self.room else ()
+    def bytes(self, tokens: int, target: Target) -> int:
+        """Bytes on disk of the states of so many tokens of this target."""
+        width = format_named(self.form, target.dtype).token_bytes(target.hidden_size)
+        return tokens * width * len(state_names(self.taps))
 
 
 class StateStore:
@@ -106,10 +64,13 @@ class StateStore:
             "target": target.identity.weights_hash,
             "dtype": form.name,
         }
-        self.files = _known_features(folder, self.key)
+        # States of another target or number format are others: their files are written over.
+        content = read_features(folder)
+        files: dict[str, dict[str, str]] = content.pop("files", {})
+        self.files = files if content == self.key else {}
 
     def lacks(self, record: ShardRecord, names: Sequence[str]) -> list[str]:
-        """Those of the named states that are not stored for a shard as they were written."""
+        """The named states that are not stored for a shard as they were written."""
         return [name for name in names if not self.holds(state_file(record, name), record.sha256)]
 
     def write(
@@ -145,7 +106,9 @@ class StateStore:
 
     def holds(self, name: str, tokens: str) -> bool:
         """True if a file is stored as it was written for data of this hash."""
-        return _is_written(self.folder / name, tokens, self.files)
+        file, entry = self.folder / name, self.files.get(name)
+        # A file that is listed may have been lost or replaced since.
+        return entry is not None and entry["tokens"] == tokens and file.exists() and hash_file(file) == entry["sha256"]
 
     def keep(self, name: str, tokens: str, tensors: Mapping[str, Tensor]) -> None:
         """Write another file that the target and the data of this hash decide, then the list.
@@ -168,10 +131,9 @@ class Encoding:
         folder: of `distill`.
         taps: layers whose outputs are stored too.
         form: name of the number format of the stored states, such as float16 or int8; None keeps the target's.
-        room: bytes that the states of this drafter may take: the first shards that fit are stored; None stores all.
 
     Raises:
-        UserError: if the target is another, or there is no room for one shard.
+        UserError: if the target is another.
     """
 
     def __init__(
@@ -181,13 +143,12 @@ class Encoding:
         taps: tuple[int, ...] = (),
         *,
         form: str | None = None,
-        room: int | None = None,
     ) -> None:
         manifest = Manifest.load(folder)
         manifest.target.require_same(target.identity)
         self.target, self.folder, self.names = target, folder, state_names(taps)
         self.store = StateStore(folder, target, format_named(form, target.dtype))
-        self.records = affordable(manifest, taps, self.store.form, room)
+        self.records = manifest.shards
         lacking = {record: self.store.lacks(record, self.names) for record in self.records}
         self.missing = {record: names for record, names in lacking.items() if names}
 
@@ -225,7 +186,6 @@ def encode(
     taps: tuple[int, ...] = (),
     *,
     form: str | None = None,
-    room: int | None = None,
     progress: bool = True,
 ) -> list[Path]:
     """Store the target's final states (and taps) at every token next to the token shards, skipping stored ones.
@@ -238,22 +198,9 @@ def encode(
         The files that hold them.
 
     Raises:
-        UserError: if the target is another, a shard is corrupted, the disk is full, or there is no room for one shard.
+        UserError: if the target is another, a shard is corrupted, or the disk is full.
     """
-    return Encoding(target, Path(folder), taps, form=form, room=room).run(progress=progress)
-
-
-def _known_features(folder: Path, key: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Finished files of this very target and number format; none when they were made with others."""
-    content = read_features(folder)
-    files: dict[str, dict[str, str]] = content.pop("files", {})
-    return files if content == dict(key) else {}
-
-
-def _is_written(file: Path, tokens: str, done: Mapping[str, Mapping[str, str]]) -> bool:
-    """True if a listed file belongs to the tokens with this hash and has not changed since."""
-    entry = done.get(file.name)
-    return entry is not None and entry["tokens"] == tokens and file.exists() and hash_file(file) == entry["sha256"]
+    return Encoding(target, Path(folder), taps, form=form).run(progress=progress)
 
 
 def read_rows(
@@ -276,7 +223,15 @@ def read_rows(
     """
     taps = {name: int(name.removeprefix("tap_")) for name in names if name != FINAL}
     found: dict[int, dict[str, Tensor]] = {}
-    for group in _alike({row: shard.span(row)[1] - shard.span(row)[0] for row in rows}):
+    # Rows of like length share a pass, at most PASS_TOKENS with their padding. They are not packed: a packed row of
+    # 1,024 tokens spends a third of its pass on attention between strangers.
+    lengths = {row: shard.span(row)[1] - shard.span(row)[0] for row in rows}
+    groups: list[list[int]] = []
+    for row in sorted(lengths, key=lambda row: lengths[row]):
+        if not groups or lengths[row] * (len(groups[-1]) + 1) > PASS_TOKENS:
+            groups.append([])
+        groups[-1].append(row)
+    for group in groups:
         spans = [slice(*shard.span(row)) for row in group]
         pieces = [Piece(tokens_N=shard.tokens_T[span], supervised_N=shard.supervised_T[span]) for span in spans]
         encoded = target.encode(pad(pieces), tuple(taps.values()))
@@ -287,16 +242,3 @@ def read_rows(
         if advance is not None:
             advance(sum(len(piece.tokens_N) for piece in pieces))
     return found
-
-
-def _alike(lengths: Mapping[int, int]) -> list[list[int]]:
-    """Rows of these lengths in groups of like length and at most PASS_TOKENS tokens, padding included.
-
-    Not packed: a packed row of 1,024 tokens spends a third of its pass on attention between strangers.
-    """
-    groups: list[list[int]] = []
-    for row in sorted(lengths, key=lambda row: lengths[row]):
-        if not groups or lengths[row] * (len(groups[-1]) + 1) > PASS_TOKENS:
-            groups.append([])
-        groups[-1].append(row)
-    return groups

@@ -8,11 +8,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from torch import Tensor
-
 from ...modules import Target, UserError
 from ...modules.decoding.state_recorder import RecordedStates
-from .feature_shards import FINAL, StoredFile, tap
+from .feature_shards import FINAL, StoredFile, state_names, tap
 from .feature_store import StateStore, WantedStates, read_rows
 from .state_formats import format_named
 from .token_store import ShardRecord, TokenShard
@@ -44,19 +42,17 @@ class ShardStates:
         self.seconds = 0.0
         """Time spent on reading what was not recorded, and on writing."""
 
-    def taps(self, tokens: int) -> tuple[int, ...] | None:
-        """Layers to be recorded in the next shard, after shards of so many tokens; None where nothing has room."""
-        chosen = [one for one in self.wanted if self._fitting(one, tokens + 1)]
-        return tuple(sorted({layer for one in chosen for layer in one.taps})) if chosen else None
+    def taps(self) -> tuple[int, ...] | None:
+        """Layers to be recorded next to the final states; None where nothing is stored."""
+        return tuple(sorted({layer for one in self.wanted for layer in one.taps})) if self.wanted else None
 
-    def write(self, tokens: int, record: ShardRecord, shard: TokenShard,
-              rows: Sequence[RecordedStates | None]) -> dict[str, StoredFile]:
-        """Write the states of a shard that have room; `add` lists the files.
+    def write(self, record: ShardRecord, shard: TokenShard, rows: Sequence[RecordedStates | None]
+              ) -> dict[str, StoredFile]:
+        """Write the states of a shard; `add` lists the files.
 
         Rows without recorded states are read by the target; a shard without any is left to `encode`.
 
         Args:
-            tokens: those of the shards before it.
             record: its entry in the manifest.
             shard: its tokens.
             rows: recorded states of each row.
@@ -67,14 +63,16 @@ class ShardStates:
         Raises:
             UserError: if the disk is full.
         """
-        names = self.fitting(tokens + record.tokens)
-        if self.store is None or not names or all(one is None for one in rows):
+        if self.store is None or all(one is None for one in rows):
             return {}
         started = time.monotonic()
+        names = tuple(sorted({name for one in self.wanted for name in state_names(one.taps)}))
         missing = [row for row, one in enumerate(rows) if one is None]
-        read = read_rows(self.target, shard, missing, names, self.store.dtype)
-        named = [read[row] if one is None else _named(one) for row, one in enumerate(rows)]
-        files = self.store.write(record, names, named)
+        found = read_rows(self.target, shard, missing, names, self.store.dtype)
+        for row, one in enumerate(rows):
+            if one is not None:
+                found[row] = {FINAL: one.final_LD, **{tap(layer): tapped_LD for layer, tapped_LD in one.taps.items()}}
+        files = self.store.write(record, names, [found[row] for row in range(len(rows))])
         self.seconds += time.monotonic() - started
         return files
 
@@ -82,15 +80,3 @@ class ShardStates:
         """List files that `write` has written. Raises UserError if the disk is full."""
         if self.store is not None and files:
             self.store.add(files)
-
-    def fitting(self, tokens: int) -> tuple[str, ...]:
-        """Names of the states of the last shard of so many tokens, as far as they have room."""
-        return tuple(sorted({name for one in self.wanted for name in self._fitting(one, tokens)}))
-
-    def _fitting(self, one: WantedStates, tokens: int) -> tuple[str, ...]:
-        return one.fitting(tokens, one.width(self.target))
-
-
-def _named(states: RecordedStates) -> dict[str, Tensor]:
-    """The states of a row by their names in files."""
-    return {FINAL: states.final_LD, **{tap(layer): tapped_LD for layer, tapped_LD in states.taps.items()}}

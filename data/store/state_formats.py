@@ -31,13 +31,13 @@ class StateFormat:
     """A number format on disk."""
 
     name: str
-    """As in `batch.states_format`."""
+    """Name in `batch.states_format`."""
     dtype: torch.dtype
     """Of a number on disk."""
     largest: float = 0.0
     """Largest code; 0 for formats without scales."""
     by_channel: bool = False
-    """Whether channels have scales of their own, next to tokens."""
+    """True if channels have scales of their own, next to tokens."""
 
     @property
     def scaled(self) -> bool:
@@ -60,7 +60,9 @@ class StateFormat:
         channels_D = (_channel_sizes(wide_TD) if self.by_channel else torch.ones(wide_TD.shape[1])).to(states_TD.dtype)
         even_TD = wide_TD / channels_D.float()
         tokens_T = even_TD.abs().amax(1) / self.largest
+        # A token of zeros has no size to divide by.
         tokens_T = tokens_T.where(tokens_T != 0, 1.0)
+        # Rounding of the channels' scales may take the largest number of a token past the largest code.
         codes_TD = (even_TD / tokens_T[:, None]).clamp(-self.largest, self.largest)
         codes_TD = codes_TD if self.dtype.is_floating_point else codes_TD.round()
         return {STATES: codes_TD.to(self.dtype), CHANNELS: channels_D, TOKENS: tokens_T}
@@ -75,8 +77,8 @@ FORMATS = {one.name: one for one in (
 
 
 def _channel_sizes(states_TD: Tensor) -> Tensor:
-    """Root mean square of each channel, [D], over tokens at equal size: else a large one would decide. A token that is
-    not finite decides nothing; 1 for a channel of zeros."""
+    """Root mean square of each channel, [D], over tokens at equal size; 1 for a channel of zeros."""
+    # At their own sizes a single large token would decide; one that is not finite decides nothing.
     equal_TD = functional.normalize(states_TD, dim=1).nan_to_num(0.0)
     sizes_D = equal_TD.square().mean(0).sqrt()
     return sizes_D.where(sizes_D > 0, 1.0)

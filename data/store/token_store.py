@@ -44,7 +44,7 @@ class Row:
     temperature: float = 0.0
     """Sampling temperature of the answer; 0 is greedy."""
     truncated: bool = False
-    """Whether an answer was cut by the length limit."""
+    """True if an answer was cut by the length limit."""
     source: SourceName = "target"
     """Writer of the supervised tokens."""
 
@@ -64,7 +64,7 @@ class TokenShard:
     temperatures_R: Tensor
     """Temperature of each row, float32."""
     truncated_R: Tensor
-    """Whether an answer of the row was cut by the length limit, bool."""
+    """True where an answer of the row was cut by the length limit, bool."""
     sources_R: Tensor
     """Writer of the row, as its index in `SOURCES`, uint8."""
     keys_P: Tensor
@@ -151,6 +151,11 @@ class ShardRecord:
     repetitive: int
     """Answers with more than 30 % repeated 4-grams."""
 
+    @property
+    def number(self) -> int:
+        """The number in its file's name."""
+        return int(self.file.removesuffix(".safetensors").rpartition("-")[2])
+
     def __post_init__(self) -> None:
         # States are written next to it under a name made of this one, and the next shard has the number after its own.
         if re.fullmatch(rf"{self.split}-[0-9]{{5,18}}\.safetensors", self.file) is None:
@@ -158,6 +163,11 @@ class ShardRecord:
                              f"with another number, got {self.file!r}")
         if wrong := [name for name, value in vars(self).items() if isinstance(value, int) and value < 0]:
             raise ValueError(f"{wrong[0]} of {self.file} must be at least 0, got {getattr(self, wrong[0])}")
+
+
+def shard_file(split: SplitName, number: int) -> str:
+    """Name of a shard's file."""
+    return f"{split}-{number:05d}.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +208,7 @@ class Manifest:
     held_out: HeldOut | None = None
     """Prompts kept for evaluation; None when none were asked for."""
     complete: bool = False
-    """Whether the budget is spent or the prompts are used up."""
+    """True once the budget is spent or the prompts are used up."""
 
     def split(self, name: str) -> tuple[ShardRecord, ...]:
         """Shards of one split, train or validation."""
@@ -219,6 +229,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """The JSON file; equal manifests give equal bytes."""
+        # Times and paths stay out: equal recipes give equal bytes on any machine.
         content = {"format_version": FORMAT_VERSION, **vars(self)}
         content["target"] = self.target.to_dict()
         content["shards"] = [asdict(shard) for shard in self.shards]
@@ -260,7 +271,7 @@ class Manifest:
 
 
 def _json(content: Mapping[str, Any]) -> bytes:
-    """JSON for people; equal contents give equal bytes."""
+    """Readable JSON; equal contents give equal bytes."""
     return (json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 

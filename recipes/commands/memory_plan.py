@@ -91,11 +91,9 @@ def _elsewhere(recipe: Recipe) -> Recipe:
 def stored_bytes(recipe: Recipe, target: Target, kinds: int) -> int:
     """Bytes of stored states on disk, of so many kinds."""
     form = format_named(recipe.batch.states_format, target.dtype)
-    every = (recipe.distill.budget_tokens or 0) * kinds * form.token_bytes(target.hidden_size)
-    room = recipe.batch.store_bytes
     if recipe.batch.states == "computed":
         return 0
-    return every if room is None else min(every or room, room)
+    return (recipe.distill.budget_tokens or 0) * kinds * form.token_bytes(target.hidden_size)
 
 
 def lines(plan: Plan, recipe: Recipe) -> Iterator[str]:

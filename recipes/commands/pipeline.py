@@ -106,7 +106,7 @@ def predict_states(workspace: Workspace, wanted: Sequence[WantedStates]) -> None
     tokens = missing_tokens(workspace)
     if not tokens or not wanted:
         return
-    needed = max(one.bytes(tokens, one.width(workspace.target)) for one in wanted)
+    needed = max(one.bytes(tokens, workspace.target) for one in wanted)
     say(f"     {require_room(workspace.data, needed, f'the states of {tokens:,} answer tokens')}")
 
 
@@ -145,8 +145,7 @@ def stored_states(workspace: Workspace) -> Sequence[Path]:
         say("     nothing to store: training reads tokens alone")
         return []
     batch = workspace.batch
-    encoding = Encoding(workspace.target, workspace.data, module.drafter.taps, form=batch.states_format,
-                        room=batch.store_bytes)
+    encoding = Encoding(workspace.target, workspace.data, module.drafter.taps, form=batch.states_format)
     if encoding.tokens:
         say(f"     {require_room(workspace.data, encoding.bytes, f'the states of {encoding.tokens:,} tokens')}")
     else:
@@ -173,7 +172,7 @@ def batches_for(workspace: Workspace, module: DraftModule) -> DraftDataModule:
     """The batches that a module trains on; without stored states where its training reads none."""
     config = workspace.batch
     if not module.needs_states:
-        config = replace(config, states="computed", store_gib=None)
+        config = replace(config, states="computed")
     return DraftDataModule(workspace.data, config, module.drafter.taps, workspace.around_prompts)
 
 
@@ -274,7 +273,7 @@ def _copies(tuning: Tuning, temperature: float) -> str:
 
 def without_loops(workspace: Workspace, module: DraftModule) -> ReadRows:
     """Held-out conversations with greedy answers up to their loops: copies and deep trees that pay in a loop alone
-    would be chosen for all text. With `batch.loops: keep` they are whole."""
+    would be chosen for all text."""
     return encoded(workspace, module, batches_for(workspace, module).validation_features())
 
 

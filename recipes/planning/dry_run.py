@@ -40,9 +40,6 @@ def check_states(recipe: Recipe, module: DraftModule) -> None:
     if module.changes_target and recipe.batch.states not in ("computed", "auto"):
         raise UserError(f"batch.states is {recipe.batch.states!r}, but {type(module).__name__} trains the target, "
                         "whose states change with every step; set batch.states: computed")
-    if module.target.placement.shared and recipe.batch.states == "mixed":
-        raise UserError(f"batch.states is 'mixed', but with target.placement {module.target.placement.name} all "
-                        "processes must compute states in the same steps; set batch.states: computed or stored")
 
 
 def check_room(recipe: Recipe, module: DraftModule) -> None:

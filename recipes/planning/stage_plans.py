@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.optim import AdamW, Optimizer
 
+from ...data.batches.prefetch import AHEAD
 from ...modules import Target
 from ...modules.target.devices.placement import Zero3
 from ...modules.target.linears.packed_linear import has_packed_product, linear_layers
@@ -175,7 +176,7 @@ class StagePlans:
                  "optimizer": self._optimizer(), "step": max(forward, backward) + buckets,
                  "held-out states": self._held_out_states()}
         # One more than asked for: the training loop fetches a batch before it hands out the last one.
-        ahead = (self.recipe.batch.prefetch + 1) * step.states if self.stores else 0
+        ahead = (AHEAD + 1) * step.states if self.stores else 0
         seconds = self._train_seconds(step.whole.operations + (step.target.operations if computed else 0))
         if not self.accelerator:
             # A checkpoint is written from memory, in which what a step has freed stays with the process.

@@ -180,8 +180,8 @@ def state_costs(recipe: Recipe, target: Target, module: DraftModule, found: Data
     return StateCosts(
         tokens=found.tokens, passes=steps * train.accumulate * train.world * micro / max(1, found.tokens),
         reading=found.tokens / micro * rates.seconds(step.target.operations), readers=train.world,
-        unread=found.unread / max(1, found.tokens), size=wanted.bytes(found.missing, wanted.width(target)),
-        kept=wanted.bytes(found.tokens, wanted.width(target)),
+        unread=found.unread / max(1, found.tokens), size=wanted.bytes(found.missing, target),
+        kept=wanted.bytes(found.tokens, target),
         free=shutil.disk_usage(folder).free, disk=DiskRates.measured(folder))
 
 

@@ -16,7 +16,7 @@ FORMER_MODEL = re.compile(r"model(\.init_args)?\.config\.(?P<drafter>drafter\.)?
 RENAMED = {
     "prompts.source": "prompts.origin (own, file or dataset)",
     "batch.source": "batch.states (stored, computed or mixed, formerly features, tokens or mixed)",
-    "distill.source": "distill.answered_by (target, text, draft or mix)",
+    "distill.source": "distill.answered_by (target, text, draft, or shares of them)",
     "tree.max_nodes": "tree.searched_nodes",
     "tree.size": "tree.used_nodes",
     "model.class_path": "family, such as family: medusa",

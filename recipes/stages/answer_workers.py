@@ -6,14 +6,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 import torch
 import yaml
 
-from ...data import Manifest, WantedStates, distill, distill_from_queue
+from ...data import Manifest, WantedStates, distill
 from ...data.answers.distill_config import AUTO
 from ...data.answers.folder_locks import FolderLocks
 from ...data.answers.shard_queue import clear_queue
@@ -75,14 +74,13 @@ def answers(workspace: Workspace, states: Sequence[WantedStates], *, grow: bool 
         grow: whether data that others have completed with lower limits may grow.
     """
     recipe = workspace.recipe
-    work = distill if recipe.distill.workers is None else partial(distill_from_queue, grow=grow)
     # What is measured for this machine is measured before the others start, who would disturb it; how many have room
     # follows from the memory of this one with its target.
     target, config, train_target = workspace.target, workspace.distill_config, workspace.train_target()
     with helpers(workspace):
-        manifest = work(target, recipe.prompts, config, workspace.template, workspace.data,
+        manifest = distill(target, recipe.prompts, config, workspace.template, workspace.data,
                         train_target=train_target, writer=writer_of(workspace), states=states,
-                        progress=HELPS not in os.environ)
+                        progress=HELPS not in os.environ, grow=grow)
     clear_queue(workspace.data)
     return manifest
 

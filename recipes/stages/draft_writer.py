@@ -26,7 +26,7 @@ def writer_of(workspace: Workspace) -> Writer | None:
     counts_V = torch.zeros(workspace.target.vocab_size, dtype=torch.long)
     require_teacher(workspace.recipe.module(workspace.target, counts_V))
     artifact = load_artifact(Path(config.draft), workspace.target, trust=workspace.recipe.trust)
-    return Writer.of(artifact.drafter, config.draft_tokens, writer_digest(workspace))
+    return Writer.of(artifact.drafter, writer_digest(workspace))
 
 
 def writer_digest(workspace: Workspace) -> str:

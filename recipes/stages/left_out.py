@@ -1,8 +1,8 @@
 """Work that the stages before the evaluation left out for lack of minutes, and loops that training leaves out."""
 
 from ...data import Manifest, TokenShard
-from ...data.answers.distill_stats import STATS
-from ...data.batches.learned_tokens import count_loops
+from ...data.answers.data_folder import STATS
+from ...data.batches.learned_tokens import count_repetitions
 from ...modules.files.json_records import read_json, record_of
 from .training_folder import read_result
 from .workspace import Workspace
@@ -26,17 +26,15 @@ def _answers(workspace: Workspace) -> list[str]:
 
 
 def _loops(workspace: Workspace) -> list[str]:
-    """The repetitions that training leaves out by choice."""
-    use, manifest = workspace.recipe.batch.loops, workspace.manifest()
-    if use == "keep":
-        return []
-    found = count_loops([TokenShard.read(workspace.data / record.file, record.sha256)
-                         for record in manifest.split("train")])
+    """The repetitions that training leaves out."""
+    manifest = workspace.manifest()
+    found = count_repetitions([TokenShard.read(workspace.data / record.file, record.sha256)
+                               for record in manifest.split("train")])
     if not found.answers:
         return []
     return [f"training text: {found.answers:,} of {manifest.total('train', 'answers'):,} answers end in a loop, whose "
-            f"{found.tokens:,} repeated tokens of {manifest.total('train', 'supervised'):,} in all are not learned "
-            f"(batch.loops {use})"]
+            f"{found.tokens:,} repeated tokens of {manifest.total('train', 'supervised'):,} in all are not "
+            "learned"]
 
 
 def _ran_out(workspace: Workspace, manifest: Manifest, minutes: float) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...data import ChatTemplate, DistillConfig, Manifest, WantedStates
-from ...data.answers.distill_config import ONE_QUEUE, raised_limits
+from ...data.answers.distill_config import raised_limits
 from ...data.answers.folder_locks import FolderLocks
 from ...data.batches.datamodule import BatchConfig, learned
 from ...data.batches.label_weights import count_labels
@@ -178,10 +178,8 @@ class Workspace:
 
     @property
     def batched(self) -> dict[str, Any]:
-        """The settings of the batches that decide them: the origin of states as it was chosen, without what is read
-        ahead."""
-        found = {name: value for name, value in self.settings["batch"].items() if name != "prefetch"}
-        return {**found, "states": self.batch.states}
+        """The settings of the batches, the origin of states as it was chosen."""
+        return {**self.settings["batch"], "states": self.batch.states}
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -229,8 +227,7 @@ class Workspace:
     @property
     def answered(self) -> dict[str, Any]:
         """The settings of the answers, without the number of processes and a server's address, which decide nothing."""
-        found = {name: value for name, value in self.settings["distill"].items() if name not in ("workers", "server")}
-        return found if self.recipe.distill.workers is None else {**found, "workers": ONE_QUEUE}
+        return {name: value for name, value in self.settings["distill"].items() if name not in ("workers", "server")}
 
     @property
     def trained(self) -> dict[str, Any]:
@@ -304,7 +301,7 @@ class Workspace:
         module, batch = dry_run(self.recipe, sketch_target(self.recipe.target)), self.batch
         if batch.states == "computed" or not module.needs_states:
             return ()
-        return (WantedStates(taps=module.drafter.taps, room=batch.store_bytes, form=batch.states_format),)
+        return (WantedStates(taps=module.drafter.taps, form=batch.states_format),)
 
     def module(self) -> DraftModule:
         """A new LightningModule of the recipe's family, with its drafter."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from draftsmith.data import Manifest
-from draftsmith.data.answers.distill_stats import read_stats
+from draftsmith.data.answers.data_folder import read_stats
 
 
 def tokens_per_second(recipe: str, workers: int | None, tokens: int, shard_prompts: int) -> float:

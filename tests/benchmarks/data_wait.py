@@ -6,7 +6,7 @@
 Conversations of random tokens and random states of the shape are written into a folder as a run would leave them, in
 one format after the other, and a drafter with random weights is trained on them by Lightning as a run does, without
 validation. Before each training the files leave the system's memory, so that the first pass comes from the disk. The
-settings of `batch.prefetch` take turns, twice, and the smaller wait counts: others may use the machine. *Make* is the
+settings of batches read ahead take turns, twice, and the smaller wait counts: others may use the machine. *Make* is the
 median time in which one batch is read from the system's memory and packed, *decode* that in which its states become
 numbers of the target's format on the device. On a GPU the host may wait while the device still works.
 """
@@ -31,6 +31,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from draftsmith.data import Manifest, ShardRecord, TokenShard
+from draftsmith.data.batches import datamodule
 from draftsmith.data.batches.datamodule import BatchConfig, DraftDataModule
 from draftsmith.data.store.feature_shards import state_names
 from draftsmith.data.store.feature_store import StateStore
@@ -137,7 +138,8 @@ def measure(module: DraftModule, folder: Path, config: BatchConfig, aheads: Sequ
     taps, found = module.drafter.taps, dict[int, Waited]()
     for _ in range(ROUNDS):
         for ahead in aheads:
-            data = DraftDataModule(folder, replace(config, prefetch=ahead), taps)
+            datamodule.AHEAD = ahead
+            data = DraftDataModule(folder, config, taps)
             forget(folder)
             waited = train(module, data, steps)
             del data
@@ -151,7 +153,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", choices=list(SHAPES), default="smollm2-135m", help="the target")
     parser.add_argument("--recipe", choices=RECIPES, default="medusa_8b", help="shipped recipe of the drafter")
     parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=["float32", "int8", "fp8"])
-    parser.add_argument("--ahead", nargs="+", type=int, default=[0, 2], help="values of batch.prefetch")
+    parser.add_argument("--ahead", nargs="+", type=int, default=[0, 2], help="batches read ahead")
     parser.add_argument("--steps", type=int, default=12, help="optimizer steps of a training")
     parser.add_argument("--conversations", type=int, default=192)
     parser.add_argument("--row-length", type=int, default=512, help="tokens of a packed row")

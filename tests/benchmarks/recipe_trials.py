@@ -50,7 +50,7 @@ from tqdm import tqdm
 
 SECTIONS = ("family", "drafter", "train", "batch")
 """Sections of a recipe that a trial may change: the others decide the data, or how a draft is measured."""
-GIVEN = ("train.max_minutes", "train.max_steps", "train.seed", "batch.seed")
+GIVEN = ("train.max_minutes", "train.max_steps", "train.seed")
 """Keys that every trial is given by the script."""
 NODES = 64
 """Nodes of the tree that measures a draft, root included."""
@@ -152,7 +152,7 @@ class Trials:
     def _workspace(self, trial: Trial, seed: int) -> Workspace:
         steps, minutes = self.options.steps, self.options.seconds / 60
         given = {"out": self.out / trial.name / f"seed-{seed}", "data": self.options.data, "train.seed": seed,
-                 "batch.seed": seed, "train.max_steps": "null" if steps is None else steps,
+                 "train.max_steps": "null" if steps is None else steps,
                  "train.max_minutes": minutes if steps is None else "null"}
         # The draft of the last step is measured: choosing among several would take other seconds for each trial.
         words = [f"--train.validate_every={MOST_STEPS}", *(f"--{word}" for word in trial.overrides),
@@ -202,7 +202,7 @@ class Trials:
 
     def _before_loops(self, workspace: Workspace, module: DraftModule) -> ReadRows:
         """Held-out own answers as far as their loops, whatever the trial learns."""
-        config = replace(workspace.recipe.batch, loops="cut")
+        config = workspace.recipe.batch
         recipe = replace(workspace.recipe, batch=config)
         return batches_for(Workspace(recipe, workspace.settings), module).validation_features()
 

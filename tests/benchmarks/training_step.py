@@ -35,8 +35,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from draftsmith.data.batches.prefetch import Prefetched
-from draftsmith.data.store.collate import Piece, packed, pad, plan_bins
-from draftsmith.data.store.packed_batch import PackedBatch
+from draftsmith.data.store.collate import PackedBatch, Piece, packed, pad, plan_bins
 from draftsmith.modules import Drafter, DraftLM, Features, Target
 from draftsmith.modules.compiler import Compiler
 from draftsmith.modules.drafters.parts.decoder_block import GatedMLP

@@ -81,9 +81,8 @@ CONTENTS = [
     # Numbers at the edges.
     *((f"{key.partition('.')[0]}: {{{key.partition('.')[2]}: {value}}}", rf"{key.rpartition('.')[2]}.*must .*{said}")
       for key in ("train.lr", "train.weight_decay", "evaluate.top_p", "distill.temperatures",
-                  "batch.store_gib", "prompts.own_temperature")
-      for value, said in ((".nan", "nan"), ("1e400", ""), ("text", "text"), ("-1", "-1"))
-      if (key, value) != ("batch.store_gib", "-1")),
+                  "prompts.own_temperature")
+      for value, said in ((".nan", "nan"), ("1e400", ""), ("text", "text"), ("-1", "-1"))),
     *((f"{key.partition('.')[0]}: {{{key.partition('.')[2]}: {value}}}", rf"{key.rpartition('.')[2]}.*must.*")
       for key in ("train.max_steps", "train.accumulate", "train.devices", "distill.slots", "distill.max_new_tokens",
                   "batch.row_length", "tree.searched_nodes", "drafter.num_heads", "evaluate.max_new_tokens")
@@ -93,7 +92,7 @@ CONTENTS = [
     *((f"{section}: {{{key}: {value}}}", f"{key} must .*at most .*, got")
       for section, key, value in (
           ("distill", "slots", "1000000000"), ("distill", "shard_prompts", "1000000000"),
-          ("distill", "validation_prompts", "1000000000"), ("distill", "document_tokens", "1000000000"),
+          ("distill", "validation_prompts", "1000000000"),
           ("batch", "row_length", "1000000000"), ("batch", "rows_per_batch", "1000000000"),
           ("train", "max_steps", "99999999999999999999"), ("train", "accumulate", "99999999999999999999"),
           ("train", "lr", "1e+300"), ("evaluate", "max_new_tokens", "1000000000"),

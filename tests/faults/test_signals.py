@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.data.answers.distill import Distillation
+from draftsmith.data.answers.shard_queue import ShardQueue
 from draftsmith.data.store import feature_store
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands import artifact_commands, pipeline
@@ -65,7 +65,7 @@ def left_by(run: Path, *gone: str) -> None:
 
 
 @pytest.mark.parametrize(("number", "owner", "name", "at", "gone"), [
-    (signal.SIGTERM, Distillation, "_write_shard", 2, ("data", "train", "artifact")),
+    (signal.SIGTERM, ShardQueue, "publish", 1, ("data", "train", "artifact")),
     pytest.param(signal.SIGINT, feature_store, "write_tensors", 2, ("data", "train", "artifact"),
                  marks=pytest.mark.long),
     (signal.SIGTERM, MedusaModule, "training_step", 13, ("train", "artifact")),

@@ -85,7 +85,7 @@ FAULTS = [
           r"unknown key template\.class_path.*",
           recipe("tree: {class_path: hostile.Module}\ntemplate: {class_path: hostile.Module}\n")),
     Fault("a class path in a mapping", "plan --config r.yaml", r"distill\.mix must be a mapping",
-          recipe(f"{NAMED}distill:\n  answered_by: mix\n  mix: {{class_path: hostile.Module}}\n")),
+          recipe(f"{NAMED}distill:\n  answered_by: {{class_path: hostile.Module}}\n")),
     Fault("a tag that calls", "plan --config r.yaml", r"constructor for the tag .*os\.system.*correct it",
           recipe(f"{NAMED}family: !!python/object/apply:os.system ['echo']\n")),
     Fault("a tag that names a module", "plan --config r.yaml", r"constructor for the tag .*hostile.*correct it",

@@ -93,17 +93,6 @@ def test_a_process_killed_at_a_random_moment_changes_no_weight(
     assert outcome(out) == outcome(trained.out)
 
 
-@pytest.mark.distributed
-@pytest.mark.long
-def test_batches_made_when_they_are_due_give_the_same_weights(trained: Trained, tmp_path: Path) -> None:
-    """Processes that share a target read their own rows, and each has a thread that reads ahead."""
-    out = tmp_path / "out"
-    shutil.copytree(trained.out, out, ignore=shutil.ignore_patterns("train"))
-    answer = torchrun(2, *training(out, trained.shared), "--batch.prefetch", "0")
-    assert answer.returncode == 0, answer.stderr[-3000:]
-    assert outcome(out) == outcome(trained.out)
-
-
 def start_and_kill(out: Path, command: list[str], seconds: float, chance: random.Random) -> int:
     """Exit code of a training of which one process is killed so long after its first file."""
     with (out / "said.txt").open("w") as said:

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.data.store.collate import Piece, packed
-from draftsmith.data.store.packed_batch import PackedBatch
+from draftsmith.data.store.collate import PackedBatch, Piece, packed
 from draftsmith.modules import Target
 from draftsmith.trainers.losses.metrics import weighted_mean_loss
 from draftsmith.trainers.steps.step_guard import READ_EVERY, FinishedStep, StepGuard

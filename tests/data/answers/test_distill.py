@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import re
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,7 +21,10 @@ from draftsmith.data import (
     distill,
     read_prompts,
 )
-from draftsmith.data.answers.answering import Answerer, take_given
+from draftsmith.data.answers import distill_task
+from draftsmith.data.answers.answering import Answerer
+from draftsmith.data.answers.row_writers import take_given
+from draftsmith.data.prompts import self_prompting
 from draftsmith.modules import DecodeSettings, Request, Target, UserError, decode
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.chats import THINKING
@@ -104,8 +106,11 @@ def test_held_out_prompts_and_duplicates_never_train(tmp_path: Path, tiny_target
     assert len(trained) == len(set(trained))
 
 
-def test_the_target_writes_its_own_prompts(tmp_path: Path, tiny_target: Target) -> None:
-    prompts = PromptConfig(own_max_tokens=150, own_top_p=1.0)
+def test_the_target_writes_its_own_prompts(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_prompting, "TOP_P", 1.0)
+    prompts = PromptConfig(own_max_tokens=150)
     config = replace(SMALL, shard_prompts=8, slots=8, budget_tokens=40)
     manifest = run(tiny_target, prompts, config, tmp_path / "out")
     assert manifest.complete
@@ -201,9 +206,9 @@ def test_given_answers_are_used_as_they_are_and_marked(tmp_path: Path, tiny_targ
 def test_given_answers_are_needed_and_must_be_exact(tiny_target: Target, caplog: pytest.LogCaptureFixture) -> None:
     template = ChatTemplate(tiny_target.tokenizer)
     with pytest.raises(UserError, match=r"prompt x has no answer of its own; .*distill.answered_by: target"):
-        take_given([(0, Prompt(turns=("a",), id="x"))], template, 100, 64)
+        take_given([(0, Prompt(turns=("a",), id="x"))], template, 100)
     long = Prompt(turns=("a",), id="y", answers=("b" * 200,))
-    [one], _ = take_given([(0, long)], template, 100, 64)
+    [one], _ = take_given([(0, long)], template, 100)
     assert (len(one.rows[0].tokens), one.truncated) == (100, 1)
     tokenizer = tiny_tokenizer()
     broken = (
@@ -211,7 +216,7 @@ def test_given_answers_are_needed_and_must_be_exact(tiny_target: Target, caplog:
     )
     tokenizer.chat_template = broken
     bad, good = (Prompt(turns=("a",), id=text, answers=(text,)) for text in ("bad", "good"))
-    taken, refused = take_given([(0, bad), (1, good)], ChatTemplate(tokenizer), 100, 64)
+    taken, refused = take_given([(0, bad), (1, good)], ChatTemplate(tokenizer), 100)
     assert (len(taken), len(refused)) == (1, 1)
     assert "1 of 2 conversations left out; the first because" in caplog.text
     assert "no longer renders its prompt" in str(refused[0])
@@ -229,7 +234,8 @@ def test_a_run_killed_at_any_write_ends_in_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
     target = base_target() if source == "own" else Target(tiny_model(), tiny_tokenizer(), name="tiny-random")
-    kinds = PromptConfig(own_kinds=("math", "any"), own_turns=2, own_max_tokens=100, own_top_p=1.0)
+    monkeypatch.setattr(self_prompting, "TOP_P", 1.0)
+    kinds = PromptConfig(own_kinds=("math", "any"), own_max_tokens=100)
     prompts = {"file": write_prompts(tmp_path, many(12)), "own": PromptConfig(), "kinds": kinds}[source]
     config = replace(SMALL, budget_tokens=50 if source == "file" else 24)
     run(target, prompts, config, tmp_path / "whole")
@@ -325,7 +331,7 @@ def test_data_that_may_not_grow_stay_complete(
     prompts, out, config = write_prompts(tmp_path, many(24)), tmp_path / "out", replace(SMALL, budget_tokens=20)
     run(tiny_target, prompts, config, out)
     before = contents(out)
-    monkeypatch.setattr(sys.modules[distill.__module__], "package_versions", lambda: {"torch": "another"})
+    monkeypatch.setattr(distill_task, "package_versions", lambda: {"torch": "another"})
     with pytest.raises(UserError, match="the installed versions was"):
         run(tiny_target, prompts, replace(config, budget_tokens=60), out)
     assert contents(out) == before

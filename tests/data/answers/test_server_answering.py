@@ -14,7 +14,6 @@ from draftsmith.data import (
     PromptConfig,
     WantedStates,
     distill,
-    distill_from_queue,
     encode,
 )
 from draftsmith.data.answers import answer_server, engine_answering
@@ -38,8 +37,7 @@ def asking(server: Server, path: str = "/v1") -> DistillConfig:
 
 
 def run(target: Target, prompts: PromptConfig, config: DistillConfig, out: Path, **more: Any) -> Manifest:
-    work = distill if config.workers is None else distill_from_queue
-    return work(target, prompts, config, ChatTemplate(target.tokenizer), out, progress=False, **more)
+    return distill(target, prompts, config, ChatTemplate(target.tokenizer), out, progress=False, **more)
 
 
 def other_target() -> Target:

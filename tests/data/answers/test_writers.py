@@ -1,6 +1,5 @@
 """Writers of the training rows: the target, the given text, a draft, or a mix; a kill changes no byte."""
 
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, TokenShard, Writer, distill
-from draftsmith.data.answers.distill import Distillation
+from draftsmith.data.answers import row_writers
+from draftsmith.data.answers.shard_queue import FinishedShard, ShardQueue
 from draftsmith.data.answers.writers import source_of
 from draftsmith.data.store.token_store import SOURCES
 from draftsmith.modules import DecodeSettings, Request, Target, UserError, decode
@@ -33,7 +33,7 @@ def draft(target: Target, digest: str = "d1", seed: int = 3) -> Writer:
     drafter = Medusa.create(MedusaConfig(num_heads=3), target)
     for parameter in drafter.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
-    return Writer.of(drafter.eval(), 5, digest)
+    return Writer.of(drafter.eval(), digest)
 
 
 def make(
@@ -63,7 +63,7 @@ def answered(count: int) -> list[dict[str, Any]]:
 
 
 def test_shares_are_kept_and_hang_on_the_prompt_alone() -> None:
-    config = replace(SMALL, answered_by="mix", mix=MIX, **DRAFT)
+    config = replace(SMALL, answered_by=MIX, **DRAFT)
     dealt = [source_of(number, config.shares, seed=5) for number in range(4000)]
     counts = Counter(dealt)
     for name, share in MIX.items():
@@ -74,17 +74,13 @@ def test_shares_are_kept_and_hang_on_the_prompt_alone() -> None:
 
 
 @pytest.mark.parametrize(("settings", "message"), [
-    ({"answered_by": "mix", "mix": {"target": 0.5, "text": 0.3}}, r"sum to 1, got 0.8 \(target: 0.5, text: 0.3\)"),
-    ({"answered_by": "mix", "mix": {"target": 1.5, "text": -0.5}}, "must be above 0 and sum to 1"),
-    ({"answered_by": "mix", "mix": {"target": 0.5, "books": 0.5}}, "distill.mix knows target, text, draft, got books"),
-    ({"answered_by": "mix"}, "distill.answered_by is mix and distill.mix is None; give shares with answered_by mix"),
-    ({"mix": {"target": 1.0}}, "distill.answered_by is target and distill.mix is .*; give shares"),
+    ({"answered_by": {"target": 0.5, "text": 0.3}}, r"sum to 1, got 0.8 \(target: 0.5, text: 0.3\)"),
+    ({"answered_by": {"target": 1.5, "text": -0.5}}, "must be above 0 and sum to 1"),
+    ({"answered_by": {"target": 0.5, "books": 0.5}}, "distill.answered_by knows target, text, draft, got books"),
     ({"answered_by": "draft"}, "distill.draft is None, but a draft writes 100% of the train rows; name an artifact"),
-    ({"answered_by": "mix", "mix": {"target": 0.8, "draft": 0.2}}, "distill.draft is None, but a draft writes 20%"),
+    ({"answered_by": {"target": 0.8, "draft": 0.2}}, "distill.draft is None, but a draft writes 20%"),
     ({"draft": "a"}, "distill.draft is a, but a draft writes 0% of the train rows"),
-    ({"answered_by": "books"}, "distill.answered_by must be one of target, text, draft, mix, got 'books'"),
-    ({"draft_tokens": 0}, "distill.draft_tokens must be at least 1, got 0"),
-    ({"document_tokens": 1}, "distill.document_tokens must be at least 2, got 1"),
+    ({"answered_by": "books"}, "answered_by must be one of target, text, draft, or shares of them, got 'books'"),
 ])
 def test_impossible_sources_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
@@ -148,10 +144,13 @@ def test_a_hard_objective_is_refused_on_a_drafts_words(tiny_target: Target) -> N
 # Given text -----------------------------------------------------------------------------------------------------------
 
 
-def test_documents_are_learnt_whole_in_pieces(tmp_path: Path, tiny_target: Target) -> None:
+def test_documents_are_learnt_whole_in_pieces(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_writers, "DOCUMENT_TOKENS", 100)
     texts = [SEA * 9 + str(number) for number in range(5)]
     prompts = write_prompts(tmp_path, [{"text": text} for text in texts])
-    config = replace(SMALL, answered_by="text", document_tokens=100)
+    config = replace(SMALL, answered_by="text")
     manifest = make(tiny_target, prompts, config, tmp_path / "out")
     found, tokenizer = rows(tmp_path / "out"), tiny_target.tokenizer
     assert max(len(tokens) for tokens, *_ in found) == 100
@@ -183,7 +182,7 @@ def test_of_a_held_out_document_the_target_continues_the_beginning(tmp_path: Pat
     ([{"text": SEA + str(number)} for number in range(6)], {"answered_by": "text", "test_prompts": 1},
      "plain documents are no prompts .* set distill.test_prompts: 0"),
     (many(8), {"answered_by": "text"}, "has no answer of its own; .* distill.answered_by: target"),
-    (many(30), {"answered_by": "mix", "mix": {"target": 0.5, "text": 0.5}}, "has no answer of its own"),
+    (many(30), {"answered_by": {"target": 0.5, "text": 0.5}}, "has no answer of its own"),
 ])
 def test_prompts_that_do_not_fit_the_source(
     lines: list[dict[str, Any]], settings: dict[str, Any], message: str, tmp_path: Path, tiny_target: Target
@@ -203,7 +202,7 @@ class Killed(BaseException):
 def test_a_killed_mix_ends_in_the_same_bytes(
     at: int, tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts, config = write_prompts(tmp_path, answered(26)), replace(SMALL, answered_by="mix", mix=MIX, **DRAFT)
+    prompts, config = write_prompts(tmp_path, answered(26)), replace(SMALL, answered_by=MIX, **DRAFT)
     manifest = make(tiny_target, prompts, config, tmp_path / "peace", draft(tiny_target))
     found = rows(tmp_path / "peace")
     assert {source for *_, source in found} == set(SOURCES)
@@ -212,15 +211,14 @@ def test_a_killed_mix_ends_in_the_same_bytes(
         assert source == source_of(number, config.shares, config.seed)
     assert sum(manifest.written(name) for name in SOURCES) == len(found)
 
-    write, seen = Distillation._write_shard, []
+    publish = ShardQueue.publish
 
-    def dies(self: Any, split: str, *rest: Any) -> None:
-        seen.append(split)
-        if seen.count("train") > at:
+    def dies(self: ShardQueue, number: int, shard: FinishedShard) -> None:
+        if number >= at:
             raise Killed
-        write(self, split, *rest)
+        publish(self, number, shard)
 
-    monkeypatch.setattr(Distillation, "_write_shard", dies)
+    monkeypatch.setattr(ShardQueue, "publish", dies)
     with pytest.raises(Killed):
         make(tiny_target, prompts, config, tmp_path / "killed", draft(tiny_target))
     monkeypatch.undo()
@@ -232,8 +230,8 @@ def test_the_manifest_hangs_on_sources_shares_and_the_artifact(tmp_path: Path, t
     prompts, hashes = write_prompts(tmp_path, answered(14)), set()
     shares = {"target": 0.5, "text": 0.5}
     for number, (settings, writer) in enumerate([
-        ({}, None), ({"answered_by": "text"}, None), ({"answered_by": "mix", "mix": shares}, None),
-        ({"answered_by": "mix", "mix": {"target": 0.6, "text": 0.4}}, None),
+        ({}, None), ({"answered_by": "text"}, None), ({"answered_by": shares}, None),
+        ({"answered_by": {"target": 0.6, "text": 0.4}}, None),
         ({"answered_by": "draft", **DRAFT}, draft(tiny_target)),
         ({"answered_by": "draft", **DRAFT}, draft(tiny_target, "d2")),
     ]):
@@ -251,9 +249,9 @@ def test_texts_that_are_all_refused_end_no_mix(
 ) -> None:
     """A shard of a mix may hold very few of them; where there is nothing else, the template is at fault."""
     refused = [UserError("this conversation cannot be rendered")]
-    monkeypatch.setattr(sys.modules[Distillation.__module__], "take_given", lambda *_given: ([], refused))
+    monkeypatch.setattr(row_writers, "take_given", lambda *_given: ([], refused))
     prompts = write_prompts(tmp_path, answered(26))
-    mixed = replace(SMALL, answered_by="mix", mix={"target": 0.5, "text": 0.5})
+    mixed = replace(SMALL, answered_by={"target": 0.5, "text": 0.5})
     manifest = make(tiny_target, prompts, mixed, tmp_path / "mix")
     assert manifest.written("text") == 0
     assert manifest.written("target") > 0

@@ -15,19 +15,17 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, distill, encode
+from draftsmith.data.batches import datamodule
 from draftsmith.data.batches.datamodule import BatchConfig, DraftDataModule
 from draftsmith.data.batches.prefetch import THREAD, Prefetched
 from draftsmith.data.store.feature_shards import FINAL, state_file
 from draftsmith.modules import Features, MedusaConfig, Target, UserError
 from draftsmith.recipes.__main__ import main
-from draftsmith.recipes.commands.pipeline import COMMANDS, batches_for, provenance
-from draftsmith.recipes.stages.training_folder import read_result
-from draftsmith.recipes.stages.workspace import Workspace
 from draftsmith.trainers import fit
 from draftsmith.trainers.drafters.medusa import MedusaModule, MedusaTrainConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-CONFIG = BatchConfig(row_length=96, rows_per_batch=2, seed=1)
+CONFIG = BatchConfig(row_length=96, rows_per_batch=2)
 TRAIN = MedusaTrainConfig(drafter=MedusaConfig(num_heads=1), max_steps=5, warmup_steps=1, checkpoint_every=2,
                           validate_every=5, accumulate=2, accelerator="cpu", precision="32-true")
 
@@ -156,8 +154,8 @@ def folder(stored: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(stored, tmp_path / "data"))
 
 
-def data(folder: Path, prefetch: int, **changes: Any) -> DraftDataModule:
-    return DraftDataModule(folder, replace(CONFIG, prefetch=prefetch, **changes))
+def data(folder: Path, **changes: Any) -> DraftDataModule:
+    return DraftDataModule(folder, replace(CONFIG, **changes))
 
 
 class Power(Exception):
@@ -185,10 +183,11 @@ class Terminated(MedusaModule):
 
 @pytest.mark.parametrize("states", ["stored", "computed"])
 def test_a_run_ends_in_the_same_bits_with_prefetching_without_and_resumed(
-    states: Any, stored: Path, tmp_path: Path, tiny_target: Target
+    states: Any, stored: Path, tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def trained(prefetch: int, out: Path, kind: type[MedusaModule] = MedusaModule) -> bytes:
-        fit(kind(tiny_target, TRAIN), data(stored, prefetch, states=states), out, progress=False)
+    def trained(ahead: int, out: Path, kind: type[MedusaModule] = MedusaModule) -> bytes:
+        monkeypatch.setattr(datamodule, "AHEAD", ahead)
+        fit(kind(tiny_target, TRAIN), data(stored, states=states), out, progress=False)
         return (out / "best.safetensors").read_bytes()
 
     plain = trained(0, tmp_path / "plain")
@@ -202,7 +201,7 @@ def test_a_run_ends_in_the_same_bits_with_prefetching_without_and_resumed(
 def test_a_request_to_end_leaves_no_thread_and_the_run_goes_on(
     stored: Path, tmp_path: Path, tiny_target: Target, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    whole = fit(MedusaModule(tiny_target, TRAIN), data(stored, 2), tmp_path / "whole", progress=True)
+    whole = fit(MedusaModule(tiny_target, TRAIN), data(stored), tmp_path / "whole", progress=True)
     assert "data wait %=" in capfd.readouterr().err
     assert 0 < whole.data_wait < 1
 
@@ -215,19 +214,20 @@ def test_a_request_to_end_leaves_no_thread_and_the_run_goes_on(
     former = signal.signal(signal.SIGTERM, stop)
     try:
         with pytest.raises(Asked):
-            fit(Terminated(tiny_target, TRAIN), data(stored, 2), tmp_path / "parts", progress=False)
+            fit(Terminated(tiny_target, TRAIN), data(stored), tmp_path / "parts", progress=False)
     finally:
         signal.signal(signal.SIGTERM, former)
     assert threads() == []
-    fit(MedusaModule(tiny_target, TRAIN), data(stored, 2), tmp_path / "parts", progress=False)
+    fit(MedusaModule(tiny_target, TRAIN), data(stored), tmp_path / "parts", progress=False)
     assert (tmp_path / "parts/best.safetensors").read_bytes() == (tmp_path / "whole/best.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("ahead", [0, 2])
 def test_states_that_are_altered_while_they_are_read_end_the_training(
-    prefetch: int, folder: Path, tmp_path: Path, tiny_target: Target
+    ahead: int, folder: Path, tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batches = data(folder, prefetch)
+    monkeypatch.setattr(datamodule, "AHEAD", ahead)
+    batches = data(folder)
     file = folder / state_file(Manifest.load(folder).split("train")[0], FINAL)
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -237,12 +237,6 @@ def test_states_that_are_altered_while_they_are_read_end_the_training(
     file.unlink()
     with pytest.raises(UserError, match=r"final-train-\S+ is gone while training reads it \(No such file"):
         batches.micro_batch(0)
-
-
-@pytest.mark.parametrize("prefetch", [-1, 65])
-def test_impossible_numbers_are_refused(prefetch: int) -> None:
-    with pytest.raises(UserError, match=rf"batch\.prefetch must .*, got {prefetch}"):
-        BatchConfig(prefetch=prefetch)
 
 
 def test_a_command_names_altered_states_in_one_sentence(copied_run: Path, tmp_path: Path, capsys: Any,
@@ -261,14 +255,3 @@ def test_a_command_names_altered_states_in_one_sentence(copied_run: Path, tmp_pa
     error = capsys.readouterr().err
     assert "was altered while training reads it; run draftsmith distill with the same recipe" in error
     assert "Traceback" not in error
-
-
-def test_prefetching_decides_nothing_of_a_run(tiny_run: Path) -> None:
-    found = []
-    for prefetch in ("0", "3"):
-        given = COMMANDS["run"].parse(["--config", "tiny", "--out", str(tiny_run), "--batch.prefetch", prefetch])
-        workspace = Workspace(given.values, given.settings)
-        assert batches_for(workspace, workspace.module()).config.prefetch == int(prefetch)
-        found.append((workspace.decisive, provenance(workspace, read_result(workspace.training), ())))
-    assert found[0] == found[1]
-    assert "prefetch" not in json.dumps(found[0][1])

@@ -22,7 +22,7 @@ from draftsmith.data import (
     distill,
 )
 from draftsmith.data.answers.answering import Answerer
-from draftsmith.data.answers.distill import Distillation
+from draftsmith.data.answers.held_out import HeldOutPrompts
 from draftsmith.data.store import shard_states
 from draftsmith.data.store.feature_shards import open_features
 from draftsmith.data.store.feature_store import Encoding
@@ -158,27 +158,10 @@ def test_rows_of_a_mix_are_read_where_they_were_not_recorded(
     assert gap(tiny_target_f64, tmp_path / "out", taps) < 1e-9
 
 
-def test_nothing_is_kept_that_has_no_room(tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = write_prompts(tmp_path, many(15))
-    manifest = run(tiny_target, prompts, SMALL, tmp_path / "none", states=())
+def test_nothing_is_kept_that_nobody_wants(tmp_path: Path, tiny_target: Target) -> None:
+    run(tiny_target, write_prompts(tmp_path, many(15)), SMALL, tmp_path / "none", states=())
     assert not list((tmp_path / "none").glob("final-*"))
     assert not (tmp_path / "none" / "features.json").exists()
-    first = sum(record.tokens for record in manifest.shards[:2])
-    width = tiny_target.hidden_size * 4
-    asked: list[tuple[int, ...] | None] = []
-    answer = Answerer.answer
-
-    def noted(self: Answerer, prompts: Any, temperatures: Any, deadline: Any = None, taps: Any = None) -> Any:
-        asked.append(taps)
-        return answer(self, prompts, temperatures, deadline, taps)
-
-    monkeypatch.setattr(Answerer, "answer", noted)
-    wanted = [WantedStates(taps=(0,), room=first * 2 * width), WantedStates(room=(first - 1) * width)]
-    assert run(tiny_target, prompts, SMALL, tmp_path / "some", wanted).shards == manifest.shards
-    held = {file.name for file in (tmp_path / "some").glob("*-*-*.safetensors")}
-    names = [record.file for record in manifest.shards]
-    assert held == {f"{kind}-{name}" for kind in ("final", "tap_0") for name in names[:2]}
-    assert asked == [(0,), (0,), (0,), None, None], "validation twice, two shards with room, then none"
 
 
 class Killed(BaseException):
@@ -242,7 +225,7 @@ def test_a_damaged_list_of_states_is_named_before_anything_is_decoded(
     out = tmp_path / "out"
     out.mkdir()
     (out / "features.json").write_text("{")
-    monkeypatch.setattr(Distillation, "run", lambda _self: pytest.fail("decoded"))
+    monkeypatch.setattr(HeldOutPrompts, "set_aside", lambda *_given: pytest.fail("decoded"))
     with pytest.raises(UserError, match=r"features.json cannot be read as JSON"):
         run(tiny_target, write_prompts(tmp_path, many(8)), SMALL, out)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 from draftsmith.data import Manifest, TokenShard
-from draftsmith.data.batches.loops import answers
+from draftsmith.data.batches.learned_tokens import answers
 from draftsmith.export import Artifact, export_artifact, load_artifact
 from draftsmith.modules import (
     DecodeSettings,
@@ -77,7 +77,7 @@ def test_a_second_call_skips_every_stage(copied_run: Path, capsys: pytest.Captur
 def test_an_artifacts_draft_writes_rows_for_the_next_one(
     tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mixed = ["--distill.answered_by", "mix", "--distill.mix", '{"target": 0.5, "draft": 0.5}', "--distill.draft",
+    mixed = ["--distill.answered_by", '{"target": 0.5, "draft": 0.5}', "--distill.draft",
              str(tiny_run / "artifact"), "--distill.budget_tokens", "600"]
     words = ["--config", str(TINY), "--out", str(tmp_path), *mixed]
     assert main(["distill", *words]) == 2
@@ -131,7 +131,7 @@ def test_loops_are_left_out_by_default_and_reported(
     found = sum(1 for shard in shards for _ in last_five(shard))
     assert json.loads((tmp_path / "evaluation.json").read_text())["left_out"] == [
         f"training text: {found} of {manifest.total('train', 'answers')} answers end in a loop, whose {5 * found} "
-        f"repeated tokens of {manifest.total('train', 'supervised'):,} in all are not learned (batch.loops cut)"]
+        f"repeated tokens of {manifest.total('train', 'supervised'):,} in all are not learned"]
     loops = json.loads((tmp_path / "artifact" / "config.json").read_text())["provenance"]["loops"]
     assert loops["answers"] > 0
     assert loops["accepted_length"] >= 1

@@ -46,8 +46,6 @@ TWO = ("--train.devices", "2", "--train.accelerator", "cpu")
      "target.pack 1 packs whole linear layers for oneDNN, but target.placement fully_sharded does not keep them whole"),
     (["--target.placement", "fully_sharded", *TWO, "--family", "medusa2", "--batch.states", "computed"],
      "Medusa2Module trains through the target's layers, which target.placement fully"),
-    (["--target.placement", "fully_sharded", *TWO, "--batch.states", "mixed", "--batch.store_gib", "1"],
-     "batch.states is 'mixed', but with target.placement fully_sharded all proces"),
     (["--target.placement", "layers"], "spreads the target over the devices of one process, but there are 0 here"),
     (["--train.strategy", "deepspeed_stage_3_offload"],
      "train.strategy 'deepspeed_stage_3_offload' is DeepSpeed of another kind than those here; set train.strategy to"),

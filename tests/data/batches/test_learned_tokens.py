@@ -1,9 +1,17 @@
-"""Loops are found where an answer repeats a phrase to its end, and nowhere else."""
+"""Repetitions are found where an answer repeats a phrase to its end, and nowhere else."""
 
 import pytest
 import torch
-from draftsmith.data.batches.learned_tokens import LearnedTokens, LoopCount, count_loops
-from draftsmith.data.batches.loops import LEAST_REPEATED, LONGEST_PERIOD, answers, loop_start, loops
+from draftsmith.data.batches.learned_tokens import (
+    LEAST_REPEATED,
+    LONGEST_PERIOD,
+    LearnedTokens,
+    RepetitionCount,
+    answers,
+    count_repetitions,
+    repetition_start,
+    repetitions,
+)
 from draftsmith.data.prompts.chat import Surroundings
 from draftsmith.data.store.token_store import Row, TokenShard
 
@@ -36,7 +44,7 @@ def brute(answer: list[int]) -> int | None:
     (list(range(65)) * 3, None),
     ([5] * 40, 1)])
 def test_a_loop_starts_after_the_phrase(answer: list[int], kept: int | None) -> None:
-    assert loop_start(answer) == kept == brute(answer)
+    assert repetition_start(answer) == kept == brute(answer)
 
 
 def test_random_answers_agree_with_the_plain_search() -> None:
@@ -46,8 +54,8 @@ def test_random_answers_agree_with_the_plain_search() -> None:
         period, times, before = (int(torch.randint(1, most, (1,), generator=generator)) for most in (9, 9, 12))
         phrase = torch.randint(0, 3, (period,), generator=generator).tolist()
         answer = [*torch.randint(0, 3, (before,), generator=generator).tolist(), *phrase * times]
-        assert loop_start(answer) == brute(answer)
-        found += loop_start(answer) is not None
+        assert repetition_start(answer) == brute(answer)
+        found += repetition_start(answer) is not None
     assert 20 < found < 180
 
 
@@ -65,25 +73,20 @@ def test_every_answer_of_a_row_is_looked_at() -> None:
     text = shard()
     first, second = text.span(1)[0], text.span(2)[0]
     assert list(answers(text)) == [(0, 3, 27), (0, 30, 62), (1, first + 3, first + 35), (2, second + 3, second + 59)]
-    assert list(loops(text)) == [(0, 5, 27), (2, second + 37, second + 59)]
-    assert count_loops([text, text]) == LoopCount(answers=4, tokens=88)
+    assert list(repetitions(text)) == [(0, 5, 27), (2, second + 37, second + 59)]
+    assert count_repetitions([text, text]) == RepetitionCount(answers=4, tokens=88)
 
 
-@pytest.mark.parametrize(("use", "rows"), [
-    ("keep", (56, 32, 56)),
-    ("cut", (56 - 22, 32, 56 - 22)),
-    ("drop", (0, 32, 0))])
-def test_the_choice_decides_what_is_learned(use: str, rows: tuple[int, ...]) -> None:
+def test_the_repeated_part_of_an_answer_is_not_learned() -> None:
     text = shard()
-    learned_T = LearnedTokens(loops=use).of(text)  # type: ignore[arg-type]
-    assert tuple(int(learned_T[slice(*text.span(row))].sum()) for row in range(3)) == rows
+    learned_T = LearnedTokens().of(text)
+    assert [int(learned_T[slice(*text.span(row))].sum()) for row in range(3)] == [56 - 22, 32, 56 - 22]
     assert not (learned_T & ~text.supervised_T).any(), "a token that the assistant did not write is learned"
-    if use == "cut":
-        assert learned_T[:5].tolist() == [False, False, False, True, True]
-        assert learned_T[30:62].all(), "the second answer has no loop"
+    assert learned_T[:5].tolist() == [False, False, False, True, True]
+    assert learned_T[30:62].all(), "the second answer has no loop"
 
 
-def test_a_row_that_is_dropped_learns_no_prompt_either() -> None:
+def test_prompts_between_their_surroundings_are_learned() -> None:
     text = shard()
-    learned_T = LearnedTokens(loops="drop", around=Surroundings(before=(40,), after=(42,))).of(text)
-    assert [int(learned_T[slice(*text.span(row))].sum()) for row in range(3)] == [0, 33, 0]
+    learned_T = LearnedTokens(around=Surroundings(before=(40,), after=(42,))).of(text)
+    assert [int(learned_T[slice(*text.span(row))].sum()) for row in range(3)] == [35, 33, 35]

@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import json
 import os
 import random
 import time
@@ -23,14 +22,14 @@ from draftsmith.data import (
     ShardRecord,
     WantedStates,
     distill,
-    distill_from_queue,
 )
-from draftsmith.data.answers import queued_distillation
+from draftsmith.data.answers import data_folder
 from draftsmith.data.answers.answering import Answerer
-from draftsmith.data.answers.distill import BARREN_CANDIDATES
+from draftsmith.data.answers.data_folder import DataFolder
+from draftsmith.data.answers.distill_task import DistillTask
 from draftsmith.data.answers.folder_locks import FolderLocks
-from draftsmith.data.answers.queued_distillation import QueuedDistillation
-from draftsmith.data.answers.queued_prompts import QueuedPrompts
+from draftsmith.data.answers.progress import Progress
+from draftsmith.data.answers.shard_answering import BARREN_CANDIDATES, ShardAnswering
 from draftsmith.data.answers.shard_queue import (
     FIRST,
     HELD_OUT,
@@ -38,6 +37,7 @@ from draftsmith.data.answers.shard_queue import (
     MERGE,
     QUEUE,
     FinishedShard,
+    ShardPrompts,
     ShardQueue,
     answers_lock,
     clear_queue,
@@ -45,8 +45,6 @@ from draftsmith.data.answers.shard_queue import (
 from draftsmith.data.prompts.self_prompting import OwnPrompts
 from draftsmith.data.prompts.sources import Prompt, Taken
 from draftsmith.data.store.feature_shards import state_file
-from draftsmith.data.store.feature_store import affordable
-from draftsmith.data.store.state_formats import FORMATS
 from draftsmith.modules import Target, UserError
 from draftsmith.modules.files.atomic_files import remove_leftovers
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
@@ -62,8 +60,7 @@ Make = Callable[[Path], Manifest]
 
 def make(target: Target, prompts: PromptConfig, config: DistillConfig, out: Path,
          states: tuple[WantedStates, ...] = STATES) -> Manifest:
-    return distill_from_queue(target, prompts, config, ChatTemplate(target.tokenizer), out, states=states,
-                              progress=False)
+    return distill(target, prompts, config, ChatTemplate(target.tokenizer), out, states=states, progress=False)
 
 
 @pytest.fixture(params=["file", "own", "budget"])
@@ -123,17 +120,17 @@ def test_kills_at_random_moments_cost_no_byte(make_from: Make, tmp_path: Path, s
     assert contents(out) == contents(tmp_path / "calm")
 
 
-def test_prompts_of_several_turns_come_back_from_their_file_as_they_were_written(tmp_path: Path) -> None:
+def test_prompts_come_back_from_their_file_as_they_were_written(tmp_path: Path) -> None:
     class Written(OwnPrompts):
         def __init__(self) -> None:
             pass
 
         def take(self, start: int, count: int) -> Taken:
-            return Taken(prompts=[(start, Prompt(turns=("one", "two"), id=str(start), category="own"))], read=count)
+            return Taken(prompts=[(start, Prompt(turns=("one",), id=str(start), category="own"))], read=count)
 
     locks = FolderLocks(tmp_path / "locks")
     (tmp_path / QUEUE).mkdir()
-    queued = QueuedPrompts(Written(), tmp_path, locks, start=5, size=4, held=set())
+    queued = ShardPrompts(Written(), tmp_path, locks, start=5, size=4, held=set())
     first, again = queued.fresh(0), queued.fresh(0)
     locks.close()
     assert first.prompts == again.prompts == Written().take(5, 4).prompts
@@ -203,12 +200,11 @@ def test_a_prompt_trains_once_and_a_held_out_one_never(tmp_path: Path, tiny_targ
     assert len(trained) == len(set(trained)) == 9
 
 
-def test_the_rows_are_those_of_a_process_alone(tmp_path: Path, tiny_target: Target) -> None:
+def test_the_files_are_those_of_a_process_with_all_threads(tmp_path: Path, tiny_target: Target) -> None:
     prompts = write_prompts(tmp_path, many(21))
-    make(tiny_target, prompts, SMALL, tmp_path / "queue")
-    distill(tiny_target, prompts, replace(SMALL, workers=None), ChatTemplate(tiny_target.tokenizer), tmp_path / "alone",
-            progress=False)
-    assert list(rows(tmp_path / "queue")) == list(rows(tmp_path / "alone"))
+    make(tiny_target, prompts, SMALL, tmp_path / "one thread each")
+    make(tiny_target, prompts, replace(SMALL, workers=None), tmp_path / "alone")
+    assert contents(tmp_path / "one thread each") == contents(tmp_path / "alone")
 
 
 def test_the_budget_ends_the_data_at_the_shard_that_reaches_it(tmp_path: Path, tiny_target: Target) -> None:
@@ -256,8 +252,8 @@ def test_data_grow_once_they_are_complete_and_by_no_process_that_helps(tmp_path:
     lower(out)
     assert contents(out) == contents(tmp_path / "few")
     with pytest.raises(UserError, match=r"distill.budget_tokens was 60 and is now 200; choose another --out"):
-        distill_from_queue(tiny_target, prompts, replace(SMALL, budget_tokens=200), ChatTemplate(tiny_target.tokenizer),
-                           out, progress=False, grow=False)
+        distill(tiny_target, prompts, replace(SMALL, budget_tokens=200), ChatTemplate(tiny_target.tokenizer), out,
+                progress=False, grow=False)
     assert contents(out) == contents(tmp_path / "few")
     higher(out)
     assert contents(out) == contents(tmp_path / "whole")
@@ -317,9 +313,11 @@ def test_a_queue_is_cleared_when_its_data_are_complete_and_no_process_is_there(
     assert (out / LOCKS).stat().st_ino == locks_file, "processes that opened it before would lock another file"
 
 
-@pytest.mark.parametrize(("prompts", "used"), [(9, [3, 3, 3]), (10, [3, 3, 1, 1])])
+@pytest.mark.parametrize(("workers", "prompts", "used"), [
+    (2, 9, [3, 3, 3]), (2, 10, [3, 3, 1, 1]), (None, 10, [3, 3, 3, 3])])
 def test_each_process_answers_with_one_thread_unless_one_shard_is_left(
-    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, prompts: int, used: list[int]
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, workers: int | None, prompts: int,
+    used: list[int]
 ) -> None:
     """Held-out prompts, the first two answers, are answered while the others wait."""
     threads: list[int] = []
@@ -331,7 +329,7 @@ def test_each_process_answers_with_one_thread_unless_one_shard_is_left(
 
     monkeypatch.setattr(Answerer, "answer", count)
     torch.set_num_threads(3)
-    make(tiny_target, write_prompts(tmp_path, many(prompts)), SMALL, tmp_path / "out")
+    make(tiny_target, write_prompts(tmp_path, many(prompts)), replace(SMALL, workers=workers), tmp_path / "out")
     assert threads == used
     assert torch.get_num_threads() == 3
 
@@ -340,20 +338,19 @@ def test_the_progress_counts_what_others_have_finished(
     tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     advanced: list[tuple[str, int]] = []
-    part = QueuedDistillation(tiny_target, write_prompts(tmp_path, many(30)), replace(SMALL, budget_tokens=500),
-                              ChatTemplate(tiny_target.tokenizer), tmp_path / "out", train_target=tiny_target,
-                              writer=None, states=(), progress=False)
+    config, out = replace(SMALL, budget_tokens=500), tmp_path / "out"
+    task = DistillTask(target=tiny_target, train_target=tiny_target, prompts=write_prompts(tmp_path, many(30)),
+                       config=config, template=ChatTemplate(tiny_target.tokenizer), writer=None)
+    part = ShardAnswering(task, task.source(), DataFolder(out, task.manifest(), config), Progress(shown=False))
     monkeypatch.setattr(part.progress, "advance", lambda *given: advanced.append(given))
-    with closing(FolderLocks(tmp_path / "out" / LOCKS)) as locks:
-        part.queue = ShardQueue(tmp_path / "out", locks, 4, 500)
-        (tmp_path / "out" / QUEUE).mkdir(parents=True, exist_ok=True)
-        part.queue.publish(0, finished(0, 40))
-        assert part._goal()[-1] == 40, "finished by an earlier run"
+    with closing(FolderLocks(out / LOCKS)) as locks:
+        queue = ShardQueue(out, locks, 4, 500)
+        (out / QUEUE).mkdir(parents=True, exist_ok=True)
         for number, tokens in ((1, 50), (2, 60)):
-            part.queue.publish(number, finished(number, tokens))
+            queue.publish(number, finished(number, tokens))
         part.mine.add(2)
-        part._count_others(part.queue)
-        part._count_others(part.queue)
+        part.count_others(queue)
+        part.count_others(queue)
     assert [given for given in advanced if given[1]] == [("tok", 50), ("prompt", 4)]
 
 
@@ -384,22 +381,6 @@ def shards_record(number: int, supervised: int) -> ShardRecord:
                        supervised=supervised, **counts)
 
 
-def test_states_have_the_room_that_the_recipe_gives(tmp_path: Path, tiny_target: Target) -> None:
-    prompts = write_prompts(tmp_path, many(25))
-    tokens = [shard.tokens for shard in make(tiny_target, prompts, SMALL, tmp_path / "all").shards]
-    width = 2 * tiny_target.hidden_size * 4
-    room = (WantedStates(taps=(1,), room=width * sum(tokens[:3])),)
-    for name, killed_at in (("one", (0,)), ("three", (0, 0, 0)), ("killed", (16, 0, 0))):
-        assert together(partial(make, tiny_target, prompts, SMALL, states=room), tmp_path / name, *killed_at)[-1] == 0
-        assert contents(tmp_path / name) == contents(tmp_path / "one")
-    manifest = Manifest.load(tmp_path / "one")
-    fitting = affordable(manifest, (1,), FORMATS["float32"], room[0].room)
-    assert fitting == manifest.shards[:3]
-    assert {file.name for file in (tmp_path / "one").glob("final-*")} == {state_file(one, "final") for one in fitting}
-    listed = json.loads((tmp_path / "one" / "features.json").read_text())["files"]
-    assert set(listed) == {file.name for kind in ("final", "tap_1") for file in (tmp_path / "one").glob(f"{kind}-*")}
-
-
 def test_all_processes_store_the_states_that_the_first_was_asked_for(tmp_path: Path, tiny_target: Target) -> None:
     prompts, out = write_prompts(tmp_path, many(25)), tmp_path / "out"
     assert together(partial(make, tiny_target, prompts, SMALL), out, 12) == [-9]
@@ -414,7 +395,7 @@ def test_all_processes_store_the_states_that_the_first_was_asked_for(tmp_path: P
 def test_time_ends_the_queue(tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, config = write_prompts(tmp_path, many(40)), replace(SMALL, budget_minutes=1.0)
     now, spent = time.monotonic, [0.0]
-    monkeypatch.setattr(queued_distillation.time, "monotonic", lambda: now() + spent[0])
+    monkeypatch.setattr(data_folder.time, "monotonic", lambda: now() + spent[0])
     publish = ShardQueue.publish
 
     def late(self: ShardQueue, number: int, shard: FinishedShard) -> None:
@@ -460,7 +441,7 @@ def test_data_whose_time_was_up_grow_to_the_bytes_of_data_made_at_once(
                 kill(process)
 
     with monkeypatch.context() as patch:
-        patch.setattr(queued_distillation.time, "monotonic", lambda: now() + spent[0])
+        patch.setattr(data_folder.time, "monotonic", lambda: now() + spent[0])
         patch.setattr(ShardQueue, "publish", late)
         assert few(out).split("train") == whole.split("train")[:1]
     assert not (out / "train-00003.safetensors").exists()
@@ -478,20 +459,10 @@ def test_a_target_without_usable_prompts_is_refused(
         make(tiny_target, PromptConfig(own_max_tokens=4), config, tmp_path / "out")
 
 
-def test_a_folder_of_one_process_and_one_of_a_queue_are_not_mixed(tmp_path: Path, tiny_target: Target) -> None:
-    prompts, template, alone = write_prompts(tmp_path, many(25)), ChatTemplate(tiny_target.tokenizer), replace(
-        SMALL, workers=None)
-    make(tiny_target, prompts, SMALL, tmp_path / "queue")
-    assert make(tiny_target, prompts, replace(SMALL, workers=7), tmp_path / "queue").complete
-    with pytest.raises(UserError, match=r"distill.workers was 'one queue' and is now None; choose another --out"):
-        distill(tiny_target, prompts, alone, template, tmp_path / "queue", progress=False)
-    distill(tiny_target, prompts, alone, template, tmp_path / "alone", progress=False)
-    with pytest.raises(UserError, match=r"distill.workers was None and is now 'one queue'"):
-        make(tiny_target, prompts, SMALL, tmp_path / "alone")
-    with pytest.raises(ValueError, match=r"which is one process alone: call distill"):
-        make(tiny_target, prompts, alone, tmp_path / "other")
-    with pytest.raises(ValueError, match=r"which is a queue: call distill_from_queue"):
-        distill(tiny_target, prompts, SMALL, template, tmp_path / "other", progress=False)
+def test_any_number_of_processes_goes_on_with_a_folder(tmp_path: Path, tiny_target: Target) -> None:
+    prompts, out = write_prompts(tmp_path, many(25)), tmp_path / "out"
+    found = make(tiny_target, prompts, replace(SMALL, workers=None), out)
+    assert make(tiny_target, prompts, replace(SMALL, workers=7), out) == found
 
 
 def test_a_damaged_record_of_the_queue_is_named(tmp_path: Path, tiny_target: Target) -> None:

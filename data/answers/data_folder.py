@@ -1,0 +1,193 @@
+"""The folder of a distillation: what earlier runs left there, the manifest, measurements of this machine, the time."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from ...modules import UserError
+from ...modules.files.json_records import read_json, read_record, record_of
+from ..prompts.sources import Prompt, read_prompts
+from ..store.feature_store import WantedStates
+from ..store.token_store import MANIFEST, Manifest, TokenShard, corrupted, hash_bytes, read_bytes, write_bytes
+from .distill_config import DistillConfig, raised_limits
+from .shard_queue import QUEUE
+
+STATS = "stats.json"
+"""File of measurements of this machine: nothing in the data depends on them."""
+STATES = "states.json"
+"""File of the queue with the states that all processes store."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgreedStates:
+    """Content of the file of states."""
+
+    wanted: tuple[WantedStates, ...]
+    """States of each training."""
+
+
+class DataFolder:
+    """Data of one recipe as far as they are made, by this process, others at the same time and runs before.
+
+    Args:
+        out: the folder.
+        asked: manifest of the data before their first prompt.
+        config: limits of the answers.
+    """
+
+    def __init__(self, out: Path, asked: Manifest, config: DistillConfig) -> None:
+        self.out, self.manifest, self.config = out, asked, config
+        self.seen: set[int] = set()
+        """Keys of the prompts in the manifest's shards and of the held-out ones: none of them is asked again."""
+        self.started, self.spent = time.monotonic(), 0.0
+        self._counted: dict[str, float] = {}
+
+    def resume(self, total: int | None, *, grow: bool) -> None:
+        """Take over what an earlier run has left: complete data of lower limits are opened for the answers they lack.
+
+        Args:
+            total: prompts of the source; None where that is not known.
+            grow: whether complete data may grow.
+
+        Raises:
+            UserError: if the folder was started with other settings, a finished shard is corrupted, or a higher limit
+                would add no answer; complete data then stay complete.
+        """
+        # The time that another process needed for the held-out prompts is in its measurements.
+        self.started = time.monotonic()
+        if not (self.out / MANIFEST).exists():
+            return
+        found, asked = Manifest.load(self.out), self.manifest
+        former = found.recipe.get("distill", {})
+        higher = raised_limits(former, asked.recipe["distill"])
+        grows = grow and found.complete and bool(higher) and (
+            {**found.recipe, "distill": {**former, **higher}} == asked.recipe)
+        if grows:
+            found = replace(found, recipe=asked.recipe, complete=False)
+        self._require_same_settings(found)
+        for shard in found.shards:
+            self.seen.update(TokenShard.read(self.out / shard.file, shard.sha256).keys_P.tolist())
+        if found.held_out is not None:
+            self.seen.update(prompt.key for prompt in read_held_out(self.out))
+        self.manifest, self.spent = found, read_stats(self.out).get("seconds", 0.0)
+        if grows:
+            self._refuse_vain_growth(total)
+            # All processes that answer together read it.
+            self.manifest.save(self.out)
+
+    def _require_same_settings(self, found: Manifest) -> None:
+        asked = self.manifest
+        found.target.require_same(asked.target)
+        compared: list[tuple[str, object, object]] = [
+            ("the chat template or its settings", found.template_hash, asked.template_hash)]
+        for part in ("prompts", "distill"):
+            before, now = found.recipe.get(part, {}), asked.recipe[part]
+            compared += [(f"{part}.{key}", before.get(key), now.get(key)) for key in sorted({*before, *now})]
+        # Other versions may answer otherwise, which complete data have no more to do with.
+        if not found.complete:
+            compared.append(("the installed versions", found.versions, asked.versions))
+        for what, former, wanted in compared:
+            if former != wanted:
+                raise UserError(f"{self.out} was started with other settings: {what} was {former!r} and is now "
+                                f"{wanted!r}; choose another --out, or go back to the former setting")
+
+    def _refuse_vain_growth(self, total: int | None) -> None:
+        config, tokens = self.config, self.manifest.total("train", "supervised")
+        if config.budget_tokens is not None and tokens >= config.budget_tokens:
+            reason = f"they hold {tokens:,} answer tokens; raise distill.budget_tokens above that"
+        elif self.late:
+            reason = (f"they have taken {self.seconds / 60:.1f} minutes; raise distill.budget_minutes "
+                      f"({config.budget_minutes:g}) above that")
+        elif total is not None and self.manifest.candidates >= total:
+            reason = f"all {total:,} prompts have been asked; choose another --out for more prompts"
+        else:
+            return
+        raise UserError(f"no answer would be added to the complete data in {self.out}: {reason}, or go back to the "
+                        "former limits")
+
+    def agreed_states(self, wanted: Sequence[WantedStates]) -> tuple[WantedStates, ...]:
+        """The states that the first process on this folder was asked for, whatever this one was.
+
+        Raises:
+            UserError: if their file is damaged, or the disk is full.
+        """
+        file = self.out / QUEUE / STATES
+        if file.is_file():
+            return read_record(AgreedStates, file, "delete it, and the other processes' settings count").wanted
+        write_bytes(file, json.dumps(asdict(AgreedStates(wanted=tuple(wanted)))).encode())
+        return tuple(wanted)
+
+    def is_complete(self) -> bool:
+        """True once the manifest of the complete data is there, whoever wrote it.
+
+        Raises:
+            UserError: if another process has since let them grow by a higher limit.
+        """
+        if not self.manifest.complete:
+            found = Manifest.load(self.out)
+            if found.recipe != self.manifest.recipe:
+                raise UserError(f"the limits of the data in {self.out} were raised while this process answered; start "
+                                "it again with the same ones, or choose another --out")
+            self.manifest = found
+        return self.manifest.complete
+
+    def save(self, manifest: Manifest) -> None:
+        """Write a manifest that goes on from the one before. Raises UserError if the disk is full."""
+        manifest.save(self.out)
+        self.manifest = manifest
+
+    # Time and measurements -------------------------------------------------------------------------------------------
+
+    @property
+    def seconds(self) -> float:
+        """Time spent on this folder, interrupted runs included."""
+        return self.spent + time.monotonic() - self.started
+
+    @property
+    def deadline(self) -> float | None:
+        """Value of `time.monotonic()` after which no answer is started; None without a limit of minutes."""
+        minutes = self.config.budget_minutes
+        return None if minutes is None else time.monotonic() + 60 * minutes - self.seconds
+
+    @property
+    def late(self) -> bool:
+        """True once the minutes are over."""
+        return self.config.budget_minutes is not None and self.seconds >= 60 * self.config.budget_minutes
+
+    def write_stats(self, amounts: Mapping[str, float]) -> None:
+        """Add this process's sums since it started to the measurements of the runs before it and next to it."""
+        stored = read_stats(self.out)
+        sums = {name: stored.get(name, 0.0) + amount - self._counted.get(name, 0.0)
+                for name, amount in amounts.items()}
+        slots = {name.removesuffix("_total_slots"): total for name, total in sums.items()
+                 if name.endswith("_total_slots")}
+        shares = {f"{part}_busy_share": sums[f"{part}_busy_slots"] / total if total else 1.0
+                  for part, total in slots.items()}
+        content = {**sums, **shares, "seconds": max(self.seconds, stored.get("seconds", 0.0))}
+        write_bytes(self.out / STATS, json.dumps(content, indent=2, sort_keys=True).encode())
+        self._counted = dict(amounts)
+
+
+def read_stats(folder: Path) -> dict[str, float]:
+    """The measurements in a folder of data; none where there is no file. Raises UserError if it is damaged."""
+    file = folder / STATS
+    if not file.exists():
+        return {}
+    return record_of(dict[str, float], read_json(file, remedy := "delete it, only times are lost"), str(file), remedy)
+
+
+def read_held_out(folder: Path) -> list[Prompt]:
+    """The prompts of a folder of data that only evaluations ask; none where none were held out.
+
+    Raises:
+        UserError: if their file is missing or is not the one that distillation wrote.
+    """
+    held_out = Manifest.load(folder).held_out
+    if held_out is None:
+        return []
+    file = folder / held_out.file
+    if hash_bytes(read_bytes(file)) != held_out.sha256:
+        raise UserError(corrupted(file))
+    return read_prompts(file) if held_out.prompts else []

@@ -1,0 +1,111 @@
+"""One distillation as it is asked for: the models, the prompts, the settings, and their record in the manifest."""
+
+import json
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...modules import Target, UserError
+from ..prompts.chat import ChatTemplate
+from ..prompts.self_prompting import OwnPrompts
+from ..prompts.sources import Prompt, PromptConfig, ReadPrompts, Source
+from ..store.token_store import Manifest, hash_file
+from .distill_config import DistillConfig
+from .writers import Writer
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillTask:
+    """Arguments of a distillation that fit one another.
+
+    Raises:
+        UserError: if the recipe does not fit the source or the target; the message has the remedy.
+        ValueError: if a caller gives a writer without `distill.draft`, or another target than `train_dtype` names.
+    """
+
+    target: Target
+    """Answers held-out prompts; its identity and its states are those of the data."""
+    train_target: Target
+    """This model in the number format of `distill.train_dtype`: writes prompts and answers those of training."""
+    prompts: PromptConfig
+    config: DistillConfig
+    template: ChatTemplate
+    """Of the target's tokenizer."""
+    writer: Writer | None
+    """The draft that writes rows; None where none does."""
+
+    def __post_init__(self) -> None:
+        prompts, config, context = self.prompts, self.config, self.target.context_length
+        endless = config.budget_tokens is None and config.budget_minutes is None and prompts.limit is None
+        if prompts.origin == "own" and endless:
+            raise UserError("prompts of the target have no limit; set distill.budget_tokens, distill.budget_minutes or "
+                            "prompts.limit")
+        if prompts.origin == "own" and "text" in config.shares:
+            raise UserError("prompts.origin own has no ready-made answers; set distill.answered_by: target")
+        if config.max_new_tokens >= context:
+            raise UserError(f"distill.max_new_tokens {config.max_new_tokens} leaves no room for a prompt in the "
+                            f"target's context of {context} tokens; lower it")
+        if prompts.max_prompt_tokens is not None and prompts.max_prompt_tokens + config.max_new_tokens > context:
+            raise UserError(f"prompts.max_prompt_tokens {prompts.max_prompt_tokens} and distill.max_new_tokens "
+                            f"{config.max_new_tokens} exceed the target's context of {context} tokens; lower one")
+        if (self.writer is None) != (config.draft is None):
+            raise ValueError("distill.draft names an artifact and the writer is its draft; give both or neither")
+        wanted = self.target.dtype if config.train_dtype == "own" else getattr(torch, config.train_dtype, None)
+        if self.train_target.dtype is not wanted:
+            raise ValueError(f"train_target is in {self.train_target.dtype}, and distill.train_dtype is "
+                             f"{config.train_dtype}; fastest is measured by draftsmith.recipes")
+        self.train_target.identity.require_same(self.target.identity)
+
+    def source(self) -> Source:
+        """The candidates for prompts. Raises UserError if the target cannot write them as the recipe asks."""
+        config = self.config
+        if self.prompts.origin == "own":
+            return OwnPrompts(self.train_target, self.template, self.prompts, seed=config.seed, slots=config.slots)
+        return ReadPrompts(self.prompts, config.seed)
+
+    def fits(self, prompt: Prompt) -> bool:
+        """True if a prompt leaves room for an answer, False if it is longer than the recipe allows.
+
+        Raises:
+            UserError: if it leaves no room and the recipe sets no bound.
+        """
+        # Documents are cut into pieces of any length.
+        if prompt.document is not None:
+            return True
+        size, limit = len(self.template.prompt(prompt.opening())), self.prompts.max_prompt_tokens
+        room = self.target.context_length - self.config.max_new_tokens
+        if limit is not None:
+            return size <= limit
+        if size > room:
+            raise UserError(
+                f"prompt {prompt.id} has {size} tokens; the target's context of {self.target.context_length} "
+                f"less distill.max_new_tokens {self.config.max_new_tokens} leaves {room}. Shorten it, or set "
+                f"prompts.max_prompt_tokens to {room} to leave such prompts out"
+            )
+        return True
+
+    def manifest(self) -> Manifest:
+        """The manifest of these data before the first prompt."""
+        source = asdict(self.prompts)
+        # Files stand there by their content instead of their path, since folders may move.
+        for key in ("path", "name"):
+            if source[key] is not None and Path(source[key]).exists():
+                source[key] = Path(source[key]).name
+        if self.prompts.origin == "file":
+            source["sha256"] = hash_file(Path(str(self.prompts.path)))
+        answers = {**asdict(self.config), "draft": None if self.writer is None else self.writer.digest}
+        # Neither the number of processes nor a server's address decides a byte.
+        del answers["server"], answers["workers"]
+        if self.config.engine == "own":
+            del answers["engine"]
+        recipe: dict[str, Any] = json.loads(json.dumps({"prompts": source, "distill": answers}))
+        return Manifest(target=self.target.identity, template_hash=self.template.hash, recipe=recipe,
+                        versions=package_versions())
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of the packages that decide the bytes of a shard."""
+    return {name: version(name) for name in ("draftsmith", "safetensors", "tokenizers", "torch", "transformers")}

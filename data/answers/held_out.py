@@ -1,0 +1,110 @@
+"""Held-out prompts: those that validation answers, and those that only evaluations ask."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ...modules import SIZING_TEMPERATURE, DecodeSettings, DecodeStats, UserError
+from ..prompts.self_prompting import OwnPrompts
+from ..prompts.sources import Prompt, Source
+from ..store.shard_states import ShardStates
+from ..store.token_store import HeldOut, hash_bytes, write_bytes
+from .answering import Answerer, Conversation, shard_of, states_of
+from .data_folder import DataFolder
+from .distill_task import DistillTask
+from .progress import Progress
+
+TEST = "test.jsonl"
+HELD_OUT_ROUNDS = 20
+"""Largest number of rounds in which candidates for held-out prompts are read."""
+
+
+class HeldOutPrompts:
+    """The first usable prompts of a source, which no training sees.
+
+    Args:
+        task: the distillation.
+        source: of candidates.
+        folder: of the data; it holds none yet.
+        progress: counts prompts and answer tokens.
+    """
+
+    def __init__(self, task: DistillTask, source: Source, folder: DataFolder, progress: Progress) -> None:
+        self.task, self.source, self.folder, self.progress = task, source, folder, progress
+        self.stats = DecodeStats()
+        """Passes of the target over them."""
+
+    def set_aside(self, states: ShardStates) -> None:
+        """Choose them, answer those of validation, and write both parts, then the manifest.
+
+        Raises:
+            UserError: if there are too few, a test prompt is a plain document, or the disk is full.
+        """
+        config = self.task.config
+        first, wanted = config.validation_prompts, config.validation_prompts + config.test_prompts
+        held, candidates = self._chosen(wanted)
+        if len(held) < wanted:
+            raise UserError(
+                f"only {len(held)} usable prompts among the first {candidates}, but {wanted} are to be held out; "
+                "give more prompts, or lower distill.validation_prompts and distill.test_prompts"
+            )
+        # A resumed run knows the held-out prompts, not those left over from the last round.
+        held = held[:wanted]
+        if any(prompt.document is not None for _, prompt in held[first:]):
+            raise UserError("plain documents are no prompts to be asked in an evaluation; set distill.test_prompts: 0")
+        data, out = prompt_lines(held[first:]), self.folder.out
+        write_bytes(out / TEST, data)
+        manifest = replace(self.folder.manifest, candidates=candidates,
+                           held_out=HeldOut(file=TEST, sha256=hash_bytes(data), prompts=len(held) - first))
+        if first:
+            conversations = self._answered(held[:first], states.taps())
+            keys = [prompt.key for _, prompt in held[:first]]
+            shard, record, content = shard_of("validation", 0, conversations, keys, candidates)
+            write_bytes(out / record.file, content)
+            states.add(states.write(record, shard, states_of(conversations)))
+            manifest = replace(manifest, shards=(record,))
+        self.folder.seen = {prompt.key for _, prompt in held}
+        self.folder.save(manifest)
+
+    def _chosen(self, wanted: int) -> tuple[list[tuple[int, Prompt]], int]:
+        """(usable prompts without repetitions, at least as many as wanted where there are; candidates read)."""
+        held: dict[int, tuple[int, Prompt]] = {}
+        position = 0
+        with self.progress.stage("held-out prompts", wanted, "prompt"):
+            for _ in range(HELD_OUT_ROUNDS):
+                missing, before = wanted - len(held), len(held)
+                if missing <= 0:
+                    break
+                # A target that writes prompts fills its slots at no more cost.
+                own = isinstance(self.source, OwnPrompts)
+                taken = self.source.take(position, max(missing, self.task.config.slots) if own else missing)
+                for number, prompt in taken.prompts:
+                    if prompt.key not in held and self.task.fits(prompt):
+                        held[prompt.key] = number, prompt
+                position += taken.read
+                self.progress.advance("prompt", len(held) - before)
+        return list(held.values()), position
+
+    def _answered(self, prompts: Sequence[tuple[int, Prompt]], taps: tuple[int, ...] | None) -> list[Conversation]:
+        """Validation prompts, answered by the target in its own number format: greedily, and once more by drawing at
+        the temperature by which trees for sampled rows are sized, without filters."""
+        task, config, found = self.task, self.task.config, list[Conversation]()
+        settings = DecodeSettings(batch_size=config.slots, top_k=config.top_k, top_p=config.top_p, seed=config.seed)
+        with self.progress.stage("held-out answers", 2 * len(prompts) * config.max_new_tokens, "tok"):
+            for temperature, sampling in ((0.0, settings), (SIZING_TEMPERATURE, replace(settings, top_k=0, top_p=1.0))):
+                answerer = Answerer(task.target, task.template, sampling, config.max_new_tokens,
+                                    self.progress.count_tokens, on_slots=self.progress.count_slots)
+                found += answerer.answer(prompts, (temperature,), taps=taps)
+                self.stats.add(answerer.stats)
+        return found
+
+
+def prompt_lines(prompts: Sequence[tuple[int, Prompt]]) -> bytes:
+    """Numbered prompts as JSONL that `read_prompts` reads."""
+    lines = []
+    for number, prompt in prompts:
+        row = {"question_id": prompt.id, "number": number, "category": prompt.category, "system": prompt.system,
+               "turns": list(prompt.turns)}
+        given = {key: value for key, value in row.items() if value is not None}
+        lines.append(json.dumps(given, ensure_ascii=False) + "\n")
+    return "".join(lines).encode()

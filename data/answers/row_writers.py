@@ -1,0 +1,143 @@
+"""Rows of training shards: each prompt goes to the target, to a draft, or brings its answers as text."""
+
+import logging
+from collections.abc import Callable, Sequence
+
+from ...modules import DecodeSettings, UserError
+from ..prompts.chat import ChatTemplate, Turn
+from ..prompts.sources import Prompt
+from ..store.token_store import SOURCES, SourceName
+from .answer_server import AnswerServer, ServerAnswerer
+from .answering import Answerer, Conversation
+from .continuous_batching import BatchAnswerer
+from .distill_task import DistillTask
+from .engine_answering import EngineAnswerer
+from .writers import source_of
+
+DOCUMENT_TOKENS = 512
+"""Longest piece of a plain document, in tokens; each piece is a row of its own."""
+log = logging.getLogger(__name__)
+
+
+class RowWriters:
+    """Writers of the train rows of one task.
+
+    Args:
+        task: the distillation.
+        on_tokens: called with the number of new tokens of each answer in a pass.
+        on_slots: called with the number of busy slots of a pass, and that of all slots.
+
+    Raises:
+        UserError: if an engine does not take the target.
+    """
+
+    def __init__(self, task: DistillTask, on_tokens: Callable[[int], None], on_slots: Callable[[int, int], None]
+                 ) -> None:
+        config = task.config
+        settings = DecodeSettings(batch_size=config.slots, top_k=config.top_k, top_p=config.top_p, seed=config.seed)
+        common = task.template, settings, config.max_new_tokens, on_tokens
+        self.task = task
+        self.target: Answerer
+        """The target, or the engine that answers for it."""
+        if config.engine == "transformers":
+            self.target = BatchAnswerer(task.train_target, *common)
+        elif config.server is not None:
+            self.target = ServerAnswerer(AnswerServer(config.server), task.train_target, *common)
+        else:
+            self.target = Answerer(task.train_target, *common, on_slots=on_slots)
+        self.draft = Answerer(task.target, *common, task.writer, on_slots=on_slots)
+
+    def check_engine(self) -> bool:
+        """Compare the engine's answers with the target's; False where the target answers itself.
+
+        Raises:
+            UserError: if it answers otherwise, or not at all.
+        """
+        if not isinstance(self.target, EngineAnswerer):
+            return False
+        self.target.check()
+        return True
+
+    def conversations(self, prompts: Sequence[tuple[int, Prompt]], deadline: float | None,
+                      taps: tuple[int, ...] | None) -> list[Conversation]:
+        """The answered prompts in their order, each by the writer drawn for its number.
+
+        Args:
+            prompts: with their numbers.
+            deadline: value of `time.monotonic()` after which no answer is started.
+            taps: layers whose states are recorded with the final ones; None records nothing.
+
+        Raises:
+            UserError: if a prompt has no answer of its own where text is asked for, or is a document elsewhere.
+        """
+        config, dealt = self.task.config, dict[SourceName, list[tuple[int, Prompt]]]()
+        for number, prompt in prompts:
+            name = source_of(number, config.shares, config.seed)
+            if name != "text":
+                # A plain document refuses it: only text takes documents.
+                prompt.opening()
+            dealt.setdefault(name, []).append((number, prompt))
+        found: list[Conversation] = []
+        for name in SOURCES:
+            if name == "text":
+                taken, refused = take_given(dealt.get(name, []), self.task.template, self.task.target.context_length)
+                if refused and not taken and len(config.shares) == 1:
+                    # All of a shard: the template is at fault. In a mix a shard may hold very few of them.
+                    raise refused[0]
+                found += taken
+            elif name in dealt:
+                answerer = self.target if name == "target" else self.draft
+                found += answerer.answer(dealt[name], config.temperatures, deadline, taps)
+        return sorted(found, key=lambda one: one.number)
+
+
+def take_given(
+    prompts: Sequence[tuple[int, Prompt]], template: ChatTemplate, context_length: int
+) -> tuple[list[Conversation], list[UserError]]:
+    """Use the source's own answers, cutting conversations at the target's context, and plain documents in pieces.
+
+    Conversations whose mask cannot be had exactly are left out with a warning, and returned as errors.
+
+    Raises:
+        UserError: if a prompt has no answer.
+    """
+    found, refused = [], []
+    for number, prompt in prompts:
+        one = Conversation(number=number, prompt=prompt, source="text")
+        if prompt.document is not None:
+            tokens, flags = template.document(prompt.document)
+            length = min(DOCUMENT_TOKENS, context_length)
+            # A last token alone would be a row without a label.
+            cuts = [slice(start, start + length) for start in range(0, max(1, len(tokens) - 1), length)]
+            one.texts, one.turns = [prompt.document], [Turn(prompt=[], answer=tokens)]
+            one.lay_out([(tokens[cut], flags[cut]) for cut in cuts])
+            found.append(one)
+            continue
+        if not prompt.answers:
+            raise UserError(
+                f"prompt {prompt.id} has no answer of its own; give messages with assistant turns, or set "
+                "distill.answered_by: target"
+            )
+        try:
+            rows = template.rows(prompt.messages(prompt.answers))
+        except UserError as error:
+            refused.append(error)
+            continue
+        one.texts, one.truncated = list(prompt.answers), sum(len(tokens) > context_length for tokens, _ in rows)
+        one.turns = [Turn(prompt=[], answer=written) for tokens, flags in rows for written in _runs(tokens, flags)]
+        one.lay_out([(tokens[:context_length], flags[:context_length]) for tokens, flags in rows])
+        found.append(one)
+    if refused:
+        log.warning("%d of %d conversations left out; the first because %s", len(refused), len(prompts), refused[0])
+    return found, refused
+
+
+def _runs(tokens: Sequence[int], flags: Sequence[bool]) -> list[list[int]]:
+    """The unbroken runs of flagged tokens."""
+    runs: list[list[int]] = []
+    for place, flag in enumerate(flags):
+        if flag and place and flags[place - 1]:
+            runs[-1].append(tokens[place])
+        elif flag:
+            runs.append([tokens[place]])
+    return runs

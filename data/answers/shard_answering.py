@@ -1,0 +1,203 @@
+"""Answers to the train prompts of a folder, shard by shard, by one process among any number."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from operator import eq
+
+import torch
+
+from ...modules import DecodeStats, UserError
+from ..prompts.self_prompting import OwnPrompts
+from ..prompts.sources import Source
+from ..store.shard_states import ShardStates
+from ..store.token_store import ShardRecord, shard_file, write_bytes
+from .answering import shard_of, states_of
+from .data_folder import DataFolder
+from .distill_task import DistillTask
+from .folder_locks import FolderLocks
+from .progress import Progress
+from .row_writers import RowWriters
+from .shard_queue import MERGE, FinishedShard, ShardPrompts, ShardQueue, remove_shards
+
+POLL_SECONDS = 0.5
+"""Time between two looks at the queue while other processes answer the last shards."""
+CHECK_SECONDS = 2.0
+"""Time between two looks, while answering, whether the data are complete without this shard."""
+BARREN_CANDIDATES = 256
+"""Prompts written by the target without a usable one among them after which the run stops."""
+
+
+class MergedError(Exception):
+    """The data are complete without the shard that this process is answering."""
+
+
+class ShardAnswering:
+    """One process's part in the train shards of a folder.
+
+    Args:
+        task: the distillation.
+        source: of candidates for prompts.
+        folder: of the data.
+        progress: counts prompts and answer tokens, those of other processes too.
+
+    Raises:
+        UserError: if an engine does not take the target.
+    """
+
+    def __init__(self, task: DistillTask, source: Source, folder: DataFolder, progress: Progress) -> None:
+        self.task, self.source, self.folder, self.progress = task, source, folder, progress
+        self.writers = RowWriters(task, self._count, progress.count_slots)
+        self.queue: ShardQueue | None = None
+        """None until prompts are held out."""
+        self.mine: set[int] = set()
+        """Shards that this process has finished, which its progress counted answer by answer."""
+        self.others: dict[str, int] = {}
+        """Answer tokens and prompts of the other finished shards, as far as the progress has counted them."""
+        self.checked = time.monotonic()
+
+    def work(self, locks: FolderLocks, states: ShardStates) -> None:
+        """Answer shards until the data are complete.
+
+        Raises:
+            UserError: if the data hold no answer, a record of the queue is damaged, the limits were raised meanwhile,
+                the target writes no usable prompt, or the disk is full.
+        """
+        manifest, config = self.folder.manifest, self.task.config
+        budget, done = config.budget_tokens, manifest.total("train", "supervised")
+        first = max((record.number for record in manifest.split("train")), default=-1) + 1
+        queue = self.queue = ShardQueue(self.folder.out, locks, config.shard_prompts,
+                                        None if budget is None else budget - done, first)
+        prompts = ShardPrompts(self.source, self.folder.out, locks, start=manifest.candidates, size=queue.size,
+                               held=self.folder.seen, first=first)
+        # As many threads as there are may add up in another order: where several processes answer, each has one. For a
+        # single shard there is one process whatever the recipe says.
+        left = None if self.source.total is None else self.source.total - manifest.candidates
+        alone = config.workers is None or (left is not None and left <= queue.size)
+        finished = list(queue.finished().values())
+        self.others = _sums(finished)
+        goal: tuple[str, float | None, str, float]
+        if budget is not None:
+            goal = "answers", budget, "tok", done + self.others["tok"]
+        elif config.budget_minutes is not None:
+            goal = "answers", 60 * config.budget_minutes, "s", self.folder.seconds
+        else:
+            goal = "answers", self.source.total, "prompt", manifest.candidates + self.others["prompt"]
+        with self.progress.stage(*goal), threads(torch.get_num_threads() if alone else 1):
+            while not self.folder.is_complete():
+                if (end := queue.end()) is not None:
+                    self._merge(locks, states, [queue.finished()[number] for number in range(first, end)])
+                elif self.folder.late and queue.idle():
+                    self._merge(locks, states, queue.unbroken())
+                elif self.folder.late or (number := self._claimed(queue)) is None:
+                    time.sleep(POLL_SECONDS)
+                else:
+                    try:
+                        self._make(number, queue, prompts, locks, states)
+                    except MergedError:
+                        # What it has written for this shard is in nobody's way.
+                        remove_shards(self.folder.out, partial(eq, shard_file("train", number)))
+                    finally:
+                        queue.release(number)
+
+    def _claimed(self, queue: ShardQueue) -> int | None:
+        """The next shard of this process; None while others answer all that are needed."""
+        config, barren = self.task.config, 0
+        if isinstance(self.source, OwnPrompts):
+            for _, one in sorted(queue.finished().items()):
+                barren = 0 if one.fresh else barren + one.read
+            if barren >= BARREN_CANDIDATES:
+                raise UserError(
+                    f"none of {barren} prompts that the target wrote can be used; raise prompts.own_max_tokens "
+                    f"({self.task.prompts.own_max_tokens}), or give prompts in a file (prompts.origin: file)")
+        return queue.claim(float(config.max_new_tokens * config.shard_prompts))
+
+    def _make(self, number: int, queue: ShardQueue, prompts: ShardPrompts, locks: FolderLocks, states: ShardStates
+              ) -> None:
+        """Answer one shard, write it and its states, and add it to the finished ones."""
+        out, taken = self.folder.out, prompts.fresh(number)
+        fresh = [(place, prompt) for place, prompt in taken.prompts if self.task.fits(prompt)]
+        conversations = self.writers.conversations(fresh, self.folder.deadline, states.taps())
+        if fresh and not conversations and self.folder.late:
+            # The time ran out before the first answer: these prompts were not tried.
+            return
+        record: ShardRecord | None = None
+        files = {}
+        if conversations:
+            keys = [prompt.key for _, prompt in fresh]
+            shard, record, data = shard_of("train", number, conversations, keys, taken.read)
+            write_bytes(out / record.file, data)
+            files = states.write(record, shard, states_of(conversations))
+        with locks.holding(MERGE):
+            if self.folder.is_complete():
+                raise MergedError
+            # A killed process may have left other files of it.
+            written = set() if record is None else {record.file, *files}
+            remove_shards(out, partial(eq, shard_file("train", number)), written)
+            queue.publish(number, FinishedShard(read=taken.read, fresh=len(fresh), record=record, states=files))
+            self.mine.add(number)
+            self.folder.write_stats(self.amounts(states))
+        self.progress.advance("prompt", taken.read)
+
+    def _merge(self, locks: FolderLocks, states: ShardStates, ordered: Sequence[FinishedShard]) -> None:
+        """Complete the data with these shards, which follow those of the manifest."""
+        with locks.holding(MERGE):
+            if self.folder.is_complete():
+                return
+            before = self.folder.manifest
+            records = [one.record for one in ordered if one.record is not None]
+            manifest = replace(before, shards=(*before.shards, *records), complete=True,
+                               candidates=before.candidates + sum(one.read for one in ordered))
+            if manifest.total("train", "supervised") == 0:
+                raise UserError(
+                    f"no train token would be supervised in {self.folder.out}: after {manifest.candidates} prompts, "
+                    "held-out ones included, there is no answer with a token; give more prompts or a larger budget")
+            states.add({file: stored for one in ordered for file, stored in one.states.items()})
+            # Whether more minutes remain is read from them.
+            self.folder.write_stats(self.amounts(states))
+            self.folder.save(manifest)
+
+    def _count(self, tokens: int) -> None:
+        """Count answer tokens, and from time to time what the other processes have done."""
+        self.progress.count_tokens(tokens)
+        if self.queue is not None and time.monotonic() - self.checked > CHECK_SECONDS:
+            self.checked = time.monotonic()
+            self.count_others(self.queue)
+            if self.folder.is_complete():
+                raise MergedError
+
+    def count_others(self, queue: ShardQueue) -> None:
+        """Count the shards that other processes have finished since the last call."""
+        found = _sums([one for number, one in queue.finished().items() if number not in self.mine])
+        for unit, amount in found.items():
+            self.progress.advance(unit, amount - self.others.get(unit, 0))
+        self.others = found
+
+    def amounts(self, states: ShardStates) -> dict[str, float]:
+        """Sums of this process, by part of the work."""
+        parts: dict[str, DecodeStats] = {"answers": self.writers.target.stats}
+        if self.task.writer is not None:
+            parts["drafts"] = self.writers.draft.stats
+        if isinstance(self.source, OwnPrompts):
+            parts["prompts"] = self.source.stats
+        sums = {f"{part}_{name}": value for part, stats in parts.items() for name, value in stats.amounts().items()}
+        return {**sums, "states_seconds": states.seconds}
+
+
+def _sums(shards: Sequence[FinishedShard]) -> dict[str, int]:
+    """Answer tokens and prompts of these shards, by the units of the progress."""
+    records = [one.record for one in shards if one.record is not None]
+    return {"tok": sum(record.supervised for record in records), "prompt": sum(one.read for one in shards)}
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Context in which torch computes with so many threads."""
+    former = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(former)
