@@ -96,8 +96,8 @@ def distill(
         if not folder.manifest.complete:
             shards.work(locks, stored)
             answers, cut = (folder.manifest.total("train", count) for count in ("answers", "truncated"))
-            # The processes that help show no progress, and leave the warning to the first one.
-            if progress and cut > TRUNCATED_SHARE * answers:
+            # Of several processes those that help show no progress, and leave the warning to the first one.
+            if (progress or config.workers is None) and cut > TRUNCATED_SHARE * answers:
                 log.warning("%d of %d answers were cut at %d tokens: drafts will rarely learn an end; raise "
                             "distill.max_new_tokens", cut, answers, config.max_new_tokens)
     clear_queue(folder.out)
