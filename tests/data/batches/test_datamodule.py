@@ -56,8 +56,6 @@ def test_a_micro_batch_is_the_same_whenever_it_is_made(folder: Path) -> None:
     first, second = DraftDataModule(folder, CONFIG), DraftDataModule(folder, CONFIG)
     in_order = [first.micro_batch(number) for number in range(20)]
     assert all(same(second.micro_batch(number), in_order[number]) for number in reversed(range(20)))
-    other = DraftDataModule(folder, replace(CONFIG, seed=2))
-    assert not same(other.micro_batch(0), in_order[0])
 
 
 def test_every_conversation_is_seen_once_an_epoch_in_a_new_order(folder: Path) -> None:

@@ -228,13 +228,15 @@ def test_states_that_are_altered_while_they_are_read_end_the_training(
 ) -> None:
     monkeypatch.setattr(datamodule, "AHEAD", ahead)
     batches = data(folder)
-    file = folder / state_file(Manifest.load(folder).split("train")[0], FINAL)
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    files = [folder / state_file(record, FINAL) for record in Manifest.load(folder).split("train")]
+    for file in files:
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
     with pytest.raises(UserError, match=r"final-train-\S+ was altered while training reads it; run draftsmith distill"):
         fit(MedusaModule(tiny_target, TRAIN), batches, tmp_path / "out", progress=False)
-    file.unlink()
+    for file in files:
+        file.unlink()
     with pytest.raises(UserError, match=r"final-train-\S+ is gone while training reads it \(No such file"):
         batches.micro_batch(0)
 

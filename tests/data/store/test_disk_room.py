@@ -72,6 +72,6 @@ def test_a_second_pass_says_what_it_writes_and_is_refused_without_room(
     assert f"the states of {tokens:,} tokens take " in capsys.readouterr().out
 
 
-def test_states_of_a_limit_take_no_more_than_that() -> None:
-    assert WantedStates(taps=(0, 1)).bytes(10, 8) == 10 * 3 * 8
-    assert WantedStates(taps=(0, 1), room=100).bytes(10, 8) == 100
+def test_each_kind_of_state_takes_its_bytes(tiny_target: Target) -> None:
+    assert WantedStates(taps=(0, 1)).bytes(10, tiny_target) == 10 * 3 * tiny_target.hidden_size * 4
+    assert WantedStates(taps=(0, 1), form="int8").bytes(10, tiny_target) == 10 * 3 * (tiny_target.hidden_size + 4)

@@ -40,7 +40,7 @@ def test_an_unknown_origin_of_states_is_refused() -> None:
 
 
 def test_missing_states_are_reported(tokens: Path, tiny_target: Target) -> None:
-    with pytest.raises(UserError, match=r"holds no states final for .*; run draftsmith distill .* states: computed"):
+    with pytest.raises(UserError, match=r"holds no states final for .*; run draftsmith distill .*states: computed"):
         DraftDataModule(tokens, STORED, TAPS)
     encode(tiny_target, tokens, (), progress=False)
     with pytest.raises(UserError, match=r"holds no states tap_0 for .*; run draftsmith distill"):

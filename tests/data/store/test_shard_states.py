@@ -21,7 +21,7 @@ from draftsmith.data import (
     Writer,
     distill,
 )
-from draftsmith.data.answers.answering import Answerer
+from draftsmith.data.answers.answering import Answerer, states_of
 from draftsmith.data.answers.held_out import HeldOutPrompts
 from draftsmith.data.store import shard_states
 from draftsmith.data.store.feature_shards import open_features
@@ -125,17 +125,18 @@ def test_rewritten_turns_have_a_row_and_states_each(tiny_target_f64: Target) -> 
     assert {len(one.rows) for one in conversations} == {1, 2}
     for one in conversations:
         assert [states.tokens for states in one.states] == [row.tokens for row in one.rows]
-        assert all(one.states_of(row) is not None for row in one.rows)
+        assert all(states is not None for states in states_of([one]))
 
 
 def test_states_of_other_tokens_are_never_taken(tiny_target: Target) -> None:
     answerer = Answerer(tiny_target, ChatTemplate(tiny_target.tokenizer), DecodeSettings(), 8, lambda _: None)
     [one] = answerer.answer([(0, Prompt(turns=("a",), id="0"))], (0.0,), taps=())
     [row] = one.rows
-    assert one.states_of(row) is one.states[0]
+    assert states_of([one])[0] is one.states[0]
     changed = (*row.tokens[:-1], row.tokens[-1] ^ 1)
     for tokens in (changed, row.tokens[:-1], (*row.tokens, 5)):
-        assert one.states_of(replace(row, tokens=tokens)) is None
+        one.rows = [replace(row, tokens=tokens)]
+        assert states_of([one]) == [None]
 
 
 def mixed_prompts(folder: Path, count: int = 16) -> PromptConfig:
@@ -149,7 +150,7 @@ def test_rows_of_a_mix_are_read_where_they_were_not_recorded(
     taps: tuple[int, ...], tmp_path: Path, tiny_target_f64: Target, read: list[int]
 ) -> None:
     """Medusa taps no layer: where one is wanted, the rows that it wrote are read once more, as given text always is."""
-    config = replace(SMALL, shard_prompts=8, answered_by="mix", mix={"target": 0.5, "text": 0.25, "draft": 0.25},
+    config = replace(SMALL, shard_prompts=8, answered_by={"target": 0.5, "text": 0.25, "draft": 0.25},
                      draft="some/folder")
     manifest = run(tiny_target_f64, mixed_prompts(tmp_path), config, tmp_path / "out", [WantedStates(taps=taps)],
                    draft(tiny_target_f64))
@@ -176,7 +177,7 @@ def test_a_run_killed_at_any_write_ends_in_the_same_bytes(
     config, writer = replace(SMALL, shard_prompts=3, max_new_tokens=4), None
     if source == "mix":
         shares = {"target": 0.5, "draft": 0.5}
-        config = replace(config, shard_prompts=6, answered_by="mix", mix=shares, draft="some/folder")
+        config = replace(config, shard_prompts=6, answered_by=shares, draft="some/folder")
         writer = draft(target)
     run(target, prompts, config, tmp_path / "whole", writer=writer)
     expected = contents(tmp_path / "whole")
