@@ -171,6 +171,7 @@ def load_heads(artifact: Path, weights_sha256: str) -> dict[float, StoredHead]:
     Raises:
         UserError: if a head is damaged, of another format version, or belongs to another drafter.
     """
+    # A folder that starts with a dot is one that was being written.
     folder = artifact / HEADS
     places = sorted(folder.iterdir()) if folder.is_dir() else []
     found = [_load(one, weights_sha256) for one in places if not one.name.startswith(".")]

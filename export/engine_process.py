@@ -43,6 +43,7 @@ class EngineProcess:
         with tempfile.TemporaryDirectory() as scratch:
             given, result = Path(scratch, "job.json"), Path(scratch, "result.json")
             given.write_text(json.dumps(job))
+            # Engines log to both streams: together they are in the order of what happened.
             done = subprocess.run([str(self.python.absolute()), str(self.script), str(given), str(result)],
                                   # The files next to a script are no modules of its environment.
                                   cwd=self.folder, env={**os.environ, "PYTHONSAFEPATH": "1"}, text=True,

@@ -116,6 +116,7 @@ class Tuning:
     def size_for(self, batch_size: int, temperature: float = 0.0) -> int:
         """Nodes of the tree that decode `batch_size` rows fastest: 1 where drafting is not known to pay."""
         lengths = self.lengths_at(temperature)
+        # For one greedy row the size was chosen on measured passes; other rows are predicted by the cost model.
         if self.given or (temperature == 0 and (not lengths or batch_size == 1)):
             return self.tree_size
         return choose_size(lengths, self.cost.curve(batch_size)).size
@@ -123,18 +124,19 @@ class Tuning:
     def copies(self, batch_size: int, temperature: float = 0.0) -> Copies | None:
         """Sizes of the policy static+lookup; None where nothing was replayed.
 
-        For sampled rows the tree is that of the replays at every batch size: what another one accepts next to copies is
-        not known.
+        For sampled rows the tree is that of the replays at every batch size.
         """
         if self.copying is None:
             return None
         known, size = self.copying_at(temperature), self.size_for(batch_size, temperature)
+        # What another tree accepts next to copies is not known for sampled rows.
         if temperature > 0 and not self.given:
             if known is None or known.speedup(known.best(self.cost, batch_size), self.cost, batch_size) <= 1:
                 return Copies(1, None, 1.0)
             size = known.tree_size
         sizing = known or self.copying
         trial = sizing.best(self.cost, batch_size)
+        # The replays hold for their own tree alone.
         same = sizing is known and size == sizing.tree_size
         return Copies(size, trial, sizing.speedup(trial, self.cost, batch_size) if same else None)
 

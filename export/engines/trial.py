@@ -147,10 +147,12 @@ def try_export(artifact: Artifact, layout: str, folder: Path, python: Path, prom
         UserError: if vLLM reads no such export, or ends with an error.
     """
     how, tokens = served(artifact, layout), settings.draft_tokens
+    # Engines draft a chain, whatever tree the artifact has.
     own = chain_length(artifact, prompts, settings)
     with tempfile.TemporaryDirectory() as scratch:
         with artifact.target.native() as model:
             model.save_pretrained(Path(scratch, "target"))
+        # Room for the last draft, which may go beyond the answer.
         context = max(map(len, prompts)) + settings.max_new_tokens + tokens + 1
         # Each run is a process of its own: vLLM gives no memory back.
         engine = VllmProcess(python, Path(scratch), context)

@@ -50,6 +50,7 @@ from .parts.eagle_folder import (
     twin,
 )
 from .parts.export_format import PLAIN, ExportFormat, ExportSettings, Served, without_settings
+from .parts.head_blocks import require_no_bias
 from .parts.layout_folder import stored, write_layout
 from .parts.safetensors_reader import check_embedding, loaded, read_config, read_tensors
 
@@ -82,6 +83,7 @@ def export_eagle(drafter: Eagle | Eagle3, target: Target, out: Path,
     if isinstance(drafter, Eagle):
         _refuse_changes(drafter, "eagle")
         tensors, table = first_tensors(drafter), first_table(drafter)
+        # EAGLE-1's official code loads its own embedding; EAGLE-3's readers take the target's.
         tensors |= stored({EMBEDDING: target.model.get_input_embeddings().weight})
     else:
         tensors, table = third_tensors(drafter, target), third_table(drafter)
@@ -125,9 +127,7 @@ def third_tensors(drafter: Eagle3, target: Target) -> dict[str, Tensor]:
     Raises:
         UserError: if it shares an output layer with a bias, for which the layout has no place.
     """
-    if isinstance(target.head.bias, Tensor):
-        raise UserError(f"the output layer of {target.identity.name} has a bias, for which the layout has no place; "
-                        "decode the artifact with draftsmith")
+    require_no_bias(target)
     tensors, own, weight_VD = drafter.state_dict(), drafter.output_parameters(0), target.output_weight()
     ids_Q, marks = tensors.pop("token_ids", None), {}
     tensors[OUTPUT] = own[0] if own else weight_VD if ids_Q is None else weight_VD[ids_Q]
@@ -138,6 +138,7 @@ def third_tensors(drafter: Eagle3, target: Target) -> dict[str, Tensor]:
         marks = {"d2t": ids_Q.cpu() - torch.arange(len(ids_Q)), "t2d": inside_V}
     if drafter.num_layers > 1:
         tensors = {renamed(name, MIDLAYER, FIRST): tensor for name, tensor in tensors.items()}
+        # vLLM reads one name of this norm, SGLang and TensorRT-LLM the other.
         tensors |= {twin(layer): tensors[f"layers.{layer}.input_layernorm.weight"]
                     for layer in range(1, drafter.num_layers)}
     return stored(tensors) | marks
@@ -174,6 +175,7 @@ def import_eagle(
     block = _block(said, target, rope_base)
     if block.hidden_size == target.hidden_size:
         check_embedding(tensors.pop(EMBEDDING, None), target, folder)
+    # EAGLE-1 has no norm before the output layer; not every configuration names the generation.
     if "norm.weight" in tensors:
         for layer in range(1, said.get("num_hidden_layers") or 1):
             tensors.pop(twin(layer), None)
@@ -200,6 +202,7 @@ def _third(tensors: dict[str, Tensor], said: dict[str, Any], block: BlockConfig,
            taps: tuple[int, ...] | None, folder: Path) -> Eagle3:
     """An EAGLE-3 drafter of these shapes; the draft vocabulary among its tensors becomes ids."""
     offsets_Q, inside_V = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    # Without d2t the entries are the target's tokens.
     if offsets_Q is not None:
         ids_Q = offsets_Q.long() + torch.arange(len(offsets_Q))
         if int(ids_Q.min()) < 0 or int(ids_Q.max()) >= target.vocab_size:
@@ -210,6 +213,7 @@ def _third(tensors: dict[str, Tensor], said: dict[str, Any], block: BlockConfig,
                             "entry i being i + d2t[i]")
         tensors["token_ids"] = ids_Q
     read = chosen_taps(_taps(said, folder) if taps is None else taps, target)
+    # Checked before the drafter is made, whose message would name a shape and not the layers.
     width, wanted = tensors["fc.weight"].shape[1] if "fc.weight" in tensors else 0, len(read) * target.hidden_size
     if width != wanted:
         raise UserError(f"fc in {folder} reads {width} numbers, but the {len(read)} taps {list(read)} of "

@@ -32,6 +32,7 @@ def export_kangaroo(drafter: Kangaroo, target: Target, out: Path) -> None:
         scaled = "" if block.rope_scaling is None else f" and {block.rope_scaling['rope_type']} scaling"
         raise UserError(f"the official code rotates with the base {OFFICIAL_ROPE_BASE:g}, this adapter with "
                         f"{block.rope_base:g}{scaled}; train with rope_base: {OFFICIAL_ROPE_BASE:g} to export")
+    # The official code computes the width of a head and reads no key for it.
     if block.num_heads * block.head_dim != block.hidden_size:
         raise UserError(f"the official code has heads of {block.hidden_size} / {block.num_heads} elements, this "
                         f"adapter of {block.head_dim}; it decodes with draftsmith alone")
@@ -50,6 +51,7 @@ def export_kangaroo(drafter: Kangaroo, target: Target, out: Path) -> None:
         "vocab_size": drafter.vocab_size,
         "max_position_embeddings": target.context_length,
         "pad_token_id": target.config.pad_token_id,
+        # The official code takes these on its command line: keys of our own, for reading them back.
         _EXIT: drafter.exit_layer,
         _GAMMA: drafter.config.gamma,
         _ETA: drafter.config.eta,

@@ -100,6 +100,7 @@ def import_medusa(folder: Path, target: Target) -> Medusa:
     if one_QD is not None or equal_outputs(outputs):
         output, outputs = "one_copy", {0: outputs[0] if one_QD is None else one_QD}
     layers = 1 + max((layer for _, layer, _ in blocks), default=-1)
+    # The official code applied one block repeatedly and stored it as often.
     shared = layers > 1 and tied(blocks, first=0)
     config = MedusaConfig(num_heads=heads, num_layers=layers, tie_blocks=shared, output=output,
                           vocabulary_size=None if ids_Q is None else len(ids_Q))

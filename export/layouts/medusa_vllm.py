@@ -65,15 +65,13 @@ def export_medusa_vllm(drafter: Medusa, target: Target, out: Path) -> None:
 
 
 def vllm_tensors(drafter: Medusa, target: Target) -> dict[str, Tensor]:
-    """The heads under vLLM's names, in float32 on the CPU, with the draft vocabulary in ascending order.
-
-    vLLM ignores `token_map` where it names the whole vocabulary; in this order that changes nothing.
-    """
+    """The heads under vLLM's names, in float32 on the CPU, with the draft vocabulary in ascending order."""
     blocks = {f"blocks.{head}.layers.{layer}.{part.removeprefix('linear.')}": tensor
               for (head, layer, part), tensor in medusa_blocks(drafter).items()}
     ids_Q, own = drafter.token_ids_Q, drafter.output_parameters(0)
     if ids_Q is None:
         return stored(blocks | {_OUTPUT: own[0] if own else target.output_weight()})
+    # vLLM passes over a map of the whole vocabulary: in ascending order that changes nothing.
     sorted_Q, order_Q = ids_Q.sort()
     weight_QD = own[0][order_Q] if own else target.output_weight()[sorted_Q]
     return stored(blocks | {_OUTPUT: weight_QD}) | {_TOKENS: sorted_Q.cpu().clone()}
@@ -96,6 +94,7 @@ def take_output(tensors: dict[str, Tensor], target: Target, folder: Path) -> tup
     if ids_Q.is_floating_point() or not bool(((ids_Q >= 0) & (ids_Q < target.vocab_size)).all()):
         raise UserError(f"{_TOKENS} in {folder} must hold tokens from 0 to {target.vocab_size - 1}, those of "
                         f"{target.identity.name}; choose a checkpoint made for this target")
+    # Of a layer over the whole vocabulary the map picks the rows, as in vLLM.
     ids_Q = ids_Q.to(torch.int64)
     return weight_QD if len(weight_QD) <= len(ids_Q) else weight_QD[ids_Q], ids_Q
 

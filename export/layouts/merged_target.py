@@ -49,6 +49,7 @@ def export_medusa_merged(artifact: Artifact, out: Path) -> None:
 
 
 def _save_target(artifact: Artifact, folder: Path) -> None:
+    # The model as transformers made it: packed linear layers are for decoding here.
     with artifact.target.native() as model:
         model.save_pretrained(folder)
     artifact.target.tokenizer.save_pretrained(folder)

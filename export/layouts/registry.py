@@ -59,6 +59,7 @@ def export_artifact(artifact: Artifact, target: Target, format_name: str, out: P
         raise UserError(f"unknown export format {format_name!r}; choose one of {', '.join(FORMATS)}"
                         f"{'' if chosen is None else chosen.instead}")
     require_number_format(chosen, settings.weights)
+    # A family that no engine runs says why; the refusal of a format would send it to one of its own.
     if artifact.drafter.export_refusal is not None:
         raise UserError(artifact.drafter.export_refusal)
     chosen.write(chosen.require(artifact.drafter), target, out, settings)

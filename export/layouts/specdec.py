@@ -90,9 +90,11 @@ def import_specdec(folder: Path) -> AcceptanceHead:
         width, layers = int(config["hidden_size"]), int(config["num_layers"])
         blocks = [{part: tensors[f"model.{layer}.linear.{part}"] for part in ("weight", "bias")}
                   for layer in range(layers)]
+        # The official code stores its one block for each layer.
         tied = layers > 1 and all(torch.equal(block[part], blocks[0][part]) for block in blocks for part in block)
         head = AcceptanceHead(AcceptanceHeadConfig(num_layers=layers, tie_blocks=tied), width)
         state = {f"output.{part}": tensors[f"model.{layers}.{part}"] for part in ("weight", "bias")}
+        # A tensor that nothing reads shows that the folder is of another kind.
         if len(tensors) != 2 * (layers + 1):
             raise KeyError(f"{len(tensors)} tensors where {layers} blocks have {2 * (layers + 1)}")
         kept = blocks[:1] if tied else blocks

@@ -48,6 +48,7 @@ def as_compressed(weight: Tensor, weights: str, linear: bool) -> Tensor:
     """
     if weights == FLOAT32 or weight.ndim < 2 or not weight.is_floating_point():
         return weight
+    # vLLM reads an embedding in eight bits in another layout alone, packed into 32.
     if not linear or weights == BFLOAT16:
         return weight.bfloat16().to(weight)
     values_QD, scale_Q1 = rounded_rows(weight, weights)

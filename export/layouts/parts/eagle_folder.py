@@ -52,6 +52,7 @@ def third_table(drafter: Eagle3) -> Table:
     block, config, taps = drafter.block, drafter.config, len(drafter.taps)
     first = MIDLAYER if drafter.num_layers == 1 else FIRST
     ordinary = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    # The number of layers decides about the first one's name: official code and llama.cpp know `midlayer` alone.
     table = {"fc.weight": TensorForm((block.hidden_size, taps * drafter.hidden_size)),
              "norm.weight": TensorForm((block.hidden_size,)),
              **layer_table(first, block, norms=ordinary, read=2 * block.hidden_size)}
@@ -61,6 +62,7 @@ def third_table(drafter: Eagle3) -> Table:
         table |= {f"fc_norm.{tap}.weight": TensorForm((drafter.hidden_size,)) for tap in range(taps)}
     if config.norm_before_fc:
         table["input_norm.weight"] = TensorForm((taps * drafter.hidden_size,))
+    # The target's embedding does not fit a drafter of another width, which has its own.
     if drafter.hidden_size != block.hidden_size:
         table[EMBEDDING] = TensorForm((drafter.vocab_size, block.hidden_size))
     table[OUTPUT] = TensorForm((entries(drafter), block.hidden_size))

@@ -83,6 +83,7 @@ class ExportFormat(Generic[D]):
 
     def require(self, drafter: Drafter) -> D:
         """The drafter, of one of the families. Raises UserError for another."""
+        # A class of another package may derive from one of these, and is then written as its base.
         if not isinstance(drafter, self.families):
             raise UserError(f"the format {self.name} holds {self.content}, this artifact is {drafter.family}; export "
                             "that family in its own format")

@@ -51,6 +51,7 @@ def write_gguf(file: Path, architecture: str, settings: Mapping[str, Any], tenso
             writer.add_key_value(f"{architecture}.{key}", value, kinds.ARRAY, kinds.INT32)
         else:
             writer.add_key_value(f"{architecture}.{key}", value, single[type(value)])
+    # Only llama.cpp's own conversion knows how it splits text: its keys are copied as they are.
     for key, field in gguf.GGUFReader(vocabulary).fields.items():
         if key.startswith(_COPIED):
             writer.add_key_value(key, field.contents(), field.types[0], field.types[-1])
@@ -120,6 +121,7 @@ def require_tokens(vocabulary: Path | None, size: int, target: str) -> Path:
         field = gguf.GGUFReader(vocabulary).fields[_TOKENS]
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise UserError(f"{vocabulary} is no GGUF file with a tokenizer; give that of the target") from error
+    # llama.cpp drafts with equal tokens alone: another number of them is another tokenizer.
     if len(field.data) != size:
         raise UserError(f"{vocabulary} has {len(field.data):,} tokens, but {target} has {size:,}; give the GGUF file "
                         "of this target")

@@ -43,6 +43,7 @@ def by_factors(frequencies: Tensor, length: float, base: float) -> GgufRope:
     slowed = frequencies.detach().cpu().double()
     plain = base ** (-torch.arange(len(slowed)).double() / len(slowed))
     factors = (plain / slowed).float()
+    # A tensor of ones changes nothing, and readers that know no factors can then read the file, too.
     scaled = not torch.allclose(factors, torch.ones_like(factors))
     return GgufRope(settings=_lengthened(length), tensors={FACTORS: factors} if scaled else {})
 

@@ -15,7 +15,7 @@ Blocks = Mapping[tuple[int, int, str], Tensor]
 
 
 def require_no_bias(target: Target) -> None:
-    """Refuse a target whose output layer has a bias, for which the layouts of Medusa have no place.
+    """Refuse a target whose output layer has a bias, for which the layouts of Medusa and EAGLE-3 have no place.
 
     Raises:
         UserError: if it has one.
@@ -40,7 +40,8 @@ def equal_outputs(outputs: Mapping[int, Tensor]) -> bool:
 
 
 def tied(blocks: Blocks, first: int) -> bool:
-    """True if in every head all blocks after block `first` equal it; independent training never leaves them so."""
+    """True if in every head all blocks after block `first` equal it."""
+    # Independent training never leaves two blocks equal, so that equal ones were one.
     pairs = [(blocks.get((head, first, part)), tensor) for (head, block, part), tensor in blocks.items()
              if block > first]
     return all(shared is not None and torch.equal(shared, tensor) for shared, tensor in pairs)

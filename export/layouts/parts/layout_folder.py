@@ -36,8 +36,10 @@ def write_layout(out: Path, file: str, tensors: dict[str, Tensor], table: Table,
         ValueError: if the weights are not those of the table.
         UserError: if `out` holds other files or cannot be written.
     """
+    # Before the folder is touched: an earlier export stays where the new one would be wrong.
     require_table(tensors, table)
     with whole_folder(out, EXPORT) as partial:
+        # transformers refuses a file whose metadata does not say for which library it is.
         save_file(tensors, partial / file, metadata={"format": "pt"})
         write_file(partial / config_file, json.dumps(config, indent=2) + "\n")
         write_file(partial / "README.md", with_table(readme, file, table))

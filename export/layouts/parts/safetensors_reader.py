@@ -64,8 +64,10 @@ def loaded(drafter: D, tensors: dict[str, Tensor], target: Target, mismatch: str
     except RuntimeError as error:
         raise UserError(f"{mismatch} {target.identity.name} (width {target.hidden_size}, {target.vocab_size} tokens): "
                         f"{' '.join(str(error).split())}; choose a checkpoint made for this target") from error
+    # Loading accepts whole numbers, nan and an id that occurs twice without a word.
     require_weights(tensors, drafter.state_dict(), "the imported drafter")
     require_distinct(drafter.token_ids_Q)
+    # Half precision would lose what a checkpoint in float32 was trained to.
     drafter.to(device=target.device, dtype=torch.promote_types(target.dtype, torch.float32))
     drafter.bind(target)
     return drafter.eval()
@@ -80,6 +82,7 @@ def check_embedding(stored_VD: Tensor | None, target: Target, folder: Path) -> N
     own_VD = target.model.get_input_embeddings().weight.detach()
     if stored_VD is None:
         return
+    # Checkpoints are often in half precision, the target in another format: equality to the bit is too strict.
     close = stored_VD.shape == own_VD.shape and bool(
         (stored_VD.to(own_VD) - own_VD).abs().max() <= _ROUNDING * own_VD.abs().max())
     if not close:

@@ -40,6 +40,7 @@ def require_table(tensors: Mapping[str, Tensor], table: Table) -> None:
 
 def require_forms(found: Table, table: Table) -> None:
     """The same for tensors whose shapes and number formats alone are at hand. Raises ValueError."""
+    # An engine passes over an unknown tensor and leaves a missing one at random, so that both must be found here.
     if found != table:
         wrong = sorted(name for name in table.keys() | found.keys() if table.get(name) != found.get(name))
         raise ValueError(f"the export would hold wrong tensors: {', '.join(wrong[:_NAMED])}")
