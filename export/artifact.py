@@ -41,6 +41,7 @@ from ..modules.baselines.joined_policies import PolicyName, copying, joined_draf
 from ..modules.files.atomic_files import file_sha256, write_file
 from ..modules.files.json_records import read_object, shortened, typed_fields
 from ..modules.files.owned_folders import whole_folder
+from ..modules.interfaces.optional_parts import GuessesInPasses, virtual_nodes
 from ..modules.policies.registry import MOST
 from ..modules.target.adapter import PREFIX
 from ..modules.target.draft_vocabulary import require_distinct
@@ -59,7 +60,11 @@ FIELDS: dict[str, Any] = {
     "versions": dict[str, str],
 }
 """Fields of config.json and their types; an adapter's is one more."""
-FORMER: dict[str, dict[str, Any]] = {}
+FORMER: dict[str, dict[str, Any]] = {
+    "draft_lm": {"keep_least": 0.2, "keep_rate": 0.7, "num_kv_heads": None},
+    "falcon": {"skip": True},
+    "prompt_tokens": {"first_text": "Next 2 word Next 3 word Next 4 word"},
+}
 """Settings that a family once had, with the value, as JSON holds it, that is now fixed: artifacts of that time name
 them. Family -> key of the section `drafter` -> value."""
 FASTEST = "fastest"
@@ -189,9 +194,10 @@ class Artifact:
         if number is not None or self.tuning is None:
             return policy_named(name.own, self.topology, self.drafter)
         # Virtual nodes are part of a pass: such trees have a size of their own.
-        if kind == SPARSE and self.drafter.rank_chances is not None:
+        chances_KR = self.drafter.rank_chances if isinstance(self.drafter, GuessesInPasses) else None
+        if kind == SPARSE and chances_KR is not None:
             # Of sampled rows whole passes were replayed; greedy ones are estimated from the chances of each guess.
-            nodes, chances_KR = self.drafter.virtual_nodes, self.drafter.rank_chances or ()
+            nodes = virtual_nodes(self.drafter)
             size = (self.tuning.pass_nodes(batch_size, temperature, nodes) if temperature > 0 else
                     choose_pass_nodes(chances_KR, self.tuning.cost.curve(batch_size), nodes).size)
             return policy_named(f"{SPARSE}-{size}" if size > 1 else f"{STATIC}-1", self.topology, self.drafter)

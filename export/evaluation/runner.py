@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ...modules import Generation, Target, UserError
+from ...modules.interfaces.optional_parts import Remembers
 from .contention import ContentionProbe, rotated
 from .course import Course
 from .lossless import compare, greedy_judge, sampled_judge
@@ -262,7 +263,7 @@ class Runner:
     def _forget(self) -> None:
         """Let drafters that remember earlier text forget it."""
         for method in self.schedule.methods:
-            if method.drafter is not None:
+            if isinstance(method.drafter, Remembers):
                 method.drafter.forget()
 
     # The records -----------------------------------------------------------------------------------------------------

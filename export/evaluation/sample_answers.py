@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from ...modules import Generation, Request, Target, decode
 from ...modules.decoding.pass_recorder import PassRecorder
 from ...modules.decoding.token_text import TokenText
+from ...modules.interfaces.optional_parts import Remembers
 from .methods import EvaluateConfig, Method, Question
 from .results import Answer
 from .sample_records import SampleAnswer, SampleToken
@@ -32,7 +33,7 @@ def sample_answers(target: Target, method: Method, questions: Mapping[int, Quest
                         max_new_tokens=config.max_new_tokens, temperature=config.degrees[0])
                 for answer in chosen.values()]
     recorder = PassRecorder()
-    if method.drafter is not None:
+    if isinstance(method.drafter, Remembers):
         method.drafter.forget()
     policy = method.policy_for(config.batches[0], config.degrees[0]) if method.policy_for else None
     found = decode(target, requests, config.settings(1), drafter=method.drafter, policy=policy, observer=recorder)

@@ -195,7 +195,7 @@ def _first(tensors: dict[str, Tensor], said: dict[str, Any], block: BlockConfig,
         raise UserError(f"{folder / 'config.json'} says target_hidden_size: {said['target_hidden_size']} and "
                         f"hidden_size: {block.hidden_size}; EAGLE-1 is as wide as its target, choose such "
                         "a checkpoint")
-    return Eagle(EagleConfig(bias="fc.bias" in tensors), block, vocab_size=target.vocab_size)
+    return Eagle(EagleConfig(bias="fc.bias" in tensors), target, block)
 
 
 def _third(tensors: dict[str, Tensor], said: dict[str, Any], block: BlockConfig, target: Target,
@@ -220,10 +220,10 @@ def _third(tensors: dict[str, Tensor], said: dict[str, Any], block: BlockConfig,
                         f"{target.identity.name} are {wanted}; give the layers that are read as taps")
     norms: dict[str, Any] = {name: bool(said.get(name)) for name in NORMS}
     config = Eagle3Config(taps=read, **norms, num_layers=said.get("num_hidden_layers") or 1,
-                          hidden_size=said["hidden_size"], target_hidden_size=said.get("target_hidden_size"),
+                          hidden_size=said["hidden_size"],
                           vocabulary_size=None if offsets_Q is None else len(offsets_Q),
                           output="shared" if offsets_Q is None and OUTPUT not in tensors else "copy")
-    return Eagle3(config, block, vocab_size=target.vocab_size)
+    return Eagle3(config, target, block)
 
 
 def _taps(said: dict[str, Any], folder: Path) -> tuple[int, ...] | None:

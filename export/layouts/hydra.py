@@ -144,8 +144,7 @@ def import_hydra(folder: Path, target: Target) -> Hydra:
              for (head, layer, part), tensor in blocks.items() if layer < 2 or not shared}
     config = HydraConfig(num_heads=1 + max(head for head, _, _ in blocks), num_layers=depth, tie_blocks=shared,
                          prefix=bool(prefix), output="copy" if outputs else "shared")
-    drafter = Hydra(config, hidden_size=target.hidden_size, vocab_size=target.vocab_size,
-                    block=_block(prefix, target) if prefix else None)
+    drafter = Hydra(config, target, _block(prefix, target) if prefix else None)
     return loaded(drafter, outputs | state | prefix, target, f"the Hydra heads in {folder} do not fit")
 
 

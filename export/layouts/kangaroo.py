@@ -91,7 +91,7 @@ def import_kangaroo(folder: Path, target: Target, *, exit_layer: int | None = No
     )
     limits = {name: config[key] for name, key in (("gamma", _GAMMA), ("eta", _ETA)) if key in config}
     settings = KangarooConfig(exit_layer=chosen_exit(exit_layer, target), **limits)
-    drafter = Kangaroo(settings, block, vocab_size=target.vocab_size)
+    drafter = Kangaroo(settings, target, block)
     return loaded(drafter, tensors, target, f"the Kangaroo adapter in {folder} does not fit")
 
 

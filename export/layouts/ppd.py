@@ -23,21 +23,20 @@ _PLAIN = {"vt_attention_type": "ensemble", "aggregation_type": "mean", "num_exit
 
 def export_ppd(drafter: PromptTokens, target: Target, out: Path) -> None:
     """Write prompt tokens as the official code reads them; a reduced draft vocabulary becomes the whole one."""
-    slots = drafter.slots
-    table = {_PROMPTS: TensorForm((slots.count, drafter.hidden_size))}
+    table = {_PROMPTS: TensorForm((drafter.virtual_nodes, drafter.hidden_size))}
     config = {
         "peft_type": "PROMPT_TUNING",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": portable(target.identity.name),
         "inference_mode": True,
-        "num_special_tokens": slots.steps,
-        "virtual_tokens_per_special_token": slots.copies,
-        "num_virtual_tokens": slots.count,
+        "num_special_tokens": drafter.config.num_tokens,
+        "virtual_tokens_per_special_token": drafter.copies,
+        "num_virtual_tokens": drafter.virtual_nodes,
         "token_dim": drafter.hidden_size,
         **_PLAIN,
     }
-    one = ("" if drafter.slots.copies == 1 else
-           f" It decodes with one copy of each token; these have {drafter.slots.copies}.")
+    one = ("" if drafter.copies == 1 else
+           f" It decodes with one copy of each token; these have {drafter.copies}.")
     readme = layout_readme(
         "Prompt tokens", target,
         "The embeddings in the layout of hmarkc/parallel-prompt-decoding, a prompt-tuning adapter of PEFT. The "
@@ -63,7 +62,7 @@ def import_ppd(folder: Path, target: Target) -> PromptTokens:
         raise UserError(f"{folder / PPD_CONFIG} must hold num_special_tokens and virtual_tokens_per_special_token, "
                         f"whole numbers of at least 1, got {steps} and {copies}; copy it again")
     settings = PromptTokensConfig(num_tokens=steps, copies=copies)
-    drafter = PromptTokens(settings, hidden_size=target.hidden_size, vocab_size=target.vocab_size)
+    drafter = PromptTokens(settings, target)
     own = {("prompts" if name == _PROMPTS else name): tensor for name, tensor in tensors.items()}
     # The layout counts no guesses.
     own["rank_chances_KR"] = drafter.rank_chances_KR

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..drafters.parts.row_text import Text
 from ..errors import UserError
-from ..interfaces.proposer import DraftState, Frontier, Observation, Proposer, Scores
+from ..interfaces.optional_parts import Remembers
+from ..interfaces.proposer import Frontier, Observation, Proposer, Scores
 from .token_recycling import required
 
 
@@ -49,7 +50,7 @@ class NgramState(Text):
         self.contexts_BMG: Tensor | None = None
 
 
-class Ngrams(Proposer):
+class Ngrams(Proposer[NgramState], Remembers):
     """Drafter that proposes the averaged distribution after the latest earlier contexts with the longest match.
 
     The memory is shared by all rows and kept across requests, so that several answers to one prompt help each other, as
@@ -74,9 +75,9 @@ class Ngrams(Proposer):
         """Empty texts."""
         return NgramState(rows, capacity, self.config.longest, self.device)
 
-    def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
+    def observe(self, state: NgramState, rows_R: Tensor, observation: Observation) -> None:
         """Store the context and the most probable next tokens of every accepted node."""
-        held, verified = _ngrams(state), required(observation, self.family)
+        held, verified = state, required(observation, self.family)
         held.drop_tree()
         places_RN = held.append(rows_R, observation)
         accepted_BM = verified.places_BM >= 0
@@ -94,9 +95,9 @@ class Ngrams(Proposer):
         self.ids_PC[slots_E] = top.indices.flatten(0, 1)
         self.log_probs_PC[slots_E] = log_probs_BMC.flatten(0, 1).float()
 
-    def expand(self, state: DraftState, frontier: Frontier) -> Scores:
+    def expand(self, state: NgramState, frontier: Frontier) -> Scores:
         """Averaged distributions after the context of each node."""
-        contexts_BFG = self._contexts(_ngrams(state), frontier)
+        contexts_BFG = self._contexts(state, frontier)
         # Tokens, counted from the end, that each stored context shares with each node's.
         same_BFP = torch.ones((), dtype=torch.bool, device=self.device)
         matched_BFP = torch.zeros((), dtype=torch.long, device=self.device)
@@ -123,7 +124,7 @@ class Ngrams(Proposer):
             contexts_BFG = held.endings(rows_B, held.roots_S[: len(rows_B), None], self.config.longest)
             held.nodes_BM, held.contexts_BMG = frontier.nodes_BF, contexts_BFG
             return contexts_BFG
-        above_BF = (frontier.parents_BF[:, :, None] == held.nodes_BM[:, None]).long().argmax(-1)
+        above_BF = frontier.parents_among(held.nodes_BM)
         parents_BFG = held.contexts_BMG.gather(1, above_BF[..., None].expand(-1, -1, self.config.longest))
         contexts_BFG = torch.cat([parents_BFG[..., 1:], frontier.tokens_BF[..., None]], dim=-1)
         held.nodes_BM = torch.cat([held.nodes_BM, frontier.nodes_BF], dim=1)
@@ -135,18 +136,6 @@ class Ngrams(Proposer):
         self.contexts_PG.fill_(-1)
         self.written.zero_()
 
-    def clear(self, state: DraftState, rows_R: Tensor) -> None:
-        """Clear the rows' texts; the memory stays."""
-        held = _ngrams(state)
-        held.drop_tree()
-        held.clear(rows_R)
-
-    def keep(self, state: DraftState, rows_R: Tensor) -> None:
-        """Make the former row rows_R[r] the row r."""
-        held = _ngrams(state)
-        held.drop_tree()
-        held.keep(rows_R)
-
 
 def _summed(ids_BFQ: Tensor, probs_BFQ: Tensor) -> Tensor:
     """Probabilities in which those of equal ids are added up at the first one and zero at the others."""
@@ -155,9 +144,3 @@ def _summed(ids_BFQ: Tensor, probs_BFQ: Tensor) -> Tensor:
     order_Q = torch.arange(ids_BFQ.shape[-1], device=ids_BFQ.device)
     repeated_BFQ = (equal_BFQQ & (order_Q < order_Q[:, None])).any(-1)
     return torch.where(repeated_BFQ, 0.0, total_BFQ)
-
-
-def _ngrams(state: DraftState) -> NgramState:
-    if not isinstance(state, NgramState):
-        raise TypeError(f"Ngrams needs the state that its own start() made, got {type(state).__name__}")
-    return state

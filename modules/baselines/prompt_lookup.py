@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..drafters.parts.row_text import Text, text_of
+from ..drafters.parts.row_text import Text
 from ..errors import UserError
-from ..interfaces.proposer import DraftState, Frontier, Observation, Proposer, Scores
+from ..interfaces.proposer import Frontier, Observation, Proposer, Scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class PromptLookupConfig:
             raise UserError(f"copied must be at least 1, got {self.copied}")
 
 
-class PromptLookup(Proposer):
+class PromptLookup(Proposer[Text]):
     """Drafter that copies the continuation of the latest of the longest earlier matches of the text's last tokens.
 
     With a short suffix this is prompt lookup decoding, with a long one CopySpec; both originals take the first
@@ -44,22 +44,17 @@ class PromptLookup(Proposer):
     family = "lookup"
 
     def __init__(self, config: PromptLookupConfig, device: torch.device) -> None:
-        self.config, self.device = config, device
-
-    @property
-    def reach(self) -> int:
-        """Number of tokens of one copy."""
-        return self.config.copied
+        self.config, self.device, self.reach = config, device, config.copied
 
     def start(self, rows: int, capacity: int) -> Text:
         """Empty texts."""
         return Text(rows, capacity, self.config.longest, self.device)
 
-    def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
+    def observe(self, state: Text, rows_R: Tensor, observation: Observation) -> None:
         """Append the new tokens."""
-        text_of(state).append(rows_R, observation)
+        state.append(rows_R, observation)
 
-    def expand(self, state: DraftState, frontier: Frontier) -> Scores:
+    def expand(self, state: Text, frontier: Frontier) -> Scores:
         """Scores of the copied tokens, one for each depth, each the only child; no guess in rows without a match.
 
         Raises:
@@ -68,9 +63,8 @@ class PromptLookup(Proposer):
         if frontier.nodes_BF.shape[1] != 1:
             raise ValueError("prompt lookup drafts from the root only: a frontier must have 1 node, "
                              f"got {frontier.nodes_BF.shape[1]}")
-        text = text_of(state)
-        tokens_BL, roots_B = text.tokens_SL[: len(frontier.nodes_BF)], text.roots_S[: len(frontier.nodes_BF)]
-        ends_B, found_B = self._occurrence(text, tokens_BL, roots_B[:, None])
+        tokens_BL, roots_B = state.tokens_SL[: len(frontier.nodes_BF)], state.roots_S[: len(frontier.nodes_BF)]
+        ends_B, found_B = self._occurrence(state, tokens_BL, roots_B[:, None])
         distance_B1 = (roots_B - ends_B)[:, None].clamp(min=1)
         copied_H = torch.arange(self.config.copied, device=self.device)
         tokens_BH = tokens_BL.gather(1, ends_B[:, None] + 1 + copied_H % distance_B1)
@@ -92,11 +86,3 @@ class PromptLookup(Proposer):
         ranks_BL = torch.where(allowed_BL, matched_BL * tokens_BL.shape[1] + places_L, -1)
         best = ranks_BL.max(-1)
         return torch.where(best.values >= 0, places_L[best.indices], length), best.values >= 0
-
-    def clear(self, state: DraftState, rows_R: Tensor) -> None:
-        """Clear the rows' texts."""
-        text_of(state).clear(rows_R)
-
-    def keep(self, state: DraftState, rows_R: Tensor) -> None:
-        """Make the former row rows_R[r] the row r."""
-        text_of(state).keep(rows_R)

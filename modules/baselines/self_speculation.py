@@ -42,17 +42,7 @@ class LayerDraft(CausalDraft):
                 f"the layers kept must be ascending numbers from 0 to {target.num_layers - 1}, at least one; "
                 f"got {tuple(kept)}"
             )
-        self.target, self._kept = target, tuple(kept)
-
-    @property
-    def kept(self) -> tuple[int, ...]:
-        """Layers of the target that are run."""
-        return self._kept
-
-    @property
-    def num_layers(self) -> int:
-        """Number of layers of the target."""
-        return self.target.num_layers
+        self.target, self.kept, self.num_layers = target, tuple(kept), target.num_layers
 
     @property
     def device(self) -> torch.device:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
+from ..interfaces.optional_parts import Remembers
 from ..interfaces.proposer import DraftState, Frontier, Observation, Proposer, Scores, Verified
 from ..token_tree import Topology
 
@@ -17,7 +18,7 @@ RANK_PROBABILITIES = (0.45, 0.13, 0.07, 0.05, 0.04, 0.03, 0.02, 0.02)
 """Assumed probability that the candidate of each rank is the next token: it shapes the tree and orders mixed drafts."""
 
 
-class TokenRecycling(Proposer):
+class TokenRecycling(Proposer[DraftState], Remembers):
     """Drafter with a matrix of the latest `candidates` most probable next tokens of every token, shared by all rows.
 
     Every verified node rewrites the line of its token, the rejected nodes too; of two nodes with the same token the
@@ -66,12 +67,6 @@ class TokenRecycling(Proposer):
     def forget(self) -> None:
         """Clear the memory."""
         self.successors_VC.fill_(-1)
-
-    def clear(self, state: DraftState, rows_R: Tensor) -> None:
-        """Do nothing: nothing belongs to a row."""
-
-    def keep(self, state: DraftState, rows_R: Tensor) -> None:
-        """Do nothing: nothing belongs to a row."""
 
 
 def recycling_tree(size: int, depth: int = 6) -> Topology:

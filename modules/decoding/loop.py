@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
+from ..interfaces.optional_parts import compiled, started, virtual_nodes
 from ..interfaces.proposer import DraftState, Observation, Proposer, Verified
 from ..policies.base import Policy
 from ..row_buffers import RowBuffer
@@ -84,7 +85,7 @@ class Loop:
         self.stats = DecodeStats(lossless=settings.lossy is None)
         self.slots: list[Generation] = []
         size = policy.max_size if policy is not None else 1
-        nodes = size if drafter is None else size * (1 + drafter.virtual_nodes)
+        nodes = size if drafter is None else size * (1 + virtual_nodes(drafter))
         longest = max((len(r.tokens) + r.max_new_tokens for r in self.waiting), default=0)
         places = max((r.max_new_tokens for r in self.waiting), default=0) + size
         sampled = any(request.temperature > 0 for request in self.waiting)
@@ -100,7 +101,7 @@ class Loop:
             self.rows = target.start(count, longest + nodes, taps, prefix)
         if recorder is not None and self.rows.shared is not None:
             recorder.add_prefix(prefix, self.rows.shared)
-        self.state: DraftState | None = drafter.join(self.rows, count, longest + nodes) if drafter is not None else None
+        self.state: DraftState | None = None if drafter is None else started(drafter, self.rows, count, longest + nodes)
         record: Recorder | str = recorder_of_rounds(self.rows) if settings.graphs and count else ""
         if record and recorder is not None:
             record = "the states of each token are recorded"
@@ -206,8 +207,8 @@ class Loop:
         self._read = self.rows.open(row, request.index)
         if self.recorder is not None:
             self.recorder.open(request.index, self._read)
-        if self.drafter is not None and self.state is not None:
-            self.drafter.clear(self.state, torch.tensor([row], device=self.target.device))
+        if self.state is not None:
+            self.state.clear(torch.tensor([row], device=self.target.device))
         return True
 
     def _free(self, row: int) -> bool:
@@ -242,9 +243,9 @@ class Loop:
         last_B = counts_B - 1
         sent = TokenTree.prompts(tokens_BC, counts_B)
         with self._layers():
-            if self.drafter is not None and self.drafter.virtual_nodes:
+            if nodes := virtual_nodes(self.drafter):
                 # Virtual nodes after the last tokens of the pieces: the first trees are guesses of the target itself.
-                lookahead = Lookahead.after(tokens_BC, last_B, self.drafter.virtual_nodes)
+                lookahead = Lookahead.after(tokens_BC, last_B, nodes)
                 sent = self.batch.extended(replace(sent, lookahead=lookahead))
             output = self.rows.run(sent, rows, select_BM=last_B[:, None])
         self.stats.prefill_calls += 1
@@ -303,7 +304,7 @@ class Loop:
         with ExitStack() as blocks:
             blocks.enter_context(self.target.compiled())
             if self.drafter is not None:
-                blocks.enter_context(self.drafter.compiled(compiler))
+                blocks.enter_context(compiled(self.drafter, compiler))
             yield
         self.stats.compile_seconds += compiler.seconds - before
         self.stats.compile_refusal = compiler.refusal
@@ -327,8 +328,8 @@ class Loop:
         self.batch.roots.keep(order_R)
         self.batch.live.keep(order_R)
         self.batch_verifier.keep(order, order_R)
-        if self.drafter is not None and self.state is not None:
-            self.drafter.keep(self.state, order_R)
+        if self.state is not None:
+            self.state.keep(order_R)
 
     def _take(self, row: int, tokens: list[int], fault: int) -> list[int]:
         """Append what a pass's tokens add to the answer of a row, up to its limit, end token or stop text; returns it.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import TreeError
+from ..interfaces.optional_parts import extended
 from ..interfaces.proposer import AheadStates, DraftState, Observation, Proposer, Verified
 from ..policies.base import Policy
 from ..row_buffers import RowBuffer
@@ -49,7 +50,7 @@ class Batch:
 
     def extended(self, tree: TokenTree) -> TokenTree:
         """The tree with the drafter's virtual nodes."""
-        return tree if self.drafter is None or self.state is None else self.drafter.extended(self.state, tree)
+        return extended(self.drafter, self.state, tree)
 
 
 class Round:

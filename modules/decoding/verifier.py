@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..compiler import Compiler
-from ..interfaces.proposer import VerifiedRows
+from ..interfaces.optional_parts import VerifiedRows
 from ..target.pass_output import PassOutput
 from ..token_tree import TokenTree
 

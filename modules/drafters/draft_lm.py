@@ -8,8 +8,6 @@ Shapes: B rows, L positions, F nodes of a draft pass, H depths scored at once, K
 draft, V target vocabulary, Q entries of the draft vocabulary.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Self, cast
 
@@ -23,6 +21,7 @@ from ..errors import UserError
 from ..features import Features
 from ..interfaces.drafter import Drafter, Drafts
 from ..interfaces.family_card import FamilyCard
+from ..interfaces.optional_parts import GathersApart
 from ..interfaces.proposer import Scores
 from ..target.attention.segment_attention import Sight, mask_arguments, visible_text
 from ..target.devices.compiled_layers import CompiledLayers, of_transformers
@@ -38,10 +37,10 @@ from ..target.submodel import config_of, fields_of, new_model
 from .draft_lm_config import DraftLMConfig, check_fit, initial_model
 from .parts.causal_drafter import SLOT, CausalDraft, CausalState
 from .parts.decoder_block import AttentionContext
-from .parts.mask_tokens import by_depth, conditional_drop, pack, useful, visible
+from .parts.mask_tokens import KEEP_LEAST, KEEP_RATE, by_depth, conditional_drop, pack, useful, visible
 
 
-class DraftLM(CausalDraft, Drafter):
+class DraftLM(CausalDraft, Drafter[CausalState], GathersApart):
     """A causal language model of transformers as a drafter; it borrows no weights.
 
     Own weights: `decoder.*` under transformers' names, `head.weight` unless the output layer is the embedding,
@@ -59,38 +58,48 @@ class DraftLM(CausalDraft, Drafter):
                 "several a pass through mask tokens",
         cost="needs no target states in training; one model run for each level of the tree",
     )
-    token_ids: Tensor | None
     mask_embedding: nn.Parameter | None
+    reads_states = False
 
     def __init__(self, config: DraftLMConfig, model: Any) -> None:
-        super().__init__()
+        super().__init__(config.vocabulary_size)
         self.config, self.architecture = config, model.config
         self.decoder: nn.Module = model.get_decoder()
         output = model.get_output_embeddings()
-        self.vocab_size, width = output.weight.shape
-        check_fit(config, len(self._layers()), self.vocab_size)
+        self.vocab_size, self.state_size = output.weight.shape
+        self.num_layers, size = len(self._layers()), config.vocabulary_size
+        check_fit(config, self.num_layers, self.vocab_size)
+        self.kept, self.slots = range(config.decode_exit or self.num_layers), config.depths - 1
+        self.positions = int(getattr(self.architecture, "max_position_embeddings", 1 << 30))
+        """Largest context of the draft model, in tokens."""
+        if self.slots:
+            # The token itself, then mask token after mask token.
+            self.reach = self.trained_steps = config.depths
+            self.offsets = tuple(range(1, config.depths + 1))
+        else:
+            self.unrolls = config.exits.index(len(self.kept)) if config.exits else 0
+            self.offsets = (1,) * max(1, len(config.exits))
         tied = output.weight is self._embedding().weight
-        size = config.vocabulary_size
-        self.register_buffer("token_ids", None if size is None else torch.zeros(size, dtype=torch.long))
         self.head = None if tied and size is None else output if size is None else \
-            nn.Linear(width, size, bias=output.bias is not None)
-        self.mask_embedding = nn.Parameter(self._embedding().weight.detach().mean(0)) if config.depths > 1 else None
+            nn.Linear(self.state_size, size, bias=output.bias is not None)
+        self.mask_embedding = nn.Parameter(self._embedding().weight.detach().mean(0)) if self.slots else None
         self._embedding().weight.requires_grad_(not config.freeze_embedding)
         self._linears: LinearForms | None = None
 
-    def layer_forms(self, compiler: Compiler) -> CompiledLayers:
-        """Compiled forms of the decoder's layers."""
-        return CompiledLayers(list(self._layers()), compiler, of_transformers)
-
     def _layers(self) -> nn.ModuleList:
         return layer_list(self.decoder, self.architecture.num_hidden_layers)
+
+    def _embedding(self) -> nn.Embedding:
+        return cast(nn.Embedding, self.decoder.get_input_embeddings())  # type: ignore[operator]
 
     def embedding_weight(self) -> Tensor:
         """The embedding's weight, [V, D]."""
         return self._embedding().weight.detach()
 
-    def _embedding(self) -> nn.Embedding:
-        return cast(nn.Embedding, self.decoder.get_input_embeddings())  # type: ignore[operator]
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self._embedding().weight.device
 
     # Making one ------------------------------------------------------------------------------------------------------
 
@@ -132,17 +141,6 @@ class DraftLM(CausalDraft, Drafter):
         if self.mask_embedding is not None and self.config.mask_token_id is not None:
             self.mask_embedding.copy_(self._embedding().weight[self.config.mask_token_id])
 
-    def recompute_layers(self) -> None:
-        """Let training compute the states inside of each layer again in the backward pass, in place of keeping them."""
-        # transformers 5.23 would have it called activation_checkpointing_enable, which 5.17 has not.
-        self.decoder.gradient_checkpointing_enable(  # type: ignore[operator]
-            gradient_checkpointing_kwargs={"use_reentrant": False})
-
-    @property
-    def state_size(self) -> int:
-        """The width of its own layers."""
-        return self.embedding_weight().shape[1]
-
     def describe(self) -> dict[str, Any]:
         """The settings and the model's configuration, JSON-ready, without the folder of its first weights."""
         return {**asdict(self.config), "folder": None, "model": fields_of(self.architecture)}
@@ -172,50 +170,20 @@ class DraftLM(CausalDraft, Drafter):
             setattr(self.decoder.get_submodule(owner), last, buffer.to(self.device))
         return self
 
+    def recompute_layers(self) -> bool:
+        """Let training compute the states inside of each layer again."""
+        # transformers 5.23 would have it called activation_checkpointing_enable, which 5.17 has not.
+        self.decoder.gradient_checkpointing_enable(  # type: ignore[operator]
+            gradient_checkpointing_kwargs={"use_reentrant": False})
+        return True
+
+    def layer_forms(self, compiler: Compiler) -> CompiledLayers:
+        """Compiled forms of the decoder's layers."""
+        return CompiledLayers(list(self._layers()), compiler, of_transformers)
+
     def gathered_apart(self) -> list[nn.Module]:
         """Its layers, one after the other."""
         return list(self._layers())
-
-    # The contract's properties ---------------------------------------------------------------------------------------
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights."""
-        return self._embedding().weight.device
-
-    @property
-    def reads_states(self) -> bool:
-        """False: it reads tokens alone."""
-        return False
-
-    @property
-    def token_ids_Q(self) -> Tensor | None:
-        """Target id of each entry of the reduced draft vocabulary; None for the whole vocabulary."""
-        return self.token_ids
-
-    @property
-    def reach(self) -> int | None:
-        """The depths of one pass with mask tokens; without them None, no limit."""
-        return self.config.depths if self.slots else None
-
-    @property
-    def unrolls(self) -> int | None:
-        """The exit that drafts autoregressively; None with mask tokens."""
-        if self.slots:
-            return None
-        return self.config.exits.index(self.depth) if self.config.exits else 0
-
-    @property
-    def depth(self) -> int:
-        """Number of layers that run while decoding."""
-        return self.config.decode_exit or len(self._layers())
-
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        """1 for every exit; with mask tokens 1 for the token itself and k + 1 for mask token k."""
-        if self.slots:
-            return tuple(range(1, self.config.depths + 1))
-        return (1,) * max(1, len(self.config.exits))
 
     # Training --------------------------------------------------------------------------------------------------------
 
@@ -223,20 +191,26 @@ class DraftLM(CausalDraft, Drafter):
         """States of every exit, or of every depth, at all positions; segments do not see each other."""
         if self.slots:
             return self._forward_depths(features)
-        positions_BL = features.positions_BL
-        with self._exit_states() as states:
+        positions_BL, states = features.positions_BL, list[Tensor]()
+
+        def keep(_module: nn.Module, _args: Any, output: Any) -> None:
+            states.append(output[0] if isinstance(output, tuple) else output)
+
+        handles = [self._layers()[exit - 1].register_forward_hook(keep) for exit in self.config.exits[:-1]]
+        try:
             final_BLD = self._states(self.embed(features.tokens_BL), visible_text(features, self.decoder), positions_BL,
                                      positions_BL)
-        norm = _last_norm(self.decoder) if states else None
-        exits = [norm(state) for state in states] if norm is not None else []
+        finally:
+            for handle in handles:
+                handle.remove()
+        exits = [_last_norm(self.decoder)(state) for state in states]
         return Drafts(hidden_BLKD=torch.stack([*exits, final_BLD], dim=2), offsets=self.offsets)
 
     def _forward_depths(self, features: Features) -> Drafts:
         """States of one pass over the texts and the kept mask tokens; in evaluation mode all are kept."""
         kept_BLK = torch.ones(*features.tokens_BL.shape, self.config.depths, dtype=torch.bool, device=self.device)
         if self.training:
-            kept_BLK = conditional_drop(useful(features, self.config.depths), self.config.keep_rate,
-                                        self.config.keep_least)
+            kept_BLK = conditional_drop(useful(features, self.config.depths), KEEP_RATE, KEEP_LEAST)
         slots = pack(kept_BLK)
         masks_BS = torch.full_like(slots.anchors_BS, SLOT)
         positions_BS = features.positions_BL.gather(1, slots.anchors_BS) + slots.depths_BS
@@ -245,21 +219,6 @@ class DraftLM(CausalDraft, Drafter):
         states_BMD = self._states(embedded_BMD, visible(features, slots), positions_BM, positions_BM)
         hidden_BLKD = by_depth(states_BMD, slots, kept_BLK.shape[1], self.config.depths)
         return Drafts(hidden_BLKD=hidden_BLKD, offsets=self.offsets, valid_BLK=kept_BLK if self.training else None)
-
-    @contextmanager
-    def _exit_states(self) -> Iterator[list[Tensor]]:
-        """Context in which the outputs at all exits but the last are collected."""
-        states: list[Tensor] = []
-
-        def keep(_module: nn.Module, _args: Any, output: Any) -> None:
-            states.append(output[0] if isinstance(output, tuple) else output)
-
-        handles = [self._layers()[exit - 1].register_forward_hook(keep) for exit in self.config.exits[:-1]]
-        try:
-            yield states
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def project(self, hidden: Tensor, step: int) -> Tensor:
         """Draft logits [..., Q] of states [..., D]; every step has the same output layer."""
@@ -295,49 +254,29 @@ class DraftLM(CausalDraft, Drafter):
             key_positions=key_positions_BW, **mask_arguments(visible, self.decoder, embedded_BFD),
         ).last_hidden_state)
 
-    @property
-    def positions(self) -> int:
-        """Largest context of the draft model, in tokens."""
-        return int(getattr(self.architecture, "max_position_embeddings", 1 << 30))
-
-    @property
-    def slots(self) -> int:
-        """One mask token for each depth beyond the first."""
-        return self.config.depths - 1
-
     def expand_bytes(self) -> int:
         """Bytes of the layers that run and of the output layer; embedding rows do not count."""
-        layers = sum(parameter.nbytes for layer in self._layers()[: self.depth] for parameter in layer.parameters())
+        layers = sum(parameter.nbytes for layer in self.kept for parameter in self._layers()[layer].parameters())
         return layers + (self._embedding() if self.head is None else self.head).weight.nbytes
-
-    @property
-    def kept(self) -> range:
-        """The layers up to the exit."""
-        return range(self.depth)
-
-    @property
-    def num_layers(self) -> int:
-        """Number of layers of the whole model."""
-        return len(self._layers())
 
     def start(self, rows: int, capacity: int) -> CausalState:
         """An empty state; the linear layers are packed if they have changed."""
         tied_VD = self._embedding().weight if self.head is None else None
         packed_from = 0 if self._linears is None else self._linears.packing.packed_from
-        self._packing.refresh(self, packed_from=packed_from, output_VD=tied_VD)
+        self.packing.refresh(self, packed_from=packed_from, output_VD=tied_VD)
         return super().start(rows, capacity)
 
     def run(self, tokens_BF: Tensor, attention: AttentionContext, key_positions_BW: Tensor) -> Tensor:
         """Final states of one pass of the layers up to the exit."""
         positions_BF = attention.positions_BN.clamp(max=self.positions - 1)
-        with self._packing.installed(), skipping(self._layers(), self.kept):
+        with self.packing.installed(), skipping(self._layers(), self.kept):
             embedded_BFD, visible_BFW = self.embed(tokens_BF), attention.visible_BNW
             return self._states(embedded_BFD, visible_BFW, positions_BF, key_positions_BW, attention.cache)
 
     def read_out(self, final: Tensor) -> Scores:
         """Scores by its own output layer."""
-        packed = self._packing.output
-        with self._packing.installed():
+        packed = self.packing.output
+        with self.packing.installed():
             logits = self.project(final, 0) if packed is None else self._post_process(packed(final))
         return Scores.from_logits(logits, self.token_ids, final)
 
@@ -357,24 +296,17 @@ def as_model(drafter: DraftLM) -> Any:
 
     A reduced output layer becomes a whole one, in which no other token is ever the best one (`over_all_tokens`).
     """
-    output = _whole_output(drafter)
-    given = fields_of(drafter.architecture)
-    given |= {"num_hidden_layers": drafter.depth, "tie_word_embeddings": output is None}
+    layers, given = len(drafter.kept), fields_of(drafter.architecture)
+    given |= {"num_hidden_layers": layers, "tie_word_embeddings": drafter.head is None}
     if given.get("layer_types"):
-        given["layer_types"] = given["layer_types"][: drafter.depth]
+        given["layer_types"] = given["layer_types"][:layers]
     model = new_model(config_of(given))
     own = drafter.decoder.state_dict()
     model.get_decoder().load_state_dict({name: own[name] for name in model.get_decoder().state_dict()})
-    for name, tensor in (output or {}).items():
-        getattr(model.get_output_embeddings(), name).copy_(tensor)
+    if drafter.head is not None:
+        for name, parameter in drafter.head.named_parameters():
+            whole = over_all_tokens(parameter.detach(), drafter.token_ids, drafter.vocab_size)
+            getattr(model.get_output_embeddings(), name).copy_(whole)
     if drafter.mask_embedding is not None and drafter.config.mask_token_id is not None:
         model.get_input_embeddings().weight[drafter.config.mask_token_id] = drafter.mask_embedding
     return model.to(drafter.embedding_weight().dtype).eval()
-
-
-def _whole_output(drafter: DraftLM) -> dict[str, Tensor] | None:
-    """The output layer over the whole vocabulary; None when it is the embedding."""
-    if drafter.head is None:
-        return None
-    return {name: over_all_tokens(parameter.detach(), drafter.token_ids, drafter.vocab_size)
-            for name, parameter in drafter.head.named_parameters()}

@@ -29,9 +29,8 @@ class DraftLMConfig(DrafterConfig):
     hidden_size: int | None = None
     """Width of a new model; None takes the target's."""
     num_heads: int | None = None
-    """Attention heads of a new model; None keeps the target's width of a head."""
-    num_kv_heads: int | None = None
-    """Key-value heads of a new model; None keeps the target's proportion."""
+    """Attention heads of a new model, with the target's proportion of key-value heads; None keeps the target's width of
+    a head."""
     intermediate_size: int | None = None
     """Width of a new model's MLP; None keeps the target's proportion."""
     tied: bool | None = None
@@ -45,37 +44,23 @@ class DraftLMConfig(DrafterConfig):
     """The exit that drafts; None for the last."""
     depths: int = 1
     """Tokens guessed in one pass of the draft: above 1, a learned mask token replaces each one not yet known."""
-    keep_rate: float = 0.7
-    """Share of the training positions that keep their k-th mask token is `keep_rate ** k`."""
-    keep_least: float = 0.2
-    """Lower bound of that share."""
     mask_token_id: int | None = None
     """A reserved token whose embedding holds the mask token's in exports; None exports without mask tokens."""
 
     def __post_init__(self) -> None:
         check_sizes(num_layers=self.num_layers, hidden_size=self.hidden_size, num_heads=self.num_heads,
-                    num_kv_heads=self.num_kv_heads, intermediate_size=self.intermediate_size,
-                    vocabulary_size=self.vocabulary_size, depths=self.depths)
-        self._check_source()
-        self._check_exits()
-        if not 0 < self.keep_least <= self.keep_rate <= 1:
-            raise UserError("keep_least and keep_rate must satisfy 0 < keep_least <= keep_rate <= 1, got "
-                            f"{self.keep_least} and {self.keep_rate}")
+                    intermediate_size=self.intermediate_size, vocabulary_size=self.vocabulary_size, depths=self.depths)
         if self.mask_token_id is not None and self.depths == 1:
             raise UserError(f"mask_token_id {self.mask_token_id} has no effect with depths 1; set depths to the tokens "
                             "of a draft pass, or leave mask_token_id out")
-
-    def _check_source(self) -> None:
         if self.layers is not None and self.folder is not None:
             raise UserError("set `layers` or `folder`, not both")
         chosen_by = "layers" if self.layers is not None else "folder" if self.folder is not None else None
-        for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "intermediate_size"):
+        for name in ("num_layers", "hidden_size", "num_heads", "intermediate_size"):
             if chosen_by is not None and getattr(self, name) is not None:
                 raise UserError(f"{name} is set by {chosen_by}; leave {name} out, or {chosen_by}")
         if self.folder is not None and self.tied is not None:
             raise UserError("tied is set by folder; leave tied out, or folder")
-
-    def _check_exits(self) -> None:
         if list(self.exits) != sorted(set(self.exits)) or (self.exits and self.exits[0] < 1):
             raise UserError(f"exits must be ascending numbers of layers from 1, got {list(self.exits)}")
         if self.exits and self.depths > 1:
@@ -95,10 +80,8 @@ def planned(config: DraftLMConfig, target: Target) -> Any:
     elif config.layers is not None:
         model = chosen(target, config.layers, tied=config.tied)
     else:
-        model = smaller(
-            target, num_layers=config.num_layers or 2, hidden_size=config.hidden_size, num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads, intermediate_size=config.intermediate_size, tied=config.tied,
-        )
+        model = smaller(target, num_layers=config.num_layers or 2, hidden_size=config.hidden_size,
+                        num_heads=config.num_heads, intermediate_size=config.intermediate_size, tied=config.tied)
     check_fit(config, model.num_hidden_layers, target.vocab_size)
     return model
 

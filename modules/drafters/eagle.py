@@ -6,6 +6,7 @@ Shapes: B rows, N positions, D hidden size.
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from ..target.model import Target
 from .eagle_base import EagleDrafter
 from .parts.decoder_block import Attention, AttentionContext, BlockConfig, GatedMLP, ResidualLayer, RMSNorm
 from .parts.feature_drafter import FeatureConfig
+from .parts.shared_embeddings import Sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +62,6 @@ class FeatureSampling(nn.Module):
         sampled_BND: Tensor = hidden_BND + self.down_proj(gated_BNI)
         return sampled_BND
 
-    @torch.no_grad()
-    def zero_output(self) -> None:
-        """Initialise the correction to zero."""
-        self.down_proj.weight.zero_()
-
 
 class BareBlock(ResidualLayer):
     """A Llama layer without a norm before its attention: EAGLE's only layer.
@@ -101,8 +98,8 @@ class Eagle(EagleDrafter):
 
     Args:
         config: its settings.
+        sizes: of the target.
         block: the shape of its layer.
-        vocab_size: the target's vocabulary.
     """
 
     family = "eagle"
@@ -113,44 +110,22 @@ class Eagle(EagleDrafter):
     )
     config: EagleConfig
     config_class = EagleConfig
-    described_as = "an EAGLE drafter is"
 
-    def __init__(self, config: EagleConfig, block: BlockConfig, *, vocab_size: int) -> None:
-        super().__init__(config, block, vocab_size=vocab_size)
-        self.fc = nn.Linear(2 * block.hidden_size, block.hidden_size, bias=config.bias)
+    def __init__(self, config: EagleConfig, sizes: Sizes, block: BlockConfig) -> None:
+        super().__init__(config, sizes, block)
+        width, states = block.hidden_size, 2 if config.partial_alignment else 1
+        self.trained_steps, self.state_size = config.steps, states * width
+        self.fc = nn.Linear(2 * width, width, bias=config.bias)
         self.sampling = FeatureSampling(block) if config.feature_sampling else None
-        self.layers = nn.ModuleList([BareBlock(block, states=2 if config.partial_alignment else 1)])
+        self.layers = nn.ModuleList([BareBlock(block, states)])
 
-    @torch.no_grad()
     def initialise(self, target: Target) -> None:
         """Set weights that pass the state on unchanged; the official code starts with random ones."""
         width = self.block.hidden_size
         self.fc.weight[:, width:] = torch.eye(width, device=self.fc.weight.device)
         if self.sampling is not None:
-            self.sampling.zero_output()
-        for layer in self._layers():
-            layer.zero_output()
-
-    def _layers(self) -> list[BareBlock]:
-        return [layer for layer in self.layers if isinstance(layer, BareBlock)]
-
-    @property
-    def trained_steps(self) -> int:
-        """One, or the number of HASS's passes."""
-        return self.config.steps
-
-    def estimates(self, steps: int) -> tuple[int, ...]:
-        """Step k at position p estimates the target's state at p + 1 + k."""
-        return tuple(range(1, 1 + steps))
-
-    def estimated(self, own: list[Tensor]) -> Tensor | None:
-        """The half that is fed back, with partial alignment; otherwise None."""
-        return torch.stack([self._halves(state)[1] for state in own], dim=2) if self.config.partial_alignment else None
-
-    @property
-    def state_size(self) -> int:
-        """The width of one state, or of two with partial alignment."""
-        return 2 * self.block.hidden_size if self.config.partial_alignment else self.block.hidden_size
+            self.sampling.down_proj.weight.zero_()
+        cast(BareBlock, self.layers[0]).zero_output()
 
     def fuse(self, final_BND: Tensor, taps: dict[int, Tensor]) -> Tensor:
         """The target's final states, with noise in training."""
@@ -161,21 +136,21 @@ class Eagle(EagleDrafter):
         hidden_BND: Tensor = self.fc(torch.cat([embedded_BND, read_BND], dim=-1))
         if self.sampling is not None:
             hidden_BND = self.sampling(embedded_BND, hidden_BND)
-        for layer in self._layers():
-            hidden_BND = layer(hidden_BND, attention)
-        return hidden_BND
+        estimates_BND: Tensor = self.layers[0](hidden_BND, attention)
+        return estimates_BND
+
+    # With partial alignment a state has two halves: the one for the output layer, then the estimate.
 
     def feed(self, own: Tensor) -> Tensor:
         """The estimate, detached as in HASS: a pass learns from its input and does not train the pass before it."""
-        return self._halves(own)[1].detach()
+        return own[..., -self.block.hidden_size :].detach()
 
     def finish(self, own: Tensor) -> Tensor:
         """The estimate; with partial alignment the half for the output layer."""
-        return self._halves(own)[0]
+        return own[..., : self.block.hidden_size]
 
-    def _halves(self, own: Tensor) -> tuple[Tensor, Tensor]:
-        """(state for the output layer, estimate of the target's state)."""
+    def estimated(self, own: list[Tensor]) -> Tensor | None:
+        """The half that is fed back, with partial alignment; otherwise None."""
         if not self.config.partial_alignment:
-            return own, own
-        read, estimated = own.chunk(2, dim=-1)
-        return read, estimated
+            return None
+        return torch.stack([state[..., -self.block.hidden_size :] for state in own], dim=2)

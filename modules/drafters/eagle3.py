@@ -6,7 +6,7 @@ Shapes: B rows, N positions, D hidden size, V target vocabulary, Q entries of th
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from ..config_checks import check_sizes
 from ..errors import UserError
 from ..interfaces.family_card import FamilyCard
 from ..target.draft_vocabulary import OwnOutput
+from ..target.loading.identity import TargetIdentity
 from ..target.model import Target
 from .eagle_base import EagleDrafter
 from .parts.decoder_block import (
@@ -28,6 +29,7 @@ from .parts.decoder_block import (
     RMSNorm,
 )
 from .parts.feature_drafter import FeatureConfig, block_like, last_norm
+from .parts.shared_embeddings import Sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +45,8 @@ class Eagle3Config(FeatureConfig):
     """Decoder layers; the first reads token and state, the others are ordinary ones after it. The paper has 1; the
     official code and SGLang run no other number."""
     hidden_size: int | None = None
-    """Width of its layers; None takes the target's. Any other width needs `target_hidden_size`."""
-    target_hidden_size: int | None = None
-    """Width of the target's states. It must be set for `hidden_size` to differ: neither the target's embedding nor its
-    output layer fits then, and the drafter trains its own."""
+    """Width of its layers; None takes the target's. Neither the target's embedding nor its output layer fits another
+    width: the drafter then trains its own."""
     fc_norm: bool = False
     """Whether each tapped state has a separate RMSNorm before `fc` (EAGLE-3.1, arXiv:2605.09992), so that the layers of
     the target count alike whatever the size of their states."""
@@ -63,7 +63,7 @@ class Eagle3Config(FeatureConfig):
 
     def __post_init__(self) -> None:
         check_sizes(steps=self.steps, num_layers=self.num_layers, vocabulary_size=self.vocabulary_size,
-                    hidden_size=self.hidden_size, target_hidden_size=self.target_hidden_size)
+                    hidden_size=self.hidden_size)
         if self.taps is not None and (not self.taps or list(self.taps) != sorted(set(self.taps))):
             raise UserError(f"taps must be ascending numbers of layers, at least one, got {list(self.taps)}")
         if self.fc_norm and self.norm_before_fc:
@@ -94,19 +94,13 @@ def chosen_width(config: Eagle3Config, target: Target) -> int:
     """The width of the drafter's layers for this target.
 
     Raises:
-        UserError: if it differs from the target's and `target_hidden_size` is not set, or is set to a wrong width.
+        UserError: if it differs from the target's, whose output layer is to be read.
     """
-    name, states = target.identity.name, target.hidden_size
-    width = config.hidden_size or states
-    if config.target_hidden_size not in (None, states):
-        raise UserError(f"target_hidden_size is {config.target_hidden_size}, but the states of {name} are {states} "
-                        f"wide; set it to {states}, or leave it out with hidden_size")
-    if width != states and config.target_hidden_size is None:
-        raise UserError(f"hidden_size is {width}, but the states of {name} are {states} wide; set target_hidden_size "
-                        f"to {states} for a drafter with its own embedding and output layer, or leave hidden_size out")
-    if width != states and config.output == "shared":
-        raise UserError(f"output is 'shared', but the output layer of {name} reads states {states} wide, not of "
-                        f"hidden_size {width}; set output to copy, or leave hidden_size out")
+    width = config.hidden_size or target.hidden_size
+    if width != target.hidden_size and config.output == "shared":
+        raise UserError(f"output is 'shared', but the output layer of {target.identity.name} reads states "
+                        f"{target.hidden_size} wide, not of hidden_size {width}; set output to copy, or leave "
+                        "hidden_size out")
     return width
 
 
@@ -155,8 +149,8 @@ class Eagle3(EagleDrafter):
 
     Args:
         config: its settings, `taps` included.
-        block: the shape of its layer.
-        vocab_size: the target's vocabulary.
+        sizes: of the target.
+        block: the shape of its layers.
     """
 
     family = "eagle3"
@@ -167,58 +161,64 @@ class Eagle3(EagleDrafter):
     )
     config: Eagle3Config
     config_class = Eagle3Config
-    described_as = "an EAGLE-3 drafter is"
+    estimates_states = False
 
-    def __init__(self, config: Eagle3Config, block: BlockConfig, *, vocab_size: int) -> None:
-        super().__init__(config, block, vocab_size=vocab_size, target_width=config.target_hidden_size)
+    def __init__(self, config: Eagle3Config, sizes: Sizes, block: BlockConfig) -> None:
+        super().__init__(config, sizes, block)
         if config.taps is None:
             raise UserError("the taps of an EAGLE-3 drafter must be set; use Eagle3.create, which chooses them")
-        width = block.hidden_size
-        self.embed_tokens = None if self.hidden_size == width else OwnEmbedding(vocab_size, width)
-        self.fc_norm = nn.ModuleList(
-            RMSNorm(self.hidden_size, eps=block.norm_eps) for _ in (config.taps if config.fc_norm else ())
-        )
-        joined = len(config.taps) * self.hidden_size
-        self.input_norm = RMSNorm(joined, eps=block.norm_eps) if config.norm_before_fc else None
+        width, wide, eps = block.hidden_size, sizes.hidden_size, block.norm_eps
+        self.taps, self.num_layers, self.trained_steps = config.taps, config.num_layers, config.steps
+        self.state_size = width
+        self.embed_tokens = None if wide == width else OwnEmbedding(sizes.vocab_size, width)
+        self.fc_norm = nn.ModuleList(RMSNorm(wide, eps=eps) for _ in (config.taps if config.fc_norm else ()))
+        joined = len(config.taps) * wide
+        self.input_norm = RMSNorm(joined, eps=eps) if config.norm_before_fc else None
         self.fc = nn.Linear(joined, width, bias=False)
         self.midlayer = WideBlock(block, normed=config.norm_before_residual)
         self.layers = nn.ModuleDict({str(layer): DecoderBlock(block, layer) for layer in range(1, config.num_layers)})
-        self.norm = RMSNorm(width, eps=block.norm_eps)
-        entries = config.vocabulary_size or vocab_size
+        self.norm = RMSNorm(width, eps=eps)
+        entries = config.vocabulary_size or sizes.vocab_size
         self.lm_head = OwnOutput(width, entries) if config.output == "copy" else None
 
     @classmethod
     def fitted(cls, config: Eagle3Config, target: Target) -> tuple[Eagle3Config, BlockConfig]:
         """(settings with the taps chosen, shape of the layers). Raises UserError when taps or widths do not fit."""
-        block = _of_width(block_like(target, config.rope_base), chosen_width(config, target))
+        block, width = block_like(target, config.rope_base), chosen_width(config, target)
+        # Of another width in the same proportions, with heads of the same width.
+        heads = max(1, round(block.num_heads * width / block.hidden_size))
+        shared = max(1, heads * block.num_kv_heads // block.num_heads)
+        while heads % shared:
+            shared -= 1
+        block = replace(block, hidden_size=width, num_heads=heads, num_kv_heads=shared,
+                        intermediate_size=max(1, round(block.intermediate_size * width / block.hidden_size)))
         return replace(config, taps=chosen_taps(config.taps, target)), block
 
-    @torch.no_grad()
+    @classmethod
+    def rebuild(cls, description: dict[str, Any], identity: TargetIdentity) -> Self:
+        """An equal drafter whose weights are still to be loaded. Raises UserError on an unknown description."""
+        # Artifacts once named the width of the target's states too, which the identity has.
+        described = {name: value for name, value in description.items() if name != "target_hidden_size"}
+        return super().rebuild(described, identity)
+
     def initialise(self, target: Target) -> None:
         """Set weights that pass the highest tap on unchanged and read it as the target reads its last layer.
 
         The official code starts with random weights and trains for days.
         """
         self.fc.weight.zero_()
-        self.midlayer.zero_output()
-        for layer in self._further():
-            layer.zero_output()
-        if target.device.type == "meta":
-            # A target on the meta device, used for planning, has no values.
-            return
+        for layer in (self.midlayer, *self.layers.values()):
+            cast(ResidualLayer, layer).zero_output()
         norm_D = last_norm(target, self.block.norm_eps)
-        if self.embed_tokens is not None:
-            self._initialise_principal(target, norm_D, self.embed_tokens)
-            return
-        self.fc.weight[:, -len(norm_D) :] = torch.eye(len(norm_D), device=norm_D.device)
-        self.norm.weight.copy_(norm_D)
-        if self.lm_head is not None:
-            self.lm_head.weight.copy_(self._rows().weight_QD)
-
-    def _initialise_principal(self, target: Target, norm_D: Tensor, embedding: OwnEmbedding) -> None:
-        """Initialise a narrower or wider drafter from the principal components of the LM head and of the embedding."""
         width, wide = self.block.hidden_size, len(norm_D)
-        read_QD = self._rows().weight_QD.to(norm_D.dtype) * norm_D
+        if self.embed_tokens is None:
+            self.fc.weight[:, -wide:] = torch.eye(wide, device=norm_D.device)
+            self.norm.weight.copy_(norm_D)
+            if self.lm_head is not None:
+                self.lm_head.weight.copy_(self.output_rows().weight_QD)
+            return
+        # A narrower or wider drafter reads principal components: of the output layer, and of the embedding.
+        read_QD = self.output_rows().weight_QD.to(norm_D.dtype) * norm_D
         axes_DE = _principal(read_QD, width)
         self.fc.weight[:, -wide:] = axes_DE.mT
         # A state with the same norm in E components in place of D has a larger root mean square.
@@ -226,22 +226,7 @@ class Eagle3(EagleDrafter):
         if self.lm_head is not None:
             self.lm_head.weight.copy_(read_QD @ axes_DE)
         table_VD = target.model.get_input_embeddings().weight.to(norm_D.dtype)
-        embedding.weight.copy_(table_VD @ _principal(table_VD, width))
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """The target layers whose outputs it reads, ascending."""
-        return self.config.taps or ()
-
-    @property
-    def num_layers(self) -> int:
-        """Number of decoder layers."""
-        return self.config.num_layers
-
-    @property
-    def trained_steps(self) -> int:
-        """Number of training-time-test steps."""
-        return self.config.steps
+        self.embed_tokens.weight.copy_(table_VD @ _principal(table_VD, width))
 
     def fuse(self, final_BND: Tensor, taps: dict[int, Tensor]) -> Tensor:
         """One state from the concatenated tapped states, ascending by layer.
@@ -258,23 +243,20 @@ class Eagle3(EagleDrafter):
         fused_BND: Tensor = self.fc(joined_BND if self.input_norm is None else self.input_norm(joined_BND))
         return fused_BND
 
-    def _embed(self, tokens: Tensor) -> Tensor:
-        self._rows()  # An unbound drafter refuses to run even if it would read nothing of the target.
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings of token ids: the target's without gradients, or its own."""
+        self.output_rows()  # An unbound drafter refuses to run even if it would read nothing of the target.
         if self.embed_tokens is None:
-            return super()._embed(tokens)
+            return super().embed(tokens)
         embedded: Tensor = self.embed_tokens(tokens)
         return embedded
 
     def step(self, embedded_BND: Tensor, read_BND: Tensor, attention: AttentionContext) -> Tensor:
         """The last layer's states, [B, N, D], before the norm."""
         passed_BND: Tensor = self.midlayer(embedded_BND, read_BND, attention)
-        for layer in self._further():
+        for layer in self.layers.values():
             passed_BND = layer(passed_BND, attention)
         return passed_BND
-
-    def _further(self) -> list[DecoderBlock]:
-        """The layers after the first."""
-        return [layer for layer in self.layers.values() if isinstance(layer, DecoderBlock)]
 
     def feed(self, own: Tensor) -> Tensor:
         """The state itself with its gradient, so that a step also learns to serve the next ones."""
@@ -289,35 +271,21 @@ class Eagle3(EagleDrafter):
         """Draft logits [..., Q] of normalised states [..., D], by one output layer for every step."""
         if self.lm_head is None:
             return super().project(hidden, step)
-        return self._rows().through(hidden, self.lm_head)
+        return self.output_rows().through(hidden, self.lm_head)
 
     def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
         """The weights of its own output layer, when it has one."""
         return () if self.lm_head is None else tuple(self.lm_head.parameters())
 
     def expand_bytes(self) -> int:
-        """Bytes of the layers and of one output layer; `fc` and its norms run in `observe` alone."""
-        fusing = sum(parameter.nbytes for part in (self.fc, self.fc_norm, self.input_norm) if part is not None
-                     for parameter in part.parameters())
-        own = sum(parameter.nbytes for parameter in self.parameters()) - fusing - self._table_bytes()
-        return own if self.lm_head is not None else own + self._rows().weight_QD.nbytes
+        """Bytes of the layers and of one output layer: `fc` and its norms run in `observe` alone, and rows of the
+        embedding are looked up."""
+        apart = [part for part in (self.fc, self.fc_norm, self.input_norm, self.embed_tokens) if part is not None]
+        return super().expand_bytes() - sum(weight.nbytes for part in apart for weight in part.parameters())
 
     def observe_bytes(self) -> int:
         """Bytes of all own weights but the output layer and the embedding, in which rows are looked up."""
-        return super().observe_bytes() - self._table_bytes()
-
-    def _table_bytes(self) -> int:
-        return 0 if self.embed_tokens is None else self.embed_tokens.weight.nbytes
-
-
-def _of_width(block: BlockConfig, width: int) -> BlockConfig:
-    """The block at a given width in the same proportions, with heads of the same width."""
-    heads = max(1, round(block.num_heads * width / block.hidden_size))
-    shared = max(1, heads * block.num_kv_heads // block.num_heads)
-    while heads % shared:
-        shared -= 1
-    return replace(block, hidden_size=width, num_heads=heads, num_kv_heads=shared,
-                   intermediate_size=max(1, round(block.intermediate_size * width / block.hidden_size)))
+        return super().observe_bytes() - (0 if self.embed_tokens is None else self.embed_tokens.weight.nbytes)
 
 
 def _principal(rows_ND: Tensor, size: int) -> Tensor:

@@ -10,6 +10,7 @@ nodes, M nodes of the growing tree, Q entries of the draft vocabulary.
 
 from abc import abstractmethod
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +20,6 @@ from ..features import Features
 from ..interfaces.drafter import Drafts
 from ..interfaces.proposer import DraftState, Frontier, Observation, Scores
 from ..row_buffers import RowBuffer
-from ..target.kv_cache import RowCache
 from .parts.block_cache import BlockRows
 from .parts.decoder_block import AttentionContext
 from .parts.feature_drafter import DEPTHS, FIRST_OFFSET, FeatureDrafter
@@ -27,20 +27,21 @@ from .parts.training_time_test import Rollout
 
 
 class EagleState(DraftState):
-    """The layer's cache of each row, its newest state there, and its states at the nodes of the tree."""
+    """The layer's cache of each row, its newest state there, and its states at the nodes of the tree.
+
+    Args:
+        own: the newest states.
+        rows: the cache.
+    """
 
     rooted: bool
     """Whether the root's children have been proposed."""
 
     def __init__(self, own: RowBuffer, rows: BlockRows) -> None:
         self.own, self.rows = own, rows
+        self.held, self.caches = (own, rows), (rows.cache,)
         self.root_R1 = torch.zeros(len(own.values), 1, dtype=torch.long, device=own.values.device)
         self.drop_tree()
-
-    @property
-    def caches(self) -> tuple[RowCache, ...]:
-        """The layer's."""
-        return (self.rows.cache,)
 
     def drop_tree(self) -> None:
         """Discard the tree; the root's state is that of the newest position."""
@@ -48,25 +49,16 @@ class EagleState(DraftState):
         self.rows.drop_tree()
         self.nodes_RM, self.own_RMD = self.root_R1, self.own.values[:, None]
 
-    def above(self, frontier: Frontier) -> Tensor:
-        """The states of the nodes' parents, [B, F, D]."""
-        rows = len(frontier.nodes_BF)
-        columns_BF = (frontier.parents_BF[:, :, None] == self.nodes_RM[:rows, None]).long().argmax(-1)
-        return self.own_RMD[:rows].gather(1, columns_BF[..., None].expand(-1, -1, self.own_RMD.shape[-1]))
 
-    def add_states(self, frontier: Frontier, own_BFD: Tensor) -> None:
-        """Add the states of new nodes."""
-        rows = len(own_BFD)
-        self.nodes_RM = torch.cat([self.nodes_RM[:rows], frontier.nodes_BF], dim=1)
-        self.own_RMD = torch.cat([self.own_RMD[:rows], own_BFD], dim=1)
-
-
-class EagleDrafter(FeatureDrafter):
+class EagleDrafter(FeatureDrafter[EagleState]):
     """Base of EAGLE-1 and EAGLE-3: alignment, steps of training, cache and tree while decoding.
 
     A subclass defines the number of trained steps (`trained_steps`), the input from the target's states (`fuse`), the
     layer (`step`), the input of the next step (`feed`) and that of the output layer (`finish`).
     """
+
+    estimates_states: ClassVar[bool] = True
+    """Whether each step estimates the target's final state."""
 
     # Defined by each subclass ----------------------------------------------------------------------------------------
 
@@ -86,11 +78,6 @@ class EagleDrafter(FeatureDrafter):
         """The output layer's input."""
         return own
 
-    @property
-    def state_size(self) -> int:
-        """Width of the layer's states, which are passed from step to step; by default the block's."""
-        return self.block.hidden_size
-
     # Training --------------------------------------------------------------------------------------------------------
 
     def forward(self, features: Features) -> Drafts:
@@ -109,13 +96,11 @@ class EagleDrafter(FeatureDrafter):
             raise UserError(f"{steps} draft steps need rows of at least {steps + FIRST_OFFSET} tokens, got {length}; "
                             "lower steps or raise row_length")
         own = self.rollout(features, steps, Rollout(features))
+        # Step k at position p estimates the target's state one position before its token, at p + 1 + k.
         return Drafts(hidden_BLKD=torch.stack([self.finish(state) for state in own], dim=2),
-                      offsets=tuple(range(FIRST_OFFSET, FIRST_OFFSET + steps)), estimates=self.estimates(steps),
+                      offsets=tuple(range(FIRST_OFFSET, FIRST_OFFSET + steps)),
+                      estimates=tuple(range(1, 1 + steps)) if self.estimates_states else None,
                       estimated_BLKD=self.estimated(own))
-
-    def estimates(self, steps: int) -> tuple[int, ...] | None:
-        """Distance in tokens to the target's final state that each step estimates; None when it estimates none."""
-        return None
 
     def estimated(self, own: list[Tensor]) -> Tensor | None:
         """The estimates, [B, L, K, D]; None when they are the output layer's input."""
@@ -137,45 +122,44 @@ class EagleDrafter(FeatureDrafter):
     # Decoding --------------------------------------------------------------------------------------------------------
 
     def start(self, rows: int, capacity: int) -> EagleState:
-        """A state in which no row has been observed yet; the linear layers are packed if they have changed."""
+        """A state in which no row has been observed yet."""
         self.pack_linears()
         like = next(self.parameters())
         own = RowBuffer(rows, self.state_size, device=like.device, dtype=like.dtype)
         return EagleState(own, BlockRows(self.num_layers, rows, capacity, like.device))
 
     @torch.no_grad()
-    def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
+    def observe(self, state: EagleState, rows_R: Tensor, observation: Observation) -> None:
         """Read the new positions, each with the token after it; for the last one that token is the root."""
-        held, counts_R = _eagle_state(state), observation.counts_B
-        held.drop_tree()
+        state.drop_tree()
         padding_RN1 = ~observation.real_BN[..., None]
         final_RND = observation.final_BND.masked_fill(padding_RN1, 0)
         taps = {layer: states.masked_fill(padding_RN1, 0) for layer, states in observation.taps.items()}
         rows, counts = observation.on_host(rows_R)
-        attention = held.rows.read(rows, observation.tokens_BN.shape[1])
-        with self._packing.installed():
-            own_RND = self.step(self._embed(observation.next_BN), self.fuse(final_RND, taps), attention)
-        held.rows.commit(counts_R, counts)
-        last_R = (counts_R - 1).clamp(min=0)
-        newest_RD = own_RND[torch.arange(len(last_R), device=last_R.device), last_R]
-        held.own.store(rows_R, newest_RD, counts_R > 0)
+        attention = state.rows.read(rows, observation.tokens_BN.shape[1])
+        with self.packing.installed():
+            own_RND = self.step(self.embed(observation.next_BN), self.fuse(final_RND, taps), attention)
+        state.rows.commit(observation.counts_B, counts)
+        state.own.store(rows_R, observation.newest(own_RND), observation.counts_B > 0)
 
     @torch.no_grad()
-    def expand(self, state: DraftState, frontier: Frontier) -> Scores:
+    def expand(self, state: EagleState, frontier: Frontier) -> Scores:
         """Scores of the children of the frontier nodes; `observe` has already read the root."""
-        held = _eagle_state(state)
-        if not held.rooted:
-            held.rooted = True
-            return self._scores(held.own.values[: len(frontier.nodes_BF), None])
-        embedded_BFD, read_BFD = self._embed(frontier.tokens_BF), self.feed(held.above(frontier))
-        with self._packing.installed():
-            own_BFD = self.step(embedded_BFD, read_BFD, held.rows.add_nodes(frontier))
-        held.add_states(frontier, own_BFD)
-        return self._scores(own_BFD)
-
-    def _scores(self, own_BFD: Tensor) -> Scores:
+        rows = len(frontier.nodes_BF)
+        if not state.rooted:
+            state.rooted = True
+            own_BFD = state.own.values[:rows, None]
+        else:
+            columns_BF = frontier.parents_among(state.nodes_RM[:rows])
+            own_RMD = state.own_RMD[:rows]
+            above_BFD = own_RMD.gather(1, columns_BF[..., None].expand(-1, -1, own_RMD.shape[-1]))
+            embedded_BFD, read_BFD = self.embed(frontier.tokens_BF), self.feed(above_BFD)
+            with self.packing.installed():
+                own_BFD = self.step(embedded_BFD, read_BFD, state.rows.add_nodes(frontier))
+            state.nodes_RM = torch.cat([state.nodes_RM[:rows], frontier.nodes_BF], dim=1)
+            state.own_RMD = torch.cat([own_RMD, own_BFD], dim=1)
         finished_BFD = self.finish(own_BFD)
-        with self._packing.installed():
+        with self.packing.installed():
             logits_BFQ = self.project(finished_BFD, 0)
         return Scores.from_logits(logits_BFQ[:, :, None], self.token_ids, finished_BFD[:, :, None])
 
@@ -183,23 +167,3 @@ class EagleDrafter(FeatureDrafter):
         """Bytes of all own weights but the output layer."""
         output = {id(parameter) for parameter in self.output_parameters(0)}
         return sum(parameter.nbytes for parameter in self.parameters() if id(parameter) not in output)
-
-    def clear(self, state: DraftState, rows_R: Tensor) -> None:
-        """Reset these rows, the layer's cache included."""
-        held = _eagle_state(state)
-        held.own.clear(rows_R)
-        held.rows.clear(rows_R.tolist())
-        held.drop_tree()
-
-    def keep(self, state: DraftState, rows_R: Tensor) -> None:
-        """Keep the rows `rows_R`, in that order."""
-        held = _eagle_state(state)
-        held.own.keep(rows_R)
-        held.rows.keep(rows_R.tolist())
-        held.drop_tree()
-
-
-def _eagle_state(state: DraftState) -> EagleState:
-    if not isinstance(state, EagleState):
-        raise TypeError(f"an EAGLE drafter needs the state that its own start() made, got {type(state).__name__}")
-    return state

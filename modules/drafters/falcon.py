@@ -11,7 +11,8 @@ end anywhere. Here every position is an end in training as well. Keys and values
 and those on no later position: the keys of an unfinished block never change, only its queries run again.
 
 Shapes: B rows, L positions, N new positions, K positions of a block, J = K - 1, D hidden size, Z width of token and
-state, M recurrent layers, R rows of a decoding state, F frontier nodes, P blocks, Q entries of the draft vocabulary.
+state, M recurrent layers, R rows of a decoding state, F frontier nodes, P blocks, T tokens after a block, Q entries of
+the draft vocabulary.
 """
 
 from dataclasses import dataclass
@@ -27,14 +28,15 @@ from ..features import Features
 from ..interfaces.drafter import Drafts
 from ..interfaces.family_card import FamilyCard
 from ..interfaces.proposer import DraftState, Frontier, Observation, Scores, spread
+from ..row_buffers import RowBuffer
 from ..target.model import Target
 from .eagle import BareBlock
-from .falcon_state import FalconState, columns
 from .parts.block_cache import BlockRows
 from .parts.decoder_block import AttentionContext, BlockConfig
 from .parts.feature_drafter import DEPTHS, FIRST_OFFSET, FeatureConfig, FeatureDrafter
 from .parts.lstm import LSTM, Memory
 from .parts.segment_steps import SegmentSteps
+from .parts.shared_embeddings import Sizes
 from .parts.training_time_test import BlockRollout
 
 _RECURRENT_LAYERS = 2
@@ -50,9 +52,6 @@ class FalconConfig(FeatureConfig):
     blocks: int = 1
     """Blocks trained at each position. 1 trains on the target's states alone; each further block reads the estimates of
     the one before it as while decoding, without a gradient through them (as HASS does for EAGLE)."""
-    skip: bool = True
-    """Whether the target's state is added to the output of the recurrent network, so that a new drafter passes the
-    state on unchanged. The official code has no such addition; its network's output lies between -1 and 1."""
     noise: float = 0.0
     """Uniform noise between -noise and noise on the target's states in training; the paper's is 0.1."""
     dropout: float = 0.0
@@ -67,8 +66,70 @@ class FalconConfig(FeatureConfig):
             raise UserError(f"dropout must be at least 0 and below 1, got {self.dropout!r}")
 
 
-class Falcon(FeatureDrafter):
+class FalconState(DraftState):
+    """The memory at each row's last committed position, the states of the positions before it, and a tree.
+
+    Args:
+        before: memory of the recurrent layers before any text, [M, R, D] each.
+        size: positions of a block.
+        rows: the decoder layer's cache.
+    """
+
+    nodes_RF: Tensor
+    """The nodes of the last frontier."""
+    block_RF: Tensor
+    """The block above each of these nodes, a column of the fields below."""
+    since_RFT: Tensor
+    """The tokens of each node's path after that block."""
+    ends_RP: Tensor
+    """The node at the end of each block of the deepest level."""
+    memory: Memory
+    """Memory of the recurrent layers at each block's end, [M, R, P, D] each."""
+    estimates_RPKD: Tensor
+    """Each block's estimates."""
+
+    def __init__(self, before: Memory, size: int, rows: BlockRows) -> None:
+        layers, batch, width = before[0].shape
+        self.output, self.cell, self.recent, self.estimates = self.buffers = tuple(
+            RowBuffer(batch, count, width, device=before[0].device, dtype=before[0].dtype)
+            for count in (layers, layers, size - 1, size))
+        """Outputs and cells of the recurrent layers, states of the positions before the last one, its estimates."""
+        self.rows, self.held, self.caches = rows, (*self.buffers, rows), (rows.cache,)
+        self.drop_tree()
+
+    def memory_of(self, rows: slice | Tensor) -> Memory:
+        """The memory of some rows, [M, R, D] each."""
+        return self.output.values[rows].transpose(0, 1), self.cell.values[rows].transpose(0, 1)
+
+    def drop_tree(self) -> None:
+        """Discard the tree; the block at the end of the text gives the root's children."""
+        self.level = 0
+        self.rows.drop_tree()
+
+    def next_level(self, frontier: Frontier) -> int:
+        """Add the next level of the tree; returns its depth below the newest block, from 0 to K - 1."""
+        rows, size = len(frontier.nodes_BF), self.estimates.values.shape[1]
+        if self.level == 0:
+            self.block_RF, self.ends_RP = torch.zeros_like(frontier.nodes_BF), frontier.nodes_BF
+            self.since_RFT = frontier.tokens_BF[..., None][..., :0]
+            output_MRD, cell_MRD = self.memory_of(slice(0, rows))
+            self.memory = output_MRD[:, :, None], cell_MRD[:, :, None]
+            self.estimates_RPKD = self.estimates.values[:rows, None]
+        else:
+            above_RF = frontier.parents_among(self.nodes_RF)
+            since_RFT = self.since_RFT.gather(1, above_RF[..., None].expand(-1, -1, self.since_RFT.shape[-1]))
+            self.since_RFT = torch.cat([since_RFT, frontier.tokens_BF[..., None]], dim=-1)
+            self.block_RF = self.block_RF.gather(1, above_RF)
+        self.nodes_RF = frontier.nodes_BF
+        self.level += 1
+        return (self.level - 1) % size
+
+
+class Falcon(FeatureDrafter[FalconState]):
     """LSTM([e(x_{p+1}); f_p]) and a decoder layer estimate f_{E+1} to f_{E+K}, inputs of the target's output layer.
+
+    The official code does not add the target's state to the recurrent network's output, which lies between -1 and 1;
+    here it does, so that a new drafter passes the state on unchanged.
 
     Own weights: `lstm.layers.{0,1}.{input,hidden}.{weight,bias}`, which are `lstm.{weight,bias}_{ih,hh}_l{0,1}` of the
     official code, `layers.0.self_attn.*`, `layers.0.mlp.*`, `layers.0.post_attention_layernorm.weight` as there, and
@@ -77,8 +138,8 @@ class Falcon(FeatureDrafter):
 
     Args:
         config: its settings.
+        sizes: of the target.
         block: the shape of its decoder layer.
-        vocab_size: the target's vocabulary.
     """
 
     family = "falcon"
@@ -91,31 +152,18 @@ class Falcon(FeatureDrafter):
                       "is no layout to write; decode the artifact with draftsmith")
     config: FalconConfig
     config_class = FalconConfig
-    described_as = "a Falcon drafter is"
 
-    def __init__(self, config: FalconConfig, block: BlockConfig, *, vocab_size: int) -> None:
-        super().__init__(config, block, vocab_size=vocab_size)
-        self.lstm = LSTM(2 * block.hidden_size, block.hidden_size, _RECURRENT_LAYERS, dropout=config.dropout)
+    def __init__(self, config: FalconConfig, sizes: Sizes, block: BlockConfig) -> None:
+        super().__init__(config, sizes, block)
+        self.block_size, self.trained_steps = config.block_size, config.block_size * config.blocks
+        width = block.hidden_size
+        self.lstm = LSTM(2 * width, width, _RECURRENT_LAYERS, dropout=config.dropout)
         self.layers = nn.ModuleList([BareBlock(block)])
 
     def initialise(self, target: Target) -> None:
-        """Make each estimate the state of its query, with `skip`; the official code starts with random weights."""
-        if self.config.skip:
-            self.lstm.zero_output()
-            self._layer().zero_output()
-
-    def _layer(self) -> BareBlock:
-        return cast(BareBlock, self.layers[0])
-
-    @property
-    def block_size(self) -> int:
-        """Tokens drafted by one run of the layer."""
-        return self.config.block_size
-
-    @property
-    def trained_steps(self) -> int:
-        """Number of tokens of all trained blocks."""
-        return self.config.block_size * self.config.blocks
+        """Make each estimate the state of its query; the official code starts with random weights."""
+        self.lstm.zero_output()
+        cast(BareBlock, self.layers[0]).zero_output()
 
     # Training --------------------------------------------------------------------------------------------------------
 
@@ -140,49 +188,32 @@ class Falcon(FeatureDrafter):
         """Estimates of the given number of blocks after every position, [B, L, D] each, nearest first."""
         attentions, size = BlockRollout(features, self.config.block_size), self.config.block_size
         final_BLD = self.with_noise(features.final().to(self.dtype), self.config.noise)
-        read_BLZ = torch.cat([self.following(features, 1), final_BLD], dim=-1)
-        memory = self._remembered(read_BLZ, features.segments_BL)
-        states_BLD = self._layer_input(memory, final_BLD)
+        # The recurrent network over every segment, whose memory after each position is [M, B, L, D].
+        steps = SegmentSteps(features.segments_BL)
+        read_PZ = steps.split(torch.cat([self.following(features, 1), final_BLD], dim=-1))
+        output_MPD, cell_MPD = self.lstm.through(read_PZ, self.lstm.zero_memory(steps.sizes[0]), steps.sizes)
+        memory: Memory = steps.join(output_MPD), steps.join(cell_MPD)
+        states_BLD = memory[0][-1] + final_BLD
         queries = [_before(states_BLD, features, places) for places in reversed(range(size))]
         estimates = self._estimates(queries, attentions(0))
         for block in range(1, blocks):
-            newest, first = estimates[-size:], len(estimates) + 1 - len(queries)
-            memory, queries = self._read(memory, newest, features, first)
+            newest, queries = estimates[-size:], []
+            for estimate_BLD in newest:
+                read_BLD = estimate_BLD.detach()
+                ahead = len(estimates) - size + len(queries) + 2
+                memory = self.lstm.step(torch.cat([self.following(features, ahead), read_BLD], dim=-1), memory)
+                queries.append(memory[0][-1] + read_BLD)
             estimates += self._estimates(queries, attentions(block))
         return estimates
 
-    def _remembered(self, read_BLZ: Tensor, segments_BL: Tensor) -> Memory:
-        """(outputs, cells) of the recurrent layers after every position of each segment, [M, B, L, D] each."""
-        steps = SegmentSteps(segments_BL)
-        before = self.lstm.zero_memory(steps.sizes[0])
-        output_MPD, cell_MPD = self.lstm.through(steps.split(read_BLZ), before, steps.sizes)
-        return steps.join(output_MPD), steps.join(cell_MPD)
-
     def _estimates(self, queries: list[Tensor], attention: AttentionContext) -> list[Tensor]:
         """Estimated target states for each position of a block, [B, L, D] each."""
-        return list(self._layer()(torch.cat(queries, dim=1), attention).chunk(len(queries), dim=1))
-
-    def _read(
-        self, memory: Memory, estimates: list[Tensor], features: Features, first: int
-    ) -> tuple[Memory, list[Tensor]]:
-        """Memory and layer inputs after the estimates of a block, the first of which lies `first` positions ahead."""
-        states = []
-        for place, estimate_BLD in enumerate(estimates):
-            read_BLD = estimate_BLD.detach()
-            embedded_BLD = self.following(features, first + place + 1)
-            memory = self.lstm.step(torch.cat([embedded_BLD, read_BLD], dim=-1), memory)
-            states.append(self._layer_input(memory, read_BLD))
-        return memory, states
-
-    def _layer_input(self, memory: Memory, read: Tensor) -> Tensor:
-        """The decoder layer's input: the output of the recurrent network, with `skip` plus the state that it read."""
-        output = memory[0][-1]
-        return output + read if self.config.skip else output
+        return list(self.layers[0](torch.cat(queries, dim=1), attention).chunk(len(queries), dim=1))
 
     # Decoding --------------------------------------------------------------------------------------------------------
 
     def start(self, rows: int, capacity: int) -> FalconState:
-        """A state in which no row has been observed yet; the linear layers are packed if they have changed."""
+        """A state in which no row has been observed yet."""
         self.pack_linears()
         memory = self.lstm.zero_memory(rows)
         # Repeated queries take slots after the new positions for one pass.
@@ -190,76 +221,78 @@ class Falcon(FeatureDrafter):
         return FalconState(memory, self.config.block_size, BlockRows(1, rows, slots, memory[0].device))
 
     @torch.no_grad()
-    def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
+    def observe(self, state: FalconState, rows_R: Tensor, observation: Observation) -> None:
         """Read the new positions, each with the token after it, and estimate the block that ends at the last one."""
-        held, counts_R = _falcon_state(state), observation.counts_B
-        held.drop_tree()
-        again, width = self.config.block_size - 1, observation.tokens_BN.shape[1]
-        real_RN = observation.real_BN
-        final_RND = observation.final_BND.to(self.dtype).masked_fill(~real_RN[..., None], 0)
-        read_RNZ = torch.cat([self._embed(observation.next_BN), final_RND], dim=-1)
+        state.drop_tree()
+        counts_R, again, width = observation.counts_B, self.config.block_size - 1, observation.tokens_BN.shape[1]
+        last_R = (counts_R - 1).clamp(min=0)
+        final_RND = observation.final_BND.to(self.dtype).masked_fill(~observation.real_BN[..., None], 0)
+        read_RNZ = torch.cat([self.embed(observation.next_BN), final_RND], dim=-1)
         rows, counts = observation.on_host(rows_R)
-        with self._packing.installed():
-            memory = self.lstm(read_RNZ, held.memory_of(rows_R))
-            states_RND = torch.cat([held.recent.values[rows_R], self._layer_input(memory, final_RND)], dim=1)
+        with self.packing.installed():
+            output_MRND, cell_MRND = self.lstm(read_RNZ, state.memory_of(rows_R))
+            states_RND = torch.cat([state.recent.values[rows_R], output_MRND[-1] + final_RND], dim=1)
             # The queries of the block's positions before the last one run again; a row without new
             # positions has none.
-            queries_RJD = columns(states_RND, (counts_R - 1).clamp(min=0), again)
-            attention = held.rows.reread(rows, width, counts_R, again)
-            estimates_RND = self._layer()(torch.cat([states_RND[:, again:], queries_RJD], dim=1), attention)
-        held.rows.commit(counts_R, counts)
-        last_R1D = columns(estimates_RND, (counts_R - 1).clamp(min=0), 1)
-        held.update(rows_R, counts_R, memory, states_RND, torch.cat([estimates_RND[:, width:], last_R1D], dim=1))
+            queries_RJD = columns(states_RND, last_R, again)
+            attention = state.rows.reread(rows, width, counts_R, again)
+            estimates_RND = self.layers[0](torch.cat([states_RND[:, again:], queries_RJD], dim=1), attention)
+        state.rows.commit(counts_R, counts)
+        newest_RKD = torch.cat([estimates_RND[:, width:], columns(estimates_RND, last_R, 1)], dim=1)
+        each_R = torch.arange(len(counts_R), device=counts_R.device)
+        memory = (part[:, each_R, last_R].transpose(0, 1) for part in (output_MRND, cell_MRND))
+        # A row without new positions keeps what it had.
+        for buffer, found in zip(state.buffers, (*memory, columns(states_RND, counts_R, again), newest_RKD),
+                                 strict=True):
+            buffer.store(rows_R, found, counts_R > 0)
 
     @torch.no_grad()
-    def expand(self, state: DraftState, frontier: Frontier) -> Scores:
+    def expand(self, state: FalconState, frontier: Frontier) -> Scores:
         """Scores of the children of one level of the tree. The layer runs at every K-th level; the levels between have
         their estimates already, the same for all nodes below a block."""
-        held = _falcon_state(state)
-        place = held.next_level(frontier)
-        if place == 0 and held.level > 1:
-            self._start_blocks(held)
-        estimates_RPD = held.estimates_RPKD[:, :, place]
-        with self._packing.installed():
+        place = state.next_level(frontier)
+        if place == 0 and state.level > 1:
+            self._start_blocks(state)
+        estimates_RPD = state.estimates_RPKD[:, :, place]
+        with self.packing.installed():
             logits_RPQ = self.project(estimates_RPD, place)
         scores = Scores.from_logits(logits_RPQ[:, :, None], self.token_ids, estimates_RPD[:, :, None])
         if place == 0:
             return scores
-        log_probs_RFQ = spread(scores.log_probs_BFHQ[:, :, 0], held.block_RF)
+        log_probs_RFQ = spread(scores.log_probs_BFHQ[:, :, 0], state.block_RF)
         return Scores(log_probs_BFHQ=log_probs_RFQ[:, :, None], token_ids_Q=self.token_ids,
-                      states_BFHD=spread(estimates_RPD, held.block_RF)[:, :, None])
+                      states_BFHD=spread(estimates_RPD, state.block_RF)[:, :, None])
 
-    def _start_blocks(self, held: FalconState) -> None:
+    def _start_blocks(self, state: FalconState) -> None:
         """Read the K tokens of the path to each node of this level, and estimate the block after them."""
-        memory, estimates_RFKD = held.blocks_above()
-        rows, nodes, size, width = estimates_RFKD.shape
-        states = []
-        with self._packing.installed():
-            for place in range(size):
-                read_RFD = estimates_RFKD[:, :, place]
-                embedded_RFD = self._embed(held.since_RFT[..., place])
+        layers, width = state.memory[0].shape[0], state.memory[0].shape[-1]
+        index_RFD = state.block_RF[..., None].expand(-1, -1, width)
+        output, cell = (part.gather(2, index_RFD.expand(layers, -1, -1, -1)) for part in state.memory)
+        index_RFKD = index_RFD[:, :, None].expand(-1, -1, self.block_size, -1)
+        (memory, read_RFKD), states = ((output, cell), state.estimates_RPKD.gather(1, index_RFKD)), []
+        ends = Frontier(nodes_BF=state.nodes_RF, parents_BF=state.ends_RP.gather(1, state.block_RF),
+                        tokens_BF=state.since_RFT[..., -1])
+        with self.packing.installed():
+            for place in range(self.block_size):
+                embedded_RFD, read_RFD = self.embed(state.since_RFT[..., place]), read_RFKD[:, :, place]
                 memory = self.lstm.step(torch.cat([embedded_RFD, read_RFD], dim=-1), memory)
-                states.append(self._layer_input(memory, read_RFD))
-            hidden_RND = torch.stack(states, dim=2).flatten(1, 2)
-            estimates_RND = self._layer()(hidden_RND, held.rows.add_nodes(held.block_ends(), size))
-        held.add_blocks(memory, estimates_RND.view(rows, nodes, size, width))
+                states.append(memory[0][-1] + read_RFD)
+            estimates_RND = self.layers[0](torch.stack(states, dim=2).flatten(1, 2),
+                                           state.rows.add_nodes(ends, self.block_size))
+        # Each node of this level is now the end of a block.
+        state.memory, state.estimates_RPKD, state.ends_RP = memory, estimates_RND.view_as(read_RFKD), state.nodes_RF
+        nodes = state.nodes_RF.shape[1]
+        state.block_RF = torch.arange(nodes, device=state.nodes_RF.device).expand_as(state.nodes_RF)
+        state.since_RFT = state.since_RFT[..., :0]
 
     def expand_bytes(self) -> int:
         """Bytes of the output layer, one step of the recurrent network and a K-th of the layer: an average level."""
         own = sum(weight.nbytes for weight in self.layers.parameters()) // self.config.block_size
-        return own + sum(weight.nbytes for weight in self.lstm.parameters()) + self._rows().weight_QD.nbytes
+        return own + sum(weight.nbytes for weight in self.lstm.parameters()) + self.output_rows().weight_QD.nbytes
 
     def observe_bytes(self) -> int:
         """Bytes of all own weights."""
         return sum(weight.nbytes for weight in self.parameters())
-
-    def clear(self, state: DraftState, rows_R: Tensor) -> None:
-        """Reset these rows, the layer's cache included."""
-        _falcon_state(state).clear(rows_R)
-
-    def keep(self, state: DraftState, rows_R: Tensor) -> None:
-        """Keep the rows `rows_R`, in that order."""
-        _falcon_state(state).keep(rows_R)
 
 
 def _before(states_BLD: Tensor, features: Features, places: int) -> Tensor:
@@ -272,7 +305,7 @@ def _before(states_BLD: Tensor, features: Features, places: int) -> Tensor:
     return functional.pad(states_BLD[:, :-places], (0, 0, places, 0)).masked_fill(~same_BL[..., None], 0)
 
 
-def _falcon_state(state: DraftState) -> FalconState:
-    if not isinstance(state, FalconState):
-        raise TypeError(f"Falcon needs the state that its own start() made, got {type(state).__name__}")
-    return state
+def columns(states_RND: Tensor, first_R: Tensor, count: int) -> Tensor:
+    """`count` consecutive columns of each row from its own first column, [R, count, D]."""
+    index_RJ = first_R[:, None] + torch.arange(count, device=first_R.device)
+    return states_RND.gather(1, index_RJ[..., None].expand(-1, -1, states_RND.shape[-1]))

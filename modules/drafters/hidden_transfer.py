@@ -17,6 +17,7 @@ from ..target.model import Target
 from ..target.read_text import ReadText
 from ..token_tree import Injection
 from .parts.lookahead_drafter import LookaheadConfig, LookaheadDrafter
+from .parts.shared_embeddings import Sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,48 +64,42 @@ class HiddenTransfer(LookaheadDrafter):
                       "itself")
     config: HiddenTransferConfig
     config_class = HiddenTransferConfig
-    described_as = "Hidden Transfer maps are"
 
-    def __init__(self, config: HiddenTransferConfig, *, hidden_size: int, vocab_size: int) -> None:
-        super().__init__(config, hidden_size=hidden_size, vocab_size=vocab_size)
+    def __init__(self, config: HiddenTransferConfig, sizes: Sizes) -> None:
+        super().__init__(config, sizes)
         if config.layer is None:
             raise UserError("layer of Hidden Transfer maps must be set; use HiddenTransfer.create, which chooses it")
-        self.layer = config.layer
-        self.maps = nn.ModuleList(nn.Linear(hidden_size, hidden_size, bias=False) for _ in range(config.num_tokens))
+        width = sizes.hidden_size
+        self.layer, self.taps = config.layer, (config.layer - 1,)
+        self.maps = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(config.num_tokens))
 
     @classmethod
-    def fitted(cls, config: HiddenTransferConfig, target: Target) -> HiddenTransferConfig:
+    def fitted(cls, config: HiddenTransferConfig, target: Target) -> tuple[HiddenTransferConfig, None]:
         """The settings with the layer chosen. Raises UserError when it does not fit."""
-        return replace(config, layer=chosen_layer(config.layer, target))
+        return replace(config, layer=chosen_layer(config.layer, target)), None
 
     def bind(self, target: Target) -> None:
         """Borrow the target's layers and output layer. Raises UserError when it does not fit."""
         chosen_layer(self.layer, target)
         super().bind(target)
 
-    @torch.no_grad()
     def initialise(self, target: Target) -> None:
         """Start as the identity: what enters the layer at the token itself."""
         for weight_DD in self.maps.parameters():
             nn.init.eye_(weight_DD)
 
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """The layer before."""
-        return (self.layer - 1,)
-
     def entering(self, target: Target) -> tuple[Tensor, Injection | None]:
         """Zeros in the first layers, which nothing reads, and the mapped states."""
-        blank_SD = torch.zeros(self.slots.count, self.hidden_size, dtype=target.dtype, device=target.device)
-        return blank_SD, Injection(layer=self.layer, states=self._mapped)
+        def mapped(before_BMD: Tensor, steps_BM: Tensor) -> Tensor:
+            """The states [B, M, D] of virtual nodes from those of their anchors."""
+            mapped_BMD = torch.zeros_like(before_BMD)
+            for step, mapping in enumerate(self.maps):
+                found_BMD = mapping(before_BMD.to(self.dtype)).to(before_BMD.dtype)
+                mapped_BMD = torch.where((steps_BM == step)[..., None], found_BMD, mapped_BMD)
+            return mapped_BMD
 
-    def _mapped(self, before_BMD: Tensor, slots_BM: Tensor) -> Tensor:
-        """The states [B, M, D] of virtual nodes from those of their anchors."""
-        mapped_BMD = torch.zeros_like(before_BMD)
-        for slot, mapping in enumerate(self.maps):
-            mapped_BMD = torch.where((slots_BM == slot)[..., None], mapping(before_BMD.to(self.dtype)).to(
-                before_BMD.dtype), mapped_BMD)
-        return mapped_BMD
+        blank_KD = torch.zeros(self.virtual_nodes, self.hidden_size, dtype=target.dtype, device=target.device)
+        return blank_KD, Injection(layer=self.layer, states=mapped)
 
     def read_after(self, text: ReadText, features: Features, anchors_BG: Tensor) -> Tensor:
         """Final states [B, G, K, D] of the mapped states after positions of a text."""
@@ -113,6 +108,5 @@ class HiddenTransfer(LookaheadDrafter):
         before_BLD = features.taps[self.taps[0]]
         before_BGD = before_BLD.gather(1, anchors_BG[..., None].expand(-1, -1, before_BLD.shape[-1])).to(self.dtype)
         entering_BGKD = torch.stack([mapping(before_BGD) for mapping in self.maps], dim=2)
-        anchors_BM, ahead_BM, sees_MM = self._group(anchors_BG)
-        final_BMD = text.read(entering_BGKD.flatten(1, 2), anchors_BM, ahead_BM, sees_MM, first=self.layer)
-        return final_BMD.view(*anchors_BG.shape, self.slots.count, final_BMD.shape[-1])
+        final_BMD = text.read(entering_BGKD.flatten(1, 2), *self.group(anchors_BG), first=self.layer)
+        return final_BMD.view(*anchors_BG.shape, self.virtual_nodes, final_BMD.shape[-1])

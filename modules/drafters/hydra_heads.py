@@ -12,14 +12,9 @@ from torch.nn import functional
 
 from ..config_checks import check_sizes
 from ..errors import UserError
-from ..features import Features
-from ..target.model import Target
 from .medusa import ResidualBlock
 from .parts.decoder_block import AttentionContext, BlockConfig, DecoderBlock, RMSNorm
 from .parts.heads import HeadConfig
-
-_PROBE = 64
-"""Tokens of the target pass that measures the size of its final states."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,16 +101,6 @@ class PrefixLayer(nn.Module):
         """The input of the heads in place of the target's states, [B, N, D]."""
         read_BND: Tensor = self.norm(self.block(final_BND, attention))
         return read_BND
-
-    @torch.no_grad()
-    def fit(self, target: Target) -> None:
-        """Initialise the norm at the size of the target's final states, so that the layer changes them little."""
-        if target.device.type == "meta":
-            # A target on the meta device, used for planning, has no states.
-            return
-        tokens = target.readable_tokens(min(_PROBE, target.context_length)).tolist()
-        final_BLD = target.encode(Features.from_rows([(tokens, [True] * len(tokens))])).final()
-        self.norm.weight.fill_(final_BLD.float().square().mean().sqrt())
 
 
 def _summed(layer: nn.Linear, parts: list[Tensor]) -> Tensor:

@@ -9,25 +9,24 @@ Shapes: B rows, L positions, N new positions, F frontier nodes, R rows of a deco
 """
 
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from ..compiler import Compiler
 from ..config_checks import check_sizes
 from ..errors import UserError
 from ..features import Features
 from ..interfaces.drafter import Drafts
 from ..interfaces.family_card import FamilyCard
-from ..interfaces.proposer import ChainLimits, DraftState, Frontier, Observation, Scores, VerifiedRows
-from ..target.devices.compiled_layers import CompiledLayers
+from ..interfaces.optional_parts import ChainLimits, LimitsChains, SharesTargetRows, VerifiedRows
+from ..interfaces.proposer import DraftState, Frontier, Observation, Scores
 from ..target.early_layers import EarlyLayers
-from ..target.kv_cache import RowCache
 from ..target.model import Target
 from .parts.block_cache import BlockRows
-from .parts.compiled_blocks import forms_of
 from .parts.decoder_block import OFFICIAL_ROPE_BASE, Attention, AttentionContext, BlockConfig, RMSNorm
 from .parts.feature_drafter import FeatureConfig, FeatureDrafter, block_like, last_norm
+from .parts.shared_embeddings import Sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,19 +94,27 @@ class KangarooState(DraftState):
 
     def __init__(self, early: EarlyLayers, rows: BlockRows, *, shared: bool) -> None:
         self.early, self.rows, self.shared = early, rows, shared
-
-    @property
-    def caches(self) -> tuple[RowCache, ...]:
-        """The adapter's, and the first layers' where no target pass extends it."""
-        return (self.rows.cache,) if self.shared else (self.rows.cache, self.early.cache)
+        self.held, self.caches = (rows,), (rows.cache,) if shared else (rows.cache, early.cache)
 
     def drop_tree(self) -> None:
         """Discard the nodes that were read."""
         self.early.drop()
         self.rows.drop_tree()
 
+    def clear(self, rows_R: Tensor) -> None:
+        """Reset these rows, the first layers' included where no target pass does."""
+        super().clear(rows_R)
+        if not self.shared:
+            self.early.clear(rows_R.tolist())
 
-class Kangaroo(FeatureDrafter):
+    def keep(self, rows_R: Tensor) -> None:
+        """Keep the rows `rows_R`, in that order."""
+        super().keep(rows_R)
+        if not self.shared:
+            self.early.keep(rows_R.tolist())
+
+
+class Kangaroo(FeatureDrafter[KangarooState], SharesTargetRows, LimitsChains):
     """RMSNorm(x + Attention(RMSNorm(x))) of the output x of the target's first layers, read by its output layer.
 
     Own weights, named as in the official code: `layers.0.input_layernorm.weight`, `layers.0.self_attn.*`,
@@ -116,8 +123,8 @@ class Kangaroo(FeatureDrafter):
 
     Args:
         config: its settings, `exit_layer` included.
+        sizes: of the target.
         block: the shape of its attention.
-        vocab_size: the target's vocabulary.
     """
 
     family = "kangaroo"
@@ -129,13 +136,15 @@ class Kangaroo(FeatureDrafter):
     )
     config: KangarooConfig
     config_class = KangarooConfig
-    described_as = "a Kangaroo drafter is"
+    compiled_kinds = (AttentionLayer,)
+    unrolls = 0
 
-    def __init__(self, config: KangarooConfig, block: BlockConfig, *, vocab_size: int) -> None:
-        super().__init__(config, block, vocab_size=vocab_size)
+    def __init__(self, config: KangarooConfig, sizes: Sizes, block: BlockConfig) -> None:
+        super().__init__(config, sizes, block)
         if config.exit_layer is None:
             raise UserError("exit_layer of a Kangaroo drafter must be set; use Kangaroo.create, which chooses it")
-        self.exit_layer = config.exit_layer
+        self.exit_layer, self.taps = config.exit_layer, (config.exit_layer - 1,)
+        self.chain_limits = ChainLimits(gamma=config.gamma, eta=config.eta)
         self.layers = nn.ModuleList([AttentionLayer(block)])
         self.norm = RMSNorm(block.hidden_size, eps=block.norm_eps)
 
@@ -150,43 +159,14 @@ class Kangaroo(FeatureDrafter):
         chosen_exit(self.exit_layer, target)
         super().bind(target)
 
-    @torch.no_grad()
     def initialise(self, target: Target) -> None:
         """Set weights that read the first layers as the target reads its last one; the official code's are random."""
-        for layer in self._layers():
-            layer.self_attn.o_proj.weight.zero_()
-        # A target on the meta device, used for planning, has no values.
-        if target.device.type != "meta":
-            self.norm.weight.copy_(last_norm(target, self.block.norm_eps))
-
-    def layer_forms(self, compiler: Compiler) -> CompiledLayers:
-        """Compiled forms of the adapter's layers; the target compiles its own."""
-        return forms_of(self, (AttentionLayer,), compiler)
-
-    def _layers(self) -> list[AttentionLayer]:
-        return [layer for layer in self.layers if isinstance(layer, AttentionLayer)]
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """The last of the target's first layers."""
-        return (self.exit_layer - 1,)
-
-    @property
-    def unrolls(self) -> int:
-        """Its only step, which drafts autoregressively."""
-        return 0
-
-    @property
-    def chain_limits(self) -> ChainLimits:
-        """Its own gamma and eta."""
-        return ChainLimits(gamma=self.config.gamma, eta=self.config.eta)
+        cast(AttentionLayer, self.layers[0]).self_attn.o_proj.weight.zero_()
+        self.norm.weight.copy_(last_norm(target, self.block.norm_eps))
 
     def adapt(self, exits_BND: Tensor, attention: AttentionContext) -> Tensor:
         """States [B, N, D] for the output layer from the first layers' outputs."""
-        hidden_BND = exits_BND.to(self.dtype)
-        for layer in self._layers():
-            hidden_BND = layer(hidden_BND, attention)
-        adapted_BND: Tensor = self.norm(hidden_BND)
+        adapted_BND: Tensor = self.norm(self.layers[0](exits_BND.to(self.dtype), attention))
         return adapted_BND
 
     def _exits(self, taps: dict[int, Tensor]) -> Tensor:
@@ -198,7 +178,7 @@ class Kangaroo(FeatureDrafter):
 
     def forward(self, features: Features) -> Drafts:
         """States that predict the token after each position, as the target's own do."""
-        self._rows()
+        self.output_rows()  # An unbound drafter refuses to run even if it would read nothing of the target.
         adapted_BLD = self.adapt(self._exits(features.taps), AttentionContext.training(features))
         return Drafts(hidden_BLKD=adapted_BLD[:, :, None], offsets=(1,))
 
@@ -206,11 +186,11 @@ class Kangaroo(FeatureDrafter):
 
     def start(self, rows: int, capacity: int) -> KangarooState:
         """A state in which no row has been observed yet; the target's first layers run in a cache of its own."""
-        target = self._rows().target
-        return self._started(EarlyLayers.alone(target, rows, capacity, self.exit_layer), rows, capacity, shared=False)
+        early = EarlyLayers.alone(self.output_rows().target, rows, capacity, self.exit_layer)
+        return self._started(early, rows, capacity, shared=False)
 
     def join(self, rows: VerifiedRows, count: int, capacity: int) -> KangarooState:
-        """The same in the cache of the rows that are verified, where the verifying pass takes over what ran."""
+        """A state in the cache of the rows that are verified, where the verifying pass takes over what ran."""
         early = rows.early(self.exit_layer)
         return self.start(count, capacity) if early is None else self._started(early, count, capacity, shared=True)
 
@@ -220,56 +200,32 @@ class Kangaroo(FeatureDrafter):
         return KangarooState(early, own, shared=shared)
 
     @torch.no_grad()
-    def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
+    def observe(self, state: KangarooState, rows_R: Tensor, observation: Observation) -> None:
         """Read the first layers' outputs at the new positions; those of the root are still to be computed."""
-        held, counts_R = _kangaroo_state(state), observation.counts_B
         rows, counts = observation.on_host(rows_R)
-        held.early.drop()
-        if not held.shared:
-            held.early.read(rows, observation.tokens_BN, counts_R, counts)
+        state.early.drop()
+        if not state.shared:
+            state.early.read(rows, observation.tokens_BN, observation.counts_B, counts)
         exits_RND = self._exits(observation.taps).masked_fill(~observation.real_BN[..., None], 0)
-        attention = held.rows.read(rows, exits_RND.shape[1])
-        with self._packing.installed():
+        attention = state.rows.read(rows, exits_RND.shape[1])
+        with self.packing.installed():
             self.adapt(exits_RND, attention)
-        held.rows.commit(counts_R, counts)
+        state.rows.commit(observation.counts_B, counts)
 
     @torch.no_grad()
-    def expand(self, state: DraftState, frontier: Frontier) -> Scores:
+    def expand(self, state: KangarooState, frontier: Frontier) -> Scores:
         """Scores of the children of the frontier nodes, on which the target's first layers run now."""
-        held = _kangaroo_state(state)
-        exits_BFD = held.early.run(frontier.nodes_BF, frontier.parents_BF, frontier.tokens_BF)
-        with self._packing.installed():
-            adapted_BFD = self.adapt(exits_BFD, held.rows.add_nodes(frontier))
+        exits_BFD = state.early.run(frontier.nodes_BF, frontier.parents_BF, frontier.tokens_BF)
+        with self.packing.installed():
+            adapted_BFD = self.adapt(exits_BFD, state.rows.add_nodes(frontier))
             logits_BFQ = self.project(adapted_BFD, 0)
         return Scores.from_logits(logits_BFQ[:, :, None], self.token_ids, adapted_BFD[:, :, None])
 
     def expand_bytes(self) -> int:
         """Bytes of the target's first layers, the adapter and the output layer."""
-        first = self._rows().target.layers[: self.exit_layer]
+        first = self.output_rows().target.layers[: self.exit_layer]
         return super().expand_bytes() + sum(parameter.nbytes for parameter in first.parameters())
 
     def observe_bytes(self) -> int:
         """Bytes of the adapter."""
         return sum(parameter.nbytes for parameter in self.parameters())
-
-    def clear(self, state: DraftState, rows_R: Tensor) -> None:
-        """Reset these rows, the caches included."""
-        held, rows = _kangaroo_state(state), rows_R.tolist()
-        held.rows.clear(rows)
-        held.early.drop()
-        if not held.shared:
-            held.early.clear(rows)
-
-    def keep(self, state: DraftState, rows_R: Tensor) -> None:
-        """Keep the rows `rows_R`, in that order."""
-        held, order = _kangaroo_state(state), rows_R.tolist()
-        held.rows.keep(order)
-        held.early.drop()
-        if not held.shared:
-            held.early.keep(order)
-
-
-def _kangaroo_state(state: DraftState) -> KangarooState:
-    if not isinstance(state, KangarooState):
-        raise TypeError(f"a Kangaroo drafter needs the state that its own start() made, got {type(state).__name__}")
-    return state

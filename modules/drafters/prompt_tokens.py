@@ -19,7 +19,10 @@ from ..target.model import Target
 from ..target.read_text import ReadText
 from ..token_tree import Injection
 from .parts.lookahead_drafter import LookaheadConfig, LookaheadDrafter
+from .parts.shared_embeddings import Sizes
 
+_FIRST_TEXT = "Next 2 word Next 3 word Next 4 word"
+"""The text whose embeddings the prompts start from, one token after another: the one that the official code intends."""
 _NOISE = 0.1
 """Noise of the first prompts, relative to the spread of the target's embeddings: copies must differ to learn."""
 
@@ -31,8 +34,6 @@ class PromptTokensConfig(LookaheadConfig):
     copies: int = 1
     """Embeddings of each prompt token, which do not see each other and whose states are averaged (the paper's ensemble
     prompt tokens). More cost as many times the nodes of a pass and gained little in the paper."""
-    first_text: str = "Next 2 word Next 3 word Next 4 word"
-    """Text whose embeddings the prompts start from, one token after another; the official code's intended one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,31 +56,22 @@ class PromptTokens(LookaheadDrafter):
     )
     config: PromptTokensConfig
     config_class = PromptTokensConfig
-    described_as = "prompt tokens are"
+    reads_states = False  # The target reads the text anew, for its keys and values.
 
-    def __init__(self, config: PromptTokensConfig, *, hidden_size: int, vocab_size: int) -> None:
-        super().__init__(config, hidden_size=hidden_size, vocab_size=vocab_size, copies=config.copies)
-        self.prompts = nn.Parameter(torch.full((self.slots.count, hidden_size), torch.nan))
+    def __init__(self, config: PromptTokensConfig, sizes: Sizes) -> None:
+        super().__init__(config, sizes, config.copies)
+        self.prompts = nn.Parameter(torch.full((self.virtual_nodes, sizes.hidden_size), torch.nan))
 
-    @property
-    def reads_states(self) -> bool:
-        """False: the target reads the text anew, for its keys and values."""
-        return False
-
-    @torch.no_grad()
     def initialise(self, target: Target) -> None:
         """Start as the embeddings of the first text, with some noise."""
-        ids = self._first_ids(target) or target.readable_tokens(self.slots.count).tolist()
-        rows_S = torch.tensor([ids[slot % len(ids)] for slot in range(self.slots.count)], device=target.device)
+        count, ids = self.virtual_nodes, []
+        if target.tokenizer is not None:
+            found = target.tokenizer(_FIRST_TEXT, add_special_tokens=False)["input_ids"]
+            ids = [token for token in found if token < target.vocab_size]
+        ids = ids or target.readable_tokens(count).tolist()
+        rows_S = torch.tensor([ids[slot % len(ids)] for slot in range(count)], device=target.device)
         start_SD = target.embed_guesses(rows_S).to(self.prompts.dtype)
         self.prompts.copy_(start_SD + _NOISE * start_SD.std() * torch.randn_like(start_SD))
-
-    def _first_ids(self, target: Target) -> list[int]:
-        """Tokens of the first text that the target knows; none where it has no tokenizer."""
-        if target.tokenizer is None:
-            return []
-        found = target.tokenizer(self.config.first_text, add_special_tokens=False)["input_ids"]
-        return [token for token in found if token < target.vocab_size]
 
     def entering(self, target: Target) -> tuple[Tensor, Injection | None]:
         """The prompts, which pass all layers."""
@@ -87,7 +79,6 @@ class PromptTokens(LookaheadDrafter):
 
     def read_after(self, text: ReadText, features: Features, anchors_BG: Tensor) -> Tensor:
         """Final states [B, G, S, D] of the prompts after positions of a text."""
-        anchors_BM, ahead_BM, sees_MM = self._group(anchors_BG)
         embedded_BMD = self.prompts.repeat(anchors_BG.shape[1], 1).expand(len(anchors_BG), -1, -1)
-        final_BMD = text.read(embedded_BMD, anchors_BM, ahead_BM, sees_MM)
-        return final_BMD.view(*anchors_BG.shape, self.slots.count, final_BMD.shape[-1])
+        final_BMD = text.read(embedded_BMD, *self.group(anchors_BG))
+        return final_BMD.view(*anchors_BG.shape, self.virtual_nodes, final_BMD.shape[-1])

@@ -7,22 +7,22 @@ Q entries of the draft vocabulary or candidates of a node, R ranks used, M nodes
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor, nn
 
 from ..compiler import Compiler
 from ..features import Features
 from ..target.devices.compiled_layers import CompiledLayers
-from ..target.draft_vocabulary import OutputRows
 from ..target.linears.packed_linear import DecodingLinears
 from ..target.loading.identity import TargetIdentity
 from ..target.model import Target
 from .family_card import FamilyCard
-from .proposer import Proposer
+from .optional_parts import RunsCompiled
+from .proposer import Proposer, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,44 +71,44 @@ class Drafts:
                                  f"{estimate} ahead, which has seen that token or comes before the position")
 
 
-class Drafter(nn.Module, Proposer):
+class Drafter(nn.Module, Proposer[State], RunsCompiled):
     """A small trained model that proposes the target's next tokens. It holds weights only.
 
     Borrowed parts of the target (embedding, output layer) are attached by `bind`; this module never saves, trains or
     moves them.
+
+    Args:
+        vocabulary_size: entries of a reduced draft vocabulary, whose ids, `token_ids` [Q], are saved with the weights;
+            None for the whole vocabulary.
     """
 
     card: ClassVar[FamilyCard]
     """The family's row in the table of methods."""
     export_refusal: ClassVar[str | None] = None
     """Why no export format can hold the family, as a sentence for users; None when one can."""
+    reads_states: ClassVar[bool] = True
+    """True if `forward` reads the target's final or tapped states; False for a draft language model."""
+    unrolls: int | None = None
+    """The training step that an autoregressive drafter applies repeatedly while decoding; None for a drafter whose K
+    training steps are its K draft steps."""
+    trained_steps: int = 1
+    """Draft steps trained at each position; training rows must be longer than these steps reach."""
+    state_size: int
+    """Width of the output of `forward` at one position and step: the state that the output layer reads, plus the
+    estimate of the target's state where that is a separate one."""
+    token_ids: Tensor | None
 
-    def __init__(self) -> None:
+    def __init__(self, vocabulary_size: int | None = None) -> None:
         super().__init__()
-        self._packing = DecodingLinears()
+        ids = None if vocabulary_size is None else torch.zeros(vocabulary_size, dtype=torch.long)
+        self.register_buffer("token_ids", ids)
+        self.packing = DecodingLinears()
+        """The linear layers as they run while decoding."""
         self._forms: CompiledLayers | None = None
-
-    def train(self, mode: bool = True) -> Self:
-        """Switch the mode; training runs the plain layers and frees the memory of those packed for decoding."""
-        if mode:
-            self._packing.release()
-        return super().train(mode)
-
-    def compiled(self, compiler: Compiler) -> AbstractContextManager[None]:
-        """A block in which its layers run compiled while it drafts."""
-        if compiler.refusal:
-            return nullcontext()
-        if self._forms is None or self._forms.compiler is not compiler:
-            self._forms = self.layer_forms(compiler)
-        return nullcontext() if self._forms is None else self._forms.installed()
-
-    def layer_forms(self, compiler: Compiler) -> CompiledLayers | None:
-        """Compiled forms of its layers; None for a family that adds next to nothing to the target's own layers."""
-        return None
 
     @classmethod
     @abstractmethod
-    def create(cls, config: Any, target: Target, token_ids_Q: Tensor | None = None) -> "Drafter":
+    def create(cls, config: Any, target: Target, token_ids_Q: Tensor | None = None) -> Self:
         """Make a new, initialised drafter for `target` and bind it.
 
         Args:
@@ -126,7 +126,7 @@ class Drafter(nn.Module, Proposer):
 
     @classmethod
     @abstractmethod
-    def rebuild(cls, description: dict[str, Any], identity: TargetIdentity) -> "Drafter":
+    def rebuild(cls, description: dict[str, Any], identity: TargetIdentity) -> Self:
         """Make a drafter from the result of `describe()`; its weights are still to be loaded, the target to be bound.
 
         Raises:
@@ -136,28 +136,6 @@ class Drafter(nn.Module, Proposer):
     @abstractmethod
     def bind(self, target: Target) -> None:
         """Borrow the parts of `target` that the family reads. Raises UserError when the target does not fit."""
-
-    @property
-    def reads_states(self) -> bool:
-        """True if `forward` reads the target's final or tapped states; False for a draft language model."""
-        return True
-
-    @property
-    def unrolls(self) -> int | None:
-        """The training step that an autoregressive drafter applies repeatedly while decoding; None for a drafter whose
-        K training steps are its K draft steps."""
-        return None
-
-    @property
-    @abstractmethod
-    def state_size(self) -> int:
-        """Width of the output of `forward` at one position and step: the state that the output layer reads, plus the
-        estimate of the target's state where that is a separate one."""
-
-    @property
-    def trained_steps(self) -> int:
-        """Draft steps trained at each position; training rows must be longer than these steps reach."""
-        return self.reach or 1
 
     @abstractmethod
     def forward(self, features: Features) -> Drafts:
@@ -171,24 +149,37 @@ class Drafter(nn.Module, Proposer):
         """The trained weights that `project` reads for draft step `step`; empty when it borrows them."""
         return ()
 
-    def gathered_apart(self) -> Sequence[nn.Module]:
-        """Parts whose weights are gathered only while they run where several processes hold a part of each weight:
-        modules that are called whole in every training step. Empty where all are gathered for the step."""
-        return ()
-
-    def count_ranks(self, table_PK: Tensor) -> None:
-        """Count how often the guess of each rank was right on held-out text; most families do not keep it.
-
-        Args:
-            table_PK: the rank of the right token at P places for each of K draft steps.
-        """
-
     @property
     def token_ids_Q(self) -> Tensor | None:
         """Target id of each entry of a reduced draft vocabulary; None for the whole vocabulary."""
+        return self.token_ids
+
+    def recompute_layers(self) -> bool:
+        """Let training compute the states inside of its layers again in the backward pass, in place of keeping them.
+
+        Returns:
+            False for a drafter without layers of which this would save any.
+        """
+        return False
+
+    def train(self, mode: bool = True) -> Self:
+        """Switch the mode; training runs the plain layers and frees the memory of those packed for decoding."""
+        if mode:
+            self.packing.release()
+        return super().train(mode)
+
+    def layer_forms(self, compiler: Compiler) -> CompiledLayers | None:
+        """Compiled forms of its layers; None for a family that adds next to nothing to the target's own layers."""
         return None
 
+    def compiled(self, compiler: Compiler) -> AbstractContextManager[None]:
+        """A block in which its layers run compiled while it drafts."""
+        if compiler.refusal:
+            return nullcontext()
+        if self._forms is None or self._forms.compiler is not compiler:
+            self._forms = self.layer_forms(compiler)
+        return nullcontext() if self._forms is None else self._forms.installed()
+
     def expand_bytes(self) -> int:
-        """Bytes of the own weights and of the borrowed output layer; families that read other weights override this."""
-        borrowed = sum(part.weight_QD.nbytes for part in vars(self).values() if isinstance(part, OutputRows))
-        return borrowed + sum(parameter.nbytes for parameter in self.parameters())
+        """Bytes of the own weights; families that read other weights override this."""
+        return sum(parameter.nbytes for parameter in self.parameters())

@@ -7,19 +7,15 @@ drafter's own states), V target vocabulary, O nodes with their own values.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Generic, Protocol
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import TypeVar
 
-from ..compiler import Compiler
-from ..config_checks import check_sizes
 from ..errors import UserError
-from ..target.early_layers import EarlyLayers
 from ..target.kv_cache import RowCache
-from ..token_tree import TokenTree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +28,10 @@ class Frontier:
     """Index of each node's parent in the tree; -1 for the root."""
     tokens_BF: Tensor
     """Token of each node, int64."""
+
+    def parents_among(self, nodes_BM: Tensor) -> Tensor:
+        """Column of each node's parent among the given nodes of the tree, [B, F]; 0 where it is not among them."""
+        return (self.parents_BF[:, :, None] == nodes_BM[:, None]).long().argmax(-1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +153,11 @@ class Observation:
         rows = rows_R.tolist() if self.host_rows is None else self.host_rows
         return rows, self.counts_B.tolist() if self.host_counts is None else self.host_counts
 
+    def newest(self, states_BND: Tensor) -> Tensor:
+        """The states at each row's last real position, [B, D]; any where it has none."""
+        last_B = (self.counts_B - 1).clamp(min=0)
+        return states_BND[torch.arange(len(last_B), device=last_B.device), last_B]
+
     @property
     def real_BN(self) -> Tensor:
         """True at real tokens, False at padding."""
@@ -167,37 +172,16 @@ class Observation:
         return torch.where(here_N == last_B1, self.roots_B[:, None], shifted_BN)
 
 
-class VerifiedRows(Protocol):
-    """Rows that a target verifies, as a drafter sees that has the target run something for it."""
+class RowPart(Protocol):
+    """Something that a state keeps for each row, such as a `RowBuffer`."""
 
-    @property
-    def reads_virtual(self) -> bool:
-        """True if the virtual nodes of a pass have states."""
+    def clear(self, rows_R: Tensor) -> None:
+        """Make these rows blank."""
         ...
 
-    def early(self, num_layers: int) -> EarlyLayers | None:
-        """The first layers in the cache of these rows, or None where no layer runs; verification takes over what they
-        computed."""
+    def keep(self, rows_R: Tensor) -> None:
+        """Let row r be the former row rows_R[r]; the rows after these become blank."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChainLimits:
-    """Ends of a chain of drafted tokens (Kangaroo, arXiv:2404.18911, section 3.2).
-
-    Raises:
-        UserError: if a limit is out of range.
-    """
-
-    gamma: int = 6
-    """Most tokens."""
-    eta: float = 0.6
-    """A token whose distribution peaks below this probability is the chain's last."""
-
-    def __post_init__(self) -> None:
-        check_sizes(gamma=self.gamma)
-        if not 0 < self.eta < 1:
-            raise UserError(f"eta must be above 0 and below 1, got {self.eta}")
 
 
 class DraftState:
@@ -207,13 +191,25 @@ class DraftState:
     CUDA graph. A growing tree is made anew in each pass.
     """
 
-    @property
-    def caches(self) -> tuple[RowCache, ...]:
-        """Keys and values of the rows that belong to the drafter alone; none by default."""
-        return ()
+    held: Sequence[RowPart] = ()
+    """The parts with an entry for each row, for `clear` and `keep`."""
+    caches: Sequence[RowCache] = ()
+    """Keys and values of the rows that belong to the drafter alone."""
 
     def drop_tree(self) -> None:
         """Discard the tree that grew last, in terms of what the host knows: nothing is written on the device."""
+
+    def clear(self, rows_R: Tensor) -> None:
+        """Reset the rows `rows_R`, so that other sequences can use them."""
+        self.drop_tree()
+        for part in self.held:
+            part.clear(rows_R)
+
+    def keep(self, rows_R: Tensor) -> None:
+        """Keep the rows `rows_R` alone: the new row r is the former row rows_R[r], and no row moves back."""
+        self.drop_tree()
+        for part in self.held:
+            part.keep(rows_R)
 
     def expect(self, path: int) -> None:
         """Prepare for passes of one shape, of which none accepts more than `path` tokens of a row."""
@@ -224,83 +220,39 @@ class DraftState:
             cache.advance(counts)
 
 
-class Proposer(ABC):
-    """Proposer of the target's next tokens. Sequence state is passed in, so that rows can join and leave."""
+State = TypeVar("State", bound=DraftState, default=Any)
+"""A family's own state: what its `start` returns is what its `observe` and `expand` get."""
+
+
+class Proposer(ABC, Generic[State]):
+    """Proposer of the target's next tokens. Sequence state is passed in, so that rows can join and leave.
+
+    What only some proposers have stands in `optional_parts.py`.
+    """
 
     family: ClassVar[str]
     """Name of the family in artifacts, recipes and reports."""
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """Target layers whose outputs this drafter reads; none by default."""
-        return ()
-
-    @property
-    def reach(self) -> int | None:
-        """Depths below the root that it can score, for a parallel family; None when there is no limit."""
-        return None
-
-    @property
-    def reads_logits(self) -> bool:
-        """True if observations must contain the target's logits; False by default."""
-        return False
+    taps: tuple[int, ...] = ()
+    """Target layers whose outputs it reads."""
+    reach: int | None = None
+    """Depths below the root that it can score, for a parallel family; None when there is no limit."""
+    reads_logits: bool = False
+    """True if observations must contain the target's logits."""
 
     @abstractmethod
-    def start(self, rows: int, capacity: int) -> DraftState:
+    def start(self, rows: int, capacity: int) -> State:
         """An empty state for a batch of `rows` sequences of at most `capacity` tokens, the largest tree included."""
 
-    def join(self, rows: VerifiedRows, count: int, capacity: int) -> DraftState:
-        """`start` for `count` sequences that `rows` verifies; drafters of the target's first layers run them there."""
-        return self.start(count, capacity)
-
-    @property
-    def virtual_nodes(self) -> int:
-        """Most virtual nodes that `extended` adds after a node; 0 by default."""
-        return 0
-
-    def extended(self, state: DraftState, tree: TokenTree) -> TokenTree:
-        """The tree with the virtual nodes whose states the next observation holds; as it is by default.
-
-        Called with what is about to be verified, or read as a prompt. `tree.lookahead` may limit their number.
-        """
-        return tree
-
     @abstractmethod
-    def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
+    def observe(self, state: State, rows_R: Tensor, observation: Observation) -> None:
         """Update the rows `rows_R` of the state with the observation of the last target pass."""
 
     @abstractmethod
-    def expand(self, state: DraftState, frontier: Frontier) -> Scores:
+    def expand(self, state: State, frontier: Frontier) -> Scores:
         """Scores of the children of the frontier nodes: one draft step.
 
         The first call after an observation has the root as its frontier; each node is passed once, after its parent.
         """
-
-    @abstractmethod
-    def clear(self, state: DraftState, rows_R: Tensor) -> None:
-        """Reset the rows `rows_R`, so that other sequences can use them."""
-
-    @property
-    def chain_limits(self) -> ChainLimits:
-        """Limits of a chain that stops at its first unsure token; the paper's by default."""
-        return ChainLimits()
-
-    @property
-    def rank_chances(self) -> tuple[tuple[float, ...], ...] | None:
-        """Chance that its guess of each rank at each depth is right, as counted on held-out text; None where nobody
-        counted."""
-        return None
-
-    def compiled(self, compiler: Compiler) -> AbstractContextManager[None]:
-        """A block in which its layers run compiled; one without effect for a proposer without layers of its own."""
-        return nullcontext()
-
-    def forget(self) -> None:  # noqa: B027 -- most families have nothing to drop
-        """Drop what was stored from earlier sequences; most families store nothing but their weights."""
-
-    @abstractmethod
-    def keep(self, state: DraftState, rows_R: Tensor) -> None:
-        """Keep the rows `rows_R` alone: the new row r is the former row rows_R[r], and no row moves back."""
 
     def expand_bytes(self) -> int:
         """Bytes of weights that one `expand` reads, own and borrowed; table lookups do not count."""

@@ -12,9 +12,19 @@ from torch import Tensor
 
 from ..compiler import Compiler
 from ..errors import UserError
-from ..interfaces.proposer import DraftState, Frontier, Observation, Proposer, Scores, VerifiedRows
+from ..interfaces.optional_parts import (
+    GuessesInPasses,
+    Remembers,
+    RunsCompiled,
+    SharesTargetRows,
+    VerifiedRows,
+    compiled,
+    extended,
+    started,
+    virtual_nodes,
+)
+from ..interfaces.proposer import DraftState, Frontier, Observation, Proposer, Scores
 from ..random_streams import Draws
-from ..target.kv_cache import RowCache
 from ..token_tree import TokenTree
 from ..verification.sampling import SamplingSetting
 from .base import Policy, trimmed
@@ -27,10 +37,8 @@ class EnsembleState(DraftState):
 
     parts: list[DraftState]
 
-    @property
-    def caches(self) -> tuple[RowCache, ...]:
-        """Keys and values of all parts."""
-        return tuple(cache for part in self.parts for cache in part.caches)
+    def __post_init__(self) -> None:
+        self.held, self.caches = self.parts, [cache for part in self.parts for cache in part.caches]
 
     def drop_tree(self) -> None:
         """Discard the trees of all parts."""
@@ -48,7 +56,7 @@ class EnsembleState(DraftState):
             part.advance(counts)
 
 
-class Ensemble(Proposer):
+class Ensemble(Proposer[EnsembleState], SharesTargetRows, GuessesInPasses, RunsCompiled, Remembers):
     """Drafters that look at the same passes; `Union` grows a tree for each and joins them.
 
     Raises:
@@ -61,16 +69,10 @@ class Ensemble(Proposer):
         if not parts:
             raise ValueError("an ensemble needs at least 1 drafter, got 0")
         self.parts = tuple(parts)
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """The layers that any part reads."""
-        return tuple(sorted({layer for part in self.parts for layer in part.taps}))
-
-    @property
-    def reads_logits(self) -> bool:
-        """True if any part reads logits."""
-        return any(part.reads_logits for part in self.parts)
+        self.taps = tuple(sorted({layer for part in parts for layer in part.taps}))
+        self.reads_logits = any(part.reads_logits for part in parts)
+        # Of the parts one may have any: no tree takes the virtual nodes of two.
+        self.virtual_nodes = sum(virtual_nodes(part) for part in parts)
 
     def start(self, rows: int, capacity: int) -> EnsembleState:
         """Empty states of all parts."""
@@ -80,27 +82,27 @@ class Ensemble(Proposer):
         """Empty states; the last part may run the target's first layers in the rows, where no other part taps them."""
         # Of the first layers only the last output is kept, which is no use to a part that taps another one.
         *others, last = self.parts
-        started = [part.start(count, capacity) for part in others]
         alone = any(part.taps for part in others)
-        return EnsembleState([*started, last.start(count, capacity) if alone else last.join(rows, count, capacity)])
+        return EnsembleState([*(part.start(count, capacity) for part in others),
+                              last.start(count, capacity) if alone else started(last, rows, count, capacity)])
 
     @property
-    def virtual_nodes(self) -> int:
-        """Virtual nodes of all parts, of which one may have any."""
-        return sum(part.virtual_nodes for part in self.parts)
+    def rank_chances(self) -> None:
+        """None: the guesses of several drafters were not counted."""
+        return None
 
-    def extended(self, state: DraftState, tree: TokenTree) -> TokenTree:
-        """The tree with the virtual nodes of that part."""
-        for part, held in zip(self.parts, self.states(state), strict=True):
-            tree = part.extended(held, tree)
+    def extended(self, state: EnsembleState, tree: TokenTree) -> TokenTree:
+        """The tree with the virtual nodes of the part that has any."""
+        for part, held in zip(self.parts, state.parts, strict=True):
+            tree = extended(part, held, tree)
         return tree
 
-    def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
+    def observe(self, state: EnsembleState, rows_R: Tensor, observation: Observation) -> None:
         """Pass the observation on to every part."""
-        for part, held in zip(self.parts, self.states(state), strict=True):
+        for part, held in zip(self.parts, state.parts, strict=True):
             part.observe(held, rows_R, observation)
 
-    def expand(self, state: DraftState, frontier: Frontier) -> Scores:
+    def expand(self, state: EnsembleState, frontier: Frontier) -> Scores:
         """Not answered: a node belongs to one part, which expands it.
 
         Raises:
@@ -108,38 +110,19 @@ class Ensemble(Proposer):
         """
         raise ValueError("the parts of an ensemble are expanded one by one; give it the policy Union")
 
-    def clear(self, state: DraftState, rows_R: Tensor) -> None:
-        """Forget the rows in all parts."""
-        for part, held in zip(self.parts, self.states(state), strict=True):
-            part.clear(held, rows_R)
-
-    def keep(self, state: DraftState, rows_R: Tensor) -> None:
-        """Let row r be the former row rows_R[r] in all parts."""
-        for part, held in zip(self.parts, self.states(state), strict=True):
-            part.keep(held, rows_R)
-
     @contextmanager
     def compiled(self, compiler: Compiler) -> Iterator[None]:
         """A block in which the layers of all parts run compiled."""
         with ExitStack() as blocks:
             for part in self.parts:
-                blocks.enter_context(part.compiled(compiler))
+                blocks.enter_context(compiled(part, compiler))
             yield
 
     def forget(self) -> None:
         """Let every part start anew."""
         for part in self.parts:
-            part.forget()
-
-    def states(self, state: DraftState) -> list[DraftState]:
-        """The states of the parts.
-
-        Raises:
-            TypeError: if another family made the state.
-        """
-        if not isinstance(state, EnsembleState):
-            raise TypeError(f"Ensemble needs the state that its own start() made, got {type(state).__name__}")
-        return state.parts
+            if isinstance(part, Remembers):
+                part.forget()
 
 
 class Union(Policy):

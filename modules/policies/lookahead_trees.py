@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
+from ..interfaces.optional_parts import virtual_nodes
 from ..interfaces.proposer import DraftState, Frontier, Proposer
 from ..random_streams import Draws
 from ..token_tree import Lookahead, TokenTree, Topology
@@ -171,9 +172,9 @@ class LookaheadTrees(Policy):
 
     def check(self, drafter: Proposer) -> None:
         """Refuse drafters without virtual nodes, and those with another number of steps."""
-        if not drafter.virtual_nodes or drafter.reach != len(self.trees) - 1:
+        if not virtual_nodes(drafter) or drafter.reach != len(self.trees) - 1:
             raise UserError(f"these trees are made for {len(self.trees) - 1} steps of virtual nodes, the "
-                            f"{drafter.family} drafter has {drafter.reach if drafter.virtual_nodes else 0}; choose "
+                            f"{drafter.family} drafter has {drafter.reach if virtual_nodes(drafter) else 0}; choose "
                             "another policy")
 
     def grow(self, drafter: Proposer, state: DraftState, roots_B: Tensor, draws: Draws | None = None) -> TokenTree:

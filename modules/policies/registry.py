@@ -6,6 +6,7 @@ A name is a kind, with a number after a hyphen where it takes one: `static`, `st
 from collections import Counter
 
 from ..errors import UserError
+from ..interfaces.optional_parts import ChainLimits, GuessesInPasses, LimitsChains, virtual_nodes
 from ..interfaces.proposer import Proposer
 from ..token_tree import Topology
 from .base import Policy
@@ -112,19 +113,20 @@ def policy_named(name: str, topology: Topology, drafter: Proposer) -> Policy:
         case "stopping":
             policy = StoppedChain(length, MaxProbability(CONFIDENCE))
         case "early-exit":
-            limits = drafter.chain_limits
+            limits = drafter.chain_limits if isinstance(drafter, LimitsChains) else ChainLimits()
             policy = StoppedChain(count or limits.gamma, EarlyExit(limits.eta))
         case "eagle2":
             policy = Eagle2Tree(nodes=nodes, depth=depth, width=DYNAMIC_WIDTH)
         case "dyspec":
             policy = DySpecTree(nodes=nodes, depth=depth, width=DYNAMIC_WIDTH)
         case "sparse":
-            if (chances_KR := drafter.rank_chances) is None:
+            chances_KR = drafter.rank_chances if isinstance(drafter, GuessesInPasses) else None
+            if chances_KR is None:
                 raise UserError(f"the policy {SPARSE} needs a drafter with virtual nodes, whose guesses were counted "
                                 f"on held-out text when its artifact was made; this is {drafter.family}: choose "
                                 "another policy")
             # As many as a pass over the static tree has, at least a guess and the virtual nodes of the root.
-            policy = LookaheadTrees(ahead_trees(chances_KR, count or nodes * (1 + drafter.virtual_nodes)))
+            policy = LookaheadTrees(ahead_trees(chances_KR, count or nodes * (1 + virtual_nodes(drafter))))
         case _:
             if nodes > topology.size:
                 raise UserError(f"a tree of {nodes} nodes was asked for; this artifact's has {topology.size}: choose 1 "

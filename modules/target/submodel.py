@@ -22,7 +22,7 @@ _MACHINE_FIELDS = ("_name_or_path", "transformers_version", "architectures", "dt
 
 
 def smaller(target: Target, *, num_layers: int, hidden_size: int | None = None, num_heads: int | None = None,
-            num_kv_heads: int | None = None, intermediate_size: int | None = None, tied: bool | None = None) -> Any:
+            intermediate_size: int | None = None, tied: bool | None = None) -> Any:
     """The target's configuration with fewer layers and another width; what is left out keeps the target's proportions.
 
     A configuration that is no plain causal language model's becomes a Llama's of the same numbers.
@@ -40,11 +40,9 @@ def smaller(target: Target, *, num_layers: int, hidden_size: int | None = None, 
                             "another num_heads or hidden_size")
         head_dim = width // num_heads
     heads = num_heads or max(1, width // head_dim)
-    shared = num_kv_heads or max(1, int(heads / ratio))
-    while num_kv_heads is None and heads % shared:
+    shared = max(1, int(heads / ratio))
+    while heads % shared:
         shared -= 1
-    if heads % shared:
-        raise UserError(f"num_kv_heads {shared} does not divide num_heads {heads}; choose a divisor of it")
     wide = intermediate_size or round(width * own.intermediate_size / own.hidden_size)
     fields = {"num_hidden_layers": num_layers, "hidden_size": width, "num_attention_heads": heads,
               "num_key_value_heads": shared, "head_dim": head_dim, "intermediate_size": wide,

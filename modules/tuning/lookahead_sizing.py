@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..interfaces.drafter import Drafter
+from ..interfaces.optional_parts import GuessesInPasses, virtual_nodes
 from ..policies.lookahead_trees import AheadTree, ahead_trees, tokens_per_pass
 from .cost_model import MOST_NODES, CostCurve, TreeChoice, interpolate
 from .held_out_ranks import RankedText
@@ -59,12 +60,12 @@ def try_pass_sizes(drafter: Drafter, text: RankedText, tree_nodes: int) -> tuple
         text: ranks of the answers' tokens among its proposals.
         tree_nodes: nodes of the largest tree, virtual ones not included.
     """
-    chances_KR = drafter.rank_chances
+    chances_KR = drafter.rank_chances if isinstance(drafter, GuessesInPasses) else None
     if chances_KR is None:
         return ()
     found, size = [], len(chances_KR) + 2
     # Doubling: each trial walks the whole text, and the speed changes slowly with the size.
-    while size <= tree_nodes * (1 + drafter.virtual_nodes):
+    while size <= tree_nodes * (1 + virtual_nodes(drafter)):
         found.append(PassTrial(size=size, accepted_length=length_of(text, ahead_trees(chances_KR, size))))
         size *= 2
     return tuple(found)

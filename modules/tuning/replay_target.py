@@ -20,6 +20,7 @@ from torch import Tensor
 from ..decoding.requests import Request
 from ..features import Features
 from ..interfaces.drafter import Drafter
+from ..interfaces.optional_parts import virtual_nodes
 from ..target.model import Target
 from ..target.pass_output import PassOutput
 from ..token_tree import TokenTree
@@ -55,7 +56,7 @@ class Replay:
         self.tokenizer, self.compiler = target.tokenizer, target.compiler
         # No end tokens: an answer ends where the stored one does.
         self.eos_ids: tuple[int, ...] = ()
-        self.ahead_of = drafter if drafter is not None and drafter.virtual_nodes else None
+        self.ahead_of = drafter if virtual_nodes(drafter) else None
         self.rows: dict[int, StoredRow] = {}
         self.requests: list[Request] = []
         for batch in features:

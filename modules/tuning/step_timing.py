@@ -13,6 +13,7 @@ from statistics import median
 import torch
 
 from ..decoding.rounds import for_host, observation, read, verified
+from ..interfaces.optional_parts import extended, started, virtual_nodes
 from ..interfaces.proposer import AheadStates, Observation, Proposer, Verified
 from ..policies.static_tree import StaticTree
 from ..target.model import Target
@@ -94,9 +95,9 @@ class _Bench:
         self.batch, self.context, self.sizes = batch, context, sizes
         # The target's cache is rewound after each step; the drafter's text grows by one token.
         steps = (repeats + 1) * len(sizes)
-        self.rows = target.start(batch, context + topology.size * (1 + drafter.virtual_nodes), drafter.taps)
+        self.rows = target.start(batch, context + topology.size * (1 + virtual_nodes(drafter)), drafter.taps)
         self.rows.cache.assume(context)
-        self.state = drafter.join(self.rows, batch, context + steps + topology.size)
+        self.state = started(drafter, self.rows, batch, context + steps + topology.size)
         self.rows_B = torch.arange(batch, device=target.device)
         self.roots_B = torch.zeros_like(self.rows_B)
         self._read()
@@ -114,7 +115,7 @@ class _Bench:
             places_BM=last_B1,
         )
         ahead = None
-        if count := self.drafter.virtual_nodes:
+        if count := virtual_nodes(self.drafter):
             states_BSD = states_BND[:, :1].expand(-1, count, -1)
             ahead = AheadStates(states_BSD=states_BSD,
                                 present_BS=torch.ones_like(states_BSD[..., 0], dtype=torch.bool))
@@ -139,7 +140,7 @@ class _Bench:
         started = _now(self.target.device)
         tree = self._grown(size)
         drafted = _now(self.target.device)
-        sent = tree if size == 1 else self.drafter.extended(self.state, tree)
+        sent = tree if size == 1 else extended(self.drafter, self.state, tree)
         select_BM = None if sent.virtual is None else torch.arange(tree.size, device=tree.tokens_BN.device)
         output = self.rows.run(sent, select_BM=None if select_BM is None else select_BM.expand_as(tree.tokens_BN))
         accepted = down_to(tree, self.roots_B, argmax(output.logits_BMV)[:, 0])

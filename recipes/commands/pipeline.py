@@ -54,6 +54,7 @@ from ...modules import (
     size_copies,
     try_pass_sizes,
 )
+from ...modules.interfaces.optional_parts import GuessesInPasses
 from ...modules.processes import ALONE, Processes
 from ...modules.read_rows import ReadRows
 from ...modules.target.draft_vocabulary import choose
@@ -189,7 +190,8 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
         proposed = proposed_text(drafter, held_out)
     table_PK = proposed.ranked.ranks_PK
     for one in (module.drafter, drafter):
-        one.count_ranks(table_PK)
+        if isinstance(one, GuessesInPasses):
+            one.count_ranks(table_PK)
     topology, expected = search_tree(table_PK, workspace.recipe.tree.searched_nodes, workspace.recipe.tree.max_rank)
     # Saved as trained: what measured above was rounded to the target's number format.
     save_artifact(workspace.artifact, module.drafter, workspace.target.identity,

@@ -8,6 +8,7 @@ from torch.optim import AdamW, Optimizer
 
 from ...data.batches.prefetch import AHEAD
 from ...modules import Target
+from ...modules.interfaces.optional_parts import GathersApart
 from ...modules.target.devices.placement import Zero3
 from ...modules.target.linears.packed_linear import has_packed_product, linear_layers
 from ...modules.tuning.copy_sizing import TIMED
@@ -299,7 +300,8 @@ def parameters_of(module: torch.nn.Module) -> int:
 
 def gathered_parameters(module: DraftModule) -> int:
     """Most parameters of a split drafter that are whole at once: of the parts that are gathered apart, the largest."""
-    apart = [parameters_of(part) for part in module.drafter.gathered_apart()]
+    drafter = module.drafter
+    apart = [parameters_of(part) for part in (drafter.gathered_apart() if isinstance(drafter, GathersApart) else ())]
     return parameters_of(module) - sum(apart) + max(apart, default=0)
 
 

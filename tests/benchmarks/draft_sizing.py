@@ -30,8 +30,7 @@ def shape_of(layers: int, hidden: int) -> Shape:
 
 def times(target: Target, shape: Shape, repeats: int) -> tuple[float, float]:
     """(seconds of a draft step, seconds of a pass of the target)."""
-    config = DraftLMConfig(num_layers=shape.layers, hidden_size=shape.hidden, num_kv_heads=shape.kv_heads,
-                           vocabulary_size=OUTPUTS)
+    config = DraftLMConfig(num_layers=shape.layers, hidden_size=shape.hidden, vocabulary_size=OUTPUTS)
     drafter = DraftLM.create(config, target, torch.arange(OUTPUTS)).eval()
     cost = measure_cost(target, drafter, Topology.chain(DRAFTED), repeats=repeats)
     return cost.draft_seconds(DRAFTED + 1) / DRAFTED, cost.pass_seconds(1)

@@ -179,7 +179,7 @@ def _adapter_seconds(target: Target, context: int, repeats: int) -> float:
     for _ in range(repeats + 1):
         rows.drop_tree()
         started = _now(target.device)
-        with drafter.packed_linears():
+        with drafter.packing.installed():
             drafter.adapt(exits_BFD, rows.add_nodes(root))
         times.append(_now(target.device) - started)
     return median(times[1:])

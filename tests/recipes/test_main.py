@@ -258,7 +258,7 @@ def test_help_without_a_family_says_how_to_see_its_keys(capsys: pytest.CaptureFi
         capsys.readouterr().out.split())
     with pytest.raises(SystemExit):
         main(["run", "--config", "eagle3", "--help"])
-    assert "--drafter.target_hidden_size" in capsys.readouterr().out
+    assert "--drafter.norm_before_fc" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("text", "message"), [

@@ -25,7 +25,7 @@ def told(drafter: Falcon, final_LD: Tensor, embedded_LD: Tensor, end: int, block
     read = [torch.cat([embedded_LD[place], final_LD[place]]) for place in range(end + 1)]
     for last in range(end, end + blocks * size, size):
         states = network(torch.stack(read)[None])[0][0]
-        states = states + torch.stack(read)[:, width:] if drafter.config.skip else states
+        states = states + torch.stack(read)[:, width:]
         places = torch.arange(last - size + 1, last + 1)
         asked = torch.where(places[:, None] >= 0, states[places.clamp(min=0)], 0)
         sees = (torch.arange(last + 1 + size) <= last).expand(1, last + 1 + size, -1)

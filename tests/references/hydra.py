@@ -12,7 +12,8 @@ def hydra_state(drafter: Hydra, features: Features, context_BLD: Tensor, row: in
     for ahead in range(1, step + 2):
         index = place + ahead
         inside = index < features.tokens_BL.shape[1] and int(features.segments_BL[row, index]) == segment >= 0
-        embedded = drafter._rows().target.embed(features.tokens_BL[row, min(index, features.tokens_BL.shape[1] - 1)])
+        token = features.tokens_BL[row, min(index, features.tokens_BL.shape[1] - 1)]
+        embedded = drafter.output_rows().target.embed(token)
         parts.append(embedded if inside else torch.zeros_like(embedded))
     head = drafter.heads[step]
     joined, first = torch.cat(parts), head.first

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 def states_after(drafter: PromptTokens | HiddenTransfer, target: Target, text: Sequence[int]) -> Tensor:
     """Final states [K, D] of the steps after the last token of a text, by transformers' own model."""
     copies = []
-    for copy in range(drafter.slots.copies):
-        slots = range(copy, drafter.slots.count, drafter.slots.copies)
+    for copy in range(drafter.copies):
+        slots = range(copy, drafter.virtual_nodes, drafter.copies)
         copies.append(_one_copy(drafter, target, list(text), list(slots)))
     return torch.stack(copies).mean(0)
 

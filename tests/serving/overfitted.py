@@ -209,7 +209,7 @@ def medusa(target: Target, ids_Q: Tensor) -> Drafter:
 
 MAKERS: dict[str, Callable[[Target, Tensor], Drafter]] = {
     "draft_lm": draft_model(tied=True),
-    "draft_lm, mask tokens": draft_model(depths=STEPS, mask_token_id=MASK, keep_rate=1.0, keep_least=1.0),
+    "draft_lm, mask tokens": draft_model(depths=STEPS, mask_token_id=MASK),
     "draft_lm, own output": draft_model(tied=False),
     "draft_lm, Qwen 2": from_folder(Qwen2Config),
     "draft_lm, Qwen 3": from_folder(Qwen3Config),
@@ -223,7 +223,7 @@ MAKERS: dict[str, Callable[[Target, Tensor], Drafter]] = {
     "eagle3, two layers": third(num_layers=2),
     "eagle3, borrowed output": borrowing,
     "eagle3, YaRN": stretched,
-    "eagle3, narrow": third(hidden_size=64, target_hidden_size=128),
+    "eagle3, narrow": third(hidden_size=64),
     "medusa": medusa,
 }
 """Drafters by name: the family, and what is special about it."""

@@ -26,13 +26,12 @@ from draftsmith.modules import (
     StaticTree,
     StoppedChain,
     Target,
-    TokenTree,
     Topology,
     Union,
     UserError,
     baseline,
 )
-from draftsmith.modules.interfaces.proposer import VerifiedRows
+from draftsmith.modules.interfaces.optional_parts import VerifiedRows
 from support.campaign_targets import target_of
 from support.families import CASES, Case, cases_of, randomised
 from support.fixed_length import FixedLength
@@ -149,6 +148,15 @@ class HelpedState(DraftState):
     rows: list[list[int]]
     depths: dict[tuple[int, int], int] = field(default_factory=dict)
 
+    def clear(self, rows_R: Tensor) -> None:
+        for row in rows_R.tolist():
+            self.rows[row] = []
+        self.inner.clear(rows_R)
+
+    def keep(self, rows_R: Tensor) -> None:
+        self.rows = [self.rows[row] for row in rows_R.tolist()]
+        self.inner.keep(rows_R)
+
 
 class Helped(Wrapped):
     """A drafter that knows the right token at a share of the nodes, so that whole paths are accepted.
@@ -169,11 +177,11 @@ class Helped(Wrapped):
         return HelpedState(self.inner.start(rows, capacity), [[] for _ in range(rows)])
 
     def join(self, rows: VerifiedRows, count: int, capacity: int) -> DraftState:
-        return HelpedState(self.inner.join(rows, count, capacity), [[] for _ in range(count)])
+        return HelpedState(super().join(rows, count, capacity), [[] for _ in range(count)])
 
-    def extended(self, state: DraftState, tree: TokenTree) -> TokenTree:
+    def state_of(self, state: DraftState) -> DraftState:
         assert isinstance(state, HelpedState)
-        return self.inner.extended(state.inner, tree)
+        return state.inner
 
     def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
         assert isinstance(state, HelpedState)
@@ -205,14 +213,3 @@ class Helped(Wrapped):
 
     def _following(self, known: list[int]) -> list[int]:
         return next((text[len(known) :] for text in self.texts if text[: len(known)] == known), [])
-
-    def clear(self, state: DraftState, rows_R: Tensor) -> None:
-        assert isinstance(state, HelpedState)
-        for row in rows_R.tolist():
-            state.rows[row] = []
-        self.inner.clear(state.inner, rows_R)
-
-    def keep(self, state: DraftState, rows_R: Tensor) -> None:
-        assert isinstance(state, HelpedState)
-        state.rows = [state.rows[row] for row in rows_R.tolist()]
-        self.inner.keep(state.inner, rows_R)

@@ -29,6 +29,13 @@ class History(DraftState):
     depths: dict[tuple[int, int], int] = field(default_factory=dict)
     paths: dict[tuple[int, int], list[int]] = field(default_factory=dict)
 
+    def clear(self, rows_R: Tensor) -> None:
+        for row in rows_R.tolist():
+            self.rows[row] = []
+
+    def keep(self, rows_R: Tensor) -> None:
+        self.rows = [self.rows[row] for row in rows_R.tolist()]
+
 
 class ScriptedDrafter(Drafter):
     """A drafter that has the full texts and scores the next tokens by `mode`: oracle, wrong, random or mixed."""
@@ -66,15 +73,6 @@ class ScriptedDrafter(Drafter):
 
     def start(self, rows: int, capacity: int) -> History:
         return History([[] for _ in range(rows)])
-
-    def clear(self, state: DraftState, rows_R: Tensor) -> None:
-        assert isinstance(state, History)
-        for row in rows_R.tolist():
-            state.rows[row] = []
-
-    def keep(self, state: DraftState, rows_R: Tensor) -> None:
-        assert isinstance(state, History)
-        state.rows = [state.rows[row] for row in rows_R.tolist()]
 
     def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
         assert isinstance(state, History)

@@ -7,7 +7,7 @@ Shapes: B rows, F nodes, H depths, Q entries of the draft vocabulary, S texts, T
 
 import torch
 from draftsmith.modules import DraftState, Frontier, Observation, Proposer, Scores
-from draftsmith.modules.interfaces.proposer import VerifiedRows
+from draftsmith.modules.interfaces.optional_parts import VerifiedRows
 from draftsmith.modules.row_buffers import RowBuffer
 from draftsmith.modules.target.draft_vocabulary import draft_index
 from support.wrapped_drafter import Wrapped, WrappedState
@@ -27,12 +27,17 @@ class OracleState(WrappedState):
         self.texts, self.places = (RowBuffer(rows, device=device, dtype=torch.long) for _ in range(2))
         """Number of each row's text; tokens of it that the target has read."""
         self.texts.values.copy_(torch.arange(rows))
+        self.held = (inner, self.places)
         self.asked = 0
         """Depths of the growing tree that were scored."""
 
     def drop_tree(self) -> None:
         super().drop_tree()
         self.asked = 0
+
+    def keep(self, rows_R: Tensor) -> None:
+        super().keep(rows_R)
+        self.texts.keep(rows_R)
 
 
 class Oracle(Wrapped):
@@ -65,7 +70,7 @@ class Oracle(Wrapped):
         return OracleState(self.inner.start(rows, capacity), rows, self.texts_ST.device)
 
     def join(self, rows: VerifiedRows, count: int, capacity: int) -> OracleState:
-        return OracleState(self.inner.join(rows, count, capacity), count, self.texts_ST.device)
+        return OracleState(super().join(rows, count, capacity), count, self.texts_ST.device)
 
     def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
         held = _oracle_state(state)
@@ -100,17 +105,6 @@ class Oracle(Wrapped):
         entries_BFHR = entries_BHR[:, None].expand(-1, log_BFHQ.shape[1], -1, -1)
         log_BFHQ.scatter_(3, entries_BFHR, self.chances_R.log().to(log_BFHQ.dtype).expand_as(entries_BFHR))
         return Scores(log_probs_BFHQ=log_BFHQ, token_ids_Q=ids_Q, states_BFHD=scores.states_BFHD)
-
-    def clear(self, state: DraftState, rows_R: Tensor) -> None:
-        held = _oracle_state(state)
-        super().clear(state, rows_R)
-        held.places.clear(rows_R)
-
-    def keep(self, state: DraftState, rows_R: Tensor) -> None:
-        held = _oracle_state(state)
-        super().keep(state, rows_R)
-        held.texts.keep(rows_R)
-        held.places.keep(rows_R)
 
 
 def _oracle_state(state: DraftState) -> OracleState:

@@ -54,12 +54,6 @@ class TableDrafter(Drafter):
     def start(self, rows: int, capacity: int) -> DraftState:
         return DraftState()
 
-    def clear(self, state: DraftState, rows_R: Tensor) -> None:
-        pass
-
-    def keep(self, state: DraftState, rows_R: Tensor) -> None:
-        pass
-
     def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
         pass
 

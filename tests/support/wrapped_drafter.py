@@ -5,8 +5,19 @@ from contextlib import AbstractContextManager
 
 from draftsmith.modules import DraftState, Frontier, Observation, Proposer, Scores
 from draftsmith.modules.compiler import Compiler
-from draftsmith.modules.interfaces.proposer import ChainLimits, VerifiedRows
-from draftsmith.modules.target.kv_cache import RowCache
+from draftsmith.modules.interfaces.optional_parts import (
+    ChainLimits,
+    GuessesInPasses,
+    LimitsChains,
+    Remembers,
+    RunsCompiled,
+    SharesTargetRows,
+    VerifiedRows,
+    compiled,
+    extended,
+    started,
+    virtual_nodes,
+)
 from draftsmith.modules.token_tree import TokenTree
 from torch import Tensor
 
@@ -15,11 +26,7 @@ class WrappedState(DraftState):
     """The other drafter's state, with what a subclass adds."""
 
     def __init__(self, inner: DraftState) -> None:
-        self.inner = inner
-
-    @property
-    def caches(self) -> tuple[RowCache, ...]:
-        return self.inner.caches
+        self.inner, self.held, self.caches = inner, (inner,), inner.caches
 
     def drop_tree(self) -> None:
         self.inner.drop_tree()
@@ -31,48 +38,31 @@ class WrappedState(DraftState):
         self.inner.advance(counts)
 
 
-class Wrapped(Proposer):
+class Wrapped(Proposer, SharesTargetRows, GuessesInPasses, LimitsChains, RunsCompiled, Remembers):
     """Another drafter, of which a subclass changes a part."""
 
     def __init__(self, inner: Proposer) -> None:
         self.inner, self.family = inner, inner.family  # type: ignore[misc]
+        self.taps, self.reach, self.reads_logits = inner.taps, inner.reach, inner.reads_logits
+        self.virtual_nodes = virtual_nodes(inner)
+        self.chain_limits = inner.chain_limits if isinstance(inner, LimitsChains) else ChainLimits()
 
     def state_of(self, state: DraftState) -> DraftState:
         """The other drafter's state, within that of this one."""
         return state
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        return self.inner.taps
-
-    @property
-    def reach(self) -> int | None:
-        return self.inner.reach
-
-    @property
-    def reads_logits(self) -> bool:
-        return self.inner.reads_logits
-
-    @property
-    def virtual_nodes(self) -> int:
-        return self.inner.virtual_nodes
-
-    @property
-    def chain_limits(self) -> ChainLimits:
-        return self.inner.chain_limits
-
-    @property
     def rank_chances(self) -> tuple[tuple[float, ...], ...] | None:
-        return self.inner.rank_chances
+        return self.inner.rank_chances if isinstance(self.inner, GuessesInPasses) else None
 
     def start(self, rows: int, capacity: int) -> DraftState:
         return self.inner.start(rows, capacity)
 
     def join(self, rows: VerifiedRows, count: int, capacity: int) -> DraftState:
-        return self.inner.join(rows, count, capacity)
+        return started(self.inner, rows, count, capacity)
 
     def extended(self, state: DraftState, tree: TokenTree) -> TokenTree:
-        return self.inner.extended(self.state_of(state), tree)
+        return extended(self.inner, self.state_of(state), tree)
 
     def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
         self.inner.observe(self.state_of(state), rows_R, observation)
@@ -80,14 +70,9 @@ class Wrapped(Proposer):
     def expand(self, state: DraftState, frontier: Frontier) -> Scores:
         return self.inner.expand(self.state_of(state), frontier)
 
-    def clear(self, state: DraftState, rows_R: Tensor) -> None:
-        self.inner.clear(self.state_of(state), rows_R)
-
-    def keep(self, state: DraftState, rows_R: Tensor) -> None:
-        self.inner.keep(self.state_of(state), rows_R)
-
     def compiled(self, compiler: Compiler) -> AbstractContextManager[None]:
-        return self.inner.compiled(compiler)
+        return compiled(self.inner, compiler)
 
     def forget(self) -> None:
-        self.inner.forget()
+        if isinstance(self.inner, Remembers):
+            self.inner.forget()

@@ -250,12 +250,11 @@ def test_every_objective_lowers_its_loss(objective: Any, target: Target, tmp_pat
 class Blind(Medusa):
     """A drafter that reads no target states."""
 
-    @property
-    def reads_states(self) -> bool:
-        return False
+    reads_states = False
 
     def forward(self, features: Features) -> Drafts:
-        return super().forward(dataclasses.replace(features, final_BLD=self._rows().weight_QD[features.tokens_BL]))
+        final_BLD = self.output_rows().weight_QD[features.tokens_BL]
+        return super().forward(dataclasses.replace(features, final_BLD=final_BLD))
 
 
 class BlindModule(MedusaModule):

@@ -1,8 +1,8 @@
 """A drafter in training whose weights are split among processes, and the whole one that decodes.
 
 Each process holds a part of every weight, of its gradient and of its optimizer state. A training step gathers the
-weights, those of `Drafter.gathered_apart` for the moment in which each of these parts runs; the gradients are summed
-over the processes and split. What decodes in validation is a whole copy that holds the same weights.
+weights, those of `GathersApart.gathered_apart` for the moment in which each of these parts runs; the gradients are
+summed over the processes and split. What decodes in validation is a whole copy that holds the same weights.
 """
 
 import copy
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...modules.interfaces.drafter import Drafter
+from ...modules.interfaces.optional_parts import GathersApart
 from ...modules.target.devices.split_weights import whole
 from ...modules.target.model import Target
 from ..steps.optimizers import Together
@@ -78,7 +79,7 @@ def shard_fully(module: nn.Module, drafter: Drafter, mesh: Any) -> None:
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
     # From the inside out: a part that is split already is left out of the one around it.
-    for part in drafter.gathered_apart():
+    for part in drafter.gathered_apart() if isinstance(drafter, GathersApart) else ():
         fully_shard(part, mesh=mesh)
     fully_shard(module, mesh=mesh)
     for part in module.modules():

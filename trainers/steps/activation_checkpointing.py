@@ -4,19 +4,8 @@ Of a decoder layer that a drafter trains, these are the states of its MLP, sever
 leaves keys for the draft steps after it and runs once.
 """
 
-from typing import Protocol, runtime_checkable
-
-from ...modules.drafters.parts.decoder_block import GatedMLP
 from ...modules.errors import UserError
 from ...modules.interfaces.drafter import Drafter
-
-
-@runtime_checkable
-class RecomputesLayers(Protocol):
-    """A drafter whose layers can be computed again whole."""
-
-    def recompute_layers(self) -> None:
-        """Keep the inputs of the layers in place of the states inside them."""
 
 
 def checkpoint_activations(drafter: Drafter) -> None:
@@ -25,12 +14,6 @@ def checkpoint_activations(drafter: Drafter) -> None:
     Raises:
         UserError: if it has no layers whose states this would save.
     """
-    if isinstance(drafter, RecomputesLayers):
-        drafter.recompute_layers()
-        return
-    inner = [part for part in drafter.modules() if isinstance(part, GatedMLP)]
-    if not inner:
+    if not drafter.recompute_layers():
         raise UserError(f"activation_checkpointing computes the states inside of MLPs again, and the {drafter.family} "
                         "drafter has none; set train.activation_checkpointing: false")
-    for part in inner:
-        part.recomputed = True

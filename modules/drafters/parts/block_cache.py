@@ -98,6 +98,7 @@ class BlockRows:
         batch, width = frontier.nodes_BF.shape
         held = self.nodes_BM.shape[1]
         window = self._open(list(range(batch)), width * places, after=held * places)
+        # Not a column of the parent, since some parents are not in the cache.
         parent_BFM = frontier.parents_BF[:, :, None] == self.nodes_BM[:batch, None]
         inherited_BFM = (parent_BFM.float() @ self.above_BMM[:batch].float()) > 0
         itself_BFF = torch.eye(width, dtype=torch.bool, device=parent_BFM.device).expand(batch, -1, -1)
@@ -144,14 +145,15 @@ class BlockRows:
         """Discard the drafted nodes; their slots are overwritten."""
         self.nodes_BM, self.above_BMM = self._no_nodes_B0, self._no_nodes_B00
 
-    def clear(self, rows: list[int]) -> None:
+    def clear(self, rows_R: Tensor) -> None:
         """Reset rows. Their slots are zeroed: a NaN would reach the next sequence through the mask, 0 * NaN is NaN."""
         self.drop_tree()
-        for row in rows:
+        for row in rows_R.tolist():
             self.cache.wipe(row)
 
-    def keep(self, order: list[int]) -> None:
-        """Keep the rows `order`, which never moves a row back."""
+    def keep(self, rows_R: Tensor) -> None:
+        """Keep the rows `rows_R`, in that order, which never moves a row back."""
+        order: list[int] = rows_R.tolist()
         self.drop_tree()
         for destination, source in enumerate(order):
             if source != destination:

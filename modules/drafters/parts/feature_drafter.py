@@ -3,25 +3,20 @@
 Shapes: B rows, N positions, D hidden size.
 """
 
-from abc import abstractmethod
-from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from ...compiler import Compiler
-from ...config_checks import settings_of
 from ...features import Features
 from ...interfaces.drafter import DrafterConfig
-from ...target.devices.compiled_layers import CompiledLayers
-from ...target.loading.identity import TargetIdentity
+from ...interfaces.proposer import State
 from ...target.model import Target
-from .compiled_blocks import forms_of
 from .decoder_block import OFFICIAL_ROPE_BASE, BlockConfig, ResidualLayer
 from .rotary import carried_scaling
-from .shared_embeddings import BorrowingDrafter
+from .shared_embeddings import BorrowingDrafter, Sizes
 
 DEPTHS = 6
 """Fewest draft steps that `forward` computes outside training: draft trees are fitted to them."""
@@ -40,83 +35,31 @@ class FeatureConfig(DrafterConfig):
     longrope, llama3). The official code's is always 10000."""
 
 
-class FeatureDrafter(BorrowingDrafter):
+class FeatureDrafter(BorrowingDrafter[State]):
     """A drafter over the target's states whose decoder layers have the shape of the target's.
 
     Args:
         config: the family's settings.
+        sizes: of the target.
         block: the shape of its layers.
-        vocab_size: the target's vocabulary.
-        target_width: width of the target's states; None when it is the layers' width.
     """
 
     config: FeatureConfig
-    config_class: ClassVar[type[FeatureConfig]]
-    """The family's own settings."""
-    described_as: ClassVar[str]
-    """Subject of the error about an unknown description: "a Falcon drafter is"."""
+    block: BlockConfig
+    has_block = True
+    compiled_kinds: ClassVar[tuple[type[nn.Module], ...]] = (ResidualLayer,)
+    num_layers: int = 1
+    """Decoder layers that write keys."""
+    block_size: int = 1
+    """Tokens drafted by one run of the layers."""
 
-    def __init__(
-        self, config: FeatureConfig, block: BlockConfig, *, vocab_size: int, target_width: int | None = None
-    ) -> None:
-        super().__init__(hidden_size=target_width or block.hidden_size, vocab_size=vocab_size,
-                         vocabulary_size=config.vocabulary_size)
-        self.config, self.block = config, block
-
-    @classmethod
-    def create(cls, config: Any, target: Target, token_ids_Q: Tensor | None = None) -> Self:
-        """A new drafter for `target`, initialised and bound to it.
-
-        Args:
-            config: the family's settings.
-            target: the model it drafts for.
-            token_ids_Q: ids of the reduced draft vocabulary, when `config.vocabulary_size` asks for one.
-
-        Raises:
-            UserError: if settings, target and ids do not agree.
-        """
-        config, block = cls.fitted(config, target)
-        with target.device:
-            drafter = cls(config, block, vocab_size=target.vocab_size)
-        drafter.attach(target, token_ids_Q)
-        drafter.initialise(target)
-        return drafter
+    def __init__(self, config: FeatureConfig, sizes: Sizes, block: BlockConfig) -> None:
+        super().__init__(config, sizes, block)
 
     @classmethod
     def fitted(cls, config: Any, target: Target) -> tuple[Any, BlockConfig]:
         """(settings, shape of the layers) for this target. Raises UserError when they do not fit it."""
         return config, block_like(target, config.rope_base)
-
-    @abstractmethod
-    def initialise(self, target: Target) -> None:
-        """Set the first weights of a new drafter, such as those that pass the target's state on unchanged."""
-
-    def layer_forms(self, compiler: Compiler) -> CompiledLayers:
-        """Compiled forms of its decoder layers."""
-        return forms_of(self, (ResidualLayer,), compiler)
-
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers that write keys; one by default."""
-        return 1
-
-    @property
-    def block_size(self) -> int:
-        """Tokens drafted by one run of the layers; one by default."""
-        return 1
-
-    def describe(self) -> dict[str, Any]:
-        """The settings and the shape of the layers, JSON-ready."""
-        given = {name: list(value) if isinstance(value, tuple) else value
-                 for name, value in asdict(self.config).items()}
-        return {**given, "block": asdict(self.block)}
-
-    @classmethod
-    def rebuild(cls, description: dict[str, Any], identity: TargetIdentity) -> Self:
-        """An equal drafter whose weights are still to be loaded. Raises UserError on an unknown description."""
-        given = settings_of(description, cls.config_class, cls.described_as, "block")
-        block = BlockConfig.from_dict(given.pop("block"))
-        return cls(cls.config_class(**given), block, vocab_size=identity.vocab_size)
 
 
 def block_like(target: Target, rope_base: float | None = None) -> BlockConfig:

@@ -4,7 +4,7 @@ Shapes: B rows, L positions, K heads, D hidden size, Q entries of the draft voca
 """
 
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,11 @@ from torch import Tensor, nn
 from ...config_checks import check_sizes
 from ...errors import UserError
 from ...interfaces.drafter import DrafterConfig, Drafts
+from ...interfaces.proposer import State
 from ...target.draft_vocabulary import OwnOutput
-from .shared_embeddings import BorrowingDrafter
+from ...target.model import Target
+from .decoder_block import BlockConfig
+from .shared_embeddings import BorrowingDrafter, Sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,38 +35,37 @@ class HeadConfig(DrafterConfig):
             raise UserError(f"output must be 'shared', 'copy' or 'one_copy', got {self.output!r}")
 
 
-class HeadDrafter(BorrowingDrafter):
-    """A drafter with one head for each draft step; subclasses register `heads` and `outputs`.
+class HeadDrafter(BorrowingDrafter[State]):
+    """A drafter with one head for each draft step; subclasses register `heads`.
 
     Args:
         config: the family's settings.
-        hidden_size: the target's width.
-        vocab_size: the target's vocabulary.
+        sizes: of the target.
+        block: the shape of a decoder layer before the heads; None without one.
     """
 
     heads: nn.ModuleList
-    outputs: nn.ModuleList
+    output_bias: ClassVar[bool] = False
+    """Whether the heads' own output layers have a bias."""
 
-    def __init__(self, config: HeadConfig, *, hidden_size: int, vocab_size: int) -> None:
-        super().__init__(hidden_size=hidden_size, vocab_size=vocab_size, vocabulary_size=config.vocabulary_size)
-        self.num_heads = config.num_heads
-
-    @staticmethod
-    def own_outputs(config: HeadConfig, width: int, vocab_size: int, *, bias: bool) -> nn.ModuleList:
-        """The heads' own output layers: one for each, one for all, or none when they share the target's."""
+    def __init__(self, config: HeadConfig, sizes: Sizes, block: BlockConfig | None = None) -> None:
+        super().__init__(config, sizes, block)
+        self.reach = self.trained_steps = config.num_heads
+        # The target's own output layer predicts p + 1, so that head k at position p guesses token p + 2 + k.
+        self.offsets = tuple(range(2, 2 + config.num_heads))
         copies = {"shared": 0, "copy": config.num_heads, "one_copy": 1}[config.output]
-        entries = config.vocabulary_size or vocab_size
-        return nn.ModuleList(OwnOutput(width, entries, bias=bias) for _ in range(copies))
+        entries = config.vocabulary_size or sizes.vocab_size
+        self.outputs = nn.ModuleList(OwnOutput(sizes.hidden_size, entries, bias=self.output_bias)
+                                     for _ in range(copies))
 
-    @property
-    def reach(self) -> int:
-        """One depth for each head."""
-        return self.num_heads
-
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        """Head k at position p guesses token p + 2 + k; the target's own output layer predicts p + 1."""
-        return tuple(range(2, 2 + self.num_heads))
+    def initialise(self, target: Target) -> None:
+        """Let every head start as the target's output layer, of which its own one becomes a copy."""
+        borrowed = self.output_rows()
+        for step in range(len(self.outputs)):
+            weight_QD, *biases = self.output_parameters(step)
+            weight_QD.copy_(borrowed.weight_QD)
+            for bias_Q in biases:
+                bias_Q.copy_(torch.zeros_like(bias_Q) if borrowed.bias_Q is None else borrowed.bias_Q)
 
     def drafts(self, hidden_BLKD: Tensor) -> Drafts:
         """The heads' states as drafts; head k estimates the target's state one position before its token."""
@@ -74,22 +76,8 @@ class HeadDrafter(BorrowingDrafter):
         """Draft logits [..., Q] of head `step` for its states [..., D]."""
         if not self.outputs:
             return super().project(hidden, step)
-        return self._rows().through(hidden, cast(OwnOutput, self.outputs[self._output_of(step)]))
+        return self.output_rows().through(hidden, cast(OwnOutput, self.outputs[min(step, len(self.outputs) - 1)]))
 
     def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
         """The trained weights that `project` reads for head `step`; empty when the output layer is shared."""
-        return tuple(self.outputs[self._output_of(step)].parameters()) if self.outputs else ()
-
-    def _output_of(self, step: int) -> int:
-        """Index in `outputs` of the layer that head `step` reads."""
-        return 0 if len(self.outputs) == 1 else step
-
-    @torch.no_grad()
-    def copy_output(self) -> None:
-        """Initialise the heads' own output layers with the target's."""
-        borrowed = self._rows()
-        for step in range(len(self.outputs)):
-            weight_QD, *biases = self.output_parameters(step)
-            weight_QD.copy_(borrowed.weight_QD)
-            for bias_Q in biases:
-                bias_Q.copy_(torch.zeros_like(bias_Q) if borrowed.bias_Q is None else borrowed.bias_Q)
+        return tuple(self.outputs[min(step, len(self.outputs) - 1)].parameters()) if self.outputs else ()

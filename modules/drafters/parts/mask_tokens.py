@@ -16,6 +16,9 @@ from torch import Tensor
 
 from ...features import Features
 
+KEEP_RATE, KEEP_LEAST = 0.7, 0.2
+"""r and r_min of a draft language model in training."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Slots:

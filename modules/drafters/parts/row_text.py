@@ -20,19 +20,15 @@ class Text(DraftState):
         device: device of the tokens.
     """
 
+    tokens_SL: Tensor
+    """The tokens, -1 where there is none."""
+    roots_S: Tensor
+    """Place of the root of each row."""
+
     def __init__(self, rows: int, capacity: int, margin: int, device: torch.device) -> None:
-        self.texts = RowBuffer(rows, margin + capacity + 1, blank=-1, device=device, dtype=torch.long)
-        self.places = RowBuffer(rows, blank=margin, device=device, dtype=torch.long)
-
-    @property
-    def tokens_SL(self) -> Tensor:
-        """The tokens, -1 where there is none."""
-        return self.texts.values
-
-    @property
-    def roots_S(self) -> Tensor:
-        """Place of the root of each row."""
-        return self.places.values
+        texts = RowBuffer(rows, margin + capacity + 1, blank=-1, device=device, dtype=torch.long)
+        places = RowBuffer(rows, blank=margin, device=device, dtype=torch.long)
+        self.held, self.tokens_SL, self.roots_S = (texts, places), texts.values, places.values
 
     def append(self, rows_R: Tensor, observation: Observation) -> Tensor:
         """Add the new tokens and the root after them; returns the place of each new token, [R, N]."""
@@ -45,28 +41,7 @@ class Text(DraftState):
         self.tokens_SL[rows_R, self.roots_S[rows_R]] = observation.roots_B
         return places_RN
 
-    def clear(self, rows_R: Tensor) -> None:
-        """Delete the rows' texts."""
-        self.texts.clear(rows_R)
-        self.places.clear(rows_R)
-
-    def keep(self, rows_R: Tensor) -> None:
-        """Keep the rows `rows_R`, in that order."""
-        self.texts.keep(rows_R)
-        self.places.keep(rows_R)
-
     def endings(self, rows_R: Tensor, places_RN: Tensor, length: int) -> Tensor:
         """The `length` tokens up to each place, [R, N, length]; -1 before the start of the text."""
         back_G = torch.arange(1 - length, 1, device=places_RN.device)
         return self.tokens_SL[rows_R[:, None, None], places_RN[..., None] + back_G]
-
-
-def text_of(state: DraftState) -> Text:
-    """The given state as a `Text`.
-
-    Raises:
-        TypeError: if it is another family's state.
-    """
-    if not isinstance(state, Text):
-        raise TypeError(f"this drafter needs the state that its own start() made, got {type(state).__name__}")
-    return state

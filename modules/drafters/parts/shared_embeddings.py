@@ -3,59 +3,128 @@
 Shapes: B rows, L positions, Q entries of the draft vocabulary, D hidden size.
 """
 
-from contextlib import AbstractContextManager
-from typing import Any
+from abc import abstractmethod
+from dataclasses import asdict
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
+from ...compiler import Compiler
+from ...config_checks import settings_of
 from ...errors import UserError
 from ...features import Features
-from ...interfaces.drafter import Drafter
+from ...interfaces.drafter import Drafter, DrafterConfig
+from ...interfaces.proposer import State
+from ...target.devices.compiled_layers import CompiledLayers
 from ...target.draft_vocabulary import OutputRows, require_ids
+from ...target.loading.identity import TargetIdentity
 from ...target.model import Target
+from .compiled_blocks import forms_of
+from .decoder_block import BlockConfig, GatedMLP
 
 
-class BorrowingDrafter(Drafter):
+class Sizes(Protocol):
+    """The sizes of a target that shape a drafter: a `Target`, or its identity in an artifact."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of its states."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of its vocabulary."""
+        ...
+
+
+class BorrowingDrafter(Drafter[State]):
     """A drafter that borrows the target's embedding and its output layer, whole or over a reduced draft vocabulary.
 
-    The ids of such a vocabulary, `token_ids` [Q], are saved with the drafter's own weights; borrowed weights are never
-    saved. While decoding, its own linear layers run packed.
+    Borrowed weights are never saved. While decoding, its own linear layers run packed.
 
     Args:
-        hidden_size: the target's width.
-        vocab_size: the target's vocabulary.
-        vocabulary_size: entries of a reduced draft vocabulary; None for the whole vocabulary.
+        config: the family's settings.
+        sizes: of the target.
+        block: the shape of its own decoder layers; None without any.
 
     Raises:
         UserError: if the draft vocabulary is larger than the target's.
     """
 
-    token_ids: Tensor | None
+    config_class: ClassVar[type[DrafterConfig]]
+    """The family's own settings."""
+    has_block: ClassVar[bool] = False
+    """Whether drafters of the family may have decoder layers, whose shape an artifact then describes."""
+    compiled_kinds: ClassVar[tuple[type[nn.Module], ...]] = ()
+    """Classes of its layers that run compiled while it drafts."""
 
-    def __init__(self, *, hidden_size: int, vocab_size: int, vocabulary_size: int | None) -> None:
-        if vocabulary_size is not None and vocabulary_size > vocab_size:
-            raise UserError(f"vocabulary_size is {vocabulary_size}, but the target has {vocab_size} tokens; set it to "
-                            f"at most {vocab_size}, or leave it out")
-        super().__init__()
-        self.hidden_size, self.vocab_size = hidden_size, vocab_size
-        ids = None if vocabulary_size is None else torch.zeros(vocabulary_size, dtype=torch.long)
-        self.register_buffer("token_ids", ids)
+    def __init__(self, config: DrafterConfig, sizes: Sizes, block: BlockConfig | None = None) -> None:
+        size = config.vocabulary_size
+        if size is not None and size > sizes.vocab_size:
+            raise UserError(f"vocabulary_size is {size}, but the target has {sizes.vocab_size} tokens; set it to at "
+                            f"most {sizes.vocab_size}, or leave it out")
+        super().__init__(size)
+        self.config, self.block = config, block
+        self.hidden_size, self.vocab_size = sizes.hidden_size, sizes.vocab_size
+        self.state_size = sizes.hidden_size
         self._borrowed: OutputRows | None = None
         self.register_load_state_dict_post_hook(_rebind)  # type: ignore[no-untyped-call]
 
-    def attach(self, target: Target, token_ids_Q: Tensor | None) -> None:
-        """Set the draft vocabulary, move to the target's device and bind to the target.
+    # Making one ------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def create(cls, config: Any, target: Target, token_ids_Q: Tensor | None = None) -> Self:
+        """A new drafter for `target`, initialised and bound to it.
+
+        Args:
+            config: the family's settings.
+            target: the model it drafts for.
+            token_ids_Q: ids of the reduced draft vocabulary, when `config.vocabulary_size` asks for one.
 
         Raises:
-            UserError: if the ids do not agree with the configuration.
+            UserError: if settings, target and ids do not agree.
         """
-        require_ids(None if self.token_ids is None else len(self.token_ids), token_ids_Q)
-        if self.token_ids is not None and token_ids_Q is not None:
-            self.token_ids.copy_(token_ids_Q)
+        config, block = cls.fitted(config, target)
+        with target.device:
+            drafter = cls(config, target) if block is None else cls(config, target, block)
+        require_ids(config.vocabulary_size, token_ids_Q)
+        if drafter.token_ids is not None and token_ids_Q is not None:
+            drafter.token_ids.copy_(token_ids_Q)
         # Half precision would lose small updates: trained weights stay in float32.
-        self.to(device=target.device, dtype=torch.promote_types(target.dtype, torch.float32))
-        self.bind(target)
+        drafter.to(device=target.device, dtype=torch.promote_types(target.dtype, torch.float32))
+        drafter.bind(target)
+        # A target on the meta device, used for planning, has no values to start from.
+        if target.device.type != "meta":
+            with torch.no_grad():
+                drafter.initialise(target)
+        return drafter
+
+    @classmethod
+    def fitted(cls, config: Any, target: Target) -> tuple[Any, BlockConfig | None]:
+        """(settings for this target, shape of the decoder layers). Raises UserError when they do not fit it."""
+        return config, None
+
+    @abstractmethod
+    def initialise(self, target: Target) -> None:
+        """Set the first weights of a new, bound drafter; called without gradients."""
+
+    def describe(self) -> dict[str, Any]:
+        """The settings and the shape of the decoder layers, JSON-ready."""
+        given = {name: list(value) if isinstance(value, tuple) else value
+                 for name, value in asdict(self.config).items()}
+        return {**given, "block": self.block and asdict(self.block)} if self.has_block else given
+
+    @classmethod
+    def rebuild(cls, description: dict[str, Any], identity: TargetIdentity) -> Self:
+        """An equal drafter whose weights are still to be loaded. Raises UserError on an unknown description."""
+        given = settings_of(description, cls.config_class, f"a drafter of the family {cls.family} is",
+                            *["block"] * cls.has_block)
+        block = given.pop("block", None)
+        config = cls.config_class(**given)
+        return cls(config, identity) if block is None else cls(config, identity, BlockConfig.from_dict(block))
+
+    # Borrowed parts --------------------------------------------------------------------------------------------------
 
     def bind(self, target: Target) -> None:
         """Borrow the target's embedding and output layer; bind again after moving it to another device."""
@@ -66,30 +135,17 @@ class BorrowingDrafter(Drafter):
                 "target it was trained for")
         self._borrowed = OutputRows(target, self.token_ids)
 
-    def pack_linears(self) -> None:
-        """Pre-pack the linear layers for oneDNN where the target's are packed."""
-        packing = None if self._borrowed is None else self._borrowed.target.linears.packing
-        self._packing.refresh(self, packed_from=0 if packing is None else packing.packed_from)
-        if self._borrowed is not None and not self.output_parameters(0):
-            self._borrowed.pack()
-
-    def packed_linears(self) -> AbstractContextManager[None]:
-        """A block in which the pre-packed linear layers run."""
-        return self._packing.installed()
-
-    def _rows(self) -> OutputRows:
+    def output_rows(self) -> OutputRows:
+        """The target's output layer. Raises RuntimeError before `bind`."""
         if self._borrowed is None:
             raise RuntimeError(f"this {self.family} drafter is not bound to a target; call bind(target) first")
         return self._borrowed
 
     @torch.no_grad()
-    def _embed(self, tokens: Tensor) -> Tensor:
-        embedded: Tensor = self._rows().target.embed_guesses(tokens).to(self.dtype)
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings [..., D] of token ids, without gradients."""
+        embedded: Tensor = self.output_rows().target.embed_guesses(tokens).to(self.dtype)
         return embedded
-
-    def project(self, hidden: Tensor, step: int) -> Tensor:
-        """Draft logits [..., Q] of hidden states [..., D] by the target's output layer, the same for every step."""
-        return self._rows()(hidden)
 
     def following(self, features: Features, places: int) -> Tensor:
         """Embeddings of the tokens `places` after each position, [B, L, D]; zero after the end of its segment."""
@@ -97,7 +153,11 @@ class BorrowingDrafter(Drafter):
         after_L = torch.arange(places, places + length, device=segments_BL.device)
         there_L = after_L.clamp(max=length - 1)
         inside_BL = (after_L < length) & (segments_BL[:, there_L] == segments_BL) & (segments_BL >= 0)
-        return self._embed(features.tokens_BL[:, there_L]).masked_fill(~inside_BL[..., None], 0)
+        return self.embed(features.tokens_BL[:, there_L]).masked_fill(~inside_BL[..., None], 0)
+
+    def project(self, hidden: Tensor, step: int) -> Tensor:
+        """Draft logits [..., Q] of hidden states [..., D] by the target's output layer, the same for every step."""
+        return self.output_rows()(hidden)
 
     def with_noise(self, states: Tensor, noise: float) -> Tensor:
         """The target's states; in training with uniform noise between -noise and noise."""
@@ -105,20 +165,34 @@ class BorrowingDrafter(Drafter):
             return states
         return states + (2 * torch.rand_like(states) - 1) * noise
 
-    @property
-    def state_size(self) -> int:
-        """The target's width; families with other states override it."""
-        return self.hidden_size
-
-    @property
-    def token_ids_Q(self) -> Tensor | None:
-        """Target id of each entry of the reduced draft vocabulary; None for the whole vocabulary."""
-        return self.token_ids
+    # Own layers ------------------------------------------------------------------------------------------------------
 
     @property
     def dtype(self) -> torch.dtype:
         """Floating-point type of the weights."""
         return next(self.parameters()).dtype
+
+    def pack_linears(self) -> None:
+        """Pre-pack the linear layers for oneDNN where the target's are packed and they have changed."""
+        packing = None if self._borrowed is None else self._borrowed.target.linears.packing
+        self.packing.refresh(self, packed_from=0 if packing is None else packing.packed_from)
+        if self._borrowed is not None and not self.output_parameters(0):
+            self._borrowed.pack()
+
+    def layer_forms(self, compiler: Compiler) -> CompiledLayers | None:
+        """Compiled forms of its own layers; the target compiles its own."""
+        return forms_of(self, self.compiled_kinds, compiler) if self.compiled_kinds else None
+
+    def expand_bytes(self) -> int:
+        """Bytes of the own weights, and of the target's output layer where it is read."""
+        return super().expand_bytes() + (0 if self.output_parameters(0) else self.output_rows().weight_QD.nbytes)
+
+    def recompute_layers(self) -> bool:
+        """Let training compute the states inside of its MLPs again; False where it has none."""
+        inner = [part for part in self.modules() if isinstance(part, GatedMLP)]
+        for part in inner:
+            part.recomputed = True
+        return bool(inner)
 
 
 def _rebind(module: nn.Module, _incompatible: Any) -> None:

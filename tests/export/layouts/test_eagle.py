@@ -203,7 +203,7 @@ MADE = {
     "eagle3-layers": lambda target: Eagle3.create(
         Eagle3Config(num_layers=3, vocabulary_size=len(IDS)), target, IDS),
     "eagle3-wide": lambda target: Eagle3.create(
-        Eagle3Config(hidden_size=48, target_hidden_size=32, fc_norm=True), target),
+        Eagle3Config(hidden_size=48, fc_norm=True), target),
     "eagle3-reduced": lambda target: Eagle3.create(Eagle3Config(taps=(1,), vocabulary_size=len(IDS)), target, IDS),
     "eagle3-shared": lambda target: Eagle3.create(
         Eagle3Config(taps=(0,), vocabulary_size=len(IDS), output="shared"), target, IDS),

@@ -40,7 +40,7 @@ REDUCED = {"vocabulary_size": len(IDS)}
 MADE: dict[str, Callable[[Target], Drafter]] = {
     "eagle3": lambda target: third(target, **REDUCED),
     "eagle3 whole": lambda target: third(target),
-    "eagle3 wide": lambda target: third(target, hidden_size=48, target_hidden_size=32),
+    "eagle3 wide": lambda target: third(target, hidden_size=48),
     "eagle3 layers": lambda target: third(target, num_layers=3),
     "eagle3 norms": lambda target: third(target, fc_norm=True, norm_output=True),
     "eagle3 one norm": lambda target: third(target, norm_before_fc=True),

@@ -156,7 +156,7 @@ def test_a_scaling_that_llama_cpp_cannot_hold_is_refused(tmp_path: Path, scaled:
     assert not (tmp_path / GGUF_FILE).exists()
 
 
-@pytest.mark.parametrize("settings", [{"vocabulary_size": len(IDS)}, {}, {"hidden_size": 48, "target_hidden_size": 32},
+@pytest.mark.parametrize("settings", [{"vocabulary_size": len(IDS)}, {}, {"hidden_size": 48},
                                       {"norm_before_fc": True, "norm_before_residual": True}])
 def test_eagle_3_under_the_names_of_llama_cpp(tmp_path: Path, target: Target, settings: dict[str, Any]) -> None:
     reduced = "vocabulary_size" in settings

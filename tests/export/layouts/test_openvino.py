@@ -73,7 +73,7 @@ def test_a_draft_model_is_converted_with_its_tokenizer(tmp_path: Path, target: T
 
 
 @pytest.mark.parametrize(("settings", "named"), [
-    ({"num_layers": 2}, "2 layers"), ({"hidden_size": 48, "target_hidden_size": 32}, "the width 48 for states 32 wide"),
+    ({"num_layers": 2}, "2 layers"), ({"hidden_size": 48}, "the width 48 for states 32 wide"),
     ({"taps": (1, 4)}, "2 tapped layers"), ({"fc_norm": True}, "fc_norm"),
     ({"norm_output": True}, "norm_output"), ({"norm_before_fc": True}, "norm_before_fc"),
     ({"norm_before_residual": True}, "norm_before_residual"),

@@ -86,9 +86,9 @@ def test_cleared_rows_lose_their_text_and_the_memory_stays() -> None:
     drafter = Ngrams(NgramConfig(longest=3, candidates=1), V, CPU)
     state = drafter.start(2, 32)
     teach(drafter, state, 1, [1, 2, 3, 2], [[2], [3], [2]])
-    drafter.keep(state, torch.tensor([1]))
+    state.keep(torch.tensor([1]))
     assert list(guesses(drafter, state)) == [3]
-    drafter.clear(state, torch.tensor([0]))
+    state.clear(torch.tensor([0]))
     assert guesses(drafter, state) == {}
     teach(drafter, state, 0, [7, 1], [[1]])
     assert list(guesses(drafter, state)) == [2]

@@ -75,10 +75,10 @@ def test_rows_of_different_lengths_are_added_cleared_and_moved() -> None:
     tree = Chain(3).grow(drafter, state, torch.tensor([2, 7, 3]))
     assert tree.tokens_BN[:2, 1:].tolist() == [[3, 1, 2], [4, 5, 6]]
     assert tree.real_BN[2].tolist() == [True, False, False, False]
-    drafter.clear(state, torch.tensor([1]))
+    state.clear(torch.tensor([1]))
     observe(drafter, state, [1], [[4, 9, 4]])
     assert Chain(3).grow(drafter, state, torch.tensor([2, 4, 3])).tokens_BN[1, 1:].tolist() == [9, 4, 9]
-    drafter.keep(state, torch.tensor([0, 2]))
+    state.keep(torch.tensor([0, 2]))
     observe(drafter, state, [0, 1], [[2, 3], [3, 8]])
     assert Chain(3).grow(drafter, state, torch.tensor([3, 8])).tokens_BN[:, 1:].tolist() == [[1, 2, 3], [3, 8, 3]]
 

@@ -91,14 +91,14 @@ def test_rows_of_different_lengths_are_added_cleared_and_moved(deep_target: Targ
     observe(drafter, state, [0, 1, 2], [grow(0, 4), grow(1, 1), grow(2, 2)])
     check(drafter, state, texts)
     # Row 1 is finished and another prompt takes its place, read in two chunks; the last is a short one.
-    drafter.clear(state, torch.tensor([1]))
+    state.clear(torch.tensor([1]))
     texts[1] = [rng.randrange(4, 90) for _ in range(26)]
     observe(drafter, state, [1], [texts[1][:21]])
     observe(drafter, state, [1], [texts[1][20:]])
     check(drafter, state, texts)
     observe(drafter, state, [0, 1, 2], [grow(0, 1), grow(1, 3), grow(2, 5)])
     # Row 0 leaves; the last row moves into its place.
-    drafter.keep(state, torch.tensor([2, 1]))
+    state.keep(torch.tensor([2, 1]))
     texts[0] = texts.pop()
     check(drafter, state, texts)
     observe(drafter, state, [0, 1], [grow(0, 2), grow(1, 1)])

@@ -45,7 +45,7 @@ from draftsmith.modules.decoding import recorded_rounds
 from draftsmith.modules.decoding.pass_recorder import PassRecorder
 from draftsmith.modules.decoding.recorded_rounds import steps_to
 from draftsmith.modules.decoding.state_recorder import StateRecorder
-from draftsmith.modules.interfaces.proposer import VerifiedRows
+from draftsmith.modules.interfaces.optional_parts import VerifiedRows
 from draftsmith.modules.policies.lookahead_trees import LookaheadTrees, ahead_trees
 from support.families import CASES, randomised
 from support.held_tensors import held_tensors

@@ -30,6 +30,7 @@ from draftsmith.modules import (
     decode,
     rank_table,
 )
+from draftsmith.modules.interfaces.optional_parts import virtual_nodes
 from draftsmith.trainers import DraftModule, fit
 from draftsmith.trainers.losses.chunked_losses import supervise
 from safetensors.torch import load_file
@@ -278,7 +279,7 @@ def test_rows_can_be_cleared_moved_and_removed(name: str, tiny_target: Target) -
     with torch.no_grad():
         state = drafter.start(3, 64)
         drafter.observe(state, torch.arange(3), observed(features, [0, 1, 2], 0, [5, 4, 6]))
-        drafter.keep(state, order)
+        state.keep(order)
         kept = drafter.expand(state, root).log_probs_BFHQ
         fresh = drafter.start(2, 64)
         drafter.observe(fresh, torch.arange(2), observed(features, [2, 1], 0, [6, 4]))
@@ -286,7 +287,7 @@ def test_rows_can_be_cleared_moved_and_removed(name: str, tiny_target: Target) -
         poisoned = observed(features, [0], 0, [5])
         poisoned.final_BND[:] = torch.nan
         drafter.observe(state, torch.tensor([0]), poisoned)
-        drafter.clear(state, torch.tensor([0]))
+        state.clear(torch.tensor([0]))
         drafter.observe(state, torch.tensor([0]), observed(features, [2], 0, [6]))
         torch.testing.assert_close(drafter.expand(state, root).log_probs_BFHQ[0], kept[0], atol=1e-5, rtol=1e-4)
 
@@ -358,7 +359,7 @@ def test_the_target_processes_each_node_once(name: str, tiny_target: Target) -> 
         handle.remove()
     nodes = len(request.tokens) + TREE.size * result.stats.target_calls
     # Virtual nodes come after the prompt's last token and after every node of a tree.
-    nodes += drafter.virtual_nodes * (1 + TREE.size * result.stats.target_calls)
+    nodes += virtual_nodes(drafter) * (1 + TREE.size * result.stats.target_calls)
     assert set(seen.values()) == {nodes}
     assert result.stats.target_calls == len(result.generations[0].emitted)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -498,7 +499,7 @@ def test_norm_before_residual_adds_to_the_normalised_state(tiny_target: Target) 
 @pytest.mark.parametrize("normed", [False, True])
 def test_wider_layers_start_as_the_last_layer_too(normed: bool, tiny_target: Target) -> None:
     """Wider layers can hold all of the target's states; only the shape differs."""
-    drafter = Eagle3.create(Eagle3Config(hidden_size=48, target_hidden_size=32, fc_norm=normed), tiny_target)
+    drafter = Eagle3.create(Eagle3Config(hidden_size=48, fc_norm=normed), tiny_target)
     assert (drafter.block.num_heads, drafter.block.num_kv_heads, drafter.block.head_dim) == (6, 3, 8)
     features = text(tiny_target, drafter, list(range(20, 30)))
     with torch.no_grad():
@@ -507,7 +508,7 @@ def test_wider_layers_start_as_the_last_layer_too(normed: bool, tiny_target: Tar
 
 
 def test_narrower_layers_start_with_principal_components(tiny_target: Target) -> None:
-    drafter = Eagle3.create(Eagle3Config(hidden_size=24, target_hidden_size=32), tiny_target)
+    drafter = Eagle3.create(Eagle3Config(hidden_size=24), tiny_target)
     features = text(tiny_target, drafter, list(range(20, 44)))
     with torch.no_grad():
         found = drafter.project(drafter(features).hidden_BLKD[:, :, 0], 0).flatten()
@@ -516,7 +517,7 @@ def test_narrower_layers_start_with_principal_components(tiny_target: Target) ->
 
 
 def test_its_own_embedding_is_trained(tiny_target: Target) -> None:
-    drafter = randomised(Eagle3.create(Eagle3Config(steps=2, hidden_size=24, target_hidden_size=32), tiny_target))
+    drafter = randomised(Eagle3.create(Eagle3Config(steps=2, hidden_size=24), tiny_target))
     features = text(tiny_target, drafter, [20, 21, 22, 23])
     drafter.rollout(features, 2, Rollout(features))[1].sum().backward()
     table_VD = drafter.get_parameter("embed_tokens.weight")
@@ -529,12 +530,7 @@ def test_its_own_embedding_is_trained(tiny_target: Target) -> None:
 
 
 @pytest.mark.parametrize(("config", "told"), [
-    (Eagle3Config(hidden_size=24), "hidden_size is 24, but the states of tiny-random are 32 wide; set "
-                                   "target_hidden_size to 32"),
-    (Eagle3Config(hidden_size=24, target_hidden_size=64), "target_hidden_size is 64, but the states of tiny-random are "
-                                                          "32 wide; set it to 32"),
-    (Eagle3Config(target_hidden_size=64), "target_hidden_size is 64, but the states of tiny-random are 32 wide"),
-    (Eagle3Config(hidden_size=24, target_hidden_size=32, output="shared"),
+    (Eagle3Config(hidden_size=24, output="shared"),
      "output is 'shared', but the output layer of tiny-random reads states 32 wide, not of hidden_size 24; set output"),
 ])
 def test_widths_that_do_not_go_together_are_refused(config: Eagle3Config, told: str, tiny_target: Target) -> None:
@@ -599,9 +595,9 @@ def test_what_does_not_fit_the_target_is_refused(tiny_target: Target) -> None:
         Eagle.create(EagleConfig(vocabulary_size=101), tiny_target, torch.arange(101))
     with pytest.raises(UserError, match="vocabulary_size is 7 but 6 token ids were given"):
         Eagle.create(EagleConfig(vocabulary_size=7), tiny_target, torch.arange(6))
-    with pytest.raises(UserError, match="an EAGLE drafter is described by"):
+    with pytest.raises(UserError, match="a drafter of the family eagle is described by"):
         Eagle.rebuild({"heads": 4}, tiny_target.identity)
     drafter = Eagle.create(EagleConfig(), tiny_target)
-    other = Eagle(EagleConfig(), drafter.block, vocab_size=99)
+    other = Eagle(EagleConfig(), SimpleNamespace(hidden_size=drafter.hidden_size, vocab_size=99), drafter.block)
     with pytest.raises(UserError, match=r"belongs to a target of width 32 and 99 tokens, but tiny-random has .* 100"):
         other.bind(tiny_target)

@@ -20,14 +20,14 @@ from draftsmith.modules import (
     UserError,
     rank_table,
 )
-from draftsmith.modules.drafters.falcon_state import FalconState
+from draftsmith.modules.drafters.falcon import FalconState
 from draftsmith.modules.drafters.parts.lstm import LSTM
 from draftsmith.modules.drafters.parts.segment_steps import SegmentSteps
 from draftsmith.trainers import FalconModule, FalconTrainConfig
 from references.falcon import told, torch_lstm
 from support.families import randomised
 
-CONFIGS = {"one": FalconConfig(block_size=1), "two": FalconConfig(), "three": FalconConfig(block_size=3, skip=False)}
+CONFIGS = {"one": FalconConfig(block_size=1), "two": FalconConfig(), "three": FalconConfig(block_size=3)}
 TOKENS = list(range(20, 38))
 
 
@@ -302,7 +302,7 @@ def test_rows_that_are_too_short_are_refused_in_training_alone(tiny_target: Targ
 
 def test_an_unknown_description_is_refused(tiny_target: Target) -> None:
     drafter = made(FalconConfig(), tiny_target)
-    with pytest.raises(UserError, match="a Falcon drafter is described by"):
+    with pytest.raises(UserError, match="a drafter of the family falcon is described by"):
         Falcon.rebuild({**drafter.describe(), "mask": 2}, tiny_target.identity)
 
 

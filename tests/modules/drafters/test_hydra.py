@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import json
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -256,9 +257,9 @@ def test_rows_can_be_moved_cleared_and_removed(settings: dict[str, Any], tiny_ta
 
     before = asked([0, 1, 2])
     assert torch.equal(asked([0, 1, 2]), before), "a row without news keeps its state"
-    drafter.keep(state, torch.tensor([2, 1]))
+    state.keep(torch.tensor([2, 1]))
     torch.testing.assert_close(asked([2, 1]), before[[2, 1]])
-    drafter.clear(state, torch.tensor([0]))
+    state.clear(torch.tensor([0]))
     fresh = observation(features, [0], [0], [3])
     drafter.observe(state, torch.tensor([0]), fresh)
     alone = drafter.start(1, 16)
@@ -275,7 +276,7 @@ def test_a_failed_row_leaves_no_nan(tiny_target: Target) -> None:
     state = drafter.start(3, 16)
     broken = dataclasses.replace(features, final_BLD=final)
     drafter.observe(state, torch.arange(3), observation(broken, [0, 1, 2], [0, 0, 0], [6, 2, 3]))
-    drafter.keep(state, torch.tensor([2, 1]))
+    state.keep(torch.tensor([2, 1]))
     drafter.observe(state, torch.arange(2), observation(features, [2, 1], [3, 2], [1, 1]))
     found = drafter.expand(state, level([0], [-1], features.tokens_BL[[2, 1], [4, 3]][:, None])).log_probs_BFHQ[:, 0, 0]
     trained = log_probs(drafter, features)
@@ -402,13 +403,13 @@ def test_an_unbound_or_unloaded_drafter_shows_at_once(tiny_target: Target) -> No
 
 
 def test_another_target_and_another_description_are_refused(tiny_target: Target) -> None:
-    drafter = Hydra(HydraConfig(), hidden_size=16, vocab_size=tiny_target.vocab_size)
+    drafter = Hydra(HydraConfig(), SimpleNamespace(hidden_size=16, vocab_size=tiny_target.vocab_size))
     with pytest.raises(UserError, match=r"width 16 .* has width 32"):
         drafter.bind(tiny_target)
     with pytest.raises(UserError, match="described by"):
         Hydra.rebuild({"heads": 4}, tiny_target.identity)
     with pytest.raises(UserError, match="prefix is True, so the shape of its layer must be given"):
-        Hydra(HydraConfig(prefix=True), hidden_size=32, vocab_size=9)
+        Hydra(HydraConfig(prefix=True), SimpleNamespace(hidden_size=32, vocab_size=9))
     with pytest.raises(UserError, match="vocabulary_size is 7 but 6 token ids were given"):
         Hydra.create(HydraConfig(vocabulary_size=7), tiny_target, IDS)
 

@@ -251,16 +251,10 @@ def test_a_target_with_too_few_layers_is_refused(target: Target) -> None:
 def test_an_exit_must_be_chosen_before_a_drafter_is_made(target: Target) -> None:
     drafter = Kangaroo.create(KangarooConfig(), target)
     with pytest.raises(UserError, match="exit_layer of a Kangaroo drafter must be set; use"):
-        Kangaroo(KangarooConfig(), drafter.block, vocab_size=target.vocab_size)
+        Kangaroo(KangarooConfig(), target, drafter.block)
 
 
 def test_states_without_the_tap_are_refused(target: Target) -> None:
     drafter = drafter_of(target, exit_layer=2)
     with pytest.raises(ValueError, match="the outputs of the target's layer 1 are missing; encode with"):
         drafter(target.encode(Features.from_rows([([5, 9], [True, True])])))
-
-
-def test_the_state_of_another_family_is_refused(target: Target) -> None:
-    zero = torch.zeros(1, 1, dtype=torch.long)
-    with pytest.raises(TypeError, match="a Kangaroo drafter needs the state that its own start"):
-        drafter_of(target).expand(DraftState(), Frontier(nodes_BF=zero, parents_BF=zero - 1, tokens_BF=zero))

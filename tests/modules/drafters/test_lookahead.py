@@ -23,8 +23,7 @@ from draftsmith.modules import (
     UserError,
     decode,
 )
-from draftsmith.modules.drafters.parts.lookahead_drafter import LookaheadState
-from draftsmith.modules.drafters.parts.virtual_nodes import Slots, extended
+from draftsmith.modules.drafters.parts.lookahead_drafter import LookaheadState, with_virtual_nodes
 from draftsmith.modules.interfaces.proposer import DraftState, Frontier, Observation
 from draftsmith.modules.token_tree import Lookahead
 from draftsmith.trainers.drafters.prompt_tokens import PromptTokensModule, PromptTokensTrainConfig
@@ -82,7 +81,7 @@ class Watched:
     def __init__(self, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[tuple[list[int], Tensor]] = []
         self.texts: dict[int, list[int]] = {}
-        inner, clear = drafter.observe, drafter.clear
+        inner, clear = drafter.observe, LookaheadState.clear
 
         def observe(state: DraftState, rows_R: Tensor, observation: Observation) -> None:
             inner(state, rows_R, observation)
@@ -92,13 +91,13 @@ class Watched:
                 self.texts[row] = self.texts.get(row, []) + observation.tokens_BN[place, :count].tolist()
                 self.seen.append((list(self.texts[row]), state.states.values[row].clone()))
 
-        def cleared(state: DraftState, rows_R: Tensor) -> None:
+        def cleared(state: LookaheadState, rows_R: Tensor) -> None:
             clear(state, rows_R)
             for row in rows_R.tolist():
                 self.texts[row] = []
 
         monkeypatch.setattr(drafter, "observe", observe)
-        monkeypatch.setattr(drafter, "clear", cleared)
+        monkeypatch.setattr(LookaheadState, "clear", cleared)
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -140,19 +139,19 @@ def test_virtual_nodes_follow_the_nodes_that_want_them() -> None:
     tree = replace(TREE.plant(torch.arange(12).view(2, 6)), real_BN=real_BN)
     counts_BN = torch.tensor([[2, 0, 1, 0, 0, 3], [1, 1, 1, 1, 1, 1]])
     wanted = replace(tree, lookahead=Lookahead(counts_BN=counts_BN, most=5, nodes=6))
-    virtual = extended(wanted, Slots(steps=2, copies=2), torch.randn(4, 3)).virtual
+    virtual = with_virtual_nodes(wanted, torch.randn(4, 3), copies=2).virtual
     assert virtual is not None
     assert virtual.anchors_BM.tolist() == [[0, 0, 0, 0, 2, 2, 5, 5, 5, 5], [0, 0, 1, 1, 2, 2, -1, -1, -1, -1]]
     assert virtual.slots_BM[0].tolist() == [0, 1, 2, 3, 0, 1, 0, 1, 2, 3]
     nothing = replace(tree, lookahead=Lookahead(counts_BN=torch.zeros_like(counts_BN), most=0, nodes=6))
-    padding = extended(nothing, Slots(steps=2), torch.randn(2, 3)).virtual
+    padding = with_virtual_nodes(nothing, torch.randn(2, 3)).virtual
     assert padding is not None
     assert padding.anchors_BM.tolist() == [[-1], [-1]]
-    whole = extended(tree, Slots(steps=2), torch.randn(2, 3))
+    whole = with_virtual_nodes(tree, torch.randn(2, 3))
     assert whole.virtual is not None
     assert (whole.virtual.anchors_BM >= 0).sum(-1).tolist() == [12, 6]
     with pytest.raises(ValueError, match="virtual nodes of another drafter"):
-        extended(whole, Slots(steps=2), torch.randn(2, 3))
+        with_virtual_nodes(whole, torch.randn(2, 3))
 
 
 def test_gradients_reach_the_prompts_alone_and_insertions_lie_before_labels(tiny_target: Target) -> None:

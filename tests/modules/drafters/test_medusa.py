@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,10 +106,10 @@ def test_rows_can_be_moved_cleared_and_removed(tiny_target: Target) -> None:
     before = drafter.expand(state, ROOT).log_probs_BFHQ
     drafter.observe(state, torch.arange(3), observation(features, [0, 1, 2], 4, [0, 0, 0]))
     assert torch.equal(drafter.expand(state, ROOT).log_probs_BFHQ, before), "a row without news keeps its state"
-    drafter.keep(state, torch.tensor([2, 0]))
+    state.keep(torch.tensor([2, 0]))
     blank = drafter.expand(drafter.start(3, 64), ROOT).log_probs_BFHQ[0]
     torch.testing.assert_close(drafter.expand(state, ROOT).log_probs_BFHQ, torch.stack([before[2], before[0], blank]))
-    drafter.clear(state, torch.tensor([0]))
+    state.clear(torch.tensor([0]))
     torch.testing.assert_close(drafter.expand(state, ROOT).log_probs_BFHQ, torch.stack([blank, before[0], blank]))
 
 
@@ -179,7 +180,7 @@ def test_an_unbound_or_unloaded_drafter_shows_at_once(tiny_target: Target) -> No
 
 
 def test_another_target_is_refused(tiny_target: Target) -> None:
-    drafter = Medusa(MedusaConfig(), hidden_size=16, vocab_size=tiny_target.vocab_size)
+    drafter = Medusa(MedusaConfig(), SimpleNamespace(hidden_size=16, vocab_size=tiny_target.vocab_size))
     with pytest.raises(UserError, match=r"width 16 .* has width 32"):
         drafter.bind(tiny_target)
 
@@ -245,7 +246,7 @@ def test_the_official_codes_logits(name: str, tiny_target: Target) -> None:
     heads, layers = official["medusa_num_heads"], official["medusa_num_layers"]
     width, vocab = tensors["weight/0.0.linear.weight"].shape[0], tensors["input/target_lm_head"].shape[0]
     config = MedusaConfig(num_heads=heads, num_layers=layers, output="copy")
-    drafter = Medusa(config, hidden_size=width, vocab_size=vocab)
+    drafter = Medusa(config, SimpleNamespace(hidden_size=width, vocab_size=vocab))
     weights = {f"outputs.{head}.weight": tensors[f"weight/{head}.{layers}.weight"] for head in range(heads)}
     weights |= {f"heads.{head}.{layer}.linear.{part}": tensors[f"weight/{head}.{layer}.linear.{part}"]
                 for head in range(heads) for layer in range(layers) for part in ("weight", "bias")}

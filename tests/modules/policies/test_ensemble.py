@@ -216,9 +216,7 @@ def test_an_ensemble_accepts_at_least_what_its_best_part_does(tiny_target_f64: T
 class Reader(TokenRecycling):
     """A part that reads layers."""
 
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return (1, 0)
+    taps = (1, 0)
 
 
 def test_an_ensemble_reads_what_its_parts_read() -> None:

@@ -134,7 +134,7 @@ def test_drafters_of_few_depths_or_without_states_are_refused(tiny_target_f64: T
 def test_token_mixing_is_the_papers(tiny_target_f64: Target, name: str, setting: str) -> None:
     drafter = draft_lm(tiny_target_f64, name)
     if name.endswith("reduced"):
-        drafter.config = replace(drafter.config, exits=())
+        drafter.config, drafter.offsets, drafter.unrolls = replace(drafter.config, exits=()), (1,), 0
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(3, tiny_target_f64.vocab_size, (24,), generator=generator).tolist()
     features = Features.from_rows([(tokens, [place >= 4 for place in range(24)])])

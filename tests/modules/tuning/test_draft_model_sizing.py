@@ -18,7 +18,7 @@ TARGET = Shape(layers=20, hidden=128, heads=4, kv_heads=2, intermediate=256, out
 
 
 def test_weights_are_those_of_the_model(tiny_target: Target) -> None:
-    drafter = DraftLM.create(DraftLMConfig(num_layers=3, hidden_size=24, num_heads=2, num_kv_heads=1), tiny_target)
+    drafter = DraftLM.create(DraftLMConfig(num_layers=3, hidden_size=24, num_heads=2), tiny_target)
     shape = Shape(layers=3, hidden=24, heads=2, kv_heads=1, intermediate=48, outputs=100)
     read = sum(parameter.numel() for parameter in drafter.parameters()) - drafter.embedding_weight().numel()
     assert drafter.head is not None

@@ -157,7 +157,7 @@ def test_drafted_answers_are_the_plain_ones_in_every_form(family: str, times: Li
     for topology in (Topology.chain(1), Topology((-1, 0, 0, 1, 1), (0, 0, 1, 0, 1))):
         drafted = decode(target, requests, DecodeSettings(batch_size=2), drafter=drafter, policy=StaticTree(topology))
         assert [one.tokens for one in drafted.generations] == [one.tokens for one in plain]
-    assert (drafter._packing._layers is None) == (target.linears.packing.packed_from == 0)
+    assert (drafter.packing._layers is None) == (target.linears.packing.packed_from == 0)
 
 
 def test_drafts_follow_the_target_into_its_reproducible_form(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,12 +165,12 @@ def test_drafts_follow_the_target_into_its_reproducible_form(monkeypatch: pytest
     for family in ("eagle", "draft-lm"):
         drafter = randomised(CASES[family].make(target))
         drafter.start(1, 32)
-        assert drafter._packing._layers is None
+        assert drafter.packing._layers is None
         with target.reproducible():
             drafter.start(1, 32)
-            assert drafter._packing._layers is not None
+            assert drafter.packing._layers is not None
         drafter.start(1, 32)
-        assert drafter._packing._layers is None
+        assert drafter.packing._layers is None
 
 
 def test_small_targets_and_other_formats_have_nothing_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:

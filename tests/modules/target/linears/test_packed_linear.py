@@ -54,8 +54,8 @@ def test_one_changed_element_is_packed_again(name: str, tiny_target: Target) -> 
 def test_training_gives_the_packed_forms_back(name: str, tiny_target: Target) -> None:
     drafter = randomised(CASES[name].make(tiny_target))
     decoded(drafter, tiny_target)
-    assert drafter._packing._layers is not None
-    assert drafter.train()._packing._layers is None
+    assert drafter.packing._layers is not None
+    assert drafter.train().packing._layers is None
 
 
 def test_a_target_that_is_not_packed_wants_no_packed_draft(tiny_target: Target) -> None:
@@ -65,8 +65,8 @@ def test_a_target_that_is_not_packed_wants_no_packed_draft(tiny_target: Target) 
     tiny_target.linears.use(Packing(packed_from=0))
     try:
         drafter.start(1, 32)
-        assert drafter._packing._layers is None
+        assert drafter.packing._layers is None
     finally:
         tiny_target.linears.use(before)
     drafter.start(1, 32)
-    assert drafter._packing._layers is not None
+    assert drafter.packing._layers is not None

@@ -1,0 +1,146 @@
+"""Parts of the contract that only some proposers have; the code that uses one asks whether a proposer has it.
+
+They are classes to inherit from and not structural types: asking then reads no attribute, some of which make the host
+wait for the device.
+
+Shapes: P places of held-out text, K draft steps.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from ..compiler import Compiler
+from ..config_checks import check_sizes
+from ..errors import UserError
+from ..target.early_layers import EarlyLayers
+from ..token_tree import TokenTree
+from .proposer import DraftState, Proposer
+
+
+class VerifiedRows(Protocol):
+    """Rows that a target verifies, as a drafter sees that has the target run something for it."""
+
+    @property
+    def reads_virtual(self) -> bool:
+        """True if the virtual nodes of a pass have states."""
+        ...
+
+    def early(self, num_layers: int) -> EarlyLayers | None:
+        """The first layers in the cache of these rows, or None where no layer runs; verification takes over what they
+        computed."""
+        ...
+
+
+class SharesTargetRows(ABC):
+    """A proposer for which the target runs something in the rows that are verified: its first layers, virtual nodes."""
+
+    @abstractmethod
+    def join(self, rows: VerifiedRows, count: int, capacity: int) -> DraftState:
+        """`start` for `count` sequences that `rows` verifies."""
+
+
+class GuessesInPasses(ABC):
+    """A proposer whose guesses the target makes at virtual nodes of the verifying pass (arXiv:2405.18628)."""
+
+    virtual_nodes: int
+    """Most virtual nodes that `extended` adds after a node."""
+
+    @property
+    @abstractmethod
+    def rank_chances(self) -> tuple[tuple[float, ...], ...] | None:
+        """Chance that its guess of each rank at each depth is right, as counted on held-out text; None where nobody
+        counted."""
+
+    @abstractmethod
+    def extended(self, state: Any, tree: TokenTree) -> TokenTree:
+        """The tree with the virtual nodes whose states the next observation holds.
+
+        Called with what is about to be verified, or read as a prompt. `tree.lookahead` may limit their number.
+        """
+
+    def count_ranks(self, table_PK: Tensor) -> None:  # noqa: B027 -- a union of drafters counts nothing
+        """Keep how often the guess of each rank was right on held-out text.
+
+        Args:
+            table_PK: the rank of the right token at P places for each of K draft steps.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainLimits:
+    """Ends of a chain of drafted tokens (Kangaroo, arXiv:2404.18911, section 3.2).
+
+    Raises:
+        UserError: if a limit is out of range.
+    """
+
+    gamma: int = 6
+    """Most tokens."""
+    eta: float = 0.6
+    """A token whose distribution peaks below this probability is the chain's last."""
+
+    def __post_init__(self) -> None:
+        check_sizes(gamma=self.gamma)
+        if not 0 < self.eta < 1:
+            raise UserError(f"eta must be above 0 and below 1, got {self.eta}")
+
+
+class LimitsChains:
+    """A proposer with its own limits for the policy `early-exit`; all others have the paper's."""
+
+    chain_limits: ChainLimits
+    """Ends of a chain that stops at its first unsure token."""
+
+
+class Remembers(ABC):
+    """A proposer that stores more than its weights from one sequence to the next."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Drop what was stored from earlier sequences."""
+
+
+class RunsCompiled(ABC):
+    """A proposer with layers of its own that torch.compile can take."""
+
+    @abstractmethod
+    def compiled(self, compiler: Compiler) -> AbstractContextManager[None]:
+        """A block in which its layers run compiled."""
+
+
+class GathersApart(ABC):
+    """A drafter some of whose weights are gathered only while they run, where each process holds a part of them."""
+
+    @abstractmethod
+    def gathered_apart(self) -> Sequence[nn.Module]:
+        """Modules that are called whole in every training step."""
+
+
+def virtual_nodes(drafter: Proposer | None) -> int:
+    """Most virtual nodes after a node of a pass; 0 for most proposers."""
+    return drafter.virtual_nodes if isinstance(drafter, GuessesInPasses) else 0
+
+
+def started(drafter: Proposer, rows: VerifiedRows, count: int, capacity: int) -> DraftState:
+    """An empty state for `count` sequences that `rows` verifies, which it shares if it can."""
+    if isinstance(drafter, SharesTargetRows):
+        return drafter.join(rows, count, capacity)
+    state: DraftState = drafter.start(count, capacity)
+    return state
+
+
+def extended(drafter: Proposer | None, state: DraftState | None, tree: TokenTree) -> TokenTree:
+    """The tree with the drafter's virtual nodes; as it is for most proposers."""
+    if state is None or not isinstance(drafter, GuessesInPasses):
+        return tree
+    return drafter.extended(state, tree)
+
+
+def compiled(drafter: Proposer, compiler: Compiler) -> AbstractContextManager[None]:
+    """A block in which the drafter's layers run compiled; one without effect where it has none."""
+    return drafter.compiled(compiler) if isinstance(drafter, RunsCompiled) else nullcontext()
