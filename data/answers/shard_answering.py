@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from operator import eq
@@ -73,7 +73,8 @@ class ShardAnswering:
         prompts = ShardPrompts(self.source, self.folder.out, locks, start=manifest.candidates, size=queue.size,
                                held=self.folder.seen, first=first)
         # As many threads as there are may add up in another order: where several processes answer, each has one. For a
-        # single shard there is one process whatever the recipe says.
+        # single shard there is one process whatever the recipe says. Elsewhere the number is not even set to what it
+        # is: that alone makes some libraries add up otherwise.
         left = None if self.source.total is None else self.source.total - manifest.candidates
         alone = config.workers is None or (left is not None and left <= queue.size)
         finished = list(queue.finished().values())
@@ -85,7 +86,7 @@ class ShardAnswering:
             goal = "answers", 60 * config.budget_minutes, "s", self.folder.seconds
         else:
             goal = "answers", self.source.total, "prompt", manifest.candidates + self.others["prompt"]
-        with self.progress.stage(*goal), threads(torch.get_num_threads() if alone else 1):
+        with self.progress.stage(*goal), nullcontext() if alone else one_thread():
             while not self.folder.is_complete():
                 if (end := queue.end()) is not None:
                     self._merge(locks, states, [queue.finished()[number] for number in range(first, end)])
@@ -193,10 +194,10 @@ def _sums(shards: Sequence[FinishedShard]) -> dict[str, int]:
 
 
 @contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Context in which torch computes with so many threads."""
+def one_thread() -> Iterator[None]:
+    """Context in which torch computes with one thread."""
     former = torch.get_num_threads()
-    torch.set_num_threads(count)
+    torch.set_num_threads(1)
     try:
         yield
     finally:
