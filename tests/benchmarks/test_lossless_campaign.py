@@ -36,6 +36,7 @@ def campaign() -> ModuleType:
     return importlib.import_module("benchmarks.lossless_campaign")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_some_cells_of_each_part_hold(campaign: ModuleType, tmp_path: Path) -> None:
     chosen = [cell for cell in campaign.cells() for part, name in CHOSEN

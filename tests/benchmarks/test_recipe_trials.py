@@ -25,6 +25,7 @@ def words(run: Path, out: Path, *more: str) -> list[str]:
             "--seconds", "0.3", "--prompts", "3", "--longest", "8", *more]
 
 
+@pytest.mark.long
 def test_trials_of_all_seeds_take_turns_and_finished_ones_are_skipped(
     benchmark: ModuleType, copied_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch

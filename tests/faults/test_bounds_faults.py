@@ -10,6 +10,7 @@ import pytest
 from draftsmith.modules.files import bounded_reading
 from draftsmith.recipes.__main__ import main
 from support.faults import Fault, Place, check, ids
+from support.tiers import some_long
 
 PLAN = "plan --config {tiny} --out out"
 GENERATE = "generate --prompt hi --artifact {artifact}"
@@ -155,7 +156,7 @@ def _small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draftsmith.data.prompts.bounded_template.MOST_STEPS", 20_000)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=ids(FAULTS))
+@pytest.mark.parametrize("fault", some_long(FAULTS, 2), ids=ids(FAULTS))
 def test_what_asks_for_too_much_is_refused_before_work(
     fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

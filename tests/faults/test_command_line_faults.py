@@ -2,6 +2,7 @@
 
 import pytest
 from support.faults import Fault, Place, check, ids
+from support.tiers import some_long
 
 LONG = "n" * 300
 GENERATE, EVALUATE = "generate --artifact {artifact}", "evaluate --out o --artifact {artifact}"
@@ -78,7 +79,7 @@ FAULTS += [
 ]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=ids(FAULTS))
+@pytest.mark.parametrize("fault", some_long(FAULTS, 2), ids=ids(FAULTS))
 def test_wrong_words_are_refused_in_one_sentence(
     fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

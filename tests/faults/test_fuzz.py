@@ -13,6 +13,7 @@ from draftsmith.recipes.__main__ import main
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from support.faults import ERROR, REMEDIES, Place
+from support.tiers import some_long
 
 EXAMPLES = settings(max_examples=20, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 TINY = str(Path(__file__).resolve().parents[2] / "recipes" / "tiny.yaml")
@@ -70,7 +71,7 @@ def paths(content: Any) -> list[list[Any]]:
     return [[], *([key, *rest] for key, part in parts for rest in paths(part))]
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file.endswith(".json")])
+@pytest.mark.parametrize("file", some_long([file for file in FILES if file.endswith(".json")], 9, 1))
 @seed(2)
 @EXAMPLES
 @given(data=st.data())
@@ -91,6 +92,7 @@ def test_random_fields_of_json_files(
     answered(WORDS[FILES[file]], capfd)
 
 
+@pytest.mark.long
 @seed(3)
 @EXAMPLES
 @given(text=st.one_of(st.binary(max_size=40), VALUES.map(lambda value: json.dumps(value).encode()),

@@ -12,6 +12,7 @@ from draftsmith.modules import UserError
 from draftsmith.recipes.stages.training_folder import read_result
 from draftsmith.trainers.steps.checkpoints import PARTS, AtomicCheckpointIO
 from support.faults import Fault, Place, check, ids
+from support.tiers import others_long
 
 VALUES: dict[str, Any] = {
     "null": None, "a list": [[]], "text": "x", "negative": -1, "huge": 10**30, "nested": {"a": {"b": 1}}, "true": True,
@@ -136,9 +137,12 @@ WHOLE_FAULTS = [
           lambda place, path=file.path, content=content: place.write(f"run/{path}", content))  # type: ignore[misc]
     for file in FILES for name, content in WHOLE.items()
 ]
+FIRST = [*{(fault.name.partition(":")[0], fault.name.split()[-1]): fault for fault in FAULTS}.values(),
+         *WHOLE_FAULTS[::4]]
+"""One field of each file for each wrong value, and some damaged files: the others take a minute."""
 
 
-@pytest.mark.parametrize("fault", FAULTS + WHOLE_FAULTS, ids=ids(FAULTS + WHOLE_FAULTS))
+@pytest.mark.parametrize("fault", others_long(FAULTS + WHOLE_FAULTS, FIRST), ids=ids(FAULTS + WHOLE_FAULTS))
 def test_a_damaged_json_file_is_refused_in_one_sentence(
     fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from support.faults import Fault, Place, check, ids
+from support.tiers import some_long
 
 WORDS = {
     "evaluate": "evaluate --out o --artifact {artifact} --prompts p.jsonl",
@@ -68,7 +69,7 @@ FAULTS += [
 ]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=ids(FAULTS))
+@pytest.mark.parametrize("fault", some_long(FAULTS, 3), ids=ids(FAULTS))
 def test_a_wrong_prompt_file_is_refused_before_the_target_is_loaded(
     fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.faults import Fault, Place, check, ids
+from support.tiers import some_long
 
 FAULTS = [
     Fault("a recipe that is not there", "run --config gone", r"there is no recipe 'gone'; give the path"),
@@ -141,7 +142,7 @@ FAULTS += [Fault(f"families: {content}", "families --config f.yaml", says,
            for content, says in ROWS]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=ids(FAULTS))
+@pytest.mark.parametrize("fault", some_long(FAULTS, 3), ids=ids(FAULTS))
 def test_a_wrong_recipe_is_refused_in_one_sentence(
     fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

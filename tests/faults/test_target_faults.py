@@ -9,6 +9,7 @@ import pytest
 from draftsmith.recipes.__main__ import main
 from support.faults import Fault, Place, check, ids
 from support.model_folders import CODE, model, with_code, write_model
+from support.tiers import some_long
 
 PLAN = "plan --config {tiny} --out out --target.name ./model"
 DISTILL = "distill --config {tiny} --out out --target.name ./model"
@@ -94,7 +95,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=ids(FAULTS))
+@pytest.mark.parametrize("fault", some_long(FAULTS, 3), ids=ids(FAULTS))
 def test_a_wrong_target_is_refused_before_it_runs_or_takes_memory(
     fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

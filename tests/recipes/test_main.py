@@ -29,6 +29,7 @@ from draftsmith.recipes.reading.recipe_files import read_recipe
 from draftsmith.recipes.recipe import Recipe
 from draftsmith.recipes.stages import answer_workers
 from draftsmith.trainers.families import family_configs, family_names
+from support.tiers import some_long
 
 SHIPPED = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml"))
 FAMILIES = next(path for path in SHIPPED if path.stem == "families")
@@ -95,7 +96,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 # Recipes and overrides -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", some_long(RECIPES, 3), ids=lambda path: path.stem)
 @pytest.mark.parametrize("name", ["run", "distill", "train"])
 def test_every_shipped_recipe_parses(path: Path, name: str) -> None:
     given = EVERY[name].parse(["--config", str(path)]).values
@@ -165,7 +166,7 @@ def test_unknown_command(words: list[str], message: str, capsys: pytest.CaptureF
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("words", "message"), [
+@pytest.mark.parametrize(("words", "message"), some_long([
     (["--distill.sed", "1"], "distill.sed"),
     (["--frobnicate", "1"], "frobnicate"),
     (["--target.nam", "tiny-random"], "target.nam"),
@@ -195,7 +196,7 @@ def test_unknown_command(words: list[str], message: str, capsys: pytest.CaptureF
     (["--target.device", "toaster"], "toaster"),
     (["--template.tools", "gone.json"], "gone.json"),
     (["--prompts.origin", "file", "--prompts.path", "gone.jsonl"], "gone.jsonl"),
-])
+], 3))
 def test_a_wrong_recipe(words: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     sentence = refused(capsys, "run", "--config", TINY, "--out", tmp_path / "run", *words)
     assert re.search(message, sentence), sentence

@@ -57,6 +57,7 @@ def test_no_measurement_changes_a_byte_of_a_run(tmp_path: Path, monkeypatch: pyt
     assert "packed for oneDNN in passes of 4 tokens or more, plain in smaller ones, which was measured" in said
 
 
+@pytest.mark.long
 def test_a_measured_number_format_is_kept_for_the_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                             capsys: pytest.CaptureFixture[str]) -> None:
     formats = iter(("bfloat16", "float32"))

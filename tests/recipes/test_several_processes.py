@@ -60,6 +60,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Trained(out, request.param, max(times) - min(times))
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_one_process_distils_two_train_and_one_evaluates(

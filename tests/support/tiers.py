@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 from .families import DRAFTERS, cases_of
 
@@ -11,6 +12,18 @@ FIRST_CASES = tuple(next(iter(cases_of(cls.family))) for cls in DRAFTERS)
 """The first case of each family."""
 
 
-def others_long(cases: Iterable[str], kept: Collection[str] = FIRST_CASES) -> list[Any]:
+def others_long(cases: Iterable[Any], kept: Collection[Any] = FIRST_CASES) -> list[Any]:
     """Parameters of a test: those kept, and the others marked as long."""
-    return [case if case in kept else pytest.param(case, marks=pytest.mark.long) for case in cases]
+    return [case if case in kept else _long(case) for case in cases]
+
+
+def some_long(cases: Iterable[Any], every: int, most: int | None = None) -> list[Any]:
+    """Parameters of a test: every n-th one, `most` of them at most, and the others marked as long."""
+    return [case if place % every == 0 and (most is None or place // every < most) else _long(case)
+            for place, case in enumerate(cases)]
+
+
+def _long(case: Any) -> Any:
+    if isinstance(case, ParameterSet):
+        return case._replace(marks=(*case.marks, pytest.mark.long))
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long)

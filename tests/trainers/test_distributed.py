@@ -34,6 +34,7 @@ def test_two_processes_equal_one_that_accumulates(tmp_path: Path) -> None:
     assert len({*alone, *together}) == 1, f"every process knows the same best step: {alone} {together}"
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_two_processes_end_by_time_at_the_same_step(tmp_path: Path) -> None:
@@ -46,6 +47,7 @@ def test_two_processes_end_by_time_at_the_same_step(tmp_path: Path) -> None:
     assert steps > 2
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_a_signal_to_one_process_ends_all_after_the_same_step(tmp_path: Path) -> None:

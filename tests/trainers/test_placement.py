@@ -34,9 +34,9 @@ class Case:
 
 
 @pytest.fixture(scope="module", params=[
-    ("tensor_parallel", "ddp", 4, False), ("fully_sharded", "fsdp2", 2, True),
+    ("fully_sharded", "fsdp2", 2, True), pytest.param(("tensor_parallel", "ddp", 4, False), marks=pytest.mark.long),
     pytest.param(("tensor_parallel", "fsdp2", 4, False), marks=pytest.mark.long),
-    ("zero3", "deepspeed_stage_3", 2, False),
+    pytest.param(("zero3", "deepspeed_stage_3", 2, False), marks=pytest.mark.long),
     pytest.param(("zero3 offload", "ddp", 2, True), marks=pytest.mark.long),
 ], ids=lambda given: "-".join(given[:2]))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:

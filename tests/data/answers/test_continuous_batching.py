@@ -112,6 +112,7 @@ def test_another_engine_than_the_target_is_refused(tmp_path: Path, tiny_target: 
     assert not list((tmp_path / "out").glob("train-*"))
 
 
+@pytest.mark.long
 def test_an_engine_that_breaks_is_named_and_costs_no_shard(tmp_path: Path, tiny_target: Target,
                                                            monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = write_prompts(tmp_path, many(16))

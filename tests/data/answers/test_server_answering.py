@@ -22,6 +22,7 @@ from draftsmith.modules import Target, UserError
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.answer_servers import Change, Server, serving
 from support.prompt_files import contents, many, rows, write_prompts
+from support.tiers import some_long
 
 SMALL = DistillConfig(shard_prompts=4, slots=4, max_new_tokens=24, validation_prompts=2, test_prompts=1)
 PATHS = ("/v1", "/generate")
@@ -59,7 +60,7 @@ def without_end(response: dict[str, Any]) -> dict[str, Any]:
 # Right servers -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", some_long(PATHS, 9, 1))
 @pytest.mark.parametrize("workers", [None, 2])
 def test_the_data_are_those_of_the_target_itself(
     tmp_path: Path, tiny_target: Target, path: str, workers: int | None
@@ -96,6 +97,7 @@ def test_the_server_is_told_everything_that_decides_an_answer(tmp_path: Path, ti
         assert one["authorization"] == "Bearer s3cret"
 
 
+@pytest.mark.long
 def test_an_end_token_that_a_server_leaves_out_is_added(tmp_path: Path, tiny_target: Target) -> None:
     prompts, found = write_prompts(tmp_path, many(30)), []
     for name, change in (("all", dict), ("fewer", without_end)):

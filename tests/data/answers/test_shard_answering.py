@@ -50,6 +50,7 @@ from draftsmith.modules.files.atomic_files import remove_leftovers
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.forked_workers import ended, kill, start
 from support.prompt_files import contents, many, rows, shards, write_prompts
+from support.tiers import some_long
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = DistillConfig(shard_prompts=4, slots=4, max_new_tokens=16, temperatures=(0.0, 1.0), validation_prompts=3,
@@ -95,7 +96,7 @@ def test_two_and_three_processes_leave_the_bytes_of_one(make_from: Make, tmp_pat
         assert Manifest.load(out).hash == manifest.hash
 
 
-@pytest.mark.parametrize("last", [3, 11])
+@pytest.mark.parametrize("last", some_long([3, 11], 9, 1))
 def test_a_process_that_is_killed_costs_no_byte(make_from: Make, tmp_path: Path, last: int) -> None:
     make_from(tmp_path / "calm")
     out = tmp_path / "killed"
@@ -106,7 +107,7 @@ def test_a_process_that_is_killed_costs_no_byte(make_from: Make, tmp_path: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(int(os.environ.get("KILLS", "2"))))
+@pytest.mark.parametrize("seed", some_long(range(int(os.environ.get("KILLS", "2"))), 9, 1))
 def test_kills_at_random_moments_cost_no_byte(make_from: Make, tmp_path: Path, seed: int) -> None:
     make_from(tmp_path / "calm")
     out, chance = tmp_path / "killed", random.Random(seed)
@@ -219,7 +220,7 @@ def test_the_budget_ends_the_data_at_the_shard_that_reaches_it(tmp_path: Path, t
     assert not (out / "queue").exists()
 
 
-@pytest.mark.parametrize("origin", ["file", "own"])
+@pytest.mark.parametrize("origin", some_long(["file", "own"], 9, 1))
 def test_data_grown_by_a_higher_budget_have_the_bytes_of_data_made_at_once(
     tmp_path: Path, tiny_target: Target, origin: str
 ) -> None:

@@ -167,6 +167,7 @@ def test_formats_are_refused_that_are_unknown_or_differ(folder: Path, tiny_targe
     assert format_named(None, torch.bfloat16).name == "bfloat16"
 
 
+@pytest.mark.long
 def test_a_recipe_stores_the_states_of_its_answers_in_eight_bits(tmp_path: Path) -> None:
     words = ["--config", TINY, "--out", str(tmp_path), "--batch.states_format", "int8"]
     assert main(["distill", *words]) == 0

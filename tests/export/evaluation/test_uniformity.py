@@ -11,6 +11,7 @@ from draftsmith.modules import DecodeSettings, Policy, Rejection, Request, Sampl
 from references import wrong_rules
 from scipy.stats import kstest
 from support.families import CASES, randomised
+from support.tiers import some_long
 
 TREE = SampledTree(Topology((-1, 0, 0, 1, 1, 2), (0, 0, 1, 0, 1, 0)))
 
@@ -48,7 +49,7 @@ def test_positions_of_exact_answers_are_uniform(filters: dict[str, float], tiny_
     assert found.p_value > 0.01
 
 
-@pytest.mark.parametrize("name", ["no_residual", "typical"])
+@pytest.mark.parametrize("name", some_long(["no_residual", "typical"], 9, 1))
 def test_a_wrong_rule_is_seen(name: str, tiny_target_f64: Target) -> None:
     inside: AbstractContextManager[object] = wrong_rules.rejecting_by(getattr(wrong_rules, name))
     settings = DecodeSettings(batch_size=25, ignore_eos=True, lossy=Rejection())

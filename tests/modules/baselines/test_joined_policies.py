@@ -20,6 +20,7 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.baselines.joined_policies import PolicyName, copying, joined_drafter, joined_policy
 from support.families import CASES, randomised
+from support.tiers import some_long
 
 TREE = Topology((-1, 0, 0, 1), (0, 0, 1, 0))
 
@@ -91,12 +92,12 @@ def answers(target: Target, name: str, temperature: float) -> tuple[list[list[in
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("name", [f"{kind}+lookup" for kind in POLICIES if kind not in (SPARSE, SPECDEC)])
+@pytest.mark.parametrize("name", some_long([f"{kind}+lookup" for kind in POLICIES if kind not in (SPARSE, SPECDEC)], 5))
 def test_lookup_next_to_any_policy_changes_no_answer(tiny_target_f64: Target, name: str, temperature: float) -> None:
     answers(tiny_target_f64, name, temperature)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("partner", PARTNERS)
+@pytest.mark.parametrize("partner", some_long(PARTNERS, 5))
 def test_any_partner_changes_no_answer(tiny_target_f64: Target, partner: str, temperature: float) -> None:
     assert answers(tiny_target_f64, f"static+{partner}", temperature)[1] > 1

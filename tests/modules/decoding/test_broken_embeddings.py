@@ -31,6 +31,7 @@ from draftsmith.modules import (
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from scipy.stats import chisquare
 from support.tables import TableDrafter
+from support.tiers import some_long
 from support.wrapped_drafter import Wrapped
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -116,7 +117,7 @@ def outcomes(target: Target, requests: list[Request], drafter: Proposer | None =
         return error.result.generations
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", some_long([0.0, 1.0], 9, 1))
 @pytest.mark.parametrize("count", [12, 60])
 def test_such_a_token_may_end_an_answer(count: int, temperature: float) -> None:
     """As the end token, or as the last token of the limit, it is never read."""
@@ -132,7 +133,7 @@ def test_such_a_token_may_end_an_answer(count: int, temperature: float) -> None:
     assert temperature == 0.0 or Counter(one.finish for one in plain)["eos"] > 0
 
 
-@pytest.mark.parametrize("eos", [None, 3])
+@pytest.mark.parametrize("eos", some_long([None, 3], 9, 1))
 def test_an_accepted_one_inside_an_answer_ends_it_as_without_a_draft(eos: int | None) -> None:
     target = with_broken(60, eos=eos)
     scores_VV = torch.full((target.vocab_size, target.vocab_size), -9.0)

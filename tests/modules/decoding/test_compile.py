@@ -21,7 +21,7 @@ from draftsmith.modules.verification.acceptance_rules import Chances, exact_rule
 from support.families import CASES, randomised
 from support.policy_cases import EVERY, medusa
 from support.tables import draws_for
-from support.tiers import others_long
+from support.tiers import others_long, some_long
 from torch import Tensor
 
 
@@ -44,7 +44,7 @@ def described(tree: TokenTree) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
-@pytest.mark.parametrize("policy", EVERY, ids=lambda policy: type(policy).__name__)
+@pytest.mark.parametrize("policy", some_long(EVERY, 5, 3), ids=lambda policy: type(policy).__name__)
 @pytest.mark.parametrize("hot", [False, True])
 def test_expand_and_accept_are_one_graph_each(tiny_target: Target, policy: Policy, hot: bool) -> None:
     drafter, roots, draws = medusa(tiny_target), torch.tensor([3, 4]), draws_for(2) if hot else None
@@ -77,8 +77,8 @@ def test_expand_and_accept_are_one_graph_each(tiny_target: Target, policy: Polic
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
-@pytest.mark.parametrize(("policy", "hot"), [(StaticTree(Topology((-1, 0, 0, 1, 2), (0, 0, 1, 0, 1))), False),
-                                            (DySpecTree(7, 2, 4), True)], ids=["static", "sampled"])
+@pytest.mark.parametrize(("policy", "hot"), some_long([(StaticTree(Topology((-1, 0, 0, 1, 2), (0, 0, 1, 0, 1))), False),
+                                            (DySpecTree(7, 2, 4), True)], 6, 3), ids=["static", "sampled"])
 @pytest.mark.parametrize("name", others_long(CASES))
 def test_the_drafts_of_every_family_are_one_graph(tiny_target: Target, name: str, policy: Policy, hot: bool) -> None:
     """Two tokens deep, which every case answers."""

@@ -22,6 +22,7 @@ from draftsmith.modules.target.linears.linear_forms import Packing
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.families import CASES, randomised
 from support.targets import random_target
+from support.tiers import some_long
 from torch import Tensor, nn
 
 TREE = Topology((-1, 0, 0, 1, 2), (0, 0, 1, 0, 1))
@@ -57,8 +58,8 @@ def tokens(result: DecodeResult) -> list[list[int]]:
     return [generation.tokens for generation in result.generations]
 
 
-@pytest.mark.parametrize("name", ["medusa", "hydra++", "eagle3-layers", "falcon", "kangaroo", "prompt-tokens",
-                                  "hidden-transfer", "draft-lm"])
+@pytest.mark.parametrize("name", some_long(["medusa", "hydra++", "eagle3-layers", "falcon", "kangaroo", "prompt-tokens",
+                                  "hidden-transfer", "draft-lm"], 4, 2))
 def test_every_family_drafts_the_same_with_compiled_layers(name: str) -> None:
     """The number of passes too: a drafter whose compiled layers gave other states would guess other tokens."""
     target = unpacked()

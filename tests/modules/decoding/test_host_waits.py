@@ -37,7 +37,7 @@ from support.families import CASES, randomised
 from support.policy_cases import EVERY
 from support.pretended_device import DEVICE, Waits, pretended_device
 from support.steady_waits import GREEDY, MIXED, Way, moved, steady
-from support.tiers import others_long
+from support.tiers import others_long, some_long
 from torch import Tensor
 
 READ = "modules/decoding/rounds.py"
@@ -94,8 +94,8 @@ def test_a_pass_of_every_family_waits_once(tiny_target: Target, name: str) -> No
     check(steady(CASES[name].verifier(tiny_target), drafted(name, StaticTree(WIDE)), GREEDY))
 
 
-@pytest.mark.parametrize("name", ["medusa", "hydra++", "eagle", "eagle3", "falcon", "kangaroo", "prompt-tokens",
-                                  "hidden-transfer", "draft-lm"])
+@pytest.mark.parametrize("name", some_long([
+    "medusa", "hydra++", "eagle", "eagle3", "falcon", "kangaroo", "prompt-tokens", "hidden-transfer", "draft-lm"], 3))
 def test_a_sampled_pass_of_a_family_waits_once(tiny_target: Target, name: str) -> None:
     check(steady(CASES[name].verifier(tiny_target), drafted(name, SampledTree(WIDE)), MIXED))
 
@@ -112,7 +112,7 @@ def test_a_pass_of_every_baseline_waits_once(tiny_target: Target, name: str) -> 
 
 
 @pytest.mark.parametrize(("name", "temperatures"), [("medusa", GREEDY), ("eagle3", MIXED)])
-@pytest.mark.parametrize("policy", EVERY, ids=lambda policy: type(policy).__name__)
+@pytest.mark.parametrize("policy", some_long(EVERY, 3), ids=lambda policy: type(policy).__name__)
 def test_a_pass_of_every_policy_waits_once(
     tiny_target: Target, name: str, policy: Policy, temperatures: tuple[float, ...]
 ) -> None:

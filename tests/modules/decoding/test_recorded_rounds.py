@@ -55,7 +55,7 @@ from support.pretended_device import place, pretended_device
 from support.recorded_operations import Records
 from support.steady_waits import GREEDY, MIXED, Way, moved, on_device
 from support.targets import random_target
-from support.tiers import others_long
+from support.tiers import others_long, some_long
 from support.wrapped_drafter import Wrapped, WrappedState
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -134,19 +134,20 @@ def test_replayed_rounds_decode_the_same_with_every_family(
     check(both(CASES[name].verifier(tiny_target_f64), drafted(name, StaticTree(WIDE)), records), records)
 
 
-@pytest.mark.parametrize("name", ["medusa", "hydra++", "eagle", "falcon", "kangaroo", "prompt-tokens", "draft-lm"])
+@pytest.mark.parametrize("name", some_long(
+    ["medusa", "hydra++", "eagle", "falcon", "kangaroo", "prompt-tokens", "draft-lm"], 4, 2))
 def test_replayed_rounds_sample_the_same(tiny_target_f64: Target, name: str, records: Records) -> None:
     check(both(tiny_target_f64, drafted(name, SampledTree(WIDE)), records, MIXED, top_p=0.9), records)
 
 
-@pytest.mark.parametrize("policy", EVERY, ids=lambda policy: type(policy).__name__)
+@pytest.mark.parametrize("policy", some_long(EVERY, 3, 2), ids=lambda policy: type(policy).__name__)
 def test_replayed_rounds_decode_the_same_with_every_policy(
     tiny_target_f64: Target, policy: Policy, records: Records
 ) -> None:
     check(both(tiny_target_f64, drafted("eagle3", policy), records, MIXED, repetition_penalty=1.2), records)
 
 
-@pytest.mark.parametrize("name", BASELINES)
+@pytest.mark.parametrize("name", some_long(BASELINES, 3, 2))
 def test_replayed_rounds_decode_the_same_with_every_baseline(
     tiny_target_f64: Target, name: str, records: Records
 ) -> None:
@@ -162,6 +163,7 @@ def test_replayed_rounds_decode_the_same_in_windows(records: Records) -> None:
     check(both(target, plain, records, MIXED), records)
 
 
+@pytest.mark.long
 def test_rounds_with_compiled_layers_are_replayed(
     tiny_target_f64: Target, records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,7 +219,7 @@ class Held(Wrapped):
         return WrappedState(super().join(rows, count, capacity))
 
 
-@pytest.mark.parametrize("name", ["eagle3", "draft-lm"])
+@pytest.mark.parametrize("name", some_long(["eagle3", "draft-lm"], 9, 1))
 def test_replayed_rounds_decode_the_same_with_a_drafter_inside_another(
     tiny_target_f64: Target, name: str, records: Records
 ) -> None:
@@ -247,7 +249,7 @@ def test_replayed_rounds_decode_the_same_with_guesses_of_stated_acceptance(
     assert found[1].accepted_length > 1.5
 
 
-@pytest.mark.parametrize("length", [3, 17])
+@pytest.mark.parametrize("length", some_long([3, 17], 9, 1))
 def test_a_draft_that_is_always_right_is_read_as_far_as_it_was_accepted(
     tiny_target_f64: Target, length: int, records: Records
 ) -> None:
@@ -273,7 +275,7 @@ def together(first: str) -> Way:
     return way
 
 
-@pytest.mark.parametrize("first", ["prompt_lookup", "recycling", "hidden-transfer", "kangaroo"])
+@pytest.mark.parametrize("first", some_long(["prompt_lookup", "recycling", "hidden-transfer", "kangaroo"], 9, 1))
 def test_replayed_rounds_decode_the_same_with_several_drafters(
     tiny_target_f64: Target, first: str, records: Records
 ) -> None:
@@ -334,14 +336,14 @@ def test_a_steady_round_of_every_family_writes_to_the_same_places(
     check_places(steady(CASES[name].verifier(tiny_target), drafted(name, StaticTree(WIDE)), records))
 
 
-@pytest.mark.parametrize("policy", EVERY, ids=lambda policy: type(policy).__name__)
+@pytest.mark.parametrize("policy", some_long(EVERY, 3, 2), ids=lambda policy: type(policy).__name__)
 def test_a_steady_round_of_every_policy_writes_to_the_same_places(
     tiny_target: Target, policy: Policy, records: Records
 ) -> None:
     check_places(steady(tiny_target, drafted("eagle3", policy), records, MIXED))
 
 
-@pytest.mark.parametrize("name", BASELINES)
+@pytest.mark.parametrize("name", some_long(BASELINES, 3, 2))
 def test_a_steady_round_of_every_baseline_writes_to_the_same_places(
     tiny_target: Target, name: str, records: Records
 ) -> None:
@@ -367,7 +369,7 @@ def test_computed_rounds_write_what_they_leave_to_the_same_places(tiny_target: T
         assert later == found[2]
 
 
-@pytest.mark.parametrize("name", ["medusa", "hydra++", "eagle3", "falcon", "kangaroo", "draft-lm"])
+@pytest.mark.parametrize("name", some_long(["medusa", "hydra++", "eagle3", "falcon", "kangaroo", "draft-lm"], 3, 2))
 def test_rows_without_a_sequence_stay_empty(tiny_target: Target, name: str, records: Records) -> None:
     """A round of three rows is that of four."""
     with pretended_device() as waits:
@@ -416,7 +418,7 @@ def test_a_policy_that_waits_is_computed_and_says_so(tiny_target_f64: Target, re
     assert "modules/policies/stopping_chains.py" in asked.stats.graph_refusal
 
 
-@pytest.mark.parametrize("part", ["observe", "commit", "verify"])
+@pytest.mark.parametrize("part", some_long(["observe", "commit", "verify"], 9, 1))
 def test_a_part_that_waits_is_computed_with_all_later_rounds(
     tiny_target_f64: Target, part: str, records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:

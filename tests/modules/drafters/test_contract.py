@@ -403,6 +403,7 @@ def test_a_new_drafter_depends_on_the_seed_alone(name: str) -> None:
     assert all(torch.equal(weights[1][key], tensor) for key, tensor in weights[0].items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", others_long(CASES))
 def test_labels_one_position_off_do_not_train_a_useful_drafter(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

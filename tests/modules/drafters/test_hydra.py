@@ -29,6 +29,7 @@ from draftsmith.modules import (
 from draftsmith.modules.drafters.hydra import Hydra, HydraState
 from draftsmith.modules.drafters.hydra_heads import HydraConfig, PrefixLayer
 from references.hydra import hydra_state
+from support.tiers import some_long
 from torch import Tensor
 
 IDS = torch.tensor([2, 5, 9, 30, 31, 60])
@@ -329,7 +330,7 @@ def answers(target: Target, drafter: Hydra | None, policy: Policy | None, batch_
 
 
 @pytest.mark.parametrize("settings", [{}, PLUS])
-@pytest.mark.parametrize("policy", [TREE, Chain(3), Eagle2Tree(9, 6, 3), DySpecTree(9, 6, 3)],
+@pytest.mark.parametrize("policy", some_long([TREE, Chain(3), Eagle2Tree(9, 6, 3), DySpecTree(9, 6, 3)], 5),
                          ids=lambda policy: type(policy).__name__)
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_greedy_answers_equal_the_targets(

@@ -40,6 +40,7 @@ from support.campaign_greedy import tiny
 from support.campaign_targets import ARCHITECTURES
 from support.families import randomised
 from support.targets import random_target
+from support.tiers import some_long
 from torch import Tensor
 
 EXACT = [name for name, growth in POLICIES.items() if not growth.samples]
@@ -92,7 +93,7 @@ class Watched(Kangaroo):
         return scores
 
 
-@pytest.mark.parametrize("policy", [StaticTree(TREE), Eagle2Tree(7, 3, 2)], ids=["static", "eagle-2"])
+@pytest.mark.parametrize("policy", some_long([StaticTree(TREE), Eagle2Tree(7, 3, 2)], 9, 1), ids=["static", "eagle-2"])
 def test_scores_of_every_drafted_node_equal_the_plain_twin(target: Target, policy: Policy) -> None:
     """In the target's own cache, over several passes of an answer."""
     drafter = drafter_of(target, exit_layer=2)
@@ -118,7 +119,7 @@ def test_scores_of_every_drafted_node_equal_the_plain_twin(target: Target, polic
     assert compared > 20
 
 
-@pytest.mark.parametrize(("eta", "gamma"), [(0.02, 4), (0.1, 6), (0.9, 3)])
+@pytest.mark.parametrize(("eta", "gamma"), some_long([(0.02, 4), (0.1, 6), (0.9, 3)], 9, 1))
 def test_chains_end_at_the_first_unsure_token_or_at_gamma(target: Target, eta: float, gamma: int) -> None:
     drafter = drafter_of(target, exit_layer=2, eta=eta, gamma=gamma)
     found: list[tuple[list[int], list[int]]] = []
@@ -142,7 +143,7 @@ def test_a_name_with_a_number_sets_gamma_alone(target: Target) -> None:
     assert all(isinstance(policy, StoppedChain) and policy.stop == EarlyExit(0.25) for policy in policies)
 
 
-@pytest.mark.parametrize(("architecture", "policy"), list(zip(ARCHITECTURES, cycle(EXACT), strict=False)))
+@pytest.mark.parametrize(("architecture", "policy"), some_long(list(zip(ARCHITECTURES, cycle(EXACT), strict=False)), 5))
 def test_answers_equal_those_of_generate_on_every_architecture(architecture: str, policy: str) -> None:
     """In float64, in ragged batches, where most drafts are right; the campaign has every policy on each."""
     outcome = tiny(architecture, "kangaroo", policy)

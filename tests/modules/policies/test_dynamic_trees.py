@@ -36,6 +36,7 @@ from support.fixed_length import FixedLength
 from support.goodness_of_fit import chi2_bound, g_statistic
 from support.policy_cases import EVERY, medusa
 from support.tables import CandidateDrafter, DepthDrafter, TableDrafter, draws_for, random_log_probs
+from support.tiers import some_long
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -191,7 +192,7 @@ def g_of(policy: Policy, family: str, rows: int = 60_000) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("family", ["recurrent", "one-shot", "candidates"])
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", some_long(POLICIES, 3))
 def test_sampling_policies_keep_the_targets_law(name: str, family: str) -> None:
     statistic, cells = g_of(POLICIES[name], family)
     assert statistic < chi2_bound(cells)

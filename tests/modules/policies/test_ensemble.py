@@ -30,6 +30,7 @@ from draftsmith.modules.token_tree import Lookahead
 from support.drafters import ScriptedDrafter
 from support.native_answers import native_greedy, requests_for
 from support.observations import ROOT, observe
+from support.tiers import some_long
 from support.virtual_nodes import unplaced
 from torch import Tensor
 
@@ -177,7 +178,7 @@ def test_nobody_has_a_guess() -> None:
     assert Union([Chain(3), Chain(2)], 6).grow(ensemble, both, torch.tensor([5])).size == 1
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("temperature", some_long([0.0, 0.9], 3))
 @pytest.mark.parametrize("budget", [2, 6, 16])
 def test_heads_and_lookup_and_recycling_in_one_tree_are_lossless(
     tiny_target_f64: Target, temperature: float, budget: int
@@ -202,6 +203,7 @@ def test_heads_and_lookup_and_recycling_in_one_tree_are_lossless(
     assert [generation.tokens for generation in result.generations] == plain
 
 
+@pytest.mark.long
 def test_an_ensemble_accepts_at_least_what_its_best_part_does(tiny_target_f64: Target) -> None:
     target, requests = tiny_target_f64, requests_for(tiny_target_f64, 4, 60)
     settings = DecodeSettings(ignore_eos=True)

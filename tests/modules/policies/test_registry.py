@@ -29,6 +29,7 @@ from draftsmith.modules import (
     policy_named,
 )
 from support.families import CASES, randomised
+from support.tiers import some_long
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -81,10 +82,10 @@ POINTS = ("static", "chain-2", "eagle2", "stopping", "early-exit", "sure-0.05")
 
 
 @pytest.mark.parametrize("family", ["medusa", "eagle"])
-@pytest.mark.parametrize(("name", "temperature"), [
+@pytest.mark.parametrize(("name", "temperature"), some_long([
     *((name, 0.0) for name in ("static", "chain-2", *(name for name in POLICIES[2:] if name not in (SPARSE, SPECDEC)))),
     *((name, 1.0) for name in POINTS)
-])
+], 3))
 def test_no_policy_changes_an_answer(tiny_target_f64: Target, name: str, family: str, temperature: float) -> None:
     target = tiny_target_f64
     drafter, tree = randomised(CASES[family].make(target)), Topology((-1, 0, 0, 1), (0, 0, 1, 0))

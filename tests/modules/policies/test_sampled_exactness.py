@@ -21,6 +21,7 @@ from references import wrong_rules
 from support.fixed_length import FixedLength
 from support.goodness_of_fit import chi2_bound, pass_statistic
 from support.tables import CandidateDrafter, DepthDrafter, TableDrafter, random_log_probs
+from support.tiers import some_long
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -62,7 +63,7 @@ DRAFTS = {"flat": flat, "confident": confident, "certain": certain}
 TARGET = random_log_probs(SIZE, SIZE, seed=1).double().softmax(-1)
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("temperature", some_long(TEMPERATURES, 4))
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_targets_distribution_at_every_temperature(name: str, draft: str, temperature: float) -> None:
@@ -85,7 +86,7 @@ def detected(policy: Policy, draft: str, temperature: float) -> bool:
     return statistic > chi2_bound(cells, CHANCE)
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("temperature", some_long(TEMPERATURES, 4))
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_tests_have_power_at_every_temperature(name: str, draft: str, temperature: float) -> None:
@@ -131,7 +132,7 @@ def ensemble_of(draft: str, *, candidates: bool = False) -> Ensemble:
 
 
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 1.2])
-@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize("copied", some_long(COPIES, 5))
 @pytest.mark.parametrize("name", POLICIES)
 def test_point_masses_beside_samples_leave_the_targets_distribution(
     name: str, copied: str, temperature: float

@@ -11,6 +11,7 @@ from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from draftsmith.trainers.steps.compiled_step import CompiledStep
 from support.architectures import MUST_LOAD, random_model
 from support.flex import unfused_flex
+from support.tiers import some_long
 
 LENGTHS = (12, 9)
 OWN_ATTENTION = ("GPTJ", "CodeGen", "Falcon", "XGLM", "GPTBigCode", "Persimmon", "BioGpt")
@@ -44,7 +45,7 @@ def check(target: Target) -> None:
     torch.testing.assert_close(found_LD, torch.cat(alone), atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("family", MUST_LOAD)
+@pytest.mark.parametrize("family", some_long(MUST_LOAD, 4))
 def test_conversations_of_a_row_do_not_see_each_other(family: str) -> None:
     target = target_of(family)
     check(target)
@@ -67,7 +68,7 @@ def test_a_long_row_is_read_by_segments_or_refused(family: str, monkeypatch: pyt
             check(target)
 
 
-@pytest.mark.parametrize("family", MUST_LOAD)
+@pytest.mark.parametrize("family", some_long(MUST_LOAD, 7))
 def test_compiled_layers_answer_the_same_or_are_refused(family: str) -> None:
     target = target_of(family)
     target.compiler = Compiler("eager")

@@ -23,6 +23,7 @@ from draftsmith.modules.policies.static_tree import StaticTree
 from draftsmith.modules.tuning.copied_acceptance import CopiedText
 from support.encoded_answers import encoded_answers
 from support.families import CASES, randomised
+from support.tiers import some_long
 
 WIDE = Topology((-1, *[0] * 10, *[1] * 10, *[2] * 10), (0, *range(10), *range(10), *range(10)))
 """A tree that even a drafter of random weights is right with now and then, so that its guesses repeat copied ones."""
@@ -52,9 +53,9 @@ def decoded(target: Target, drafter: Drafter, requests: list[Request], sizes: Co
     return found.accepted_length, sum(nodes) / len(nodes)
 
 
-@pytest.mark.parametrize(("family", "repeating"), [
+@pytest.mark.parametrize(("family", "repeating"), some_long([
     ("medusa-copy", True), ("hydra", True), ("eagle", True), ("falcon", True), ("draft-lm", True), ("eagle", False),
-])
+], 3))
 def test_trials_are_what_decoding_counts(family: str, repeating: bool, tiny_target_f64: Target) -> None:
     target = tiny_target_f64
     drafter = randomised(CASES[family].make(target))

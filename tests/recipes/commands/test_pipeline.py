@@ -36,6 +36,7 @@ from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands import compare_families, pipeline
 from draftsmith.recipes.stages.workspace import Workspace
 from safetensors.torch import load_file
+from support.tiers import some_long
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = ROOT / "recipes" / "tiny.yaml"
@@ -74,6 +75,7 @@ def test_a_second_call_skips_every_stage(copied_run: Path, capsys: pytest.Captur
     assert {file: file.stat().st_mtime_ns for file in copied_run.rglob("*") if file.is_file()} == before
 
 
+@pytest.mark.long
 def test_an_artifacts_draft_writes_rows_for_the_next_one(
     tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -90,6 +92,7 @@ def test_an_artifacts_draft_writes_rows_for_the_next_one(
     assert "objective is hard and the text is learnt as it stands; choose another objective" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_draft_vocabulary_is_chosen_once_and_its_coverage_reported(
     tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -337,8 +340,8 @@ def test_a_sampled_answer_is_drafted_by_the_tree_for_it(
     assert "because on this machine no tree makes decoding faster at temperature 0.8; --policy static-16" in said
 
 
-@pytest.mark.parametrize("words", [["generate", "--prompt", "hello", "--max-new-tokens", "8"],
-                                   ["export", "--format", "medusa", "--out", "{out}"]])
+@pytest.mark.parametrize("words", some_long([["generate", "--prompt", "hello", "--max-new-tokens", "8"],
+                                   ["export", "--format", "medusa", "--out", "{out}"]], 9, 1))
 def test_an_artifact_is_used_without_the_extras(words: list[str], tiny_run: Path, tmp_path: Path) -> None:
     program = (
         "import sys\n"
@@ -465,6 +468,7 @@ def beginning_with(folder: Path, target: Target, layers: tuple[int, ...], out: P
     return ["--config", str(out / "recipe.yaml"), "--out", str(out)]
 
 
+@pytest.mark.long
 def test_another_model_in_the_same_folder_is_noticed(
     tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

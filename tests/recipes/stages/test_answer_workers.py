@@ -66,6 +66,7 @@ def alone(tmp_path: Path) -> dict[str, bytes]:
     return contents(tmp_path / "alone" / "data")
 
 
+@pytest.mark.long
 def test_a_command_and_its_helpers_leave_the_data_of_one_process(tmp_path: Path, alone: dict[str, bytes]) -> None:
     out = tmp_path / "out"
     helping = [start(partial(call, out, 3, **{RANK: str(rank), HELPS: "1"})) for rank in (1, 2)]
@@ -109,6 +110,7 @@ def test_a_lower_and_a_higher_budget_are_never_mixed(
     assert contents(out / "data") == contents(whole / "data")
 
 
+@pytest.mark.long
 def test_data_grow_by_the_command_that_leads_alone(
     tmp_path: Path, alone: dict[str, bytes], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +128,7 @@ def test_data_grow_by_the_command_that_leads_alone(
     kill(leading)
 
 
+@pytest.mark.long
 def test_a_second_command_helps_the_one_that_leads(
     tmp_path: Path, alone: dict[str, bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,6 +211,7 @@ def test_a_process_answers_on_each_gpu_and_no_other(started: list[Started], monk
         assert helped("--distill.workers", asked, "--target.placement", "layers") == 0, "one target is on all"
 
 
+@pytest.mark.long
 def test_auto_takes_the_threads_as_far_as_prompts_and_memory_last(
     started: list[Started], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -240,6 +244,7 @@ def test_auto_takes_the_threads_as_far_as_prompts_and_memory_last(
     assert helped(*given, "--distill.workers", "auto", "--prompts.limit", "36") == 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_helper_that_was_started_answers(tmp_path: Path, alone: dict[str, bytes]) -> None:
     recipe = tmp_path / "recipe.yaml"
@@ -269,6 +274,7 @@ def test_the_number_of_workers_is_in_no_record() -> None:
     assert "workers" not in none.decisive["distill"]
 
 
+@pytest.mark.long
 def test_a_number_format_is_measured_before_others_start(
     tmp_path: Path, alone: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

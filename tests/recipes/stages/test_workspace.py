@@ -7,12 +7,13 @@ import pytest
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands.pipeline import COMMANDS
 from draftsmith.recipes.stages.workspace import Workspace
+from support.tiers import some_long
 
 TINY = str(Path(__file__).resolve().parents[3] / "recipes" / "tiny.yaml")
 TWO = ("--train.devices", "2", "--train.accelerator", "cpu")
 
 
-@pytest.mark.parametrize(("words", "message"), [
+@pytest.mark.parametrize(("words", "message"), some_long([
     (["--tree.searched_nodes", "3", "--tree.used_nodes", "2"],
      "a tree of tree.searched_nodes 3 is at most 2 tokens deep, but this drafter guesses 3; raise tree"),
     (["--evaluate.policies", "[static, chain-8]"],
@@ -57,7 +58,7 @@ TWO = ("--train.devices", "2", "--train.accelerator", "cpu")
     (["--family", "medusa2", "--batch.states", "computed", "--train.strategy", "fsdp2"],
      "train.strategy fsdp2 splits the drafter's weights or their optimizer, and Medusa2Module trains weights of the"),
     (["--train.num_nodes", "2"], "train.num_nodes is 2, but this process was started alone; start draftsmith train on"),
-])
+], 4))
 def test_a_run_that_cannot_work_leaves_nothing(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -261,6 +261,7 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) ->
 # A whole run ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_run_from_prompts_to_the_report_tells_how_far_the_target_moved(tmp_path: Path) -> None:
     from draftsmith.recipes.__main__ import main
 
