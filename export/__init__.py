@@ -5,8 +5,7 @@ from .artifact import FASTEST, FORMAT_VERSION, Artifact, Drafting, load_artifact
 from .engines.trial import Trial, TrialSettings, served, try_export
 from .evaluation.contention import busy_warning
 from .evaluation.evaluate import evaluate
-from .evaluation.measured_heads import MeasuredHead, measured_heads
-from .evaluation.methods import EvaluateConfig, Method, PromptSets, Question
+from .evaluation.methods import EvaluateConfig, MeasuredHead, Method, PromptSets, Question, measured_heads
 from .evaluation.results import Evaluation, EvaluationRun, Lossless, Measures
 from .evaluation.target_drift import Drift, measure_drift, with_drift
 from .layouts.eagle import import_eagle

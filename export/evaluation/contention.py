@@ -62,10 +62,6 @@ class ContentionProbe:
             samples.append(self._sample())
         return max(_excess([sample[size] for sample in samples]) for size in PROBED_SIZES)
 
-    def pass_seconds(self) -> dict[int, float]:
-        """Seconds of a pass by its tokens, measured now and not kept."""
-        return self._sample()
-
     def sample(self) -> None:
         """Measure both sizes once more."""
         for size, seconds in self._sample().items():

@@ -1,7 +1,8 @@
 """Measurement of drafts against the target alone: acceptance, speed, and whether a single word changed."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,18 +10,17 @@ from typing import Any
 from tqdm import tqdm
 
 from ...modules import Target
+from .budget import Budget
 from .contention import ContentionProbe, machine
-from .course import Course, opening
-from .coverage import coverage, left_out
 from .methods import EvaluateConfig, Method, PromptSets
 from .reference_answers import References
-from .results import Answer, Evaluation, EvaluationRun, Measures, Timing, summarise
+from .results import Answer, Evaluation, EvaluationRun, Measures, Timing
 from .runner import MethodRecord, Runner
 from .sample_answers import sample_answers
-from .sample_records import SampleAnswer
-from .sampled_positions import rounding
-from .schedule import Schedule
-from .work_plan import Costs, Ledger, WorkPlan
+from .schedule import Entry, Schedule, by_prompt_set
+from .summary import summarise
+from .tree_replay import Replays
+from .uniformity import rounding
 
 
 def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets, config: EvaluateConfig, *,
@@ -40,7 +40,7 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
         config: what is decoded and what is timed.
         references: file of the target's own answers, read and added to: runs over the same prompts share them.
         progress: whether a bar is shown.
-        say: called before the start with sentences on what is measured and how many minutes that is predicted to take.
+        say: called before the start with a sentence on what is measured.
 
     Raises:
         UserError: if there is no method or no prompt, two methods share a name, a prompt and its answer exceed the
@@ -51,48 +51,78 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
     runner = Runner(target, schedule, References(references, target, config), ContentionProbe(target))
     if schedule.timed and (warning := runner.probe.warning()) is not None:
         tqdm.write(f"warning: {warning}", file=sys.stderr)
-    course = _course(runner)
-    say(opening(course))
+    say(opening(schedule))
     compiled_before = target.compiler.seconds
+    budget = Budget(config.budget_minutes, schedule.answers)
     # Answers are counted in batches: the rate is one over many of them.
-    with (tqdm(total=course.units, desc="evaluate", unit="pass", disable=not progress, smoothing=0.05) as bar,
+    with (tqdm(total=schedule.answers, desc="evaluate", unit="answer", disable=not progress, smoothing=0.05) as bar,
           target.compiler.watched(lambda busy: bar.set_description("compile" if busy else "evaluate"))):
-        course.show(bar)
-        records = runner.run(course)
-        samples = _samples(runner, course, records[0])
-        course.finish()
-    header = {**machine(target), "linear_layers": _linear_layers(target), "settings": asdict(config),
+        budget.bar = bar
+        records = runner.run(budget)
+        questions = {entry.number: entry.question for entry in runner.taken}
+        samples = sample_answers(target, records[0].method, questions, records[0].answers, config)
+        # Last of all, since more of them only make a figure more precise.
+        replays, replayed = runner.replays(budget)
+    planned = {**_coverage(schedule.entries, schedule),
+               "replayed_answers": sum(entry.question.turns for entry in schedule.replayed(schedule.entries))}
+    packing = target.linears.packing
+    header = {**machine(target), "linear_layers": {"forms": packing.in_words, **asdict(packing)},
+              "settings": asdict(config),
               "graph_refusals": list(dict.fromkeys(one.graph_refusal for one in records if one.graph_refusal)),
               "compile_refusal": target.compiler.refusal if config.compile else "",
               "compile_seconds": target.compiler.seconds - compiled_before,
-              **coverage(schedule, course), "contention": runner.probe.to_dict()}
+              **_coverage(runner.taken, schedule), "replayed_answers": replayed, "planned": planned,
+              "minutes": {"taken": budget.elapsed / 60, "budget": config.budget_minutes},
+              "contention": runner.probe.to_dict()}
     return EvaluationRun(header=header, samples=samples, left_out=left_out(header), evaluations=tuple(
-        _evaluation(record, target, runner.probe.contended, config) for record in records))
+        _evaluation(record, target, runner.probe.contended, config,
+                    replays.get(record.method.name, Replays()) if record.temperature == 0 else Replays())
+        for record in records))
 
 
-def _course(runner: Runner) -> Course:
-    """The course of a runner's schedule, its costs measured now."""
-    schedule, passes = runner.schedule, runner.probe.pass_seconds()
-    costs = Costs.of(schedule.methods, passes, runner.probe.context)
-    return Course(WorkPlan(schedule, costs, runner.known), Ledger(passes[1]))
+def opening(schedule: Schedule) -> str:
+    """Sentence on what an evaluation measures, and on the minutes that it may take."""
+    config, timed = schedule.config, len(schedule.timed)
+    sets = ", ".join(f"{len(members)} {name}" for name, members in by_prompt_set(schedule.entries).items())
+    drawn = " and ".join("greedy" if one == 0 else f"at temperature {one:g}" for one in config.degrees)
+    names = ", ".join(method.name for method in schedule.methods)
+    said = f"; {timed} of them are timed against decoding without drafts" if timed else "; nothing is timed"
+    limit = ("" if config.budget_minutes is None else
+             f". What does not fit into evaluate.budget_minutes {config.budget_minutes:g} is left out")
+    return (f"{len(schedule.entries)} prompts ({sets}) are decoded with {names}: {schedule.answers} answers of at most "
+            f"{config.max_new_tokens} tokens, {drawn}{said}{limit}")
 
 
-def _samples(runner: Runner, course: Course, record: MethodRecord) -> tuple[SampleAnswer, ...]:
-    """The sample answers of the first method, of the questions that were decoded."""
-    questions = {entry.number: entry.question for entry in course.taken}
-    found = sample_answers(runner.target, record.method, questions, record.answers, runner.schedule.config)
-    for entry in course.plan.sampled(course.taken)[: len(found)]:
-        course.done(course.plan.samples, entry)
-    return found
+def _coverage(entries: Sequence[Entry], schedule: Schedule) -> dict[str, Any]:
+    """Numbers of some questions by set and category, and of the timed ones, for the header of an evaluation."""
+    ordered = sorted(entries, key=lambda one: one.number)
+    return {"prompt_sets": dict(Counter(entry.prompt_set for entry in ordered)),
+            "categories": dict(Counter(entry.question.category for entry in ordered if entry.question.category)),
+            "timed_prompts": sum(entry.number in schedule.timed for entry in ordered)}
 
 
-def _linear_layers(target: Target) -> dict[str, Any]:
-    """Forms of the target's linear layers in words, and the measurement that chose them."""
-    packing = target.linears.packing
-    return {"forms": packing.in_words, **asdict(packing)}
+def left_out(header: Mapping[str, Any]) -> tuple[str, ...]:
+    """Sentences on what did not fit into the budget, from the header of an evaluation; empty where everything did."""
+    planned, budget = header["planned"], header["minutes"]["budget"]
+    rest = f"the rest did not fit into evaluate.budget_minutes {budget:g}" if budget is not None else ""
+    found = []
+    measured, wanted = (sum(one["prompt_sets"].values()) for one in (header, planned))
+    if measured < wanted:
+        sets = ", ".join(f"{header['prompt_sets'].get(name, 0)} of {count} {name}"
+                         for name, count in planned["prompt_sets"].items())
+        missing = [name for name in planned["categories"] if not header["categories"].get(name)]
+        none = f"; none of the categories {', '.join(missing)}" if missing else ""
+        found.append(f"evaluation: {measured} of {wanted} prompts were decoded ({sets}{none}); {rest}")
+    if header["timed_prompts"] < planned["timed_prompts"]:
+        found.append(f"evaluation: {header['timed_prompts']} of {planned['timed_prompts']} prompts were timed; {rest}")
+    if header["replayed_answers"] < planned["replayed_answers"]:
+        found.append(f"evaluation: {header['replayed_answers']} of {planned['replayed_answers']} answers were replayed "
+                     f"through smaller and larger trees; {rest}")
+    return tuple(found)
 
 
-def _evaluation(record: MethodRecord, target: Target, contended: bool, config: EvaluateConfig) -> Evaluation:
+def _evaluation(record: MethodRecord, target: Target, contended: bool, config: EvaluateConfig,
+                replays: Replays) -> Evaluation:
     """The summary of one record, over all its answers and by groups of them."""
     method, batch_size, temperature = record.method, record.batch_size, record.temperature
     answers, timings = record.answers, record.timings
@@ -111,8 +141,8 @@ def _evaluation(record: MethodRecord, target: Target, contended: bool, config: E
         draft_share=record.draft_share,
         predicted_speedup=method.predicted(batch_size, config.sampling(temperature)),
         overall=measures(answers, timings),
-        accepted_length_by_tree_size=record.replays.accepted_lengths,
-        confidence=record.replays.confidence,
+        accepted_length_by_tree_size=replays.accepted_lengths,
+        confidence=replays.confidence,
         by_prompt_set={name: measures([answer for answer in answers if answer.prompt_set == name],
                                       [timing for timing in timings if timing.prompt_set == name]) for name in sets},
         by_category={name: measures([answer for answer in answers if answer.category == name],

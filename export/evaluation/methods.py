@@ -1,4 +1,4 @@
-"""Input of an evaluation: its settings, the questions, and the methods to measure."""
+"""Input of an evaluation: its settings, the questions, the methods to measure and their acceptance heads."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,7 +8,6 @@ from ...modules import (
     BASELINES,
     JOINED,
     STATIC,
-    CostModel,
     DecodeSettings,
     Drafter,
     Ensemble,
@@ -24,6 +23,7 @@ from ...modules import (
 )
 from ...modules.config_checks import MOST_ROWS, MOST_TOKENS, check_bounds
 from ...modules.verification.sampling import TEMPERATURES, is_temperature
+from ..acceptance_heads import HeadMeasurements
 from ..artifact import FASTEST, Artifact
 
 Answered = Sequence[Sequence[int]]
@@ -77,15 +77,13 @@ class EvaluateConfig:
     compile: bool = False
     """Compile the layers of target and drafts with torch.compile, in plain decoding too. The first passes take minutes,
     before anything is timed; the report says where it fails."""
-    untimed_batch_size: int = 8
-    """Rows decoded at once for prompts that are not timed; it changes neither acceptance nor identity."""
     budget_minutes: float | None = None
     """Minutes for the evaluation: prompts that do not fit are left out, evenly over prompt sets and categories, and the
     report says how many; None decodes all."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, max_new_tokens=(2, MOST_TOKENS), untimed_batch_size=(1, MOST_ROWS),
-                     speed_prompts=(0, MOST_ROWS), tree_prompts=(0, MOST_ROWS))
+        check_bounds(self, max_new_tokens=(2, MOST_TOKENS), speed_prompts=(0, MOST_ROWS),
+                     tree_prompts=(0, MOST_ROWS))
         for name, numbers in (("batch_sizes", self.batches), ("temperatures", self.degrees)):
             if not numbers:
                 raise UserError(f"{name} must hold at least one number, got none")
@@ -191,10 +189,6 @@ class Method:
     predicted_speedup: Callable[[int, float], float | None] | None = None
     """Speed-up that the cost model fitted on this machine predicts for a number of rows and their temperature; None
     without one."""
-    cost: CostModel | None = None
-    """Cost model fitted on this machine; None without one."""
-    expected_length: Callable[[int, float], float | None] | None = None
-    """Tokens per pass that are expected for a number of rows and their temperature; None where nothing is known."""
 
     @classmethod
     def of(cls, artifact: Artifact, *, name: str | None = None, policy: str = STATIC,
@@ -225,9 +219,7 @@ class Method:
                    family=family, drafter=drafter, policy_for=policy_for,
                    trees=trees,
                    predicted_speedup=lambda rows, temperature: artifact.predicted_speedup(
-                       policy, batch_size=rows, temperature=temperature),
-                   cost=None if artifact.tuning is None else artifact.tuning.cost,
-                   expected_length=lambda rows, temperature: _expected_length(artifact, policy, rows, temperature))
+                       policy, batch_size=rows, temperature=temperature))
 
     @classmethod
     def of_baseline(cls, name: str, target: Target) -> "Method":
@@ -259,10 +251,6 @@ class Method:
         policy = None if self.policy_for is None else self.policy_for(1, 0.0)
         last = policy.policies[-1] if isinstance(policy, Union) else policy
         return 1 if last is None else last.max_size
-
-    def guessed_by(self, counts: Sequence[int]) -> dict[str, int]:
-        """Accepted guesses by the family of the part, from counts of each part; empty without counts."""
-        return dict(zip(self.parts, counts, strict=False))
 
     def predicted(self, batch_size: int, sampling: SamplingSetting) -> float | None:
         """The predicted speed-up for so many rows; None where nothing is known, as of answers with filters."""
@@ -296,14 +284,36 @@ class Method:
         return found
 
 
-def _expected_length(artifact: Artifact, policy: str, rows: int, temperature: float) -> float | None:
-    """Tokens per pass with the artifact's own tree, or with copies next to it; those of the tree stand for its other
-    policies too. None if not measured."""
-    if artifact.tuning is None:
-        return None
-    copies = artifact.tuning.copies(rows, temperature) if policy == JOINED else None
-    if copies is not None and copies.trial is not None:
-        return copies.trial.accepted_length
-    lengths = artifact.tuning.lengths_at(temperature)
-    size = artifact.tuning.size_for(rows, temperature)
-    return lengths[size - 1] if size <= len(lengths) else None
+@dataclass(frozen=True, kw_only=True)
+class MeasuredHead:
+    """An acceptance head for the answers of an evaluation."""
+
+    name: str
+    """Name of its artifact in the report."""
+    setting: SamplingSetting
+    """The sampling that it is calibrated for."""
+    threshold: float
+    """Risk of a rejection above which drafting ends."""
+    least: int
+    """Tokens drafted whatever the risk."""
+    most: int
+    """Most tokens of a draft."""
+    measurements: HeadMeasurements
+    """Its figures."""
+
+
+def measured_heads(artifacts: Mapping[str, Artifact], config: EvaluateConfig) -> tuple[MeasuredHead, ...]:
+    """The heads that were measured for the sampling of an evaluation.
+
+    Args:
+        artifacts: by their names in the report.
+        config: settings of the evaluation: a head for other temperatures or filters says nothing about its answers.
+    """
+    found = []
+    for name, artifact in artifacts.items():
+        for setting in map(config.sampling, config.degrees):
+            head = artifact.heads.get(setting.temperature)
+            if head is not None and head.setting == setting and head.measurements is not None:
+                found.append(MeasuredHead(name=name, setting=setting, threshold=head.threshold, least=head.least,
+                                          most=head.most, measurements=head.measurements))
+    return tuple(found)

@@ -1,17 +1,15 @@
-"""Results of an evaluation: records of single answers and timings, their summary by group, and the JSON."""
+"""Results of an evaluation: records of single answers and timings, measures of groups of them, and the JSON."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
+from ...modules import NONE, ConfidenceCurve
+from .methods import MeasuredHead
+from .uniformity import Distribution
 
-from ...modules import NONE, ConfidenceCurve, repeats_itself
-from ...modules.tuning.draft_model_sizing import memory_bound_speedup
-from .bootstrap import Counts, Draws, Floats, Interval, draws, interval
-from .measured_heads import MeasuredHead
-from .sample_records import SampleAnswer
-from .uniformity import Distribution, distribution_of
+Interval = tuple[float, float]
+"""Lower and upper end of a 95 % bootstrap interval."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,6 +228,39 @@ class Evaluation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SampleToken:
+    """One token of an answer and its author."""
+
+    text: str
+    """Its text; empty for a special token, and for one that ends inside a character."""
+    guessed: bool
+    """True for an accepted guess of the draft, False for a token that the target chose itself."""
+    rejected: tuple[str, ...] = ()
+    """Texts of the guesses that the target rejected for the same place."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleAnswer:
+    """One answer, decoded again with the author of each token recorded."""
+
+    rank: str
+    """Its place among all answers by tokens per target pass: best, median or worst."""
+    prompt_set: str
+    """Set of its question."""
+    prompt: str
+    """Text of the question."""
+    accepted_length: float
+    """Tokens added per target pass."""
+    tokens: tuple[SampleToken, ...]
+    """The answer; the texts of its tokens together are its text."""
+
+    @property
+    def guessed(self) -> int:
+        """Tokens that the draft guessed."""
+        return sum(token.guessed for token in self.tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvaluationRun:
     """Results of all methods measured in one process, which share its baselines."""
 
@@ -277,112 +308,3 @@ class EvaluationRun:
         return tuple(one for one in self.evaluations
                      if name in (None, one.name) and temperature in (None, one.temperature)
                      and batch_size in (None, one.batch_size))
-
-
-def summarise(answers: Sequence[Answer], timings: Sequence[Timing], *, draft_share: float = 0.0,
-              seed: int = 0, rounding: float = 0.0) -> Measures:
-    """Reduce records to measures: acceptance as ratios of sums, speeds by medians over timed groups.
-
-    Args:
-        draft_share: bytes of weights that drafting reads for each byte of the target.
-        seed: of the intervals.
-        rounding: distance between distributions that the number format explains.
-    """
-    emitted = [count for answer in answers for count in answer.emitted]
-    passes, tokens = len(emitted), sum(len(answer.tokens) for answer in answers)
-    # The target reads every prompt once.
-    efficiency = tokens / max(1, passes + len(answers))
-    seconds = sum(timing.seconds for timing in timings)
-    return Measures(
-        prompts=len(answers),
-        new_tokens=tokens,
-        target_passes=passes,
-        accepted_length=sum(emitted) / max(1, passes),
-        accepted_length_interval=_length_interval(answers, seed),
-        block_efficiency=efficiency,
-        memory_bound_speedup=memory_bound_speedup(efficiency, draft_share),
-        acceptance_by_position=acceptance_by_position(emitted),
-        **_speeds(timings, answers, seed),
-        draft_time_share=sum(timing.draft_seconds for timing in timings) / seconds if seconds else None,
-        repetition_rate=sum(repeats_itself(answer.tokens) for answer in answers) / max(1, len(answers)),
-        truncation_rate=sum(answer.truncated for answer in answers) / max(1, len(answers)),
-        lossless=_lossless([answer.comparison for answer in answers if answer.comparison is not None]),
-        distribution=distribution_of([position for answer in answers for position in answer.positions], rounding),
-        guessed_by={name: sum(answer.guessed_by.get(name, 0) for answer in answers)
-                    for name in dict.fromkeys(name for answer in answers for name in answer.guessed_by)},
-    )
-
-
-def _length_interval(answers: Sequence[Answer], seed: int) -> Interval | None:
-    """Interval of the accepted length: questions are drawn, each with all its turns."""
-    emitted_Q, passes_Q = _by_question(answers, lambda one: (sum(one.emitted), len(one.emitted)))
-
-    def length(drawn_RQ: Draws) -> Floats:
-        return np.asarray(emitted_Q[drawn_RQ].sum(1) / np.maximum(1, passes_Q[drawn_RQ].sum(1)))
-
-    return interval(len(emitted_Q), length, seed)
-
-
-def _by_question(answers: Sequence[Answer], counts: Callable[[Answer], tuple[int, int]]) -> tuple[Counts, Counts]:
-    """Two counts of an answer, each summed over the turns of a question, [Q]."""
-    sums: dict[int, tuple[int, int]] = {}
-    for answer in answers:
-        first, second = sums.get(answer.question, (0, 0))
-        more = counts(answer)
-        sums[answer.question] = first + more[0], second + more[1]
-    return np.array([first for first, _ in sums.values()]), np.array([second for _, second in sums.values()])
-
-
-def _speeds(timings: Sequence[Timing], answers: Sequence[Answer], seed: int) -> dict[str, Any]:
-    """The three speeds, the speed-up over the faster baseline, and their intervals.
-
-    Shapes: N timed groups, Q questions, R draws.
-    """
-    if not timings:
-        return dict.fromkeys(("tokens_per_second", "tokens_per_second_interval", "plain_tokens_per_second",
-                              "generate_tokens_per_second", "speedup", "speedup_interval"))
-    drafted_N, plain_N, generate_N, efficiency_N = (
-        np.array([getattr(timing, name) for timing in timings])
-        for name in ("drafted", "plain", "generate", "efficiency"))
-    passes_per_second_N = drafted_N / efficiency_N
-    tokens_Q, passes_Q = _by_question(answers, lambda one: (len(one.tokens), 1 + len(one.emitted)))
-
-    def drafted(groups_RN: Draws, questions_RQ: Draws) -> Floats:
-        efficiency_R = tokens_Q[questions_RQ].sum(1) / passes_Q[questions_RQ].sum(1)
-        return np.asarray(np.median(passes_per_second_N[groups_RN], axis=1) * efficiency_R)
-
-    def gain(groups_RN: Draws, questions_RQ: Draws) -> Floats:
-        plain_R, generate_R = (np.median(speeds_N[groups_RN], axis=1) for speeds_N in (plain_N, generate_N))
-        return np.asarray(drafted(groups_RN, questions_RQ) / np.maximum(plain_R, generate_R))
-
-    def spread(figure: Callable[[Draws, Draws], Floats]) -> Interval | None:
-        return interval(len(timings), lambda groups_RN: figure(groups_RN, draws(len(tokens_Q), seed)), seed)
-
-    every = np.arange(len(timings))[None], np.arange(len(tokens_Q))[None]
-    return {
-        "tokens_per_second": float(drafted(*every)[0]),
-        "tokens_per_second_interval": spread(drafted),
-        "plain_tokens_per_second": float(np.median(plain_N)),
-        "generate_tokens_per_second": float(np.median(generate_N)),
-        "speedup": float(gain(*every)[0]),
-        "speedup_interval": spread(gain),
-    }
-
-
-def acceptance_by_position(emitted: Sequence[int]) -> tuple[float, ...]:
-    """Share of passes that emitted more than 1, 2, 3 ... tokens; their sum is the mean accepted length minus one.
-
-    A pass emits its accepted drafts and one token chosen by the target, the bonus.
-    """
-    return tuple(sum(count > position for count in emitted) / len(emitted)
-                 for position in range(1, max(emitted, default=1)))
-
-
-def _lossless(comparisons: Sequence[Comparison]) -> Lossless:
-    gaps = [comparison.gap for comparison in comparisons if comparison.gap is not None]
-    return Lossless(
-        prompts=len(comparisons),
-        identical=sum(comparison.divergence is None for comparison in comparisons),
-        near_tie_divergences=sum(comparison.near_tie for comparison in comparisons),
-        max_logit_gap_at_divergence=max(gaps, default=None),
-    )

@@ -1,25 +1,25 @@
 """Runner of an evaluation: the target's own answers first, then every method on the same prompts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...modules import Generation, Target, UserError
 from ...modules.interfaces.optional_parts import Remembers
+from .budget import CLOSING_SHARE, Budget
 from .contention import ContentionProbe, rotated
-from .course import Course
 from .lossless import compare, greedy_judge, sampled_judge
-from .memory_traffic import target_bytes
 from .methods import Answered, Method
 from .reference_answers import References
 from .results import Answer, Comparison, Timing
-from .sampled_positions import positions
-from .schedule import Entry, Schedule
-from .timed_decoding import Exchange, Records, Throughput, TimedDecoder, by_turn
+from .schedule import UNTIMED_ROWS, Entry, Schedule, by_prompt_set
+from .timed_decoding import Exchange, Records, TimedDecoder, target_bytes, untimed_batches
 from .tree_replay import Replays, TreeReplay
-from .work_plan import GENERATE, PLAIN, REFERENCES, REPLAYS, TIMED, UNTIMED, Kind
+from .uniformity import positions
 
 WARM_UP_TOKENS = 8
 """Length of the answers decoded before anything is timed."""
+PLAIN, GENERATE = "plain", "generate"
+"""Baselines without drafts: this project's loop, and transformers'."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,6 @@ class MethodRecord:
     """Bytes of weights that drafting read for each byte that the target's verifying passes read."""
     graph_refusal: str
     """Why some of its work was not replayed as CUDA graphs; empty where all was, or none was to be."""
-    replays: Replays
-    """Its greedy answers replayed through smaller and larger trees."""
 
 
 @dataclass(kw_only=True)
@@ -59,14 +57,6 @@ class Decoded:
     untimed: dict[tuple[str, tuple[int, ...]], Records]
     """Records of the others, by method and shape of its trees."""
 
-    @classmethod
-    def empty(cls, schedule: Schedule, temperature: float) -> "Decoded":
-        """Nothing yet."""
-        return cls(temperature=temperature, exchanges=[],
-                   timed={size: [Records() for _ in schedule.methods] for size in schedule.groups},
-                   untimed={(method.name, shape): Records() for method in schedule.methods
-                            for shape in method.shapes(schedule.config.batches, temperature)})
-
 
 class Runner:
     """Carries out a schedule.
@@ -81,72 +71,100 @@ class Runner:
     def __init__(self, target: Target, schedule: Schedule, references: References, probe: ContentionProbe) -> None:
         self.target, self.schedule, self.references, self.probe = target, schedule, references, probe
         self.decoder = TimedDecoder(target, schedule.config)
-        self.target_bytes = target_bytes(target)
+        self.taken: list[Entry] = []
+        """The questions that were decoded."""
+        self.greedy: list[Exchange] = []
+        """Their greedy exchanges, which replays read."""
+        self._warm: set[tuple[int, float]] = set()
         for entry in schedule.entries:
             # A prompt that cannot be asked is refused before anything is decoded.
             self._ask(entry, 1, schedule.config.degrees[0], [])
 
-    def known(self, entry: Entry, temperature: float) -> bool:
-        """True if the target's own answer to a question's first turn is known from other runs."""
-        first = self._ask(entry, 1, temperature, [])
-        return self.references.find(first.prompt, temperature, first.index) is not None
-
-    def run(self, course: Course) -> list[MethodRecord]:
-        """Decode what the course deals out: one record for each temperature, batch size and method, the methods
-        changing fastest.
-
-        Drafters that remember earlier text do so within a portion.
+    def run(self, budget: Budget) -> list[MethodRecord]:
+        """Decode as many questions as fit: one record for each temperature, batch size and method, the methods changing
+        fastest.
 
         Raises:
             UserError: if a prompt with its answer exceeds the context.
         """
-        degrees = self.schedule.config.degrees
-        found = {temperature: Decoded.empty(self.schedule, temperature) for temperature in degrees}
-        while (portion := course.portion()) is not None:
-            for temperature in degrees:
-                self._decode(portion, course, found[temperature])
-        replays = self._replays(course, [exchange for one in found.values() for exchange in one.exchanges])
-        return [record for one in found.values() for record in self._records(one, replays)]
-
-    def _decode(self, portion: Schedule, course: Course, found: Decoded) -> None:
-        """Every batch size and method on a portion at one temperature."""
-        exchanges = self._references(portion, course, found.temperature)
-        found.exchanges += exchanges
-        for size, groups in portion.groups.items():
-            self._time(exchanges, size, groups, course, found.timed[size])
-        # Their answers depend on the tree, but on no batch size: they are decoded once for each tree.
-        self._finish([one for one in exchanges if one.entry.number not in portion.timed], course, found)
-
-    def _records(self, found: Decoded, replays: dict[str, Replays]) -> list[MethodRecord]:
-        exchanges = sorted(found.exchanges, key=lambda one: (one.entry.number, one.turn))
-        return [
-            self._record(method, size, exchanges,
-                         records.with_untimed(found.untimed[method.name, method.shape(size, found.temperature)]),
-                         replays[method.name] if found.temperature == 0 else Replays())
-            for size, timed in found.timed.items()
-            for method, records in zip(self.schedule.methods, timed, strict=True)
+        schedule, config = self.schedule, self.schedule.config
+        found = [
+            Decoded(temperature=temperature, exchanges=[],
+                    timed={size: [Records() for _ in schedule.methods] for size in config.batches},
+                    untimed={(method.name, shape): Records() for method in schedule.methods
+                             for shape in method.shapes(config.batches, temperature)})
+            for temperature in config.degrees
         ]
+        # Without a limit everything is one bundle: a row is filled again as soon as an answer ends, and drafters that
+        # remember earlier text, which they do within a bundle, have all of it.
+        bundles = [list(schedule.entries)] if config.budget_minutes is None else schedule.bundles
+        for bundle in budget.fitting(bundles, least=len(by_prompt_set(schedule.entries)), share=1 - CLOSING_SHARE,
+                                     sort=lambda bundle: bundle[0].number in schedule.timed):
+            self.taken += bundle
+            for decoded in found:
+                self._decode(bundle, decoded, budget)
+        for decoded in found:
+            decoded.exchanges.sort(key=lambda one: (one.entry.number, one.turn))
+        self.greedy = [one for decoded in found for one in decoded.exchanges if one.temperature == 0]
+        weights = target_bytes(self.target)
+        return [
+            self._record(method, size, decoded, weights,
+                         records.with_untimed(decoded.untimed[method.name, method.shape(size, decoded.temperature)]))
+            for decoded in found for size, timed in decoded.timed.items()
+            for method, records in zip(schedule.methods, timed, strict=True)
+        ]
+
+    def _decode(self, bundle: Sequence[Entry], found: Decoded, budget: Budget) -> None:
+        """Every batch size and method on some questions at one temperature."""
+        exchanges = self._references(bundle, found.temperature, budget)
+        found.exchanges += exchanges
+        turns: dict[int, list[Exchange]] = {}
+        for exchange in exchanges:
+            turns.setdefault(exchange.entry.number, []).append(exchange)
+        for size, records in found.timed.items():
+            groups = [[exchange for entry in group for exchange in turns[entry.number]]
+                      for group in self.schedule.groups(bundle, size)]
+            if groups:
+                self._warm_up(groups[0], size)
+            for group in groups:
+                self.probe.sample()
+                self._time_group(group, size, records, budget)
+            if groups:
+                self.probe.sample()
+        untimed = [one for one in exchanges if one.entry.number not in self.schedule.timed]
+        if untimed:
+            self._untimed(untimed, found, budget)
 
     # The target alone ------------------------------------------------------------------------------------------------
 
-    def _references(self, portion: Schedule, course: Course, temperature: float) -> list[Exchange]:
+    def _references(self, entries: Sequence[Entry], temperature: float, budget: Budget) -> list[Exchange]:
         """Let the target answer all questions alone, turn by turn, so that every method continues the same texts.
 
         Greedy answers are transformers' `generate`'s, sampled ones this project's plain loop's.
         """
-        entries = portion.entries
         answers: dict[int, list[tuple[int, ...]]] = {entry.number: [] for entry in entries}
         found: list[Exchange] = []
         for turn in range(1, 1 + max(entry.question.turns for entry in entries)):
             asked = [self._ask(entry, turn, temperature, answers[entry.number]) for entry in entries
                      if entry.question.turns >= turn]
-            for answered in self._answered(asked, course):
-                answers[answered.entry.number].append(answered.reference)
-                found.append(answered)
+            known = {one.index: self.references.find(one.prompt, one.temperature, one.index) for one in asked}
+            budget.answered(sum(answer is not None for answer in known.values()))
+            for group in untimed_batches([one for one in asked if known[one.index] is None]):
+                made = (self.decoder.generate(group)[0] if temperature == 0 else
+                        [one.tokens for one in self.decoder.decode(group, None, len(group))[0].generations])
+                for exchange, answer in zip(group, made, strict=True):
+                    known[exchange.index] = tuple(answer)
+                    self.references.add(exchange.prompt, temperature, exchange.index, tuple(answer))
+                budget.answered(len(group))
+            for exchange in asked:
+                reference = known[exchange.index] or ()
+                answers[exchange.entry.number].append(reference)
+                found.append(replace(exchange, reference=reference))
             self.references.save()
         return sorted(found, key=lambda exchange: (exchange.entry.number, exchange.turn))
 
     def _ask(self, entry: Entry, turn: int, temperature: float, answers: Answered) -> Exchange:
+        """A turn of a question after these answers. Raises UserError where the target cannot be asked it."""
         prompt = tuple(entry.question.prompt(answers))
         where = f"a prompt of the set {entry.prompt_set!r}" + (f" (turn {turn})" if turn > 1 else "")
         if not prompt:
@@ -157,108 +175,69 @@ class Runner:
                             f"context of {self.target.context_length}; shorten the prompt or lower max_new_tokens")
         return Exchange(entry=entry, turn=turn, temperature=temperature, prompt=prompt)
 
-    def _answered(self, asked: Sequence[Exchange], course: Course) -> Iterator[Exchange]:
-        kind = Kind(REFERENCES, "", self.schedule.config.untimed_batch_size, asked[0].temperature)
-        known = {one.index: self.references.find(one.prompt, one.temperature, one.index) for one in asked}
-        for exchange in asked:
-            if (found := known[exchange.index]) is not None:
-                course.done(kind, exchange.entry)
-                yield replace(exchange, reference=found)
-        for group in self.decoder.batches([exchange for exchange in asked if known[exchange.index] is None]):
-            if group[0].temperature == 0:
-                answers = self.decoder.generate(group)[0]
-            else:
-                answers = [one.tokens for one in self.decoder.decode(group, None, len(group))[0].generations]
-            for exchange, answer in zip(group, answers, strict=True):
-                course.done(kind, exchange.entry)
-                self.references.add(exchange.prompt, exchange.temperature, exchange.index, tuple(answer))
-                yield replace(exchange, reference=tuple(answer))
-
     # The methods -----------------------------------------------------------------------------------------------------
 
-    def _time(self, exchanges: Sequence[Exchange], batch_size: int, groups: Sequence[Sequence[Entry]], course: Course,
-              found: Sequence[Records]) -> None:
-        """Time the groups of one batch size, and add to the records of each method."""
-        turns: dict[int, list[Exchange]] = {}
-        for exchange in exchanges:
-            turns.setdefault(exchange.entry.number, []).append(exchange)
-        asked = [[exchange for entry in group for exchange in turns[entry.number]] for group in groups]
-        if asked:
-            self._warm_up(asked[0], batch_size)
-        for group in asked:
-            self.probe.sample()
-            self._time_group(group, batch_size, found, course)
-        if asked:
-            self.probe.sample()
-
     def _warm_up(self, group: Sequence[Exchange], batch_size: int) -> None:
-        opening = [exchange for exchange in group if exchange.turn == 1]
-        for method in (None, *self.schedule.methods):
-            self.decoder.decode(opening, method, batch_size, tokens=WARM_UP_TOKENS)
-        self.decoder.generate(opening, tokens=WARM_UP_TOKENS)
+        """Let every method answer in short before the first group of a batch size and temperature is timed."""
+        condition = batch_size, group[0].temperature
+        if condition not in self._warm:
+            self._warm.add(condition)
+            opening = [exchange for exchange in group if exchange.turn == 1]
+            for method in (None, *self.schedule.methods):
+                self.decoder.decode(opening, method, batch_size, tokens=WARM_UP_TOKENS)
+            self.decoder.generate(opening, tokens=WARM_UP_TOKENS)
         self._forget()
 
     def _time_group(self, group: Sequence[Exchange], batch_size: int, found: Sequence[Records],
-                    course: Course) -> None:
+                    budget: Budget) -> None:
         """Decode a group turn by turn with every method and both baselines, each of which goes first in turn."""
-        names = [PLAIN, GENERATE, *map(str, range(len(self.schedule.methods)))]
-        measured, place = {name: Throughput() for name in names}, len(found[0].timings)
-        for turn, asked in enumerate(by_turn(group)):
-            for name in rotated(names, place + turn):
-                self._measure(measured[name], name, asked, batch_size, found)
-                for exchange in asked:
-                    course.done(self._kind(name, batch_size, exchange.temperature), exchange.entry)
+        methods = {str(number): method for number, method in enumerate(self.schedule.methods)}
+        names, place = [PLAIN, GENERATE, *methods], len(found[0].timings)
+        tokens, passes, seconds, draft_seconds = (dict.fromkeys(names, 0), dict.fromkeys(names, 0),
+                                                  dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0))
+        for number, turn in enumerate(sorted({exchange.turn for exchange in group})):
+            asked = [exchange for exchange in group if exchange.turn == turn]
+            for name in rotated(names, place + number):
+                if name == GENERATE:
+                    answers, taken = self.decoder.generate(asked)
+                    tokens[name] += sum(map(len, answers))
+                else:
+                    result, taken = self.decoder.decode(asked, methods.get(name), batch_size,
+                                                        records=None if name == PLAIN else found[int(name)])
+                    tokens[name] += sum(len(generation.tokens) for generation in result.generations)
+                    # The pass over the prompt emits the first token.
+                    passes[name] += sum(1 + len(generation.emitted) for generation in result.generations)
+                    draft_seconds[name] += result.stats.draft_seconds
+                seconds[name] += taken
+            budget.answered(len(names) * len(asked))
+        speeds = {name: tokens[name] / seconds[name] for name in names}
         categories = {exchange.entry.question.category for exchange in group}
-        for number, records in enumerate(found):
-            drafted = measured[str(number)]
+        for name, records in zip(methods, found, strict=True):
             records.timings.append(Timing(
                 prompt_set=group[0].entry.prompt_set, category=min(categories) if len(categories) == 1 else None,
-                drafted=drafted.speed, plain=measured[PLAIN].speed, generate=measured[GENERATE].speed,
-                efficiency=drafted.efficiency, seconds=drafted.seconds, draft_seconds=drafted.draft_seconds,
+                drafted=speeds[name], plain=speeds[PLAIN], generate=speeds[GENERATE],
+                efficiency=tokens[name] / passes[name], seconds=seconds[name], draft_seconds=draft_seconds[name],
             ))
 
-    def _kind(self, name: str, batch_size: int, temperature: float) -> Kind:
-        """The kind of work of a timed method or baseline."""
-        if name in (PLAIN, GENERATE):
-            return Kind(name, "", batch_size, temperature)
-        return Kind(TIMED, self.schedule.methods[int(name)].name, batch_size, temperature)
-
-    def _measure(self, throughput: Throughput, name: str, asked: Sequence[Exchange], batch_size: int,
-                 found: Sequence[Records]) -> None:
-        """Decode one turn of a group with a method or baseline and add its tokens and seconds."""
-        if name == GENERATE:
-            answers, seconds = self.decoder.generate(asked)
-            throughput.tokens += sum(map(len, answers))
-        else:
-            records = None if name == PLAIN else found[int(name)]
-            method = None if name == PLAIN else self.schedule.methods[int(name)]
-            result, seconds = self.decoder.decode(asked, method, batch_size, records=records)
-            throughput.tokens += sum(len(generation.tokens) for generation in result.generations)
-            throughput.passes += sum(1 + len(generation.emitted) for generation in result.generations)
-            throughput.draft_seconds += result.stats.draft_seconds
-        throughput.seconds += seconds
-
-    def _finish(self, exchanges: Sequence[Exchange], course: Course, found: Decoded) -> None:
+    def _untimed(self, exchanges: Sequence[Exchange], found: Decoded, budget: Budget) -> None:
         """Decode what is not timed, many rows at once, and add to the records of each method, by the shape of its
         trees.
 
-        Batch sizes with the same tree share them: how many rows are decoded at once changes no answer.
+        Answers depend on the tree, but not on how many rows are decoded at once: batch sizes with the same tree share
+        them.
         """
-        ordered = [exchange for group in self.decoder.batches(exchanges) for exchange in group]
-        entries = {exchange.index: exchange.entry for exchange in ordered}
+        ordered = [exchange for group in untimed_batches(exchanges) for exchange in group]
+
+        def count(_generation: Generation, _tokens: list[int], finished: bool) -> None:
+            if finished:
+                budget.answered(1)
+
         for method in self.schedule.methods:
             for shape, batch_size in method.shapes(self.schedule.config.batches, found.temperature).items():
-                kind = Kind(UNTIMED, method.name, batch_size, found.temperature)
-
-                def count(generation: Generation, _tokens: list[int], finished: bool, kind: Kind = kind) -> None:
-                    if finished:
-                        course.done(kind, entries[generation.request.index])
-
                 # Drafters that remember earlier text must not profit from that of other measurements.
                 self._forget()
-                if ordered:
-                    self.decoder.decode(ordered, method, batch_size, rows=self.schedule.config.untimed_batch_size,
-                                        records=found.untimed[method.name, shape], on_tokens=count)
+                self.decoder.decode(ordered, method, batch_size, rows=UNTIMED_ROWS,
+                                    records=found.untimed[method.name, shape], on_tokens=count)
 
     def _forget(self) -> None:
         """Let drafters that remember earlier text forget it."""
@@ -268,28 +247,27 @@ class Runner:
 
     # The records -----------------------------------------------------------------------------------------------------
 
-    def _record(self, method: Method, batch_size: int, exchanges: Sequence[Exchange], records: Records,
-                replays: Replays) -> MethodRecord:
-        """Compare every answer with its reference."""
-        temperature = exchanges[0].temperature
+    def _record(self, method: Method, batch_size: int, decoded: Decoded, weights: int,
+                records: Records) -> MethodRecord:
+        """Compare every answer with its reference; where drafts were sampled, with the target's distribution."""
+        temperature, settings = decoded.temperature, self.schedule.config.settings(1)
         compared = method.comparable(batch_size, temperature)
+        answers = []
+        for exchange in decoded.exchanges:
+            entry, generation = exchange.entry, records.generations[exchange.index]
+            answers.append(Answer(
+                question=entry.number, turn=exchange.turn, prompt_set=entry.prompt_set,
+                category=entry.question.category, tokens=tuple(generation.tokens), emitted=tuple(generation.emitted),
+                truncated=generation.finish == "length",
+                comparison=self._compare(exchange, generation) if compared else None,
+                positions=() if compared else positions(self.target, generation.request, generation.tokens, settings),
+                guessed_by=dict(zip(method.parts, records.parts.get(exchange.index, ()), strict=False)),
+            ))
         return MethodRecord(
-            method=method, batch_size=batch_size, temperature=temperature, timings=records.timings,
-            answers=[replace(self._answer(exchange, records.generations[exchange.index], compared),
-                             guessed_by=method.guessed_by(records.parts.get(exchange.index, ())))
-                     for exchange in exchanges],
-            target_calls=records.target_calls, graph_refusal=records.graph_refusal, replays=replays,
-            draft_share=records.meter.drafted / max(1, records.target_calls * self.target_bytes),
+            method=method, batch_size=batch_size, temperature=temperature, answers=answers, timings=records.timings,
+            target_calls=records.target_calls, graph_refusal=records.graph_refusal,
+            draft_share=records.meter.drafted / max(1, records.target_calls * weights),
         )
-
-    def _answer(self, exchange: Exchange, generation: Generation, compared: bool) -> Answer:
-        entry = exchange.entry
-        return Answer(question=entry.number, turn=exchange.turn, prompt_set=entry.prompt_set,
-                      category=entry.question.category, tokens=tuple(generation.tokens),
-                      emitted=tuple(generation.emitted), truncated=generation.finish == "length",
-                      comparison=self._compare(exchange, generation) if compared else None,
-                      positions=() if compared else positions(self.target, generation.request, generation.tokens,
-                                                              self.schedule.config.settings(1)))
 
     def _compare(self, exchange: Exchange, generation: Generation) -> Comparison:
         settings = self.schedule.config.settings(1)
@@ -300,21 +278,17 @@ class Runner:
         return compare(exchange.prompt, generation.tokens, exchange.reference, greedy_judge(self.target, settings),
                        again=lambda: self.decoder.generate([exchange])[0][0])
 
-    def _replays(self, course: Course, exchanges: Sequence[Exchange]) -> dict[str, Replays]:
-        """Replay some greedy answers of each prompt set through prefixes of each method's tree, until it is late."""
+    def replays(self, budget: Budget) -> tuple[dict[str, Replays], int]:
+        """Figures of each method by name, and the number of answers: greedy answers of each prompt set replayed through
+        prefixes of each method's tree, at least one question of each set and more of them while they fit."""
         found = {method.name: TreeReplay(self.target, method) for method in self.schedule.methods if method.replayed}
         turns: dict[int, list[Exchange]] = {}
-        for exchange in exchanges:
-            if exchange.temperature == 0:
-                turns.setdefault(exchange.entry.number, []).append(exchange)
-        seen: set[str] = set()
-        for entry in course.plan.replayed([one for one in self.schedule.entries if one.number in turns]):
-            if course.late and entry.prompt_set in seen:
-                continue
-            seen.add(entry.prompt_set)
-            for name, replay in found.items():
-                for exchange in turns[entry.number]:
+        for exchange in self.greedy:
+            turns.setdefault(exchange.entry.number, []).append(exchange)
+        count = 0
+        for entry in budget.fitting(self.schedule.replayed(self.taken), least=len(by_prompt_set(self.taken))):
+            count += len(turns[entry.number])
+            for exchange in turns[entry.number]:
+                for replay in found.values():
                     replay.add(entry.prompt_set, exchange.prompt, exchange.reference)
-                    course.done(Kind(REPLAYS, name), entry)
-        return {method.name: found[method.name].found if method.name in found else Replays()
-                for method in self.schedule.methods}
+        return {name: replay.found for name, replay in found.items()}, count

@@ -1,14 +1,14 @@
 """Three sample answers for the report, decoded again to record the author of each token."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from ...modules import Generation, Request, Target, decode
+from ...modules import Request, Target, decode
 from ...modules.decoding.pass_recorder import PassRecorder
 from ...modules.decoding.token_text import TokenText
 from ...modules.interfaces.optional_parts import Remembers
 from .methods import EvaluateConfig, Method, Question
-from .results import Answer
-from .sample_records import SampleAnswer, SampleToken
+from .results import Answer, SampleAnswer, SampleToken
 
 SHORTEST = 16
 """Answers with fewer tokens are not chosen while there are three longer ones."""
@@ -37,13 +37,21 @@ def sample_answers(target: Target, method: Method, questions: Mapping[int, Quest
         method.drafter.forget()
     policy = method.policy_for(config.batches[0], config.degrees[0]) if method.policy_for else None
     found = decode(target, requests, config.settings(1), drafter=method.drafter, policy=policy, observer=recorder)
-    return tuple(
-        SampleAnswer(
-            rank=rank, prompt_set=answer.prompt_set, accepted_length=sum(one.emitted) / max(1, one.passes),
-            prompt=_text(target, questions[answer.question], one), tokens=_tokens(target, recorder, one),
-        )
-        for (rank, answer), one in zip(chosen.items(), found.generations, strict=True)
-    )
+    samples = []
+    for (rank, answer), one in zip(chosen.items(), found.generations, strict=True):
+        pieces, tokens = TokenText(target.tokenizer), []
+        for written in recorder.written(one):
+            # The guesses are read before the token is taken.
+            rejected = tuple(map(pieces.guess, written.rejected))
+            tokens.append(SampleToken(text=pieces.add(written.token), guessed=written.guessed, rejected=rejected))
+        # A character whose last token is missing still waits for it: it belongs to the last token there is.
+        if tokens and (rest := pieces.rest()):
+            tokens[-1] = replace(tokens[-1], text=rest)
+        prompt = questions[answer.question].text or str(
+            target.tokenizer.decode(list(one.request.tokens), skip_special_tokens=True))
+        samples.append(SampleAnswer(rank=rank, prompt_set=answer.prompt_set, prompt=prompt, tokens=tuple(tokens),
+                                    accepted_length=sum(one.emitted) / max(1, one.passes)))
+    return tuple(samples)
 
 
 def _chosen(answers: Sequence[Answer]) -> dict[str, Answer]:
@@ -58,18 +66,3 @@ def _chosen(answers: Sequence[Answer]) -> dict[str, Answer]:
         if ordered and ordered[place] not in found.values():
             found[rank] = ordered[place]
     return found
-
-
-def _text(target: Target, question: Question, generation: Generation) -> str:
-    return question.text or str(target.tokenizer.decode(list(generation.request.tokens), skip_special_tokens=True))
-
-
-def _tokens(target: Target, recorder: PassRecorder, generation: Generation) -> tuple[SampleToken, ...]:
-    pieces, found = TokenText(target.tokenizer), []
-    for one in recorder.written(generation):
-        # The guesses are read before the token is taken.
-        rejected = tuple(map(pieces.guess, one.rejected))
-        found.append(SampleToken(text=pieces.add(one.token), guessed=one.guessed, rejected=rejected))
-    if found and (rest := pieces.rest()):
-        found[-1] = SampleToken(text=rest, guessed=found[-1].guessed, rejected=found[-1].rejected)
-    return tuple(found)

@@ -1,16 +1,33 @@
-"""Decoding of questions with drafts, without drafts and by transformers' `generate`, with the seconds each takes."""
+"""Decoding of questions with drafts, without drafts and by transformers' `generate`, with the seconds each takes.
 
-from collections.abc import Callable, Iterable, Sequence
+Decoding few rows is bound by reading weights, so the bytes that drafting and the target read are counted too.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ...modules import DecodeResult, Generation, Request, Target, decode
+from torch import Tensor
+
+from ...modules import (
+    DecodeResult,
+    DraftState,
+    Ensemble,
+    Frontier,
+    Generation,
+    Observation,
+    Proposer,
+    Request,
+    Scores,
+    Target,
+    decode,
+)
 from ...modules.decoding.part_counter import PartCounter
 from .contention import clock
 from .lossless import generate, native_model
-from .memory_traffic import Meter, metered
 from .methods import EvaluateConfig, Method
 from .results import Timing
-from .schedule import Entry
+from .schedule import UNTIMED_ROWS, Entry
 
 TURN_STREAMS = 1 << 32
 """Distance between the random streams of a question's turns: more than there are questions."""
@@ -37,6 +54,15 @@ class Exchange:
         return self.entry.number + (self.turn - 1) * TURN_STREAMS
 
 
+@dataclass
+class Meter:
+    """Count of the bytes of weights that a drafter has read."""
+
+    drafted: int = 0
+    """By `expand` and by `observe` after a verifying pass, all parts of an ensemble together. Reading prompts does not
+    count, as the passes over prompts do not count for the target, nor do embeddings that are looked up."""
+
+
 @dataclass(kw_only=True)
 class Records:
     """Answers, timings and target calls of one method."""
@@ -54,13 +80,6 @@ class Records:
     graph_refusal: str = ""
     """Why some work was not replayed as CUDA graphs; empty where all was, or none was to be."""
 
-    def add(self, result: DecodeResult, parts: dict[int, tuple[int, ...]]) -> None:
-        """Add the answers of one call of `decode`, with the guesses of each part."""
-        self.parts |= parts
-        self.graph_refusal = self.graph_refusal or result.stats.graph_refusal
-        self.target_calls += result.stats.target_calls
-        self.generations |= {one.request.index: one for one in result.generations}
-
     def with_untimed(self, untimed: "Records") -> "Records":
         """These timed records and those of the questions that were not timed."""
         return Records(generations={**untimed.generations, **self.generations}, timings=self.timings,
@@ -68,30 +87,6 @@ class Records:
                        meter=Meter(drafted=untimed.meter.drafted + self.meter.drafted),
                        parts={**untimed.parts, **self.parts},
                        graph_refusal=untimed.graph_refusal or self.graph_refusal)
-
-
-@dataclass(kw_only=True)
-class Throughput:
-    """Tokens and seconds of one group of questions decoded in one manner."""
-
-    tokens: int = 0
-    """Tokens of the answers."""
-    passes: int = 0
-    """Target passes of their rows, the prompts' included; counted by this project's loop."""
-    seconds: float = 0.0
-    """Seconds that decoding took."""
-    draft_seconds: float = 0.0
-    """Seconds of them spent on drafting."""
-
-    @property
-    def speed(self) -> float:
-        """Tokens per second."""
-        return self.tokens / self.seconds
-
-    @property
-    def efficiency(self) -> float:
-        """Tokens per target pass."""
-        return self.tokens / self.passes
 
 
 class TimedDecoder:
@@ -131,7 +126,10 @@ class TimedDecoder:
                             policy=policy, on_tokens=on_tokens, observer=counter)
             seconds = clock(self.target) - started
         if records is not None:
-            records.add(result, counter.counts(result.generations, len(families)) if counter else {})
+            records.parts |= counter.counts(result.generations, len(families)) if counter else {}
+            records.graph_refusal = records.graph_refusal or result.stats.graph_refusal
+            records.target_calls += result.stats.target_calls
+            records.generations |= {one.request.index: one for one in result.generations}
         return result, seconds
 
     def generate(self, asked: Sequence[Exchange], *, tokens: int | None = None) -> tuple[list[list[int]], float]:
@@ -143,15 +141,57 @@ class TimedDecoder:
                                temperature=asked[0].temperature, settings=self.config.settings(1))
             return answers, clock(self.target) - started
 
-    def batches(self, exchanges: Sequence[Exchange]) -> list[list[Exchange]]:
-        """Batches for exchanges that are not timed, those of similar lengths together: less is padded."""
-        ordered, size = sorted(exchanges, key=lambda one: len(one.prompt)), self.config.untimed_batch_size
-        return [ordered[start : start + size] for start in range(0, len(ordered), size)]
+
+def untimed_batches(exchanges: Sequence[Exchange]) -> list[list[Exchange]]:
+    """Batches for exchanges that are not timed, those of similar lengths together: less is padded."""
+    ordered = sorted(exchanges, key=lambda one: len(one.prompt))
+    return [ordered[start : start + UNTIMED_ROWS] for start in range(0, len(ordered), UNTIMED_ROWS)]
 
 
-def by_turn(exchanges: Iterable[Exchange]) -> list[list[Exchange]]:
-    """The exchanges of each turn, the first turn first."""
-    found: dict[int, list[Exchange]] = {}
-    for exchange in exchanges:
-        found.setdefault(exchange.turn, []).append(exchange)
-    return [found[turn] for turn in sorted(found)]
+@contextmanager
+def metered(drafter: Proposer | None, meter: Meter) -> Iterator[None]:
+    """Count what the drafter reads inside the block."""
+    parts = [] if drafter is None else [drafter]
+    while ensembles := [part for part in parts if isinstance(part, Ensemble)]:
+        parts = [part for part in parts if part not in ensembles] + [inner for one in ensembles for inner in one.parts]
+    for part in parts:
+        counter = _Counter(part, meter)
+        part.__dict__["expand"], part.__dict__["observe"] = counter.expand, counter.observe
+    try:
+        yield
+    finally:
+        for part in parts:
+            del part.__dict__["expand"], part.__dict__["observe"]
+
+
+class _Counter:
+    """Counting methods in place of one drafter's. Before the drafter observes a verifying pass it has drafted for it;
+    before it observes a piece of a prompt it has not."""
+
+    def __init__(self, part: Proposer, meter: Meter) -> None:
+        self._expand, self._observe = part.expand, part.observe
+        self._expand_bytes, self._observe_bytes = part.expand_bytes(), part.observe_bytes()
+        self._meter, self._drafted = meter, False
+
+    def expand(self, state: DraftState, frontier: Frontier) -> Scores:
+        self._meter.drafted += self._expand_bytes
+        self._drafted = True
+        return self._expand(state, frontier)
+
+    def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
+        if self._drafted:
+            self._meter.drafted += self._observe_bytes
+        self._drafted = False
+        self._observe(state, rows_R, observation)
+
+
+def target_bytes(target: Target) -> int:
+    """Bytes of weights that a pass of the target reads.
+
+    An embedding counts only where it is also the output layer: otherwise a few of its rows are looked up. All experts
+    of a mixture count, though a small batch reads only some.
+    """
+    embedding = target.model.get_input_embeddings().weight
+    looked_up: int = embedding.nbytes if embedding is not target.head.weight else 0
+    every: int = sum(parameter.nbytes for parameter in target.model.parameters())
+    return every - looked_up

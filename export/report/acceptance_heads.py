@@ -3,7 +3,7 @@
 from ...modules import ConfidenceBin, ConfidenceCurve
 from ...modules.tuning.drafted_tokens import HEAD, NAMES
 from ..acceptance_heads import HeadMeasurements
-from ..evaluation.measured_heads import MeasuredHead
+from ..evaluation.methods import MeasuredHead
 from .phrases import calibrated, number, percent
 from .tables import Cell, Table, bin_edges
 

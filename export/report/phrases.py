@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from ...modules import ConfidenceCurve
-from ..evaluation.bootstrap import Interval
-from ..evaluation.results import Evaluation, EvaluationRun, Lossless, Measures
+from ..evaluation.results import Evaluation, EvaluationRun, Interval, Lossless, Measures
 
 NEAR_TIES_PER_TOKEN = 1 / 10_000
 """In float32, more first differences of greedy answers at near-ties than this would point to a fault. Draws differ more

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 
 from ...modules.decoding.token_text import visible
-from ..evaluation.sample_records import SampleAnswer, SampleToken
+from ..evaluation.results import SampleAnswer, SampleToken
 
 LONGEST_PROMPT = 400
 """Characters of a question that are shown."""

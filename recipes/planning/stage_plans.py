@@ -7,6 +7,7 @@ import torch
 from torch.optim import AdamW, Optimizer
 
 from ...data.batches.prefetch import AHEAD
+from ...export.evaluation.schedule import UNTIMED_ROWS
 from ...modules import Target
 from ...modules.interfaces.optional_parts import GathersApart
 from ...modules.target.devices.placement import Zero3
@@ -231,7 +232,7 @@ class StagePlans:
 
     def evaluation(self) -> StagePlan:
         """`evaluate`: trees of the largest size in every row, next to the drafter in the target's number format."""
-        config, rows = self.recipe.evaluate, max(self.recipe.evaluate.untimed_batch_size, *self.recipe.evaluate.batches)
+        config, rows = self.recipe.evaluate, max(UNTIMED_ROWS, *self.recipe.evaluate.batches)
         nodes = self.recipe.tree.used_nodes or self.recipe.tree.searched_nodes
         prompt = opening(self.recipe)
         work = self.work.decoding(rows, prompt, config.max_new_tokens, nodes)

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from draftsmith.export.evaluation.bootstrap import Draws, Floats, interval
 from draftsmith.export.evaluation.contention import ContentionProbe
+from draftsmith.export.evaluation.summary import Draws, Floats, interval
 from draftsmith.modules import (
     DEFAULT_NAME,
     Chain,

@@ -97,7 +97,7 @@ CONTENTS = [
           ("batch", "row_length", "1000000000"), ("batch", "rows_per_batch", "1000000000"),
           ("train", "max_steps", "99999999999999999999"), ("train", "accumulate", "99999999999999999999"),
           ("train", "lr", "1e+300"), ("evaluate", "max_new_tokens", "1000000000"),
-          ("evaluate", "untimed_batch_size", "1000000000"))),
+          ("evaluate", "speed_prompts", "1000000000"))),
     ("drafter: {num_heads: 9999999999}", "num_heads must be at most 256, got 9999999999; lower it"),
     ("distill: {temperatures: [null]}", r"distill\.temperatures must be a list, each a number, got \[None\]"),
     ("distill: {temperatures: {a: b}}", r"distill\.temperatures must be a list, each a number"),

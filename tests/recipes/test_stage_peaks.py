@@ -35,9 +35,9 @@ def test_the_peaks_of_a_target_whose_activations_dominate_are_within_15_percent(
         "--config", "tiny", "--family", "medusa", "--target.name", str(wide_model(tmp_path / "wide")),
         "--prompts.origin", "file", "--prompts.path", str(prompts), "--prompts.max_prompt_tokens", "192",
         "--distill.slots", "40", "--distill.shard_prompts", "40", "--distill.max_new_tokens", "384",
-        "--distill.validation_prompts", "2", "--distill.test_prompts", "2", "--distill.temperatures", "[1.0]",
+        "--distill.validation_prompts", "2", "--distill.test_prompts", "4", "--distill.temperatures", "[1.0]",
         "--batch.row_length", "1024", "--batch.rows_per_batch", "16", "--drafter.num_heads", "6",
-        "--train.max_steps", "2", "--evaluate.untimed_batch_size", "2", "--evaluate.limit", "2",
+        "--train.max_steps", "2", "--evaluate.limit", "4",
     )
     # Of so small a model most of what a stage leaves in the heap would count for the next: each has its own process.
     found = {stage: measured(tmp_path / "out", *words, "--stages", stage)[stage] for stage in ALL}

@@ -15,7 +15,7 @@ from draftsmith.export import (
     Tuning,
     evaluate,
 )
-from draftsmith.export.evaluation import timed_decoding
+from draftsmith.export.evaluation import runner, timed_decoding
 from draftsmith.export.evaluation.runner import Runner
 from draftsmith.export.report.phrases import drafting_note, how_measured
 from draftsmith.modules import (
@@ -108,10 +108,10 @@ def test_a_size_that_was_asked_for_serves_every_batch(tiny_target_f64: Target) -
 def test_answers_are_shared_between_batch_sizes_of_one_tree_alone(tiny_target_f64: Target,
                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     counted = watched(monkeypatch)
-    config = EvaluateConfig(max_new_tokens=TOKENS, speed_prompts=16, batch_sizes=tuple(SIZES), untimed_batch_size=7)
+    config = EvaluateConfig(max_new_tokens=TOKENS, speed_prompts=16, batch_sizes=tuple(SIZES))
     run(tuned(tiny_target_f64), config)
     counted = +counted  # without the answers that warm up
-    assert counted == {**dict.fromkeys(SIZES.items(), 16), (7, 8): 3, (7, 4): 3, (7, 1): 3}
+    assert counted == {**dict.fromkeys(SIZES.items(), 16), (8, 8): 3, (8, 4): 3, (8, 1): 3}
 
 
 @pytest.mark.parametrize(("speed_prompts", "sizes", "members", "timed"), [
@@ -139,10 +139,10 @@ def test_every_batch_size_times_the_same_questions(tiny_target_f64: Target, monk
 
 
 @pytest.mark.parametrize("speed_prompts", [2, 8])
-def test_no_call_counts_twice(tiny_target_f64: Target, speed_prompts: int) -> None:
+def test_no_call_counts_twice(tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch, speed_prompts: int) -> None:
     """Row by row each pass of an answer is one call of the target, whether the answer is timed or not."""
-    config = EvaluateConfig(max_new_tokens=TOKENS, speed_prompts=speed_prompts, batch_sizes=(1, 3),
-                            untimed_batch_size=1)
+    config = EvaluateConfig(max_new_tokens=TOKENS, speed_prompts=speed_prompts, batch_sizes=(1, 3))
+    monkeypatch.setattr(runner, "UNTIMED_ROWS", 1)
     alone = run(tuned(tiny_target_f64), config)[1]
     assert alone.target_calls == alone.overall.target_passes
 

@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-from draftsmith.export.evaluation.results import Answer, Comparison, Timing, acceptance_by_position, summarise
+from draftsmith.export.evaluation.results import Answer, Comparison, Timing
+from draftsmith.export.evaluation.summary import acceptance_by_position, summarise
 from draftsmith.modules import repeats_itself
 
 

@@ -1,8 +1,11 @@
 """The schedule of an evaluation: numbers, limits, timed groups and the amount of work."""
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 from draftsmith.export import EvaluateConfig, Method, Question
-from draftsmith.export.evaluation.schedule import Schedule, spread
+from draftsmith.export.evaluation.schedule import UNTIMED_ROWS, Schedule, by_prompt_set, spread
 from draftsmith.modules import Chain, Union, UserError
 
 
@@ -27,12 +30,13 @@ def test_a_limit_changes_no_number() -> None:
     limited = schedule(EvaluateConfig(speed_prompts=0, limit=2), **sets)
     assert [(entry.prompt_set, entry.number) for entry in limited.entries] == [
         ("one", 0), ("one", 3), ("two", 6), ("two", 8)]
-    assert {name: len(members) for name, members in limited.prompt_sets.items()} == {"one": 2, "two": 2}
+    assert {name: len(members) for name, members in by_prompt_set(limited.entries).items()} == {"one": 2, "two": 2}
 
 
 def test_timed_groups_are_full_and_of_the_same_questions_at_every_size() -> None:
     found = schedule(EvaluateConfig(speed_prompts=4, batch_sizes=(1, 2, 4)), one=questions(9), two=questions(5))
-    numbers = {size: [[entry.number for entry in group] for group in groups] for size, groups in found.groups.items()}
+    numbers = {size: [[entry.number for entry in group] for group in found.groups(found.entries, size)]
+               for size in (1, 2, 4)}
     assert numbers[4] == [[0, 2, 4, 6], [9, 10, 11, 12]]
     assert numbers[2] == [[0, 2], [4, 6], [9, 10], [11, 12]]
     assert numbers[1] == [[number] for number in sorted(found.timed)]
@@ -71,3 +75,22 @@ def test_a_choice_is_spread_over_the_members() -> None:
     assert spread("abcdefgh", 3) == ["a", "c", "f"]
     assert spread("ab", 5) == ["a", "b"]
     assert spread("ab", 0) == []
+
+
+def test_every_start_of_the_order_covers_sets_and_categories_evenly() -> None:
+    """Timed bundles hold whole batches of every size, the others one batch; each set's first timed one comes first."""
+    sets = {"own": questions(20), "written": [replace(question, category=f"kind{kind}") for kind in range(3)
+                                              for question in questions(16)]}
+    found = schedule(EvaluateConfig(speed_prompts=4, batch_sizes=(1, 2)), **sets)
+    bundles = found.bundles
+    assert sorted(entry.number for bundle in bundles for entry in bundle) == list(range(68))
+    assert [(bundle[0].prompt_set, len(bundle)) for bundle in bundles[:2]] == [("own", 2), ("written", 2)]
+    assert all(len({entry.number in found.timed for entry in bundle}) == 1 for bundle in bundles)
+    assert all(len(bundle) <= UNTIMED_ROWS for bundle in bundles)
+    whole = Counter((entry.prompt_set, entry.question.category) for entry in found.entries
+                    if entry.number not in found.timed)
+    for end in range(1, len(bundles) + 1):
+        untimed = Counter((entry.prompt_set, entry.question.category) for bundle in bundles[:end] for entry in bundle
+                          if entry.number not in found.timed)
+        shares = [untimed[kind] / count for kind, count in whole.items()]
+        assert max(shares) - min(shares) <= max(1 / count for count in whole.values()) + 1e-9

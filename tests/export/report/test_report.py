@@ -22,7 +22,7 @@ from draftsmith.export import (
     terminal_table,
     write_report,
 )
-from draftsmith.export.evaluation.sample_records import SampleAnswer, SampleToken
+from draftsmith.export.evaluation.results import SampleAnswer, SampleToken
 from draftsmith.export.evaluation.uniformity import Distribution
 from draftsmith.export.report import plots
 from draftsmith.export.report.acceptance_heads import head_verdicts

@@ -124,7 +124,7 @@ def test_stages_grow_with_what_they_hold() -> None:
         return {stage.name: stage for stage in plan_recipe(parsed.values, RATES).stages}
 
     few, many = stages(), stages("--distill.slots", "4", "--batch.rows_per_batch", "8", "--train.max_steps", "60",
-                                 "--evaluate.untimed_batch_size", "16")
+                                 "--evaluate.batch_sizes", "16")
     assert many["distill"].parts["cache and passes"] < few["distill"].parts["cache and passes"]
     assert 1.5 < many["train"].parts["step"] / few["train"].parts["step"] < 2.1
     assert few["train"].seconds is not None

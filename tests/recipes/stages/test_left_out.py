@@ -62,7 +62,7 @@ def test_a_run_that_is_short_of_time_ends_and_says_what_is_missing(
     assert said[0] == "training: 1 of 30 steps; the rest did not fit into train.max_minutes 1e-05"
     assert said[1].startswith("evaluation: 2 of 8 prompts were decoded (1 of 4 own, 1 of 4 handwritten;")
     printed = capsys.readouterr().out
-    assert "about 2 of the prompts fit into evaluate.budget_minutes 1e-05" in printed
+    assert "What does not fit into evaluate.budget_minutes 1e-05 is left out" in printed
     for text in (printed, (out / "report.md").read_text(), (out / "report.html").read_text()):
         assert "What was left out" in text
         assert "2 of 8 prompts" in text

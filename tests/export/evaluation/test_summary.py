@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from draftsmith.export.evaluation.bootstrap import RESAMPLES, draws, interval
+from draftsmith.export.evaluation.summary import RESAMPLES, draws, interval
 from scipy import stats
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from draftsmith.export.evaluation.memory_traffic import Meter, metered, target_bytes
+from draftsmith.export.evaluation.timed_decoding import Meter, metered, target_bytes
 from draftsmith.modules import (
     Chain,
     DecodeSettings,

@@ -1,0 +1,147 @@
+"""Summary of answers and timings as measures, with bootstrap confidence intervals.
+
+An interval says how much a figure would vary with other prompts of the same kind. Prompts are drawn again with
+replacement, the figure is computed anew from those drawn, and the interval holds the middle 95 % (the percentile
+method; Efron and Tibshirani 1993, chapter 13). The draws depend only on the seed and the number of prompts, so that all
+figures and all methods of an evaluation are drawn together: paired.
+
+Shapes: R draws, Q questions, N timed groups of them.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...modules import repeats_itself
+from .results import Answer, Interval, Lossless, Measures, Timing
+from .uniformity import distribution_of
+
+Draws = NDArray[np.intp]
+Counts = NDArray[np.int_]
+Floats = NDArray[np.float64]
+RESAMPLES = 1000
+CONFIDENCE = 0.95
+
+
+def interval(count: int, figure: Callable[[Draws], Floats], seed: int) -> Interval | None:
+    """The interval of a figure over `count` prompts; None with fewer than two, which cannot be resampled.
+
+    Args:
+        count: prompts, or groups of prompts that were decoded together.
+        figure: maps the indices of the prompts in each draw, [R, N], to the figure of each draw, [R].
+        seed: of the draws.
+    """
+    if count < 2:
+        return None
+    tail = 50 * (1 - CONFIDENCE)
+    low, high = np.percentile(figure(draws(count, seed)), [tail, 100 - tail])
+    return float(low), float(high)
+
+
+@cache
+def draws(count: int, seed: int) -> Draws:
+    """`RESAMPLES` draws of `count` indices from 0 to count - 1, with replacement, [R, N]."""
+    return np.random.default_rng([seed % 2**63, count]).integers(count, size=(RESAMPLES, count))
+
+
+def summarise(answers: Sequence[Answer], timings: Sequence[Timing], *, draft_share: float = 0.0,
+              seed: int = 0, rounding: float = 0.0) -> Measures:
+    """Reduce records to measures: acceptance as ratios of sums, speeds by medians over timed groups.
+
+    Args:
+        draft_share: bytes of weights that drafting reads for each byte of the target.
+        seed: of the intervals.
+        rounding: distance between distributions that the number format explains.
+    """
+    emitted = [count for answer in answers for count in answer.emitted]
+    passes, tokens = len(emitted), sum(len(answer.tokens) for answer in answers)
+    # The target reads every prompt once.
+    efficiency = tokens / max(1, passes + len(answers))
+    seconds = sum(timing.seconds for timing in timings)
+    comparisons = [answer.comparison for answer in answers if answer.comparison is not None]
+    # Questions are drawn, each with all its turns: answers of one conversation resemble one another.
+    emitted_Q, passes_Q = _by_question(answers, lambda one: (sum(one.emitted), len(one.emitted)))
+
+    def length(drawn_RQ: Draws) -> Floats:
+        return np.asarray(emitted_Q[drawn_RQ].sum(1) / np.maximum(1, passes_Q[drawn_RQ].sum(1)))
+
+    return Measures(
+        prompts=len(answers),
+        new_tokens=tokens,
+        target_passes=passes,
+        accepted_length=sum(emitted) / max(1, passes),
+        accepted_length_interval=interval(len(emitted_Q), length, seed),
+        block_efficiency=efficiency,
+        # tau / (c gamma + 1), where c gamma is the cost of all draft steps of a pass over that of the pass, in bytes
+        # (arXiv:2411.11055, section 4).
+        memory_bound_speedup=efficiency / (draft_share + 1),
+        acceptance_by_position=acceptance_by_position(emitted),
+        **_speeds(timings, answers, seed),
+        draft_time_share=sum(timing.draft_seconds for timing in timings) / seconds if seconds else None,
+        repetition_rate=sum(repeats_itself(answer.tokens) for answer in answers) / max(1, len(answers)),
+        truncation_rate=sum(answer.truncated for answer in answers) / max(1, len(answers)),
+        lossless=Lossless(
+            prompts=len(comparisons),
+            identical=sum(comparison.divergence is None for comparison in comparisons),
+            near_tie_divergences=sum(comparison.near_tie for comparison in comparisons),
+            max_logit_gap_at_divergence=max((one.gap for one in comparisons if one.gap is not None), default=None),
+        ),
+        distribution=distribution_of([position for answer in answers for position in answer.positions], rounding),
+        guessed_by={name: sum(answer.guessed_by.get(name, 0) for answer in answers)
+                    for name in dict.fromkeys(name for answer in answers for name in answer.guessed_by)},
+    )
+
+
+def _by_question(answers: Sequence[Answer], counts: Callable[[Answer], tuple[int, int]]) -> tuple[Counts, Counts]:
+    """Two counts of an answer, each summed over the turns of a question, [Q]."""
+    sums: dict[int, tuple[int, int]] = {}
+    for answer in answers:
+        first, second = sums.get(answer.question, (0, 0))
+        more = counts(answer)
+        sums[answer.question] = first + more[0], second + more[1]
+    return np.array([first for first, _ in sums.values()]), np.array([second for _, second in sums.values()])
+
+
+def _speeds(timings: Sequence[Timing], answers: Sequence[Answer], seed: int) -> dict[str, Any]:
+    """The three speeds, the speed-up over the faster baseline, and their intervals."""
+    if not timings:
+        return dict.fromkeys(("tokens_per_second", "tokens_per_second_interval", "plain_tokens_per_second",
+                              "generate_tokens_per_second", "speedup", "speedup_interval"))
+    drafted_N, plain_N, generate_N, efficiency_N = (
+        np.array([getattr(timing, name) for timing in timings])
+        for name in ("drafted", "plain", "generate", "efficiency"))
+    passes_per_second_N = drafted_N / efficiency_N
+    tokens_Q, passes_Q = _by_question(answers, lambda one: (len(one.tokens), 1 + len(one.emitted)))
+
+    def drafted(groups_RN: Draws, questions_RQ: Draws) -> Floats:
+        efficiency_R = tokens_Q[questions_RQ].sum(1) / passes_Q[questions_RQ].sum(1)
+        return np.asarray(np.median(passes_per_second_N[groups_RN], axis=1) * efficiency_R)
+
+    def gain(groups_RN: Draws, questions_RQ: Draws) -> Floats:
+        plain_R, generate_R = (np.median(speeds_N[groups_RN], axis=1) for speeds_N in (plain_N, generate_N))
+        return np.asarray(drafted(groups_RN, questions_RQ) / np.maximum(plain_R, generate_R))
+
+    def spread(figure: Callable[[Draws, Draws], Floats]) -> Interval | None:
+        return interval(len(timings), lambda groups_RN: figure(groups_RN, draws(len(tokens_Q), seed)), seed)
+
+    every = np.arange(len(timings))[None], np.arange(len(tokens_Q))[None]
+    return {
+        "tokens_per_second": float(drafted(*every)[0]),
+        "tokens_per_second_interval": spread(drafted),
+        "plain_tokens_per_second": float(np.median(plain_N)),
+        "generate_tokens_per_second": float(np.median(generate_N)),
+        "speedup": float(gain(*every)[0]),
+        "speedup_interval": spread(gain),
+    }
+
+
+def acceptance_by_position(emitted: Sequence[int]) -> tuple[float, ...]:
+    """Share of passes that emitted more than 1, 2, 3 ... tokens; their sum is the mean accepted length minus one.
+
+    A pass emits its accepted drafts and one token chosen by the target, the bonus.
+    """
+    return tuple(sum(count > position for count in emitted) / len(emitted)
+                 for position in range(1, max(emitted, default=1)))
