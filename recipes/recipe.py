@@ -10,7 +10,6 @@ from ..data.batches.datamodule import BatchConfig
 from ..export import EvaluateConfig
 from ..modules import Target, TargetConfig, UserError
 from ..modules.policies.registry import MOST
-from ..modules.tuning.held_out_ranks import MAX_RANK
 from ..trainers import DraftModule, TrainConfig
 from ..trainers.families import family_module
 from .chat_settings import TemplateConfig
@@ -28,15 +27,11 @@ class TreeConfig:
     used_nodes: int | None = None
     """Number of these nodes that are drafted on this machine, root included, for greedy and for sampled rows; None
     measures the cost of a pass here and takes the best number for each, for sampled rows none where none pays."""
-    max_rank: int = MAX_RANK
-    """Highest rank of a guess that the tree may use; 1 makes it a chain."""
 
     def __post_init__(self) -> None:
         if not 2 <= self.searched_nodes <= MOST:
             raise UserError(f"tree.searched_nodes must lie between 2 (a root and one guess) and {MOST}, got "
                             f"{self.searched_nodes}")
-        if not 1 <= self.max_rank <= MAX_RANK:
-            raise UserError(f"tree.max_rank must lie between 1 (a chain) and {MAX_RANK}, got {self.max_rank}")
         if self.used_nodes is not None and not 1 <= self.used_nodes <= self.searched_nodes:
             raise UserError(f"tree.used_nodes must lie between 1 and tree.searched_nodes {self.searched_nodes}, got "
                             f"{self.used_nodes}")

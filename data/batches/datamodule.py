@@ -41,8 +41,8 @@ class BatchConfig:
     """Packed rows of one micro-batch on one device."""
     states: Literal["stored", "computed", "auto"] = "stored"
     """Origin of the target's states. stored: written to disk beforehand, kept while the target decodes answers and
-    computed for other text; computed: by the target in the training step; auto: stored where they fit the disk, else
-    computed; the run's folder keeps the choice."""
+    computed for other text; computed: by the target in the training step; auto: stored where they fill at most nine
+    tenths of the free disk, else computed; the run's folder keeps the choice."""
     states_format: FormatName | None = None
     """Number format of stored states. null: the target's own; int8 and fp8 (e4m3): a byte a number, with scales for
     tokens, and of int8 for channels."""
@@ -184,6 +184,55 @@ class BatchPlan:
         return self.latest[1]
 
 
+class HeldOutRows:
+    """The conversations that training holds out, one row a batch; no other shard is read.
+
+    Args:
+        folder: of `distill` (and `encode`).
+        config: origin of states.
+        taps: layers whose stored outputs the drafter reads.
+
+    Raises:
+        UserError: if the folder is not complete, or a file is corrupted.
+    """
+
+    def __init__(self, folder: str | Path, config: BatchConfig, taps: tuple[int, ...] = ()) -> None:
+        # Of held-out rows only the answers are drafted.
+        self.split = Split(Path(folder), _complete(Path(folder)), "validation", config, taps, LearnedTokens())
+
+    def up_to_repetitions(self) -> ReadRows:
+        """Rows with greedy answers, which end where their repetitions start."""
+        split = self.split
+        return ReadRows(partial(_padded, split.piece, row) for row in split.rows(0.0) if split.learns(row))
+
+    def whole(self, temperature: float = 0.0) -> ReadRows:
+        """Rows with whole answers, to be replayed.
+
+        Args:
+            temperature: of the answers: 0 for greedy ones, SIZING_TEMPERATURE for drawn ones.
+        """
+        return ReadRows(partial(_padded, self.split.whole, row) for row in self.split.rows(temperature))
+
+    def repeating(self) -> ReadRows:
+        """Whole rows whose greedy answers end in repetitions."""
+        split = self.split
+        starts = {(number, shard.span(row)[0]) for number, shard in enumerate(split.shards) for row, *_ in repetitions(shard)}
+        return ReadRows(partial(_padded, split.whole, row) for row in split.rows(0.0)
+                        if (row.shard, row.start) in starts)
+
+
+def _padded(read: Callable[[Window], Piece], row: Window) -> Features:
+    return pad([read(row)])
+
+
+def _complete(folder: Path) -> Manifest:
+    """The manifest of finished data. Raises UserError."""
+    manifest = Manifest.load(folder)
+    if not manifest.complete:
+        raise UserError(f"the data in {folder} is not complete; finish it with draftsmith distill")
+    return manifest
+
+
 class DraftDataModule(lightning.LightningDataModule):
     """The shards of one folder as Lightning wants them.
 
@@ -206,12 +255,9 @@ class DraftDataModule(lightning.LightningDataModule):
         if config.states == "auto":
             raise ValueError("batch.states auto is chosen by draftsmith.recipes; name stored or computed here")
         self.folder, self.config, self.taps = Path(folder), config, taps
-        self.manifest = Manifest.load(folder)
-        if not self.manifest.complete:
-            raise UserError(f"the data in {folder} is not complete; finish it with draftsmith distill")
+        self.manifest = _complete(self.folder)
         self.train = Split(self.folder, self.manifest, "train", config, taps, learned(self.manifest, config, around))
-        # Of held-out rows only the answers are drafted.
-        self.validation = Split(self.folder, self.manifest, "validation", config, taps, LearnedTokens())
+        self.held_out = HeldOutRows(folder, config, taps)
         self.windows = self.train.windows(config.row_length)
         if not self.windows:
             raise UserError(
@@ -281,33 +327,7 @@ class DraftDataModule(lightning.LightningDataModule):
 
         Answers end where their repetitions start. Empty when none were held out.
         """
-        split = self.validation
-        rows = [row for row in split.rows(0.0) if bool(split.learned[row.shard][row.start : row.stop].any())]
-        return _rows(split.piece, rows)
-
-    def held_out_features(self, temperature: float = 0.0) -> ReadRows:
-        """The held-out conversations whole, one row a batch, to be replayed. Empty when none were held out.
-
-        Args:
-            temperature: of their answers: 0 for greedy ones, SIZING_TEMPERATURE for drawn ones.
-        """
-        return _rows(self.validation.whole, self.validation.rows(temperature))
-
-    def looping_features(self) -> ReadRows:
-        """Rows of `held_out_features` whose greedy answers end in a repeated phrase."""
-        starts = {(number, shard.span(row)[0]) for number, shard in enumerate(self.validation.shards)
-                  for row, *_ in repetitions(shard)}
-        return _rows(self.validation.whole, [row for row in self.validation.rows(0.0)
-                                             if (row.shard, row.start) in starts])
-
-
-def _rows(read: Callable[[Window], Piece], rows: list[Window]) -> ReadRows:
-    """Rows of a split, each a batch that is read whenever it is asked for."""
-
-    def padded(row: Window) -> Features:
-        return pad([read(row)])
-
-    return ReadRows(partial(padded, row) for row in rows)
+        return self.held_out.up_to_repetitions()
 
 
 def learned(manifest: Manifest, config: BatchConfig, around: Surroundings | None) -> LearnedTokens:

@@ -26,7 +26,7 @@ class MedusaConfig(HeadConfig):
 
     Blockwise parallel decoding (arXiv:1811.03115) is a special case: heads over the frozen target's output layer
     (`output: shared`, `vocabulary_size: null`), equally weighted and trained on the text (`decay: 1`, `objective:
-    hard`), verified as a chain (`tree.max_rank: 1`). Two differences remain: its feed-forward layer has two matrices
+    hard`), verified as a chain. Two differences remain: its feed-forward layer has two matrices
     and a ReLU where a block here has one and SiLU (`num_layers: 2` has two of each), and it trains one randomly chosen
     head in each batch, whose expectation is the mean over all heads that is trained here.
     """

@@ -11,9 +11,8 @@ from ...modules.target.loading.loading import sketch_target
 from ...trainers import families
 from ...trainers.fitting import computes_mixed
 from ..planning.device_rates import Rates, on_device
-from ..planning.dry_run import dry_run
+from ..planning.dry_run import choose_states, dry_run
 from ..planning.stage_plans import StagePlan, StagePlans, held_weights, parameters_of
-from ..planning.state_costs import choose_states
 from ..planning.worker_count import resident_bytes
 from ..reading.parsing import Command, Parsed
 from ..recipe import Recipe
@@ -64,11 +63,11 @@ def plan_recipe(recipe: Recipe, stated: Rates | None = None) -> Plan:
         UserError: if the target, the family or its settings do not fit.
     """
     recipe, reason = recipe if stated is None else _elsewhere(recipe), ""
-    if recipe.batch.states == "auto":
-        choice, reason = choose_states(recipe, recipe.data or recipe.out / "data", stated)
-        recipe = replace(recipe, batch=replace(recipe.batch, states=choice))
     target = sketch_target(recipe.target)
     module = dry_run(recipe, target)
+    if recipe.batch.states == "auto":
+        choice, reason = choose_states(recipe, module, recipe.data or recipe.out / "data")
+        recipe = replace(recipe, batch=replace(recipe.batch, states=choice))
     process = resident_bytes()
     device = on_device(recipe.target.device)
     accelerator = stated is not None or device.type == "cuda"

@@ -2,7 +2,7 @@
 
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from ...data import DistillConfig, Manifest, Prompt, WantedStates, read_held_out
 from ...data.answers.continuous_batching import require_whole
 from ...data.answers.distill_config import require_enough
 from ...data.answers.shard_queue import QUEUE
-from ...data.batches.datamodule import DraftDataModule
+from ...data.batches.datamodule import BatchConfig, DraftDataModule, HeldOutRows
 from ...data.batches.label_weights import coverage
 from ...data.store.disk_room import require_room
 from ...data.store.feature_store import Encoding
@@ -40,7 +40,6 @@ from ...modules import (
     STATIC,
     Drafter,
     Features,
-    ProposedText,
     Target,
     Topology,
     UserError,
@@ -58,11 +57,10 @@ from ...modules.interfaces.optional_parts import GuessesInPasses
 from ...modules.processes import ALONE, Processes
 from ...modules.read_rows import ReadRows
 from ...modules.target.draft_vocabulary import choose
-from ...modules.target.loading.loading import sketch_target
 from ...modules.tuning.replay_acceptance import held_out_acceptance
 from ...trainers import DraftModule, FitResult, TrainConfig, families, fit
+from ...trainers.steps.train_config import UNDECISIVE
 from ..chat_settings import handwritten_prompts, prompt_sets
-from ..planning.dry_run import dry_run
 from ..reading.parsing import Command, Parsed
 from ..recipe import Recipe
 from ..stages.answer_workers import answers, help_to_answer, is_shared, leading, on_own_device, started_to_train
@@ -141,7 +139,7 @@ def stored_states(workspace: Workspace) -> Sequence[Path]:
     if workspace.batch.states == "computed":
         say("     nothing to store: batch.states is computed")
         return []
-    module = dry_run(workspace.recipe, sketch_target(workspace.recipe.target))
+    module = workspace.tried
     if not module.needs_states:
         say("     nothing to store: training reads tokens alone")
         return []
@@ -161,7 +159,9 @@ def train_stage(workspace: Workspace) -> Sequence[Path]:
     module = workspace.module()
     if workspace.manifest().written("draft"):
         require_teacher(module)
-    result = fit(module, batches_for(workspace, module), workspace.training)
+    data = DraftDataModule(workspace.data, batch_config(workspace, module), module.drafter.taps,
+                           workspace.around_prompts)
+    result = fit(module, data, workspace.training)
     if module.global_rank != 0:
         # This process was started for the training alone: the first one goes on.
         raise SystemExit(0)
@@ -169,21 +169,33 @@ def train_stage(workspace: Workspace) -> Sequence[Path]:
     return write_result(workspace.training, result)
 
 
-def batches_for(workspace: Workspace, module: DraftModule) -> DraftDataModule:
-    """The batches that a module trains on; without stored states where its training reads none."""
+def batch_config(workspace: Workspace, module: DraftModule) -> BatchConfig:
+    """Settings of the batches that a module trains on; without stored states where its training reads none."""
     config = workspace.batch
-    if not module.needs_states:
-        config = replace(config, states="computed")
-    return DraftDataModule(workspace.data, config, module.drafter.taps, workspace.around_prompts)
+    return config if module.needs_states else replace(config, states="computed")
+
+
+def held_out_rows(workspace: Workspace, module: DraftModule) -> HeldOutRows:
+    """The held-out conversations of a run; stored states are those that the module's drafter reads."""
+    return HeldOutRows(workspace.data, batch_config(workspace, module), module.drafter.taps)
 
 
 def artifact_stage(workspace: Workspace) -> Sequence[Path]:
     """The tree is searched on held-out text, the artifact written, and the best size of the tree measured here."""
     result, module = read_result(workspace.training), workspace.module()
     module.restore(load_file(result.checkpoint))
+    rows, config = held_out_rows(workspace, module), workspace.recipe.tree
     with workspace.target.reproducible(), torch.no_grad():
-        target, held_out = module.verifier(without_loops(workspace, module))
-        looping = loop_acceptance(workspace, module)
+        # Copies and deep trees that pay in a loop alone would be chosen for all text, so answers end where their
+        # begin. How long drafts are inside of loops is measured apart.
+        target, held_out = module.verifier(encoded(workspace, module, rows.up_to_repetitions()))
+        loops: dict[str, Any] = {"answers": len(rows.repeating())}
+        if loops["answers"]:
+            _, answers = module.verifier(encoded(workspace, module, rows.repeating()))
+            found = held_out_acceptance(module.drafter.eval(), answers, workspace.recipe.train.validation_nodes)
+            loops["accepted_length"] = found.accepted_length
+            say(f"     {len(answers)} held-out answers end in a loop: {found.accepted_length:.2f} tokens per pass "
+                "there")
         drafter = copy.deepcopy(module.drafter).to(device=target.device, dtype=target.dtype)
         drafter.bind(target)
         drafter.eval()
@@ -192,42 +204,38 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
     for one in (module.drafter, drafter):
         if isinstance(one, GuessesInPasses):
             one.count_ranks(table_PK)
-    topology, expected = search_tree(table_PK, workspace.recipe.tree.searched_nodes, workspace.recipe.tree.max_rank)
+    topology, expected = search_tree(table_PK, config.searched_nodes)
+    facts = {**provenance(workspace, result, expected), "loops": loops}
+    if (ids_Q := module.drafter.token_ids_Q) is not None:
+        facts["draft_vocabulary"] = {"tokens": len(ids_Q), "held_out_coverage": coverage(workspace.data, ids_Q)}
     # Saved as trained: what measured above was rounded to the target's number format.
-    save_artifact(workspace.artifact, module.drafter, workspace.target.identity,
-                  {**provenance(workspace, result, expected), **vocabulary(workspace, module), "loops": looping},
-                  topology, module.adapter)
+    save_artifact(workspace.artifact, module.drafter, workspace.target.identity, facts, topology, module.adapter)
     # A changed copy of the target was made inside the block: it is measured in the forms that decoding runs.
     target.linears.use(workspace.target.linears.packing)
-    tuning = tuned(workspace, target, drafter, held_out, proposed, topology, expected)
-    sampled = sized_for_sampling(tuning, drafter, target, drawn(workspace, module, target), topology)
-    tuning = replace(tuning, sampled=sampled)
+    cost = measure_cost(target, drafter, topology)
+    size = min(config.used_nodes or choose_size(expected, cost.curve()).size, topology.size)
+    tuning = replace(Tuning.of(target, size, cost, expected, given=config.used_nodes is not None),
+                     copying=size_copies(drafter, target, held_out, proposed, topology.prefix(size)))
+    drawn = rows.whole(SIZING_TEMPERATURE)
+    # A target that training has changed draws other answers than the stored ones.
+    drawn = (encoded(workspace, module, drawn) if target is module.target
+             else answered_anew(target, drawn, temperature=SIZING_TEMPERATURE))
+    tuning = replace(tuning, sampled=sized_for_sampling(tuning, drafter, target, drawn, topology))
     save_tuning(workspace.artifact, tuning)
-    say(f"     tree of {topology.size} nodes; used on this machine: {_use(tuning, 0.0)}; at temperature "
-        f"{SIZING_TEMPERATURE:g} {_use(tuning, SIZING_TEMPERATURE)}")
-    for temperature in (0.0, SIZING_TEMPERATURE):
-        if sentence := _copies(tuning, temperature):
-            say(f"     {sentence}")
+    for sentence in sizes_in_words(tuning, topology):
+        say(f"     {sentence}")
     return [workspace.artifact / name for name in ("config.json", "model.safetensors", "README.md", "tuning.json")]
 
 
-def tuned(workspace: Workspace, target: Target, drafter: Drafter, held_out: Sequence[Features], proposed: ProposedText,
-          topology: Topology, expected: tuple[float, ...]) -> Tuning:
-    """Measurements of this machine for greedy rows, with a tree whose accepted lengths by size are `expected`."""
-    cost = measure_cost(target, drafter, topology)
-    given = workspace.recipe.tree.used_nodes
-    size = min(given or choose_size(expected, cost.curve()).size, topology.size)
-    return replace(Tuning.of(target, size, cost, expected, given=given is not None),
-                   copying=size_copies(drafter, target, held_out, proposed, topology.prefix(size)))
+def encoded(workspace: Workspace, module: DraftModule, rows: ReadRows) -> ReadRows:
+    """Rows with the target's states, on its device: stored ones, or computed whenever a row is read."""
+    target, taps = workspace.target, module.drafter.taps
 
+    def read(row: Features) -> Features:
+        moved = row.to(target.device)
+        return moved if moved.encoded else target.encode(moved, taps)
 
-def drawn(workspace: Workspace, module: DraftModule, target: Target) -> ReadRows:
-    """Held-out conversations whose answers the verifying target drew at SIZING_TEMPERATURE, with its states."""
-    rows = batches_for(workspace, module).held_out_features(SIZING_TEMPERATURE)
-    if target is module.target:
-        return encoded(workspace, module, rows)
-    # A target that training has changed draws other answers than the stored ones.
-    return answered_anew(target, rows, temperature=SIZING_TEMPERATURE)
+    return rows.mapped(read)
 
 
 def sized_for_sampling(tuning: Tuning, drafter: Drafter, target: Target, text: Sequence[Features],
@@ -249,72 +257,36 @@ def sized_for_sampling(tuning: Tuning, drafter: Drafter, target: Target, text: S
                          lookahead=try_pass_sizes(drafter, proposed.ranked, topology.size))
 
 
-def _use(tuning: Tuning, temperature: float) -> str:
-    """Nodes that one row drafts and the tokens expected of them, for people."""
-    size = tuning.size_for(1, temperature)
-    if size == 1:
-        return "none, drafting does not pay"
-    return (f"{size}, {tuning.lengths_at(temperature)[size - 1]:.2f} tokens per pass expected on prompts like the "
-            "training's")
-
-
-def _copies(tuning: Tuning, temperature: float) -> str:
-    """The gain that is predicted of prompt lookup next to the tree, for people; empty where nothing was replayed."""
-    sizing = tuning.copying_at(temperature)
-    if sizing is None:
-        return ""
-    best = sizing.best(tuning.cost)
-    alone, both = (sizing.speedup(trial, tuning.cost) for trial in (sizing.alone, best))
-    pays = tuning.fastest(1, temperature) == JOINED
-    where = f"at temperature {temperature:g} " if temperature else ""
-    return (f"{where}the policy {JOINED} copies up to {best.copied} tokens in passes of up to "
-            f"{sizing.tree_size + best.extra} nodes: {best.accepted_length:.2f} tokens per pass on held-out answers, "
-            f"{STATIC} {sizing.alone.accepted_length:.2f}; predicted speed-ups {both:.2f} and {alone:.2f}, so it "
-            f"is {'' if pays else 'not '}predicted to be faster")
-
-
-def without_loops(workspace: Workspace, module: DraftModule) -> ReadRows:
-    """Held-out conversations with greedy answers up to their loops: copies and deep trees that pay in a loop alone
-    would be chosen for all text."""
-    return encoded(workspace, module, batches_for(workspace, module).validation_features())
-
-
-def encoded(workspace: Workspace, module: DraftModule, rows: ReadRows) -> ReadRows:
-    """Rows with the target's states, on its device: stored ones, or computed whenever a row is read."""
-    target, taps = workspace.target, module.drafter.taps
-
-    def read(row: Features) -> Features:
-        moved = row.to(target.device)
-        return moved if moved.encoded else target.encode(moved, taps)
-
-    return rows.mapped(read)
-
-
-def loop_acceptance(workspace: Workspace, module: DraftModule) -> dict[str, Any]:
-    """The accepted length on held-out answers that end in loops, apart from that which chose the checkpoint; without
-    such answers their number alone."""
-    rows = batches_for(workspace, module).looping_features()
-    if not rows:
-        return {"answers": 0}
-    _, answers = module.verifier(encoded(workspace, module, rows))
-    found = held_out_acceptance(module.drafter.eval(), answers, workspace.recipe.train.validation_nodes)
-    say(f"     {len(answers)} held-out answers end in a loop: {found.accepted_length:.2f} tokens per pass there")
-    return {"answers": len(answers), "accepted_length": found.accepted_length}
-
-
-def vocabulary(workspace: Workspace, module: DraftModule) -> dict[str, Any]:
-    """A reduced draft vocabulary in figures; empty where it is whole."""
-    ids_Q = module.drafter.token_ids_Q
-    if ids_Q is None:
-        return {}
-    return {"draft_vocabulary": {"tokens": len(ids_Q), "held_out_coverage": coverage(workspace.data, ids_Q)}}
+def sizes_in_words(tuning: Tuning, topology: Topology) -> Iterator[str]:
+    """Sentences on what one row drafts on this machine, greedy and sampled, and what prompt lookup adds to it."""
+    used, copied = [], []
+    for temperature in (0.0, SIZING_TEMPERATURE):
+        size, sizing = tuning.size_for(1, temperature), tuning.copying_at(temperature)
+        used.append("none, drafting does not pay" if size == 1 else
+                    f"{size}, {tuning.lengths_at(temperature)[size - 1]:.2f} tokens per pass expected on prompts like "
+                    "the training's")
+        if sizing is None:
+            # Nothing was replayed: no answer was held out.
+            continue
+        best = sizing.best(tuning.cost)
+        alone, both = (sizing.speedup(trial, tuning.cost) for trial in (sizing.alone, best))
+        pays = tuning.fastest(1, temperature) == JOINED
+        where = f"at temperature {temperature:g} " if temperature else ""
+        copied.append(f"{where}the policy {JOINED} copies up to {best.copied} tokens in passes of up to "
+                      f"{sizing.tree_size + best.extra} nodes: {best.accepted_length:.2f} tokens per pass on held-out "
+                      f"answers, {STATIC} {sizing.alone.accepted_length:.2f}; predicted speed-ups {both:.2f} and "
+                      f"{alone:.2f}, so it is {'' if pays else 'not '}predicted to be faster")
+    yield (f"tree of {topology.size} nodes; used on this machine: {used[0]}; at temperature {SIZING_TEMPERATURE:g} "
+           f"{used[1]}")
+    yield from copied
 
 
 def provenance(workspace: Workspace, result: FitResult, expected: tuple[float, ...]) -> dict[str, Any]:
     """Origin of the artifact: nothing in it depends on the machine."""
+    settings = {name: value for name, value in workspace.settings.items() if name not in PLACES}
+    trained = {name: value for name, value in settings["train"].items() if name not in UNDECISIVE}
     return {
-        "recipe": {**{name: workspace.settings[name] for name in workspace.settings if name not in PLACES},
-                   "distill": workspace.answered, "train": workspace.trained, "batch": workspace.batched},
+        "recipe": {**settings, "distill": workspace.decisive["distill"], "train": trained, "batch": workspace.batched},
         "data_manifest": trained_on(workspace.training),
         "acceptance": {"accepted_length": result.accepted_length, "by_position": list(result.by_position)},
         "training": {"best_step": result.step, "steps": result.steps},

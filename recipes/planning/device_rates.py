@@ -1,13 +1,9 @@
-"""Rates of a device, floating-point operations and bytes read a second, and of a disk, measured by short probes or
-stated."""
+"""Rates of a device, floating-point operations and bytes read a second, measured by short probes or stated."""
 
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Self
 
 import torch
@@ -20,9 +16,6 @@ _TOKENS, _WIDTH = 512, 2048
 """Rows and columns of the probed product."""
 _READ_BYTES = 128 * 2**20
 """Bytes of the matrix that the probe of the bandwidth reads; more than a processor's caches hold."""
-
-_DISK_BYTES = 64 * 2**20
-"""Bytes of the probe of a disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,43 +63,6 @@ class Rates:
     def seconds(self, operations: float, read: float = 0) -> float:
         """Seconds of work that computes and reads at the same time."""
         return max(operations / self.flops, read / self.bandwidth)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DiskRates:
-    """Bytes that a disk takes and gives in a second."""
-
-    write: float
-    """Written, until they are on the disk."""
-    read: float
-    """Read, where the system keeps them in no memory of its own."""
-
-    @classmethod
-    def measured(cls, folder: Path) -> Self:
-        """Those of a folder's disk, by a file without a name that is gone at the end.
-
-        Raises:
-            UserError: if it cannot be written.
-        """
-        block = os.urandom(_DISK_BYTES // 16)
-        try:
-            with TemporaryFile(dir=folder, buffering=0) as file:
-                started = time.perf_counter()
-                for _ in range(16):
-                    file.write(block)
-                os.fsync(file.fileno())
-                written = time.perf_counter()
-                if hasattr(os, "posix_fadvise"):
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-                file.seek(0)
-                asked = time.perf_counter()
-                while file.read(len(block)):
-                    pass
-                ended = time.perf_counter()
-        except OSError as error:
-            raise UserError(f"cannot write to {folder} to measure its disk: {error.strerror}; choose another --out, or "
-                            "set batch.states to stored or computed") from error
-        return cls(write=_DISK_BYTES / (written - started), read=_DISK_BYTES / (ended - asked))
 
 
 def on_device(name: str) -> torch.device:

@@ -1,12 +1,28 @@
 """A recipe tried on the target's shape alone: a misfit is reported before hours of work."""
 
+import shutil
+from pathlib import Path
+from typing import Literal
+
 import torch
 
+from ...data import Manifest, WantedStates
+from ...data.store.disk_room import in_words, nearest
+from ...data.store.feature_shards import unlisted
+from ...data.store.state_formats import format_named
+from ...data.store.token_store import MANIFEST
 from ...export import FASTEST
 from ...modules import Target, Topology, UserError, parse_joined, policy_named
 from ...modules.target.loading.loading import is_gguf
 from ...trainers import DraftModule
 from ..recipe import Recipe
+from .planned_work import opening
+from .worker_count import prompt_count
+
+Choice = Literal["stored", "computed"]
+"""Origins of states that `auto` chooses between; mixed ones need a limit that only a person knows."""
+MOST_OF_DISK = 0.9
+"""Share of the free disk that stored states fill at most: the rest of a run is written there too."""
 
 
 def dry_run(recipe: Recipe, target: Target) -> DraftModule:
@@ -24,26 +40,9 @@ def dry_run(recipe: Recipe, target: Target) -> DraftModule:
     target.placement.require_fit(target.model, recipe.train.world, gguf=is_gguf(recipe.target))
     module = recipe.module(target, torch.ones(target.vocab_size))
     module.configure_model()
-    check_states(recipe, module)
-    check_room(recipe, module)
-    widest = Topology.from_paths([(), *((rank,) for rank in range(recipe.tree.searched_nodes - 1))])
-    for name in recipe.evaluate.policy_names:
-        if name == FASTEST:
-            # Static, which every family answers.
-            continue
-        policy_named(parse_joined(name).own, widest, module.drafter)
-    return module
-
-
-def check_states(recipe: Recipe, module: DraftModule) -> None:
-    """Refuse to store states of a target that training changes. Raises UserError."""
     if module.changes_target and recipe.batch.states not in ("computed", "auto"):
         raise UserError(f"batch.states is {recipe.batch.states!r}, but {type(module).__name__} trains the target, "
                         "whose states change with every step; set batch.states: computed")
-
-
-def check_room(recipe: Recipe, module: DraftModule) -> None:
-    """Refuse rows or a tree that are too small for the drafter's guesses. Raises UserError."""
     steps, length = module.drafter.trained_steps, recipe.batch.row_length
     if length < steps + 2:
         raise UserError(f"{steps} draft steps need rows of at least {steps + 2} tokens, but batch.row_length is "
@@ -52,3 +51,45 @@ def check_room(recipe: Recipe, module: DraftModule) -> None:
     if reach is not None and reach >= nodes:
         raise UserError(f"a tree of tree.searched_nodes {nodes} is at most {nodes - 1} tokens deep, but this drafter "
                         f"guesses {reach}; raise tree.searched_nodes to at least {reach + 1}, or guess fewer tokens")
+    widest = Topology.from_paths([(), *((rank,) for rank in range(nodes - 1))])
+    for name in recipe.evaluate.policy_names:
+        if name == FASTEST:
+            # Static, which every family answers.
+            continue
+        policy_named(parse_joined(name).own, widest, module.drafter)
+    return module
+
+
+def choose_states(recipe: Recipe, module: DraftModule, data: Path) -> tuple[Choice, str]:
+    """(origin of the states with `batch.states: auto`, its reason): stored if they fit into the free disk.
+
+    Args:
+        recipe: whose `batch.states` is auto.
+        module: of `dry_run`.
+        data: folder of the data, finished or to come.
+
+    Raises:
+        UserError: if a manifest or a file of prompts cannot be read.
+    """
+    start, config = "batch.states auto takes", recipe.distill
+    if not module.needs_states:
+        return "computed", f"{start} computed: training reads tokens alone"
+    if module.changes_target:
+        return "computed", f"{start} computed: training changes the target, and its states with it"
+    wanted = WantedStates(taps=module.drafter.taps, form=recipe.batch.states_format)
+    if (data / MANIFEST).is_file() and (manifest := Manifest.load(data)).complete:
+        form = format_named(wanted.form, module.target.dtype)
+        tokens = sum(record.tokens for record in unlisted(data, manifest, wanted.taps, form))
+    else:
+        prompts = prompt_count(recipe)
+        limits = [config.budget_tokens, None if prompts is None else prompts * config.max_new_tokens]
+        answers = min((limit for limit in limits if limit is not None), default=None)
+        if answers is None:
+            return "computed", (f"{start} computed: nothing limits the answers before they are written, so that the "
+                                "size of their states is not known; set distill.budget_tokens, or batch.states: stored")
+        # States are stored at the tokens of prompts too.
+        tokens = round(answers * (1 + opening(recipe) / config.max_new_tokens))
+    size, free = wanted.bytes(tokens, wanted.width(module.target)), shutil.disk_usage(nearest(data)).free
+    choice: Choice = "stored" if size <= MOST_OF_DISK * free else "computed"
+    return choice, (f"{start} {choice}: the states of {tokens:,} tokens would take {in_words(size)} more, and the disk "
+                    f"has {in_words(free)} free")

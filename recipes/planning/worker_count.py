@@ -45,17 +45,23 @@ def gpus_of(target: TargetConfig) -> int:
     return 1 if chosen else torch.cuda.device_count()
 
 
-def most_shards(recipe: Recipe) -> int | None:
-    """Most shards that the train prompts of a recipe make; None where their number is not known.
+def prompt_count(recipe: Recipe) -> int | None:
+    """Number of a recipe's prompts; None where nothing limits it.
 
     Raises:
         UserError: if their file cannot be read.
     """
-    prompts, config = recipe.prompts, recipe.distill
-    count = prompts.limit
-    if prompts.origin == "file" and Path(prompts.path or "").is_file():
-        found = len(read_prompts(prompts.path or "", column=prompts.column, skip_malformed=prompts.skip_malformed))
+    prompts = recipe.prompts
+    count, file = prompts.limit, Path(prompts.path or "")
+    if prompts.origin == "file" and file.is_file():
+        found = len(read_prompts(file, column=prompts.column, skip_malformed=prompts.skip_malformed))
         count = min(found, count or found)
+    return count
+
+
+def most_shards(recipe: Recipe) -> int | None:
+    """Most shards that the train prompts of a recipe make; None where nothing limits them. Raises as `prompt_count`."""
+    count, config = prompt_count(recipe), recipe.distill
     if count is None:
         return None
     return max(0, -(-(count - config.validation_prompts - config.test_prompts) // config.shard_prompts))

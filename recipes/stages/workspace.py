@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -28,9 +28,8 @@ from ...modules.target.loading.hf_folder import folder_digest
 from ...modules.target.loading.loading import FASTEST, fastest_format, load_in_format, sketch_target
 from ...trainers import DraftModule
 from ...trainers.fitting import require_devices, require_processes
-from ...trainers.steps.train_config import UNDECISIVE, decisive_settings
-from ..planning.dry_run import dry_run
-from ..planning.state_costs import Choice, choose_states
+from ...trainers.steps.train_config import decisive_settings
+from ..planning.dry_run import Choice, choose_states, dry_run
 from ..recipe import Recipe
 from ..terminal.terminal_text import say
 
@@ -70,6 +69,15 @@ class Workspace:
         """Whether this command trains too; others need not have been started in the processes that train."""
 
     @cached_property
+    def tried(self) -> DraftModule:
+        """The recipe's module on a sketch of the target, both without values: shapes decide what a run stores.
+
+        Raises:
+            UserError: if the recipe does not fit the target.
+        """
+        return dry_run(self.recipe, sketch_target(self.recipe.target))
+
+    @cached_property
     def target(self) -> Target:
         """The target of the recipe."""
         say(f"     loading the target {self.recipe.target.name}")
@@ -87,7 +95,9 @@ class Workspace:
             UserError: if that file is damaged.
         """
         chosen = self.recipe.target.dtype
-        return self._measured("dtype", "drafted decoding") if chosen == FASTEST else chosen
+        if chosen != FASTEST:
+            return chosen
+        return self._kept("dtype", partial(self._fastest, "drafted decoding"))
 
     @cached_property
     def distill_config(self) -> DistillConfig:
@@ -102,8 +112,8 @@ class Workspace:
         decodes = self.recipe.prompts.origin == "own" or "target" in config.shares
         if self.target.device.type != "cpu" or not decodes:
             return replace(config, train_dtype="own")
-        answering = f"answering {config.slots} prompts at once"
-        return replace(config, train_dtype=self._measured("train_dtype", answering, config.slots))
+        choose = partial(self._fastest, f"answering {config.slots} prompts at once", config.slots)
+        return replace(config, train_dtype=self._kept("train_dtype", choose))
 
     def train_target(self) -> Target | None:
         """The target in the number format of train prompts; None where that is its own."""
@@ -113,14 +123,10 @@ class Workspace:
         say(f"     casting it to {wanted}, to answer train prompts")
         return load_in_format(self.recipe.target, self.target, getattr(torch, wanted))
 
-    def _measured(self, name: Literal["dtype", "train_dtype"], work: str, rows: int | None = None) -> Any:
-        """The number format that the run's folder keeps under this name, measured where there is none."""
-
-        def measured() -> tuple[str, str]:
-            found = fastest_format(self.recipe.target, rows)
-            return found, f"{work} was measured to be fastest in {found}"
-
-        return self._kept(name, measured)
+    def _fastest(self, work: str, rows: int | None = None) -> tuple[str, str]:
+        """(the number format in which the target decodes so many rows fastest here, the reason)."""
+        found = fastest_format(self.recipe.target, rows)
+        return found, f"{work} was measured to be fastest in {found}"
 
     def _kept(self, name: Literal["dtype", "train_dtype", "states"], choose: Callable[[], tuple[str, str]]) -> Any:
         """Setting that was measured or chosen for this machine once, kept in the run's folder under this name.
@@ -129,7 +135,7 @@ class Workspace:
 
         Args:
             name: of the setting.
-            choose: returns it, with its reason for people; called where the folder keeps none.
+            choose: returns it and the reason; called where the folder keeps none.
 
         Raises:
             UserError: if the file is damaged, or several processes would choose.
@@ -139,12 +145,19 @@ class Workspace:
         if Processes.launched().world > 1:
             raise UserError(f"{self.out / MACHINE} does not say yet what this run takes for {CHOSEN[name]}; run "
                             "draftsmith distill with this recipe without torchrun, or name it in the recipe")
-        if self.recipe.distill.workers is None:
-            return self._choose(name, choose)
-        with closing(FolderLocks(self.out / CHOOSING)) as locks, locks.holding(0):
+        with ExitStack() as stack:
+            if self.recipe.distill.workers is not None:
+                locks = stack.enter_context(closing(FolderLocks(self.out / CHOOSING)))
+                stack.enter_context(locks.holding(0))
             # Another process, on this machine or another, may have chosen in the meantime: its choice is that of all.
-            found = getattr(self._machine_record(), name)
-            return self._choose(name, choose) if found is None else found
+            record, chosen = self._machine_record(), dict[str, Any]()
+            if getattr(record, name) is None:
+                chosen[name], reason = choose()
+                record = replace(record, **chosen)
+                kept = {key: value for key, value in asdict(record).items() if value is not None}
+                write_file(self.out / MACHINE, json.dumps(kept, indent=2) + "\n")
+                say(f"     {reason}; {self.out / MACHINE} keeps that")
+            return getattr(record, name)
 
     def _machine_record(self) -> MachineRecord:
         """The choices that the run's folder keeps. Raises UserError if the file is damaged."""
@@ -153,16 +166,6 @@ class Workspace:
             return MachineRecord()
         return read_record(MachineRecord, file, "delete the folder's data too if you delete it: they may be in another "
                            "format")
-
-    def _choose(self, name: str, choose: Callable[[], tuple[str, str]]) -> Any:
-        """Make a choice and keep it."""
-        chosen: dict[str, Any] = {}
-        chosen[name], reason = choose()
-        record = replace(self._machine_record(), **chosen)
-        kept = {key: value for key, value in asdict(record).items() if value is not None}
-        write_file(self.out / MACHINE, json.dumps(kept, indent=2) + "\n")
-        say(f"     {reason}; {self.out / MACHINE} keeps that")
-        return getattr(record, name)
 
     @cached_property
     def batch(self) -> BatchConfig:
@@ -174,7 +177,8 @@ class Workspace:
         config = self.recipe.batch
         if config.states != "auto":
             return config
-        return replace(config, states=self._kept("states", partial(choose_states, self.recipe, self.data)))
+        choose = partial(choose_states, self.recipe, self.tried, self.data)
+        return replace(config, states=self._kept("states", choose))
 
     @property
     def batched(self) -> dict[str, Any]:
@@ -211,28 +215,18 @@ class Workspace:
         weights or the number of processes that answer or, as long as they read as many micro-batches together, train.
         Where a draft starts from the model in a folder, that model decides: another one may have been put there since.
         """
+        target, answers, drafter = (dict(self.settings[name]) for name in ("target", "distill", "drafter"))
+        for name in ("placement", "degree", "offload"):
+            target.pop(name)
+        workers, _ = answers.pop("workers"), answers.pop("server")
+        if workers is not None:
+            # Several processes answer shard by shard, each with draws of its own; their number decides nothing.
+            answers["workers"] = ONE_QUEUE
+        if drafter.get("folder") is not None:
+            drafter["model_in_folder"] = folder_digest(Path(drafter["folder"]))
         batch = {name: value for name, value in self.batched.items() if value is not None}
-        drafter, folder = self.settings["drafter"], self.settings["drafter"].get("folder")
-        if folder is not None:
-            drafter = {**drafter, "model_in_folder": folder_digest(Path(folder))}
-        return {**self.settings, "target": self._read_target, "distill": self.answered,
-                "train": decisive_settings(self.settings["train"]), "batch": batch, "drafter": drafter}
-
-    @property
-    def _read_target(self) -> dict[str, Any]:
-        """The settings of the target, wherever its weights are."""
-        placed = ("placement", "degree", "offload")
-        return {name: value for name, value in self.settings["target"].items() if name not in placed}
-
-    @property
-    def answered(self) -> dict[str, Any]:
-        """The settings of the answers, without the number of processes and a server's address, which decide nothing."""
-        return {name: value for name, value in self.settings["distill"].items() if name not in ("workers", "server")}
-
-    @property
-    def trained(self) -> dict[str, Any]:
-        """The settings of training, without those that decide no weight."""
-        return {name: value for name, value in self.settings["train"].items() if name not in UNDECISIVE}
+        return {**self.settings, "target": target, "distill": answers, "drafter": drafter, "batch": batch,
+                "train": decisive_settings(self.settings["train"])}
 
     @property
     def answered_data(self) -> Manifest | None:
@@ -268,7 +262,7 @@ class Workspace:
         Raises:
             UserError: if the data is not complete.
         """
-        return json.dumps([self.manifest().hash, self._read_target, self.settings["template"]], sort_keys=True)
+        return json.dumps([self.manifest().hash, self.decisive["target"], self.settings["template"]], sort_keys=True)
 
     def require_same_origin(self) -> None:
         """Refuse data of another target or another chat template. Raises UserError."""
@@ -284,7 +278,7 @@ class Workspace:
             self.placement.require_processes(self.recipe.train.world)
             require_processes(self.recipe.train)
         require_devices(self.recipe.train)
-        dry_run(self.recipe, sketch_target(self.recipe.target))
+        _ = self.tried
 
     @property
     def placement(self) -> Placement:
@@ -298,7 +292,7 @@ class Workspace:
         Raises:
             UserError: if the recipe does not fit the target.
         """
-        module, batch = dry_run(self.recipe, sketch_target(self.recipe.target)), self.batch
+        module, batch = self.tried, self.batch
         if batch.states == "computed" or not module.needs_states:
             return ()
         return (WantedStates(taps=module.drafter.taps, form=batch.states_format),)

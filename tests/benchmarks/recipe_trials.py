@@ -41,7 +41,7 @@ from draftsmith.modules.read_rows import ReadRows
 from draftsmith.modules.tuning.held_out_ranks import RankedText, proposed_text
 from draftsmith.modules.tuning.rank_walk import walk
 from draftsmith.recipes.chat_settings import handwritten_prompts
-from draftsmith.recipes.commands.pipeline import COMMANDS, batches_for, encoded, perform_stages
+from draftsmith.recipes.commands.pipeline import COMMANDS, encoded, held_out_rows, perform_stages
 from draftsmith.recipes.stages.training_folder import read_result
 from draftsmith.recipes.stages.workspace import Workspace
 from draftsmith.trainers import DraftModule
@@ -187,8 +187,7 @@ class Trials:
         result, module = read_result(workspace.training), workspace.module()
         module.restore(load_file(result.checkpoint))
         with self.target.reproducible(), torch.no_grad():
-            held_out = batches_for(workspace, module).held_out_features()
-            target, rows = module.verifier(encoded(workspace, module, held_out))
+            target, rows = module.verifier(encoded(workspace, module, held_out_rows(workspace, module).whole()))
             _, asked = module.verifier(self._answers(module.drafter.taps))
             drafter = copy.deepcopy(module.drafter).to(device=target.device, dtype=target.dtype)
             drafter.bind(target)
@@ -204,7 +203,7 @@ class Trials:
         """Held-out own answers as far as their loops, whatever the trial learns."""
         config = workspace.recipe.batch
         recipe = replace(workspace.recipe, batch=config)
-        return batches_for(Workspace(recipe, workspace.settings), module).validation_features()
+        return held_out_rows(Workspace(recipe, workspace.settings), module).up_to_loops()
 
     def _answers(self, taps: tuple[int, ...]) -> list[Features]:
         """The target's greedy answers to the hand-written prompts, with its states."""

@@ -38,7 +38,7 @@ CONTENTS = [
     ("out: !!python/name:os.system x", r"could not determine a constructor .*correct it"),
     ("out: !!int x", r"r\.yaml is not a YAML file: .*correct it"),
     ("out: !!float x", r"r\.yaml is not a YAML file: .*correct it"),
-    (f"tree: {{max_rank: {'9' * 5000}}}", r"r\.yaml is not a YAML file: .*digits.*correct it"),
+    (f"tree: {{used_nodes: {'9' * 5000}}}", r"r\.yaml is not a YAML file: .*digits.*correct it"),
     (f"out: {'[' * 3000}", r"r\.yaml is not a YAML file: more than 50 levels .*; correct it"),
     # Values that hold themselves.
     ("out: &a [*a]", r"r\.yaml is not a YAML file: a value that holds itself .*; correct it"),

@@ -2,7 +2,7 @@
 
 
 import pytest
-from draftsmith.data.batches.datamodule import DraftDataModule
+from draftsmith.data.batches.datamodule import HeldOutRows
 from draftsmith.modules.read_rows import ReadRows
 from draftsmith.recipes.commands.pipeline import COMMANDS, artifact_stage, perform_stages
 from draftsmith.recipes.planning.counted_storages import CountedStorages
@@ -30,14 +30,12 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_sizing_the_tree_takes_no_more_memory_for_more_held_out_text(
     trained: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    originals = {name: getattr(DraftDataModule, name)
-                 for name in ("validation_features", "held_out_features", "looping_features")}
-    data = DraftDataModule(trained.data, trained.recipe.batch)
-    tokens = sum(row.tokens_BL.numel() for row in data.held_out_features())
+    originals = {name: getattr(HeldOutRows, name) for name in ("up_to_loops", "whole", "looping")}
+    tokens = sum(row.tokens_BL.numel() for row in HeldOutRows(trained.data, trained.recipe.batch).whole())
     peaks = []
     for times in (1, TIMES):
         for name, original in originals.items():
-            monkeypatch.setattr(DraftDataModule, name, lambda *given, original=original, times=times: ReadRows(
+            monkeypatch.setattr(HeldOutRows, name, lambda *given, original=original, times=times: ReadRows(
                 original(*given).read * times))
         with CountedStorages() as count:
             artifact_stage(trained)

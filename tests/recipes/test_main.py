@@ -184,7 +184,6 @@ def test_unknown_command(words: list[str], message: str, capsys: pytest.CaptureF
     (["--drafter.num_layers", "many"], "drafter.num_layers must be a whole number, got 'many'$"),
     (["--drafter.num_heads", "0"], "num_heads must be a whole number of at least 1, got 0"),
     (["--tree.searched_nodes", "1"], "tree.searched_nodes must lie between 2"),
-    (["--tree.max_rank", "0"], r"tree.max_rank must lie between 1 \(a chain\) and 10, got 0"),
     (["--family", "medusa2"], "batch.states is 'stored', but Medusa2Module trains the target"),
     (["--tree.used_nodes", "99"], "tree.used_nodes must lie between 1 and tree.searched_nodes 16, got 99"),
     (["--prompts.origin", "file"], "prompts.origin file needs prompts.path"),

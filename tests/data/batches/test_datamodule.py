@@ -117,10 +117,10 @@ def test_without_stored_states_only_beginnings_are_used(folder: Path) -> None:
 
 def test_validation_rows_are_whole_and_the_same_every_time(folder: Path, tiny_target: Target) -> None:
     data = DraftDataModule(folder, replace(CONFIG, row_length=30))
-    features = data.held_out_features()
+    features = data.held_out.whole()
     assert len(features) == 3
     assert [batch.tokens_BL.shape[1] for batch in features] == [
-        stop - start for start, stop in (data.validation.shards[0].span(row) for row in range(3))
+        stop - start for start, stop in (data.held_out.split.shards[0].span(row) for row in range(3))
     ]
     for batch in features:
         assert bool((batch.segments_BL == 0).all())
@@ -129,11 +129,11 @@ def test_validation_rows_are_whole_and_the_same_every_time(folder: Path, tiny_ta
         labels, valid = batch.labels(1)
         assert torch.equal(greedy[valid[:, :-1]], labels[:, :-1][valid[:, :-1]]), "validation answers are greedy"
         assert supervised <= 12
-    drawn = data.held_out_features(1.0)
+    drawn = data.held_out.whole(1.0)
     assert [one.tokens_BL[0, :9].tolist() for one in drawn] == [one.tokens_BL[0, :9].tolist() for one in features]
     assert [one.tokens_BL.tolist() for one in drawn] != [one.tokens_BL.tolist() for one in features]
-    assert not data.held_out_features(0.5)
-    assert same(features[1], data.held_out_features()[1])
+    assert not data.held_out.whole(0.5)
+    assert same(features[1], data.held_out.whole()[1])
 
 
 def test_supervised_train_tokens_are_counted(folder: Path, tiny_target: Target) -> None:
@@ -184,8 +184,8 @@ def test_repetitions_are_left_out_of_batches_and_of_validation(tmp_path: Path, t
     assert sum(int(piece.supervised_N.sum()) for piece in pieces) == 44
     assert [len(piece.tokens_N) for piece in pieces] == [26, 23, 4], "what follows the last label need not be read"
     assert [int(row.supervised_BL.sum()) for row in data.validation_features()] == [23, 20, 1]
-    assert [int(row.supervised_BL.sum()) for row in data.held_out_features()] == [53, 20, 31]
-    assert [int(row.supervised_BL.sum()) for row in data.looping_features()] == [53, 31]
+    assert [int(row.supervised_BL.sum()) for row in data.held_out.whole()] == [53, 20, 31]
+    assert [int(row.supervised_BL.sum()) for row in data.held_out.repeating()] == [53, 31]
 
 
 def test_prompts_that_the_target_wrote_are_learned_on_request(own: Path, tiny_target: Target) -> None:

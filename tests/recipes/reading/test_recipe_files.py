@@ -17,9 +17,9 @@ def write(folder: Path, **texts: str) -> Path:
 
 def test_own_keys_win_section_by_section(tmp_path: Path) -> None:
     file = write(tmp_path, mine="extends: base\nout: a\ntrain:\n  lora:\n    rank: 2\n",
-                 base="out: b\ntrain:\n  lr: 1.0\n  lora:\n    rank: 1\n    alpha: 3\ntree:\n  max_rank: 1\n")
+                 base="out: b\ntrain:\n  lr: 1.0\n  lora:\n    rank: 1\n    alpha: 3\ntree:\n  used_nodes: 1\n")
     assert read_recipe(str(file)) == {"out": "a", "train": {"lr": 1.0, "lora": {"rank": 2, "alpha": 3}},
-                                      "tree": {"max_rank": 1}}
+                                      "tree": {"used_nodes": 1}}
 
 
 def test_a_recipe_extends_by_a_path_relative_to_itself_or_a_shipped_name(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_another_family_brings_its_own_drafter(tmp_path: Path) -> None:
     ({"a": "extends: gone\n"}, r"a.yaml extends 'gone', but there is no recipe 'gone'; give the path"),
     ({"a": "extends: [b, c]\n"}, r"a.yaml: extends must be the name or path of one recipe, got \['b', 'c'\]"),
     ({"a": "out: a\nout: b\n"}, r"a.yaml is not a YAML file: the key 'out' is given twice \(line 1\)"),
-    ({"a": "extends: b\n", "b": "tree:\n  max_rank: 1\n  max_rank: 2\n"}, r"b.yaml is not .* 'max_rank' is given"),
+    ({"a": "extends: b\n", "b": "tree:\n  degree: 1\n  degree: 2\n"}, r"b.yaml is not .* 'degree' is given"),
     ({"a": "- out\n"}, r"a.yaml must hold the sections of a recipe \(key: value\), got list"),
 ])
 def test_recipes_that_cannot_be_read(texts: dict[str, str], message: str, tmp_path: Path) -> None:

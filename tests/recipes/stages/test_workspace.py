@@ -2,10 +2,15 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from draftsmith.data import TokenShard
+from draftsmith.data.batches.datamodule import DraftDataModule
 from draftsmith.recipes.__main__ import main
-from draftsmith.recipes.commands.pipeline import COMMANDS
+from draftsmith.recipes.commands import pipeline
+from draftsmith.recipes.commands.pipeline import ALL, COMMANDS
+from draftsmith.recipes.stages import workspace
 from draftsmith.recipes.stages.workspace import Workspace
 from support.tiers import some_long
 
@@ -101,3 +106,46 @@ def test_prompts_that_cannot_be_learned_are_reported(
     assert given.around_prompts == ("around" if asked == "true" and not says else None)
     assert given.around_prompts == given.around_prompts
     assert capsys.readouterr().out.count("batch.own_prompts has no effect") == says, "once"
+
+
+def test_a_run_sketches_the_target_once_and_only_training_opens_all_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts, running, opened = dict.fromkeys(("sketch_target", "dry_run", "data"), 0), [""], dict[str, list[str]]()
+
+    def counted(owner: Any, attribute: str, name: str) -> None:
+        original = getattr(owner, attribute)
+
+        def call(*given: Any, **settings: Any) -> Any:
+            counts[name] += 1
+            return original(*given, **settings)
+
+        monkeypatch.setattr(owner, attribute, call)
+
+    def watched(name: str) -> None:
+        original = getattr(pipeline, f"{name}_stage")
+
+        def stage(*given: Any) -> Any:
+            running[0], opened[name] = name, []
+            return original(*given)
+
+        monkeypatch.setattr(pipeline, f"{name}_stage", stage)
+
+    counted(workspace, "sketch_target", "sketch_target")
+    counted(workspace, "dry_run", "dry_run")
+    counted(DraftDataModule, "__init__", "data")
+    for name in ALL:
+        watched(name)
+    read = TokenShard.read
+
+    def noting(file: Path, *rest: Any) -> TokenShard:
+        opened[running[0]].append(file.name)
+        return read(file, *rest)
+
+    monkeypatch.setattr(TokenShard, "read", noting)
+    words = ["--distill.budget_tokens", "300", "--train.max_steps", "2", "--evaluate.limit", "1"]
+    assert main(["run", "--config", TINY, "--out", str(tmp_path), *words]) == 0
+    assert counts == {"sketch_target": 1, "dry_run": 1, "data": 1}
+    assert [file for file in opened["artifact"] if not file.startswith("validation")] == []
+    assert len(opened["artifact"]) == len(set(opened["artifact"])) > 0, "each file is read and hashed once"
+    assert any(file.startswith("train") for file in opened["train"]), "the test sees nothing"
