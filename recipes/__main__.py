@@ -91,7 +91,7 @@ def overview() -> str:
         "",
         *lines,
         "",
-        "  draftsmith COMMAND --help lists the keys, with --family NAME also those of a family;",
+        "  draftsmith COMMAND --help lists the keys that most people set, --help=all all of them;",
         "  draftsmith COMMAND --config FILE --print_config prints the whole recipe in force.",
         "  FILE is a path, or the name of a recipe in the package: --config quickstart.",
     ])

@@ -1,4 +1,4 @@
-"""Checks of the keys in recipes and on the command line: one short sentence for an unknown, renamed or mistyped one."""
+"""Checks of the keys in recipes and on the command line: one short sentence for an unknown or mistyped one."""
 
 import difflib
 import re
@@ -12,27 +12,6 @@ from .recipe_keys import Key, allows_null
 OPTION = re.compile(r"--([A-Za-z][\w.-]*)(=.*)?", flags=re.DOTALL)
 PARSER_OPTIONS = ("config", "help", "print_config")
 """Options of the parser itself."""
-FORMER_MODEL = re.compile(r"model(\.init_args)?\.config\.(?P<drafter>drafter\.)?(?P<key>.+)")
-RENAMED = {
-    "prompts.source": "prompts.origin (own, file or dataset)",
-    "batch.source": "batch.states (stored, computed or mixed, formerly features, tokens or mixed)",
-    "distill.source": "distill.answered_by (target, text, draft, or shares of them)",
-    "tree.max_nodes": "tree.searched_nodes",
-    "tree.size": "tree.used_nodes",
-    "model.class_path": "family, such as family: medusa",
-}
-"""Keys that recipes once had, and the keys of today."""
-
-
-def renamed(name: str) -> str | None:
-    """The key of today for a former one; None for a key that never was."""
-    if name in RENAMED:
-        return RENAMED[name]
-    if former := FORMER_MODEL.fullmatch(name):
-        return f"{'drafter' if former['drafter'] else 'train'}.{former['key']}"
-    if name == "model" or name.startswith("model."):
-        return "family, with the sections drafter and train"
-    return None
 
 
 def flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -60,12 +39,6 @@ class KeyChecks:
     def __init__(self, command: str, keys: Mapping[str, Key], passed_over: Sequence[str]) -> None:
         self.command, self.keys, self.passed_over = command, keys, tuple(passed_over)
         self.sections = {name[:place] for name in keys for place, sign in enumerate(name) if sign == "."}
-
-    def check_renamed(self, content: Mapping[str, Any], words: Sequence[str]) -> None:
-        """Refuse a key of a recipe or a command line that has another name today. Raises UserError."""
-        for name in (*(name for name, _ in flat(content)), *options(words)):
-            if name not in self.keys and name not in self.sections and (today := renamed(name)):
-                raise UserError(f"the key {name} is now {today}; rename it")
 
     def check_content(self, content: Mapping[str, Any]) -> None:
         """Refuse keys of a recipe that are unknown, or whose value is of the wrong kind. Raises UserError."""
@@ -105,7 +78,7 @@ class KeyChecks:
             where = f"the section {section}" if section else self.command
             hint = f"choose one that {where} has: {', '.join(sorted(siblings))}"
         else:
-            hint = f"draftsmith {self.command} --help lists all keys"
+            hint = f"draftsmith {self.command} --help=all lists all keys"
         raise UserError(f"unknown key {name}: {hint}")
 
     def _keys_in(self, section: str) -> list[str]:

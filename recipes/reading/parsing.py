@@ -8,14 +8,15 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
 from ...modules import UserError
-from .key_checks import OPTION, KeyChecks, options, renamed
+from .help_text import HelpText, asked_help
+from .key_checks import OPTION, KeyChecks, options
 from .recipe_files import check_plain, check_word, merge, read_recipe, recipe_path
-from .recipe_keys import keys_of
+from .recipe_keys import field_docstrings, keys_of
 
 T = TypeVar("T")
 SECTIONS = ("out", "family", "drafter", "train", "target", "template", "prompts", "distill", "data", "references",
@@ -65,7 +66,7 @@ class Command(Generic[T]):
     name: str
     """Name on the command line."""
     arguments: type[T]
-    """Frozen dataclass of the arguments; its field docstrings are the help."""
+    """Frozen dataclass of the arguments; the docstrings of its fields are the help."""
     run: Callable[[Parsed[T]], None]
     """The function."""
     home: tuple[str, type[Any]] | None = None
@@ -141,7 +142,7 @@ class CommandLine(Generic[T]):
         if option is None or home is None or option[1] in self.command.keys:
             return word
         config = self.configs.train if self.configs is not None and home[0] == "train" else home[1]
-        known = option[1] in {field.name for field in fields(config)} or renamed(f"{home[0]}.{option[1]}")
+        known = option[1] in {field.name for field in fields(config)}
         return f"--{home[0]}.{word[2:]}" if known else word
 
     def _switched_on(self, words: Sequence[str]) -> list[str]:
@@ -155,15 +156,25 @@ class CommandLine(Generic[T]):
     def checks(self) -> KeyChecks:
         """The keys that the command knows for this family."""
         keys = keys_of(self.command.arguments, skip=() if self.command.families is None else ("train",))
-        if self.configs is not None:
-            keys |= keys_of(self.configs.drafter, "drafter.") | keys_of(self.configs.train, "train.", skip=("drafter",))
+        if self.command.families is not None:
+            # Without a family, the keys that all of them share.
+            train = get_type_hints(self.command.arguments)["train"] if self.configs is None else self.configs.train
+            drafter = get_type_hints(train)["drafter"] if self.configs is None else self.configs.drafter
+            keys |= keys_of(drafter, "drafter.") | keys_of(train, "train.", skip=("drafter",))
         over = [name for name in SECTIONS if name not in self.command.keys]
         return KeyChecks(self.command.name, keys, over)
 
     def namespace(self) -> Namespace:
-        """The parsed arguments. Raises UserError or ArgumentError."""
-        if not {"--help", "-h"} & set(self.words):
-            self._check_keys()
+        """The parsed arguments; ends the command where help is asked for. Raises UserError or ArgumentError."""
+        if (asked := asked_help(self.words)) is not None:
+            command, families = self.command, self.command.families
+            print(HelpText(
+                command=command.name, summary=" ".join((command.run.__doc__ or "").split()), keys=self.checks.keys,
+                meanings=field_docstrings(command.arguments), home=None if command.home is None else command.home[0],
+                families=() if families is None or self.configs is not None else families.family_names(),
+                recipe=families is not None).text(asked))
+            raise SystemExit(0)
+        self._check_keys()
         words = ["--config", json.dumps(self.content), *self.words] if self.content else self.words
         try:
             config: Namespace = self.parser.parse_args(words)
@@ -177,7 +188,6 @@ class CommandLine(Generic[T]):
 
     def _check_keys(self) -> None:
         """Refuse wrong keys, and to train without a family. Raises UserError."""
-        self.checks.check_renamed(self.content, self.words)
         if self.command.families is not None and self.configs is None:
             raise UserError(f"{self.command.name} needs a family; set family in the recipe, or --family, to one of "
                             f"{', '.join(self.command.families.family_names())}")
@@ -205,9 +215,8 @@ class CommandLine(Generic[T]):
         """The parser of the command: its arguments, --config, and the recipe sections that it passes over."""
         set_parsing_settings(docstring_parse_attribute_docstrings=True)
         # Without abbreviations: a misspelt key that is the start of another would be taken for it.
-        parser = ArgumentParser(prog=f"draftsmith {self.command.name}", exit_on_error=False, allow_abbrev=False,
-                                description=self._description())
-        parser.add_argument("--config", action="config", help="Recipe: a YAML file or a shipped one's name.")
+        parser = ArgumentParser(prog=f"draftsmith {self.command.name}", exit_on_error=False, allow_abbrev=False)
+        parser.add_argument("--config", action="config")
         parser.add_class_arguments(self.command.arguments, skip=None if self.command.families is None else {"train"})
         if self.configs is not None:
             parser.add_class_arguments(self.configs.drafter, "drafter", instantiate=False)
@@ -216,17 +225,6 @@ class CommandLine(Generic[T]):
             if section not in self.command.keys:
                 parser.add_argument(f"--{section}", type=str | dict[str, Any] | None, help=SUPPRESS)
         return parser
-
-    def _description(self) -> str:
-        """The docstring of the command's function, and where the keys of a family are listed."""
-        command = self.command
-        text = " ".join((command.run.__doc__ or "").split())
-        if command.home is not None:
-            text += f" Keys of {command.home[0]} may be written without it, as in --{fields(command.home[1])[0].name}."
-        if command.families is not None and self.configs is None:
-            text += (f" The keys of the sections drafter and train depend on the family: draftsmith {command.name} "
-                     f"--family NAME --help lists them, for {', '.join(command.families.family_names())}.")
-        return text
 
     def values(self, config: Namespace) -> T:
         """The command's arguments from the parsed ones. Raises UserError when a value is out of its bounds."""

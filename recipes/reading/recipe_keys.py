@@ -6,7 +6,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from itertools import pairwise
 from typing import Any, get_args, get_origin, get_type_hints
@@ -58,17 +58,15 @@ def field_docstrings(config: type[Any]) -> dict[str, str]:
     """The docstring under each field of a dataclass, in one line; a subclass's own come before its parents'."""
     found: dict[str, str] = {}
     for one in reversed(config.__mro__):
-        if is_dataclass(one):
-            found |= dict(_own_docstrings(one))
+        if not is_dataclass(one):
+            continue
+        body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(one))).body[0]).body
+        for field, text in pairwise(body):
+            if (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr)
+                    and isinstance(text.value, ast.Constant)):
+                # The code's None is null in a recipe.
+                found[field.target.id] = re.sub(r"\bNone\b", "null", " ".join(str(text.value.value).split()))
     return found
-
-
-def _own_docstrings(config: type[Any]) -> Iterator[tuple[str, str]]:
-    body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(config))).body[0]).body
-    for field, text in pairwise(body):
-        if (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr)
-                and isinstance(text.value, ast.Constant)):
-            yield field.target.id, " ".join(str(text.value.value).split())
 
 
 def allows_null(kind: Any) -> bool:
@@ -94,11 +92,6 @@ def default_in_words(key: Key) -> str:
 
 def markdown_table(keys: Mapping[str, Key]) -> str:
     """The keys as a Markdown table: name, default, allowed values and meaning."""
-    rows = [f"| `{key.name}` | `{default_in_words(key)}` | {_cell(kind_in_words(key.kind))} | {_cell(key.meaning)} |"
-            for key in keys.values()]
-    return "\n".join(["| key | default | value | meaning |", "|---|---|---|---|", *rows])
-
-
-def _cell(text: str) -> str:
-    """Text inside a table; the code's None is null in a recipe."""
-    return re.sub(r"\bNone\b", "null", text).replace("|", "\\|")
+    rows = [" | ".join([f"| `{key.name}`", f"`{default_in_words(key)}`", kind_in_words(key.kind),
+                        key.meaning.replace("|", "\\|")]) for key in keys.values()]
+    return "\n".join(["| key | default | value | meaning |", "|---|---|---|---|", *(f"{row} |" for row in rows)])

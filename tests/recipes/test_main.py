@@ -24,6 +24,7 @@ from draftsmith.recipes.commands import (
     pipeline,
     publishing,
 )
+from draftsmith.recipes.reading.help_text import EXAMPLES
 from draftsmith.recipes.reading.parsing import SECTIONS, TRUST, Command, CommandLine
 from draftsmith.recipes.reading.recipe_files import read_recipe
 from draftsmith.recipes.recipe import Recipe
@@ -80,12 +81,44 @@ def test_the_table_of_commands_is_that_of_the_files() -> None:
         name: title for title, file in FILES.items() for name in file.COMMANDS}
 
 
-@pytest.mark.parametrize("name", list(COMMANDS))
-def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def helped(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The help that a command prints."""
+    capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
-        main([name, "--help"])
+        main([*words])
     assert ended.value.code == 0
-    assert f"usage: draftsmith {name}" in capsys.readouterr().out
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+@pytest.mark.parametrize("asked", ["--help", "-h", "--help=all"])
+def test_every_command_explains_itself_in_plain_words(
+    name: str, asked: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = helped(capsys, name, asked)
+    assert shown.startswith(f"usage: draftsmith {name} [--config FILE]")
+    assert re.findall(r"\bNone\b|Union|Optional|<class|typing|Path_fr|Literal|type: |NoneType", shown) == []
+    assert max(map(len, shown.splitlines())) <= 120
+    keys = [key for key in CommandLine(EVERY[name], []).checks.keys if asked == "--help=all" or "." not in key]
+    missing = [key for key in keys if not re.search(rf"^  --{re.escape(key)} ", shown, re.MULTILINE)]
+    assert missing == ([] if asked == "--help=all" or EVERY[name].families is None else
+                       [key for key in keys if key not in EXAMPLES])
+    for section in {key.partition(".")[0] for key in CommandLine(EVERY[name], []).checks.keys if "." in key}:
+        assert f"\n  --{section}." in helped(capsys, name, f"--help.{section}")
+
+
+@pytest.mark.parametrize("key", EXAMPLES)
+def test_the_keys_that_most_runs_set_come_first_with_an_example(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "plan" if key in ("flops", "bandwidth") else "run"
+    shown = helped(capsys, name, "--help")
+    assert f"\n  --{key} {EXAMPLES[key]}\n        " in shown
+    assert len(shown.splitlines()) < 100
+    assert parse(name, "--config", str(TINY), f"--{key}={EXAMPLES[key]}")[key] not in (None, "")
+
+
+def test_help_of_a_section_that_is_not_there_names_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "there is no help on 'trian'; choose --help, --help=all or --help.SECTION with one of target, " in refused(
+        capsys, "run", "--help.trian")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,48 +235,10 @@ def test_a_wrong_recipe(words: list[str], message: str, capsys: pytest.CaptureFi
     assert not [file for file in (tmp_path / "run").rglob("*") if file.suffix in (".safetensors", ".partial")]
 
 
-@pytest.mark.parametrize(("words", "today"), [
-    (["--model", "draftsmith.trainers.MedusaModule"], "model is now family, with the sections drafter and train"),
-    (["--model.class_path", "x"], "model.class_path is now family"),
-    (["--model.init_args.config.lr", "1"], "model.init_args.config.lr is now train.lr"),
-    (["--model.config.lr=1"], "model.config.lr is now train.lr"),
-    (["--model.config.drafter.num_heads", "1"], "model.config.drafter.num_heads is now drafter.num_heads"),
-    (["--batch.source", "tokens"], "batch.source is now batch.states (stored, computed or mixed"),
-    (["--prompts.source", "file"], "prompts.source is now prompts.origin"),
-    (["--distill.source", "text"], "distill.source is now distill.answered_by"),
-    (["--tree.size", "4"], "tree.size is now tree.used_nodes"),
-    (["--tree.max-nodes", "4"], "tree.max_nodes is now tree.searched_nodes"),
-])
-def test_an_old_key_names_the_new_one(words: list[str], today: str, capsys: pytest.CaptureFixture[str]) -> None:
-    sentence = refused(capsys, "run", "--config", TINY, *words)
-    assert f"the key {today}" in sentence
-    assert sentence.endswith("; rename it")
-
-
-@pytest.mark.parametrize(("text", "today"), [
-    ("model:\n  class_path: draftsmith.trainers.MedusaModule\n", "model is now family"),
-    ("family: medusa\nprompts:\n  source: own\n", "prompts.source is now prompts.origin"),
-    ("family: medusa\ndistill:\n  source: target\n", "distill.source is now distill.answered_by"),
-    ("family: medusa\ntree:\n  size: 4\n", "tree.size is now tree.used_nodes"),
-])
-@pytest.mark.parametrize("name", ["run", "evaluate"])
-def test_an_old_key_of_a_recipe_names_the_new_one(name: str, text: str, today: str, tmp_path: Path,
-                                                  capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "mine.yaml").write_text(text)
-    assert f"the key {today}" in refused(capsys, name, "--config", tmp_path / "mine.yaml", "--out", tmp_path / "out")
-
-
-def test_an_old_key_of_a_home_section(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "the key distill.source is now distill.answered_by" in refused(
-        capsys, "distill", "--config", TINY, "--source", "text")
-
-
 @pytest.mark.parametrize("family", family_names())
 @pytest.mark.parametrize("words", [["run"], ["train"]])
 def test_help_lists_the_keys_of_a_family(family: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main([*words, "--family", family, "--help"])
-    shown = capsys.readouterr().out
+    shown = helped(capsys, *words, "--family", family, "--help=all")
     configs = family_configs(family)
     for name in (*(f"drafter.{field.name}" for field in fields(configs.drafter)),
                  *(f"train.{field.name}" for field in fields(configs.train) if field.name != "drafter")):
@@ -252,13 +247,9 @@ def test_help_lists_the_keys_of_a_family(family: str, words: list[str], capsys: 
 
 
 def test_help_without_a_family_says_how_to_see_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["run", "--help"])
-    assert "draftsmith run --family NAME --help lists them, for medusa, hydra" in " ".join(
-        capsys.readouterr().out.split())
-    with pytest.raises(SystemExit):
-        main(["run", "--config", "eagle3", "--help"])
-    assert "--drafter.norm_before_fc" in capsys.readouterr().out
+    assert "draftsmith run --family NAME --help.drafter and --help.train list the keys of a family too: medusa, hydra" \
+        in " ".join(helped(capsys, "run", "--help").split())
+    assert "--drafter.norm_before_fc" in helped(capsys, "run", "--config", "eagle3", "--help.drafter")
 
 
 @pytest.mark.parametrize(("text", "message"), [

@@ -121,7 +121,7 @@ def test_loops_are_left_out_by_default_and_reported(
         return ((row, stop - 5, stop) for row, start, stop in answers(shard) if stop - start > 40)
 
     for module in ("learned_tokens", "datamodule"):
-        monkeypatch.setattr(f"draftsmith.data.{module}.loops", last_five)
+        monkeypatch.setattr(f"draftsmith.data.batches.{module}.loops", last_five)
     learned: list[int] = []
     original = pipeline.proposed_text
     monkeypatch.setattr(pipeline, "proposed_text", lambda drafter, rows: (
