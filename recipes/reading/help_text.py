@@ -89,10 +89,10 @@ class HelpText:
                             f"{', '.join(sections)}")
         if not asked:
             lines += self._short(top, sections)
+        elif asked == "all":
+            lines += [*self._entry("config", "FILE", CONFIG),
+                      *(line for name in top for line in self._described(name)), ""]
         for section in sections if asked == "all" else [asked] if asked else []:
-            if section == sections[0] and asked == "all":
-                lines += [*self._entry("config", "FILE", CONFIG),
-                          *(line for name in top for line in self._described(name)), ""]
             lines += [f"{section}: {self.meanings.get(section, 'Shape of the drafter.')}", ""]
             inside = [name for name in self.keys if name.startswith(f"{section}.")]
             lines += [*(line for name in inside for line in self._described(name)), ""]
