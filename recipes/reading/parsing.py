@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar, get_type_hints
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
 from ...modules import UserError
+from ..terminal.terminal_text import say
 from .help_text import HelpText, asked_help
 from .key_checks import OPTION, KeyChecks, options
 from .recipe_files import check_plain, check_word, merge, read_recipe, recipe_path
@@ -168,7 +169,7 @@ class CommandLine(Generic[T]):
         """The parsed arguments; ends the command where help is asked for. Raises UserError or ArgumentError."""
         if (asked := asked_help(self.words)) is not None:
             command, families = self.command, self.command.families
-            print(HelpText(
+            say(HelpText(
                 command=command.name, summary=" ".join((command.run.__doc__ or "").split()), keys=self.checks.keys,
                 meanings=field_docstrings(command.arguments), home=None if command.home is None else command.home[0],
                 families=() if families is None or self.configs is not None else families.family_names(),
