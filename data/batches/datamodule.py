@@ -203,7 +203,8 @@ class HeldOutRows:
     def up_to_repetitions(self) -> ReadRows:
         """Rows with greedy answers, which end where their repetitions start."""
         split = self.split
-        return ReadRows(partial(_padded, split.piece, row) for row in split.rows(0.0) if split.learns(row))
+        return ReadRows(partial(_padded, split.piece, row) for row in split.rows(0.0)
+                        if bool(split.learned[row.shard][row.start : row.stop].any()))
 
     def whole(self, temperature: float = 0.0) -> ReadRows:
         """Rows with whole answers, to be replayed.
@@ -216,7 +217,8 @@ class HeldOutRows:
     def repeating(self) -> ReadRows:
         """Whole rows whose greedy answers end in repetitions."""
         split = self.split
-        starts = {(number, shard.span(row)[0]) for number, shard in enumerate(split.shards) for row, *_ in repetitions(shard)}
+        starts = {(number, shard.span(row)[0]) for number, shard in enumerate(split.shards)
+                  for row, *_ in repetitions(shard)}
         return ReadRows(partial(_padded, split.whole, row) for row in split.rows(0.0)
                         if (row.shard, row.start) in starts)
 

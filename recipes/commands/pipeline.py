@@ -187,7 +187,7 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
     rows, config = held_out_rows(workspace, module), workspace.recipe.tree
     with workspace.target.reproducible(), torch.no_grad():
         # Copies and deep trees that pay in a loop alone would be chosen for all text, so answers end where their
-        # begin. How long drafts are inside of loops is measured apart.
+        # start. How long drafts are inside of loops is measured apart.
         target, held_out = module.verifier(encoded(workspace, module, rows.up_to_repetitions()))
         loops: dict[str, Any] = {"answers": len(rows.repeating())}
         if loops["answers"]:

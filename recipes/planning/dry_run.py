@@ -20,7 +20,7 @@ from .planned_work import opening
 from .worker_count import prompt_count
 
 Choice = Literal["stored", "computed"]
-"""Origins of states that `auto` chooses between; mixed ones need a limit that only a person knows."""
+"""Origins of states that `auto` chooses between."""
 MOST_OF_DISK = 0.9
 """Share of the free disk that stored states fill at most: the rest of a run is written there too."""
 
@@ -89,7 +89,7 @@ def choose_states(recipe: Recipe, module: DraftModule, data: Path) -> tuple[Choi
                                 "size of their states is not known; set distill.budget_tokens, or batch.states: stored")
         # States are stored at the tokens of prompts too.
         tokens = round(answers * (1 + opening(recipe) / config.max_new_tokens))
-    size, free = wanted.bytes(tokens, wanted.width(module.target)), shutil.disk_usage(nearest(data)).free
+    size, free = wanted.bytes(tokens, module.target), shutil.disk_usage(nearest(data)).free
     choice: Choice = "stored" if size <= MOST_OF_DISK * free else "computed"
     return choice, (f"{start} {choice}: the states of {tokens:,} tokens would take {in_words(size)} more, and the disk "
                     f"has {in_words(free)} free")

@@ -218,10 +218,8 @@ class Workspace:
         target, answers, drafter = (dict(self.settings[name]) for name in ("target", "distill", "drafter"))
         for name in ("placement", "degree", "offload"):
             target.pop(name)
-        workers, _ = answers.pop("workers"), answers.pop("server")
-        if workers is not None:
-            # Several processes answer shard by shard, each with draws of its own; their number decides nothing.
-            answers["workers"] = ONE_QUEUE
+        for name in ("workers", "server"):
+            answers.pop(name)
         if drafter.get("folder") is not None:
             drafter["model_in_folder"] = folder_digest(Path(drafter["folder"]))
         batch = {name: value for name, value in self.batched.items() if value is not None}
