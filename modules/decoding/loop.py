@@ -269,6 +269,8 @@ class Loop:
             taps={layer: states[:, :width] for layer, states in output.taps.items()},
             roots_B=roots_B, verified=verified, ahead=ahead_states(sent, output, last_B), host_rows=rows,
             host_counts=counts)
+        # The mask of a prompt is as large as its length squared, and the drafter makes one of its own.
+        del sent
         if self.recorder is not None:
             self.recorder.add([self.slots[row].request.index for row in rows], counts, observation)
         if self.drafter is not None and self.state is not None:
