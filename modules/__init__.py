@@ -49,7 +49,7 @@ from .target.model import Target
 from .target.pass_output import PassOutput
 from .target.target_rows import TargetRows
 from .token_tree import Drawn, TokenTree, Topology
-from .tuning.acceptance_examples import Examples, Rollouts, chain_for, mixed_examples, rollouts
+from .tuning.acceptance_examples import Examples, Rollouts, chain_for, rollouts
 from .tuning.confidence_calibration import Confidence, ConfidenceBin, ConfidenceCurve, replay_noting
 from .tuning.copy_sizing import CopySizing, CopyTrial, size_copies
 from .tuning.cost_model import CostCurve, CostModel, Sample, TreeChoice, choose_size
@@ -194,7 +194,6 @@ __all__ = [
     "held_out_acceptance",
     "load_target",
     "measure_cost",
-    "mixed_examples",
     "parse_joined",
     "parse_policy",
     "policy_named",

@@ -39,7 +39,7 @@ RECIPES = {path.stem for path in (ROOT / "recipes").glob("*.yaml")}
 QUICK = {
     "evaluate": ("--limit", "2", "--max_new_tokens", "8", "--speed_prompts", "0"),
     "generate": ("--max_new_tokens", "8"),
-    "specdec": ("--labels.examples", "64", "--labels.measured", "16", "--labels.max_new_tokens", "16"),
+    "specdec": ("--labels.examples", "64", "--labels.max_new_tokens", "16"),
 }
 """Options that are added to a command so that it takes a moment with the tiny target."""
 TRAINING = ("run", "distill", "train", "families")

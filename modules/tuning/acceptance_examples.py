@@ -1,11 +1,11 @@
 """Examples for an acceptance head: the drafter's states at drafted tokens, with the probability of their acceptance.
 
-Two ways to make them. Roll-outs draft real chains while the target answers prompts, and take the acceptance of each
-token given the drafted ones before it from the pass that verifies them: the labels are exact. Token mixing is the way
-of SpecDec++ (arXiv:2405.19715, section 3.2): one draft token at every place of a given text, judged there.
+Roll-outs draft real chains while the target answers prompts, and take the acceptance of each token given the drafted
+ones before it from the pass that verifies them. So the labels are exact, where SpecDec++'s token mixing
+(arXiv:2405.19715, section 3.2) judges one drafted token at a time after the true text.
 
-Shapes: B rows, N nodes of a chain, M = N - 1 drafted tokens, L positions, C chains, T tokens of a chain, D width of the
-drafter's states, V vocabulary, Q draft vocabulary, E examples.
+Shapes: B rows, N nodes of a chain, M = N - 1 drafted tokens, C chains, T tokens of a chain, D width of the
+drafter's states, V vocabulary, E examples.
 """
 
 from collections.abc import Sequence
@@ -13,19 +13,17 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ..decoding.answers import decode
 from ..decoding.requests import DecodeSettings, Request
 from ..errors import UserError
-from ..features import Features
 from ..interfaces.drafter import Drafter
 from ..policies.stopping_chains import SampledChain, StoppedChain
 from ..policies.stopping_rules import Drafted, StoppingRule
 from ..target.model import Target
 from ..token_tree import TokenTree
 from ..verification.acceptance_rules import ChainRejection, Chances, Rule, exact_rule
-from ..verification.sampling import Sampling, SamplingSetting, probabilities
+from ..verification.sampling import Sampling, SamplingSetting
 from ..verification.tree_walk import Accepted
 
 CHANCES = ChainRejection()
@@ -64,12 +62,6 @@ class Examples:
     """The drafter's states, float32."""
     chances_E: Tensor
     """Probability of acceptance, float32."""
-
-    @classmethod
-    def joined(cls, parts: Sequence["Examples"]) -> "Examples":
-        """The examples of several batches."""
-        return cls(states_ED=torch.cat([part.states_ED for part in parts]),
-                   chances_E=torch.cat([part.chances_E for part in parts]))
 
 
 class _Recorder(StoppingRule, Rule):
@@ -156,84 +148,3 @@ def rollouts(
         raise UserError(f"{len(prompts)} prompts gave no draft of {length} tokens; give more prompts or longer answers")
     return Rollouts(**{name: torch.cat([getattr(chains, name) for chains in recorder.passes])[:most]
                        for name in vars(recorder.passes[0])})
-
-
-@torch.no_grad()
-def mixed_examples(
-    target: Target, drafter: Drafter, features: Features, setting: SamplingSetting, *, share: float,
-    generator: torch.Generator,
-) -> Examples:
-    """Examples of SpecDec++'s token mixing along given answers (arXiv:2405.19715, section 3.2).
-
-    At each supervised place i one token Y_i is drafted after the true text X_<i, accepted with probability
-    min(1, p(Y_i) / q(Y_i)). The text Z takes X_i with probability `share`, else Y_i; the drafter reads Z, and its state
-    at Z_i is an example wherever Z_i = Y_i. The state has thus read a mixed text, while the label is that of the true
-    one: the paper's approximation.
-
-    Args:
-        target: the teacher model.
-        drafter: bound to it, in evaluation mode.
-        features: rows of tokens on the target's device.
-        setting: the sampling of drafts and answers; repetition penalties are not applied.
-        share: probability of the true token.
-        generator: random numbers on the CPU.
-    """
-    known, step = target.encode(features, drafter.taps), drafter.unrolls or 0
-    drafts = drafter(known)
-    offset = drafts.offsets[step]
-    tokens_BL, drafted_BL = features.tokens_BL, features.tokens_BL.clone()
-    chances_BL = torch.zeros(tokens_BL.shape, device=tokens_BL.device)
-    logits_BLQ = drafter.project(drafts.hidden_BLKD[:, :, step], step).float()
-    log_q_BLQ = (logits_BLQ / (setting.temperature or 1.0)).log_softmax(-1)[:, : tokens_BL.shape[1] - offset]
-    entries = log_q_BLQ.argmax(-1)
-    if setting.temperature > 0:
-        # The largest sum with Gumbel noise is a draw from the distribution.
-        noise_BLQ = -torch.empty(log_q_BLQ.shape).exponential_(generator=generator).log()
-        entries = (log_q_BLQ + noise_BLQ.to(log_q_BLQ.device)).argmax(-1)
-    ids_Q = drafter.token_ids_Q
-    drafted_BL[:, offset:] = entries if ids_Q is None else ids_Q[entries]
-    p_BL = _target_chances(target, known, drafted_BL, setting)
-    q_BL = log_q_BLQ.gather(2, entries[..., None])[..., 0].exp() if setting.temperature > 0 else torch.ones_like(
-        entries, dtype=torch.float32)
-    chances_BL[:, offset:] = (p_BL[:, offset:] / q_BL).clamp(max=1)
-    usable_BL = features.supervised_BL.clone()
-    usable_BL[:, :offset] = False
-    # The text before a place must be of the same conversation, as far as the draft step reads back.
-    usable_BL[:, offset:] &= features.segments_BL[:, offset:] == features.segments_BL[:, :-offset]
-    # On the CPU, so that a seed gives the same text on every device.
-    true_BL = (torch.rand(tokens_BL.shape, generator=generator) < share).to(tokens_BL.device)
-    mixed_BL = torch.where(usable_BL & ~true_BL, drafted_BL, tokens_BL)
-    states_BLD = _states_at_tokens(target, drafter, features, mixed_BL, step)
-    chosen_BL = usable_BL & (mixed_BL == drafted_BL)
-    return Examples(states_ED=states_BLD[chosen_BL].float().cpu(), chances_E=chances_BL[chosen_BL].float().cpu())
-
-
-def _target_chances(target: Target, known: Features, drafted_BL: Tensor, setting: SamplingSetting) -> Tensor:
-    """p of each drafted token after the true text before it, [B, L]; 0 at the first position."""
-    logits_BLV = target.logits(known.final()[:, :-1])
-    if setting.temperature == 0:
-        p_BL = (logits_BLV.argmax(-1) == drafted_BL[:, 1:]).float()
-    else:
-        temperature = torch.tensor(setting.temperature, device=logits_BLV.device)
-        p_BLV = probabilities(logits_BLV, temperature, setting.top_k, setting.top_p, setting.min_p)
-        p_BL = p_BLV.gather(2, drafted_BL[:, 1:, None])[..., 0].float()
-    return functional.pad(p_BL, (1, 0))
-
-
-def _states_at_tokens(
-    target: Target, drafter: Drafter, features: Features, tokens_BL: Tensor, step: int
-) -> Tensor:
-    """The drafter's state at each token of another text, drafted after the text before it, [B, L, D]; any at the first
-    ones.
-
-    It is the state that predicts the token after the drafted one. Where draft steps feed each other that is the next
-    step's: the target's state of the token before the drafted one is not known yet. A state that predicts `offset`
-    tokens ahead has read `offset - 1` tokens more than its position says.
-    """
-    read = Features(tokens_BL=tokens_BL, supervised_BL=features.supervised_BL, segments_BL=features.segments_BL,
-                    positions_BL=features.positions_BL)
-    drafts = drafter(target.encode(read, drafter.taps) if drafter.reads_states else read)
-    following = drafts.offsets[step] + 1
-    after = drafts.offsets.index(following) if following in drafts.offsets else step
-    later, states_BLD = drafts.offsets[after] - 1, drafts.hidden_BLKD[:, :, after]
-    return functional.pad(states_BLD[:, : states_BLD.shape[1] - later], (0, 0, later, 0))

@@ -3,9 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import Any
 
 from ...data import Manifest
 from ...data.store.token_store import TokenShard
@@ -16,12 +14,10 @@ from ...modules import (
     AcceptanceHead,
     AcceptanceHeadConfig,
     Examples,
-    Features,
     Rollouts,
     SamplingSetting,
     TargetConfig,
     UserError,
-    mixed_examples,
     rollouts,
 )
 from ...modules.config_checks import check_sizes
@@ -37,57 +33,33 @@ UNMEASURED = ("the data hold out no prompts (distill.validation_prompts is 0): n
               "head")
 """Sentence where there is nothing to measure a head on."""
 MEASURED = 4
-"""One of so many held-out prompts is kept for the figures; the others come first in the fit."""
+"""One of so many held-out prompts is kept for the figures, and one drafted token for so many examples is drafted there;
+the other prompts come first in the fit."""
 Rows = list[tuple[list[int], list[bool]]]
 """(tokens, supervised) of conversations."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LabelConfig:
-    """Examples of drafted tokens, and the sampling that the heads are calibrated for."""
+    """Examples of drafted tokens: whole drafts while the target answers the data's prompts.
 
-    origin: Literal["rollouts", "mixing"] = "rollouts"
-    """rollouts: whole drafts while the target answers the data's prompts, with the exact acceptance of each token.
-    Those of three in four held-out prompts come first, since the drafter knows the others. mixing: the paper's, one
-    drafted token at each place of the data's answers, read in a mixed text."""
+    Three in four of the prompts that the data hold out come first, since the drafter knows the others.
+    """
+
     temperatures: tuple[float, ...] = (0.0, 1.0)
     """A head is trained for each of these temperatures; it decides for answers at this one alone."""
-    top_k: int = 0
-    """Sampling among this many best tokens; 0 is all of them."""
-    top_p: float = 1.0
-    """Sampling within this share of the probability."""
-    min_p: float = 0.0
-    """Sampling among tokens with at least this share of the likeliest one's probability; 0 is all of them."""
     length: int = 8
     """Tokens of a rolled-out draft."""
     examples: int = 24000
     """Drafted tokens for each head, held-out ones included; fewer where the data end before."""
-    measured: int = 4000
-    """Drafted tokens of the figures in the report, after a quarter of the prompts that the data hold out; fewer where
-    these end before."""
     max_new_tokens: int = 128
     """Longest answer that is drafted for, in tokens."""
-    batch_size: int = 8
-    """Answers written at once, with rollouts."""
-    mixing_share: float = 0.15
-    """Probability of the true token in the text that the drafter reads, with mixing."""
-    seed: int = 0
-    """Seed of answers and drafts."""
 
     def __post_init__(self) -> None:
-        if self.origin not in ("rollouts", "mixing"):
-            raise UserError(f"labels.origin must be rollouts or mixing, got {self.origin!r}")
-        for name in ("length", "examples", "measured", "max_new_tokens", "batch_size"):
+        for name in ("length", "examples", "max_new_tokens"):
             check_sizes(**{f"labels.{name}": getattr(self, name)})
         if not self.temperatures or not all(map(is_temperature, self.temperatures)):
             raise UserError(f"labels.temperatures must each be {TEMPERATURES}, got {list(self.temperatures)}")
-        if not 0 <= self.mixing_share <= 1:
-            raise UserError(f"labels.mixing_share must be from 0 to 1, got {self.mixing_share}")
-
-    def settings(self) -> list[SamplingSetting]:
-        """The sampling of each head."""
-        return [SamplingSetting(temperature=one, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
-                for one in dict.fromkeys(self.temperatures)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +88,7 @@ class SpecdecArguments:
     target: TargetConfig = field(default_factory=own_target)
     """The target; the one that the artifact names by default."""
     labels: LabelConfig = field(default_factory=LabelConfig)
-    """Examples of drafted tokens, and the sampling that the heads are calibrated for."""
+    """Examples of drafted tokens, and the temperatures that the heads are calibrated for."""
     head: AcceptanceHeadConfig = field(default_factory=AcceptanceHeadConfig)
     """Shape of an acceptance head."""
     fit: HeadFitConfig = field(default_factory=HeadFitConfig)
@@ -147,9 +119,10 @@ def train_heads(artifact: Artifact, manifest: Manifest, folder: Path, parsed: Pa
     """Train a head for each sampling and save it into the artifact."""
     given = parsed.values
     rows, unseen = shared_out(*(list(data_rows(folder, manifest, name)) for name in ("train", "validation")))
-    for number, setting in enumerate(given.labels.settings(), 1):
-        say(f"[{number}/{len(given.labels.settings())}] acceptance head for {setting}")
-        examples = make_examples(artifact, rows, setting, given.labels)
+    settings = [SamplingSetting(temperature=one) for one in dict.fromkeys(given.labels.temperatures)]
+    for number, setting in enumerate(settings, 1):
+        say(f"[{number}/{len(settings)}] acceptance head for {setting}")
+        examples = chains(artifact, rows, setting, given.labels, given.labels.examples).examples()
         learned, held_out = split(examples, HELD_OUT)
         fitted = fit_head(learned, held_out, given.head, given.fit, artifact.target.device)
         found = measured(artifact, fitted.head, unseen, setting, given) if unseen else None
@@ -194,23 +167,7 @@ def chains(artifact: Artifact, rows: Rows, setting: SamplingSetting, config: Lab
     """Whole drafts of so many tokens in all, while the target answers the prompts of rows."""
     prompts = [row[: max(1, supervised.index(True))] for row, supervised in rows]
     return rollouts(artifact.target, artifact.drafter, prompts, setting, length=config.length,
-                    max_new_tokens=config.max_new_tokens, most=-(-tokens // config.length),
-                    batch_size=config.batch_size, seed=config.seed)
-
-
-def make_examples(artifact: Artifact, rows: Rows, setting: SamplingSetting, config: LabelConfig) -> Examples:
-    """Examples for one sampling, those of one conversation next to each other."""
-    target, drafter = artifact.target, artifact.drafter
-    if config.origin == "rollouts":
-        return chains(artifact, rows, setting, config, config.examples).examples()
-    generator, found = torch.Generator().manual_seed(config.seed), list[Examples]()
-    for tokens, supervised in rows:
-        stop = supervised.index(True) + config.max_new_tokens
-        features = Features.from_rows([(tokens[:stop], supervised[:stop])]).to(target.device)
-        found.append(mixed_examples(target, drafter, features, setting, share=config.mixing_share, generator=generator))
-        if sum(len(one.chances_E) for one in found) >= config.examples:
-            break
-    return Examples.joined(found)
+                    max_new_tokens=config.max_new_tokens, most=-(-tokens // config.length))
 
 
 def split(examples: Examples, held_out: float) -> tuple[Examples, Examples]:
@@ -224,7 +181,8 @@ def measured(
     artifact: Artifact, head: AcceptanceHead, unseen: Rows, setting: SamplingSetting, given: SpecdecArguments
 ) -> HeadMeasurements:
     """Figures of a head on drafts after prompts that the data hold out."""
-    found = chains(artifact, unseen, setting, given.labels, given.labels.measured)
+    found = chains(artifact, unseen, setting, given.labels,
+                   max(1, given.labels.examples // MEASURED))
     states_CTD = found.states_CTD.to(artifact.target.device)
     estimates_CT = head.log_acceptance(states_CTD).exp().cpu()
     rule = given.rule

@@ -1,4 +1,4 @@
-"""SpecDec++'s loss, labels and token mixing one token at a time, every pass from the beginning."""
+"""SpecDec++'s loss and labels one token at a time, every pass from the beginning."""
 
 import math
 
@@ -38,24 +38,3 @@ def chance(target: Target, drafter: DraftLM, before: list[int], token: int, sett
         return float(int(logits.argmax()) == token)
     p = probabilities(logits, torch.tensor(setting.temperature), setting.top_k, setting.top_p, setting.min_p)
     return min(1.0, float(p[token] / draft_probs(drafter, before, setting.temperature)[token]))
-
-
-def mixed(
-    target: Target, drafter: DraftLM, tokens: list[int], first: int, setting: SamplingSetting, share: float,
-    generator: torch.Generator,
-) -> list[tuple[Tensor, float]]:
-    """(state, chance) of the drafted tokens of a mixed text, whose places from `first` on are supervised."""
-    size = drafter.vocab_size if drafter.token_ids_Q is None else len(drafter.token_ids_Q)
-    noise = torch.empty(1, len(tokens) - 1, size)
-    if setting.temperature:
-        noise.exponential_(generator=generator)
-    kept, mix, drafted = torch.rand(1, len(tokens), generator=generator)[0] < share, list(tokens), dict[int, int]()
-    for place in range(first, len(tokens)):
-        logits = drafter.project(draft_state(drafter, tokens[:place]), 0).float()
-        scores = (logits / (setting.temperature or 1)).log_softmax(-1)
-        scores = scores - noise[0, place - 1].log() if setting.temperature else scores
-        entry = int(scores.argmax())
-        drafted[place] = entry if drafter.token_ids_Q is None else int(drafter.token_ids_Q[entry])
-        mix[place] = tokens[place] if kept[place] else drafted[place]
-    return [(draft_state(drafter, mix[: place + 1]), chance(target, drafter, tokens[:place], token, setting))
-            for place, token in drafted.items() if mix[place] == token]

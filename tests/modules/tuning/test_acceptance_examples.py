@@ -1,4 +1,4 @@
-"""Labels of acceptance heads: exact along real roll-outs, the paper's with token mixing, against the plain twin."""
+"""Labels of acceptance heads: exact along real roll-outs, against the plain twin."""
 
 from dataclasses import replace
 
@@ -15,13 +15,11 @@ from draftsmith.modules import (
     UserError,
     chain_for,
     decode,
-    mixed_examples,
     rollouts,
 )
 from references import specdec
 from support.families import CASES, randomised
 from support.fixed_length import FixedLength
-from support.observations import ROOT, frontier, observation
 
 PROMPTS = [[3, 9, 30], [4, 8, 15, 16], [5, 5, 6]]
 SETTINGS = {
@@ -129,26 +127,6 @@ def test_drafters_of_few_depths_or_without_states_are_refused(tiny_target_f64: T
         rollouts(tiny_target_f64, draft_lm(tiny_target_f64), [], SamplingSetting(), length=3, max_new_tokens=ANSWER)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", ["draft-lm", "draft-lm-exits-reduced"])
-def test_token_mixing_is_the_papers(tiny_target_f64: Target, name: str, setting: str) -> None:
-    drafter = draft_lm(tiny_target_f64, name)
-    if name.endswith("reduced"):
-        drafter.config, drafter.offsets, drafter.unrolls = replace(drafter.config, exits=()), (1,), 0
-    generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(3, tiny_target_f64.vocab_size, (24,), generator=generator).tolist()
-    features = Features.from_rows([(tokens, [place >= 4 for place in range(24)])])
-    with torch.no_grad():
-        wanted = specdec.mixed(tiny_target_f64, drafter, tokens, 4, SETTINGS[setting], 0.3,
-                               torch.Generator().manual_seed(7))
-    found = mixed_examples(tiny_target_f64, drafter, features, SETTINGS[setting], share=0.3,
-                           generator=torch.Generator().manual_seed(7))
-    assert 5 < len(wanted) < 20
-    states = torch.stack([state for state, _ in wanted]).float()
-    torch.testing.assert_close(found.states_ED, states, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(found.chances_E, torch.tensor([chance for _, chance in wanted]), atol=1e-5, rtol=1e-4)
-
-
 @pytest.mark.parametrize("name", ["eagle", "eagle3", "falcon", "draft-lm", "draft-lm-depths"])
 def test_scores_come_from_the_states_that_a_drafter_shows(tiny_target_f64: Target, name: str) -> None:
     drafter = randomised(CASES[name].make(tiny_target_f64)).eval()
@@ -179,21 +157,3 @@ def test_scores_come_from_the_states_that_a_drafter_shows(tiny_target_f64: Targe
             own = drafter.project(scores.states_BFHD[:, :, depth], depth).float().log_softmax(-1)
             torch.testing.assert_close(own.to(scores.log_probs_BFHQ), scores.log_probs_BFHQ[:, :, depth], atol=1e-4,
                                        rtol=1e-4)
-
-
-def test_the_first_state_of_eagle_in_mixing_is_that_of_decoding(tiny_target_f64: Target) -> None:
-    """Without mixing (share 1) a token's state is the one that decoding has after the true text."""
-    drafter = randomised(CASES["eagle"].make(tiny_target_f64)).eval()
-    tokens, root = [3, 9, 30, 12, 7], 3
-    known = tiny_target_f64.encode(Features.from_rows([(tokens, [True] * 5)]), drafter.taps)
-    state = drafter.start(1, 32)
-    seen = replace(observation([tokens[: root + 1]]), final_BND=known.final()[:, :root])
-    drafter.observe(state, torch.tensor([0]), seen)
-    first = drafter.expand(state, ROOT)
-    tokens[root + 1] = int(first.best(1).tokens_BFHR[0, 0, 0, 0])
-    second = drafter.expand(state, frontier([1], [0], [[tokens[root + 1]]]))
-    features = Features.from_rows([(tokens, [place > root for place in range(5)])])
-    found = mixed_examples(tiny_target_f64, drafter, features, SamplingSetting(), share=1.0,
-                           generator=torch.Generator().manual_seed(0))
-    assert second.states_BFHD is not None
-    torch.testing.assert_close(found.states_ED, second.states_BFHD[:, 0, 0].float(), atol=1e-5, rtol=1e-5)

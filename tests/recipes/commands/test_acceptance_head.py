@@ -16,7 +16,7 @@ from draftsmith.recipes.commands import acceptance_head
 from draftsmith.recipes.commands.acceptance_head import COMMANDS
 from support.families import CASES, randomised
 
-SMALL = ("--length", "3", "--examples", "90", "--measured", "30", "--max-new-tokens", "8", "--fit.epochs", "1",
+SMALL = ("--length", "3", "--examples", "90", "--max-new-tokens", "8", "--fit.epochs", "1",
          "--rule.most", "4")
 
 
@@ -32,30 +32,27 @@ def made(folder: Path, target: Target, data: Path, family: str = "draft-lm") -> 
                          Topology.chain(2))
 
 
-@pytest.mark.parametrize("origin", ["rollouts", "mixing"])
 def test_the_command_puts_heads_into_the_artifact(
-    tmp_path: Path, tiny_run: Path, target: Target, capsys: pytest.CaptureFixture[str], origin: str
+    tmp_path: Path, tiny_run: Path, target: Target, capsys: pytest.CaptureFixture[str]
 ) -> None:
     artifact = made(tmp_path / "a", target, tiny_run / "data")
-    words = ["specdec", "--artifact", str(artifact), "--origin", origin, "--temperatures", "[0,0.7]", "--top-p", "0.9"]
+    words = ["specdec", "--artifact", str(artifact), "--temperatures", "[0,0.7]"]
     files = []
     for _ in range(2):
         assert main([*words, *SMALL]) == 0
         files.append({path.relative_to(artifact): path.read_bytes() for path in artifact.rglob("*") if path.is_file()})
     assert files[0] == files[1]
     printed = capsys.readouterr().out
-    assert "acceptance head for temperature 0.7, top_p 0.9" in printed
+    assert "acceptance head for temperature 0.7" in printed
     heads = load_artifact(artifact, target).heads
     assert heads.keys() == {0.0, 0.7}
-    assert (heads[0.7].setting.top_p, heads[0.0].setting.top_p) == (0.9, 1.0)
     assert (heads[0.0].threshold, heads[0.0].least, heads[0.0].most) == (0.7, 2, 4)
     facts = json.loads((artifact / "acceptance_heads" / "0.7" / "config.json").read_text())["provenance"]["fitted"]
-    # Token mixing takes whole conversations.
-    assert 90 <= facts["examples"] < 180
+    assert facts["examples"] == 90
     for stored in heads.values():
         found = stored.measurements
         assert found is not None
-        assert (found.drafts, found.length, found.calibration.guesses) == (10, 3, 30)
+        assert (found.drafts, found.length, found.calibration.guesses) == (8, 3, 24)
         assert 0 <= found.calibration.expected_calibration_error <= 1
         assert len(found.fixed) == 2
         assert 2 <= found.policy.by_rule["acceptance head"] <= 3
@@ -133,14 +130,11 @@ def test_drafters_without_states_and_data_of_others_are_refused(
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (("--origin", "both"), "labels.origin must be one of rollouts, mixing"),
     (("--length", "0"), "labels.length must be a whole number of at least 1, got 0"),
     (("--temperatures", "[-1]"), r"labels.temperatures must each be 0 \(greedy\) or from"),
-    (("--mixing-share", "2"), "labels.mixing_share must be from 0 to 1, got 2"),
     (("--rule.least", "9"), "least and most must satisfy 1 <= least <= most, got 9 and 4; lower least or raise most"),
     (("--rule.least", "4"), "rule.least must be at most labels.length 3, got 4: .*; lower it, or raise labels.length"),
     (("--rule.threshold", "1"), "threshold must be above 0 and below 1, got 1.0; choose a risk such as 0.7"),
-    (("--measured", "0"), "labels.measured must be a whole number of at least 1, got 0"),
 ])
 def test_settings_out_of_range_are_refused(
     tmp_path: Path, words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]

@@ -1,4 +1,4 @@
-"""The reference of all recipe keys in recipes/README.md, and its parts."""
+"""The reference of all recipe keys, recipes/keys.md, and its parts."""
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 import yaml
 from draftsmith.modules.files.json_records import kind_in_words
 from draftsmith.recipes.commands.acceptance_head import SpecdecArguments
-from draftsmith.recipes.commands.key_reference import reference, rewritten
+from draftsmith.recipes.commands.key_reference import KEYS, reference
 from draftsmith.recipes.reading.parsing import SECTIONS
 from draftsmith.recipes.reading.recipe_keys import allows_null, default_in_words, keys_of
 
@@ -44,9 +44,8 @@ class Own(Base):
     """Size | of this one."""
 
 
-def test_the_readme_has_the_keys_of_the_code() -> None:
-    text = README.read_text(encoding="utf-8")
-    assert text == rewritten(text), "run python -m draftsmith.recipes.commands.key_reference"
+def test_the_file_has_the_keys_of_the_code() -> None:
+    assert KEYS.read_text(encoding="utf-8") == reference(), "run python -m draftsmith.recipes.commands.key_reference"
 
 
 def test_every_key_has_a_meaning_and_every_section_a_table() -> None:

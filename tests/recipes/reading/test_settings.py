@@ -1,0 +1,69 @@
+"""Every key is set by a shipped recipe or serves a user's own target, data, engine or machine; they are few."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from draftsmith.recipes.commands.acceptance_head import SpecdecArguments
+from draftsmith.recipes.reading.recipe_keys import keys_of
+from draftsmith.recipes.recipe import Recipe
+from draftsmith.trainers import TrainConfig
+from draftsmith.trainers.families import family_configs, family_names
+
+MOST_KEYS = 149
+OWN = {
+    "the user's target": ("target.device", "target.pack", "target.chat_template", "target.revision",
+                          "target.trust_remote_code", "template.system", "template.tools", "template.enable_thinking"),
+    "the user's prompts": ("prompts.path", "prompts.subset", "prompts.split", "prompts.revision", "prompts.streaming",
+                           "prompts.column", "prompts.limit"),
+    "answers sampled, written or drafted otherwise": (
+        "distill.top_k", "distill.top_p", "distill.seed", "distill.answered_by", "distill.draft", "distill.engine",
+        "distill.server"),
+    "data and reference answers of other runs": ("data", "references"),
+    "a small disk": ("batch.states_format",),
+    "the sampling of the user's application": (
+        "evaluate.top_k", "evaluate.top_p", "evaluate.min_p", "evaluate.repetition_penalty", "evaluate.seed"),
+    "what an evaluation compares": ("evaluate.batch_sizes", "evaluate.baselines"),
+    "the user's devices": ("evaluate.graphs", "evaluate.compile", "train.compile", "train.activation_checkpointing",
+                           "train.num_nodes"),
+    "another draw": ("train.seed",),
+    "a class outside the package": ("trust",),
+    "checkpoints of other projects": ("drafter.tie_blocks", "drafter.rope_base", "drafter.bias", "drafter.taps",
+                                      "head.tie_blocks"),
+    "a draft model of the user's own shape or weights": (
+        "drafter.hidden_size", "drafter.intermediate_size", "drafter.folder"),
+    "more or fewer passes over the examples": ("fit.epochs",),
+    "drafts that decode through the target's layers or several tokens a pass": (
+        "drafter.copies", "drafter.exits", "drafter.decode_exit", "drafter.mask_token_id", "drafter.tied"),
+    "training on another device than the target's": ("train.accelerator",),
+}
+"""Keys that no shipped recipe sets, by what they are for."""
+
+
+def known() -> set[str]:
+    """All keys of recipes and of the command specdec; those of families once."""
+    found = {*keys_of(Recipe, skip=("train",)), *keys_of(SpecdecArguments, skip=("target",))}
+    for family in family_names():
+        configs = family_configs(family)
+        found |= {*keys_of(configs.drafter, "drafter."), *keys_of(configs.train, "train.", skip=("drafter",))}
+    return found | set(keys_of(TrainConfig, "train.", skip=("drafter",)))
+
+
+def named(content: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The keys that a recipe sets."""
+    for name, value in content.items():
+        yield f"{prefix}{name}"
+        if isinstance(value, dict):
+            yield from named(value, f"{prefix}{name}.")
+
+
+def test_every_key_has_a_use() -> None:
+    recipes = Path(__file__).resolve().parents[3] / "recipes"
+    used = {name for file in recipes.glob("*.yaml") for name in named(yaml.safe_load(file.read_text()))}
+    own = {name for names in OWN.values() for name in names}
+    assert known() - used == own
+
+
+def test_there_are_few_keys() -> None:
+    assert len(known()) <= MOST_KEYS
