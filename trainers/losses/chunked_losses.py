@@ -42,7 +42,7 @@ class Supervision:
     valid_NK: Tensor
     """True where draft step k predicts the token and learns from it."""
     labels_N: Tensor
-    """The token's entry in the draft vocabulary; -1 where it has none, which no draft step learns."""
+    """The token's entry in the draft vocabulary; 0 where it has none, which no draft step learns."""
     teachers_N: Tensor
     """Position of the final state from which the target predicts the token."""
     missed_K: Tensor
@@ -84,7 +84,8 @@ def supervise(
     return Supervision(
         sources_NK=torch.where(valid_NK, sources_NK, chosen_N[:, None] - 1),
         valid_NK=valid_NK,
-        labels_N=entries_BL.flatten()[chosen_N],
+        # The first token may have no entry, and -1 is out of a cross entropy's bounds: on a GPU it ends the process.
+        labels_N=entries_BL.flatten()[chosen_N].clamp(min=0),
         teachers_N=chosen_N - 1,
         missed_K=(labelled_BLK & ~(entries_BL >= 0)[..., None]).sum((0, 1)),
     )
