@@ -136,20 +136,6 @@ class ChatTemplate:
             raise UserError("a prompt has no token at all; give some text")
         return tokens
 
-    def render(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """Tokens of a whole conversation, and which of them the assistant wrote (the end of its turns included).
-
-        Raises:
-            UserError: if the mask cannot be had exactly; the message says what to do.
-        """
-        rows = self.rows(messages)
-        if len(rows) > 1:
-            raise UserError(
-                "the chat template rewrites earlier turns, so a conversation of several turns is not one row "
-                f"of tokens; {REMEDY}"
-            )
-        return rows[0]
-
     def rows(self, messages: Sequence[Message]) -> list[tuple[list[int], list[bool]]]:
         """The conversation as (tokens, supervised) rows: one, or several where the template rewrites earlier turns.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...modules import UserError
 from ...modules.files.json_records import read_record
-from .state_formats import CHANNELS, FORMATS, STATES, TOKENS, StateFormat, StateSlice
+from .state_formats import CHANNELS, STATES, TOKENS, StateFormat, StateSlice
 from .token_store import Manifest, ShardRecord, hash_file
 
 FEATURES = "features.json"
@@ -158,20 +158,6 @@ def unlisted(folder: Path, manifest: Manifest, taps: Sequence[int], form: StateF
     listed = {name: entry["tokens"] for name, entry in content["files"].items()}
     return [record for record in manifest.shards
             if any(listed.get(state_file(record, name)) != record.sha256 for name in state_names(taps))]
-
-
-def stored_format(folder: Path) -> StateFormat:
-    """Number format of the states in a folder.
-
-    Raises:
-        UserError: if it holds none.
-    """
-    content = read_features(folder)
-    if "dtype" not in content:
-        raise UserError(f"{folder} holds no states; {REMEDY}, or train with batch.states: computed")
-    if content["dtype"] not in FORMATS:
-        raise UserError(f"the states in {folder} have an unknown number format {content['dtype']!r}; {REMEDY}")
-    return FORMATS[content["dtype"]]
 
 
 def read_features(folder: Path) -> dict[str, Any]:

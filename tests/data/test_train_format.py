@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from draftsmith.data import ChatTemplate, DistillConfig, WantedStates, distill
-from draftsmith.data.store.feature_shards import stored_format
+from draftsmith.data.store.feature_shards import read_features
 from draftsmith.modules import Target, UserError
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from safetensors.torch import load_file
@@ -42,7 +42,7 @@ def test_train_rows_are_those_of_the_other_format_and_held_out_rows_those_of_the
 
 def test_states_are_stored_in_the_targets_own_format(tmp_path: Path) -> None:
     distilled(tmp_path, tiny(torch.float32), HALF, tiny(torch.bfloat16))
-    assert stored_format(tmp_path / "data").dtype is torch.float32
+    assert read_features(tmp_path / "data")["dtype"] == "float32"
     kept = load_file(tmp_path / "data" / "final-train-00000.safetensors")
     assert all(torch.equal(states, states.bfloat16().float()) for states in kept.values()), "recorded, not read again"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.data.store.feature_shards import stored_format
+from draftsmith.data.store.feature_shards import read_features
 from draftsmith.modules import UserError
 from draftsmith.recipes.stages.training_folder import read_result
 from draftsmith.trainers.steps.checkpoints import PARTS, AtomicCheckpointIO
@@ -169,7 +169,7 @@ FEATURES = {"format_version": int, "target": str, "dtype": str, "files": dict}
 def test_a_damaged_list_of_states_is_refused(place: Place, name: str, value: str) -> None:
     setting("data/features.json", name, VALUES[value])(place)
     with pytest.raises(UserError, match=rf"features\.json is damaged: {name}.* must be .*; run draftsmith distill"):
-        stored_format(place.run / "data")
+        read_features(place.run / "data")
 
 
 @pytest.mark.parametrize("part", PARTS)

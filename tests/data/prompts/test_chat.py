@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 from draftsmith.data import ChatTemplate
-from draftsmith.data.prompts.chat import Turn, join_turns
+from draftsmith.data.prompts.chat import Message, Turn, join_turns
 from draftsmith.modules import UserError
 from draftsmith.modules.target.loading.tiny_model import CHATML, tiny_tokenizer
 from hypothesis import assume, given, settings
@@ -38,6 +38,12 @@ def runs(tokens: list[int], flags: list[bool]) -> list[list[int]]:
     return found
 
 
+def one_row(template: ChatTemplate, messages: list[Message]) -> tuple[list[int], list[bool]]:
+    """(tokens, supervised) of a conversation that is one row."""
+    row, = template.rows(messages)
+    return row
+
+
 @pytest.mark.parametrize("source", [CHATML, LLAMA3, GEMMA_MARKED, MISTRAL])
 @settings(max_examples=40, deadline=None)
 @given(texts=st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=3))
@@ -45,7 +51,7 @@ def test_supervised_runs_are_the_answers_with_their_ends(source: str, texts: lis
     messages = conversation([text for pair in texts for text in pair])
     template = template_of(source)
     try:
-        tokens, flags = template.render(messages)
+        tokens, flags = one_row(template, messages)
     except UserError:
         assume(False)  # a text that merges with its surroundings is refused, which other tests look at
     found = [template.tokenizer.decode(run) for run in runs(tokens, flags)]
@@ -63,7 +69,7 @@ def test_each_answer_stands_behind_the_prompt_that_decoding_would_use(
 ) -> None:
     messages, template = conversation([text for pair in texts for text in pair]), template_of(source)
     try:
-        tokens, flags = template.render(messages)
+        tokens, flags = one_row(template, messages)
     except UserError:
         assume(False)
     for number in (1, 3):
@@ -78,8 +84,8 @@ def test_a_pad_token_that_is_also_the_end_token_changes_nothing(source: str) -> 
     messages = conversation(["hello", "I am fine", "and the price?", "100"])
     padded = template_of(source, ENDS[source])
     assert padded.tokenizer.pad_token_id == padded.tokenizer.eos_token_id
-    tokens, flags = padded.render(messages)
-    assert tokens == template_of(source).render(messages)[0]
+    tokens, flags = one_row(padded, messages)
+    assert tokens == one_row(template_of(source), messages)[0]
     assert [run[-1] for run in runs(tokens, flags)] == [padded.tokenizer.eos_token_id] * 2
 
 
@@ -88,8 +94,8 @@ def test_marks_and_rendering_message_by_message_agree() -> None:
     messages = conversation(["hello", "the weather", "bread?", "10"])
     incremental = ChatTemplate(merging_tokenizer(unmarked, eos="<end_of_turn>"))
     assert not incremental.marked
-    tokens, flags = template_of(GEMMA_MARKED).render(messages)
-    plain_tokens, plain_flags = incremental.render(messages)
+    tokens, flags = one_row(template_of(GEMMA_MARKED), messages)
+    plain_tokens, plain_flags = one_row(incremental, messages)
     assert tokens[: len(plain_tokens)] == plain_tokens
     assert flags[: len(plain_tokens)] == plain_flags
     assert not any(flags[len(plain_tokens) :])
@@ -97,13 +103,13 @@ def test_marks_and_rendering_message_by_message_agree() -> None:
 
 def test_an_answer_that_merges_with_its_prompt_is_refused() -> None:
     with pytest.raises(UserError, match=r"no longer renders its prompt.*generation"):
-        template_of(CHATML).render(conversation(["hello", "\n\nfine"]))
+        one_row(template_of(CHATML), conversation(["hello", "\n\nfine"]))
 
 
 def test_marks_inside_a_macro_are_refused() -> None:
     template = ChatTemplate(merging_tokenizer(MARKED_IN_MACRO))
     with pytest.raises(UserError, match=r"joins the assistant's words|do not enclose"):
-        template.render(conversation(["hello", "fine"]))
+        one_row(template, conversation(["hello", "fine"]))
 
 
 def test_marks_around_the_users_words_are_refused() -> None:
@@ -111,7 +117,7 @@ def test_marks_around_the_users_words_are_refused() -> None:
         "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{{ eos_token }}{% endfor %}"
     )
     with pytest.raises(UserError, match="do not enclose the assistant's words"):
-        ChatTemplate(merging_tokenizer(everything)).render(conversation(["hello", "fine"]))
+        one_row(ChatTemplate(merging_tokenizer(everything)), conversation(["hello", "fine"]))
 
 
 def test_a_token_across_the_border_of_a_mark_is_refused() -> None:
@@ -120,22 +126,21 @@ def test_a_token_across_the_border_of_a_mark_is_refused() -> None:
     )
     template = ChatTemplate(merging_tokenizer(merging.replace("m['role'] + ' '", "m['role'] + 'th'")))
     with pytest.raises(UserError, match=r"joins the assistant's words|do not enclose"):
-        template.render(conversation(["hello", "e weather"]))
+        one_row(template, conversation(["hello", "e weather"]))
 
 
 def test_without_a_generation_prompt_the_header_is_the_targets_to_write() -> None:
     template = ChatTemplate(merging_tokenizer(TEXTUAL))
-    tokens, flags = template.render(conversation(["hello", "fine"]))
+    tokens, flags = one_row(template, conversation(["hello", "fine"]))
     answered = template.tokenizer.decode(runs(tokens, flags)[0])
     assert answered == "assistant: fine"
 
 
-def test_rewritten_history_is_refused_as_one_row_and_exact_as_several() -> None:
+def test_rewritten_history_is_several_rows() -> None:
     template = ChatTemplate(merging_tokenizer(THINKING, eos="<|im_end|>"))
     messages = conversation(["hello", "<think>the user</think>fine", "and you?", "<think>me</think>good"])
-    with pytest.raises(UserError, match="rewrites earlier turns"):
-        template.render(messages)
     rows = template.rows(messages)
+    assert len(rows) == 2
     assert [template.tokenizer.decode(run) for row in rows for run in runs(*row)] == [
         "<think>the user</think>fine<|im_end|>",
         "<think>me</think>good<|im_end|>",
@@ -154,7 +159,7 @@ def test_turns_join_only_behind_the_very_tokens_they_were_decoded_behind() -> No
 
 def test_a_base_model_trains_on_plain_text() -> None:
     template = ChatTemplate(merging_tokenizer(None))
-    tokens, flags = template.render(conversation(["hello there,", " how are you?"]))
+    tokens, flags = one_row(template, conversation(["hello there,", " how are you?"]))
     prompt = template.prompt(conversation(["hello there,"]))
     assert tokens[: len(prompt)] == prompt
     assert template.tokenizer.decode(tokens) == "hello there, how are you?"
@@ -225,6 +230,6 @@ def test_a_broken_template_is_one_sentence(source: str, message: str) -> None:
 
 def test_a_conversation_without_answer_and_an_empty_prompt_are_refused() -> None:
     with pytest.raises(UserError, match="without an answer"):
-        template_of(CHATML).render(conversation(["hello"]))
+        one_row(template_of(CHATML), conversation(["hello"]))
     with pytest.raises(UserError, match="no token at all"):
         ChatTemplate(merging_tokenizer(None)).prompt(conversation([""]))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, WantedStates, distill, encode
 from draftsmith.data.batches.datamodule import BatchConfig, DraftDataModule
-from draftsmith.data.store.feature_shards import open_features, state_file, stored_format
+from draftsmith.data.store.feature_shards import open_features, read_features, state_file
 from draftsmith.data.store.feature_store import Encoding
 from draftsmith.data.store.shard_states import ShardStates
 from draftsmith.data.store.state_formats import CHANNELS, FORMATS, STATES, TOKENS, format_named, unpacked
@@ -118,7 +118,7 @@ def test_files_hold_what_was_predicted_and_slices_are_those_of_the_whole(
     predicted = encoding.bytes
     assert predicted == encoding.tokens * 2 * (width + 4) + len(records) * 2 * 4 * width
     encoding.run(progress=False)
-    assert stored_format(folder).name == name
+    assert read_features(folder)["dtype"] == name
     written = 0
     for record, shard in zip(records, open_features(folder, records, TAPS), strict=True):
         held = load_file(folder / state_file(record, "final"))
@@ -172,7 +172,7 @@ def test_a_recipe_stores_the_states_of_its_answers_in_eight_bits(tmp_path: Path)
     words = ["--config", TINY, "--out", str(tmp_path), "--batch.states_format", "int8"]
     assert main(["distill", *words]) == 0
     data = tmp_path / "data"
-    assert stored_format(data).name == "int8"
+    assert read_features(data)["dtype"] == "int8"
     records = Manifest.load(data).shards
     assert all(len(shard.final(0, 2)) == 2 for shard in open_features(data, records, ()))
     given = COMMANDS["run"].parse([*words, "--distill.budget_tokens", "1000"]).values
