@@ -1,6 +1,6 @@
 """Training features of a drafter: tokens, who wrote them, and the hidden states of the frozen target.
 
-Shapes: B rows, L positions in a row, M positions of a row without states, D hidden size of the target.
+Shapes: B rows, L positions in a row, D hidden size of the target.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,9 +29,6 @@ class Features:
     """Position id of the token inside its own segment, int64."""
     final_BLD: Tensor | None = None
     """The target's final hidden state after its last norm: what its output layer reads. None until encoded."""
-    missing_BL: Tensor | None = None
-    """True at tokens of whole segments whose states are not there yet, though those of others are: `final_BLD` and
-    `taps` hold anything there. None when all states are there, or none."""
     taps: dict[int, Tensor] = field(default_factory=dict)
     """Residual-stream output of the target's layer i, before the final norm, by layer index; each [B, L, D]."""
     labels_at_most: int | None = None
@@ -48,8 +45,8 @@ class Features:
 
     @property
     def encoded(self) -> bool:
-        """True where the target's states are there at every token."""
-        return self.final_BLD is not None and self.missing_BL is None
+        """True once the target's states are there."""
+        return self.final_BLD is not None
 
     def labels(self, offset: int) -> tuple[Tensor, Tensor]:
         """Return (labels_BL, valid_BL): the token `offset` places after each index, and whether it is a label.
@@ -79,55 +76,11 @@ class Features:
         """The final states, [B, L, D].
 
         Raises:
-            ValueError: if the batch has not been encoded by the target yet, or only in part.
+            ValueError: if the batch has not been encoded by the target yet.
         """
-        if self.final_BLD is None or self.missing_BL is not None:
-            held = "no" if self.final_BLD is None else "only some"
-            raise ValueError(f"these features hold {held} target states; encode them with Target.encode first")
+        if self.final_BLD is None:
+            raise ValueError("these features hold no target states; encode them with Target.encode first")
         return self.final_BLD
-
-    def unread(self) -> "Features":
-        """The tokens without states, pushed together within each row, [B, M]; the target still has to read them.
-
-        Every token sees what it would see in its place, since segments are isolated and lack their states as a whole.
-
-        Raises:
-            ValueError: if no states are missing.
-        """
-        if self.missing_BL is None:
-            raise ValueError("no states of these features are missing in part")
-        width = int(self.missing_BL.sum(1).max())
-        places_BM = (~self.missing_BL).byte().sort(dim=1, stable=True).indices[:, :width]
-        here_BM = self.missing_BL.gather(1, places_BM)
-        return Features(
-            tokens_BL=self.tokens_BL.gather(1, places_BM),
-            supervised_BL=self.supervised_BL.gather(1, places_BM),
-            segments_BL=torch.where(here_BM, self.segments_BL.gather(1, places_BM), -1),
-            positions_BL=self.positions_BL.gather(1, places_BM),
-        )
-
-    def completed(self, read: "Features") -> "Features":
-        """These features with the states of `read`, the encoded `unread()`, in their places, all in its number format.
-
-        Args:
-            read: with those taps that are wanted; all of them must be stored here.
-
-        Raises:
-            ValueError: if no states are missing.
-        """
-        if self.missing_BL is None or self.final_BLD is None:
-            raise ValueError("no states of these features are missing in part")
-        missing_BL1, real_BM = self.missing_BL[..., None], read.segments_BL >= 0
-
-        def whole(stored_BLD: Tensor, computed_BMD: Tensor) -> Tensor:
-            return stored_BLD.to(computed_BMD.dtype).masked_scatter(missing_BL1, computed_BMD[real_BM])
-
-        return replace(
-            self,
-            final_BLD=whole(self.final_BLD, read.final()),
-            taps={layer: whole(self.taps[layer], states) for layer, states in read.taps.items()},
-            missing_BL=None,
-        )
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "Features":
         """The same batch with every tensor moved."""
@@ -138,7 +91,6 @@ class Features:
             segments_BL=move(self.segments_BL),
             positions_BL=move(self.positions_BL),
             final_BLD=None if self.final_BLD is None else move(self.final_BLD),
-            missing_BL=None if self.missing_BL is None else move(self.missing_BL),
             taps={layer: move(state) for layer, state in self.taps.items()},
         )
 

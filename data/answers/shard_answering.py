@@ -72,9 +72,8 @@ class ShardAnswering:
                                         None if budget is None else budget - done, first)
         prompts = ShardPrompts(self.source, self.folder.out, locks, start=manifest.candidates, size=queue.size,
                                held=self.folder.seen, first=first)
-        # As many threads as there are may add up in another order: where several processes answer, each has one. For a
-        # single shard there is one process whatever the recipe says. Elsewhere the number is not even set to what it
-        # is: that alone makes some libraries add up otherwise.
+        # Processes that share a processor have one thread each, so that none of them waits for another's. A process
+        # that answers alone keeps the number it has: so does the only one that finds work in a single shard.
         left = None if self.source.total is None else self.source.total - manifest.candidates
         alone = config.workers is None or (left is not None and left <= queue.size)
         finished = list(queue.finished().values())

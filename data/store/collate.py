@@ -89,15 +89,12 @@ class PackedBatch:
     """Final states; None where none are stored."""
     taps: dict[int, PackedStates]
     """Outputs of the tapped layers by layer index."""
-    missing_BL: Tensor | None = None
-    """See `Features.missing_BL`."""
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "PackedBatch":
         """A copy with every tensor moved."""
         return PackedBatch(
             text=self.text.moved(move), final=None if self.final is None else self.final.moved(move),
-            taps={layer: states.moved(move) for layer, states in self.taps.items()},
-            missing_BL=None if self.missing_BL is None else move(self.missing_BL))
+            taps={layer: states.moved(move) for layer, states in self.taps.items()})
 
     def pin_memory(self) -> "PackedBatch":
         """A copy in page-locked memory, from which a GPU copies while the host goes on."""
@@ -111,8 +108,7 @@ class PackedBatch:
             return tensor.to(there, non_blocking=there.type == "cuda")
 
         return replace(self.text.to(there), final_BLD=None if self.final is None else self.final.moved(move).states(),
-                       taps={layer: states.moved(move).states() for layer, states in self.taps.items()},
-                       missing_BL=None if self.missing_BL is None else move(self.missing_BL))
+                       taps={layer: states.moved(move).states() for layer, states in self.taps.items()})
 
 
 def plan_bins(lengths: Sequence[int], row_length: int) -> list[list[int]]:
@@ -154,11 +150,12 @@ def packed(rows: Sequence[Sequence[Piece]], row_length: int | None = None) -> Pa
     """Lay the pieces of each row one after another as isolated segments, padded on the right.
 
     Args:
-        rows: the pieces of each row; a row may be empty, but not all of them.
+        rows: the pieces of each row; a row may be empty, but not all of them. All pieces bring states, or none does.
         row_length: tokens of a row; None takes the longest.
 
     Raises:
         UserError: if a row does not fit.
+        ValueError: if only some of the pieces bring states.
     """
     used = max(sum(len(piece.tokens_N) for piece in row) for row in rows)
     width = used if row_length is None else row_length
@@ -184,17 +181,12 @@ def packed(rows: Sequence[Sequence[Piece]], row_length: int | None = None) -> Pa
             start = stop
     text = Features(tokens_BL=tokens_BL, supervised_BL=supervised_BL, segments_BL=segments_BL,
                     positions_BL=positions_BL)
-    held = [place for place in places if place.piece.final is not None]
-    if not held:
+    final = [place.piece.final for place in places if place.piece.final is not None]
+    if not final:
         return PackedBatch(text=text, taps={})
-    missing_BL = segments_BL >= 0
-    for place in held:
-        missing_BL[place.row, place.start : place.stop] = False
-    kinds = {layer: [place.piece.taps[layer] for place in held] for layer in held[0].piece.taps}
-    final = [place.piece.final for place in held if place.piece.final is not None]
-    return PackedBatch(
-        text=text, final=_pack_states(held, final, shape), missing_BL=missing_BL if bool(missing_BL.any()) else None,
-        taps={layer: _pack_states(held, slices, shape) for layer, slices in kinds.items()})
+    kinds = {layer: [place.piece.taps[layer] for place in places] for layer in places[0].piece.taps}
+    return PackedBatch(text=text, final=_pack_states(places, final, shape),
+                       taps={layer: _pack_states(places, slices, shape) for layer, slices in kinds.items()})
 
 
 def pad(pieces: Sequence[Piece]) -> Features:

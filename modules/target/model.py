@@ -303,14 +303,8 @@ class Target:
 
     @torch.no_grad()
     def encode(self, features: Features, taps: Sequence[int] = ()) -> Features:
-        """Run whole rows through the target, segments isolated, and fill in final states and taps.
-
-        Where some tokens have their states already, only the others are read.
-        """
-        if features.missing_BL is None:
-            return self.trace(features, taps)
-        batch = features.to(self.device)
-        return batch.completed(self.trace(batch.unread(), taps))
+        """Run whole rows through the target, segments isolated, and fill in final states and taps."""
+        return self.trace(features, taps)
 
     def encode_own(self, features: Features, taps: Sequence[int] = ()) -> Features:
         """`encode` for the rows of this process, where each process that shares the target has rows of its own.

@@ -21,10 +21,10 @@ def files(name: str, dtype: torch.dtype = torch.bfloat16) -> list[tuple[dict[str
     return found
 
 
-def piece(states: StateSlice | None) -> Piece:
-    length = 7 if states is None else len(states.codes_ND)
+def piece(states: StateSlice) -> Piece:
+    length = len(states.codes_ND)
     return Piece(tokens_N=torch.arange(length) + 4, supervised_N=torch.ones(length, dtype=torch.bool), final=states,
-                 taps={} if states is None else {3: states})
+                 taps={3: states})
 
 
 @pytest.mark.device
@@ -46,10 +46,7 @@ def test_a_batch_of_several_files_is_decoded_on_its_device(name: str, device: to
 def test_the_host_decodes_the_same_bits() -> None:
     for name in ("int8", "fp8"):
         (_, first), (_, second) = files(name, torch.float32)
-        rows = [[piece(first), piece(None)], [piece(second)]]
-        batch = pack(rows, 30)
-        assert batch.missing_BL is not None
-        assert batch.missing_BL.sum() == 7
+        batch = pack([[piece(first)], [piece(second)]], 30)
         assert batch.final_BLD is not None
         assert torch.equal(batch.final_BLD[0, :12], first.states())
         assert torch.equal(batch.final_BLD[1, :12], second.states())
@@ -59,7 +56,7 @@ def test_the_host_decodes_the_same_bits() -> None:
 def test_every_tensor_of_a_batch_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Page-locked memory needs a GPU: here the places are marked that would be."""
     (_, first), (_, second) = files("int8")
-    batch = packed([[piece(first), piece(None)], [piece(second)]], 30)
+    batch = packed([[piece(first)], [piece(second)]], 30)
     marked: list[int] = []
 
     def pin(tensor: torch.Tensor) -> torch.Tensor:
@@ -77,7 +74,7 @@ def test_every_tensor_of_a_batch_is_pinned(monkeypatch: pytest.MonkeyPatch) -> N
 
     held.moved(noted)
     assert sorted(moved) == sorted(marked)
-    assert len(marked) == 4 + 1 + 2 * 4, "text, missing states, codes and three kinds of scales of two kinds of states"
+    assert len(marked) == 4 + 2 * 4, "text, codes and three kinds of scales of two kinds of states"
     found, wanted = held.to("cpu"), batch.to("cpu")
     assert isinstance(found, Features)
     assert torch.equal(found.taps[3], wanted.taps[3])
