@@ -212,8 +212,9 @@ def shard_of(
         keys: hashes of its prompts.
         candidates: prompts read or written for it.
     """
-    shard = TokenShard.from_rows([row for one in conversations for row in one.rows], keys)
-    data = shard.to_bytes()
+    rows = [row for one in conversations for row in one.rows]
+    shard = TokenShard.from_rows(rows, keys)
+    data, sources = shard.to_bytes(), [row.source for row in rows]
     turns = [turn for one in conversations for turn in one.turns]
     record = ShardRecord(
         file=shard_file(split, number),
@@ -221,10 +222,10 @@ def shard_of(
         sha256=hash_bytes(data),
         candidates=candidates,
         prompts=len({one.number for one in conversations}),
-        rows=shard.num_rows,
-        by_target=shard.written("target"),
-        by_text=shard.written("text"),
-        by_draft=shard.written("draft"),
+        rows=len(rows),
+        by_target=sources.count("target"),
+        by_text=sources.count("text"),
+        by_draft=sources.count("draft"),
         tokens=len(shard.tokens_T),
         supervised=int(shard.supervised_T.sum()),
         answers=len(turns),

@@ -75,7 +75,7 @@ class DistillTask:
         # Documents are cut into pieces of any length.
         if prompt.document is not None:
             return True
-        size, limit = len(self.template.prompt(prompt.opening())), self.prompts.max_prompt_tokens
+        size, limit = len(self.template.prompt(prompt.messages(()))), self.prompts.max_prompt_tokens
         room = self.target.context_length - self.config.max_new_tokens
         if limit is not None:
             return size <= limit

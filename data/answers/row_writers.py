@@ -75,7 +75,7 @@ class RowWriters:
             name = source_of(number, config.shares, config.seed)
             if name != "text":
                 # A plain document refuses it: only text takes documents.
-                prompt.opening()
+                prompt.messages(())
             dealt.setdefault(name, []).append((number, prompt))
         found: list[Conversation] = []
         for name in SOURCES:

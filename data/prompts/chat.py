@@ -98,11 +98,14 @@ class ChatTemplate:
         self.settings: dict[str, Any] = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         if self.source is not None and "date_string" in self.source:
             self.settings["date_string"] = DATE
+        self.marked = self.source is not None and MARK.search(self.source) is not None
+        """True where the template itself marks the assistant's words."""
         # Both take several renderings, and are needed only where text brings its own answers.
         self._answer_end: list[int] | None = None
         self._marks_checked = False
         if self.source is not None:
             refuse_powers(self.source)
+            # A template that is no valid Jinja is refused now, not after the target has been loaded and asked.
             self._text([{"role": "user", "content": "a"}], generation_prompt=True)
 
     @property
@@ -116,11 +119,6 @@ class ChatTemplate:
             "special": {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()},
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
-
-    @property
-    def marked(self) -> bool:
-        """True where the template itself marks the assistant's words."""
-        return self.source is not None and MARK.search(self.source) is not None
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Tokens up to the start of the assistant's next answer, the generation prompt included.
@@ -145,6 +143,7 @@ class ChatTemplate:
         if not any(message["role"] == "assistant" for message in messages):
             raise UserError("a conversation without an answer holds no label; give an assistant message")
         if self.marked:
+            # Marks are exact or they are not, whatever the conversation: one look is enough.
             if not self._marks_checked:
                 self._check_marks()
                 self._marks_checked = True
@@ -158,11 +157,34 @@ class ChatTemplate:
             UserError: if an answer is not exactly what its rendering adds to its prompt.
         """
         answered = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-        return [self._turn(messages[:place], messages[place]) for place in answered]
+        if self.source is None:
+            return [Turn(prompt=self.prompt(messages[:place]), answer=self._encode(messages[place]["content"]))
+                    for place in answered]
+        turns = [self._added(messages[:place], messages[place]) for place in answered]
+        if self._answer_end is None:
+            # Answers that share no character share only what the template writes after them.
+            user = {"role": "user", "content": self._probes()[0]}
+            added = [self._added([user], {"role": "assistant", "content": probe})[1] for probe in self._probes()]
+            self._answer_end = common_prefix([tokens[::-1] for tokens in added])[::-1]
+        end = self._answer_end
+        # The assistant writes the end up to its first special token; a line break after that is the template's.
+        special = {*self.tokenizer.all_special_ids, *self.tokenizer.get_added_vocab().values()}
+        written = next((place + 1 for place, token in enumerate(end) if token in special), 0)
+        found = []
+        for place, (prompt, tokens) in zip(answered, turns, strict=True):
+            if tokens[len(tokens) - len(end) :] != end:
+                raise UserError(f"the end of the answer {_short(messages[place]['content'])} and the template's text "
+                                f"after it share a token; {REMEDY}")
+            found.append(Turn(prompt=prompt, answer=tokens[: len(tokens) - len(end) + written]))
+        return found
 
     def document(self, text: str) -> tuple[list[int], list[bool]]:
         """(tokens, supervised) of plain text outside the template: all of it but the start token is supervised."""
-        tokens, bare = self._without_end(text)
+        tokens = list(self.tokenizer(text, verbose=False)["input_ids"])
+        bare = self._encode(text)
+        # Some tokenizers end every text, but here an answer goes on from it.
+        while tokens and len(tokens) > len(bare) and tokens[-1] == self.tokenizer.eos_token_id:
+            tokens.pop()
         start = len(tokens) - len(bare)
         return tokens, [place >= start for place in range(len(tokens))]
 
@@ -173,19 +195,28 @@ class ChatTemplate:
         Raises:
             UserError: if the template refuses the messages.
         """
+        before, after = list[int](), list[int]()
         if self.source is None:
-            return Surroundings(before=tuple(self._plain(history) or self._start()), after=())
-        before, after = self._around_user(history, generation_prompt=False)
-        if not after:
-            _, after = self._around_user(history, generation_prompt=True)
-        return Surroundings(before=tuple(before or self._start()), after=tuple(after))
-
-    def _around_user(self, history: Sequence[Message], *, generation_prompt: bool) -> tuple[list[int], list[int]]:
-        """Tokens that renderings of different user texts share before and after the text."""
-        messages = [[*history, {"role": "user", "content": probe}] for probe in self._probes()]
-        rendered = [self._encode(self._text(one, generation_prompt=generation_prompt)) for one in messages]
-        before = common_prefix(rendered)
-        return before, common_prefix([tokens[len(before) :][::-1] for tokens in rendered])[::-1]
+            before = self._plain(history)
+        else:
+            messages = [[*history, {"role": "user", "content": probe}] for probe in self._probes()]
+            # What texts without a common token share is the template's. Some templates write the end of the user's
+            # turn only together with the header of the assistant's.
+            for generation_prompt in (False, True):
+                rendered = [self._encode(self._text(one, generation_prompt=generation_prompt)) for one in messages]
+                shared = common_prefix(rendered)
+                before = before if generation_prompt else shared
+                after = common_prefix([tokens[len(shared) :][::-1] for tokens in rendered])[::-1]
+                if after:
+                    break
+        if not before:
+            # Nothing can be written from no token at all: the tokenizer's start token stands for an empty text.
+            starts = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
+            before = [int(token) for token in starts if token is not None][:1]
+        if not before:
+            raise UserError("this tokenizer has no start token to write prompts from; give a file (prompts.origin: "
+                            "file)")
+        return Surroundings(before=tuple(before), after=tuple(after))
 
     # Rendering -------------------------------------------------------------------------------------------------------
 
@@ -215,44 +246,10 @@ class ChatTemplate:
         for message in self._with_system(messages):
             gap = "\n\n" if text and message["role"] != "assistant" else ""
             text += gap + message["content"]
-        return self._without_end(text)[0]
+        return self.document(text)[0]
 
-    def _without_end(self, text: str) -> tuple[list[int], list[int]]:
-        """Tokens of plain text, with the start token but no end token, and without either."""
-        tokens = list(self.tokenizer(text, verbose=False)["input_ids"])
-        bare = self._encode(text)
-        while tokens and len(tokens) > len(bare) and tokens[-1] == self.tokenizer.eos_token_id:
-            tokens.pop()
-        return tokens, bare
-
-    def _start(self) -> list[int]:
-        """The start token of an empty text."""
-        for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
-            if token is not None:
-                return [int(token)]
-        raise UserError("this tokenizer has no start token to write prompts from; give a file (prompts.origin: file)")
-
-    # Message by message ----------------------------------------------------------------------------------------------
-
-    def _turn(self, before: Sequence[Message], answer: Message) -> Turn:
-        prompt = self.prompt(before)
-        if self.source is None:
-            return Turn(prompt=prompt, answer=self._encode(answer["content"]))
-        added = self._added(before, answer)
-        end = self._end()
-        if added[len(added) - len(end) :] != end:
-            raise UserError(
-                f"the end of the answer {_short(answer['content'])} and the template's text after it share a token; "
-                f"{REMEDY}"
-            )
-        # The assistant writes the end up to its first special token; a line break after that is the template's.
-        special = {*self.tokenizer.all_special_ids, *self.tokenizer.get_added_vocab().values()}
-        written = next((place + 1 for place, token in enumerate(end) if token in special), 0)
-        kept = len(added) - len(end) + written
-        return Turn(prompt=prompt, answer=added[:kept])
-
-    def _added(self, before: Sequence[Message], answer: Message) -> list[int]:
-        """Tokens that rendering the answer adds to the tokens of its prompt."""
+    def _added(self, before: Sequence[Message], answer: Message) -> tuple[list[int], list[int]]:
+        """Tokens of the prompt, and those that rendering the answer adds to them."""
         prompt = self.prompt(before)
         whole = self._encode(self._text([*before, answer], generation_prompt=False))
         if whole[: len(prompt)] != prompt:
@@ -260,22 +257,16 @@ class ChatTemplate:
                 f"with the answer {_short(answer['content'])} the chat template no longer renders its prompt "
                 f"as it does before the answer; {REMEDY}"
             )
-        return whole[len(prompt) :]
-
-    def _end(self) -> list[int]:
-        """Tokens of the template after every answer, found by rendering answers that share no character."""
-        if self._answer_end is None:
-            user = {"role": "user", "content": self._probes()[0]}
-            added = [self._added([user], {"role": "assistant", "content": probe}) for probe in self._probes()]
-            self._answer_end = common_prefix([tokens[::-1] for tokens in added])[::-1]
-        return self._answer_end
+        return prompt, whole[len(prompt) :]
 
     def _probes(self) -> list[str]:
         """Three one-character texts that share no token."""
         found: dict[tuple[int, ...], str] = {}
+        # Unknown characters all have this token.
         used: set[int] = {token for token in (self.tokenizer.unk_token_id,) if token is not None}
         for probe in BOUNDARY_PROBES:
             tokens = tuple(self._encode(probe))
+            # Some tokenizers put a word's start before every text: only last tokens tell texts apart.
             if tokens and not used & set(tokens[-1:]):
                 found[tokens] = probe
                 used |= set(tokens[-1:])
@@ -310,7 +301,14 @@ class ChatTemplate:
                 "answer (distill.answered_by: target)"
             )
         coded = self.tokenizer(texts[0], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        supervised = [_inside(span, marks[0]) for span in coded["offset_mapping"]]
+        supervised = []
+        for start, stop in coded["offset_mapping"]:
+            supervised.append(any(first <= start < stop <= last for first, last in marks[0]))
+            if not supervised[-1] and any(start < last and first < stop for first, last in marks[0]):
+                raise UserError(
+                    f"a token joins the assistant's words with the template's at character {start}; put a special "
+                    "token or a line break between them in the template"
+                )
         return list(coded["input_ids"]), supervised
 
     def _check_marks(self) -> None:
@@ -363,20 +361,6 @@ def common_prefix(rows: Sequence[Sequence[int]]) -> list[int]:
             break
         shared.append(column[0])
     return shared
-
-
-def _inside(span: tuple[int, int], marks: Sequence[tuple[int, int]]) -> bool:
-    """True for a token whose characters lie inside a mark. Raises UserError when they straddle its border."""
-    start, stop = span
-    for first, last in marks:
-        if first <= start and stop <= last and start < stop:
-            return True
-        if start < last and first < stop:
-            raise UserError(
-                f"a token joins the assistant's words with the template's at character {start}; put a special "
-                "token or a line break between them in the template"
-            )
-    return False
 
 
 def _short(text: str) -> str:

@@ -41,29 +41,27 @@ class OwnPrompts:
         self.befores = dict.fromkeys(self.kinds, self.around.before)
         """Tokens after which a prompt of each kind is written."""
         if config.own_kinds is not None and not config.own_openings:
-            self._ask_for_kinds()
+            # The system prompt of each kind stands before its prompts, and must be seen there: a template that drops
+            # it would give prompts of no kind at all.
+            if self.plain:
+                raise UserError("prompts.own_kinds without prompts.own_openings needs a chat template, and this target "
+                                "has none; set prompts.own_openings: true")
+            for kind in (one for one in self.kinds if one != UNSTEERED):
+                asked = f"prompts.own_kinds asks for {kind} by a system prompt, which the chat template of this target"
+                try:
+                    shown = template.user_turn([{"role": "system", "content": SYSTEM_PROMPTS[kind]}])
+                except UserError as error:
+                    raise UserError(f"{asked} refuses ({error}); leave prompts.own_kinds out") from error
+                if shown == self.around:
+                    raise UserError(f"{asked} does not show; leave prompts.own_kinds out")
+                self.befores[kind] = shown.before
         self.stats = DecodeStats()
+        # An end token of the target ends a message; where the template writes something else after one, that text does.
         end = self.around.after
         stop = () if not end or end[0] in target.eos_ids else (target.tokenizer.decode(list(end)),)
-        self.settings = DecodeSettings(batch_size=slots, top_p=TOP_P, seed=prompt_seed(seed), stop=stop)
-
-    def _ask_for_kinds(self) -> None:
-        """Put the system prompt of each kind before its prompts, where the template shows it."""
-        if self.plain:
-            raise UserError("prompts.own_kinds without prompts.own_openings needs a chat template, and this target has "
-                            "none; set prompts.own_openings: true")
-        for kind in self.kinds:
-            if kind == UNSTEERED:
-                continue
-            try:
-                shown = self.template.user_turn([{"role": "system", "content": SYSTEM_PROMPTS[kind]}])
-            except UserError as error:
-                raise UserError(f"prompts.own_kinds asks for {kind} by a system prompt, which the chat template of "
-                                f"this target refuses ({error}); leave prompts.own_kinds out") from error
-            if shown == self.around:
-                raise UserError(f"prompts.own_kinds asks for {kind} by a system prompt, which the chat template of "
-                                "this target does not show; leave prompts.own_kinds out")
-            self.befores[kind] = shown.before
+        # Streams of their own: prompt n and answer n would otherwise draw the same numbers.
+        stream = int.from_bytes(hashlib.sha256(f"prompts {seed}".encode()).digest()[:8], "little")
+        self.settings = DecodeSettings(batch_size=slots, top_p=TOP_P, seed=stream, stop=stop)
 
     @property
     def total(self) -> int | None:
@@ -81,10 +79,12 @@ class OwnPrompts:
             openings[number] = drawn_opening(kind, self.seed, number) if self.config.own_openings else ""
             opening = self.target.tokenizer(openings[number], add_special_tokens=False)["input_ids"]
             tokens = (*self.befores[kind], *opening)
+            # A kind's system prompt may fill a short context; such a candidate counts as read and unusable.
             if len(tokens) + longest <= self.target.context_length:
                 requests.append(Request(tokens, number, longest, self.config.own_temperature))
         if not requests:
             return Taken(prompts=[], read=count)
+        # Every slot holds a whole chunk of its prompt, so a chunk is no longer than the longest prompt.
         chunk = min(self.settings.prefill_chunk, max(len(request.tokens) for request in requests))
         result = decode(self.target, requests, replace(self.settings, prefill_chunk=chunk))
         self.stats.add(result.stats)
@@ -115,8 +115,3 @@ class OwnPrompts:
             return ""
         text: str = self.target.tokenizer.decode(tokens)
         return text if any(character.isalpha() for character in text) else ""
-
-
-def prompt_seed(seed: int) -> int:
-    """Seed of the random streams of prompts, different from those of the answers."""
-    return int.from_bytes(hashlib.sha256(f"prompts {seed}".encode()).digest()[:8], "little")

@@ -104,10 +104,6 @@ class Prompt:
     document: str | None = None
     """Plain text; None for a prompt."""
 
-    def opening(self) -> list[dict[str, str]]:
-        """The messages up to and including the first user turn."""
-        return self.messages(())
-
     def messages(self, answers: Sequence[str]) -> list[dict[str, str]]:
         """The conversation with its first len(answers) turns answered so, up to the next user turn if there is one.
 
@@ -128,6 +124,7 @@ class Prompt:
     @property
     def key(self) -> int:
         """Signed 64-bit hash of the user turns, ignoring case and spacing: equal prompts are duplicates."""
+        # System prompts do not count: the same question under two of them is asked once.
         texts = self.turns if self.document is None else (self.document,)
         text = "\n".join(" ".join(turn.casefold().split()) for turn in texts)
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
@@ -155,7 +152,7 @@ def parse_prompt(row: Any, where: str, column: str | None = None) -> Prompt:
         return Prompt(turns=tuple(_text({"turns": text}, "turns", where) for text in texts), system=system, **common)
     for key, speaker, words in (("messages", "role", "content"), ("conversations", "from", "value")):
         if key in row:
-            return _conversation(_messages(row[key], where, speaker, words), where, system, common)
+            return _conversation(row[key], speaker, words, where, system, common)
     if "text" in row:
         return Prompt(turns=(), document=_text(row, "text", where), **common)
     raise UserError(
@@ -174,7 +171,17 @@ def read_prompts(path: str | Path, *, column: str | None = None, skip_malformed:
     # Only "\n" ends a line: splitlines() would also cut JSON strings at U+2028.
     lines = read_text(file, "prompts").rstrip("\n").split("\n")
     rows = ((f"{file.name}:{number}", line) for number, line in enumerate(lines, 1)) if any(lines) else iter(())
-    prompts = list(_parsed(rows, lambda line, where: parse_prompt(_json(line, where), where, column), skip_malformed))
+
+    def parse(line: str, where: str) -> Prompt:
+        if not line.strip():
+            raise UserError(f"{where}: the line is empty; delete it, or write a JSON object there")
+        try:
+            row = bounded_json(line)
+        except ValueError as error:
+            raise UserError(f"{where}: not JSON ({problem(error)}); write one object a line") from error
+        return parse_prompt(row, where, column)
+
+    prompts = list(_parsed(rows, parse, skip_malformed))
     if not prompts:
         raise UserError(f'{file} holds no prompt; write one JSON object a line, such as {{"prompt": "..."}}')
     return prompts
@@ -237,6 +244,7 @@ class ReadPrompts:
     def total(self) -> int | None:
         """The lines of the file, at most the config's limit; that alone for a dataset, unknown where it has none."""
         limit = self.config.limit
+        # To count a dataset's rows may mean to download all of it.
         if self.config.origin != "file":
             return limit
         lines = sum(1 for line in read_text(Path(self.config.path or ""), "prompts").split("\n") if line.strip())
@@ -244,6 +252,7 @@ class ReadPrompts:
 
     def take(self, start: int, count: int) -> Taken:
         """Candidates start to start + count - 1; going back reads the source from its start again."""
+        # Shards come in any order where other processes take some; a source only goes forward.
         if start < self.position:
             self.rest, self.position = load_prompts(self.config, self.seed), 0
         for _ in islice(self.rest, start - self.position):
@@ -254,6 +263,7 @@ class ReadPrompts:
 
 
 def _from_dataset(config: PromptConfig, seed: int) -> Iterator[Prompt]:
+    # Prompts of one's own and of files need no such package, which is large.
     try:
         import datasets
     except ImportError as error:
@@ -309,45 +319,46 @@ def _parsed(
         yield prompt
 
 
-def _json(line: str, where: str) -> Any:
-    if not line.strip():
-        raise UserError(f"{where}: the line is empty; delete it, or write a JSON object there")
-    try:
-        return bounded_json(line)
-    except ValueError as error:
-        raise UserError(f"{where}: not JSON ({problem(error)}); write one object a line") from error
-
-
 def _text(row: Mapping[str, Any], key: str, where: str) -> str:
+    """Text under a key of a row. Raises UserError where there is none."""
     value = row.get(key)
     if not isinstance(value, str) or not value.strip():
         raise UserError(f"{where}: {key} must be text that is not empty, got {_short(value)}")
+    # JSON can write what no file of prompts, answers or shards could hold as UTF-8.
     if any("\ud800" <= sign <= "\udfff" for sign in value):
         raise UserError(f"{where}: {key} holds half of a surrogate pair, which is no character; write the whole one")
     return value
 
 
-def _messages(value: Any, where: str, speaker: str, words: str) -> list[tuple[str, str]]:
-    """(role, text) of each message."""
+def _conversation(
+    value: Any, speaker: str, words: str, where: str, system: str | None, common: dict[str, Any]
+) -> Prompt:
+    """A prompt of alternating messages; assistant messages before the first user turn are left out.
+
+    Args:
+        value: the messages, as a row has them.
+        speaker: key of a message's role.
+        words: key of its text.
+        where: place of the row, for messages.
+        system: system prompt of the row; one among the messages comes first.
+        common: further fields of the prompt.
+    """
     if not isinstance(value, list) or not value:
         raise UserError(f"{where}: expected a list of messages that is not empty, got {_short(value)}; give each as an "
                         "object with its speaker and its text")
-    found = []
+    messages = []
     for message in value:
         if not isinstance(message, Mapping):
             raise UserError(f"{where}: a message must be an object, got {_short(message)}")
+        # Data sets mix the two shapes: some `conversations` hold messages with a role and content.
         keys = (speaker, words) if speaker in message else ("role", "content")
         role = _text(message, keys[0], where)
         if role not in ROLES:
             raise UserError(f"{where}: {keys[0]} must be one of {sorted(ROLES)}, got {role!r}")
-        found.append((ROLES[role], _text(message, keys[1], where)))
-    return found
-
-
-def _conversation(messages: list[tuple[str, str]], where: str, system: str | None, common: dict[str, Any]) -> Prompt:
-    """A prompt of alternating messages; assistant messages before the first user turn are left out."""
+        messages.append((ROLES[role], _text(message, keys[1], where)))
     if messages[0][0] == "system":
         system, messages = messages[0][1], messages[1:]
+    # ShareGPT cut long conversations anywhere: a part may start with an answer whose question is lost.
     while messages and messages[0][0] == "assistant":
         messages = messages[1:]
     for number, (role, _) in enumerate(messages):

@@ -184,6 +184,9 @@ def packed(rows: Sequence[Sequence[Piece]], row_length: int | None = None) -> Pa
     final = [place.piece.final for place in places if place.piece.final is not None]
     if not final:
         return PackedBatch(text=text, taps={})
+    # Zeros in place of states would train without an error.
+    if len(final) < len(places):
+        raise ValueError(f"{len(final)} of {len(places)} pieces of a batch bring states; give those of all, or of none")
     kinds = {layer: [place.piece.taps[layer] for place in places] for layer in places[0].piece.taps}
     return PackedBatch(text=text, final=_pack_states(places, final, shape),
                        taps={layer: _pack_states(places, slices, shape) for layer, slices in kinds.items()})

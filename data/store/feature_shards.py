@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from ...modules import UserError
 from ...modules.files.json_records import read_record
@@ -60,14 +59,6 @@ class FeatureShard:
             UserError: if a file is no longer the one that was opened.
         """
         return self._final.slice(start, stop), {layer: kind.slice(start, stop) for layer, kind in self._taps.items()}
-
-    def final(self, start: int, stop: int) -> Tensor:
-        """Final states of tokens start to stop - 1, [N, D]. Raises UserError as `slices` does."""
-        return self._final.slice(start, stop).states()
-
-    def taps(self, start: int, stop: int) -> dict[int, Tensor]:
-        """Tapped states of tokens start to stop - 1 by layer, each [N, D]. Raises UserError as `slices` does."""
-        return {layer: states.slice(start, stop).states() for layer, states in self._taps.items()}
 
 
 class _StoredKind:

@@ -6,10 +6,10 @@ Shapes: T tokens of all rows one after another, R rows, S = R + 1 borders of row
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -24,6 +24,7 @@ from ...modules.files.json_records import read_json, record_of, shortened
 FORMAT_VERSION = 4
 """Layout of shards and manifest."""
 MANIFEST = "manifest.json"
+T = TypeVar("T")
 SourceName = Literal["target", "text", "draft"]
 SplitName = Literal["train", "validation"]
 SOURCES: tuple[SourceName, ...] = ("target", "text", "draft")
@@ -90,10 +91,6 @@ class TokenShard:
         """Number of rows."""
         return len(self.prompts_R)
 
-    def written(self, source: SourceName) -> int:
-        """Number of rows that this source wrote."""
-        return int((self.sources_R == SOURCES.index(source)).sum())
-
     def answered_at(self, temperature: float | None) -> list[int]:
         """Rows whose answers have this temperature; all rows for None."""
         return [row for row, found in enumerate(self.temperatures_R.tolist()) if temperature in (None, found)]
@@ -104,11 +101,13 @@ class TokenShard:
 
     def to_bytes(self) -> bytes:
         """The safetensors file; equal shards give equal bytes."""
+        # A slice of a tensor would be written with gaps, which the format does not know.
         return save({name: tensor.contiguous() for name, tensor in vars(self).items()})
 
     @classmethod
     def read(cls, file: Path, sha256: str | None = None) -> "TokenShard":
         """Read a shard, checking its hash if one is given. Raises UserError when it is missing or corrupted."""
+        # The bytes that are checked are those that are read: a file could be replaced between two looks.
         data = read_bytes(file)
         if sha256 is not None and hash_bytes(data) != sha256:
             raise UserError(corrupted(file))
@@ -218,10 +217,6 @@ class Manifest:
         """Sum of one count of ShardRecord over a split, such as total("train", "supervised")."""
         return sum(int(getattr(shard, count)) for shard in self.split(split))
 
-    def written(self, source: SourceName) -> int:
-        """Train rows that this source wrote."""
-        return self.total("train", f"by_{source}")
-
     @property
     def hash(self) -> str:
         """SHA-256 of the manifest's bytes: the identity of the data."""
@@ -254,6 +249,7 @@ class Manifest:
         content = read_json(file, remedy)
         if not isinstance(content, dict) or "format_version" not in content:
             raise UserError(corrupted(file))
+        # Of another version neither the fields nor the hash need be as here.
         version = content.pop("format_version")
         if version != FORMAT_VERSION:
             raise UserError(f"{file} has format version {shortened(version)}, this version reads {FORMAT_VERSION}; "
@@ -262,6 +258,7 @@ class Manifest:
         # Every field is written, also those that have a default while a manifest grows.
         if missing := sorted({one.name for one in fields(cls)} - content.keys()):
             raise UserError(f"{file} is damaged: its content lacks {', '.join(missing)}; {remedy}")
+        # A hash over the content as it is read, not over the bytes: other tools may write it with other spaces.
         if digest != hash_bytes(_json({"format_version": version, **content})):
             raise UserError(corrupted(file))
         return record_of(cls, content, str(file), remedy)
@@ -282,25 +279,23 @@ def hash_bytes(data: bytes) -> str:
 
 def hash_file(file: Path) -> str:
     """SHA-256 of a file in hex. Raises UserError when it cannot be read."""
-    require_ordinary(file)
-    try:
-        return file_sha256(file)
-    except OSError as error:
-        raise UserError(unreadable(file, error)) from error
+    # Files of states are larger than memory: this one is read in parts.
+    return _read(file, file_sha256)
 
 
 def read_bytes(file: Path) -> bytes:
     """A file's bytes. Raises UserError when it cannot be read."""
+    return _read(file, Path.read_bytes)
+
+
+def _read(file: Path, read: Callable[[Path], T]) -> T:
+    # A pipe or a device in the folder would be read for ever.
     require_ordinary(file)
     try:
-        return file.read_bytes()
+        return read(file)
     except OSError as error:
-        raise UserError(unreadable(file, error)) from error
-
-
-def unreadable(file: Path, error: OSError) -> str:
-    """Message about a file that is missing or cannot be read."""
-    return f"cannot read {file}: {error.strerror}; delete the folder {file.parent} and distil again"
+        raise UserError(f"cannot read {file}: {error.strerror}; delete the folder {file.parent} and distil again"
+                        ) from error
 
 
 def corrupted(file: Path) -> str:

@@ -157,7 +157,7 @@ def train_stage(workspace: Workspace) -> Sequence[Path]:
     workspace.check()
     check_settings(workspace)
     module = workspace.module()
-    if workspace.manifest().written("draft"):
+    if workspace.manifest().total("train", "by_draft"):
         require_teacher(module)
     data = DraftDataModule(workspace.data, batch_config(workspace, module), module.drafter.taps,
                            workspace.around_prompts)

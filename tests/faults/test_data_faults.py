@@ -43,8 +43,8 @@ FAULTS = [
           r"stats.json cannot be read as JSON .*; delete result.json, and the same command",
           lost_artifact),
     Fault("changed data before a training alone", "train --config {tiny} --out {run}",
-          r"train-00000.safetensors is missing or not what was written \(the target answers prompts\); put it back",
-          lambda place: flip(place.run / "data" / "train-00000.safetensors", -1)),
+          r"train-\d{5}.safetensors is missing or not what was written \(the target answers prompts\); put it back",
+          lambda place: flip(min((place.run / "data").glob("train-*.safetensors")), -1)),
 ]
 
 

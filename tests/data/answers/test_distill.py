@@ -58,7 +58,7 @@ def test_rows_are_prompts_with_the_targets_own_answers(tmp_path: Path, tiny_targ
     found = list(rows(tmp_path / "out"))
     assert [number for _, _, number, _, _ in found] == list(range(3, 15))
     for tokens, supervised, number, temperature, truncated in found:
-        prompt = template.prompt(given[number].opening())
+        prompt = template.prompt(given[number].messages(()))
         assert tokens[: len(prompt)] == prompt
         assert supervised == [False] * len(prompt) + [True] * (len(tokens) - len(prompt))
         assert temperature == (0.0, 1.0)[number % 2]
@@ -191,7 +191,8 @@ def answered(count: int) -> list[dict[str, Any]]:
 def test_given_answers_are_used_as_they_are_and_marked(tmp_path: Path, tiny_target: Target) -> None:
     given = replace(SMALL, answered_by="text")
     manifest = run(tiny_target, write_prompts(tmp_path, answered(7)), given, tmp_path / "out")
-    assert (manifest.written("text"), manifest.written("target")) == (manifest.total("train", "rows"), 0)
+    assert manifest.total("train", "by_text") == manifest.total("train", "rows")
+    assert manifest.total("train", "by_target") == 0
     decoded = [
         tiny_target.tokenizer.decode([t for t, s in zip(row[0], row[1], strict=True) if s])
         for row in rows(tmp_path / "out")

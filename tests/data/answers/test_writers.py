@@ -121,7 +121,8 @@ def test_a_draft_writes_the_rows_and_the_target_the_held_out_ones(tmp_path: Path
     prompts, config = write_prompts(tmp_path, many(14)), replace(SMALL, answered_by="draft", **DRAFT)
     manifest = make(tiny_target, prompts, config, tmp_path / "draft", draft(tiny_target))
     own = make(tiny_target, prompts, SMALL, tmp_path / "target")
-    assert manifest.written("draft") == manifest.total("train", "rows") == own.written("target") == 12
+    assert manifest.total("train", "by_draft") == manifest.total("train", "rows") == 12
+    assert own.total("train", "by_target") == 12
     assert {source for *_, source in rows(tmp_path / "draft")} == {"draft"}
     for mine, other in zip(rows(tmp_path / "draft"), rows(tmp_path / "target"), strict=True):
         prompt = mine[1].index(True)
@@ -161,7 +162,7 @@ def test_documents_are_learnt_whole_in_pieces(
         assert joined == tokenizer(texts[number])["input_ids"][: len(joined)]
         assert learnt == tokenizer(texts[number], add_special_tokens=False)["input_ids"][: len(learnt)]
         assert len(tokenizer(texts[number])["input_ids"]) - len(joined) <= 1
-    assert manifest.written("text") == len(found)
+    assert manifest.total("train", "by_text") == len(found)
 
 
 def test_of_a_held_out_document_the_target_continues_the_beginning(tmp_path: Path, tiny_target: Target) -> None:
@@ -209,7 +210,7 @@ def test_a_killed_mix_ends_in_the_same_bytes(
     assert [number for _, _, number, _ in found] == sorted(number for _, _, number, _ in found)
     for _, _, number, source in found:
         assert source == source_of(number, config.shares, config.seed)
-    assert sum(manifest.written(name) for name in SOURCES) == len(found)
+    assert sum(manifest.total("train", f"by_{name}") for name in SOURCES) == len(found)
 
     publish = ShardQueue.publish
 
@@ -253,7 +254,7 @@ def test_texts_that_are_all_refused_end_no_mix(
     prompts = write_prompts(tmp_path, answered(26))
     mixed = replace(SMALL, answered_by={"target": 0.5, "text": 0.5})
     manifest = make(tiny_target, prompts, mixed, tmp_path / "mix")
-    assert manifest.written("text") == 0
-    assert manifest.written("target") > 0
+    assert manifest.total("train", "by_text") == 0
+    assert manifest.total("train", "by_target") > 0
     with pytest.raises(UserError, match="cannot be rendered"):
         make(tiny_target, prompts, replace(SMALL, answered_by="text"), tmp_path / "text")

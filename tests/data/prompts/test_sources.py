@@ -105,7 +105,7 @@ def test_bad_settings_are_refused(fields: dict[str, Any], message: str) -> None:
 
 def test_messages_carry_the_answers_given_so_far() -> None:
     prompt = Prompt(turns=("a", "c"), id="1", system="s")
-    assert [message["content"] for message in prompt.opening()] == ["s", "a"]
+    assert [message["content"] for message in prompt.messages(())] == ["s", "a"]
     assert [message["content"] for message in prompt.messages(["b"])] == ["s", "a", "b", "c"]
     assert [message["role"] for message in prompt.messages(["b", "d"])][-1] == "assistant"
 

@@ -58,7 +58,7 @@ def test_states_follow_their_tokens() -> None:
 
 
 def test_states_of_only_some_pieces_are_refused() -> None:
-    with pytest.raises(ValueError, match="shorter than argument 1"):
+    with pytest.raises(ValueError, match="1 of 3 pieces of a batch bring states"):
         pack([[piece(3, states=True), piece(2)], [piece(4)]], 6)
     with pytest.raises(ValueError, match="hold no target states; encode them"):
         pack([[piece(2)]]).final()

@@ -57,7 +57,8 @@ def gap(target: Target, folder: Path, taps: tuple[int, ...] = (0, 1)) -> float:
     Encoding(target, other, taps).run(progress=False)
     found = 0.0
     for record, *pair in zip(records, *(open_features(one, records, taps) for one in (folder, other)), strict=True):
-        mine, theirs = ({-1: one.final(0, record.tokens), **one.taps(0, record.tokens)} for one in pair)
+        slices = [one.slices(0, record.tokens) for one in pair]
+        mine, theirs = ({kind: one.states() for kind, one in ((-1, final), *taps.items())} for final, taps in slices)
         assert {states.shape for states in (*mine.values(), *theirs.values())} == {(record.tokens, target.hidden_size)}
         found = max([found, *(float((mine[kind].double() - theirs[kind].double()).abs().max()) for kind in mine)])
     return found
@@ -65,7 +66,7 @@ def gap(target: Target, folder: Path, taps: tuple[int, ...] = (0, 1)) -> float:
 
 def draft(target: Target) -> Writer:
     torch.manual_seed(3)
-    return Writer.of(Medusa.create(MedusaConfig(num_heads=3), target).to(target.dtype).eval(), 5, "d1")
+    return Writer.of(Medusa.create(MedusaConfig(num_heads=3), target).to(target.dtype).eval(), "d1")
 
 
 @pytest.fixture
@@ -154,8 +155,8 @@ def test_rows_of_a_mix_are_read_where_they_were_not_recorded(
                      draft="some/folder")
     manifest = run(tiny_target_f64, mixed_prompts(tmp_path), config, tmp_path / "out", [WantedStates(taps=taps)],
                    draft(tiny_target_f64))
-    assert manifest.written("draft") > 0 < manifest.written("text")
-    assert sum(read) == manifest.written("text") + (manifest.written("draft") if taps else 0)
+    assert manifest.total("train", "by_draft") > 0 < manifest.total("train", "by_text")
+    assert sum(read) == manifest.total("train", "by_text") + (manifest.total("train", "by_draft") if taps else 0)
     assert gap(tiny_target_f64, tmp_path / "out", taps) < 1e-9
 
 

@@ -114,7 +114,7 @@ def test_files_hold_what_was_predicted_and_slices_are_those_of_the_whole(
 ) -> None:
     encoding = Encoding(tiny_target, folder, TAPS, form=name)
     records, width = Manifest.load(folder).shards, tiny_target.hidden_size
-    assert WantedStates(taps=TAPS, form=name).width(tiny_target) == width + 4
+    assert WantedStates(taps=TAPS, form=name).bytes(10, tiny_target) == 10 * 2 * (width + 4), "two kinds of states"
     predicted = encoding.bytes
     assert predicted == encoding.tokens * 2 * (width + 4) + len(records) * 2 * 4 * width
     encoding.run(progress=False)
@@ -123,9 +123,9 @@ def test_files_hold_what_was_predicted_and_slices_are_those_of_the_whole(
     for record, shard in zip(records, open_features(folder, records, TAPS), strict=True):
         held = load_file(folder / state_file(record, "final"))
         whole_TD = unpacked(held[STATES], held[CHANNELS], held[TOKENS])
-        assert torch.equal(shard.final(0, record.tokens), whole_TD)
-        assert torch.equal(shard.final(5, 9), whole_TD[5:9])
-        assert shard.taps(5, 9)[0].shape == (4, width)
+        assert torch.equal(shard.slices(0, record.tokens)[0].states(), whole_TD)
+        assert torch.equal(shard.slices(5, 9)[0].states(), whole_TD[5:9])
+        assert shard.slices(5, 9)[1][0].states().shape == (4, width)
         written += 2 * sum(tensor.nbytes for tensor in held.values())
     assert written == predicted
     assert Encoding(tiny_target, folder, TAPS, form=name).tokens == 0
@@ -174,6 +174,6 @@ def test_a_recipe_stores_the_states_of_its_answers_in_eight_bits(tmp_path: Path)
     data = tmp_path / "data"
     assert read_features(data)["dtype"] == "int8"
     records = Manifest.load(data).shards
-    assert all(len(shard.final(0, 2)) == 2 for shard in open_features(data, records, ()))
+    assert all(len(shard.slices(0, 2)[0].states()) == 2 for shard in open_features(data, records, ()))
     given = COMMANDS["run"].parse([*words, "--distill.budget_tokens", "1000"]).values
     assert plan_recipe(given, Rates(flops=1e12, bandwidth=1e11, origin="as stated")).stored_states == 1000 * (32 + 4)

@@ -188,7 +188,8 @@ def test_complete_states_are_skipped_and_others_replaced(distilled: Path, tiny_t
     assert changed.stat().st_mtime_ns != times[changed]
     open_features(distilled, Manifest.load(distilled).shards, ())
     encode(tiny_target, distilled, (1,), form="float16", progress=False)
-    assert open_features(distilled, Manifest.load(distilled).shards, (1,))[0].final(0, 2).dtype == torch.float16
+    final, _ = open_features(distilled, Manifest.load(distilled).shards, (1,))[0].slices(0, 2)
+    assert final.states().dtype == torch.float16
 
 
 def test_drafters_with_other_taps_share_what_they_have_in_common(distilled: Path, tiny_target: Target) -> None:
@@ -197,10 +198,10 @@ def test_drafters_with_other_taps_share_what_they_have_in_common(distilled: Path
     second = encode(tiny_target, distilled, (0,), progress=False)
     assert {file.name.split("-")[0] for file in second} == {"final", "tap_0"}
     assert {file: file.stat().st_mtime_ns for file in first} == times
-    both = open_features(distilled, Manifest.load(distilled).shards, (1, 0))[0].taps(0, 3)
-    alone = open_features(distilled, Manifest.load(distilled).shards, (1,))[0].taps(0, 3)
-    assert torch.equal(both[1], alone[1])
-    assert not torch.equal(both[0], both[1])
+    _, both = open_features(distilled, Manifest.load(distilled).shards, (1, 0))[0].slices(0, 3)
+    _, alone = open_features(distilled, Manifest.load(distilled).shards, (1,))[0].slices(0, 3)
+    assert torch.equal(both[1].states(), alone[1].states())
+    assert not torch.equal(both[0].states(), both[1].states())
 
 
 def test_missing_and_damaged_states_are_named(distilled: Path, tiny_target: Target) -> None:

@@ -87,7 +87,7 @@ def test_an_artifacts_draft_writes_rows_for_the_next_one(
     assert not (tmp_path / "data").exists(), "message before anything is written"
     assert main(["distill", *words, "--train.objective", "soft"]) == 0
     manifest = Manifest.load(tmp_path / "data")
-    assert manifest.written("draft") > 0 < manifest.written("target")
+    assert manifest.total("train", "by_draft") > 0 < manifest.total("train", "by_target")
     assert main(["train", *words]) == 2
     assert "objective is hard and the text is learnt as it stands; choose another objective" in capsys.readouterr().err
 
@@ -121,7 +121,7 @@ def test_loops_are_left_out_by_default_and_reported(
         return ((row, stop - 5, stop) for row, start, stop in answers(shard) if stop - start > 40)
 
     for module in ("learned_tokens", "datamodule"):
-        monkeypatch.setattr(f"draftsmith.data.batches.{module}.loops", last_five)
+        monkeypatch.setattr(f"draftsmith.data.batches.{module}.repetitions", last_five)
     learned: list[int] = []
     original = pipeline.proposed_text
     monkeypatch.setattr(pipeline, "proposed_text", lambda drafter, rows: (
@@ -208,8 +208,8 @@ def test_the_room_for_states_is_that_of_the_tokens_still_missing(copied_run: Pat
 def test_lost_states_are_made_again_and_a_damaged_shard_is_named(
     copied_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    states, weights = (copied_run / name for name in ("data/final-train-00000.safetensors",
-                                                      "artifact/model.safetensors"))
+    shard, weights = min((copied_run / "data").glob("train-*.safetensors")), copied_run / "artifact/model.safetensors"
+    states = shard.with_name(f"final-{shard.name}")
     # A copy: what is loaded is the mapped file, which is changed below.
     before, trained = load_file(states)["states"].clone(), weights.read_bytes()
     content = states.read_bytes()
@@ -221,10 +221,9 @@ def test_lost_states_are_made_again_and_a_damaged_shard_is_named(
     assert "[1/5] the target answers prompts: already complete, skipped" in message
     assert "nothing to compute" not in message
     assert weights.read_bytes() == trained, "a finished training takes no further step"
-    shard = copied_run / "data" / "train-00000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     assert main(["run", "--config", str(TINY), "--out", str(copied_run)]) == 2
-    assert "train-00000.safetensors is corrupted" in capsys.readouterr().err
+    assert f"{shard.name} is corrupted" in capsys.readouterr().err
     shard.unlink()
     assert main(["run", "--config", str(TINY), "--out", str(copied_run)]) == 2
     assert "delete the folder" in capsys.readouterr().err
